@@ -1,7 +1,4 @@
-"""Arrange a family's stored tensors the way the model reads them.
-
-Renames cost nothing and runs of rows stay views; reordered rows and separate experts are copied.
-"""
+"""Arrange a family's stored tensors as the model reads them: renamed, cut or copied in order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +24,6 @@ _TEXT = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-"""How names begin in models of more than text, and how in models of text."""
 _NOT_TEXT = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "embed_vision."),
@@ -37,10 +33,7 @@ _NOT_TEXT = (
 def arranged(
     tensors: Mapping[str, Stored], config: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Return the tensors under the names of `inventory`, and notes on what was left out.
-
-    Tensors that the model does not read keep their name. Raises UnsupportedModel, FormatError.
-    """
+    """Return the tensors under the names of `inventory` (others keep theirs), and notes."""
     named, notes = _of_text(tensors)
     try:
         family = family_of(text_config(config))
@@ -54,8 +47,7 @@ def arranged(
         if not all(name in named for name, _ in names_of(family, source, need)):
             continue
         names = dict(names_of(family, source, need))
-        # Nor may it promise many more rows than are there: their order is an array. What is off by
-        # less is named part by part below.
+        # Nor many more rows than are there, as their order is an array; less is reported below.
         there = sum(prod(named[name].shape) for name in names)
         if any(names.values()) and 2 * there < need.elements:
             raise FormatError(
@@ -86,7 +78,7 @@ def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[st
 
 
 def text_name(name: str) -> str:
-    """Return the name that a tensor of a model of more than text has in one of text alone."""
+    """Return a multimodal model's tensor name as text-only models have it."""
     return next((to + name[len(begin) :] for begin, to in _TEXT if name.startswith(begin)), name)
 
 
@@ -124,7 +116,7 @@ def _assembled(
 
 
 def _whole_blocks(parts: Sequence[Piece]) -> bool:
-    """Return whether 128 x 128 blocks stay what they are: no row leaves its block."""
+    """Return whether 128 x 128 blocks keep their rows."""
     rows = parts[0].rows
     if len(parts) == 1 and isinstance(rows, slice):
         return not (rows.start | rows.stop) % BLOCK

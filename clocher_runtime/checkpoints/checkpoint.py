@@ -1,4 +1,4 @@
-"""A checkpoint: the common face of every container that weights come in."""
+"""The common interface of all weight containers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,10 +19,7 @@ _INDICES = ("row_ptr", "col_idx")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A tensor that the file holds in another layout.
-
-    `shape` is logical; `make` computes the planes at every call, from views of the mapped files.
-    """
+    """A tensor of logical `shape` whose planes `make` computes at every call, from mapped files."""
 
     shape: tuple[int, ...]
     format: Format
@@ -30,7 +27,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the planes will have."""
+        """Bytes of the planes."""
         return self.format.nbytes(self.shape)
 
 
@@ -122,12 +119,12 @@ class Checkpoint:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Check that the weight files are still those that were opened; no byte of them is read."""
+        """Check, without reading, that the weight files are still those that were opened."""
         for file in self.files:
             file.check_unchanged()
 
     def read_ahead(self, name: str) -> None:
-        """Let the disk start to read a tensor whose planes lie in the files as they are."""
+        """Prefetch a tensor whose planes lie in the files as they are."""
         stored = self._stored(name)
         if not isinstance(stored, LazyTensor):
             for plane in stored.planes.values():
@@ -135,12 +132,12 @@ class Checkpoint:
                     file.read_ahead(plane)
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages of the weight files."""
+        """Let the kernel drop the resident pages of the weight files."""
         for file in self.files:
             file.release()
 
     def close(self) -> None:
-        """Finish with the files. A mapping lasts until the last view of it is gone."""
+        """Close the files; a mapping lasts until its last view is gone."""
         self.release()
 
     def _stored(self, name: str) -> Stored:
@@ -165,7 +162,7 @@ def stored_tensor(
 def lazy_tensor(
     shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
 ) -> LazyTensor:
-    """Return a tensor that `make` will compute from a file's arrays, which are checked before."""
+    """Return a lazy tensor that `make` computes from already checked arrays."""
     try:
         fmt.planes(shape)
     except ShapeError as error:

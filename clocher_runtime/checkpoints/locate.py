@@ -29,10 +29,7 @@ def embedded_model() -> Path:
 
 
 def locate(name: str | Path, source: str = "") -> Path:
-    """Return the path of a local model; `source` begins messages, such as "--model-dir".
-
-    Raises ModelNotFound, UnsupportedModel, UsageError.
-    """
+    """Return the path of a local model; `source` begins messages. Raises ModelError, UsageError."""
     text = os.fspath(name)
     where = f"{source}: " if source else ""
     if not text.strip():

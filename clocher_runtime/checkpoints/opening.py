@@ -1,4 +1,4 @@
-"""Opening a model: which container a directory holds, and the checkpoint in it."""
+"""Open a model in any container."""
 
 import os
 from pathlib import Path

@@ -56,7 +56,7 @@ class Q4Entry(Entry):
 
     @classmethod
     def parse_format(cls, name: str, shape: Shape, planes: Mapping[str, Any]) -> Format:
-        """Return Q4_0; there is nothing else."""
+        """Return Q4_0, the only format."""
         if name != Q4_0.name or len(shape) != 2 or 0 in shape:
             raise FormatError(f"{name!r:.40}{list(shape)}; expected a matrix in {Q4_0.name}")
         return Q4_0
@@ -73,7 +73,7 @@ class Q4Planes:
     tensors: Mapping[str, QuantTensor]
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Return the format of each tensor that the files replace, and notes (none)."""
+        """Return the formats of the tensors that the files replace, and no notes."""
         for name, entry in self.entries.items():
             if not is_float(found := tensors.get(name), entry.shape):
                 raise UsageError(
@@ -98,12 +98,12 @@ class Q4Planes:
 
 
 def is_float(tensor: Stored | None, shape: Shape) -> bool:
-    """Return whether a model has a tensor, in this shape and as floats."""
+    """Return whether a model has a float tensor of this shape."""
     return tensor is not None and tensor.shape == shape and isinstance(tensor.format, Float)
 
 
 def described(tensor: Stored | None) -> str:
-    """Return what a model has, for messages."""
+    """Describe a model's tensor, for messages."""
     return f"{tensor.format.name}{list(tensor.shape)}" if tensor else "no such tensor"
 
 
@@ -113,7 +113,7 @@ def source_hash(tensor: QuantTensor) -> str:
 
 
 def is_q4_planes(path: Path) -> bool:
-    """Return whether a file is an expanded manifest; errors in it are reported when it is read."""
+    """Return whether a file looks like an expanded manifest; reading it reports errors."""
     try:
         return parse_object(read_bytes(path, MAX_JSON_BYTES), str(path)).get("format") == FORMAT
     except ModelError:
@@ -148,10 +148,7 @@ def load_q4_planes(path: Path) -> Q4Planes:
 
 
 def q4_document(files: Mapping[str, str], entries: Sequence[Entry], kept: Any) -> dict[str, Any]:
-    """Return the JSON of an expanded manifest.
-
-    `files` are relative to its directory; `kept`: name -> reason for every tensor not in the files.
-    """
+    """Return an expanded manifest's JSON; `files` are relative, `kept` maps names to reasons."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -164,10 +161,7 @@ def q4_document(files: Mapping[str, str], entries: Sequence[Entry], kept: Any) -
 def open_index(
     json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
 ) -> Checkpoint:
-    """Open an IEBIN pair by model.ie.json, or by a model.ie.compat.json over one.
-
-    `bin_path` is by default beside the index; `verify` reads all weights. Raises ModelError.
-    """
+    """Open an IEBIN pair by model.ie.json, or by model.ie.compat.json; `verify` reads all."""
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
     if parse_object(data, str(json_path)).get("format") != OVERLAY:
@@ -193,7 +187,7 @@ def open_index(
 
 
 def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
-    """Return the matrices that an index lists, checked without the plane files."""
+    """Return the matrices of an index, checked without the plane files."""
     where = str(path)
     document = read_sealed(data, where, (OVERLAY, VERSION, AGAIN), _OVERLAY)
     base = fields(document["base"], f"{where}: base", {"file": str, "sha256": str})
@@ -208,7 +202,7 @@ def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
 
 
 def write_overlay(path: Path, entries: Sequence[Entry]) -> None:
-    """Write an index over the pair beside it, whole or not at all."""
+    """Write an index over the pair beside it, atomically."""
     head = {
         "format": OVERLAY,
         "version": VERSION,

@@ -27,7 +27,7 @@ _EXTRA_BYTES_PER_TENSOR = 4096
 
 @dataclass(frozen=True, slots=True)
 class Sparsifying:
-    """What is done to the matrices; UsageError for a value that a setting cannot have."""
+    """How matrices become block-sparse; UsageError for a bad value."""
 
     block: tuple[int, int] = (32, 32)  # rows and columns of a block
     inner: str = ""  # format of the blocks, of `formats.bsr.INNERS`; "" keeps the matrix's own
@@ -82,7 +82,7 @@ def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.nda
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseConversion:
-    """A conversion that has been checked and can start."""
+    """A checked conversion, ready to run."""
 
     source: Checkpoint  # the input
     out_dir: Path  # where the IEBIN files will be
@@ -92,10 +92,7 @@ class SparseConversion:
     free_bytes: int  # bytes that the disk has for it
 
     def run(self, progress: Progress | None = None) -> list[Outcome]:
-        """Write the output and return the result for each matrix.
-
-        Raises FormatError, ModelChanged, OSError, UsageError: no matrix would become smaller.
-        """
+        """Write the output; return each matrix's result. UsageError if none becomes smaller."""
         vocab = vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
         outcomes: list[Outcome] = []
@@ -141,10 +138,7 @@ class SparseConversion:
 def plan_block_sparse(
     model_dir: Path, out_dir: Path, how: Sparsifying | None = None
 ) -> SparseConversion:
-    """Open the input and check it before writing; by default 32 x 32 zero blocks are left out.
-
-    Raises ModelError, UsageError, OSError.
-    """
+    """Open and check the input; by default 32 x 32 zero blocks are left out."""
     how = how or Sparsifying()
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)

@@ -1,7 +1,4 @@
-"""The certificate of a conversion: hashes of source and IEBIN by tensor, and whether they agree.
-
-docs/verification.md describes the file, which ends with its own SHA-256.
-"""
+"""The certificate of a conversion: hashes by tensor, source and IEBIN; see docs/verification.md."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -43,11 +40,9 @@ _DECODED_AT_ONCE = 16 << 20
 def write_certificate(
     source: Checkpoint, model_dir: Path, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Compare the source with the model made of it and write the certificate.
+    """Write the certificate of a model whose hashes were checked; return (identical, all) tensors.
 
-    The model's hashes have been checked. Returns how many tensors have bit-identical values, and
-    how many there are. Raises FormatError if a copied tensor has other bytes; ModelChanged,
-    OSError.
+    Raises FormatError if a tensor of the same format has other bytes; ModelChanged, OSError.
     """
     model = open_checkpoint(model_dir)
     found, done = [], 0
@@ -97,10 +92,7 @@ class Checked(NamedTuple):
 def check_certificate(
     model_dir: Path, source: Path | None = None, progress: Progress | None = None
 ) -> Checked:
-    """Compute every hash of a certificate again, from the model and, if there, the source.
-
-    `source` is by default the path in the certificate. Raises ModelError, ModelNotFound.
-    """
+    """Recompute a certificate's hashes, of the model and, if there, `source` (default: its own)."""
     document = read_certificate(model_dir)
     origin, index = document["source"], read_index(model_dir / JSON_NAME)
     model = open_checkpoint(model_dir)

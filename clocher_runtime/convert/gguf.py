@@ -51,7 +51,7 @@ _ARCHITECTURES = {
 
 
 class GgufEntry(NamedTuple):
-    """A tensor of the file: its name there, logical shape (slowest dimension first), type."""
+    """A tensor of the file: name, logical shape (slowest dimension first), type."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,7 +73,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufExport:
-    """A file that can be written."""
+    """A GGUF file that can be written."""
 
     spec: ModelSpec
     fields: Mapping[str, Field]  # metadata
@@ -132,10 +132,9 @@ def write_gguf(
     tensors: Iterable[Iterable[np.ndarray]],
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a header, then the tensors, each in pieces; `check` may refuse the unnamed file.
+    """Write a header and the tensors in pieces; `check` may refuse the file before its rename.
 
-    Integers of `fields` are stored as u32 (in a list as i32), floats as f32. Raises FormatError if
-    a tensor's size is not its entry's; OSError.
+    Integers of `fields` are stored as u32 (in a list as i32), floats as f32.
     """
     with replacing(path) as file:
         file.write(_layout(fields, entries)[1])
@@ -165,7 +164,7 @@ def plan_gguf(
 
     `kind`: "same" is exact; "f32", "f16" or "bf16" decodes all matrices. `vocab` without entries
     makes a file for llama-bench alone. `floats` names matrices to decode in any case. `timed`
-    permits the name "bitnet". Raises UsageError, UnsupportedModel, FormatError.
+    permits the name "bitnet".
     """
     if kind not in TYPES:
         raise UsageError(f"GGUF type {kind!r}; known: {', '.join(TYPES)}")

@@ -37,7 +37,7 @@ from clocher_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufConversion:
-    """A file that has been planned."""
+    """A planned GGUF file."""
 
     source: Checkpoint
     path: Path
@@ -80,10 +80,9 @@ class GgufConversion:
 def plan_gguf_model(
     source: Checkpoint, path: Path, others: str | None = None, pre: str | None = None
 ) -> GgufConversion:
-    """Check the export before writing.
+    """Check the export before writing; `pre` overrides the tokenizer's pre-type.
 
-    `others`: float type of matrices that ggml cannot hold; None refuses them. `pre`: the
-    tokenizer's pre-type; None finds it. Raises ModelError, UsageError, FormatError, OSError.
+    `others`: float type of matrices that ggml cannot hold; None refuses them.
     """
     if any(path.exists() and path.samefile(file.path) for file in source.files):
         raise UsageError(f"{path}: is a file of the input; choose another output")
@@ -158,10 +157,7 @@ def vocabulary_fields(
     begins: bool,
     pre: str | None = None,
 ) -> dict[str, Field]:
-    """Return the metadata of a vocabulary; `pre` overrides the pre-type of byte-level BPE.
-
-    Raises UnsupportedModel, FormatError, UsageError.
-    """
+    """Return the metadata of a vocabulary; `pre` overrides the pre-type of byte-level BPE."""
     try:
         document = json.loads(tokenizer)
         return _fields(document, config, ends, size, begins, pre)

@@ -20,7 +20,6 @@ from clocher_kernels.formats.fp8 import BLOCK, by_blocks
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 GRID = 23
-"""Candidate scales per group."""
 STRETCHES = tuple(float(2.0 ** (i / 8)) for i in range(8))
 """Candidate scales of fp8, relative to plain rounding."""
 
@@ -35,8 +34,7 @@ def search(
 ) -> QuantTensor:
     """Quantise a matrix [N, K] fp32 with the scales of least weighted error.
 
-    `importance`: [K], E[x^2] of each column; None: uniform. Raises UsageError, ShapeError,
-    FormatError.
+    `importance`: [K], E[x^2] of each column; None: uniform.
     """
     rows, columns = values.shape
     if importance is not None and importance.shape != (columns,):
@@ -126,10 +124,7 @@ def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
 
 
 class _Block:
-    """A block of rows, transposed so that a group of all rows is contiguous.
-
-    The best candidate's `scales` (as stored), `zeros` and `step` (fp32) are [G, R].
-    """
+    """A block of rows, transposed; the best `scales` (stored), `zeros`, `step` are [G, R]."""
 
     def __init__(self, fmt: Int4 | Int8, values: np.ndarray, weights: np.ndarray) -> None:
         self._fmt, self._weights = fmt, weights
@@ -212,7 +207,6 @@ class _Block:
         return np.where(out == 0, self.step, out)
 
     def codes(self) -> np.ndarray:
-        """Return the codes of the chosen grid, [G * size, R], as the format stores them."""
         out = np.empty(self._w.shape, np.int8)
         inverse = np.float32(1) / self.step
         for g in range(len(out)):

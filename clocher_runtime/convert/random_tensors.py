@@ -1,8 +1,4 @@
-"""Random normal weights in any format, without encoding every value.
-
-Tensors are drawn from a pool of 65 536 encoded cells (elements that share a scale) per format; seed
-and tensor name decide the bytes.
-"""
+"""Random normal weights in any format, drawn from 65 536 encoded cells by seed and tensor name."""
 
 import zlib
 from functools import lru_cache
@@ -25,7 +21,7 @@ _ROW_CELL = 32
 def normal_vector(
     name: str, shape: Shape, seed: int, mean: float, std: float, fmt: Format
 ) -> QuantTensor:
-    """Return a float tensor of normally distributed values."""
+    """Return a normally distributed float tensor."""
     values = np.float32(mean) + np.float32(std) * _normal(_stream(name, seed), prod(shape))
     return QuantTensor(shape, fmt, fmt.encode(values.reshape(shape)))
 

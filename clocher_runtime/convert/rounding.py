@@ -68,10 +68,9 @@ def parse_clip(text: str) -> Clip:
 def round_tensor(
     tensor: QuantTensor, fmt: Format, clip: Clip = NO_CLIP, threads: int = 1, rows: int = 0
 ) -> QuantTensor:
-    """Round the decoded values of a tensor [..., N, K] of any format.
+    """Round the decoded values of a tensor [..., N, K], `rows` (0: about 128 k elements) at a time.
 
-    `rows` are decoded at a time (0: about 128 k elements), all if a matrix shares a scale; the
-    result does not depend on it. Raises FormatError, ShapeError.
+    The result does not depend on `rows`.
     """
     if not isinstance(fmt, Int4 | Int8) and (isinstance(fmt, Float) or clip != NO_CLIP):
         raise FormatError(f"rounding with clip {clip} gives int4 or int8, not {fmt.name}")

@@ -1,7 +1,4 @@
-"""Models of published shapes (assets/presets.json) with random weights, as IEBIN and GGUF.
-
-Weights have the standard deviation 1/sqrt(K). The same arguments give the same bytes.
-"""
+"""Models of published shapes (assets/presets.json) with random weights of std 1/sqrt(K)."""
 
 import copy
 import json
@@ -41,7 +38,7 @@ _BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model without weights: its name, a line about it, its whole config.json."""
+    """A model without weights: name, description, whole config.json."""
 
     name: str
     summary: str
@@ -132,7 +129,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Synthesis:
-    """A model that has been checked and can be written; `nbytes` is an upper bound."""
+    """A checked model, ready to write; `nbytes` is an upper bound."""
 
     config: Mapping[str, Any]
     formats: Mapping[str, Format]
@@ -172,10 +169,7 @@ def plan_synthesis(
     layers: int | None = None,
     gguf: str | None = None,
 ) -> Synthesis:
-    """Check the arguments before writing. Raises UsageError, FormatError, OSError.
-
-    `layers` keeps the first layers alone; `gguf` also writes GGUF: "same", or a float type.
-    """
+    """Check the arguments; `layers` keeps the first ones; `gguf`: "same" or a float type."""
     refuse_hf_folder(out_dir)
     config = stored_config(preset, precision, layers)
     spec = spec_from_config(config)
@@ -195,7 +189,7 @@ def plan_synthesis(
 
 
 def stored_config(preset: str, precision: Precision, layers: int | None) -> dict[str, Any]:
-    """Return the config.json of a preset whose matrices are stored in a precision."""
+    """Return a preset's config.json with matrices in a precision."""
     config = find_preset(preset).config(layers)
     if precision.linears not in ("native", _native(spec_from_config(config))):
         config.pop("quantization_config", None)
@@ -207,7 +201,7 @@ def _native(spec: ModelSpec) -> str:
 
 
 def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
-    """Return a tensor of random weights; FormatError for a format that cannot be drawn."""
+    """Return a random tensor; FormatError for a format that cannot be drawn."""
     if need.kind == "vector":
         if "norm" in name:
             return normal_vector(name, need.shape, seed, 1.0, 0.05, fmt)
@@ -216,7 +210,7 @@ def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
 
 
 def byte_tokenizer(vocab_size: int) -> bytes:
-    """Return a tokenizer.json: a token for each byte, and words that no text encodes to."""
+    """Return a tokenizer.json: a token for each byte, and words that are never encoded."""
     level = {
         "type": "ByteLevel",
         "add_prefix_space": False,

@@ -1,7 +1,4 @@
-"""An opened checkpoint -> a Hugging Face directory in compressed-tensors format, for vLLM.
-
-Written beside its place, read back and compared tensor by tensor, then renamed.
-"""
+"""An opened checkpoint -> a compressed-tensors directory for vLLM, compared before its rename."""
 
 import json
 import shutil
@@ -92,7 +89,7 @@ def _compressed(tensor: QuantTensor) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedConversion:
-    """A directory that has been planned."""
+    """A planned directory."""
 
     source: Checkpoint
     out_dir: Path
@@ -218,11 +215,7 @@ class CompressedConversion:
 def plan_compressed(
     source: Checkpoint, out_dir: Path, others: str | None = None
 ) -> CompressedConversion:
-    """Check the export before writing; the directory must be absent or empty.
-
-    `others`: float type of matrices that compressed-tensors cannot hold; None refuses them. Raises
-    UnsupportedModel, FormatError, UsageError, OSError.
-    """
+    """Check the export; `others`: float type of matrices that do not fit; None refuses them."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir}: is not empty; choose another directory")
     try:

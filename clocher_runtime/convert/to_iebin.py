@@ -1,8 +1,4 @@
-"""Any checkpoint -> IEBIN, two tensors in memory at a time.
-
-Tensors are copied byte for byte unless a quantisation manifest names them. The output has no dates
-or paths: equal input gives equal bytes, resumed or not.
-"""
+"""Any checkpoint -> IEBIN, two tensors in memory at a time; equal input gives equal bytes."""
 
 import hashlib
 import json
@@ -49,7 +45,7 @@ _CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """A conversion that has been checked and can start."""
+    """A checked conversion, ready to run."""
 
     source: Checkpoint
     out_dir: Path
@@ -61,7 +57,7 @@ class Conversion:
 
     @property
     def quantised(self) -> dict[str, str]:
-        """Names of the tensors that are not copied, with the format that they come from."""
+        """Names of the quantised tensors, with their source format."""
         return {
             name: self.source.tensors[name].format.name
             for name, fmt in self.formats.items()
@@ -69,10 +65,7 @@ class Conversion:
         }
 
     def run(self, progress: Progress | None = None) -> int:
-        """Write the output, resuming a killed run; return how many tensors it had finished.
-
-        Raises FormatError, UsageError, ModelChanged, OSError.
-        """
+        """Write the output, resuming a killed run; return how many tensors it had finished."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
         tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
@@ -120,7 +113,7 @@ def prepared(
 
 
 def job_name(source: Checkpoint, *options: object) -> str:
-    """Return what stands for an input, as it is now, and the options of what is made of it."""
+    """Return a key of an input, as it is now, and of the options."""
     files = [(str(f.path), f.nbytes, os.stat(f.path).st_mtime_ns) for f in source.files]
     return hashlib.sha256(json.dumps([files, *options]).encode()).hexdigest()
 
@@ -128,7 +121,7 @@ def job_name(source: Checkpoint, *options: object) -> str:
 def finish(
     writer: IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
 ) -> None:
-    """Commit what was made of a checkpoint, with its settings. Raises ModelChanged, OSError."""
+    """Commit what was made of a checkpoint. Raises ModelChanged, OSError."""
     source.check_unchanged()
     container = _CONTAINERS.get(source.kind, source.kind)
     files = [{"file": f.path.name, "nbytes": f.nbytes} for f in source.files]
@@ -151,10 +144,7 @@ def refuse_hf_folder(out_dir: Path) -> None:
 
 
 def open_source(path: Path) -> Checkpoint:
-    """Open a conversion's input; a Hugging Face checkpoint takes precedence over an IEBIN pair.
-
-    Pickled weights are accepted where there are no safetensors. Raises ModelError.
-    """
+    """Open a conversion's input: Hugging Face (also pickled) before IEBIN. Raises ModelError."""
     directory = find_hf(path)
     if directory:
         return open_torch_bin(directory) if only_pickled(directory) else open_hf(directory)
@@ -199,7 +189,7 @@ def convert(
 
 
 def vocabulary(source: Checkpoint) -> bytes | None:
-    """Return the content of tokenizer.json, None if the model has no tokenizer."""
+    """Return the content of tokenizer.json, or None."""
     tokenizer = source.tokenizer_source
     if isinstance(tokenizer, bytes):
         return tokenizer
@@ -214,10 +204,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def write_tensor_map(model_dir: Path) -> int:
-    """Write tensor_map.json, for programs that do not read IEBIN; return its number of tensors.
-
-    It carries the checksum of its model.ie.json, so a stale map can be detected.
-    """
+    """Write tensor_map.json, with model.ie.json's checksum; return its number of tensors."""
     document = read_index(model_dir / JSON_NAME).document
     head = {
         "format": "clocher.tensor_map",

@@ -45,7 +45,6 @@ class _Mapped:
     mtime_ns: int
 
     def change(self) -> str | None:
-        """Return how what the path names differs from what was mapped; None: it does not."""
         try:
             found = os.stat(self.absolute)
         except OSError as error:
@@ -57,7 +56,6 @@ class _Mapped:
         return None if found.st_mtime_ns == self.mtime_ns else _WRITTEN
 
     def holds(self, address: int) -> bool:
-        """Return whether a page of the file was mapped to an address."""
         end = self.address + self.nbytes + -self.nbytes % mmap.PAGESIZE
         return self.address <= address < end
 
@@ -76,7 +74,7 @@ def _lost_page(address: int) -> str | None:
 
 
 def check_all_mapped() -> None:
-    """Check every model file that is mapped now; see `MappedFile.check_unchanged`."""
+    """Check every mapped model file; see `MappedFile.check_unchanged`."""
     _check_unchanged(list(_MAPPED.values()))
 
 
@@ -107,7 +105,7 @@ def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
 
 
 def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
-    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`."""
+    """Return a file of at most `limit` bytes; `follow` as in `open_regular`."""
     with open_regular(path, follow) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -162,12 +160,12 @@ class MappedFile:
         return self._bytes[start:stop]
 
     def plane(self, plane: Plane, offset: int) -> np.ndarray:
-        """Return a read-only view of a stored array; its range has been checked before."""
+        """Return a read-only view of a stored array whose range was checked."""
         data = self._bytes[offset : offset + plane.nbytes]
         return data.view(plane.storage).reshape(plane.shape)
 
     def remember(self) -> None:
-        """Note the content of some pages, so that new times alone are no change from now on."""
+        """Sample some pages, so that new times alone are no change from now on."""
         self._digest = self._sample()
 
     def check_unchanged(self) -> None:
@@ -184,8 +182,7 @@ class MappedFile:
         ends = {*range(_ENDS), *range(max(pages - _ENDS, 0), pages)}
         places = ends | {pages * i // _SAMPLES for i in range(_SAMPLES)}
         digest = hashlib.blake2b(digest_size=16)
-        # Read, not taken from the map: each page that is touched there maps many others, which
-        # count as memory of the process.
+        # Read, not mapped: a touched page maps its neighbours, which count as resident memory.
         with suppress(OSError), open(self._mapped.absolute, "rb", buffering=0) as file:
             for place in sorted(places):
                 digest.update(os.pread(file.fileno(), mmap.PAGESIZE, place * mmap.PAGESIZE))
@@ -199,7 +196,7 @@ class MappedFile:
             self._map.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
 
     def sha256(self, start: int = 0) -> str:
-        """Return the SHA-256 of the file from a byte on; pages are given back on the way."""
+        """Return the SHA-256 of the file from an offset, dropping pages on the way."""
         digest = hashlib.sha256()
         for piece in byte_pieces(self._bytes[start:]):
             digest.update(piece)
@@ -207,7 +204,7 @@ class MappedFile:
         return digest.hexdigest()
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages; views stay valid and read them again."""
+        """Let the kernel drop the resident pages; views stay valid."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -218,7 +215,7 @@ def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
 
 
 def sha256_of(*arrays: np.ndarray) -> str:
-    """Return the SHA-256 of the bytes of arrays, one after the other."""
+    """Return the SHA-256 of arrays, one after the other."""
     digest = hashlib.sha256()
     for array in arrays:
         for piece in byte_pieces(array):

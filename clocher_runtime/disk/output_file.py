@@ -1,7 +1,4 @@
-"""Writing files: hashed, locked, resumable, atomic.
-
-A killed writer leaves a partial file and a journal; the next writer checks what it keeps by hash.
-"""
+"""Writing files: hashed, locked, atomic, and resumable from a partial file with a journal."""
 
 import errno
 import fcntl
@@ -31,11 +28,7 @@ PARTIAL = ".partial"
 
 
 class OutputFile:
-    """An append-only file, locked until closed.
-
-    Hashing and disk work run in the background: `write` returns a future hash once the kernel has
-    the bytes.
-    """
+    """An append-only file, locked until closed; other threads hash and flush."""
 
     def __init__(self, path: Path) -> None:
         """Open or make a file; its content stays until the first `write` or `sync`."""
@@ -78,7 +71,7 @@ class OutputFile:
         self.nbytes, self._hash = self._before
 
     def sync(self) -> str:
-        """Wait until the disk has everything; return the SHA-256 of the file."""
+        """Flush to the disk; return the SHA-256 of the file."""
         self._cut_off()
         if self._flush:
             self._flush.result()
@@ -120,7 +113,7 @@ class OutputFile:
         if self._dirty >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             if self._flush:
                 self._flush.result()
-            # Without this the disk would idle until the end, then everybody would wait for it.
+            # Else the disk idles until the end, and the last flush waits for everything.
             self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
             self._dirty = 0
         return piece
@@ -130,10 +123,9 @@ class OutputFile:
 
 
 class Journal:
-    """What is finished in a partial file: a JSON object a line, the first one names the job.
+    """A partial file's finished entries as JSON lines, the first one naming the job.
 
-    Lines are not flushed; readers verify the bytes. Of `entries`, the first `kept` still hold;
-    `add` drops the others.
+    Lines are not flushed; readers verify the bytes. `add` drops the entries beyond `kept`.
     """
 
     def __init__(self, path: Path, job: str) -> None:
@@ -145,7 +137,7 @@ class Journal:
         self._descriptor: int | None = None
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry, the first time to a new journal with what is kept of the old one."""
+        """Append an entry, first starting a new journal with those kept."""
         new = [entry]
         if self._descriptor is None:
             self._descriptor = open_new(self.path)
@@ -180,10 +172,7 @@ class Journal:
 
 
 class JsonlWriter:
-    """A context manager for a locked JSONL file, written as FILE.partial, renamed at the end.
-
-    After an exception FILE is unchanged. `source` is the flag that named it. Raises UsageError.
-    """
+    """Context manager for a locked JSONL file, renamed from FILE.partial at the end."""
 
     def __init__(self, path: Path, source: str) -> None:
         self.lines = 0
@@ -238,7 +227,7 @@ class JsonlWriter:
 
 
 def open_locked(path: Path) -> int:
-    """Open a file for reading and writing, made if need be, locked until it is closed."""
+    """Open or make a file for reading and writing, locked until closed."""
     # Without O_NONBLOCK a pipe of this name could hang this.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
@@ -267,7 +256,7 @@ def open_new(path: Path) -> int:
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write everything; an OSError names the path; raises ModelChanged, OSError."""
+    """Write everything; an OSError names the path."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -279,7 +268,7 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes a path's place when all went well: no reader sees half of it."""
+    """Yield a new file that replaces a path on success."""
     partial = path.with_name(path.name + PARTIAL)
     with os.fdopen(open_new(partial), "wb") as file:
         try:
@@ -294,13 +283,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; an OSError names it."""
+    """Write a file atomically; an OSError names it."""
     with replacing(path) as file:
         write_all(file.fileno(), memoryview(data), path)
 
 
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
-    """Return the bytes left on a path's disk after writing; OSError if it is too small."""
+    """Return the free bytes of a path's disk with `reclaimed`; OSError if below `nbytes`."""
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed
     if nbytes > free:

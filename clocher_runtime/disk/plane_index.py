@@ -29,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 class Region(NamedTuple):
-    """Bytes of a file, which has a name of its own in each store."""
+    """A range of bytes of a named file."""
 
     file: str
     offset: int
@@ -47,10 +47,7 @@ def aligned(end: int, alignment: int = ALIGNMENT) -> int:
 
 
 def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
-    """Return the regions of the next tensor's planes; `ends` maps each file to its current end.
-
-    Several files are each named as the plane they hold. Raises FormatError.
-    """
+    """Return the regions of the next tensor's planes; `ends`: each file's current end."""
     try:
         planes = fmt.planes(shape)
     except ShapeError as error:
@@ -80,10 +77,7 @@ def _check_density(fmt: Bsr, shape: Shape) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as a document lists it; each kind of document has a subclass.
-
-    `source_sha256` is of the stored bytes that it was made from, "" if not recorded.
-    """
+    """A tensor as listed; `source_sha256` is of the bytes it was made from, "" if unknown."""
 
     FILES: ClassVar[tuple[str, ...]] = ("bin",)
     FIELDS: ClassVar[dict[str, type]] = {"name": str, "shape": list, "format": str, "planes": dict}
@@ -108,7 +102,7 @@ class Entry:
 
     @property
     def ends(self) -> dict[str, int]:
-        """Where each file that it has planes in ends."""
+        """The end of each file that has its planes."""
         return {region.file: region.end for region in self.regions.values()}
 
     def document(self) -> dict[str, Any]:
@@ -133,7 +127,7 @@ class Entry:
         return {field: whole[field] for field in self.FIELDS}
 
     def views(self, files: Mapping[str, MappedFile]) -> dict[str, np.ndarray]:
-        """Return the planes as read-only views of the files, whose sizes have been checked."""
+        """Return the planes as read-only views of files of checked size."""
         return {
             key: files[self.regions[key].file].plane(plane, self.regions[key].offset)
             for key, plane in self.format.planes(self.shape).items()
@@ -141,7 +135,7 @@ class Entry:
 
     @classmethod
     def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
-        """Return what a document lists: names, shapes, and the places that follow, all checked."""
+        """Return a document's entries, with their places, all checked."""
         found: dict[str, Self] = {}
         ends = dict.fromkeys(cls.FILES, 0)
         for index, value in enumerate(values):
@@ -204,7 +198,7 @@ class FileFacts:
 
     @classmethod
     def read(cls, value: object, where: str, file: str = "") -> Self:
-        """Return what a document says of a file, which it names if it has a name to name."""
+        """Return a document's facts about a file."""
         named = {"file": str} if file else {}
         found = fields(value, where, named | {"nbytes": int, "sha256": str})
         if found.get("file", "") != file:
@@ -234,7 +228,7 @@ def check_hashes(
 
 
 def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) -> None:
-    """Check that what lies before each region, which come in the order of the files, is zero."""
+    """Check that the gaps before regions, given in file order, are zero."""
     ends = dict.fromkeys(files, 0)
     for region in regions:
         file = files[region.file]
@@ -263,7 +257,7 @@ def seal(body: bytes) -> bytes:
 
 
 def unsealed(data: bytes, where: str) -> str:
-    """Return the SHA-256 that a text ends with, which is that of all bytes before it."""
+    """Return the SHA-256 that seals a text, checked."""
     tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     found = hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest()
     if tail is None or tail[1].decode() != found:

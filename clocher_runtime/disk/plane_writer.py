@@ -1,8 +1,4 @@
-"""Write planes so that a killed writer leaves nothing that a reader accepts.
-
-Files grow under temporary names; the document that makes them valid is removed before they are
-renamed and written after.
-"""
+"""Write planes so that a killed writer leaves nothing that a reader accepts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -84,7 +80,7 @@ class PlaneWriter:
         return [entry.name for entry in self.entries]
 
     def keep(self, entry: Entry) -> bool:
-        """Go over a tensor if the files hold it next; return whether they do."""
+        """Skip a tensor if the files hold it next; return whether they do."""
         kept: list[OutputFile] = []
         for name, file in self.files.items():
             mine = [(key, region) for key, region in entry.regions.items() if region.file == name]
@@ -107,13 +103,13 @@ class PlaneWriter:
         self._tell(name)
 
     def put(self, region: Region, plane: np.ndarray) -> str:
-        """Append a plane at its place, with zeros before it; return its SHA-256."""
+        """Append a plane at its place, zero-padded; return its SHA-256."""
         file = self.files[region.file]
         file.pad(region.offset)
         return file.write(plane)
 
     def sync(self) -> dict[str, FileFacts]:
-        """Wait until the disk has everything; return the facts of each file."""
+        """Flush to the disk; return the facts of each file."""
         return {name: FileFacts(file.nbytes, file.sync()) for name, file in self.files.items()}
 
     def publish(self, stale: Iterable[Path] = ()) -> None:

@@ -1,4 +1,4 @@
-"""Reading files into the page cache while the process does something else."""
+"""Read files into the page cache in the background."""
 
 import os
 import threading
@@ -14,10 +14,7 @@ _SAMPLES = 16
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
-    """Read files into the page cache in a thread, in large blocks, unless they are there.
-
-    Does nothing if they need over half of the free memory, or residency is unknown (not Linux).
-    """
+    """Read files in a thread, unless cached or too large for the memory (Linux)."""
     left = host_memory.available()
     if left is None or not hasattr(os, "RWF_NOWAIT"):
         return

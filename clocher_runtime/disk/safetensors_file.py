@@ -71,10 +71,7 @@ def safetensors_head(
     metadata: Mapping[str, str] | None = None,
     alignment: int = _LENGTH_BYTES,
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Return a file's header and each tensor's place; `arrays` maps name to (dtype, shape).
-
-    The first tensor begins at a multiple of `alignment`.
-    """
+    """Return a file's header and each tensor's place; `arrays`: name -> (dtype, shape)."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in arrays.items():

@@ -30,7 +30,7 @@ def read_as(value: object, kind: type[_T], where: str) -> _T:
 
 
 def given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an object that are not null, which is how many writers leave one out."""
+    """Return the fields that are not null; many writers use null for absent."""
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -42,7 +42,7 @@ def one_of(
     where: str,
     way_out: str = "",
 ) -> Any:
-    """Return a setting that must be one of the known values; null counts as left out."""
+    """Return a setting limited to known values; null counts as absent."""
     value = settings.get(key)
     value = default if value is None else value
     known = tuple(known)
@@ -55,14 +55,14 @@ def one_of(
 def unknown(
     key: str, value: object, known: Iterable[object], where: str, way_out: str = ""
 ) -> UnsupportedModel:
-    """Return the error for a setting whose value Clocher does not know."""
+    """Return the error for an unknown value of a setting."""
     listed = ", ".join(str(item) for item in known)
     text = f"{where}: {key} {shown(value)} is not known; known: {listed}"
     return UnsupportedModel(f"{text}; {way_out}" if way_out else text)
 
 
 def finite(value: Any) -> Any:
-    """Return JSON values with null for every number that JSON cannot hold."""
+    """Return JSON values with null for numbers that JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -71,7 +71,7 @@ def finite(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return the start of a value as a message quotes it."""
+    """Return the start of a value, for messages."""
     try:
         return f"{value!r:.80}"
     except ValueError:  # Python does not print integers of more than 4300 digits

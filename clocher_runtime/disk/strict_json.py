@@ -27,8 +27,7 @@ def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
     """Parse JSON text; `rest` is the size of the file beside it.
 
     Refuses invalid UTF-8, lone surrogates, duplicate keys, NaN and infinities, and, before building
-    anything, more than `MAX_JSON_VALUES`, `MAX_JSON_DEPTH` or `MAX_JSON_MEMORY`. Raises
-    FormatError.
+    anything, more than `MAX_JSON_VALUES`, `MAX_JSON_DEPTH` or `MAX_JSON_MEMORY`.
     """
     _check_size(data, where, rest)
     try:
@@ -59,10 +58,7 @@ def fields(
     required: Mapping[str, type],
     optional: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return an object with exactly the declared keys and types, or raise FormatError.
-
-    A bool is not an int; `object` allows anything.
-    """
+    """Return an object of exactly these keys and types, or raise FormatError; no bool is an int."""
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected an object, got {type(value).__name__}")
     known = {**required, **(optional or {})}

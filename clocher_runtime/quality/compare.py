@@ -1,4 +1,4 @@
-"""What models make of a text: its documents, perplexity, and two models compared by token."""
+"""Scores on text: documents, perplexity, and token-by-token comparison of two models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,13 @@ from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents
 
 DOCUMENT_TOKENS = 1024
-"""Tokens of a document in a text that does not say where its documents end."""
 
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents, each a run of windows that a model reads one by one, from an empty cache."""
+    """Documents, each a run of windows that are read from an empty cache."""
 
     windows: tuple[tuple[int, ...], ...]  # token ids of each window, at least two
     owner: tuple[int, ...]  # document of each window, counted from 0, never falling
@@ -114,7 +113,7 @@ class TokenScores:
 
     @property
     def delta_p(self) -> np.ndarray:
-        """Probability of the true token under the model, less that under the reference."""
+        """Probability of the true token, less that under the reference."""
         return np.asarray(np.exp(-self.nll_model) - np.exp(-self.nll_reference))
 
 
@@ -174,7 +173,7 @@ def _joined(parts: Sequence[TokenScores]) -> TokenScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """Rows of a softmax [T, V] in fp64; rows that are not finite hold those of zeros."""
+    """Rows of a softmax [T, V] in fp64; those not finite hold zeros'."""
 
     shifted: np.ndarray  # logits less the row's largest
     exp: np.ndarray  # their exponentials
@@ -182,7 +181,7 @@ class Softmax:
     finite: np.ndarray  # [T] whether all logits of the row were finite
 
     def nll(self, ids: np.ndarray) -> np.ndarray:
-        """Return the negative log-likelihood of a token per row, infinite in rows not finite."""
+        """Return the negative log-likelihood per row, infinite in rows not finite."""
         found = self.log_sum - self.shifted[np.arange(len(ids)), ids]
         return np.asarray(np.where(self.finite, found, np.inf))
 
@@ -239,10 +238,7 @@ def perplexity(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Score at most `limit` consecutive windows; a last partial window is left out.
-
-    The session is made with all_logits. Raises UsageError, SessionBusy.
-    """
+    """Score up to `limit` whole windows, in a session with all_logits. Raises UsageError."""
     ids, window = token_ids(ids), whole("window", window)
     limit = None if limit is None else whole("limit", limit, 0)
     if window < 2:

@@ -1,4 +1,4 @@
-"""One model through the gate: its weights, its text scores, its size and its speed."""
+"""One model through the gate: weights, text scores, size and speed."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -44,7 +44,7 @@ def scoring(model: Model, window: int, config: EngineConfig) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a manifest says of a tensor: see `TensorError`."""
+    """A manifest's record of a tensor: see `TensorError`."""
 
     method: str = "rtn"
     out_nmse: float | None = None
@@ -53,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model is: elements and bytes of all tensors."""
+    """Size of a model: elements and bytes of all tensors."""
 
     parameters: int
     nbytes: int
@@ -66,7 +66,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was found about one model."""
+    """The results of one model."""
 
     gate: GateResult
     summary: Summary
@@ -75,7 +75,7 @@ class Evaluation:
 
 
 def size_of(model: Model) -> Size:
-    """Return the size of a model as it is stored."""
+    """Return a model's stored size."""
     stored = model.checkpoint.tensors
     return Size(
         sum(prod(weight.shape) for weight in model.weights.values()),
@@ -145,7 +145,7 @@ def weight_errors(
     records: Mapping[str, Record] | None = None,
     progress: Progress | None = None,
 ) -> tuple[TensorError, ...]:
-    """Return the errors of all tensors that are not stored as in the reference."""
+    """Return the errors of all tensors that are stored differently."""
     errors = []
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):

@@ -1,7 +1,4 @@
-"""The gate: is a quantised model good enough, not good enough, or undecided for lack of text.
-
-A check passes if its number (or its whole 95 % interval) is within the limit.
-"""
+"""The gate: a model passes if each number, or its 95 % interval, is within its limit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -71,7 +68,7 @@ class Check:
     more_tokens: int | None = 0  # to add for a decision; 0 if decided, None if no number helps
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a manifest's `gates`; numbers that are not finite become null."""
+        """Return a manifest's `gates` entry; non-finite numbers become null."""
         known = {
             "name": self.name,
             "value": self.value,
@@ -118,7 +115,7 @@ class GateResult:
 
     @property
     def more_tokens(self) -> int | None:
-        """Tokens to add for a decision, about; None if no number of them helps."""
+        """Approximate tokens to add for a decision; None if none would help."""
         needed = [check.more_tokens for check in self.checks if check.verdict == "undecided"]
         known = [count for count in needed if count is not None]
         return max(known, default=0) if len(known) == len(needed) else None
@@ -134,19 +131,19 @@ class GateResult:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict of several together."""
+    """Return the combined verdict."""
     found = set(verdicts)
     return "fail" if "fail" in found else "undecided" if "undecided" in found else "pass"
 
 
 def verdict_code(verdict: Verdict) -> ExitCode:
-    """Return the exit code of a command that ends with a verdict."""
+    """Return a verdict's exit code."""
     codes = {"pass": ExitCode.OK, "fail": ExitCode.REJECTED, "undecided": ExitCode.UNDECIDED}
     return codes[verdict]
 
 
 def family(fmt: Format) -> str | None:
-    """Return the class that a format belongs to, None if no limits are known for it."""
+    """Return a format's class, None without known limits."""
     classes = {Float: "float", Int8: "int8", Fp8: "fp8"}
     return classes.get(type(fmt), "int4" if isinstance(fmt, Int4 | Mxfp4 | Ternary) else None)
 
@@ -163,11 +160,7 @@ def least_cosine(fmt: Format) -> float | None:
 def choose_limits(
     changed: Iterable[Format], settings: Iterable[str] = (), name: str | None = None
 ) -> tuple[str, Limits]:
-    """Return the class of a model (`name`, or the loosest of what differs) and its limits.
-
-    `settings` are classes of other differences: "kv" (cache), "int8" (activations). Raises
-    UsageError.
-    """
+    """Return a model's class and limits; `settings` are other differences, "kv" or "int8"."""
     if name is not None:
         if name not in LIMITS:
             raise UsageError(f"limits {name!r} are not known; known: {', '.join(LIMITS)}")
@@ -196,7 +189,7 @@ def override(limits: Limits, **given: float | int | None) -> Limits:
 
 
 def text_checks(summary: Summary, limits: Limits) -> list[Check]:
-    """Return the checks of what a model says of a text."""
+    """Return the checks of a model's text scores."""
     tokens = summary.tokens + summary.nonfinite
     return [
         hard("nonfinite_logits", summary.nonfinite, 0, tokens=tokens),
@@ -244,17 +237,14 @@ def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) ->
 def hard(
     name: str, value: float, limit: float, *, at_most: bool = True, where: str = "", tokens: int = 0
 ) -> Check:
-    """Return the check of an exact number."""
+    """Return an exact number's check."""
     within = value <= limit if at_most else value >= limit
     verdict: Verdict = "pass" if within else "fail"
     return Check(name, verdict, value, value, value, at_most, limit, tokens, where=where)
 
 
 def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None) -> list[Check]:
-    """Return the checks of the weights, each about the tensor nearest its limit.
-
-    `errors` are of the tensors that differ; `min_cosine` None is by format.
-    """
+    """Return checks of the tensors nearest their limits; `min_cosine` None is by format."""
     bad = next((error.name for error in errors if not error.finite), "")
     checks = [hard("nonfinite_tensors", sum(not e.finite for e in errors), 0, where=bad)]
     found: dict[str, list[Check]] = {

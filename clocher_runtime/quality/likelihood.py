@@ -32,21 +32,21 @@ _WAITING = 2  # times the batch: who waits fills the steps in which a text ends
 
 
 class Pair(NamedTuple):
-    """Token ids to be scored, and those that stand before them."""
+    """Token ids to score, and their context."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Likelihood(NamedTuple):
-    """What a model holds of a continuation."""
+    """The scores of a continuation."""
 
     logprob: float  # sum of the natural logarithms of its tokens' probabilities
     is_greedy: bool  # whether each of its tokens is the top-1
 
 
 class Scorer:
-    """Scores texts with a session that keeps logits, as many side by side as its batch."""
+    """Scores sequences in a session that keeps logits, one batch at a time."""
 
     def __init__(self, session: Session, tokenizer: Tokenizer) -> None:
         self._session, self._tokenizer = session, tokenizer
@@ -82,16 +82,15 @@ class Scorer:
         return pairs
 
     def scores(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
-        """Score continuations, in their order; contexts that are too long lose their beginning.
+        """Score continuations, sharing forwards; contexts that are too long lose their beginning.
 
-        Continuations that differ in their last token alone share a forward. Raises UsageError for
-        an empty or too long one, ClocherError.
+        Raises UsageError for an empty or too long continuation, ClocherError.
         """
         groups: dict[tuple[int, ...], _Reading] = {}
         for number, pair in enumerate(pairs):
             fed, first, last = self._cut(pair)
             groups.setdefault(fed, _Reading(fed)).targets.append(_Target(number, first, last))
-        # Long ones first: what is left over in the end, with few beside it, is short.
+        # Longest first, so that the last, half-empty batches are short.
         waiting = deque(sorted(groups.values(), key=lambda each: -len(each.fed)))
         found: dict[int, Likelihood] = {}
         running: deque[tuple[_Reading, Generation]] = deque()
@@ -154,7 +153,7 @@ class _Reading:
             self._common[position] = _of_token(logits, self.fed[position + 1])
 
     def results(self) -> dict[int, Likelihood]:
-        """Return what was found, by number of the pair."""
+        """Return the scores by number of the pair."""
         found = {}
         for target, end in zip(self.targets, self._ends, strict=True):
             parts = [self._common[at] for at in range(target.first, len(self.fed) - 1)] + [end]
@@ -172,7 +171,7 @@ _KINDS = 'expected {"context", "choices", "answer"} or {"text"}'
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A context and what may follow it."""
+    """A context and its possible continuations."""
 
     context: str  # may be empty
     # two or more, which follow the context as they are, without a space between

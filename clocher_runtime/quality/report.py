@@ -1,4 +1,4 @@
-"""The table of sizes and qualities, as text and as a picture."""
+"""The table of sizes and qualities, as text and as a plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _LEAST_KLD = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model of the table; what compares it with the reference is None for the reference."""
+    """One model of the table; the reference's comparisons are None."""
 
     label: str
     bpw: float  # bits per parameter
@@ -93,7 +93,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raise UsageError, before anything is measured, if `draw` could not work."""
+    """Raise UsageError early if `draw` cannot work."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

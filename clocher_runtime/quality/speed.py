@@ -1,7 +1,4 @@
-"""Speed in llama-bench's cases: pp512, tg128, pp512+tg128, tg128 @ d4096.
-
-Only the measured part of a case is timed; its ids are the same in every repetition.
-"""
+"""Speed in llama-bench's cases: pp512, tg128, pp512+tg128, tg128 @ d4096."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -32,7 +29,7 @@ _LEAST_STEP = 16
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """What is timed."""
+    """One timed case."""
 
     prompt: int  # tokens of a prompt that is read
     tokens: int  # that are generated then
@@ -41,18 +38,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What llama-bench calls it."""
+        """llama-bench's name for it."""
         parts = [f"pp{self.prompt}"] * (self.prompt > 0) + [f"tg{self.tokens}"] * (self.tokens > 0)
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def before(self) -> int:
-        """Length of the text that is given to the engine."""
+        """Prompt tokens."""
         return max(self.depth + self.prompt, 1)
 
     @property
     def made(self) -> int:
-        """Tokens that are generated, timed or not."""
+        """Generated tokens, timed or not."""
         return self.tokens + 1 if self.tokens else _CHECKED
 
     @property
@@ -68,10 +65,7 @@ class Case:
 
 
 def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **more: Any) -> Session:
-    """Return a warm session with room for the cases and one more sequence.
-
-    The cases decide batch, chunk, context and pages. Raises UsageError, OutOfMemory.
-    """
+    """Return a warm session for the cases, which decide batch, chunk, context and pages."""
     most = model.spec.max_positions
     batch = max(case.batch for case in cases) + 1
     step = max(BACK_ENDS[config.backend].chunk, batch)
@@ -105,10 +99,7 @@ def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **mor
 
 
 class Runner:
-    """Runs cases in a session; `made` has the SHA-256 of each repetition's tokens.
-
-    Prompts repeat `text`, token ids, or are random.
-    """
+    """Runs cases, prompting with repeated `text` or random ids; `made` hashes the outputs."""
 
     def __init__(self, session: Session, text: Sequence[int] = ()) -> None:
         self.session, self._text = session, list(text)
@@ -137,15 +128,12 @@ class Runner:
         self._decoded[case] = tokens, forwards + sum(_sequences(span) for span in decodes)
 
     def tokens_per_pass(self, case: Case) -> float:
-        """Return the tokens per forward of a sequence of a case that ran; 1 without drafts."""
+        """Return a sequence's tokens per forward in a case that ran; 1 without drafts."""
         tokens, forwards = self._decoded.get(case, (0, 0))
         return tokens / forwards if forwards else 1.0
 
     def agrees(self, case: Case) -> bool:
-        """Return whether another way to compute a case that ran gives the same tokens.
-
-        Half of its tokens are given as a prompt, beside another sequence, and the rest is decoded.
-        """
+        """Return whether the first half of a case's output, as a prompt, gives the second half."""
         index = case.batch - 1
         made = self._last[case][index]
         known = len(made) // 2 if case.tokens else 0
@@ -155,10 +143,7 @@ class Runner:
         return list(ids) == made[known:]
 
     def bytes_per_token(self, case: Case) -> int | None:
-        """Return the mean bytes (weights, keys, values) that a decoded token of a case reads.
-
-        None where it is unknown which experts the tokens of a forward share.
-        """
+        """Return the mean bytes that a decoded token reads, None if unknown for shared experts."""
         model, per_forward = self.session.model, self.tokens_per_pass(case)
         shared = case.batch > 1 or per_forward > 1
         if not case.tokens or case.prompt or (model.spec.moe is not None and shared):

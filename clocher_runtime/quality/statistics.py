@@ -17,7 +17,7 @@ import numpy as np
 Verdict = Literal["faster", "slower", "no difference shown", "too few runs"]
 
 WORTH_SAYING = 1.03
-"""Smallest ratio of speeds that is called a difference."""
+"""Smallest ratio of speeds called a difference."""
 
 FEWEST_DOCUMENTS = 8
 """With fewer documents there is no interval."""
@@ -32,7 +32,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95 % interval; infinite bounds where there is too little to tell."""
+    """A value and its 95 % interval; infinite bounds if unknown."""
 
     value: float
     low: float = -np.inf
@@ -45,17 +45,17 @@ class Estimate:
 
     @property
     def ends(self) -> list[float] | None:
-        """The interval for a result file: two numbers, or null."""
+        """The interval for a result file, or null."""
         return [self.low, self.high] if self.known else None
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Estimate):
-    """A ratio of speeds, and what may be said of it."""
+    """A ratio of speeds and its verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """Return "faster" or "slower" only of an interval without 1 and a difference worth it."""
+        """Return "faster" or "slower" only if the interval excludes 1 and the ratio matters."""
         if not self.known:
             return "too few runs"
         if self.low > 1 and self.value >= WORTH_SAYING:
@@ -69,7 +69,7 @@ class Ratio(Estimate):
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
-    """Return the ratio of the medians of rounds that were run together, not widened for few."""
+    """Return the ratio of medians of interleaved rounds, not widened for few."""
     over, under = np.asarray(numerator), np.asarray(denominator)
     rounds = np.random.default_rng(seed).integers(len(over), size=(_DRAWS, len(over)))
     drawn = np.median(over[rounds], axis=1) / np.median(under[rounds], axis=1)
@@ -78,10 +78,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Return the ratio of medians of interleaved runs, widened for few of them.
-
-    Raises ValueError if there are not as many of each.
-    """
+    """Return the ratio of medians of interleaved runs, widened for few; ValueError if unequal."""
     if len(numerator) != len(denominator):
         raise ValueError(
             f"{len(numerator)} runs beside {len(denominator)}: pairs need as many of each"
@@ -114,21 +111,18 @@ def median_of_runs(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the distance of the quartiles."""
+    """Return the interquartile range."""
     q1, q3 = np.percentile(np.asarray(values), [25, 75])
     return float(q3 - q1)
 
 
 def agree(a: Estimate, b: Estimate) -> bool:
-    """Whether two intervals overlap; an unknown one holds everything."""
+    """Return whether two intervals overlap; an unknown one contains everything."""
     return a.low <= b.high and b.low <= a.high
 
 
 def block_means(values: np.ndarray, owner: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Return means over tokens of resampled documents, [S, resamples].
-
-    `values`: [S, N], statistics by token; `owner`: [N], document of each token.
-    """
+    """Return resampled means, [S, resamples], of values [S, N] with documents `owner` [N]."""
     names, index = np.unique(owner, return_inverse=True)
     count = len(names)
     sums = np.stack([np.bincount(index, row, count) for row in (*values, np.ones(len(owner)))])

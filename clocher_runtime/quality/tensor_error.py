@@ -1,4 +1,4 @@
-"""How far the weights of a quantised tensor are from the float ones, and how far is normal."""
+"""Weight error of a quantised tensor, and the error to be expected."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from clocher_kernels.formats import Format, Int4, Int8, Ternary, parse_format, s
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 Tensor = QuantTensor | np.ndarray
-"""A matrix as stored, or a vector in fp32."""
+"""A matrix as stored, or an fp32 vector."""
 
 # A piece and what is made of it stay in the cache of a core.
 _STEP = 1 << 15
@@ -45,7 +45,7 @@ class TensorError:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are stored in the same way, byte for byte."""
+    """Return whether two tensors are stored alike, byte for byte."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         arrays = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
         return arrays and _equal(np.asarray(a), np.asarray(b))
@@ -55,7 +55,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -> TensorError:
-    """Return the error of a tensor, a few rows at a time."""
+    """Return a tensor's error, computed a few rows at a time."""
     dot = own = other = wrong = largest = 0.0
     clipped = 0
     finite = True

@@ -1,7 +1,4 @@
-"""Traces: what a run generated per prompt, as JSONL, for another program to check.
-
-docs/verification.md lists the fields; a trace is read as strictly as a model file.
-"""
+"""Traces: each prompt's generation as JSONL, for another program; see docs/verification.md."""
 
 import hashlib
 from collections.abc import Sequence
@@ -32,7 +29,7 @@ _SAMPLED_BYTES = 4096
 
 
 class TopLogits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The largest logits of one step, the largest first."""
+    """Top logits of one step, largest first."""
 
     ids: _Ids  # token ids
     # their logits as the engine had them; where they are not finite, a file has None
@@ -40,7 +37,7 @@ class TopLogits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(TypedDict):
-    """How the tokens of a run were drawn."""
+    """Sampling parameters of a run."""
 
     temperature: _Amount
     top_k: _Whole
@@ -51,7 +48,7 @@ class Sampling(TypedDict):
 class Trace(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=SCHEMA, tag_field="schema"
 ):
-    """What was generated for one prompt."""
+    """The generation of one prompt."""
 
     version: str  # of Clocher
     model: str  # what the run called it
@@ -69,7 +66,7 @@ class Trace(
 
     @property
     def greedy(self) -> bool:
-        """Whether the run took the most likely token at each step."""
+        """Whether the run was greedy."""
         return self.sampling["temperature"] == 0
 
 
@@ -123,7 +120,7 @@ def read_trace(path: Path) -> list[Trace]:
 
 
 def document(trace: Trace) -> dict[str, Any]:
-    """Return the object that a line holds."""
+    """Return a line's object."""
     found: dict[str, Any] = finite(msgspec.to_builtins(trace))
     return found
 

@@ -1,4 +1,4 @@
-"""Hugging Face transformers as the other implementation that a trace is compared with."""
+"""Hugging Face transformers as the reference for a trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,7 +65,7 @@ class HfModel:
         return int(self._model.get_input_embeddings().num_embeddings)
 
     def logits(self, ids: Sequence[int], last: int) -> np.ndarray:
-        """Return the logits after each of the last ids, fp32 [last, V]."""
+        """Return the logits after the last ids, fp32 [last, V]."""
         torch = self._torch
         try:
             with torch.inference_mode():

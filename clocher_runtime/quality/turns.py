@@ -11,10 +11,7 @@ def in_turns(
     rounds: int,
     before: Callable[[int, Key], object] | None = None,
 ) -> dict[Key, list[float]]:
-    """Run every contestant once a round, in rotating order; return measurements by contestant.
-
-    A round before the first is discarded.
-    """
+    """Run contestants once a round, rotating, after a warm-up round; return their measurements."""
     names = list(runs)
     found: dict[Key, list[float]] = {name: [] for name in names}
     done = 0

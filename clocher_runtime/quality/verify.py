@@ -1,7 +1,4 @@
-"""Compare a trace with another implementation of the same model.
-
-The reference is fed the ids that the engine generated, so each step is judged on its own.
-"""
+"""Compare a trace with another implementation, which is fed the generated ids step by step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,21 +24,17 @@ class Reference(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it knows: 0 up to, not including, this."""
+        """Number of ids that it knows."""
 
     def logits(self, ids: Sequence[int], last: int) -> np.ndarray:
-        """Return its logits after each of the last ids, fp32 [last, V]."""
+        """Return its logits after the last ids, fp32 [last, V]."""
 
 
 Encode = Callable[[str], Sequence[int]]
 
 
 class Checks(NamedTuple):
-    """What is compared, and how closely.
-
-    A token within `logits_tol` of the reference's largest logit is a near tie; a traced logit
-    further than that from the reference's is a difference.
-    """
+    """What to compare; `logits_tol` bounds near ties and differences of traced logits."""
 
     topk: int = 5  # size of the sets of largest logits that are compared
     logits_tol: float = 1e-3
@@ -70,7 +63,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What the comparison gave; the tokens are counted as equal, near ties or mismatches."""
+    """Result of the comparison; tokens are equal, near ties or mismatches."""
 
     prompts: int = 0
     prompts_checked: int = 0  # prompts whose text was tokenised again
@@ -92,7 +85,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the verdict: a near tie is not a mismatch, but it is never called a match."""
+        """Return the verdict; near ties are no mismatch, but no match either."""
         wrong = self.mismatches + self.logits_beyond_tol + self.unknown_ids
         if wrong or self.prompts_equal != self.prompts_checked:
             return "mismatch"
@@ -103,7 +96,7 @@ class Report:
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
     def add(self, kind: Kind, prompt: int, step: int, *numbers: float | None) -> None:
-        """Note a difference: got, expected and the gap; what is not finite becomes None."""
+        """Note a difference (got, expected, gap); non-finite numbers become None."""
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(Finding(kind, prompt, step, *finite(list(numbers))))
         else:
@@ -215,7 +208,7 @@ def _check_logits(
 
 def summary(report: Report, same: bool | None) -> Iterator[str]:
     """Yield summary lines; `same`: whether the weights are the reference's, None if unknown."""
-    # The first of each kind in each prompt says most; what follows it is often its consequence.
+    # The first of each kind in each prompt says most; later ones often follow from it.
     first = {(f.prompt, f.kind): f for f in reversed(report.findings)}
     shown = [f for f in report.findings if first[f.prompt, f.kind] is f][:MAX_SHOWN]
     for finding in shown:

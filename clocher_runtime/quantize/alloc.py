@@ -35,7 +35,7 @@ CANDIDATES: tuple[Format, ...] = (
 
 
 class Option(NamedTuple):
-    """One format of a unit: what it costs and the harm that it does."""
+    """One format of a unit: its bytes and harm."""
 
     format: Format
     nbytes: int
@@ -63,7 +63,7 @@ def allocate(
     """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
 
     `target_bpw`: bits per weight of all tensors of the plan, scales included. Returns the new plan
-    and a record: target, size, price, and each unit's harms. Raises UsageError.
+    and a record: target, size, price, and each unit's harms.
     """
     by_name: dict[str, list[PlannedTensor]] = {}
     pinned = []
@@ -165,7 +165,7 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
 
 
 def allocation_table(record: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table for people: every unit, its harm, its format."""
+    """Return table lines for people: every unit's harm and format."""
     lines = [
         f"target {record['target_bpw']:g} bits per weight, reached {record['bpw']:.4f}; "
         f"harm: {record['signal']} measured on {record['tokens']} tokens",
@@ -181,7 +181,7 @@ def allocation_table(record: Mapping[str, Any]) -> list[str]:
 
 
 def unit_of(name: str) -> str | None:
-    """Return the unit that a tensor belongs to: "3.qkv", "3.o", "3.gate_up", "3.down", or None."""
+    """Return a tensor's unit, "3.qkv", "3.o", "3.gate_up", "3.down", or None."""
     prefix, dot, rest = name.removeprefix("model.layers.").partition(".")
     if not (name.startswith("model.layers.") and dot and prefix.isdigit()):
         return None

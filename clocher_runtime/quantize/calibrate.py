@@ -50,7 +50,7 @@ _BLOCK_ELEMENTS = 1 << 25
 
 
 class LayerJob:
-    """Observes a layer and quantises its wanted tensors; `records` is what is known of each."""
+    """Observes a layer and quantises its wanted tensors, with `records` of each."""
 
     def __init__(
         self, walk: Walk, wanted: Mapping[str, PlannedTensor], threads: int, seed: int
@@ -110,7 +110,7 @@ class LayerJob:
         self._router = 0.0
 
     def finish(self) -> dict[str, QuantTensor]:
-        """Quantise what is left and return every wanted tensor of the layer, in their order."""
+        """Quantise the rest and return the layer's wanted tensors in order."""
         for stats, names in self._dense:
             if names:
                 inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
@@ -194,7 +194,7 @@ class LayerJob:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What is known of a calibrated tensor."""
+    """The record of a calibrated tensor."""
 
     method: str  # the method that was asked for
     fallback: str | None  # None, or what was taken instead and why; for experts how many of them
@@ -218,10 +218,7 @@ def calibrate(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> dict[str, Calibrated]:
-    """Quantise a plan's "imx" and "gptq" tensors; finished layers are in `parts`.
-
-    One token sequence in sixteen, chosen by the seed, is held out. Raises UsageError.
-    """
+    """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
     by_part: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():

@@ -1,4 +1,4 @@
-"""The models that the gate is asked about: a directory, or a manifest over the reference."""
+"""The models to judge: a directory, or a manifest over the reference."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -25,10 +25,7 @@ Records = Mapping[str, Record]
 def open_candidate(
     path: Path, reference: Checkpoint, precision: str | None = None, threads: int = 1
 ) -> Model:
-    """Open a model to judge: a directory, with hashes checked, or a manifest for `reference`.
-
-    Raises ModelError, UsageError.
-    """
+    """Open a model to judge: a directory, with hashes checked, or a manifest for `reference`."""
     if path.is_file():
         checkpoint = quantised_checkpoint(reference, load_q4_map(path), threads)
     else:
@@ -37,11 +34,7 @@ def open_candidate(
 
 
 def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
-    """Return what manifests record of the tensors of models.
-
-    A model that is a manifest has its own; an IEBIN names its manifest by SHA-256. Raises
-    ModelError, UsageError.
-    """
+    """Return manifests' records by model; an IEBIN names its manifest by SHA-256."""
     given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}
     found: dict[Path, Records] = {}
     used = set()
@@ -68,10 +61,7 @@ def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[
 
 
 def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
-    """Return a manifest's records of tensors, malformed ones left out.
-
-    Tensors without one count as rounded, the strictest.
-    """
+    """Return a manifest's valid records; tensors without one count as rounded, the strictest."""
     tensors = manifest.get("tensors")
     found = {}
     for entry in tensors if isinstance(tensors, list) else []:

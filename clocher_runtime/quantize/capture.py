@@ -98,7 +98,7 @@ class Walk:
         return list(sites_of(layer, self._layers[layer]).values())
 
     def matrices(self, layer: int) -> list[str]:
-        """Return the names of all matrices that a layer multiplies by."""
+        """Return the names of a layer's matrices."""
         return [call.args["w"] for call in self._layers[layer] if multiplies(call)]
 
     def restart(self) -> None:
@@ -141,11 +141,11 @@ class Walk:
         self.checkpoint.release()
 
     def advance(self) -> None:
-        """Make the result of the last `layer` the state."""
+        """Make the last `layer` result the state."""
         self.state, self._next = self._next, self.state
 
     def save(self, store: RowStore) -> None:
-        """Copy the state into a store of its size."""
+        """Copy the state into a store."""
         for chunk in self._chunks:
             store[chunk.rows] = self.state[chunk.rows]
             store.release()
@@ -157,7 +157,7 @@ class Walk:
             store.release()
 
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (rows, logits [m, V]) from the state after the last layer, a few rows at a time."""
+        """Yield (rows, logits [m, V]) after the last layer, a few rows at a time."""
         for rows, x, name in self._head():
             table = self.tensor(name)
             vocab = table.shape[0]
@@ -172,12 +172,11 @@ class Walk:
                 yield slice(first, first + len(piece)), y
 
     def head_inputs(self, observer: Observer) -> None:
-        """Show the inputs of the output head, from the state after the last layer."""
+        """Show the inputs of the output head after the last layer."""
         for rows, x, name in self._head():
             observer.linear(Site(-1, (name,)), x, rows)
 
     def _head(self) -> Iterator[tuple[slice, np.ndarray, str]]:
-        """Yield (rows, the head's inputs, its tensor's name) of each chunk."""
         norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
         for chunk in self._chunks:
             chunk.buffers = {norm.args["x"]: self.state[chunk.rows]}
@@ -186,7 +185,7 @@ class Walk:
             yield chunk.rows, x, head.args["w"]
 
     def tensor(self, name: str) -> QuantTensor:
-        """Return a matrix as the walk uses it."""
+        """Return a matrix: replaced, ternarised or as stored."""
         if name in self._overlay:
             return self._overlay[name]
         tensor = self.checkpoint.tensor(name)

@@ -30,7 +30,7 @@ _TRIANGLE = 96
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """The factor of a damped Hessian, in the order in which columns are visited."""
+    """Factor of a damped Hessian, in the order of column visits."""
 
     order: np.ndarray  # column visited at each step, [K]
     upper: np.ndarray  # U, [K, K], of the permuted Hessian
@@ -56,10 +56,7 @@ def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
 def factorise(
     hessian: np.ndarray, damp: float = DAMP, dtype: type[np.floating] = np.float32
 ) -> Factor | None:
-    """Factorise a Hessian [K, K] in float64, damped up to 20 times more until it succeeds.
-
-    Columns never active have zeros. Returns None if that fails, or it is zero or not finite.
-    """
+    """Factorise a Hessian [K, K] in float64, damped as needed; None if impossible or zero."""
     diagonal = np.diagonal(hessian).astype(np.float64)
     mean = float(diagonal.mean())
     if not np.isfinite(mean) or mean <= 0:
@@ -84,7 +81,7 @@ def factorise(
 
 
 def _invert_lower(matrix: np.ndarray) -> None:
-    """Invert a lower triangular matrix in place, by halves."""
+    """Invert a lower triangular matrix in place, recursively by halves."""
     size = len(matrix)
     if size <= _TRIANGLE:
         matrix[...] = np.tril(np.linalg.inv(matrix))
@@ -97,10 +94,7 @@ def _invert_lower(matrix: np.ndarray) -> None:
 
 
 def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
-    """Quantise values [N, K] fp32 or fp64 on the scales and zero points of `grid`, by GPTQ.
-
-    Raises UsageError unless the grid is `Int4` or `Int8`; ShapeError.
-    """
+    """GPTQ of values [N, K] fp32 or fp64 on an `Int4` or `Int8` grid, else UsageError."""
     rows, columns = values.shape
     fmt = grid.format
     if not isinstance(fmt, Int4 | Int8) or fmt.group == "tensor":
@@ -161,7 +155,7 @@ MIN_HELD = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What is known of a matrix's input."""
+    """Statistics of a matrix's input."""
 
     importance: np.ndarray  # E[x^2] of each column, [K]
     held: np.ndarray  # inputs to judge with, [m, K]; without rows the importance judges
@@ -171,7 +165,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A quantised matrix and how it came about."""
+    """A quantised matrix and how it was made."""
 
     tensor: QuantTensor
     method: str  # "gptq", "imx" or "rtn": whose result it is

@@ -21,7 +21,7 @@ HELD_OUT = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Sequences of tokens, one after another."""
+    """Concatenated token sequences."""
 
     ids: np.ndarray  # all tokens, [T] i32
     positions: np.ndarray  # of each token in its sequence, [T] i32
@@ -66,7 +66,7 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
 
 
 class RowStore:
-    """An fp32 array [rows, columns] in an unnamed temporary file: it need not be resident."""
+    """An fp32 array [rows, columns] in an unnamed temporary file."""
 
     def __init__(self, rows: int, columns: int, directory: Path | None = None) -> None:
         self.shape = (rows, columns)
@@ -87,7 +87,7 @@ class RowStore:
         self._array[rows] += values
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages; what they hold stays."""
+        """Let the kernel drop the resident pages; the data stays."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -96,10 +96,7 @@ HELD_ROWS = 512
 
 
 class InputStats:
-    """Statistics of a linear's inputs x_t, weighted by p_t (the router's weight, else 1).
-
-    `hessian_sum`: sum of p^2 x x^T, [K, K] fp32, or None.
-    """
+    """Statistics of inputs x_t, weighted by p_t (the router's weight, else 1)."""
 
     def __init__(self, columns: int, *, hessian: bool = False) -> None:
         self.tokens = 0
@@ -155,7 +152,7 @@ class Site:
 
 
 class Observer(Protocol):
-    """What is told of the inputs while a layer is computed."""
+    """Receives the inputs while a layer is computed."""
 
     def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
         """Take the inputs [m, K] of the tokens in `rows`."""
@@ -163,10 +160,10 @@ class Observer(Protocol):
     def expert(
         self, weights: tuple[str, str], expert: int, inputs: "ExpertInputs", rows: np.ndarray
     ) -> None:
-        """Take the inputs of the next tokens (numbers `rows`) that chose an expert."""
+        """Take the inputs of the next tokens (numbers `rows`) routed to an expert."""
 
     def expert_done(self, weights: tuple[str, str], expert: int, hidden: "Hidden") -> None:
-        """Learn that an expert has seen all its tokens."""
+        """An expert has received all its tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -183,17 +180,17 @@ Hidden = Callable[[np.ndarray], ExpertInputs]
 
 
 def source_of(call: Call) -> str:
-    """Return the buffer with the float input of a matmul."""
+    """Return a matmul's float input buffer."""
     return call.args["x"].removesuffix(CODES)
 
 
 def multiplies(call: Call) -> bool:
-    """Return whether a call multiplies tokens by a matrix, their own or that of experts."""
+    """Return whether a call is a matmul, dense or of experts."""
     return call.op == "linear" or of_experts(call)
 
 
 def sites_of(layer: int, calls: Sequence[Call]) -> dict[int, Site]:
-    """Return, for the first matmul of each input, the matmuls that share it."""
+    """Return, by the first matmul of each input, the matmuls that share it."""
     first: dict[str, int] = {}
     members: dict[int, list[str]] = {}
     for number, call in enumerate(calls):
@@ -251,7 +248,7 @@ def causal_attention(
 
 
 def clamped_swiglu(product: np.ndarray, limit: float, alpha: float) -> np.ndarray:
-    """Return the gated hidden layer [m, I] of interleaved gate and up [m, 2 I]; see `ops.moe`."""
+    """Return gated [m, I] of interleaved gate and up [m, 2 I]; see `ops.moe`."""
     gate, up = np.minimum(product[:, 0::2], limit), np.clip(product[:, 1::2], -limit, limit)
     return np.asarray((up + 1) * gate / (1 + np.exp(-alpha * gate)), np.float32)
 
@@ -263,7 +260,7 @@ def expert_matrix(tensor: QuantTensor, expert: int) -> np.ndarray:
 
 
 def look_up_rows(table: QuantTensor, ids: np.ndarray | slice) -> np.ndarray:
-    """Decode the rows of a table [V, K] that are asked for: fp32 [m, K]."""
+    """Decode rows of a table [V, K], fp32 [m, K]."""
     if all(plane.shape[0] == table.shape[0] for plane in table.planes.values()):
         planes = {name: plane[ids] for name, plane in table.planes.items()}
         rows = len(next(iter(planes.values())))

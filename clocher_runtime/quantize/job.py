@@ -1,4 +1,4 @@
-"""The whole way from a checkpoint and rules to a manifest that the gate has judged."""
+"""The pipeline from a checkpoint and rules to a judged manifest."""
 
 import dataclasses
 import hashlib
@@ -39,14 +39,14 @@ Progress = Callable[[str, int, int], None]
 
 
 class CalibrationText(NamedTuple):
-    """Text that importance is measured on."""
+    """Text to measure importance on."""
 
     sequences: tuple[tuple[int, ...], ...]  # token ids of each sequence
     record: Mapping[str, Any]  # what the manifest says of it
 
 
 class GateText(NamedTuple):
-    """Held-out text that the result is judged on."""
+    """Held-out text to judge the result on."""
 
     documents: Documents
     limits_class: str | None  # a key of `gate.LIMITS`; None: by the formats
@@ -80,7 +80,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended."""
+    """The result of a job."""
 
     verdict: Verdict  # of the gate; "pass" without one
     path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
@@ -91,7 +91,7 @@ class Outcome(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Bytes that a job and the conversion after it will take."""
+    """Bytes that a job and the following conversion will take."""
 
     memory: int  # resident, about; files that are mapped and can be dropped do not count
     parts: int  # of planes that the manifest keeps until the model is written
@@ -104,11 +104,7 @@ _STATE = 12  # of hidden states, for each token and column
 
 
 def needs_of(job: Job, plan: QuantPlan) -> Needs:
-    """Return the memory and disk that a job will take, before a weight is read.
-
-    Two tensors are in memory at a time, each as stored and as it will be; calibration adds a
-    layer's results, a decoded matrix and, for GPTQ, Hessian and factor.
-    """
+    """Return the memory and disk that a job, its calibration and the gate will take."""
     stored = job.checkpoint.tensors
     results = {name: tensor.nbytes for name, tensor in plan.tensors.items()}
     memory = _PROGRAM + 2 * max(stored[name].nbytes + results.get(name, 0) for name in stored)
@@ -132,15 +128,12 @@ def needs_of(job: Job, plan: QuantPlan) -> Needs:
 
 
 def rejected_path(out: Path) -> Path:
-    """Return the path of a manifest that the gate has not let through."""
+    """Return the path of a manifest that failed the gate."""
     return out.with_name(f"{out.stem}.rejected.json")
 
 
 def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
-    """Quantise, judge, and write the manifest, resuming a killed run of the same job.
-
-    An older manifest is removed first. Raises FormatError, UsageError, ModelChanged, OSError.
-    """
+    """Quantise, judge, and write the manifest, resuming a killed run of the same job."""
     tell = progress or (lambda what, done, total: None)
 
     def under(what: str) -> Callable[[int, int, str], None]:
@@ -210,7 +203,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
-    """Return a checkpoint with the tensors as a manifest has them, computed when they are read."""
+    """Return a checkpoint with a manifest's tensors, computed on demand."""
     formats, _ = q4_map.choose(checkpoint.tensors)
 
     def make(name: str) -> Mapping[str, np.ndarray]:

@@ -28,7 +28,7 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor [N, K] or [E, N, K] that is to be quantised."""
+    """A tensor [N, K] or [E, N, K] to quantise."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantPlan:
-    """What becomes of every tensor of a checkpoint."""
+    """The decision about every tensor of a checkpoint."""
 
     tensors: Mapping[str, PlannedTensor]  # to be quantised, layer by layer
     kept: Mapping[str, str]  # the others -> why they stay
@@ -77,7 +77,7 @@ class QuantPlan:
 
     @property
     def quantised_bpw(self) -> float:
-        """Bits per weight of the tensors that are quantised, scales included."""
+        """Bits per weight of the quantised tensors, scales included."""
         tensors = self.tensors.values()
         return 8 * sum(t.nbytes for t in tensors) / sum(t.params for t in tensors)
 
@@ -87,7 +87,7 @@ class QuantPlan:
         return tuple(name for name, tensor in self.tensors.items() if tensor.method != "rtn")
 
     def with_formats(self, formats: Mapping[str, Format]) -> "QuantPlan":
-        """Return the plan with other formats for some of its tensors."""
+        """Return the plan with other formats for some tensors."""
         tensors = {
             name: replace(tensor, format=formats.get(name, tensor.format))
             for name, tensor in self.tensors.items()
@@ -181,7 +181,7 @@ class Done:
 
 
 def tool() -> dict[str, str]:
-    """Return name and version of the program, as a manifest says them."""
+    """Return the program's name and version for a manifest."""
     try:
         return {"name": "clocher", "version": metadata.version("clocher")}
     except metadata.PackageNotFoundError:
@@ -191,10 +191,7 @@ def tool() -> dict[str, str]:
 def describe_source(
     checkpoint: Checkpoint, whole: bool = True, progress: Callable[[int, str], None] | None = None
 ) -> dict[str, Any]:
-    """Return a manifest's `source`: names, sizes and hashes of the weight files.
-
-    Unless `whole`, the first MiB of each is hashed. `progress` gets the bytes so far and the name.
-    """
+    """Return a manifest's `source`: weight files, hashed `whole` or by their first MiB."""
     files = []
     before = 0
     for file in checkpoint.files:
@@ -218,10 +215,7 @@ def document_of(
     parts: Sequence[PartFile],
     sections: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a manifest, checked by its reader; `done` is in plan order.
-
-    `sections` are tool, source, options, ... Raises FormatError.
-    """
+    """Return a manifest, checked by its reader; `done` in plan order, `sections` extra."""
     if [entry.planned.name for entry in done] != list(plan.tensors):
         raise FormatError("the manifest would not list every tensor of the plan")
     by_format: dict[str, int] = {}
@@ -247,7 +241,7 @@ def document_of(
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a manifest, whole or not at all: a line per tensor, rule, part and gate."""
+    """Write a manifest atomically: a line per tensor, rule, part and gate."""
     lines = []
     for key, value in document.items():
         text = _dump(value)

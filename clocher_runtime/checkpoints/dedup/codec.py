@@ -65,7 +65,7 @@ class Stream:
 
 
 def exception_bits(table: int, width: int) -> int:
-    """Return the bits that tell the symbols apart that share the escape code."""
+    """Return the bits that tell apart the symbols that share the escape code."""
     rare = table - ((1 << width) - 1)
     return (rare - 1).bit_length() if rare > 1 else 0
 
@@ -220,7 +220,7 @@ class Part:
         return out
 
     def place(self, symbols: Array) -> Array:
-        """Return what symbols, u8, contribute to the items; different for each symbol."""
+        """Return the contribution of symbols, u8, to the items."""
         if self.item == np.uint8:
             return symbols
         wide = symbols.astype(self.item)
@@ -244,7 +244,6 @@ class Split:
 
 
 def _spread(items: Array, bits: int) -> Array:
-    """Return bytes as symbols of 8, 4 or 2 bits, the lowest first."""
     if bits == 8:
         return items
     if bits == 4:
@@ -256,7 +255,6 @@ def _spread(items: Array, bits: int) -> Array:
 
 
 def _gathered(symbols: Array, bits: int) -> Array:
-    """Return symbols of 8, 4 or 2 bits as bytes."""
     if bits == 8:
         return symbols
     if bits == 4:

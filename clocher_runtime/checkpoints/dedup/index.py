@@ -1,7 +1,4 @@
-"""model.dedup.json: how each plane is stored, and where its parts lie.
-
-Offsets are implied by the order of the parts, so parts can neither overlap nor leave holes.
-"""
+"""model.dedup.json: how each plane is stored; places follow from the order of the parts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -103,7 +100,7 @@ class StoredPlane:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the plane, the last one filled up with zeros."""
+        """Blocks of the plane, the last one zero-padded."""
         return -(-self.plane.nbytes // BLOCK_BYTES)
 
     def parts(self) -> Iterator[tuple[str, int]]:
@@ -144,12 +141,12 @@ class StoredPlane:
 
 @dataclass(slots=True)
 class Places:
-    """Hands out places in the three files, in order."""
+    """Assigns places in the three files, in order."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def take(self, plane: StoredPlane) -> tuple[Region, ...]:
-        """Return where the parts of the next plane lie. A part without bytes takes no place."""
+        """Return the places of the next plane's parts; empty parts take none."""
         regions = []
         for kind, nbytes in plane.parts():
             end = self.ends[kind]
@@ -222,14 +219,14 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
 
 
 def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
-    """Yield every plane of model.ie.bin, stored as it is, with its place there."""
+    """Yield every plane of model.ie.bin as mode "raw", with its place there."""
     for entry in index.entries:
         for key, plane in entry.format.planes(entry.shape).items():
             yield StoredPlane(entry.name, key, plane, entry.hashes[key]), entry.regions[key]
 
 
 def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
-    """Refuse files that stand for far more than they hold; raises FormatError."""
+    """Refuse files that decode to far more than they hold; raises FormatError."""
     own = sum(p.plane.nbytes for p in planes if p.mode != "base" and not p.xor)
     if own > MAX_EXPANSION * stored + FREE_EXPANSION:
         raise FormatError(

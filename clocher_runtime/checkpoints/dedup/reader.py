@@ -1,4 +1,4 @@
-"""Opening a model by its deduplicated weights: checked in full, decoded a piece at a time."""
+"""Open a model by its deduplicated weights, validated in full, decoded piece by piece."""
 
 import hashlib
 import os
@@ -79,10 +79,7 @@ class DedupFile:
         return plane.mode in ("raw", "base") or (plane.mode == "same" and self.in_place(plane.of))
 
     def plane(self, number: int, verify: bool = False) -> np.ndarray:
-        """Return a plane: a view if stored raw, else a decoded array with its SHA-256 checked.
-
-        `verify` also checks the SHA-256 of a view. Raises FormatError.
-        """
+        """Return a plane: a view (hash checked with `verify`), or decoded with its hash checked."""
         plane = self.index.planes[number]
         if plane.mode == "same":
             return self.plane(plane.of, verify)
@@ -101,10 +98,7 @@ class DedupFile:
         return data.view(plane.plane.storage).reshape(plane.plane.shape)
 
     def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield decoded bytes [start, stop) of a plane that is not raw, u8, with no hash checked.
-
-        `start` is a multiple of the size of all pieces but the last. Raises FormatError.
-        """
+        """Yield decoded bytes [start, stop), unhashed; `start`: a multiple of the piece size."""
         plane = self.index.planes[number]
         base = self._base_bytes(plane) if plane.xor else None
         step = BLOCK_BYTES * _BLOCKS
@@ -304,7 +298,7 @@ def _candidates(wanted: Base, directory: Path) -> Iterator[Path]:
 
 
 def planes_of(checkpoint: Checkpoint) -> BasePlane:
-    """Return what gives the planes of a model as a base."""
+    """Return a function that gives the planes of a base."""
 
     def plane(tensor: str, key: str) -> np.ndarray:
         planes = checkpoint.tensor(tensor).planes

@@ -1,7 +1,4 @@
-"""GGUF architectures: the config.json that the metadata of each stand for.
-
-Source: gguf-py's constants.py; llama.cpp's src/models for defaults and for what is implied.
-"""
+"""GGUF architectures: metadata -> config.json. Source: gguf-py, and llama.cpp's src/models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -88,7 +85,7 @@ def _experts(meta: Metadata, config: Config) -> Config:
 
 
 _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
-"""Gemma's files hold the weights of norms with the 1 added that the model adds."""
+"""In Gemma's files the norm weights include the added 1."""
 
 
 def _gemma2(meta: Metadata, config: Config) -> Config:
@@ -134,7 +131,7 @@ def _phi3(meta: Metadata, config: Config) -> Config:
 
 
 def _granite(meta: Metadata, config: Config) -> Config:
-    """A factor that is missing, or 0, is none."""
+    """A missing or zero factor means none."""
     config = {
         "embedding_multiplier": meta.number("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": meta.number("residual_scale", 0.0) or 1.0,
@@ -164,7 +161,7 @@ def _llama4(meta: Metadata, config: Config) -> Config:
 
 _SOFTMAX, _SIGMOID = 1, 2
 _LITE = (26, 27)
-"""Layers of the models that llama.cpp reads without a `q_lora_rank`, whatever the file says."""
+"""Layer counts that llama.cpp reads without a `q_lora_rank`, whatever the file says."""
 
 
 def _deepseek2(meta: Metadata, config: Config) -> Config:

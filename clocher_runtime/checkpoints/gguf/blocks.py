@@ -174,7 +174,7 @@ class Rows:
 
 
 def same_format(kind: GgmlType) -> Format | None:
-    """Return the format whose planes are the bytes of the file, if there is one."""
+    """Return the format whose planes are the file's bytes, or None."""
     same = kind.name in FLOATS or (kind.name in BLOCKS and kind != _TQ1_0)
     return kind.format if same else None
 
@@ -182,7 +182,7 @@ def same_format(kind: GgmlType) -> Format | None:
 def repacked(
     parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]
 ) -> tuple[Format, Callable[[], dict[str, np.ndarray]]]:
-    """Return the format of a tensor, and what makes its planes of all rows that the file has."""
+    """Return a tensor's format, and a function that makes its planes."""
     count, first = sum(len(part.blocks) for part in parts), parts[0]
     if kind == I2_S:
         return kind.format, lambda: _ternary_planes(first, kind)
@@ -233,7 +233,7 @@ def _last_f16(rows: np.ndarray, kind: GgmlType) -> np.ndarray:
 
 
 def _halves(codes: np.ndarray) -> np.ndarray:
-    """Turn pairs of neighbours into pairs of i and i + 16, u8 [..., 16]."""
+    """Turn neighbour pairs into pairs i, i + 16, u8 [..., 16]."""
     out = np.empty_like(codes)
     for start, nibbles in ((0, codes & 15), (1, codes >> 4)):
         out[..., start::2] = nibbles[..., :8] | nibbles[..., 8:] << 4
@@ -291,7 +291,7 @@ _DIGITS: Mapping[GgmlType, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
-    """Return whether all blocks but those of scale zero have the same scale."""
+    """Return whether all nonzero block scales are the same."""
     scales = rows.reshape(-1, kind.nbytes)[:, -2:]
     found: set[int] = set()
     for start in range(0, len(scales), _PIECE_BYTES):
@@ -303,7 +303,7 @@ def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
 
 
 def _ternary_planes(part: Rows, kind: GgmlType) -> dict[str, np.ndarray]:
-    """Return the planes of a ternary matrix; a block of scale zero becomes digits of zero."""
+    """Return a ternary matrix's planes; a block of scale zero gets zero digits."""
     step, source = len(part.blocks) // 4, np.argsort(part.places)
     codes = np.zeros((step, part.blocks.shape[1] // kind.nbytes * kind.block), np.uint8)
     # Blocks without a scale of their own share the one that follows them.

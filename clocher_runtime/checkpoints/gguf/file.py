@@ -44,7 +44,7 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its type, logical shape (slowest dimension first), first byte in the file, size."""
+    """A tensor's type, logical shape (slowest dimension first), file offset and size."""
 
     kind: GgmlType
     shape: tuple[int, ...]
@@ -111,7 +111,7 @@ class GgufFile:
         self._homes = dict.fromkeys(self.tensors, self.file)
 
     def attach(self, part: "GgufFile") -> None:
-        """Add the tensors of another part of the model; raises FormatError for one in both."""
+        """Add another part's tensors; raises FormatError for one in both."""
         for name in part.tensors:
             if name in self.tensors:
                 raise FormatError(
@@ -127,7 +127,7 @@ class GgufFile:
         return self._homes[name].bytes(info.offset, info.offset + info.nbytes)
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages of the files."""
+        """Let the kernel drop the resident pages of the files."""
         for file in self.files:
             file.release()
 
@@ -154,24 +154,24 @@ class GgufFile:
         return self._typed(key, str, "a string", default)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer of the metadata."""
+        """Return an integer entry."""
         return self._typed(key, int, "an integer", default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number of the metadata: for an f32 the shortest decimal that rounds to it."""
+        """Return a number entry: for an f32 the shortest decimal that rounds to it."""
         value = self.value(key)
         return float(value) if type(value) is int else self._typed(key, float, "a number", default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a bool of the metadata."""
+        """Return a bool entry."""
         return self._typed(key, bool, "a bool", default)
 
     def strings(self, key: str) -> Strings:
-        """Return an array of strings of the metadata."""
+        """Return an array of strings."""
         return self._typed(key, Strings, "an array of strings", None)
 
     def numbers(self, key: str) -> np.ndarray:
-        """Return an array of numbers of the metadata."""
+        """Return an array of numbers."""
         return self._typed(key, np.ndarray, "an array of numbers", None)
 
     def _typed(self, key: str, kind: type[_T], what: str, default: _T | None) -> _T:
@@ -204,7 +204,7 @@ class _Header:
         self._strings_left = MAX_STRINGS
 
     def fields(self) -> dict[str, _Field]:
-        """Read the metadata entries; call it once, before `tensors`."""
+        """Read the metadata; call it once, before `tensors`."""
         fields: dict[str, _Field] = {}
         for _ in range(self._field_count):
             key = self._name("a metadata key")
@@ -214,7 +214,7 @@ class _Header:
         return fields
 
     def tensors(self, alignment: int) -> dict[str, GgufTensor]:
-        """Read the entries of the tensors and check that their data lie as they should."""
+        """Read the tensor entries and check the places of their data."""
         entries = [self._entry() for _ in range(self._tensor_count)]
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}

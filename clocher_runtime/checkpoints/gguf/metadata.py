@@ -1,7 +1,4 @@
-"""Metadata of a GGUF file's model, and its rotary embedding as config.json has it.
-
-Source: gguf-py's constants.py for the keys; llama.cpp's llama-model.cpp for their defaults.
-"""
+"""A GGUF model's metadata and RoPE. Source: gguf-py's constants.py; llama.cpp's llama-model.cpp."""
 
 import math
 from typing import Any
@@ -17,7 +14,7 @@ from clocher_runtime.models.spec import RopeSpec
 ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 TABLES = (ROPE_FACTORS, LONG, SHORT)
-"""Tensors that belong to the rotation and not to the model's weights."""
+"""RoPE tensors, not weights."""
 _GUESSES = 8
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -35,7 +32,7 @@ class Metadata:
         self.window = self.integer("attention.sliding_window", 0)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer; see `GgufFile.integer`. So for the methods below."""
+        """Return an integer; see `GgufFile.integer`, also for the methods below."""
         return self.file.integer(f"{self.arch}.{key}", default)
 
     def number(self, key: str, default: float | None = None) -> float:

@@ -34,7 +34,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file, and if it is a part of a model all the others."""
+    """Open a file, and all other parts if it is one of several."""
     named = GgufFile(path)
     count = named.integer(_COUNT, 1)
     if count <= 1:
@@ -88,5 +88,5 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
 
 
 def _agree(ours: Value | None, theirs: Value | None) -> bool:
-    """Whether two values are the same; arrays, and what the first part lacks, are not compared."""
+    """Return whether two values agree; arrays, and what the first part lacks, count as equal."""
     return not isinstance(ours, str | int | float) or ours == theirs

@@ -63,7 +63,7 @@ _LAYER_NAMES = {
     "self_attn.v_b_proj": "attn_v_b",
 }
 _NEXT_NORM = "post_attention_norm"
-"""The norm before the MLP in gpt-oss, the one after attention where norms stand behind."""
+"""The norm before the MLP in gpt-oss; elsewhere the one after attention."""
 _GATE_UP = "mlp.experts.gate_up_proj"
 _MODEL_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
 _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite", "granite_hybrid")
@@ -71,10 +71,7 @@ _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a tensor of the file: `rows` of it (None: all).
-
-    `shape` is the whole tensor's, slowest dimension first; `order` is that of `row_order`.
-    """
+    """Rows (None: all) of a file's tensor, which has `shape`, slowest dimension first."""
 
     name: str
     shape: tuple[int, ...]
@@ -169,7 +166,7 @@ def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndar
 
 
 def type_notes(file: GgufFile) -> tuple[str, ...]:
-    """Return what a person should know about the types of a file's tensors."""
+    """Return notes for people on the types of a file's tensors."""
     if not any(info.kind == I2_S for info in file.tensors.values()):
         return ()
     return (

@@ -1,7 +1,4 @@
-"""GGUF vocabulary -> JSON of the `tokenizers` library: byte-level BPE and SentencePiece.
-
-Source: llama.cpp's llama-vocab.cpp (llm_tokenizer_spm); transformers' generate_merges.
-"""
+"""GGUF vocabulary -> tokenizer.json: byte-level BPE, SentencePiece. Source: llama-vocab.cpp."""
 
 import json
 from array import array

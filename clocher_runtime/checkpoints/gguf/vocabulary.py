@@ -1,7 +1,4 @@
-"""The vocabulary of a GGUF file. Source: llama.cpp's llama-vocab.cpp.
-
-Where llama.cpp only approximates tokenizer.json, `PRE_TYPES` has the exact expressions.
-"""
+"""GGUF vocabularies. Source: llama.cpp's llama-vocab.cpp; `PRE_TYPES` is as in tokenizer.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -66,12 +63,12 @@ PRE_TYPES: Mapping[str, PreType] = {
 
 
 def has_vocabulary(file: GgufFile) -> bool:
-    """Return whether the file has one: files for benchmarks may do without."""
+    """Return whether the file has one; benchmark files may not."""
     return MODEL in file.keys and file.text(MODEL) not in ("no_vocab", "none")
 
 
 def token_id(file: GgufFile, role: str) -> int | None:
-    """Return the id of a special token, None where the file does not say it."""
+    """Return the id of a special token, or None."""
     key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
     return file.integer(key) if key in file.keys else None
 
@@ -87,7 +84,7 @@ def token_types(file: GgufFile, count: int) -> np.ndarray:
 
 
 def tokens(file: GgufFile) -> Strings:
-    """Return the tokens, in the order of their ids; raises FormatError if there are none."""
+    """Return the tokens by id; raises FormatError if there are none."""
     found = file.strings(TOKENS)
     if not len(found):
         raise FormatError(f"{file.file.path}: {TOKENS} is empty")

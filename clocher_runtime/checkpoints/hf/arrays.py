@@ -1,7 +1,4 @@
-"""Shared by the readers of quantised Hugging Face checkpoints: claiming arrays, moving bits.
-
-Packed words are little-endian, so low-bits-first codes are already in the order of `Int4`.
-"""
+"""Shared by readers of quantised Hugging Face checkpoints; packed words are little-endian."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -74,17 +71,17 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
     def ending(self, suffix: str) -> list[str]:
-        """Return the names of unclaimed arrays that end so."""
+        """Return the names of unclaimed arrays with a suffix."""
         return [name for name in self.rest if name.endswith(suffix)]
 
     def claim(self, name: str, owner: StoredArray) -> StoredArray:
-        """Take an array that belongs to another one; raises FormatError."""
+        """Claim an array that belongs to another one; raises FormatError."""
         if name not in self.rest:
             raise FormatError(f"{owner.where}: packed, but {name!r} is missing")
         return self.rest.pop(name)
 
     def drop_activation_scales(self) -> None:
-        """Leave out the scales of activations and of the KV cache, with a note."""
+        """Drop the scales of activations and of the KV cache, with a note."""
         dropped = [name for name in self.rest if name.endswith(_ACTIVATION_SCALES)]
         for name in dropped:
             del self.rest[name]
@@ -95,13 +92,13 @@ class Source:
             )
 
     def refuse_orphans(self, *suffixes: str) -> None:
-        """Raise FormatError if an array is left that only makes sense beside a packed weight."""
+        """Raise FormatError for a leftover array that belongs to a packed weight."""
         for name, stored in self.rest.items():
             if name.endswith(suffixes):
                 raise FormatError(f"{stored.where}: no packed weight belongs to it")
 
     def choice(self, key: str, default: Any, known: Iterable[Any], way_out: str = "") -> Any:
-        """Return a setting that must be one of the known ones; null counts as left out."""
+        """Return a setting limited to known values; null counts as absent."""
         return one_of(self.settings, key, default, known, SETTINGS, way_out)
 
     def group_size(self) -> int | None:
@@ -110,7 +107,7 @@ class Source:
 
 
 def note_floats(source: Source, tensors: Tensors) -> None:
-    """Add a note on the packed tensors that have become floats, if there are any."""
+    """Add a note on packed tensors that became floats."""
     floats = [name for name, stored in tensors.items() if isinstance(stored.format, Float)]
     if floats:
         source.notes.append(
@@ -133,7 +130,7 @@ def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.
     """Return the group of each column, [K]; None if column k is in group k // group.
 
     `g_idx`: stored groups, i32 or i64 [K]; `group`: columns of a group; None: the whole row. No
-    format can hold other orders; see `by_column`. Raises FormatError.
+    format can hold other orders; see `by_column`.
     """
     g_idx.expect(("I32", "I64"), (columns,))
     size = group or columns
@@ -151,7 +148,7 @@ def by_column(
     """Return the exact values, fp32 [N, K], of codes whose columns have groups in any order.
 
     `codes`: u8 [N, K]; `zeros`: u8 [N, G]; `scales`: fp32 [N, G], of at most 11 significant bits;
-    `groups`: integers [K]. Raises FormatError.
+    `groups`: integers [K].
     """
     check_scales("f32", scales, "f32")
     values = codes.astype(np.float32)
@@ -175,10 +172,7 @@ def transposed_bytes(words: np.ndarray) -> np.ndarray:
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Return codes of 2, 3, 4 or 8 bits from i32 words [A, B], low bits first: u8 [A, 32B / bits].
-
-    Of 3-bit codes, B is a multiple of 3.
-    """
+    """Return 2, 3, 4 or 8-bit codes of i32 words [A, B], low bits first, u8 [A, 32B / bits]."""
     packed = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, bits)
     out = np.empty((*packed.shape[:2], 8), np.uint8)  # any `bits` bytes hold 8 codes
     for place in range(8):
@@ -213,7 +207,7 @@ def awq_codes(words: np.ndarray) -> np.ndarray:
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
-    """Return 8-bit codes with zero at 128 as signed ones, i8 of the same shape."""
+    """Return 8-bit codes with zero at 128 as i8."""
     return (codes ^ np.uint8(0x80)).view(np.int8)
 
 

@@ -41,7 +41,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return what a name says, None if it is not spelled like one of the hub's."""
+    """Parse a hub name; None if it is not one."""
     found = _NAME.fullmatch(text)
     if found is None or ".." in text:
         return None
@@ -49,7 +49,7 @@ def hub_name(text: str) -> HubName | None:
 
 
 def repository_of_url(text: str) -> str | None:
-    """Return the "owner/name" that an address of the hub names, None if it is no such address."""
+    """Return the "owner/name" of a hub URL; None if it is not one."""
     found = _URL.fullmatch(text)
     return found[1] if found else None
 
@@ -61,7 +61,7 @@ def published_as(path: str) -> str | None:
 
 
 def cache_directory() -> Path:
-    """Return where the cache is; it need not be there."""
+    """Return the cache's path; it may not exist."""
     from huggingface_hub import constants  # late: a path needs no library
 
     return Path(constants.HF_HUB_CACHE).expanduser()
@@ -80,7 +80,7 @@ def repositories(cache: Path | None = None) -> dict[str, Path]:
 
 
 def repository_of(path: Path) -> str | None:
-    """Return the "owner/name" of a snapshot of a cache, or of a file in one; None elsewhere."""
+    """Return the "owner/name" of a path in a cache snapshot; None elsewhere."""
     for parent in (path, *path.parents):
         if parent.parent.name == "snapshots":
             return _repository(parent.parents[1].name)
@@ -99,7 +99,7 @@ def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
 
 
 def revisions(folder: Path) -> dict[str, str]:
-    """Return the branches and tags that a repository's folder knows, each with its commit."""
+    """Return the branches and tags of a repository's folder, with their commits."""
     refs = folder / "refs"
     found = {}
     for directory, _, names in os.walk(refs):

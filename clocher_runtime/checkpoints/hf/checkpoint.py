@@ -98,7 +98,7 @@ def read_folder(
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json that says that the weights are quantised in a way that is not read."""
+    """Refuse a config.json with an unsupported quantisation."""
     foreign = foreign_quantisation(config, where)
     if foreign is not None:
         raise foreign

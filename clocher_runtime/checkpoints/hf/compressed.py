@@ -92,7 +92,7 @@ class _Scheme:
 
     @property
     def scope(self) -> Group:
-        """What shares a scale, as `Int8` spells it."""
+        """What shares a scale, as in `Int8`."""
         return self.group or ("tensor" if self.strategy == "tensor" else "row")
 
 
@@ -107,7 +107,7 @@ class _Linear:
     g_idx: StoredArray | None
 
     def refuse_zeros(self) -> None:
-        """Old writers store the zero points of symmetric codes as well; they must be zero."""
+        """Refuse nonzero zero points of symmetric codes, which old writers store as well."""
         if self.zero is not None and self.zero.array.any():
             raise FormatError(f"{self.zero.where}: not zero, but its config group is symmetric")
 
@@ -249,10 +249,7 @@ def _unordered(
     zeros: Callable[[], np.ndarray] | None,
     bits: int,
 ) -> Stored:
-    """Return, in f32, a linear whose columns [K] have groups in any order.
-
-    `codes` makes u8 [N, >= K], offset by 8 or 128; `zeros` makes u8 [N, G], offset by 8.
-    """
+    """Return a linear with any column order in f32; codes are offset 8 or 128, zeros 8."""
 
     def make() -> Mapping[str, np.ndarray]:
         scales = to_f32(linear.scale.array, DTYPES[linear.scale.dtype])

@@ -36,14 +36,14 @@ _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)"
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file of a revision: its path there, its size, its SHA-256 or else git's SHA-1."""
+    """A file of a revision: its path, size, and SHA-256 or git's SHA-1."""
 
     name: str
     nbytes: int
     digest: str
 
     def matches(self, path: Path) -> bool:
-        """Return whether a file on the disk is this one, by its size and hash."""
+        """Return whether a file on disk has this size and hash."""
         if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
             return False
         of_git = len(self.digest) == 40
@@ -72,11 +72,7 @@ class Download:
     free_bytes: int
 
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
-        """Fetch what is missing, check every file and return their directory.
-
-        `checking` gets each file's name before it is hashed. Raises ConnectionError, OSError,
-        ModelError.
-        """
+        """Fetch what is missing, check all files, return their directory; `checking` gets names."""
         import huggingface_hub
 
         with _explained(self.repo):
@@ -137,10 +133,7 @@ def plan_download(
 
 
 def local_or_fetched(path: Path) -> Path:
-    """Return a model's directory; the name of a repository is downloaded into the hub's cache.
-
-    Without a network, a cached copy is used. Raises ModelError, UsageError, OSError.
-    """
+    """Return a model's directory, downloaded if absent; offline, the cached copy is used."""
     name = path.as_posix()
     if not path.exists() and (repo := published_as(name)):
         return plan_download(repo, path, subject=f"{name}: no such directory; {repo}").run()
@@ -162,11 +155,7 @@ def local_or_fetched(path: Path) -> Path:
 
 
 def stored_hashes(folder: Path) -> list[HubFile]:
-    """Return the files of a download with their recorded hashes, without network use.
-
-    `folder` is a snapshot of the cache (links name the hashes) or a download directory
-    (`.cache/huggingface/download` has them).
-    """
+    """Return the files of a cache snapshot or download directory with their recorded hashes."""
     kept = folder / ".cache" / "huggingface" / "download"
     tags: dict[str, str] = {}
     if kept.is_dir():

@@ -73,7 +73,6 @@ class _Config(Struct):
     alpha_pattern: dict[str, Annotated[float, Meta(ge=-1e6, le=1e6)]] = {}
 
     def scale(self, module: str, rank: int) -> float:
-        """Return what a product is multiplied by."""
         alpha = self.lora_alpha
         for pattern, other in self.alpha_pattern.items():
             if module == pattern or module.endswith(f".{pattern}"):
@@ -93,12 +92,12 @@ class _Delta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is added."""
+        """Shape of the delta."""
         shape = self.b.array.shape[0], self.a.array.shape[1]
         return shape[::-1] if self.is_embedding else shape
 
     def planes_of(self, stored: Stored) -> Mapping[str, np.ndarray]:
-        """Return the planes of a float tensor with this added, in its own type."""
+        """Return a float tensor's planes with the delta added, in its dtype."""
         found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
         data, dtype = found["data"], stored.format.name
         left, right = (to_f32(each.array, DTYPES[each.dtype]) for each in (self.b, self.a))
@@ -117,10 +116,7 @@ class _Delta:
 
 
 def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
-    """Return a model with an adapter added to each of its float weights at load.
-
-    Raises ModelNotFound, UnsupportedModel, FormatError.
-    """
+    """Return a model with an adapter added to its float weights at load. Raises ModelError."""
     config = _read_config(directory)
     arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
     deltas, whole = _recognised(arrays, config)

@@ -124,7 +124,6 @@ def _gptq(
     dtype, middle, largest = DTYPES[scales.dtype], 1 << (bits - 1), (1 << bits) - 1
 
     def zero_points() -> np.ndarray:
-        """Return them, u8 [G, N]."""
         found = unpacked(zeros.array, bits)[:, :n]
         if version_1:
             if not symmetric and found.max() == largest:
@@ -151,7 +150,7 @@ def _gptq(
         fmt = Int4(symmetric, group or "row", dtype)
 
     def by_row(array: np.ndarray) -> np.ndarray:
-        """Return an array [G, N] as [N, G], or [N] if there is one group, the row."""
+        """Return [G, N] as [N, G], or [N] if G is 1."""
         return array.reshape(-1) if fmt.group == "row" else np.ascontiguousarray(array.T)
 
     def planes() -> Mapping[str, np.ndarray]:

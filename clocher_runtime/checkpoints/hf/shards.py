@@ -35,7 +35,7 @@ class _Index(Struct):
 
 
 class HfFolder:
-    """A directory whose files must really lie in it."""
+    """A directory that its files may not leave."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -45,7 +45,7 @@ class HfFolder:
         self._shared = real.parents[2] / "blobs" if cached else None
 
     def member(self, name: str) -> Path:
-        """Return the path of a file of the directory, which need not exist."""
+        """Return the path of a member, which may not exist."""
         path = self.directory / name
         target = Path(os.path.realpath(path))
         shared = self._shared is not None and target.parent.parent == self._shared
@@ -54,7 +54,7 @@ class HfFolder:
         return path
 
     def has(self, name: str) -> bool:
-        """Return whether the directory has a file of this name."""
+        """Return whether the directory has this file."""
         return os.path.isfile(self.member(name))
 
     def json(self, name: str, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:

@@ -45,10 +45,7 @@ def only_pickled(directory: Path) -> bool:
 
 
 def open_torch_bin(path: Path) -> Checkpoint:
-    """Open a Hugging Face directory with pickled weights; its kind is "bin".
-
-    They may also be in its `hf` or `hf/original`. Raises ModelError, WindowError.
-    """
+    """Open a directory (or its `hf`, `hf/original`) with pickled weights. Raises ModelError."""
     directory = find_hf(path)
     if directory is None:
         raise no_directory(path)

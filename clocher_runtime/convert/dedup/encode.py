@@ -24,13 +24,13 @@ from clocher_runtime.checkpoints.dedup.index import BLOCK_BYTES, StoredPlane
 from clocher_runtime.disk.plane_index import Region
 
 KEEP_RAW = 0.95
-"""What is not at least 5 per cent smaller stays as it is. Source: ZipNN, arXiv 2411.05239."""
+"""Larger results are stored raw. Source: ZipNN, arXiv 2411.05239."""
 PIECE_ITEMS = UNIT * 16
 _COPY_BYTES = 1 << 24
 
 
 class Source(NamedTuple):
-    """The bytes of a plane, u8 [nbytes], or their XOR with those of another one."""
+    """The bytes of a plane, u8 [nbytes], or their XOR with another's."""
 
     data: np.ndarray
     base: np.ndarray | None = None
@@ -48,7 +48,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a plane will be stored, and what is needed for it."""
+    """The chosen storage of a plane, with its tables."""
 
     plane: StoredPlane
     tables: tuple[np.ndarray, ...] = ()  # symbols of each stream, the most frequent first, u8
@@ -164,7 +164,7 @@ def block(source: Source, number: int) -> np.ndarray:
 
 
 def filled(data: np.ndarray) -> np.ndarray:
-    """Return whole blocks: zeros are appended."""
+    """Return blocks zero-padded to whole ones."""
     return np.pad(data, (0, -len(data) % BLOCK_BYTES))
 
 

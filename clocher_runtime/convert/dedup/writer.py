@@ -1,8 +1,4 @@
-"""model.ie.bin -> `clocher.dedup` and back, bit for bit.
-
-The files are written under temporary names, read back and compared; model.dedup.json, which makes
-them valid, is removed first and written last.
-"""
+"""model.ie.bin -> `clocher.dedup` and back, bit for bit; the output is read back and compared."""
 
 import json
 import os
@@ -46,7 +42,7 @@ WORTH_IT = 0.97
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deduplication:
-    """What deduplicating a model will do and save; nothing has been written."""
+    """The plan of a deduplication: nothing has been written."""
 
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
@@ -94,10 +90,7 @@ class Deduplication:
 def plan_dedup(
     directory: Path, base_dir: Path | None = None, progress: Progress | None = None
 ) -> Deduplication:
-    """Read a model and decide how each plane is stored; a base is needed to read it, too.
-
-    Raises ModelError, UsageError.
-    """
+    """Read a model and decide how each plane is stored; a base is needed to read it, too."""
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
         raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
@@ -124,7 +117,7 @@ def plan_dedup(
 
 
 def remove_dedup(directory: Path) -> None:
-    """Delete the deduplicated weights of a directory, if there are any."""
+    """Delete a directory's deduplicated weights, if any."""
     (directory / INDEX_NAME).unlink(missing_ok=True)
     sync_directory(directory)
     for name in FILE_NAMES.values():
@@ -206,7 +199,7 @@ class Gain(NamedTuple):
 
 
 def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
-    """Yield what is gained on each plane."""
+    """Yield the gain of each plane."""
     for plane in planes:
         stored = sum(nbytes for _, nbytes in plane.parts())
         name = f"{plane.tensor} {plane.key}"
@@ -214,7 +207,7 @@ def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
 
 
 def describe(plane: StoredPlane) -> str:
-    """Return in a few words how a plane is stored."""
+    """Describe the storage of a plane in a few words."""
     over = "XOR base: " if plane.xor else ""
     if plane.mode == "blocks":
         return f"{over}{plane.unique} of {plane.blocks} blocks"

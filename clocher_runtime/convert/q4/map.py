@@ -98,7 +98,7 @@ class Rule:
 
 
 class Assignment(NamedTuple):
-    """What the rules say about every tensor of a checkpoint."""
+    """What the rules decide about every tensor."""
 
     chosen: Mapping[str, int]  # tensors to be quantised -> index of the rule
     kept: Mapping[str, str]  # the others -> why
@@ -118,10 +118,7 @@ class Q4Map:
     parts: tuple[PartFile, ...] = ()  # the files with planes that rounding does not give
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Return the new format of each tensor to quantise, and notes for people.
-
-        Raises UsageError if a rule applies to no tensor or needs calibration, or the model differs.
-        """
+        """Return the new format of each tensor to quantise, and notes. Raises UsageError."""
         if self.entries is not None:
             self._check_model(self.entries, tensors)
             return {name: entry.format for name, entry in self.entries.items()}, []
@@ -175,7 +172,7 @@ def parts_dir(manifest: Path) -> Path:
 def assign(
     rules: tuple[Rule, ...], tensors: Mapping[str, Stored], requantize: bool, where: str
 ) -> Assignment:
-    """Apply rules to the tensors of a checkpoint; UsageError if a rule decides about none."""
+    """Apply rules to a checkpoint's tensors; UsageError if one applies to none."""
     chosen: dict[str, int] = {}
     kept: dict[str, str] = {}
     notes = []
@@ -222,7 +219,7 @@ def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
 
 
 def load_q4_map(path: Path) -> Q4Map:
-    """Read a manifest; UsageError if it is missing, or not what this module describes."""
+    """Read a manifest; UsageError if it is missing or malformed."""
     if not os.path.isfile(path):
         raise UsageError(f"--q4-map not found: {path}; pass the path of a quantisation manifest")
     try:
@@ -311,7 +308,7 @@ def rule_format(rule: Mapping[str, Any]) -> Format:
 
 
 def check_method(fmt: Format, method: str) -> None:
-    """Raise UsageError if a method has no way to choose the codes of a format."""
+    """Raise UsageError if a method does not support a format."""
     ints = isinstance(fmt, Int4 | Int8) and fmt.group != "tensor"
     searched = isinstance(fmt, Mxfp4) or (isinstance(fmt, Fp8) and fmt.scope != "tensor")
     if method == "gptq" and not ints:
@@ -325,7 +322,7 @@ def check_method(fmt: Format, method: str) -> None:
 
 
 def best_method(fmt: Format, wanted: str) -> str:
-    """Return the method that comes nearest to the one that is wanted and that a format has."""
+    """Return the supported method that is closest to the wanted one."""
     for method in METHODS[METHODS.index(wanted) :: -1]:
         try:
             check_method(fmt, method)

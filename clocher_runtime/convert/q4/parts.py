@@ -39,7 +39,7 @@ def part_of(name: str) -> str:
 
 
 class PartsWriter:
-    """Writes the parts of one job, and finds those that an earlier run of it has finished."""
+    """Writes a job's parts, and finds those finished by an earlier run."""
 
     def __init__(self, directory: Path, job: str) -> None:
         self.directory = directory
@@ -48,7 +48,7 @@ class PartsWriter:
         self._where: dict[str, tuple[str, tuple[int, ...], str]] = {}
 
     def finished(self, part: str) -> Records | None:
-        """Return the records of a part that is there, sound and of this job; None otherwise."""
+        """Return the records of a finished, intact part of this job, or None."""
         path = self._path(part)
         try:
             file = SafetensorsFile(path)
@@ -93,7 +93,7 @@ class PartsWriter:
         return _tensor(self._open[part], name, shape, fmt)
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages of the finished parts."""
+        """Let the kernel drop the parts' resident pages."""
         for file in self._open.values():
             file.file.release()
 
@@ -162,7 +162,7 @@ def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
 
 
 def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
-    """Raise FormatError if a plane is not the one that a manifest's entry describes."""
+    """Raise FormatError if a plane does not match a manifest's entry."""
     for key, digest in plane_hashes(tensor).items():
         if digest != entry.sha256[key]:
             raise FormatError(

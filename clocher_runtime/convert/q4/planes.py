@@ -1,7 +1,4 @@
-"""Write Q4_0 plane files with their manifest, lay them over an IEBIN pair, append to them.
-
-The manifest is removed first and written last; a killed run resumes from its journal.
-"""
+"""Write Q4_0 plane files, resumably, lay them over an IEBIN pair, append to them."""
 
 import json
 import os
@@ -44,10 +41,7 @@ class Q4Job:
     free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
-        """Write the files, resuming a killed run; return how many matrices it had finished.
-
-        Raises FormatError, UsageError, ModelChanged, OSError.
-        """
+        """Write the files, resuming a killed run; return how many matrices it had finished."""
         folder = os.path.realpath(self.manifest.parent)
         for path in (*self.files.values(), self.manifest):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +110,7 @@ def _reason_to_keep(name: str, tensor: Stored, include_lm_head: bool) -> str:
 def encoded(
     source: Checkpoint, names: tuple[str, ...], chunk_rows: int
 ) -> Iterator[tuple[str, tuple[QuantTensor, str]]]:
-    """Yield the name of each matrix, the matrix in Q4_0 and the hash of what it was made from."""
+    """Yield each matrix's name, its Q4_0 form and its source hash."""
 
     def prepare(name: str) -> tuple[QuantTensor, str]:
         tensor = source.tensor(name, verify=True)
@@ -132,11 +126,7 @@ def encoded(
 
 
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
-    """Write model.ie.compat.json from model.ie.json and an expanded manifest.
-
-    Returns the names of the matrices in the plane files. Raises UsageError if the manifest is of
-    other files or another model; ModelError.
-    """
+    """Write model.ie.compat.json from a manifest; return the names taken from the plane files."""
     planes = q4.load_q4_planes(manifest)
     for key, name in q4.Q4_NAMES.items():
         found = planes.files[key]
@@ -173,10 +163,7 @@ class AppendJob:
     free_bytes: int  # bytes that the disk has for them
 
     def run(self, progress: Progress | None = None) -> None:
-        """Append the matrices; the index is rewritten after each, so a kill loses one at most.
-
-        Raises UsageError, ModelError, OSError.
-        """
+        """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
         paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
         with PlaneWriter(paths, kind=q4.Q4Entry, in_place=True) as pair:
             for entry in self.entries:
