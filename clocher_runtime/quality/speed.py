@@ -44,7 +44,7 @@ class Case:
 
     @property
     def before(self) -> int:
-        """Prompt tokens."""
+        """Tokens before the first generated one: depth and prompt."""
         return max(self.depth + self.prompt, 1)
 
     @property
