@@ -1,9 +1,4 @@
-"""From the tensors that a family's files have to those that a model reads.
-
-Renaming costs nothing, and a run of rows stays a view of the file. Rows in another order, and the
-matrices of experts that are tensors of their own, are gathered when they are asked for: bytes are
-copied, no number is computed.
-"""
+"""Arrange a family's stored tensors as the model reads them: renamed, cut or copied in order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +24,6 @@ _TEXT = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
 )
-"""How names begin in models of more than text, and how in models of text."""
 _NOT_TEXT = (
     *("vision_tower.", "vision_model.", "visual.", "audio_tower."),
     *("multi_modal_projector.", "embed_vision."),
@@ -39,12 +33,7 @@ _NOT_TEXT = (
 def arranged(
     tensors: Mapping[str, Stored], config: Mapping[str, Any], where: str
 ) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Return the tensors under the names of `inventory`, and notes on what was left out.
-
-    What the model does not read keeps its name; the loader says so.
-
-    Raises UnsupportedModel, FormatError.
-    """
+    """Return the tensors under the names of `inventory` (others keep theirs), and notes."""
     named, notes = _of_text(tensors)
     try:
         family = family_of(text_config(config))
@@ -58,8 +47,7 @@ def arranged(
         if not all(name in named for name, _ in names_of(family, source, need)):
             continue
         names = dict(names_of(family, source, need))
-        # Nor may it promise many more rows than are there: their order is an array. What is off by
-        # less is named part by part below.
+        # Nor many more rows than are there, as their order is an array; less is reported below.
         there = sum(prod(named[name].shape) for name in names)
         if any(names.values()) and 2 * there < need.elements:
             raise FormatError(
@@ -74,7 +62,7 @@ def arranged(
 
 
 def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    """Return the tensors of the text model by the names that they have in one of text alone."""
+    """Return the text model's tensors, under the names of a text-only checkpoint."""
     named: dict[str, Stored] = {}
     left_out = 0
     # A model that was saved without its head has no "model." before its names.
@@ -90,7 +78,7 @@ def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[st
 
 
 def text_name(name: str) -> str:
-    """Return the name that a tensor of a model of more than text has in one of text alone."""
+    """Return a multimodal model's tensor name as text-only models have it."""
     return next((to + name[len(begin) :] for begin, to in _TEXT if name.startswith(begin)), name)
 
 
@@ -128,7 +116,7 @@ def _assembled(
 
 
 def _whole_blocks(parts: Sequence[Piece]) -> bool:
-    """Return whether 128 x 128 blocks stay what they are: no row leaves its block."""
+    """Return whether 128 x 128 blocks keep their rows."""
     rows = parts[0].rows
     if len(parts) == 1 and isinstance(rows, slice):
         return not (rows.start | rows.stop) % BLOCK
@@ -136,7 +124,6 @@ def _whole_blocks(parts: Sequence[Piece]) -> bool:
 
 
 def _by_row(fmt: Format) -> Format:
-    """Return the format that holds matrices with a scale each, row by row."""
     if isinstance(fmt, Fp8) and fmt.scope == "tensor":
         return replace(fmt, scope="row")
     if isinstance(fmt, Int8) and fmt.group == "tensor":
@@ -145,7 +132,6 @@ def _by_row(fmt: Format) -> Format:
 
 
 def _check_rows(part: Piece, source: Stored, need: Need, where: str) -> None:
-    """Refuse a tensor of the file that does not have the rows, or the columns, that are wanted."""
     axis = -1 if need.kind == "vector" else -2
     shape = source.shape
     stack = need.shape[:axis] if part.expert is None else need.shape[1:axis]
@@ -192,15 +178,7 @@ def _picked(
     rows: slice | np.ndarray | None,
     target: Format,
 ) -> dict[str, np.ndarray]:
-    """Return the planes of some rows of a tensor, as a format that has planes of rows stores them.
-
-    Args:
-        fmt: of the tensor.
-        planes: of it.
-        shape: of it.
-        rows: which; None: all.
-        target: the format of the result.
-    """
+    """Return the planes of some rows (None: all) of a tensor, as `target` stores them."""
     lead = max(len(shape) - 2, 0)
     count = shape[lead]
     chosen = slice(None) if rows is None else rows

@@ -1,7 +1,4 @@
-"""Weights that come as NumPy arrays: from an .npz file, or from a Python function.
-
-They have names and shapes, but no config.json and no tokenizer: enough to quantise them.
-"""
+"""Weights from NumPy arrays or an .npz file: names and shapes, no config.json or tokenizer."""
 
 import zipfile
 import zlib
@@ -20,19 +17,13 @@ from clocher_runtime.disk.zip_directory import records_of
 
 _FLOATS = {"<f4": "f32", "<f2": "f16"}
 _MAX_RATIO = 1032
-"""What deflate reaches at most; a larger promise is a lie."""
+"""The most that deflate reaches; a larger promise is a lie."""
 
 Tensor = np.ndarray | QuantTensor
 
 
 def open_npz(path: Path) -> Checkpoint:
-    """Open the arrays of an .npz file (np.savez, np.savez_compressed).
-
-    Arrays are floats of 16, 32 or 64 bits; the latter are rounded to 32. Each is read when it is
-    asked for. Pickled objects are refused.
-
-    Raises ModelNotFound, FormatError.
-    """
+    """Open the float arrays of an .npz file lazily; f64 is rounded to f32, pickles are refused."""
     file = MappedFile(path)
     try:
         entries = records_of(file)
@@ -53,10 +44,9 @@ def open_npz(path: Path) -> Checkpoint:
 
 
 def open_arrays(arrays: object, where: str) -> Checkpoint:
-    """Return a checkpoint of arrays that a function gave.
+    """Return a checkpoint of (name, array) pairs or a mapping.
 
-    `arrays`: a mapping, or pairs, of names and arrays [...] of floats, or `QuantTensor`s (which
-    bf16 weights need). Raises UsageError.
+    Arrays are floats [...] or `QuantTensor`s, which bf16 weights need. Raises UsageError.
     """
     if isinstance(arrays, Mapping):
         arrays = arrays.items()
@@ -95,7 +85,6 @@ def _from_value(value: object, where: str) -> Stored:
 
 
 def _npy(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, path: Path, where: str) -> Stored:
-    """Return one array, which is read when it is asked for."""
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise FormatError(f"{where}: compressed in a way that NumPy does not write")
     with archive.open(entry) as stream:

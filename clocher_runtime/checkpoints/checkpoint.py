@@ -1,4 +1,4 @@
-"""A checkpoint: the common face of every container that weights come in."""
+"""The common interface of all weight containers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -19,11 +19,7 @@ _INDICES = ("row_ptr", "col_idx")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A tensor that the file holds in another layout: its planes are computed on demand.
-
-    `shape`: logical shape; `format`: the format of the planes; `make`: computes the planes at
-    every call, from views of the mapped files.
-    """
+    """A tensor of logical `shape` whose planes `make` computes at every call, from mapped files."""
 
     shape: tuple[int, ...]
     format: Format
@@ -31,7 +27,7 @@ class LazyTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the planes will have."""
+        """Bytes of the planes."""
         return self.format.nbytes(self.shape)
 
 
@@ -40,19 +36,13 @@ Stored = QuantTensor | LazyTensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
-    """Weights and settings of one model, structurally valid in full, nothing copied yet.
+    """Weights and settings of one model, validated in full, nothing copied yet.
 
-    `path`: directory of the model's files, or its one GGUF file; `kind`: the container: Hugging
-    Face (safetensors or pickled), IEBIN or GGUF; `config`: contents of config.json;
-    `generation_config`: contents of generation_config.json, {} without one; `tokenizer_config`:
-    contents of tokenizer_config.json, {} without one; its "chat_template" is that of
-    chat_template.jinja where the model has that file; `tokenizer_json`: the file that the tokenizer
-    loads. It may be absent; `tensors`: logical tensors by name: views of mapped files, in no
-    promised alignment, and tensors whose planes `tensor` computes. All of them say shape, format
-    and nbytes; `files`: the mapped weight files; `notes`: what a person should know about how they
-    were read: arrays that are not used; `hashes`: SHA-256 of each plane by tensor and plane, of
-    tensors whose container has them; `make_tokenizer`: makes the content of tokenizer.json where
-    that is no file, as in GGUF.
+    `kind` is the container: Hugging Face (safetensors or pickled), IEBIN or GGUF. The configs are
+    the contents of their files, {} without one; "chat_template" is that of chat_template.jinja
+    where that file exists. `tensors` are views of mapped files, not necessarily aligned, or lazy.
+    `notes` tells people what was left out. `hashes` are SHA-256 by tensor and plane, where the
+    container has them. `make_tokenizer` makes tokenizer.json where that is no file (GGUF).
     """
 
     path: Path
@@ -92,17 +82,12 @@ class Checkpoint:
         return self._stored(name).shape
 
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
-        """Return a tensor whose planes are aligned to their element type.
+        """Return a tensor whose planes are aligned: views of the file where possible, else copies.
 
-        They are read-only views of the mapped file, or copies where a safetensors file has a tensor
-        unaligned or transposed. Those of a `LazyTensor` are computed by every call.
-
-        Codes that the format forbids are looked for in tensors of at most 64 MiB, in the scales of
-        MXFP4, and everywhere with `verify`; they would give wrong numbers, never a fault. The index
-        arrays of block-sparse rows, which could, are always copied and checked. With `verify` the
-        planes must also have the SHA-256 that the container records, if any.
-
-        Raises ModelError, FormatError, UnsupportedModel.
+        Forbidden codes give wrong numbers but no fault; they are looked for in tensors of up to 64
+        MiB, in MXFP4 scales, and everywhere with `verify`, which also checks the SHA-256.
+        Block-sparse indices could fault, so they are always copied and checked. Raises ModelError,
+        FormatError.
         """
         stored = self._stored(name)
         try:
@@ -134,12 +119,12 @@ class Checkpoint:
         self.check_unchanged()
 
     def check_unchanged(self) -> None:
-        """Check that the weight files are still those that were opened; no byte of them is read."""
+        """Check, without reading, that the weight files are still those that were opened."""
         for file in self.files:
             file.check_unchanged()
 
     def read_ahead(self, name: str) -> None:
-        """Let the disk start to read a tensor whose planes lie in the files as they are."""
+        """Prefetch a tensor whose planes lie in the files as they are."""
         stored = self._stored(name)
         if not isinstance(stored, LazyTensor):
             for plane in stored.planes.values():
@@ -147,12 +132,12 @@ class Checkpoint:
                     file.read_ahead(plane)
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages of the weight files."""
+        """Let the kernel drop the resident pages of the weight files."""
         for file in self.files:
             file.release()
 
     def close(self) -> None:
-        """Finish with the files. A mapping lasts until the last view of it is gone."""
+        """Close the files; a mapping lasts until its last view is gone."""
         self.release()
 
     def _stored(self, name: str) -> Stored:
@@ -177,7 +162,7 @@ def stored_tensor(
 def lazy_tensor(
     shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
 ) -> LazyTensor:
-    """Return a tensor that `make` will compute from a file's arrays, which are checked before."""
+    """Return a lazy tensor that `make` computes from already checked arrays."""
     try:
         fmt.planes(shape)
     except ShapeError as error:

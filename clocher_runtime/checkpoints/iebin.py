@@ -1,7 +1,7 @@
-"""IEBIN v1, the container that Clocher writes and maps into memory. docs/iebin-v1.md specifies it.
+"""IEBIN v1, the container that Clocher writes and maps; docs/iebin-v1.md specifies it.
 
-`model.ie.json` makes a directory a model. It is written last and removed first, so at every moment
-the directory holds the old model, no model, or the new one.
+`model.ie.json` is written last and removed first, so a directory always holds the old model, the
+new one, or none.
 """
 
 import hashlib
@@ -49,11 +49,9 @@ _KIND = (FORMAT, VERSION, "convert the model again or update Clocher")
 def open_iebin(
     json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
 ) -> Checkpoint:
-    """Open an IEBIN model.
+    """Open an IEBIN model, its model.ie.bin by default beside the JSON. Raises ModelError.
 
-    `bin_path`: model.ie.bin; by default the one beside the JSON; `verify`: also read all weights:
-    check every hash, the padding and all stored codes. Raises ModelNotFound, FormatError,
-    UnsupportedModel, WindowError.
+    `verify` also reads all weights: hashes, padding and codes.
     """
     index = read_index(Path(json_path))
     checkpoint = index.open(Path(bin_path) if bin_path else None)
@@ -69,11 +67,7 @@ def open_iebin(
 
 @dataclass(frozen=True, slots=True)
 class IebinIndex:
-    """model.ie.json, checked in full, and vocab.json beside it.
-
-    `path`: the file; `document`: its contents; `entries`: its tensors, in the order of
-    model.ie.bin; `bin`: facts of model.ie.bin.
-    """
+    """model.ie.json, validated in full, and vocab.json beside it; `entries` in file order."""
 
     path: Path
     document: Mapping[str, Any]
@@ -81,7 +75,7 @@ class IebinIndex:
     bin: FileFacts
 
     def open(self, bin_path: Path | None = None) -> Checkpoint:
-        """Return the model as views of model.ie.bin, by default the one beside the file."""
+        """Return the model as views of model.ie.bin, by default the one beside it."""
         files = {"bin": MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)}
         tensors = {}
         for entry in self.entries:
@@ -93,7 +87,7 @@ class IebinIndex:
     def checkpoint(
         self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
     ) -> Checkpoint:
-        """Return a checkpoint of these tensors with the settings of the file."""
+        """Return a checkpoint of these tensors with the file's settings."""
         return Checkpoint(
             path=self.path.parent,
             kind="iebin",
@@ -108,7 +102,7 @@ class IebinIndex:
 
 
 def read_index(json_path: Path) -> IebinIndex:
-    """Read model.ie.json and check all that can be checked without model.ie.bin."""
+    """Read model.ie.json and check all that does not need model.ie.bin."""
     where = str(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
     document = read_sealed(data, where, _KIND, _FIELDS, {"vocab": dict, "extra": dict})
@@ -126,7 +120,7 @@ def read_index(json_path: Path) -> IebinIndex:
 
 
 def model_bytes(tensors: Iterable[tuple[Format, Shape]]) -> int:
-    """Return the bytes of model.ie.bin and, at most, of model.ie.json without its settings."""
+    """Return the size of model.ie.bin, and at most that of model.ie.json without settings."""
     ends, count = {"bin": 0}, 0
     for fmt, shape in tensors:
         for region in place(fmt, shape, ends).values():
@@ -136,14 +130,10 @@ def model_bytes(tensors: Iterable[tuple[Format, Shape]]) -> int:
 
 
 class IebinWriter(PlaneWriter):
-    """Writes one model: `add` every tensor, then `commit`. Leaving without it undoes all."""
+    """Writes one model: `add` every tensor, then `commit`, without which all is undone."""
 
     def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
-        """Start a model in an existing directory; see `PlaneWriter`.
-
-        `job`: names the input and the options; the same job always gives the same bytes;
-        `progress`: called after each tensor with the bytes so far and its name.
-        """
+        """Start a model in an existing directory; `job` and `progress` as in `PlaneWriter`."""
         super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
         self.directory = directory
 
@@ -155,11 +145,7 @@ class IebinWriter(PlaneWriter):
         vocab: bytes | None,
         source: Mapping[str, Any],
     ) -> None:
-        """Turn what was added into the directory's model.
-
-        `vocab`: contents of tokenizer.json, or None; `source`: what the model was made from; for
-        people, no reader looks inside.
-        """
+        """Write the document; `vocab` is tokenizer.json, `source` is informational."""
         weights = self.sync()["bin"]
         self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])
         document: dict[str, Any] = {

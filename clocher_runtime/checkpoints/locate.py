@@ -1,7 +1,4 @@
-"""Where a model is that a name stands for: a directory, a GGUF file, or one of the Hub's cache.
-
-Nothing is downloaded here.
-"""
+"""Find a model by name: a directory, a GGUF file or a cached repository; nothing is downloaded."""
 
 import difflib
 import errno
@@ -32,11 +29,7 @@ def embedded_model() -> Path:
 
 
 def locate(name: str | Path, source: str = "") -> Path:
-    """Return the path of a model that is on this machine. Nothing is downloaded.
-
-    `source`: what gave the name, as messages begin: "--model-dir"; "": nothing that says so. Raises
-    ModelNotFound, UnsupportedModel, UsageError.
-    """
+    """Return the path of a local model; `source` begins messages. Raises ModelError, UsageError."""
     text = os.fspath(name)
     where = f"{source}: " if source else ""
     if not text.strip():
@@ -61,7 +54,7 @@ def locate(name: str | Path, source: str = "") -> Path:
 
 
 def _named(text: str, where: str) -> Path:
-    """Return the path of what is no path itself."""
+    """Return the path of a name that is not itself a path."""
     if text == EMBEDDED:
         return embedded_model()
     from clocher_runtime.checkpoints.hf import cache
@@ -89,7 +82,7 @@ def _named(text: str, where: str) -> Path:
 
 
 def _absent(text: str, shown: str, hub: "HubName | None") -> ModelNotFound:
-    """Return the error for a name that stands for nothing, with the names that are like it."""
+    """Return the error for an unknown name, with similar names."""
     from clocher_runtime.checkpoints.hf import cache
 
     if repo := cache.published_as(text):
@@ -131,7 +124,7 @@ def _absent(text: str, shown: str, hub: "HubName | None") -> ModelNotFound:
 
 
 def _beside(path: Path) -> list[str]:
-    """Return what lies beside a wrong path under a name that is like its own."""
+    """Return similarly named files beside a wrong path."""
     try:
         names = os.listdir(path.parent)[:_MOST_NAMES]
     except (OSError, ValueError):
@@ -141,7 +134,7 @@ def _beside(path: Path) -> list[str]:
 
 
 def _close(text: str, known: Iterable[str]) -> list[str]:
-    """Return names of the cache that are like one that is not there, with or without the owner."""
+    """Return similar names in the cache, with or without the owner."""
     full = {repo.lower(): repo for repo in known}
     found = {repo.partition("/")[2]: name for repo, name in full.items()} | full
     close = difflib.get_close_matches(text.lower(), found, 2, _ALIKE)

@@ -1,4 +1,4 @@
-"""Opening a model: which container a directory holds, and the checkpoint in it."""
+"""Open a model in any container."""
 
 import os
 from pathlib import Path
@@ -12,8 +12,7 @@ __all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
 def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
     """Open a model: IEBIN if `model.ie.json` is there, else Hugging Face, else GGUF.
 
-    `verify`: read everything: check all hashes (IEBIN) and all stored codes. Raises ModelNotFound,
-    ModelError, WindowError.
+    `verify` checks all hashes (IEBIN) and codes. Raises ModelNotFound, ModelError, WindowError.
     """
     # A run starts sooner without the containers that it does not open.
     path = Path(path)

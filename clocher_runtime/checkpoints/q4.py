@@ -1,11 +1,7 @@
-"""Q4_0 planes in files of their own: model.q4.bin and model.q4.scales.fp16.bin.
+"""Q4_0 plane files, model.q4.bin (codes) and model.q4.scales.fp16.bin; see docs/q4-files.md.
 
-model.q4.bin holds the codes of matrices one after the other, model.q4.scales.fp16.bin their scales.
-Two documents point into the pair: the expanded manifest, from which a conversion takes the tensors
-(`load_q4_planes`), and model.ie.compat.json, which puts them over an IEBIN pair (`open_index`). It
-names the pair by the hash of its model.ie.json, and everything lies in one directory. Nothing is
-copied. Appending matrices only lets the plane files grow, so an index that was written before stays
-true. docs/q4-files.md is the specification.
+They are indexed by the expanded manifest (`load_q4_planes`) or by model.ie.compat.json, which lays
+them over an IEBIN pair, named by its hash (`open_index`). Appending leaves older indexes valid.
 """
 
 import os
@@ -33,7 +29,7 @@ from clocher_runtime.disk.plane_index import (
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, MAX_NAME_CHARS, fields, parse_object
 
 Q4_0 = Int4(symmetric=True, group=32, scale_dtype="f16")
-"""ggml's Q4_0: 32 columns share an fp16 scale, and the largest element becomes -8."""
+"""ggml's Q4_0: 32 columns share an fp16 scale; the largest element becomes -8."""
 
 CODES, SCALES = "codes", "scales"
 PLANES = (CODES, SCALES)
@@ -60,7 +56,7 @@ class Q4Entry(Entry):
 
     @classmethod
     def parse_format(cls, name: str, shape: Shape, planes: Mapping[str, Any]) -> Format:
-        """Return Q4_0; there is nothing else."""
+        """Return Q4_0, the only format."""
         if name != Q4_0.name or len(shape) != 2 or 0 in shape:
             raise FormatError(f"{name!r:.40}{list(shape)}; expected a matrix in {Q4_0.name}")
         return Q4_0
@@ -68,12 +64,7 @@ class Q4Entry(Entry):
 
 @dataclass(frozen=True, slots=True)
 class Q4Planes:
-    """An expanded manifest with its files.
-
-    `path`: where it was read from; `files`: the file of each plane; `document`: its JSON without
-    the places of files, to be recorded with the result; `entries`: what it describes, by name;
-    `tensors`: the matrices, as views of the files.
-    """
+    """An expanded manifest, with its matrices as views of the plane files."""
 
     path: Path
     files: Mapping[str, Path]
@@ -82,7 +73,7 @@ class Q4Planes:
     tensors: Mapping[str, QuantTensor]
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Return the format of each tensor that the files replace, and notes (none)."""
+        """Return the formats of the tensors that the files replace, and no notes."""
         for name, entry in self.entries.items():
             if not is_float(found := tensors.get(name), entry.shape):
                 raise UsageError(
@@ -92,10 +83,7 @@ class Q4Planes:
         return dict.fromkeys(self.entries, Q4_0), []
 
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
-        """Return a matrix from the files.
-
-        `threads`: not needed; other manifests share out their rounding. Raises FormatError.
-        """
+        """Return a matrix from the files; `threads` is unused, other manifests round with it."""
         if source_hash(source) != self.entries[name].source_sha256:
             raise FormatError(
                 f"{self.path}: tensor {name!r} was made from other weights than the model has; "
@@ -110,12 +98,12 @@ class Q4Planes:
 
 
 def is_float(tensor: Stored | None, shape: Shape) -> bool:
-    """Return whether a model has a tensor, in this shape and as floats."""
+    """Return whether a model has a float tensor of this shape."""
     return tensor is not None and tensor.shape == shape and isinstance(tensor.format, Float)
 
 
 def described(tensor: Stored | None) -> str:
-    """Return what a model has, for messages."""
+    """Describe a model's tensor, for messages."""
     return f"{tensor.format.name}{list(tensor.shape)}" if tensor else "no such tensor"
 
 
@@ -125,7 +113,7 @@ def source_hash(tensor: QuantTensor) -> str:
 
 
 def is_q4_planes(path: Path) -> bool:
-    """Return whether a file is an expanded manifest; errors in it are reported when it is read."""
+    """Return whether a file looks like an expanded manifest; reading it reports errors."""
     try:
         return parse_object(read_bytes(path, MAX_JSON_BYTES), str(path)).get("format") == FORMAT
     except ModelError:
@@ -160,12 +148,7 @@ def load_q4_planes(path: Path) -> Q4Planes:
 
 
 def q4_document(files: Mapping[str, str], entries: Sequence[Entry], kept: Any) -> dict[str, Any]:
-    """Return the JSON of an expanded manifest.
-
-    `files`: place of the file of each plane, seen from the manifest's directory; `entries`: the
-    matrices, in the order of the files; `kept`: name -> reason of every tensor that is not in the
-    files.
-    """
+    """Return an expanded manifest's JSON; `files` are relative, `kept` maps names to reasons."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -178,11 +161,7 @@ def q4_document(files: Mapping[str, str], entries: Sequence[Entry], kept: Any) -
 def open_index(
     json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
 ) -> Checkpoint:
-    """Open an IEBIN pair by its index: model.ie.json, or model.ie.compat.json over one.
-
-    `bin_path`: model.ie.bin; by default the one beside the index; `verify`: also read all weights
-    and check every hash and all stored codes. Raises ModelError.
-    """
+    """Open an IEBIN pair by model.ie.json, or by model.ie.compat.json; `verify` reads all."""
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
     if parse_object(data, str(json_path)).get("format") != OVERLAY:
@@ -208,7 +187,7 @@ def open_index(
 
 
 def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
-    """Return the matrices that an index lists, checked without the plane files."""
+    """Return the matrices of an index, checked without the plane files."""
     where = str(path)
     document = read_sealed(data, where, (OVERLAY, VERSION, AGAIN), _OVERLAY)
     base = fields(document["base"], f"{where}: base", {"file": str, "sha256": str})
@@ -223,7 +202,7 @@ def read_overlay(path: Path, data: bytes) -> tuple[Q4Entry, ...]:
 
 
 def write_overlay(path: Path, entries: Sequence[Entry]) -> None:
-    """Write an index over the pair beside it, whole or not at all."""
+    """Write an index over the pair beside it, atomically."""
     head = {
         "format": OVERLAY,
         "version": VERSION,
@@ -235,18 +214,17 @@ def write_overlay(path: Path, entries: Sequence[Entry]) -> None:
 
 
 def _base_hash(path: Path) -> str:
-    """Return the checksum that the model.ie.json beside an index carries."""
     pair = path.with_name(JSON_NAME)
     return unsealed(read_bytes(pair, MAX_JSON_BYTES), str(pair))
 
 
 def _is_place(name: str) -> bool:
-    """Return whether a name can be that of a file beside the manifest, or below or above it."""
+    """Return whether a name can be a file path relative to the manifest."""
     return len(name) <= MAX_NAME_CHARS and name.isprintable() and not os.path.isabs(name)
 
 
 def _map(files: Mapping[str, Path], entries: Sequence[Q4Entry]) -> dict[str, MappedFile]:
-    """Map the plane files, which must be at least as long as the entries say."""
+    """Map the plane files, which must be as long as the entries need."""
     mapped = {}
     for key, end in entries[-1].ends.items():
         mapped[key] = MappedFile(files[key])

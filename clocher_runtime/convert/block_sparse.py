@@ -1,8 +1,4 @@
-"""Dense checkpoint -> IEBIN with block-sparse matrices, one tensor in memory at a time.
-
-Blocks that are zero are left out. With a target sparsity the weakest blocks of each matrix, by
-their root mean square, are made zero first. A matrix that would not become smaller stays dense.
-"""
+"""Dense checkpoint -> IEBIN with block-sparse matrices: zero, or the weakest, blocks left out."""
 
 import os
 from dataclasses import asdict, dataclass, replace
@@ -24,14 +20,14 @@ from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.disk.plane_writer import Progress
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
-"""Names of the matrices that are made block-sparse unless a run says otherwise."""
+"""The matrices made block-sparse by default."""
 
 _EXTRA_BYTES_PER_TENSOR = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Sparsifying:
-    """What is done to the matrices; UsageError for a value that a setting cannot have."""
+    """How matrices become block-sparse; UsageError for a bad value."""
 
     block: tuple[int, int] = (32, 32)  # rows and columns of a block
     inner: str = ""  # format of the blocks, of `formats.bsr.INNERS`; "" keeps the matrix's own
@@ -70,11 +66,7 @@ class Outcome(NamedTuple):
 
 
 def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.ndarray:
-    """Return the values [N, K] with the weakest blocks made zero.
-
-    `values`: fp32 [N, K]; `sparsity`: share of the blocks that is zero afterwards; the number is
-    rounded down. Of equally strong blocks the first ones go.
-    """
+    """Return values fp32 [N, K] with the share `sparsity` of the blocks, the weakest, made zero."""
     (n, k), (height, width) = values.shape, block
     rows, columns = np.arange(0, n, height), np.arange(0, k, width)
     squares = np.add.reduceat(np.square(values, dtype=np.float64), columns, axis=1)
@@ -90,7 +82,7 @@ def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.nda
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SparseConversion:
-    """A conversion that has been checked and can start."""
+    """A checked conversion, ready to run."""
 
     source: Checkpoint  # the input
     out_dir: Path  # where the IEBIN files will be
@@ -100,12 +92,7 @@ class SparseConversion:
     free_bytes: int  # bytes that the disk has for it
 
     def run(self, progress: Progress | None = None) -> list[Outcome]:
-        """Write the output.
-
-        Returns the result for each matrix. Raises FormatError: a tensor holds a code that its
-        format forbids, or cannot be stored; UsageError: no matrix would become smaller, or another
-        conversion is at work there; or ModelChanged, OSError.
-        """
+        """Write the output; return each matrix's result. UsageError if none becomes smaller."""
         vocab = vocabulary(self.source)
         self.out_dir.mkdir(parents=True, exist_ok=True)
         outcomes: list[Outcome] = []
@@ -151,12 +138,7 @@ class SparseConversion:
 def plan_block_sparse(
     model_dir: Path, out_dir: Path, how: Sparsifying | None = None
 ) -> SparseConversion:
-    """Open the input and check everything that can be checked before writing.
-
-    `how`: what is done; None leaves out zero blocks of 32 x 32. Raises ModelError: the input is
-    missing, damaged or unknown; UsageError: the output directory cannot be used, or no matrix can
-    be converted; or OSError.
-    """
+    """Open and check the input; by default 32 x 32 zero blocks are left out."""
     how = how or Sparsifying()
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)

@@ -1,9 +1,4 @@
-"""The certificate of a conversion: what lay in the source, what lies in IEBIN, and if it is equal.
-
-docs/verification.md describes the file. It lies beside the model, with a line for each tensor, and
-its last field is the SHA-256 of all before it. Unlike the model it has a date and the path of the
-source. A new model in the same directory removes it.
-"""
+"""The certificate of a conversion: hashes by tensor, source and IEBIN; see docs/verification.md."""
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
@@ -40,17 +35,14 @@ _TENSOR: dict[str, type] = {"name": str, "shape": list, "source": dict, "stored"
 _TENSOR |= {"compared": str, "identical": bool}
 _KIND = (FORMAT, VERSION, "convert the model again with --verify, or update Clocher")
 _DECODED_AT_ONCE = 16 << 20
-"""Numbers of a tensor that are decoded at a time, where its format allows parts."""
 
 
 def write_certificate(
     source: Checkpoint, model_dir: Path, progress: Progress | None = None
 ) -> tuple[int, int]:
-    """Read the source again, compare it with the model made of it, and write what was found.
+    """Write the certificate of a model whose hashes were checked; return (identical, all) tensors.
 
-    The hashes of the IEBIN model in `model_dir` have been checked. Returns how many tensors have
-    bit-identical values, and how many there are. Raises FormatError: a tensor of the same format in
-    both has other bytes; or ModelChanged, OSError.
+    Raises FormatError if a tensor of the same format has other bytes; ModelChanged, OSError.
     """
     model = open_checkpoint(model_dir)
     found, done = [], 0
@@ -100,11 +92,7 @@ class Checked(NamedTuple):
 def check_certificate(
     model_dir: Path, source: Path | None = None, progress: Progress | None = None
 ) -> Checked:
-    """Compute every hash of a certificate again, from the model and, if it is there, the source.
-
-    `source`: what it was converted from; None: where it was then. Raises ModelError: one of them
-    cannot be read at all, or is of an unknown version; or ModelNotFound.
-    """
+    """Recompute a certificate's hashes, of the model and, if there, `source` (default: its own)."""
     document = read_certificate(model_dir)
     origin, index = document["source"], read_index(model_dir / JSON_NAME)
     model = open_checkpoint(model_dir)
@@ -146,10 +134,7 @@ def check_certificate(
 
 
 def read_certificate(model_dir: Path) -> dict[str, Any]:
-    """Return the certificate of a model, checked field by field.
-
-    Raises FormatError: it is damaged; UnsupportedModel: it is of another version; or ModelNotFound.
-    """
+    """Return a model's certificate; FormatError, UnsupportedModel or ModelNotFound."""
     path = model_dir / CERTIFICATE_NAME
     document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)
     fields(document["model"], f"{path}: model", {"file": str, "sha256": str})
@@ -166,7 +151,6 @@ def read_certificate(model_dir: Path) -> dict[str, Any]:
 
 
 def _compared(name: str, before: QuantTensor, model: Checkpoint) -> dict[str, Any]:
-    """Return the line of a tensor."""
     hashes = {key: sha256_of(plane) for key, plane in before.planes.items()}
     stored = {"format": model.tensors[name].format.name, "planes": dict(model.hashes[name])}
     same = before.format.name == stored["format"]
@@ -197,7 +181,7 @@ def same_values(one: QuantTensor, other: QuantTensor) -> bool:
 
 
 def _in_rows(tensor: QuantTensor) -> bool:
-    """Return whether each row, or expert, lies in rows of the planes that are its own."""
+    """Return whether each row, or expert, has plane rows of its own."""
     planes = tensor.format.planes((1, *tensor.shape[1:])) if len(tensor.shape) > 1 else {}
     return bool(planes) and all(
         (1, *tensor.planes[key].shape[1:]) == plane.shape
@@ -215,7 +199,6 @@ def _decoded(tensor: QuantTensor, start: int | None, rows: int) -> np.ndarray:
 
 
 def _differences(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> Iterator[str]:
-    """Yield how a tensor differs from what a certificate lists."""
     name, shape, listed = line["name"], line["shape"], line[side]
     try:
         tensor = checkpoint.tensor(name)

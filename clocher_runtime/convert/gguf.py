@@ -1,11 +1,7 @@
-"""An opened model -> GGUF for llama.cpp: the same weights, names as there.
+"""An opened model -> GGUF for llama.cpp, with its tensor names and row orders.
 
-Names and row orders are llama.cpp's: query and key rows of a Llama are paired for its RoPE, the
-gate and up rows of gpt-oss experts become two tensors. BitNet 2B-4T is bitnet.cpp's "bitnet-b1.58",
-with a squared ReLU, which llama.cpp refuses. llama.cpp's own "bitnet" has SiLU: the bytes and the
-shapes are the same, the text is not, so only random weights that are timed get that name.
-
-Source of the container: ggml's docs/gguf.md, version 3.
+BitNet 2B-4T is bitnet.cpp's "bitnet-b1.58" with a squared ReLU. llama.cpp's "bitnet" has SiLU, so
+only random weights for timing get that name. Source: ggml's docs/gguf.md, version 3.
 """
 
 import struct
@@ -55,7 +51,7 @@ _ARCHITECTURES = {
 
 
 class GgufEntry(NamedTuple):
-    """A tensor of the file: its name there, logical shape (slowest dimension first), type."""
+    """A tensor of the file: name, logical shape (slowest dimension first), type."""
 
     name: str
     shape: tuple[int, ...]
@@ -77,7 +73,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GgufExport:
-    """A file that can be written."""
+    """A GGUF file that can be written."""
 
     spec: ModelSpec
     fields: Mapping[str, Field]  # metadata
@@ -97,11 +93,7 @@ class GgufExport:
         progress: Progress | None = None,
         check: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write the file into its directory, which exists; `check` may refuse it, see `write_gguf`.
-
-        Raises FormatError: a tensor is damaged, or ggml cannot hold it exactly; or ModelChanged,
-        OSError.
-        """
+        """Write the file; `check` as in `write_gguf`. Raises FormatError, ModelChanged, OSError."""
 
         def tensors() -> Iterator[Iterable[np.ndarray]]:
             done = 0
@@ -116,7 +108,6 @@ class GgufExport:
         write_gguf(path, self.fields, [item.entry for item in self.items], tensors(), check)
 
     def _pieces(self, item: _Item, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
-        """Yield the bytes of a tensor, some rows at a time."""
         if not item.source:
             plain = inverse_frequencies(RopeSpec(self.spec.rope.theta), self.spec.head_dim)
             factors = plain / inverse_frequencies(self.spec.rope, self.spec.head_dim)
@@ -141,11 +132,9 @@ def write_gguf(
     tensors: Iterable[Iterable[np.ndarray]],
     check: Callable[[Path], None] | None = None,
 ) -> None:
-    """Write a file: a header that says everything, then the tensors, each in pieces.
+    """Write a header and the tensors in pieces; `check` may refuse the file before its rename.
 
-    Integers of `fields` are stored as u32 (in a list as i32), floats as f32. `check` gets the
-    finished file before it has its name, and may refuse it. Raises FormatError: a tensor has other
-    bytes than its entry says; or OSError.
+    Integers of `fields` are stored as u32 (in a list as i32), floats as f32.
     """
     with replacing(path) as file:
         file.write(_layout(fields, entries)[1])
@@ -173,12 +162,9 @@ def plan_gguf(
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
-    `kind`: "same" keeps the numbers exactly; "f32", "f16" or "bf16" decodes all matrices, for
-    llama-quantize to encode; `vocab`: metadata of the vocabulary; without any llama-bench takes the
-    file and no server; `floats`: names of the matrices that become floats in any case -> "f32",
-    "f16" or "bf16"; `timed`: the text does not matter: BitNet is written as llama.cpp's "bitnet".
-    Raises UsageError: the kind is not known; UnsupportedModel: llama.cpp, and for BitNet
-    bitnet.cpp, has no such model; FormatError: ggml has no type for a format.
+    `kind`: "same" is exact; "f32", "f16" or "bf16" decodes all matrices. `vocab` without entries
+    makes a file for llama-bench alone. `floats` names matrices to decode in any case. `timed`
+    permits the name "bitnet".
     """
     if kind not in TYPES:
         raise UsageError(f"GGUF type {kind!r}; known: {', '.join(TYPES)}")
@@ -282,7 +268,7 @@ def spelled_vocabulary(tokens: Iterable[str]) -> dict[str, Field]:
 
 
 def _layout(fields: Mapping[str, Field], entries: Sequence[GgufEntry]) -> tuple[list[int], bytes]:
-    """Return where each tensor ends, counted from the first, and the header."""
+    """Return the end of each tensor, counted from the first, and the header."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(fields))]
     parts += [_string(key) + _value(value) for key, value in fields.items()]
     ends: list[int] = []

@@ -1,10 +1,8 @@
-"""An opened checkpoint -> a GGUF file that is the same model, which is checked by reading it.
+"""An opened checkpoint -> GGUF with tokenizer, verified by reading it back.
 
-Its tokenizer.json becomes metadata where GGUF can say it exactly: byte-level BPE is "gpt2" with the
-pre-type of the same expressions; BPE over pieces with bytes to fall back on is "llama", whose
-merges a reader makes of scores: that of a token is minus the place of the merge that makes it.
-
-Source: llama.cpp convert_hf_to_gguf.py and llama-vocab.cpp.
+Byte-level BPE becomes "gpt2" with the pre-type of the same expressions; BPE with byte fallback
+becomes "llama", each token scored by the negated place of its merge. Source: llama.cpp
+convert_hf_to_gguf.py and llama-vocab.cpp.
 """
 
 import json
@@ -39,7 +37,7 @@ from clocher_runtime.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GgufConversion:
-    """A file that has been planned."""
+    """A planned GGUF file."""
 
     source: Checkpoint
     path: Path
@@ -53,16 +51,11 @@ class GgufConversion:
         return self.export.nbytes
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the file under another name, check it and give it its own.
-
-        Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: GGUF cannot
-        say all of this model; or OSError.
-        """
+        """Write, check and rename the file. Raises ModelError, UnsupportedModel, OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.export.write(self.source, self.path, progress, self._check)
 
     def _check(self, path: Path) -> None:
-        """Raise UnsupportedModel unless a file is read as the model that was written."""
         written = open_gguf(path)
         try:
             own = spec_from_config(self.source.config)
@@ -87,12 +80,9 @@ class GgufConversion:
 def plan_gguf_model(
     source: Checkpoint, path: Path, others: str | None = None, pre: str | None = None
 ) -> GgufConversion:
-    """Check what can be checked before writing.
+    """Check the export before writing; `pre` overrides the tokenizer's pre-type.
 
-    `others`: float type of the matrices whose numbers ggml cannot hold; None refuses them; `pre`:
-    the pre-type of the tokenizer, if it is not to be found. Raises ModelError: the model is
-    damaged, or GGUF cannot say it; UsageError: the file is one of the input's, or a flag has no
-    place; FormatError: ggml has no type for the numbers of a matrix; or OSError.
+    `others`: float type of matrices that ggml cannot hold; None refuses them.
     """
     if any(path.exists() and path.samefile(file.path) for file in source.files):
         raise UsageError(f"{path}: is a file of the input; choose another output")
@@ -132,10 +122,7 @@ def plan_gguf_model(
 
 
 def begins_with_bos(source: Checkpoint) -> bool:
-    """Return whether a text begins with BOS.
-
-    Raises UnsupportedModel: the tokenizer adds something else to a text.
-    """
+    """Return whether text begins with BOS; UnsupportedModel if more is added to it."""
     tokenizer = Tokenizer(source.tokenizer_source, source.tokenizer_config)
     whole, plain = tokenizer.encode("a"), tokenizer.encode("a", special=False)
     if whole not in (plain, [*whole[:1], *plain]):
@@ -144,7 +131,6 @@ def begins_with_bos(source: Checkpoint) -> bool:
 
 
 def _same_tokens(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-    """Raise UnsupportedModel if a tokenizer came back with other merges."""
 
     def merges(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
         found = document["model"]["merges"]
@@ -171,12 +157,7 @@ def vocabulary_fields(
     begins: bool,
     pre: str | None = None,
 ) -> dict[str, Field]:
-    """Return the metadata of a vocabulary.
-
-    `pre`: what to call how text is split, whatever tokenizer.json says; byte-level BPE. Raises
-    UnsupportedModel: GGUF has no such tokenizer; FormatError: the tokenizer contradicts itself or
-    the model; UsageError: the pre-type is not known, or has no place.
-    """
+    """Return the metadata of a vocabulary; `pre` overrides the pre-type of byte-level BPE."""
     try:
         document = json.loads(tokenizer)
         return _fields(document, config, ends, size, begins, pre)
@@ -232,7 +213,7 @@ def _fields(
 
 
 def _tokens(document: Mapping[str, Any], size: int) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Return how each token is spelled and what it is; ids without one are unused."""
+    """Return the spelling and type of each token; ids without one are unused."""
     model = document["model"]
     found = {index: (text, NORMAL) for text, index in model["vocab"].items()}
     if model.get("byte_fallback"):
@@ -255,7 +236,7 @@ def _pair(merge: str | Sequence[str]) -> Sequence[str]:
 
 
 def _pre_type(document: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the pre-type whose expressions are those of a tokenizer.json, to the letter."""
+    """Return the pre-type with exactly tokenizer.json's expressions."""
     splits = []
     for step in steps:
         if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:

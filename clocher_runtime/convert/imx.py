@@ -1,13 +1,11 @@
 """IMX: scales chosen by an importance-weighted search.
 
-For every group of a row the scale, and for affine formats the zero point, is the candidate with the
-least sum over columns j of h_j (w_j - value_j)^2, h_j = E[x_j^2] of the layer's input. Candidates
-are tried as they are stored; the first is plain rounding, so the result is never worse in this
-measure. The best is refined once to the least-squares scale of its codes. MXFP4 has three exponents
-to choose from; of fp8 only where the scale lies between two powers of two matters.
+For every group, the scale (and zero point) with the least sum over columns j of h_j (w_j -
+value_j)^2, h_j = E[x_j^2], is chosen from candidates as stored, then refined once to the
+least-squares scale of its codes. The first candidate is plain rounding, so it never gets worse.
 
-Source: the importance matrix of llama.cpp (`make_qx_quants`), the weighted range search of
-llm-compressor's imatrix observer and of auto-round.
+Source: llama.cpp's importance matrix (`make_qx_quants`), the imatrix observer of llm-compressor,
+auto-round.
 """
 
 from collections.abc import Callable
@@ -22,24 +20,21 @@ from clocher_kernels.formats.fp8 import BLOCK, by_blocks
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 GRID = 23
-"""Candidate scales per group."""
 STRETCHES = tuple(float(2.0 ** (i / 8)) for i in range(8))
-"""Candidate scales of fp8, times that of plain rounding."""
+"""Candidate scales of fp8, relative to plain rounding."""
 
 _FLOOR = 1e-4
-"""Least importance of a column, relative to the mean: columns that calibration never saw."""
+"""Least importance of a column that calibration never saw, relative to the mean."""
 _UNIT = 1 << 15
-"""Elements of a piece of work: three fp32 arrays of it stay in the second-level cache."""
+"""Elements of a piece of work: three fp32 arrays of it fit the L2 cache."""
 
 
 def search(
     values: np.ndarray, fmt: Format, importance: np.ndarray | None = None, *, threads: int = 1
 ) -> QuantTensor:
-    """Quantise a matrix [N, K] fp32 with the scales that an importance-weighted search finds.
+    """Quantise a matrix [N, K] fp32 with the scales of least weighted error.
 
-    `importance`: [K], E[x^2] of each column's input; None: all columns alike. Raises UsageError:
-    the format has no scales to search for; ShapeError: the importance is not of K columns;
-    FormatError: a value is NaN or infinite, or a scale is beyond its stored type.
+    `importance`: [K], E[x^2] of each column; None: uniform.
     """
     rows, columns = values.shape
     if importance is not None and importance.shape != (columns,):
@@ -95,7 +90,6 @@ def _each(work: Callable[[int], None], starts: range, threads: int) -> None:
 
 
 def _search_fp8(values: np.ndarray, fmt: Fp8, weights: np.ndarray, threads: int) -> QuantTensor:
-    """Search the scales of rows, or of blocks, 128 rows at a time."""
     planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(values.shape).items()}
     blocks = fmt.scope == "b128"
 
@@ -130,10 +124,7 @@ def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
 
 
 class _Block:
-    """A block of rows, transposed, so that one group of all its rows is contiguous.
-
-    `scales` (as stored), `zeros` and `step` (fp32) are [G, R] and hold the best candidate.
-    """
+    """A block of rows, transposed; the best `scales` (stored), `zeros`, `step` are [G, R]."""
 
     def __init__(self, fmt: Int4 | Int8, values: np.ndarray, weights: np.ndarray) -> None:
         self._fmt, self._weights = fmt, weights
@@ -172,7 +163,6 @@ class _Block:
         return np.full_like(step, 0 if isinstance(self._fmt, Int8) else 8)
 
     def _try(self, scales: np.ndarray, zeros: np.ndarray, step: np.ndarray) -> None:
-        """Take a candidate where its error is lower."""
         error = self._errors(step, zeros)
         better = error < self._error
         self._error = np.where(better, error, self._error)
@@ -181,7 +171,7 @@ class _Block:
         self.zeros = np.where(better, zeros, self.zeros)
 
     def _errors(self, step: np.ndarray, zeros: np.ndarray) -> np.ndarray:
-        """Return the weighted squared error of every group of every row, [G, R]."""
+        """Return the weighted squared errors, [G, R]."""
         out = np.empty_like(step)
         inverse = np.float32(1) / step
         for g in range(len(out)):
@@ -196,7 +186,7 @@ class _Block:
     def _round(
         self, g: int, inverse: np.ndarray, zeros: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return w / step and the codes less the zero points, [size, R] fp32 work arrays."""
+        """Return w / step, and codes less zero points, [size, R] fp32 work arrays."""
         np.multiply(self._w[g], inverse, out=self._t)
         np.rint(self._t, out=self._q)
         if isinstance(self._fmt, Int8):
@@ -205,7 +195,7 @@ class _Block:
         return self._t, np.minimum(self._q, np.float32(15) - zeros, out=self._q)
 
     def _least_squares(self) -> np.ndarray:
-        """Return, for the codes of the current scales, the scales of least error, [G, R]."""
+        """Return the least-squares scales of the current codes, [G, R]."""
         out = self.step.copy()
         inverse = np.float32(1) / self.step
         for g in range(len(out)):
@@ -217,7 +207,6 @@ class _Block:
         return np.where(out == 0, self.step, out)
 
     def codes(self) -> np.ndarray:
-        """Return the codes of the chosen grid, [G * size, R], as the format stores them."""
         out = np.empty(self._w.shape, np.int8)
         inverse = np.float32(1) / self.step
         for g in range(len(out)):

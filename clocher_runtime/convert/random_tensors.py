@@ -1,10 +1,4 @@
-"""Random weights: normally distributed values in any format, without encoding every one of them.
-
-A pool of 65 536 encoded cells (the elements that share a scale) is made once per format. A tensor
-is drawn from it, two random bytes a cell, so codes and scales belong together as in a real tensor
-and bytes come at the speed of memory. The draws are raw output of a bit generator, which NumPy
-promises not to change; seed and tensor name decide the bytes.
-"""
+"""Random normal weights in any format, drawn from 65 536 encoded cells by seed and tensor name."""
 
 import zlib
 from functools import lru_cache
@@ -27,18 +21,13 @@ _ROW_CELL = 32
 def normal_vector(
     name: str, shape: Shape, seed: int, mean: float, std: float, fmt: Format
 ) -> QuantTensor:
-    """Return a float tensor of normally distributed values."""
+    """Return a normally distributed float tensor."""
     values = np.float32(mean) + np.float32(std) * _normal(_stream(name, seed), prod(shape))
     return QuantTensor(shape, fmt, fmt.encode(values.reshape(shape)))
 
 
 def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -> QuantTensor:
-    """Return a matrix [N, K], or a stack [E, N, K], of normal values with mean 0 before encoding.
-
-    Raises:
-        FormatError: weights of this format cannot be drawn.
-        ShapeError: the format cannot hold the shape.
-    """
+    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError."""
     planes = fmt.planes(shape)
     cells, shared, elements = _pool(fmt, std, seed)
     rows = prod(shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
@@ -65,7 +54,7 @@ def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -
 def _pool(
     fmt: Format, std: float, seed: int
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
-    """Return encoded cells [65536, elements a cell] by plane, planes with one value, cell width."""
+    """Return 65536 encoded cells by plane, the constant planes, and the cell width."""
     elements, rows, columns = 1, 1, _CELLS
     if isinstance(fmt, Mxfp4 | Ggml) or (
         isinstance(fmt, Int4 | Int8) and isinstance(fmt.group, int)
@@ -92,7 +81,7 @@ def _pool(
 
 
 def _spread(value: np.ndarray, dtype: str, shape: Shape, stream: np.random.SFC64) -> np.ndarray:
-    """Return scales for a shape: one as it is, several within 10 % of it."""
+    """Return scales: one as it is, several within 10 % of it."""
     count = prod(shape)
     if count == 1:
         return value.reshape(shape).copy()

@@ -1,7 +1,7 @@
-"""Rounding to the nearest code (RTN): a float tensor gets fewer bits, a few rows at a time.
+"""Rounding to the nearest code (RTN), a few rows at a time.
 
-For int4 and int8 the range that the codes of a cell (a row, a group, a matrix) span can be chosen;
-fp8, MXFP4 and ternary weights are what their format's own encoder makes of them:
+For int4 and int8 the range that a cell's codes span can be chosen; values outside get its last
+code:
 
     none            from the smallest to the largest element, as the format's own encoder does
     clamp:C         as none, of the elements clamped to [-C, C]
@@ -9,8 +9,7 @@ fp8, MXFP4 and ternary weights are what their format's own encoder makes of them
                     format is symmetric, at each end if it is affine)
     mse             the scale of least squared error, as `imx` searches it with equal weights
 
-What lies outside of the range gets its last code. Equal input gives equal bytes, whatever the
-number of threads.
+The bytes do not depend on the number of threads.
 """
 
 import math
@@ -49,10 +48,7 @@ NO_CLIP = Clip()
 
 
 def parse_clip(text: str) -> Clip:
-    """Return the clip that a manifest or a command line spells.
-
-    Raises UsageError: it is not one of `CLIPS`, or its number is out of range.
-    """
+    """Return the clip that a manifest or a command line spells, or raise UsageError."""
     kind, colon, number = text.partition(":")
     if kind in ("none", "mse") and not colon:
         return Clip("mse") if kind == "mse" else NO_CLIP
@@ -72,12 +68,9 @@ def parse_clip(text: str) -> Clip:
 def round_tensor(
     tensor: QuantTensor, fmt: Format, clip: Clip = NO_CLIP, threads: int = 1, rows: int = 0
 ) -> QuantTensor:
-    """Round what a tensor [..., N, K] of any format decodes to.
+    """Round the decoded values of a tensor [..., N, K], `rows` (0: about 128 k elements) at a time.
 
-    Where a matrix shares a scale all of it is decoded at a time, else `rows` rows (0: about 128 k
-    elements); the result does not depend on it. Raises FormatError: a value is NaN or infinite, a
-    scale is beyond the type of the scales, or the format takes no clip; ShapeError: the tensor is a
-    vector.
+    The result does not depend on `rows`.
     """
     if not isinstance(fmt, Int4 | Int8) and (isinstance(fmt, Float) or clip != NO_CLIP):
         raise FormatError(f"rounding with clip {clip} gives int4 or int8, not {fmt.name}")
@@ -110,7 +103,7 @@ _Read = Callable[[int], np.ndarray]
 
 
 def _reader(tensor: QuantTensor, index: tuple[int, ...], step: int) -> _Read:
-    """Return what decodes the block of rows of a matrix that begins at a row, fp32 [n, K]."""
+    """Return a decoder of the block of rows from a given row, fp32 [n, K]."""
     rows, columns = tensor.shape[-2:]
     planes = {key: plane[index] for key, plane in tensor.planes.items()} if index else tensor.planes
     if isinstance(tensor.format, Float | Mxfp4):  # a row of a matrix is a row of each plane
@@ -162,7 +155,6 @@ def _inside(values: np.ndarray, fmt: Int4 | Int8, percent: float) -> np.ndarray:
 
 
 def _without_outermost(cells: np.ndarray, fmt: Int4 | Int8, percent: float) -> np.ndarray:
-    """Clip cells [..., size] to a percentile of themselves."""
     size = cells.shape[-1]
     inside = max(1, math.ceil(percent * size / 100 - 1e-9)) - 1
     if isinstance(fmt, Int4) and not fmt.symmetric:

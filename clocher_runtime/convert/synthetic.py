@@ -1,9 +1,4 @@
-"""Models of published shapes with random weights, written as IEBIN and, if asked, as GGUF.
-
-assets/presets.json has the shapes: published models, `llama-1b`, and tiny ones for tests. Weights
-have the standard deviation 1/sqrt(K), so logits are of the order of 1. One tensor is in memory at
-a time. The same arguments give the same bytes.
-"""
+"""Models of published shapes (assets/presets.json) with random weights of std 1/sqrt(K)."""
 
 import copy
 import json
@@ -43,7 +38,7 @@ _BYTES = 256
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A model without weights: its name, a line about it, its whole config.json."""
+    """A model without weights: name, description, whole config.json."""
 
     name: str
     summary: str
@@ -78,14 +73,11 @@ def find_preset(name: str) -> Preset:
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """How the matrices are stored.
+    """How the matrices are stored; "native" is as published.
 
-    Attributes:
-        linears: of the layers' linears; "native" is what the published model has.
-        group: columns that share a scale, int8w and int4.
-        head: of head and embedding; None: bf16 as published, for a Llama that of the linears (int4
-            beside ternary).
-        attention: of the attention's linears; None: that of the linears, bf16 for gpt-oss.
+    `group`: columns that share a scale, int8w and int4; `head`: of head and embedding; None: bf16
+    as published, for a Llama as the linears (int4 beside ternary); `attention`: None: as the
+    linears, bf16 for gpt-oss.
     """
 
     linears: str = "native"
@@ -137,7 +129,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Synthesis:
-    """A model that has been checked and can be written; `nbytes` is an upper bound."""
+    """A checked model, ready to write; `nbytes` is an upper bound."""
 
     config: Mapping[str, Any]
     formats: Mapping[str, Format]
@@ -149,12 +141,7 @@ class Synthesis:
     free_bytes: int
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the model. A model.gguf of another model that is there is removed.
-
-        Raises:
-            UsageError: another program is writing to the same directory.
-            OSError: the output cannot be written; nothing of what failed is left.
-        """
+        """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
         spec = spec_from_config(self.config)
         needs = inventory(spec)
         self.out_dir.mkdir(parents=True, exist_ok=True)
@@ -182,15 +169,7 @@ def plan_synthesis(
     layers: int | None = None,
     gguf: str | None = None,
 ) -> Synthesis:
-    """Check everything that can be checked before writing.
-
-    `layers` keeps the first layers alone. `gguf` also writes GGUF: "same", or a float type.
-
-    Raises:
-        UsageError: an argument cannot be used.
-        FormatError: ggml cannot hold the weights.
-        OSError: the disk is too small.
-    """
+    """Check the arguments; `layers` keeps the first ones; `gguf`: "same" or a float type."""
     refuse_hf_folder(out_dir)
     config = stored_config(preset, precision, layers)
     spec = spec_from_config(config)
@@ -210,7 +189,7 @@ def plan_synthesis(
 
 
 def stored_config(preset: str, precision: Precision, layers: int | None) -> dict[str, Any]:
-    """Return the config.json of a preset whose matrices are stored in a precision."""
+    """Return a preset's config.json with matrices in a precision."""
     config = find_preset(preset).config(layers)
     if precision.linears not in ("native", _native(spec_from_config(config))):
         config.pop("quantization_config", None)
@@ -222,7 +201,7 @@ def _native(spec: ModelSpec) -> str:
 
 
 def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
-    """Return a tensor of random weights; FormatError for a format that cannot be drawn."""
+    """Return a random tensor; FormatError for a format that cannot be drawn."""
     if need.kind == "vector":
         if "norm" in name:
             return normal_vector(name, need.shape, seed, 1.0, 0.05, fmt)
@@ -231,7 +210,7 @@ def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
 
 
 def byte_tokenizer(vocab_size: int) -> bytes:
-    """Return a tokenizer.json: a token for each byte, and words that no text encodes to."""
+    """Return a tokenizer.json: a token for each byte, and words that are never encoded."""
     level = {
         "type": "ByteLevel",
         "add_prefix_space": False,
@@ -249,7 +228,6 @@ def byte_tokenizer(vocab_size: int) -> bytes:
 
 
 def _byte_vocab(vocab_size: int) -> dict[str, int]:
-    """Return the tokens in the order of their ids."""
     if vocab_size < _BYTES:
         raise FormatError(f"a vocabulary of {vocab_size}; a byte tokenizer needs {_BYTES}")
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]

@@ -1,9 +1,4 @@
-"""An opened checkpoint -> a Hugging Face directory with compressed-tensors weights, for vLLM.
-
-The package compressed-tensors (extra "compressed") packs the codes and says how a group of linears
-is described. The directory is written beside its place under another name, read back, compared
-tensor by tensor, and then renamed.
-"""
+"""An opened checkpoint -> a compressed-tensors directory for vLLM, compared before its rename."""
 
 import json
 import shutil
@@ -29,17 +24,14 @@ from clocher_runtime.models.families import family_of
 from clocher_runtime.models.inventory import EMBED, HEAD
 
 SHARD_BYTES = 1_000_000_000
-"""Bytes of a file of weights, which is in memory as a whole; more if one linear has more."""
+"""Bytes of a weight file, in memory as a whole; more if one linear has more."""
 
 _STRATEGIES = {"tensor": "tensor", "row": "channel", "b128": "block"}
 _TORCH = {"f32": ("int32", "float32"), "f16": ("int16", "float16"), "bf16": ("int16", "bfloat16")}
 
 
 def scheme_of(fmt: Format) -> tuple[str, dict[str, Any]]:
-    """Return the `format` and the `weights` of the config group that holds a format's linears.
-
-    Raises FormatError: compressed-tensors has no form that holds these values exactly.
-    """
+    """Return the config group's `format` and `weights` for a format, or raise FormatError."""
     known: dict[str, Any] = {"symmetric": True, "dynamic": False}
     if isinstance(fmt, Int4 | Int8):
         groups = isinstance(fmt.group, int)
@@ -61,7 +53,6 @@ def scheme_of(fmt: Format) -> tuple[str, dict[str, Any]]:
 
 
 def _torch(array: np.ndarray, dtype: str) -> Any:
-    """Return stored floats as a torch tensor."""
     import torch
 
     bits, name = _TORCH[dtype]
@@ -69,7 +60,7 @@ def _torch(array: np.ndarray, dtype: str) -> Any:
 
 
 def _compressed(tensor: QuantTensor) -> dict[str, Any]:
-    """Return the arrays of a linear by name; the package quantises its values to the same codes."""
+    """Return a linear's arrays by name; the package gets the same codes from its values."""
     import torch
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -98,7 +89,7 @@ def _compressed(tensor: QuantTensor) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompressedConversion:
-    """A directory that has been planned."""
+    """A planned directory."""
 
     source: Checkpoint
     out_dir: Path
@@ -113,11 +104,7 @@ class CompressedConversion:
         return tuple(n for n, fmt in self.formats.items() if fmt.name != stored[n].format.name)
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the directory.
-
-        Raises ModelError: the input changed, or a tensor is damaged; UnsupportedModel: the
-        directory is not read as the model that was written; or OSError.
-        """
+        """Write the directory. Raises ModelError, UnsupportedModel, OSError."""
         partial = self.out_dir.with_name(self.out_dir.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -212,7 +199,6 @@ class CompressedConversion:
         return {**config, "quantization_config": settings}
 
     def _check(self, folder: Path) -> None:
-        """Read the directory, and compare every tensor with the one that it was made of."""
         written = open_hf(folder)
         model_spec(written)
         for name in self.formats:
@@ -229,13 +215,7 @@ class CompressedConversion:
 def plan_compressed(
     source: Checkpoint, out_dir: Path, others: str | None = None
 ) -> CompressedConversion:
-    """Check what can be checked before writing into a directory that is not there, or empty.
-
-    `others`: float type of the matrices that compressed-tensors cannot hold; None refuses them.
-    Raises UnsupportedModel: the family's files have other tensors than Clocher; FormatError: a
-    matrix cannot be held; UsageError: the directory is not empty, or the package is missing; or
-    OSError.
-    """
+    """Check the export; `others`: float type of matrices that do not fit; None refuses them."""
     if out_dir.exists() and (not out_dir.is_dir() or any(out_dir.iterdir())):
         raise UsageError(f"{out_dir}: is not empty; choose another directory")
     try:

@@ -1,9 +1,4 @@
-"""Any checkpoint -> IEBIN, two tensors in memory at a time: one is written, the next is prepared.
-
-Tensors are copied byte for byte, plane by plane, except those that a quantisation manifest names.
-The input is only read. The output depends on the input and the manifest alone: it has no dates and
-no paths, and two runs give the same bytes, be they killed and resumed or not.
-"""
+"""Any checkpoint -> IEBIN, two tensors in memory at a time; equal input gives equal bytes."""
 
 import hashlib
 import json
@@ -50,7 +45,7 @@ _CONTAINERS = {"hf": "safetensors", "bin": "pytorch"}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Conversion:
-    """A conversion that has been checked and can start."""
+    """A checked conversion, ready to run."""
 
     source: Checkpoint
     out_dir: Path
@@ -62,7 +57,7 @@ class Conversion:
 
     @property
     def quantised(self) -> dict[str, str]:
-        """Names of the tensors that are not copied, with the format that they come from."""
+        """Names of the quantised tensors, with their source format."""
         return {
             name: self.source.tensors[name].format.name
             for name, fmt in self.formats.items()
@@ -70,12 +65,7 @@ class Conversion:
         }
 
     def run(self, progress: Progress | None = None) -> int:
-        """Write the output, or the rest of it if an earlier run of the same job was killed.
-
-        Returns how many tensors an earlier run had finished. Raises FormatError: a tensor holds a
-        code that its format forbids, or cannot be quantised; UsageError: another conversion is
-        writing to the same directory; or ModelChanged, OSError.
-        """
+        """Write the output, resuming a killed run; return how many tensors it had finished."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
         tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
@@ -103,7 +93,6 @@ class Conversion:
             self.source.release()
 
     def _job(self) -> str:
-        """Return what decides the output: a change of it forbids to resume."""
         formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
         return job_name(self.source, formats, self.q4_map.document if self.q4_map else None)
 
@@ -111,10 +100,7 @@ class Conversion:
 def prepared(
     source: Checkpoint, names: Sequence[str], prepare: Callable[[str], T]
 ) -> Iterator[tuple[str, T]]:
-    """Yield each name with what was prepared for it.
-
-    Meanwhile the next one is prepared, and the disk reads the one after it.
-    """
+    """Yield each name with its prepared value, preparing the next one meanwhile."""
     with ThreadPoolExecutor(1) as ahead:
         upcoming = [ahead.submit(prepare, name) for name in names[:1]]
         for index, name in enumerate(names):
@@ -127,7 +113,7 @@ def prepared(
 
 
 def job_name(source: Checkpoint, *options: object) -> str:
-    """Return what stands for an input, as it is now, and the options of what is made of it."""
+    """Return a key of an input, as it is now, and of the options."""
     files = [(str(f.path), f.nbytes, os.stat(f.path).st_mtime_ns) for f in source.files]
     return hashlib.sha256(json.dumps([files, *options]).encode()).hexdigest()
 
@@ -135,7 +121,7 @@ def job_name(source: Checkpoint, *options: object) -> str:
 def finish(
     writer: IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
 ) -> None:
-    """Commit what was made of a checkpoint, with its settings. Raises ModelChanged, OSError."""
+    """Commit what was made of a checkpoint. Raises ModelChanged, OSError."""
     source.check_unchanged()
     container = _CONTAINERS.get(source.kind, source.kind)
     files = [{"file": f.path.name, "nbytes": f.nbytes} for f in source.files]
@@ -158,13 +144,7 @@ def refuse_hf_folder(out_dir: Path) -> None:
 
 
 def open_source(path: Path) -> Checkpoint:
-    """Open the input of a conversion: a Hugging Face checkpoint, or whatever else is there.
-
-    Beside an IEBIN pair that was made of it a Hugging Face checkpoint comes first. Pickled weights
-    are followed, never run, where there are no safetensors.
-
-    Raises ModelError: the input is missing, damaged or unknown.
-    """
+    """Open a conversion's input: Hugging Face (also pickled) before IEBIN. Raises ModelError."""
     directory = find_hf(path)
     if directory:
         return open_torch_bin(directory) if only_pickled(directory) else open_hf(directory)
@@ -179,11 +159,7 @@ def plan_conversion(
     q4_map: Path | None = None,
     opener: Callable[[Path], Checkpoint] = open_source,
 ) -> Conversion:
-    """Open the input and check everything that can be checked before writing.
-
-    Raises ModelError: the input is missing, damaged or unknown; UsageError: the output directory or
-    the manifest cannot be used; or OSError.
-    """
+    """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
     refuse_hf_folder(out_dir)
     rules: Q4Map | Q4Planes | None = None
     if q4_map:
@@ -213,7 +189,7 @@ def convert(
 
 
 def vocabulary(source: Checkpoint) -> bytes | None:
-    """Return the content of tokenizer.json, None if the model has no tokenizer."""
+    """Return the content of tokenizer.json, or None."""
     tokenizer = source.tokenizer_source
     if isinstance(tokenizer, bytes):
         return tokenizer
@@ -228,11 +204,7 @@ def natural(name: str) -> list[str | int]:
 
 
 def write_tensor_map(model_dir: Path) -> int:
-    """Write tensor_map.json beside model.ie.json, for programs that do not read IEBIN.
-
-    Clocher never reads it. It carries the checksum of the model.ie.json that it was made from, so
-    that a stale map can be told. Returns the number of tensors in it. Raises ModelError, OSError.
-    """
+    """Write tensor_map.json, with model.ie.json's checksum; return its number of tensors."""
     document = read_index(model_dir / JSON_NAME).document
     head = {
         "format": "clocher.tensor_map",

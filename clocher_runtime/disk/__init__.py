@@ -1,1 +1,1 @@
-"""The only way to bytes: bounded reading, strict JSON, safetensors, whole files or none."""
+"""Bounded file access: strict JSON, safetensors, mapped files, atomic writes."""

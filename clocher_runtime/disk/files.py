@@ -1,10 +1,8 @@
-"""The one door to model files: regular files only, sizes known first, mapped read-only.
+"""Opening and mapping model files: regular files only, of known size, read-only.
 
-A file that is truncated while it is mapped, or whose disk fails, has pages that cannot be read any
-more. The system says so with SIGBUS to the thread that read one, in the middle of a compiled kernel
-as it may be, and no exception can come of that. So the commands install a handler that says what
-happened and ends the process (`ending_on_lost_pages`). Libraries do not own the signals of a
-process: the Python API leaves SIGBUS alone.
+Lost pages of a mapped file (truncated, or the disk failed) raise SIGBUS, inside compiled kernels
+too, where no exception is possible. Commands therefore install `ending_on_lost_pages`; the Python
+API leaves SIGBUS alone.
 """
 
 import ctypes
@@ -29,19 +27,16 @@ from clocher_runtime.exit_codes import ExitCode
 
 _SA_SIGINFO = 4
 _ADDRESS_OFFSET = 16
-"""Of si_addr in siginfo_t, on the 64-bit Linux ABIs."""
 _STEP = 1 << 22
 _POINTER, _MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 _WRITTEN = "it was written to"
 _ENDS, _SAMPLES = 16, 256
-"""Pages of a file that are compared after its times changed: of each end, and in between."""
+"""Pages compared after a file's times changed: of each end, and in between."""
 _LEAVE = "leave the files of a model alone while it is in use, and load it again"
 
 
 @dataclass(slots=True)
 class _Mapped:
-    """What was mapped, where, and the file's state then."""
-
     path: Path
     absolute: str
     address: int
@@ -50,7 +45,6 @@ class _Mapped:
     mtime_ns: int
 
     def change(self) -> str | None:
-        """Return how what the path names differs from what was mapped; None: it does not."""
         try:
             found = os.stat(self.absolute)
         except OSError as error:
@@ -62,17 +56,16 @@ class _Mapped:
         return None if found.st_mtime_ns == self.mtime_ns else _WRITTEN
 
     def holds(self, address: int) -> bool:
-        """Return whether a page of the file was mapped to an address."""
         end = self.address + self.nbytes + -self.nbytes % mmap.PAGESIZE
         return self.address <= address < end
 
 
 _MAPPED: WeakKeyDictionary[mmap.mmap, _Mapped] = WeakKeyDictionary()
-"""What is mapped now. A mapping outlives its `MappedFile` while there are views of it."""
+"""Live mappings; one outlives its `MappedFile` while there are views of it."""
 
 
 def _lost_page(address: int) -> str | None:
-    """Return the message for a page that could not be read; None: it is no model file's."""
+    """Return the message for an unreadable page, None if it is not in a model file."""
     for mapped in list(_MAPPED.values()):
         if mapped.holds(address):
             reason = mapped.change() or "the disk failed"
@@ -81,7 +74,7 @@ def _lost_page(address: int) -> str | None:
 
 
 def check_all_mapped() -> None:
-    """Check every model file that is mapped now; see `MappedFile.check_unchanged`."""
+    """Check every mapped model file; see `MappedFile.check_unchanged`."""
     _check_unchanged(list(_MAPPED.values()))
 
 
@@ -93,10 +86,7 @@ def _check_unchanged(files: Iterable[_Mapped]) -> None:
 
 @contextmanager
 def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
-    """Open a regular file for reading and yield its descriptor.
-
-    `follow`: whether it may be a symbolic link. Raises ModelNotFound, ModelError, WindowError.
-    """
+    """Yield a regular file's read descriptor; `follow` allows a symbolic link."""
     refuse_in_window("read a model file")
     try:
         # Without O_NONBLOCK a pipe in place of the file would hang here.
@@ -115,7 +105,7 @@ def open_regular(path: Path, follow: bool = True) -> Iterator[int]:
 
 
 def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
-    """Return the content of a file of at most `limit` bytes; `follow` is as in `open_regular`."""
+    """Return a file of at most `limit` bytes; `follow` as in `open_regular`."""
     with open_regular(path, follow) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > limit:
@@ -127,7 +117,7 @@ def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
 
 
 def _refuse_pointer(head: bytes, path: Path) -> None:
-    """Refuse what git leaves in place of a large file that was not fetched."""
+    """Refuse a Git LFS pointer."""
     if head.startswith(_POINTER):
         raise ModelNotFound(
             f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` in its directory"
@@ -135,17 +125,10 @@ def _refuse_pointer(head: bytes, path: Path) -> None:
 
 
 class MappedFile:
-    """A file mapped read-only. The mapping lives as long as a view of it does.
-
-    `path`: the file; `nbytes`: its size when it was mapped.
-    """
+    """A file mapped read-only; the mapping lives as long as its views."""
 
     def __init__(self, path: Path, nbytes: int | None = None) -> None:
-        """Map a file.
-
-        `nbytes`: the size that it must have, where that is known. Raises ModelError, ModelNotFound,
-        FormatError.
-        """
+        """Map a file of `nbytes`, if given. Raises ModelError, ModelNotFound, FormatError."""
         with open_regular(path) as descriptor:
             found = os.fstat(descriptor)
             self.path = path
@@ -177,22 +160,18 @@ class MappedFile:
         return self._bytes[start:stop]
 
     def plane(self, plane: Plane, offset: int) -> np.ndarray:
-        """Return a read-only view of a stored array; its range has been checked before."""
+        """Return a read-only view of a stored array whose range was checked."""
         data = self._bytes[offset : offset + plane.nbytes]
         return data.view(plane.storage).reshape(plane.shape)
 
     def remember(self) -> None:
-        """Note the content of some pages, so that new times alone are no change from now on."""
+        """Sample some pages, so that new times alone are no change from now on."""
         self._digest = self._sample()
 
     def check_unchanged(self) -> None:
-        """Check that the path still names the file that was mapped, with the same content.
+        """Raise ModelChanged unless the path still names the mapped file with the same content.
 
-        Size, time of the last change and inode tell. If only the time differs and the content is
-        remembered, its sampled pages are compared: 1 MiB and both ends of the file. A write between
-        them is not noticed then.
-
-        Raises ModelChanged.
+        Compares size, time and inode; if only the time differs, sampled pages: 1 MiB and both ends.
         """
         if self._digest and self._mapped.change() == _WRITTEN and self._sample() == self._digest:
             self._mapped.mtime_ns = os.stat(self._mapped.absolute).st_mtime_ns
@@ -203,25 +182,21 @@ class MappedFile:
         ends = {*range(_ENDS), *range(max(pages - _ENDS, 0), pages)}
         places = ends | {pages * i // _SAMPLES for i in range(_SAMPLES)}
         digest = hashlib.blake2b(digest_size=16)
-        # Read, not taken from the map: each page that is touched there maps many others, which
-        # count as memory of the process.
+        # Read, not mapped: a touched page maps its neighbours, which count as resident memory.
         with suppress(OSError), open(self._mapped.absolute, "rb", buffering=0) as file:
             for place in sorted(places):
                 digest.update(os.pread(file.fileno(), mmap.PAGESIZE, place * mmap.PAGESIZE))
         return digest.hexdigest()
 
     def read_ahead(self, view: np.ndarray) -> None:
-        """Let the kernel start to read the pages of a view, so that its first use need not wait.
-
-        A view of other memory is left alone.
-        """
+        """Ask the kernel to prefetch a view's pages; views of other memory are ignored."""
         start = _address(view) - _address(self._bytes)
         if view.nbytes and 0 <= start < self.nbytes:
             first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
 
     def sha256(self, start: int = 0) -> str:
-        """Return the SHA-256 of the file from a byte on; pages are given back on the way."""
+        """Return the SHA-256 of the file from an offset, dropping pages on the way."""
         digest = hashlib.sha256()
         for piece in byte_pieces(self._bytes[start:]):
             digest.update(piece)
@@ -229,7 +204,7 @@ class MappedFile:
         return digest.hexdigest()
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages; views stay valid and read them again."""
+        """Let the kernel drop the resident pages; views stay valid."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
@@ -240,7 +215,7 @@ def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
 
 
 def sha256_of(*arrays: np.ndarray) -> str:
-    """Return the SHA-256 of the bytes of arrays, one after the other."""
+    """Return the SHA-256 of arrays, one after the other."""
     digest = hashlib.sha256()
     for array in arrays:
         for piece in byte_pieces(array):
@@ -256,7 +231,7 @@ _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p
 
 
 class _Action(ctypes.Structure):
-    """`struct sigaction` of Linux, as glibc and musl have it."""
+    """`struct sigaction` of Linux (glibc, musl)."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -268,12 +243,10 @@ class _Action(ctypes.Structure):
 
 @contextmanager
 def ending_on_lost_pages(report: Callable[[str], None]) -> Iterator[None]:
-    """End the process with `ExitCode.MODEL` if a page of a model file turns out to be gone.
+    """End the process with `ExitCode.MODEL` if a page of a model file is lost (Linux only).
 
-    Only on Linux. A SIGBUS that has to do with no model file goes its way as before.
-
-    `report`: called with the message, once, in the thread that read the page. Python code can run
-    there: such a read comes from compiled code, never from the interpreter's own.
+    `report` gets the message in the thread that read the page; Python can run there, as such reads
+    come from compiled code. Other SIGBUS keep their handler.
     """
     if not sys.platform.startswith("linux"):
         yield

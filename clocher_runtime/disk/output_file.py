@@ -1,8 +1,4 @@
-"""Writing files: hashed on the way, locked, resumable, line by line, whole or not there.
-
-What a killed writer leaves is a partial file and beside it a journal of what is finished in it.
-Only the next writer reads them, which checks every byte that it keeps against its hash.
-"""
+"""Writing files: hashed, locked, atomic, and resumable from a partial file with a journal."""
 
 import errno
 import fcntl
@@ -29,20 +25,13 @@ _IN_FLIGHT = 8
 _FLUSH_BYTES = 1 << 26
 _MAX_JOURNAL_BYTES = 1 << 30
 PARTIAL = ".partial"
-"""What a file is called, after its name, while it is written."""
 
 
 class OutputFile:
-    """A file that only grows, locked against other writers until it is closed.
-
-    Hashing and the disk work beside the caller: `write` returns when the kernel has the bytes and
-    the hash of what was written.
-
-    `path`: where it lies; `nbytes`: bytes written so far.
-    """
+    """An append-only file, locked until closed; other threads hash and flush."""
 
     def __init__(self, path: Path) -> None:
-        """Open a file, or make it; what it holds stays until the first `write` or `sync`."""
+        """Open or make a file; its content stays until the first `write` or `sync`."""
         self.path = path
         self.nbytes = 0
         self._descriptor = open_locked(path)
@@ -64,11 +53,7 @@ class OutputFile:
         self.write(np.zeros(nbytes - self.nbytes, np.uint8))
 
     def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
-        """Go over the next planes if the file already holds them, with zeros between them.
-
-        `ranges`: offset, size and SHA-256 of each. Returns whether all of them are there. If not,
-        none is kept.
-        """
+        """Skip the next planes, (offset, size, SHA-256), if all of them are in the file."""
         self._before = (self.nbytes, self._hash.copy())
         for offset, nbytes, expected in ranges:
             padding = self._read(self.nbytes, offset - self.nbytes)
@@ -86,7 +71,7 @@ class OutputFile:
         self.nbytes, self._hash = self._before
 
     def sync(self) -> str:
-        """Wait until the disk has everything; return the SHA-256 of the file."""
+        """Flush to the disk; return the SHA-256 of the file."""
         self._cut_off()
         if self._flush:
             self._flush.result()
@@ -100,14 +85,13 @@ class OutputFile:
         os.close(self._descriptor)
 
     def _cut_off(self) -> None:
-        """Drop what an earlier writer left behind what was kept."""
+        """Drop an earlier writer's bytes behind those that were kept."""
         if not self._cut:
             os.ftruncate(self._descriptor, self.nbytes)
             os.lseek(self._descriptor, self.nbytes, os.SEEK_SET)
             self._cut = True
 
     def _hashed(self, pieces: Iterable[memoryview]) -> str:
-        """Hash what comes, a few pieces behind, for the whole file and by itself."""
         one = hashlib.sha256()
         digests = (one, self._hash)
         waiting: deque[Future[None]] = deque()
@@ -129,7 +113,7 @@ class OutputFile:
         if self._dirty >= _FLUSH_BYTES and (self._flush is None or self._flush.done()):
             if self._flush:
                 self._flush.result()
-            # Without this the disk would idle until the end, then everybody would wait for it.
+            # Else the disk idles until the end, and the last flush waits for everything.
             self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
             self._dirty = 0
         return piece
@@ -139,17 +123,13 @@ class OutputFile:
 
 
 class Journal:
-    """What is finished in a partial file: a JSON object a line, the first one names the job.
+    """A partial file's finished entries as JSON lines, the first one naming the job.
 
-    A line is written after the bytes that it describes. It is not flushed to the disk: whoever
-    reads it checks the bytes.
-
-    `entries`: what was read; `kept`: how many of them, the first ones, are still true; `add` drops
-    the others.
+    Lines are not flushed; readers verify the bytes. `add` drops the entries beyond `kept`.
     """
 
     def __init__(self, path: Path, job: str) -> None:
-        """Read the journal of a job; a journal of another job counts as empty."""
+        """Read a job's journal; that of another job counts as empty."""
         self.path = path
         self._job = job
         self.entries = self._read()
@@ -157,7 +137,7 @@ class Journal:
         self._descriptor: int | None = None
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append an entry, the first time to a new journal with what is kept of the old one."""
+        """Append an entry, first starting a new journal with those kept."""
         new = [entry]
         if self._descriptor is None:
             self._descriptor = open_new(self.path)
@@ -192,12 +172,7 @@ class Journal:
 
 
 class JsonlWriter:
-    """A JSONL file that grows under the name FILE.partial, locked, and becomes FILE at the end.
-
-    A context manager: after an exception FILE is what it was, and the lines stay in FILE.partial.
-
-    `lines`: written so far; `source`: flag that named it, for messages. Raises UsageError.
-    """
+    """Context manager for a locked JSONL file, renamed from FILE.partial at the end."""
 
     def __init__(self, path: Path, source: str) -> None:
         self.lines = 0
@@ -252,7 +227,7 @@ class JsonlWriter:
 
 
 def open_locked(path: Path) -> int:
-    """Open a file for reading and writing, made if need be, locked until it is closed."""
+    """Open or make a file for reading and writing, locked until closed."""
     # Without O_NONBLOCK a pipe of this name could hang this.
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o666)
@@ -275,16 +250,13 @@ def open_locked(path: Path) -> int:
 
 
 def open_new(path: Path) -> int:
-    """Make a new file for writing, instead of whatever has its name.
-
-    Nothing of that name is followed or waited for: links, pipes, other users' files.
-    """
+    """Make a new file in place of whatever has its name, without following links."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
 
 def write_all(descriptor: int, data: memoryview, path: Path) -> None:
-    """Write everything; an OSError names the path; raises ModelChanged, OSError."""
+    """Write everything; an OSError names the path."""
     try:
         while data:
             data = data[os.write(descriptor, data) :]
@@ -296,7 +268,7 @@ def write_all(descriptor: int, data: memoryview, path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file that takes a path's place when all went well: no reader sees half of it."""
+    """Yield a new file that replaces a path on success."""
     partial = path.with_name(path.name + PARTIAL)
     with os.fdopen(open_new(partial), "wb") as file:
         try:
@@ -311,16 +283,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write a file whole or not at all; an OSError names it."""
+    """Write a file atomically; an OSError names it."""
     with replacing(path) as file:
         write_all(file.fileno(), memoryview(data), path)
 
 
 def check_free(path: Path, nbytes: int, reclaimed: int = 0) -> int:
-    """Return the bytes that the disk of a file, whose folder need not exist yet, has left.
-
-    `reclaimed`: bytes on the disk that they will replace. Raises OSError.
-    """
+    """Return the free bytes of a path's disk with `reclaimed`; OSError if below `nbytes`."""
     existing = next(place for place in Path(os.path.abspath(path)).parents if place.is_dir())
     free = shutil.disk_usage(existing).free + reclaimed
     if nbytes > free:

@@ -1,8 +1,7 @@
-"""Planes in files and the JSON documents that list them: where each lies, and what is checked.
+"""JSON documents that list planes in files: where each lies, and what is checked.
 
-Planes follow each other in the order of their document, each at the next multiple of an alignment,
-so that two of them can neither overlap nor leave a hole. Offsets and sizes that a document repeats
-must be these. A document may end with its own SHA-256: then it is sealed.
+Planes follow each other in document order, aligned, without overlap or holes. A sealed document
+ends with its own SHA-256.
 """
 
 import hashlib
@@ -30,7 +29,7 @@ Shape = tuple[int, ...]
 
 
 class Region(NamedTuple):
-    """Bytes of a file, which has a name of its own in each store."""
+    """A range of bytes of a named file."""
 
     file: str
     offset: int
@@ -48,11 +47,7 @@ def aligned(end: int, alignment: int = ALIGNMENT) -> int:
 
 
 def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
-    """Return where the planes of the next tensor go.
-
-    `ends`: where each file ends now. If there are several, each is named as the plane it holds.
-    Raises FormatError.
-    """
+    """Return the regions of the next tensor's planes; `ends`: each file's current end."""
     try:
         planes = fmt.planes(shape)
     except ShapeError as error:
@@ -69,7 +64,7 @@ def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Regio
 
 
 def _check_density(fmt: Bsr, shape: Shape) -> None:
-    """Refuse a matrix without blocks, and a small file that would decode to a huge matrix."""
+    """Refuse a matrix without blocks, or a small file that decodes to a huge matrix."""
     nbytes = fmt.nbytes(shape)
     if not fmt.nnzb:
         raise FormatError(f"{fmt.name}: no block is stored; expected at least 1")
@@ -82,12 +77,7 @@ def _check_density(fmt: Bsr, shape: Shape) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as a document lists it. A kind of document is a subclass: its files and fields.
-
-    `name`: of the tensor; `shape`: logical shape; `format`: its format; `regions`: where each of
-    its planes lies; `hashes`: SHA-256 of each plane; `source_sha256`: SHA-256 of the stored bytes
-    that it was made from; "" if the document does not say.
-    """
+    """A tensor as listed; `source_sha256` is of the bytes it was made from, "" if unknown."""
 
     FILES: ClassVar[tuple[str, ...]] = ("bin",)
     FIELDS: ClassVar[dict[str, type]] = {"name": str, "shape": list, "format": str, "planes": dict}
@@ -112,7 +102,7 @@ class Entry:
 
     @property
     def ends(self) -> dict[str, int]:
-        """Where each file that it has planes in ends."""
+        """The end of each file that has its planes."""
         return {region.file: region.end for region in self.regions.values()}
 
     def document(self) -> dict[str, Any]:
@@ -137,7 +127,7 @@ class Entry:
         return {field: whole[field] for field in self.FIELDS}
 
     def views(self, files: Mapping[str, MappedFile]) -> dict[str, np.ndarray]:
-        """Return the planes as read-only views of the files, whose sizes have been checked."""
+        """Return the planes as read-only views of files of checked size."""
         return {
             key: files[self.regions[key].file].plane(plane, self.regions[key].offset)
             for key, plane in self.format.planes(self.shape).items()
@@ -145,7 +135,7 @@ class Entry:
 
     @classmethod
     def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
-        """Return what a document lists: names, shapes, and the places that follow, all checked."""
+        """Return a document's entries, with their places, all checked."""
         found: dict[str, Self] = {}
         ends = dict.fromkeys(cls.FILES, 0)
         for index, value in enumerate(values):
@@ -187,7 +177,7 @@ class Entry:
 
 
 def _counted(fmt: Bsr, planes: Mapping[str, Any]) -> Bsr:
-    """Return the format with its number of blocks, which only the shape of a plane tells."""
+    """Return the format with its number of blocks, known only from a plane's shape."""
     described = planes.get("col_idx")
     shape = described.get("shape") if isinstance(described, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int:
@@ -208,7 +198,7 @@ class FileFacts:
 
     @classmethod
     def read(cls, value: object, where: str, file: str = "") -> Self:
-        """Return what a document says of a file, which it names if it has a name to name."""
+        """Return a document's facts about a file."""
         named = {"file": str} if file else {}
         found = fields(value, where, named | {"nbytes": int, "sha256": str})
         if found.get("file", "") != file:
@@ -228,11 +218,7 @@ def checked_hash(value: str, where: str) -> str:
 def check_hashes(
     planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, again: str
 ) -> None:
-    """Compare planes with their hashes.
-
-    `hashes`: SHA-256 of those that have one; `again`: what to do about a damaged file. Raises
-    FormatError.
-    """
+    """Compare planes with their SHA-256; `again` says how to repair a damaged file."""
     for key, expected in hashes.items():
         if sha256_of(planes[key]) != expected:
             raise FormatError(
@@ -242,7 +228,7 @@ def check_hashes(
 
 
 def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) -> None:
-    """Check that what lies before each region, which come in the order of the files, is zero."""
+    """Check that the gaps before regions, given in file order, are zero."""
     ends = dict.fromkeys(files, 0)
     for region in regions:
         file = files[region.file]
@@ -255,10 +241,7 @@ def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) ->
 
 
 def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
-    """Return the text of an object that is not closed yet: a line per field and one per item.
-
-    `key`: name of the last field, a list.
-    """
+    """Return an unclosed JSON object: a line per field, then per item of the list `key`."""
     first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
     return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
 
@@ -274,7 +257,7 @@ def seal(body: bytes) -> bytes:
 
 
 def unsealed(data: bytes, where: str) -> str:
-    """Return the SHA-256 that a text ends with, which is that of all bytes before it."""
+    """Return the SHA-256 that seals a text, checked."""
     tail = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     found = hashlib.sha256(data[:-_SEAL_BYTES]).hexdigest()
     if tail is None or tail[1].decode() != found:
@@ -292,10 +275,9 @@ def read_sealed(
     required: Mapping[str, type],
     optional: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return a sealed document, with its fields of the declared types.
+    """Return a sealed document, its fields checked. Raises FormatError, UnsupportedModel.
 
-    `kind`: its format, its version, and what to do about another version. Raises FormatError,
-    UnsupportedModel.
+    `kind`: format, version, and what to do about another version.
     """
     document = parse_object(data, where)
     fmt, version, again = kind

@@ -1,9 +1,4 @@
-"""Writing planes so that a killed writer leaves nothing that a reader accepts.
-
-Files grow under temporary names. The document that makes them valid is removed before they get
-their own names and written after, so at every moment a directory holds what was there before,
-nothing, or what is new.
-"""
+"""Write planes so that a killed writer leaves nothing that a reader accepts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -17,17 +12,12 @@ from clocher_runtime.disk.output_file import PARTIAL, Journal, OutputFile, sync_
 from clocher_runtime.disk.plane_index import Entry, FileFacts, Region, Shape, place
 
 Progress = Callable[[int, str], None]
-"""Called with the bytes so far and the name of a tensor."""
 
 
 class PlaneWriter:
     """Files that grow together: `add` tensors or `put` planes, then `publish`.
 
-    Leaving before that undoes it. With a job, a killed (or interrupted) writer's work is kept
-    for the next writer of the same job, which takes it over with `resume`.
-
-    `files`: the files by name, under their temporary names; `entries`: the tensors that were added
-    or kept.
+    Leaving earlier undoes it; with a job, the next writer of the same job can `resume` it.
     """
 
     def __init__(
@@ -38,12 +28,10 @@ class PlaneWriter:
         in_place: bool = False,
         progress: Progress | None = None,
     ) -> None:
-        """Open the files, over what a killed writer left there.
+        """Open the files, over what a killed writer left there. Raises UsageError, OSError.
 
-        `paths`: what each file will be called; `job`: names the input and the options; the same job
-        always gives the same bytes; `in_place`: the files have these names already and lose nothing
-        if this fails: what was added last is cut off by the next writer; `progress`: called after
-        each tensor that is added or kept. Raises UsageError, OSError.
+        `job` identifies input and options. With `in_place` the files have their final names, and
+        the next writer cuts off what a failed one added. `progress` gets each tensor added or kept.
         """
         self.files: dict[str, OutputFile] = {}
         self.entries: list[Entry] = []
@@ -80,10 +68,7 @@ class PlaneWriter:
         return {name: file.nbytes for name, file in self.files.items()}
 
     def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[str]:
-        """Take over what a killed writer of the same job finished, as far as its hashes hold.
-
-        Returns the names of the first tensors, which need not be added.
-        """
+        """Take over a killed writer's verified tensors; return their names."""
         for found, (name, (fmt, shape)) in zip(
             self._journal.entries, tensors.items(), strict=False
         ):
@@ -95,7 +80,7 @@ class PlaneWriter:
         return [entry.name for entry in self.entries]
 
     def keep(self, entry: Entry) -> bool:
-        """Go over a tensor if the files hold it next; return whether they do."""
+        """Skip a tensor if the files hold it next; return whether they do."""
         kept: list[OutputFile] = []
         for name, file in self.files.items():
             mine = [(key, region) for key, region in entry.regions.items() if region.file == name]
@@ -118,20 +103,17 @@ class PlaneWriter:
         self._tell(name)
 
     def put(self, region: Region, plane: np.ndarray) -> str:
-        """Append a plane at its place, with zeros before it; return its SHA-256."""
+        """Append a plane at its place, zero-padded; return its SHA-256."""
         file = self.files[region.file]
         file.pad(region.offset)
         return file.write(plane)
 
     def sync(self) -> dict[str, FileFacts]:
-        """Wait until the disk has everything; return the facts of each file."""
+        """Flush to the disk; return the facts of each file."""
         return {name: FileFacts(file.nbytes, file.sync()) for name, file in self.files.items()}
 
     def publish(self, stale: Iterable[Path] = ()) -> None:
-        """Give the files, which have been synced, their names.
-
-        `stale`: documents that describe the files which are replaced; they are removed first.
-        """
+        """Rename the synced files, first removing `stale`, the documents of the replaced files."""
         for path in stale:
             path.unlink(missing_ok=True)
             sync_directory(path.parent)
@@ -144,7 +126,7 @@ class PlaneWriter:
     def _journalled(
         self, found: Mapping[str, Any], name: str, fmt: Format, shape: Shape
     ) -> Entry | None:
-        """Return what a line of the journal says, if it is of this tensor at this place."""
+        """Return a journal line's entry if it is of this tensor at this place."""
         try:
             hashes = {key: str(plane["sha256"]) for key, plane in found["planes"].items()}
             source = str(found.get("source_sha256", ""))

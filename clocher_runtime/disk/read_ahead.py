@@ -1,4 +1,4 @@
-"""Reading files into the page cache while the process does something else."""
+"""Read files into the page cache in the background."""
 
 import os
 import threading
@@ -14,12 +14,7 @@ _SAMPLES = 16
 
 
 def read_ahead(paths: Sequence[Path]) -> None:
-    """Let a thread read files that will be mapped, unless the system has them in memory.
-
-    Whoever reads a mapped file waits for every page; this reads in large blocks. Nothing happens
-    where it cannot be told what is in memory (other than Linux), or where half of the memory that
-    is left would not hold the files. Errors are left to whoever needs the bytes.
-    """
+    """Read files in a thread, unless cached or too large for the memory (Linux)."""
     left = host_memory.available()
     if left is None or not hasattr(os, "RWF_NOWAIT"):
         return
@@ -33,7 +28,7 @@ def read_ahead(paths: Sequence[Path]) -> None:
 
 
 def _is_cached(path: Path) -> bool:
-    """Return whether some pages of a file, evenly spread, are all in memory."""
+    """Return whether evenly spread pages of a file are all in memory."""
     with open_regular(path) as descriptor:
         size = os.fstat(descriptor).st_size
         for i in range(_SAMPLES):

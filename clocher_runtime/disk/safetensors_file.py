@@ -1,9 +1,7 @@
-"""One safetensors file, validated in full before a byte of its data is used.
+"""One safetensors file, validated in full before its data is used.
 
-Layout: u64 length of the header, the header (a JSON object), the data. The header maps each tensor
-name to its dtype, shape and byte range; the ranges cover the data without holes or overlaps.
-Source: https://github.com/huggingface/safetensors#format. Stricter than that text in four points:
-duplicate keys, unprintable names, shapes beyond 2^48 elements and unknown dtypes are refused.
+Source: https://github.com/huggingface/safetensors#format. Stricter: duplicate keys, unprintable
+names, shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
 import json
@@ -44,11 +42,7 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where a tensor of a safetensors file is and what it holds.
-
-    `dtype`: safetensors name, a key of `DTYPES`; `shape`: as stored; `offset`: first byte, counted
-    from the start of the file; `nbytes`: size in bytes.
-    """
+    """A tensor's safetensors dtype, shape, absolute byte offset and size."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -57,11 +51,7 @@ class TensorInfo:
 
 
 class SafetensorsFile:
-    """A validated, read-only, memory-mapped safetensors file.
-
-    `file`: the mapping; `tensors`: what the file holds, by name, in file order; `metadata`: what
-    else its header says.
-    """
+    """A validated, memory-mapped safetensors file; `tensors` are in file order."""
 
     def __init__(self, path: Path) -> None:
         """Map and validate a file; raises FormatError, ModelError, WindowError."""
@@ -81,13 +71,7 @@ def safetensors_head(
     metadata: Mapping[str, str] | None = None,
     alignment: int = _LENGTH_BYTES,
 ) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Return what a file begins with, and where each tensor lies in it.
-
-    The library can only write what is in memory as a whole.
-
-    `arrays`: safetensors dtype and shape by name, in the order of the file; `alignment`: the first
-    tensor begins at a multiple of it.
-    """
+    """Return a file's header and each tensor's place; `arrays`: name -> (dtype, shape)."""
     header: dict[str, Any] = {}
     end = 0
     for name, (dtype, shape) in arrays.items():

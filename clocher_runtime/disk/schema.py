@@ -1,8 +1,4 @@
-"""What JSON documents look like: one declared type each, and one way to say what differs.
-
-`strict_json` bounds a text and parses it; a `msgspec.Struct` says which fields a document has, of
-which types and ranges; `read_as` holds the one against the other (ADR 29).
-"""
+"""Check parsed JSON against declared types (`msgspec.Struct`), with uniform messages (ADR 29)."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -24,11 +20,7 @@ _WORDS = {
 
 
 def read_as(value: object, kind: type[_T], where: str) -> _T:
-    """Return a parsed JSON value as what it must be.
-
-    `kind`: a `msgspec.Struct`, or any type that msgspec knows. A bool is not an integer. Raises
-    FormatError.
-    """
+    """Return a JSON value as a type that msgspec knows, or raise FormatError; no bool is an int."""
     import msgspec  # late: who only writes documents starts without it
 
     try:
@@ -38,7 +30,7 @@ def read_as(value: object, kind: type[_T], where: str) -> _T:
 
 
 def given(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of an object that are not null, which is how many writers leave one out."""
+    """Return the fields that are not null; many writers use null for absent."""
     return {key: value for key, value in config.items() if value is not None}
 
 
@@ -50,7 +42,7 @@ def one_of(
     where: str,
     way_out: str = "",
 ) -> Any:
-    """Return a setting that must be one of the known values; null counts as left out."""
+    """Return a setting limited to known values; null counts as absent."""
     value = settings.get(key)
     value = default if value is None else value
     known = tuple(known)
@@ -63,14 +55,14 @@ def one_of(
 def unknown(
     key: str, value: object, known: Iterable[object], where: str, way_out: str = ""
 ) -> UnsupportedModel:
-    """Return the error for a setting whose value Clocher does not know."""
+    """Return the error for an unknown value of a setting."""
     listed = ", ".join(str(item) for item in known)
     text = f"{where}: {key} {shown(value)} is not known; known: {listed}"
     return UnsupportedModel(f"{text}; {way_out}" if way_out else text)
 
 
 def finite(value: Any) -> Any:
-    """Return JSON values with null for every number that JSON cannot hold."""
+    """Return JSON values with null for numbers that JSON cannot hold."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -79,7 +71,7 @@ def finite(value: Any) -> Any:
 
 
 def shown(value: object) -> str:
-    """Return the start of a value as a message quotes it."""
+    """Return the start of a value, for messages."""
     try:
         return f"{value!r:.80}"
     except ValueError:  # Python does not print integers of more than 4300 digits
@@ -87,7 +79,7 @@ def shown(value: object) -> str:
 
 
 def _told(message: str, value: object, kind: type, where: str) -> str:
-    """Return msgspec's message in our form: where, what is there, what was expected."""
+    """Return msgspec's message in Clocher's form: where, what is there, what was expected."""
     reason, _, path = message.partition(" - at `$")
     path = path.removesuffix("`")
     for key, index in _STEP.findall(path):

@@ -13,7 +13,7 @@ MAX_JSON_BYTES = 100_000_000
 MAX_JSON_VALUES = 4_000_000
 MAX_JSON_DEPTH = 64
 MAX_JSON_MEMORY = 56 << 20
-"""Bytes that text and values may take, beside twice the rest of the file that the text is from."""
+"""Bytes for text and values, besides twice the rest of the text's file."""
 
 _OPENED_BYTES, _COMMA_BYTES, _KEY_BYTES = 80, 48, 200
 _STEP = 1 << 20
@@ -24,13 +24,10 @@ MAX_ELEMENTS = 1 << 48
 
 
 def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
-    """Parse JSON text.
+    """Parse JSON text; `rest` is the size of the file beside it.
 
-    Refused, beside malformed text: invalid UTF-8, lone surrogates, duplicate keys, NaN and
-    infinities, more than `MAX_JSON_VALUES` values, more than `MAX_JSON_DEPTH` levels, and what
-    would take more than `MAX_JSON_MEMORY`. The limits hold before anything is built.
-
-    `rest`: bytes of the file beside the text. Raises FormatError.
+    Refuses invalid UTF-8, lone surrogates, duplicate keys, NaN and infinities, and, before building
+    anything, more than `MAX_JSON_VALUES`, `MAX_JSON_DEPTH` or `MAX_JSON_MEMORY`.
     """
     _check_size(data, where, rest)
     try:
@@ -61,11 +58,7 @@ def fields(
     required: Mapping[str, type],
     optional: Mapping[str, type] | None = None,
 ) -> dict[str, Any]:
-    """Return an object whose keys and types are exactly as declared.
-
-    `required`: key -> type of each key that must be there. A bool is not an int; everything is an
-    object; `optional`: key -> type of each key that may be there. Raises FormatError.
-    """
+    """Return an object of exactly these keys and types, or raise FormatError; no bool is an int."""
     if not isinstance(value, dict):
         raise FormatError(f"{where}: expected an object, got {type(value).__name__}")
     known = {**required, **(optional or {})}
@@ -132,14 +125,13 @@ def _check_size(data: bytes, where: str, rest: int) -> None:
 
 
 def _text_memory(data: bytes) -> int:
-    """Return what the text itself takes, at most: a string stores its widest character's width."""
+    """Return the most that the text takes: strings store their widest character's width."""
     if not data.isascii():
         return 8 * len(data)
     return 4 * len(data) if b"\\u" in data else len(data)
 
 
 def _outside_strings(data: bytes) -> Iterator[np.ndarray]:
-    """Yield the bytes that are not in strings, u8, piece by piece."""
     start, inside = 0, 0
     while start < len(data):
         piece = data[start : start + _STEP]

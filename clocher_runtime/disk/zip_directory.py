@@ -1,4 +1,4 @@
-"""The records of a ZIP archive, whose directory is bounded before a library takes it into memory.
+"""Records of a ZIP archive, with its directory bounded before a library reads it.
 
 Source: APPNOTE.TXT 6.3.10, https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
@@ -18,11 +18,7 @@ _LOCATOR = struct.Struct("<4sIQI")
 
 
 def records_of(file: MappedFile) -> list[zipfile.ZipInfo]:
-    """Return the records of an archive.
-
-    Raises FormatError if the archive is damaged or too large, does not begin with a record and end
-    with its directory, or has overlapping records or names that differ in case alone.
-    """
+    """Return the records; FormatError for damage, overlaps, or names that differ in case alone."""
     _check_directory(file)
     try:
         with zipfile.ZipFile(file.path) as archive:

@@ -1,1 +1,1 @@
-"""Is it still good: comparisons, the gate, perplexity, traces and their verification."""
+"""Comparisons, the gate, perplexity, traces and their verification."""

@@ -1,4 +1,4 @@
-"""What models make of a text: its documents, perplexity, and two models compared by token."""
+"""Scores on text: documents, perplexity, and token-by-token comparison of two models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,13 @@ from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents
 
 DOCUMENT_TOKENS = 1024
-"""Tokens of a document in a text that does not say where its documents end."""
 
 Encode = Callable[[str], Sequence[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    """Documents, each a run of windows that a model reads one by one, from an empty cache."""
+    """Documents, each a run of windows that are read from an empty cache."""
 
     windows: tuple[tuple[int, ...], ...]  # token ids of each window, at least two
     owner: tuple[int, ...]  # document of each window, counted from 0, never falling
@@ -56,11 +55,9 @@ def cut(
 ) -> Documents:
     """Cut a text into at most `limit` documents of windows of `window` tokens.
 
-    Without a separator the text is one run of tokens, the last partial window left out, and each
-    `windows_per_document` windows (by default those in 1024 tokens) are a document. With one, each
-    part between two separators is a document, encoded by itself; its last window may be short.
-
-    Raises UsageError: a number is out of range, or the text is too short for one window.
+    Without a separator, each `windows_per_document` windows (default: 1024 tokens) are a document,
+    the last partial window left out. With one, each part is encoded by itself and its last window
+    may be short. Raises UsageError.
     """
     if windows_per_document is None:
         windows_per_document = max(1, DOCUMENT_TOKENS // max(window, 1))
@@ -97,11 +94,10 @@ def cut(
 
 
 Logits = Callable[[Sequence[int]], np.ndarray]
-"""Token ids of a window [T] -> logits after each of them, [T, V] fp32."""
+"""Token ids of a window [T] -> logits after each, [T, V] fp32."""
 Progress = Callable[[int, int], None]
 
 RESAMPLES = 2000
-"""Bootstrap resamples of the documents."""
 
 _STEP = 1 << 20
 
@@ -117,7 +113,7 @@ class TokenScores:
 
     @property
     def delta_p(self) -> np.ndarray:
-        """Probability of the true token under the model, less that under the reference."""
+        """Probability of the true token, less that under the reference."""
         return np.asarray(np.exp(-self.nll_model) - np.exp(-self.nll_reference))
 
 
@@ -134,10 +130,7 @@ class Comparison:
 def compare(
     reference: Logits, model: Logits, documents: Documents, progress: Progress | None = None
 ) -> Comparison:
-    """Score every window with both models, at most two windows of logits in memory.
-
-    Raises ModelError: the reference gives logits that are not finite.
-    """
+    """Score every window with both models, two windows of logits in memory; ModelError."""
     parts = []
     for number, ids in enumerate(documents.windows):
         parts.append(score_window(reference(ids), model(ids), ids))
@@ -152,12 +145,10 @@ def compare(
 
 
 def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -> TokenScores:
-    """Score the tokens ids[1:] of a window from logits [T, V] fp32 of both models.
+    """Score the tokens ids[1:] of a window from logits [T, V] fp32 of both models, in fp64.
 
-    The whole softmax is summed, in fp64, a few rows at a time. Where the model's logits are not
-    finite, its likelihood and the divergence are infinite.
-
-    Raises ModelError: the reference's logits are not finite, or the vocabularies differ.
+    Where the model's logits are not finite, likelihood and divergence are infinite; the reference's
+    raise ModelError, as do different vocabularies.
     """
     if reference.shape != model.shape:
         raise ModelError(
@@ -182,7 +173,7 @@ def _joined(parts: Sequence[TokenScores]) -> TokenScores:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Softmax:
-    """Rows of a softmax [T, V] in fp64; rows that are not finite hold those of zeros."""
+    """Rows of a softmax [T, V] in fp64; those not finite hold zeros'."""
 
     shifted: np.ndarray  # logits less the row's largest
     exp: np.ndarray  # their exponentials
@@ -190,7 +181,7 @@ class Softmax:
     finite: np.ndarray  # [T] whether all logits of the row were finite
 
     def nll(self, ids: np.ndarray) -> np.ndarray:
-        """Return the negative log-likelihood of a token per row, infinite in rows not finite."""
+        """Return the negative log-likelihood per row, infinite in rows not finite."""
         found = self.log_sum - self.shifted[np.arange(len(ids)), ids]
         return np.asarray(np.where(self.finite, found, np.inf))
 
@@ -247,11 +238,7 @@ def perplexity(
     limit: int | None = None,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Score at most `limit` consecutive windows of a text; a last partial window is left out.
-
-    The session is made with all_logits. Raises UsageError: the text has less than one window, or an
-    argument cannot be used; or SessionBusy.
-    """
+    """Score up to `limit` whole windows, in a session with all_logits. Raises UsageError."""
     ids, window = token_ids(ids), whole("window", window)
     limit = None if limit is None else whole("limit", limit, 0)
     if window < 2:
@@ -288,10 +275,7 @@ class Summary:
 
 
 def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0) -> Summary:
-    """Return the statistics of a comparison; the seed is that of the bootstrap.
-
-    Raises ModelError: no token has finite logits.
-    """
+    """Return a comparison's statistics; ModelError if no token has finite logits."""
     scores = comparison.scores
     if not len(scores.kld):
         raise ModelError("the model gives no finite logits at all; its weights are damaged")
@@ -326,5 +310,5 @@ def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0)
 
 
 def _bounded_exp(values: np.ndarray) -> np.ndarray:
-    """Return exp, at most what fp64 holds: a wrecked model may be 10^400 times worse."""
+    """Return exp, at most the largest fp64."""
     return np.asarray(np.exp(np.minimum(values, 700.0)))

@@ -1,4 +1,4 @@
-"""One model through the gate: its weights, its text scores, its size and its speed."""
+"""One model through the gate: weights, text scores, size and speed."""
 
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -25,10 +25,9 @@ from clocher_runtime.quality.gate import (
 from clocher_runtime.quality.tensor_error import TensorError, measure, same
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, and (done, total)."""
 
 WEIGHTS_ALONE = EngineConfig(kv_dtype="f32", act_prec="fp32", speculate="off")
-"""How a model is run so that nothing but its weights differs from the reference."""
+"""Run settings under which only the weights differ from the reference."""
 
 _CHUNK = 256
 _DECODED = 64
@@ -36,10 +35,7 @@ _ROUNDS = 3
 
 
 def scoring(model: Model, window: int, config: EngineConfig) -> Session:
-    """Return a session that gives logits of every token.
-
-    Raises UsageError: the model has fewer positions than a window; or OutOfMemory.
-    """
+    """Return a session with logits of every token. Raises UsageError, OutOfMemory."""
     nbytes = 2 * 4 * window * model.spec.vocab_size
     require(nbytes, "two windows of logits need", "lower --window")
     chunk = min(window, _CHUNK)
@@ -48,7 +44,7 @@ def scoring(model: Model, window: int, config: EngineConfig) -> Session:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What a manifest says of a tensor: see `TensorError`."""
+    """A manifest's record of a tensor: see `TensorError`."""
 
     method: str = "rtn"
     out_nmse: float | None = None
@@ -57,7 +53,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a model is: elements and bytes of all tensors."""
+    """Size of a model: elements and bytes of all tensors."""
 
     parameters: int
     nbytes: int
@@ -70,7 +66,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What was found about one model."""
+    """The results of one model."""
 
     gate: GateResult
     summary: Summary
@@ -79,7 +75,7 @@ class Evaluation:
 
 
 def size_of(model: Model) -> Size:
-    """Return the size of a model as it is stored."""
+    """Return a model's stored size."""
     stored = model.checkpoint.tensors
     return Size(
         sum(prod(weight.shape) for weight in model.weights.values()),
@@ -104,11 +100,9 @@ def evaluate(
 ) -> Evaluation:
     """Judge a model against the float model that it was made from.
 
-    The reference runs as `config` says, but with an f32 cache and fp32 activations. `limits_class`:
-    a key of `gate.LIMITS`; None: by the formats that differ; `given`: fields of `Limits` that
-    replace those of the class; `records`: what a manifest says of tensors, by name. Raises
-    ModelError: the two are not the same architecture, or a model gives no finite logits;
-    UsageError: a limit or a setting is out of range; or OutOfMemory.
+    The reference has an f32 cache and fp32 activations. `limits_class`: a key of `gate.LIMITS`;
+    None: by the formats that differ. `given` replaces fields of its `Limits`; `records` are a
+    manifest's. Raises ModelError, UsageError, OutOfMemory.
     """
     check_alike(reference, model)
     tell = progress or (lambda what, done, total: None)
@@ -151,7 +145,7 @@ def weight_errors(
     records: Mapping[str, Record] | None = None,
     progress: Progress | None = None,
 ) -> tuple[TensorError, ...]:
-    """Return the errors of all tensors that are not stored as in the reference."""
+    """Return the errors of all tensors that are stored differently."""
     errors = []
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):
@@ -166,10 +160,7 @@ def weight_errors(
 
 
 def decode_speed(model: Model, prompt: list[int], config: EngineConfig) -> float:
-    """Return tokens per second of decoding one sequence, with the runtime's default settings.
-
-    The median of three runs of 64 tokens after a prompt; prefill is not in it.
-    """
+    """Return the median decode tokens/s of three runs of 64 tokens, batch 1, without prefill."""
     usual = EngineConfig(
         backend=config.backend,
         threads=config.threads,

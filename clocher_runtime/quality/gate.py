@@ -1,8 +1,4 @@
-"""The gate: is a quantised model good enough, not good enough, or is there too little text to say.
-
-Every check compares a number with a limit. A number measured on text has a 95 % interval: the check
-passes if the whole interval is within the limit, fails if none of it is, and is undecided between.
-"""
+"""The gate: a model passes if each number, or its 95 % interval, is within its limit."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,9 +20,9 @@ MIN_TOKENS = 32_768
 MIN_DOCUMENTS = 64
 MAX_CLIPPED = 0.02
 RMS_FACTOR = {"rtn": 1.3, "imx": 1.3, "gptq": 2.0}
-"""Method -> how often the error of rounding heavy-tailed weights a tensor may have."""
+"""Method -> largest error relative to that of rounding heavy-tailed weights."""
 MAX_OUTPUT_FACTOR = 1.02
-"""A method other than rounding may not make a layer's output worse than rounding does."""
+"""Largest layer output error of other methods, relative to rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +45,9 @@ LIMITS = {
     "fp8": Limits(1.006, 0.01, 0.955, 0.025),
     "int4": Limits(1.03, 0.05, 0.915, 0.06),
 }
-"""Class -> its limits, the strictest first."""
+"""Class -> limits, the strictest first."""
 MIN_COSINE = {"float": 0.9999, "int8": 0.999, "fp8": 0.999, "int4": 0.98}
-"""Class -> least cosine of a tensor with the float one."""
+"""Class -> least cosine with the float tensor."""
 MIN_COSINE_E5M2 = 0.998
 
 
@@ -72,7 +68,7 @@ class Check:
     more_tokens: int | None = 0  # to add for a decision; 0 if decided, None if no number helps
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry of a manifest's `gates`; numbers that are not finite become null."""
+        """Return a manifest's `gates` entry; non-finite numbers become null."""
         known = {
             "name": self.name,
             "value": self.value,
@@ -119,7 +115,7 @@ class GateResult:
 
     @property
     def more_tokens(self) -> int | None:
-        """Tokens to add for a decision, about; None if no number of them helps."""
+        """Approximate tokens to add for a decision; None if none would help."""
         needed = [check.more_tokens for check in self.checks if check.verdict == "undecided"]
         known = [count for count in needed if count is not None]
         return max(known, default=0) if len(known) == len(needed) else None
@@ -135,28 +131,25 @@ class GateResult:
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Return the verdict of several together."""
+    """Return the combined verdict."""
     found = set(verdicts)
     return "fail" if "fail" in found else "undecided" if "undecided" in found else "pass"
 
 
 def verdict_code(verdict: Verdict) -> ExitCode:
-    """Return the exit code of a command that ends with a verdict."""
+    """Return a verdict's exit code."""
     codes = {"pass": ExitCode.OK, "fail": ExitCode.REJECTED, "undecided": ExitCode.UNDECIDED}
     return codes[verdict]
 
 
 def family(fmt: Format) -> str | None:
-    """Return the class that a format belongs to, None if no limits are known for it."""
+    """Return a format's class, None without known limits."""
     classes = {Float: "float", Int8: "int8", Fp8: "fp8"}
     return classes.get(type(fmt), "int4" if isinstance(fmt, Int4 | Mxfp4 | Ternary) else None)
 
 
 def least_cosine(fmt: Format) -> float | None:
-    """Return the least cosine of a tensor of a format with the float one, None if any will do.
-
-    Any will do for ternary: the weights that such a model was trained with are far from them.
-    """
+    """Return a format's least cosine with the float tensor; None for ternary, trained as such."""
     if isinstance(fmt, Ternary):
         return None
     if isinstance(fmt, Fp8) and fmt.code_dtype == "e5m2":
@@ -167,12 +160,7 @@ def least_cosine(fmt: Format) -> float | None:
 def choose_limits(
     changed: Iterable[Format], settings: Iterable[str] = (), name: str | None = None
 ) -> tuple[str, Limits]:
-    """Return the class of a model (`name`, or the loosest of what differs) and its limits.
-
-    `changed`: formats of the tensors that are not stored as in the reference; `settings`: classes
-    of what else differs: "kv" for the cache, "int8" for activations. Raises UsageError: the class
-    is not known, or a format has none.
-    """
+    """Return a model's class and limits; `settings` are other differences, "kv" or "int8"."""
     if name is not None:
         if name not in LIMITS:
             raise UsageError(f"limits {name!r} are not known; known: {', '.join(LIMITS)}")
@@ -191,10 +179,7 @@ def choose_limits(
 
 
 def override(limits: Limits, **given: float | int | None) -> Limits:
-    """Return limits with the given fields replaced; None leaves a field as it is.
-
-    Raises UsageError: a limit is negative or not finite.
-    """
+    """Return limits with the fields that are not None replaced. Raises UsageError."""
     named = {name: value for name, value in given.items() if value is not None}
     for name, value in named.items():
         if not (isfinite(value) and value >= 0):
@@ -204,7 +189,7 @@ def override(limits: Limits, **given: float | int | None) -> Limits:
 
 
 def text_checks(summary: Summary, limits: Limits) -> list[Check]:
-    """Return the checks of what a model says of a text."""
+    """Return the checks of a model's text scores."""
     tokens = summary.tokens + summary.nonfinite
     return [
         hard("nonfinite_logits", summary.nonfinite, 0, tokens=tokens),
@@ -235,10 +220,7 @@ def _judge(
 
 
 def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) -> int | None:
-    """Return how many tokens to add until the interval, narrowing as 1/sqrt(n), leaves the limit.
-
-    None: the value is so near the limit that more than a thousand times the text is needed.
-    """
+    """Return how many tokens to add until the interval leaves the limit; None: over 1000 times."""
     tokens = summary.tokens
     documents = max(limits.min_documents, FEWEST_DOCUMENTS)
     needed = max(limits.min_tokens, ceil(documents * tokens / summary.documents))
@@ -255,18 +237,14 @@ def _more(estimate: Estimate, limit: float, summary: Summary, limits: Limits) ->
 def hard(
     name: str, value: float, limit: float, *, at_most: bool = True, where: str = "", tokens: int = 0
 ) -> Check:
-    """Return the check of an exact number."""
+    """Return an exact number's check."""
     within = value <= limit if at_most else value >= limit
     verdict: Verdict = "pass" if within else "fail"
     return Check(name, verdict, value, value, value, at_most, limit, tokens, where=where)
 
 
 def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None) -> list[Check]:
-    """Return the checks of a model's weights, each about the tensor that is nearest its limit.
-
-    `errors`: of every tensor that is not stored as in the reference; `min_cosine`: least cosine of
-    all tensors; None: by the format of each.
-    """
+    """Return checks of the tensors nearest their limits; `min_cosine` None is by format."""
     bad = next((error.name for error in errors if not error.finite), "")
     checks = [hard("nonfinite_tensors", sum(not e.finite for e in errors), 0, where=bad)]
     found: dict[str, list[Check]] = {
@@ -281,7 +259,7 @@ def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None
 
 
 def _measured(error: TensorError, min_cosine: float | None) -> Iterator[tuple[str, float, float]]:
-    """Yield what is known of a tensor: the measure, its value and its limit."""
+    """Yield a tensor's measures: name, value, limit."""
     factor = RMS_FACTOR.get(error.method, max(RMS_FACTOR.values()))
     yield "rms_rel", error.rms_rel, factor * expected_rms(error.format, error.shape)
     least = least_cosine(parse_format(error.format)) if min_cosine is None else min_cosine
@@ -294,7 +272,7 @@ def _measured(error: TensorError, min_cosine: float | None) -> Iterator[tuple[st
 
 
 def _excess(check: Check) -> float:
-    """Return how near its limit a check is; of several the largest counts."""
+    """Return how near its limit a check is, the largest of several."""
     if check.at_most:
         return check.value / check.limit if check.limit else float(check.value > 0)
     return (1 - check.value) / (1 - check.limit) if check.limit < 1 else 2 - check.value

@@ -1,11 +1,7 @@
-"""How likely a model holds texts: continuations of contexts, whole texts, and files of tasks.
+"""Likelihoods of continuations, whole texts and task files, by lm-evaluation-harness 0.4's rules.
 
-The rules are those of lm-evaluation-harness 0.4 (lm_eval/api/model.py, task.py, metrics.py and
-lm_eval/utils.py, with an empty `target_delimiter`), so that numbers can be compared: where a text
-is cut into context and continuation, what stands before one without a context, what a window of a
-long text sees, and what the metrics are called.
-
-A task file, which `clocher bench quality` reads, has a JSON object a line, of either kind:
+Source: its lm_eval/api/model.py, task.py, metrics.py and lm_eval/utils.py, with an empty
+`target_delimiter`. A task file has a JSON object a line, of either kind:
 
     {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}
     {"text": "A whole text, of which the model tells how likely it is."}
@@ -31,27 +27,26 @@ from clocher_runtime.text.completion import logprob_of
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]
-"""Called with (done, total)."""
 
 _WAITING = 2  # times the batch: who waits fills the steps in which a text ends
 
 
 class Pair(NamedTuple):
-    """Token ids to be scored, and those that stand before them."""
+    """Token ids to score, and their context."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Likelihood(NamedTuple):
-    """What a model holds of a continuation."""
+    """The scores of a continuation."""
 
     logprob: float  # sum of the natural logarithms of its tokens' probabilities
     is_greedy: bool  # whether each of its tokens is the top-1
 
 
 class Scorer:
-    """Scores texts with a session that keeps logits, as many side by side as its batch."""
+    """Scores sequences in a session that keeps logits, one batch at a time."""
 
     def __init__(self, session: Session, tokenizer: Tokenizer) -> None:
         self._session, self._tokenizer = session, tokenizer
@@ -59,13 +54,10 @@ class Scorer:
         self._prefix = session.model.spec.eos_ids[0] if begins is None else begins
 
     def pair(self, context: str, continuation: str) -> Pair:
-        """Return the ids of a continuation and its context.
+        """Return the ids of a continuation and its context, tokenised as one text.
 
-        The continuation is what both have, tokenised as one text, beyond the tokens of the context
-        alone; spaces that end the context belong to it, as most vocabularies have them. Without a
-        context, the token that begins a text, or else ends one, stands before it.
-
-        Raises UsageError: the continuation has no token of its own, or a text cannot be tokenised.
+        Trailing spaces of the context count to the continuation. An empty context becomes BOS, else
+        EOS. Raises UsageError if the continuation has no token of its own.
         """
         kept, whole = context.rstrip(), context + continuation
         if kept:
@@ -81,11 +73,7 @@ class Scorer:
         return pair
 
     def windows(self, text: str) -> list[Pair]:
-        """Return a whole text as pairs that score each token once, with as much before it as fits.
-
-        The first window begins with what `pair` puts before a text; the last one sees as many
-        tokens as the others, though it scores fewer.
-        """
+        """Return a text as pairs that score each token once, with the longest context that fits."""
         ids, longest = self._tokenizer.encode_prompt(text), self._session.longest
         pairs = [Pair([self._prefix], ids[:longest])] if ids else []
         for start in range(longest, len(ids), longest):
@@ -94,19 +82,15 @@ class Scorer:
         return pairs
 
     def scores(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
-        """Score continuations, in any number; the order of the results is that of the pairs.
+        """Score continuations, sharing forwards; contexts that are too long lose their beginning.
 
-        A context that is too long loses its beginning. Continuations that differ in their last
-        token only are read once.
-
-        Raises UsageError: a continuation is empty or longer than the context of the session; or
-        ClocherError.
+        Raises UsageError for an empty or too long continuation, ClocherError.
         """
         groups: dict[tuple[int, ...], _Reading] = {}
         for number, pair in enumerate(pairs):
             fed, first, last = self._cut(pair)
             groups.setdefault(fed, _Reading(fed)).targets.append(_Target(number, first, last))
-        # Long ones first: what is left over in the end, with few beside it, is short.
+        # Longest first, so that the last, half-empty batches are short.
         waiting = deque(sorted(groups.values(), key=lambda each: -len(each.fed)))
         found: dict[int, Likelihood] = {}
         running: deque[tuple[_Reading, Generation]] = deque()
@@ -130,7 +114,7 @@ class Scorer:
         return [found[number] for number in range(len(pairs))]
 
     def _cut(self, pair: Pair) -> tuple[tuple[int, ...], int, int]:
-        """Return the ids that are read, the first position that tells, and the last id."""
+        """Return the ids to read, the first position that counts, and the last id."""
         longest, count = self._session.longest, len(pair.continuation)
         if not 0 < count <= longest:
             raise UsageError(
@@ -145,7 +129,7 @@ class Scorer:
 
 
 class _Target(NamedTuple):
-    """One of the pairs that are read together: the last token of each is its own."""
+    """One of the pairs that share a forward; the last token is its own."""
 
     number: int
     first: int
@@ -153,7 +137,7 @@ class _Target(NamedTuple):
 
 
 class _Reading:
-    """A text that is read, and what its logits tell of the pairs that it stands for."""
+    """A sequence to read, and the scores that its logits give to its pairs."""
 
     def __init__(self, fed: tuple[int, ...]) -> None:
         self.fed = fed
@@ -169,7 +153,7 @@ class _Reading:
             self._common[position] = _of_token(logits, self.fed[position + 1])
 
     def results(self) -> dict[int, Likelihood]:
-        """Return what was found, by number of the pair."""
+        """Return the scores by number of the pair."""
         found = {}
         for target, end in zip(self.targets, self._ends, strict=True):
             parts = [self._common[at] for at in range(target.first, len(self.fed) - 1)] + [end]
@@ -187,7 +171,7 @@ _KINDS = 'expected {"context", "choices", "answer"} or {"text"}'
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A context and what may follow it."""
+    """A context and its possible continuations."""
 
     context: str  # may be empty
     # two or more, which follow the context as they are, without a space between
@@ -205,10 +189,7 @@ Item = Question | Text
 
 
 def read_task(path: Path) -> list[Item]:
-    """Return the items of a task file; blank lines are none.
-
-    Raises ModelError: there is no such file, it has no items, or a line is not one.
-    """
+    """Return the items of a task file without blank lines. Raises ModelError."""
     items = [
         _item(line, f"{path}:{number}")
         for number, line in enumerate(read_bytes(path, _MOST_BYTES).splitlines(), start=1)
@@ -240,10 +221,7 @@ def _item(line: bytes, where: str) -> Item:
 def score_task(
     scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
 ) -> dict[str, Any]:
-    """Score the items of a task and return its metrics by kind, "questions" and "texts".
-
-    Raises UsageError: an item cannot be scored; the message says which; or ClocherError.
-    """
+    """Return a task's metrics by kind, "questions" and "texts". Raises ClocherError."""
     pairs: list[list[Pair]] = []
     for number, item in enumerate(items, start=1):
         try:
@@ -277,10 +255,7 @@ def _pairs(scorer: Scorer, item: Item) -> list[Pair]:
 
 
 def _of_questions(scored: Sequence[tuple[Question, Sequence[Likelihood]]]) -> dict[str, Any]:
-    """Return accuracies, with standard errors of the mean.
-
-    `acc` takes the choice with the largest log-probability, `acc_norm` the largest per character.
-    """
+    """Return accuracies: `acc` by log-probability, `acc_norm` by that per character."""
     right = {"acc": 0, "acc_norm": 0}
     for question, scores in scored:
         sums = [each.logprob for each in scores]
@@ -298,7 +273,7 @@ def _of_questions(scored: Sequence[tuple[Question, Sequence[Likelihood]]]) -> di
 
 
 def _of_texts(scored: Sequence[tuple[str, float, int]]) -> dict[str, Any]:
-    """Return perplexities of all texts together: sums of logarithms over sums of lengths."""
+    """Return perplexities over all texts together."""
     total = -sum(logprob for _, logprob, _ in scored)
     tokens = sum(count for _, _, count in scored)
     words = sum(len(re.split(r"\s+", text)) for text, _, _ in scored)

@@ -1,4 +1,4 @@
-"""The table of sizes and qualities, as text and as a picture."""
+"""The table of sizes and qualities, as text and as a plot."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _LEAST_KLD = 1e-7
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One model of the table; what compares it with the reference is None for the reference."""
+    """One model of the table; the reference's comparisons are None."""
 
     label: str
     bpw: float  # bits per parameter
@@ -29,10 +29,7 @@ class Row:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Return the rows as a Markdown table, aligned to be read as text too.
-
-    `a ±b` is a value and half the width of its 95 % interval.
-    """
+    """Return the rows as an aligned Markdown table; `±` is half the 95 % interval."""
     head = (
         *("model", "bpw", "GiB", "perplexity", "PPL ratio", "KLD, nats", "same top, %"),
         *("RMS Δp, %", "tok/s", "gate"),
@@ -64,10 +61,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> None:
-    """Draw KL divergence over bits per parameter as a PNG, a point for each model that has one.
-
-    Raises UsageError: matplotlib is not installed; or OSError.
-    """
+    """Draw KL divergence over bits per parameter as a PNG. Raises UsageError, OSError."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -99,7 +93,7 @@ def draw(rows: Sequence[Row], path: Path, title: str) -> None:
 
 
 def require_matplotlib() -> None:
-    """Raise UsageError, before anything is measured, if `draw` could not work."""
+    """Raise UsageError early if `draw` cannot work."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:
@@ -110,7 +104,6 @@ def require_matplotlib() -> None:
 
 
 def _spell(estimate: Estimate | None, scale: float = 1) -> str:
-    """Return `value ±half` with digits to match the interval."""
     if estimate is None:
         return ""
     value, half = scale * estimate.value, scale * (estimate.high - estimate.low) / 2

@@ -1,8 +1,4 @@
-"""Speed of a model in the cases that llama-bench has: pp512, tg128, pp512+tg128, tg128 @ d4096.
-
-A case is timed by the steps of a `TimedWindow`; what a test needs besides, such as the depth before
-it, is outside. The ids of a case are the same in every repetition, so its tokens have to be, too.
-"""
+"""Speed in llama-bench's cases: pp512, tg128, pp512+tg128, tg128 @ d4096."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -22,18 +18,18 @@ from clocher_runtime.engine.timing import Span, TimedWindow
 from clocher_runtime.models.build import PAGE_CELLS
 
 _CHECKED = 8
-"""Tokens after a prompt whose reading is timed, to tell whether it was read right."""
+"""Tokens generated after a timed prompt, to check that it was read right."""
 
 _BESIDE = 37
-"""Tokens of the sequence beside which a case is repeated; odd, so that steps begin elsewhere."""
+"""Tokens of the sequence beside a repeated case; odd, so that steps begin elsewhere."""
 
 _LEAST_STEP = 16
-"""Tokens of prompts that a step takes at least on average while others decode; see `Scheduler`."""
+"""Least average prompt tokens of a step while others decode; see `Scheduler`."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Case:
-    """What is timed."""
+    """One timed case."""
 
     prompt: int  # tokens of a prompt that is read
     tokens: int  # that are generated then
@@ -42,18 +38,18 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What llama-bench calls it."""
+        """llama-bench's name for it."""
         parts = [f"pp{self.prompt}"] * (self.prompt > 0) + [f"tg{self.tokens}"] * (self.tokens > 0)
         return "+".join(parts) + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def before(self) -> int:
-        """Length of the text that is given to the engine."""
+        """Tokens before the first generated one: depth and prompt."""
         return max(self.depth + self.prompt, 1)
 
     @property
     def made(self) -> int:
-        """Tokens that are generated, timed or not."""
+        """Generated tokens, timed or not."""
         return self.tokens + 1 if self.tokens else _CHECKED
 
     @property
@@ -63,21 +59,13 @@ class Case:
 
     @property
     def longest(self) -> int:
-        """Cells of its longest sequence.
-
-        Of several, the first decodes already while the last is being read.
-        """
+        """Cells of its longest sequence; the first decodes while the last is still being read."""
         waits = self.batch * -(-self.before // _LEAST_STEP) + 8 if self.batch > 1 else 0
         return self.before + self.made + waits
 
 
 def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **more: Any) -> Session:
-    """Return a warm session with room for each of some cases, and for one more sequence.
-
-    `config`: of the session, but for what the cases decide: batch, chunk, context and pages. Raises
-    UsageError: a case is longer than the context of the model, or its prompt does not begin where a
-    step does; or OutOfMemory.
-    """
+    """Return a warm session for the cases, which decide batch, chunk, context and pages."""
     most = model.spec.max_positions
     batch = max(case.batch for case in cases) + 1
     step = max(BACK_ENDS[config.backend].chunk, batch)
@@ -111,11 +99,7 @@ def session_for(model: Model, cases: Sequence[Case], config: EngineConfig, **mor
 
 
 class Runner:
-    """Runs cases in a session.
-
-    `made`: SHA-256 of the tokens of each repetition of a case. `text`: ids that prompts are made
-    of, over and over; random ones without any.
-    """
+    """Runs cases, prompting with repeated `text` or random ids; `made` hashes the outputs."""
 
     def __init__(self, session: Session, text: Sequence[int] = ()) -> None:
         self.session, self._text = session, list(text)
@@ -144,17 +128,12 @@ class Runner:
         self._decoded[case] = tokens, forwards + sum(_sequences(span) for span in decodes)
 
     def tokens_per_pass(self, case: Case) -> float:
-        """Return the tokens per forward of a sequence of a case that ran; 1 without drafts."""
+        """Return a sequence's tokens per forward in a case that ran; 1 without drafts."""
         tokens, forwards = self._decoded.get(case, (0, 0))
         return tokens / forwards if forwards else 1.0
 
     def agrees(self, case: Case) -> bool:
-        """Return whether another way to compute a case that ran gives the same tokens.
-
-        Half of what it made is given as a prompt, beside another sequence: these tokens go through
-        the matmuls of prompts, not those of decoding, steps begin at other tokens, and the rest is
-        decoded in company.
-        """
+        """Return whether the first half of a case's output, as a prompt, gives the second half."""
         index = case.batch - 1
         made = self._last[case][index]
         known = len(made) // 2 if case.tokens else 0
@@ -164,10 +143,7 @@ class Runner:
         return list(ids) == made[known:]
 
     def bytes_per_token(self, case: Case) -> int | None:
-        """Return the bytes that a decoded token of a case reads: weights and, on average, keys.
-
-        Returns None where it is not known which experts several tokens of a forward share.
-        """
+        """Return the mean bytes that a decoded token reads, None if unknown for shared experts."""
         model, per_forward = self.session.model, self.tokens_per_pass(case)
         shared = case.batch > 1 or per_forward > 1
         if not case.tokens or case.prompt or (model.spec.moe is not None and shared):
@@ -176,7 +152,7 @@ class Runner:
         return round((model.bytes_per_token / case.batch + self._cache_bytes(case)) / per_forward)
 
     def _cache_bytes(self, case: Case) -> float:
-        """Return the bytes of keys and values that a token of a case reads on average."""
+        """Return the mean bytes of keys and values read per token."""
         seen = case.before + 1 + np.arange(case.tokens)
         total = 0.0
         for name, buffer in self.session.executor.plan.buffers.items():
@@ -187,7 +163,6 @@ class Runner:
         return total
 
     def _decode(self, case: Case, window: TimedWindow) -> list[list[int]]:
-        """Generate until each step of the case has been done by all sequences together."""
         prompts = [self._ids(case, index) for index in range(case.batch)]
         budget = case.longest - case.before
         made: list[list[int]] = [[] for _ in prompts]
@@ -212,13 +187,12 @@ class Runner:
         window: TimedWindow | None,
         sequence: int = 0,
     ) -> Iterator[int]:
-        """Yield the ids that one of some sequences makes."""
         for token in self.session.generate(prompts, tokens, stop_ids=frozenset(), window=window):
             if token.sequence == sequence:
                 yield token.id
 
     def _ids(self, case: Case, index: int) -> list[int]:
-        """Return the ids before the first token of a sequence, always the same."""
+        """Return a sequence's ids before its first generated token; the same each time."""
         if self._text:
             return (self._text * (case.before // len(self._text) + 1))[: case.before]
         vocabulary = self.session.model.spec.vocab_size
@@ -229,7 +203,7 @@ class Runner:
 
 
 def _full(spans: Sequence[Span], batch: int) -> list[Span]:
-    """Return the spans in which so many sequences decode, and nothing else happens."""
+    """Return the spans in which exactly `batch` sequences decode and nothing else happens."""
     return [span for span in spans if span.kind == "decode" and _sequences(span) == batch]
 
 
@@ -238,7 +212,7 @@ def _sequences(span: Span) -> int:
 
 
 def _time_of(spans: Sequence[Span], tokens: int) -> int:
-    """Return the time of the first so many tokens; those of a step share its time."""
+    """Return the time of the first tokens; those of a step share its time."""
     ns, left = 0.0, tokens
     for span in spans:
         count = min(span.tokens, left)
@@ -248,7 +222,6 @@ def _time_of(spans: Sequence[Span], tokens: int) -> int:
 
 
 def _counted(spans: Sequence[Span], case: Case) -> Iterator[int]:
-    """Yield the time of each step that counts for a case with a prompt."""
     read = 0
     for span in spans:
         if span.kind == "prefill":

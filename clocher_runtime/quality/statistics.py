@@ -1,12 +1,9 @@
-"""What a handful of numbers allow one to say: estimates with 95 % intervals, and verdicts.
+"""Estimates with 95 % intervals, and verdicts, from few samples.
 
-Resampled are documents, rounds (contestants that ran in the same minute) or runs (processes). The
-bootstrap interval of few units is too narrow, so it is widened: of runs it is stretched, on a
-logarithmic scale, by Student's factor over the normal one, which leaves 90 to 98 per cent for 2 to
-20 runs; of documents it is the expanded percentile interval.
-
-Sources: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13; Hesterberg, What
-Teachers Should Know About the Bootstrap, 2015, for the expanded percentile interval.
+Documents, rounds or runs are resampled. Intervals of few units are widened: of runs by Student's
+factor on a logarithmic scale (90 to 98 per cent coverage for 2 to 20), of documents by the expanded
+percentile interval. Sources: Efron and Tibshirani, An Introduction to the Bootstrap, chapter 13;
+Hesterberg, What Teachers Should Know About the Bootstrap, 2015.
 """
 
 from collections.abc import Sequence
@@ -20,7 +17,7 @@ import numpy as np
 Verdict = Literal["faster", "slower", "no difference shown", "too few runs"]
 
 WORTH_SAYING = 1.03
-"""Smallest ratio of speeds that is called a difference."""
+"""Smallest ratio of speeds called a difference."""
 
 FEWEST_DOCUMENTS = 8
 """With fewer documents there is no interval."""
@@ -35,7 +32,7 @@ _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A value and its 95 % interval; infinite bounds where there is too little to tell."""
+    """A value and its 95 % interval; infinite bounds if unknown."""
 
     value: float
     low: float = -np.inf
@@ -48,17 +45,17 @@ class Estimate:
 
     @property
     def ends(self) -> list[float] | None:
-        """The interval for a result file: two numbers, or null."""
+        """The interval for a result file, or null."""
         return [self.low, self.high] if self.known else None
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio(Estimate):
-    """A ratio of speeds, and what may be said of it."""
+    """A ratio of speeds and its verdict."""
 
     @property
     def verdict(self) -> Verdict:
-        """Return "faster" or "slower" only of an interval without 1 and a difference worth it."""
+        """Return "faster" or "slower" only if the interval excludes 1 and the ratio matters."""
         if not self.known:
             return "too few runs"
         if self.low > 1 and self.value >= WORTH_SAYING:
@@ -72,7 +69,7 @@ class Ratio(Estimate):
 
 
 def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 0) -> Ratio:
-    """Return the ratio of the medians of rounds that were run together, not widened for few."""
+    """Return the ratio of medians of interleaved rounds, not widened for few."""
     over, under = np.asarray(numerator), np.asarray(denominator)
     rounds = np.random.default_rng(seed).integers(len(over), size=(_DRAWS, len(over)))
     drawn = np.median(over[rounds], axis=1) / np.median(under[rounds], axis=1)
@@ -81,10 +78,7 @@ def ratio(numerator: Sequence[float], denominator: Sequence[float], seed: int = 
 
 
 def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Return the ratio of the medians of runs that were taken in turns, widened for few of them.
-
-    Raises ValueError: there are not as many of each.
-    """
+    """Return the ratio of medians of interleaved runs, widened for few; ValueError if unequal."""
     if len(numerator) != len(denominator):
         raise ValueError(
             f"{len(numerator)} runs beside {len(denominator)}: pairs need as many of each"
@@ -96,11 +90,7 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ra
 
 
 def apart_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    """Return the ratio of the medians of runs that were taken at different times.
-
-    Its interval is that of the worst case, so it leaves out 1 exactly if the intervals of the two
-    medians do not touch.
-    """
+    """Return the ratio of medians of runs at different times, with the worst-case interval."""
     over, under = median_of_runs(numerator), median_of_runs(denominator)
     if not (over.known and under.known):
         return _of_medians(numerator, denominator)
@@ -108,10 +98,7 @@ def apart_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Rat
 
 
 def median_of_runs(values: Sequence[float], seed: int = 0) -> Estimate:
-    """Return the median of positive values, one for each run, without an interval of one run.
-
-    Raises ValueError: there is no value, or one is not positive.
-    """
+    """Return the median of positive values, without an interval if there is one. ValueError."""
     data = np.asarray(values, dtype=np.float64)
     if not data.size or not (data > 0).all():
         raise ValueError(f"expected positive values, got {list(values)}")
@@ -124,22 +111,18 @@ def median_of_runs(values: Sequence[float], seed: int = 0) -> Estimate:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the distance of the quartiles."""
+    """Return the interquartile range."""
     q1, q3 = np.percentile(np.asarray(values), [25, 75])
     return float(q3 - q1)
 
 
 def agree(a: Estimate, b: Estimate) -> bool:
-    """Whether two intervals overlap; an unknown one holds everything."""
+    """Return whether two intervals overlap; an unknown one contains everything."""
     return a.low <= b.high and b.low <= a.high
 
 
 def block_means(values: np.ndarray, owner: np.ndarray, resamples: int, seed: int) -> np.ndarray:
-    """Return means over tokens of resampled documents.
-
-    `values`: [S, N], statistics by token; `owner`: [N], document of each token. Returns [S,
-    resamples]: each the sum over the drawn documents, divided by their tokens.
-    """
+    """Return resampled means, [S, resamples], of values [S, N] with documents `owner` [N]."""
     names, index = np.unique(owner, return_inverse=True)
     count = len(names)
     sums = np.stack([np.bincount(index, row, count) for row in (*values, np.ones(len(owner)))])
@@ -165,10 +148,7 @@ def of_documents(value: float, resampled: np.ndarray, documents: int) -> Estimat
 
 
 def student(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, within 0.1 %.
-
-    Source: Abramowitz and Stegun 26.7.5.
-    """
+    """Return Student's t 97.5 % quantile, within 0.1 % (Abramowitz and Stegun 26.7.5)."""
     if freedom <= len(_T):
         return _T[freedom - 1]
     z = _Z

@@ -1,4 +1,4 @@
-"""How far the weights of a quantised tensor are from the float ones, and how far is normal."""
+"""Weight error of a quantised tensor, and the error to be expected."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from clocher_kernels.formats import Format, Int4, Int8, Ternary, parse_format, s
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 Tensor = QuantTensor | np.ndarray
-"""A matrix as stored, or a vector in fp32."""
+"""A matrix as stored, or an fp32 vector."""
 
 # A piece and what is made of it stay in the cache of a core.
 _STEP = 1 << 15
@@ -45,7 +45,7 @@ class TensorError:
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are stored in the same way, byte for byte."""
+    """Return whether two tensors are stored alike, byte for byte."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         arrays = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
         return arrays and _equal(np.asarray(a), np.asarray(b))
@@ -55,7 +55,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 
 def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -> TensorError:
-    """Return the error of a tensor, a few rows at a time."""
+    """Return a tensor's error, computed a few rows at a time."""
     dot = own = other = wrong = largest = 0.0
     clipped = 0
     finite = True
@@ -90,11 +90,7 @@ def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -
 
 
 def expected_rms(format_name: str, shape: tuple[int, ...]) -> float:
-    """Return the relative error that rounding to nearest has on weights with heavy tails.
-
-    About half a million samples of Student's t with 5 degrees of freedom are encoded and decoded:
-    as many matrices of the shape as that makes, or a part of one.
-    """
+    """Return the relative RMS error of rounding about half a million samples of Student's t(5)."""
     columns = min(shape[-1] if shape else 1, _SAMPLE)
     rows = max(1, min(shape[-2] if len(shape) > 1 else 1, _SAMPLE // columns))
     return _sampled_rms(format_name, rows, columns)
@@ -132,7 +128,7 @@ def _equal(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
-    """Yield a few rows at a time, where both tensors can be cut between rows."""
+    """Yield a few rows at a time, where both tensors can be cut."""
     if not (_has_rows(tensor) and _has_rows(other)):
         yield tensor
         return
@@ -151,7 +147,7 @@ def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
 
 
 def _has_rows(tensor: Tensor) -> bool:
-    """Return whether each row of a matrix, or of a stack of them, is a row of each plane."""
+    """Return whether each row of a matrix or stack is a row of each plane."""
     if len(tensor.shape) < 2 or isinstance(tensor, np.ndarray):
         return len(tensor.shape) > 1
     lead = tensor.shape[:-1]

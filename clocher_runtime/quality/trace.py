@@ -1,8 +1,4 @@
-"""Traces: what a run generated for each prompt, as JSONL, so that another program can check it.
-
-One line is one prompt; docs/verification.md lists the fields. A trace is written as the run goes,
-between its steps and under a temporary name, and read as strictly as a model file.
-"""
+"""Traces: each prompt's generation as JSONL, for another program; see docs/verification.md."""
 
 import hashlib
 from collections.abc import Sequence
@@ -33,7 +29,7 @@ _SAMPLED_BYTES = 4096
 
 
 class TopLogits(Struct, frozen=True, forbid_unknown_fields=True):
-    """The largest logits of one step, the largest first."""
+    """Top logits of one step, largest first."""
 
     ids: _Ids  # token ids
     # their logits as the engine had them; where they are not finite, a file has None
@@ -41,7 +37,7 @@ class TopLogits(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Sampling(TypedDict):
-    """How the tokens of a run were drawn."""
+    """Sampling parameters of a run."""
 
     temperature: _Amount
     top_k: _Whole
@@ -52,7 +48,7 @@ class Sampling(TypedDict):
 class Trace(
     Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=SCHEMA, tag_field="schema"
 ):
-    """What was generated for one prompt."""
+    """The generation of one prompt."""
 
     version: str  # of Clocher
     model: str  # what the run called it
@@ -70,15 +66,12 @@ class Trace(
 
     @property
     def greedy(self) -> bool:
-        """Whether the run took the most likely token at each step."""
+        """Whether the run was greedy."""
         return self.sampling["temperature"] == 0
 
 
 def top_logits(logits: np.ndarray, count: int) -> TopLogits:
-    """Return the largest logits; of equal ones those with the lower ids come first.
-
-    `logits`: fp32 [V].
-    """
+    """Return the largest of logits fp32 [V], ties by lower id."""
     scores = np.where(np.isnan(logits), -np.inf, logits)
     count = min(count, scores.size)
     floor = np.partition(scores, scores.size - count)[scores.size - count]
@@ -88,12 +81,10 @@ def top_logits(logits: np.ndarray, count: int) -> TopLogits:
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """Return a SHA-256 that tells models apart without reading all of their weights.
+    """Return a SHA-256 that tells models apart without reading all weights; no proof of integrity.
 
-    It covers name, format and shape of each tensor and the first and last 4096 elements of each of
-    its planes, in the order of names; of tensors that are repacked when they are read only name,
-    format and shape. The container does not matter: a checkpoint and its unquantised IEBIN
-    conversion have the same fingerprint. It is no proof against tampering.
+    Covers names, formats, shapes and both ends (4096 elements) of each plane, but no data of
+    repacked tensors. A checkpoint and its unquantised IEBIN conversion agree.
     """
     digest = hashlib.sha256()
     for name in sorted(checkpoint.tensors):
@@ -109,21 +100,14 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def write_trace(path: Path, traces: Sequence[Trace]) -> None:
-    """Write traces, one line each; a file of that name is replaced in one step.
-
-    Raises UsageError: it cannot be written.
-    """
+    """Write traces, one line each, atomically. Raises UsageError."""
     with JsonlWriter(path, "--trace-ids") as file:
         for trace in traces:
             file.write(document(trace))
 
 
 def read_trace(path: Path) -> list[Trace]:
-    """Read a trace.
-
-    Raises UsageError: it cannot be read, is larger than 1 GiB, or a line is not one of this schema;
-    the message names the line and the field.
-    """
+    """Read a trace of at most 1 GiB; UsageError names the bad line and field."""
     try:
         data = read_bytes(path, MAX_BYTES)
         lines = [line for line in enumerate(data.split(b"\n"), start=1) if line[1].strip()]
@@ -136,7 +120,7 @@ def read_trace(path: Path) -> list[Trace]:
 
 
 def document(trace: Trace) -> dict[str, Any]:
-    """Return the object that a line holds."""
+    """Return a line's object."""
     found: dict[str, Any] = finite(msgspec.to_builtins(trace))
     return found
 

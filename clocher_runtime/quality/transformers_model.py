@@ -1,4 +1,4 @@
-"""Hugging Face transformers as the other implementation that a trace is compared with."""
+"""Hugging Face transformers as the reference for a trace."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,23 +13,15 @@ from clocher_runtime.quality.verify import Encode
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TOLERANCES = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.25}
-"""How far logits of a correct engine may be from those computed in a dtype: in 16 bits, four units
-in the last place of logits from 8 to 16."""
+"""Largest error of a correct engine's logits; in 16 bits, 4 ULP of logits from 8 to 16."""
 INSTALL = "python -m pip install torch transformers accelerate"
 
 
 class HfModel:
-    """A causal language model of transformers, loaded from local safetensors files.
-
-    Code that comes with a model is never run.
-    """
+    """A causal transformers model from local safetensors; a model's own code is never run."""
 
     def __init__(self, directory: Path, device: str, dtype: str | None) -> None:
-        """Load it.
-
-        Raises UsageError: transformers is not installed, or the model does not run in this dtype;
-        DeviceError: there is no such device; ModelError: transformers cannot load it.
-        """
+        """Load it. Raises UsageError, DeviceError, ModelError."""
         config = parse_object((directory / CONFIG).read_bytes(), str(directory / CONFIG))
         quantization = config.get("quantization_config") or {}
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
@@ -73,7 +65,7 @@ class HfModel:
         return int(self._model.get_input_embeddings().num_embeddings)
 
     def logits(self, ids: Sequence[int], last: int) -> np.ndarray:
-        """Return the logits after each of the last ids, fp32 [last, V]."""
+        """Return the logits after the last ids, fp32 [last, V]."""
         torch = self._torch
         try:
             with torch.inference_mode():
@@ -86,10 +78,7 @@ class HfModel:
 
 
 def hf_tokenizer(directory: Path) -> Encode:
-    """Return the tokenizer of transformers, as a function from text to ids.
-
-    Raises UsageError: transformers is not installed; ModelError: it cannot load the tokenizer.
-    """
+    """Return transformers' tokenizer as a function. Raises UsageError, ModelError."""
     try:
         import transformers
     except ImportError as error:

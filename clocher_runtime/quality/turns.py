@@ -1,8 +1,4 @@
-"""Things that are compared run in turns.
-
-A shared machine drifts from minute to minute, so what is compared runs in the same minute: in every
-round each contestant runs once, and the order turns by one from round to round.
-"""
+"""Interleaved runs of contestants, since a shared machine drifts from minute to minute."""
 
 from collections.abc import Callable, Mapping
 from typing import TypeVar
@@ -15,11 +11,7 @@ def in_turns(
     rounds: int,
     before: Callable[[int, Key], object] | None = None,
 ) -> dict[Key, list[float]]:
-    """Run every contestant once a round.
-
-    `rounds`: how often; one more round comes first and is thrown away. Returns the measurements of
-    each contestant, by round.
-    """
+    """Run contestants once a round, rotating, after a warm-up round; return their measurements."""
     names = list(runs)
     found: dict[Key, list[float]] = {name: [] for name in names}
     done = 0

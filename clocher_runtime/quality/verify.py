@@ -1,9 +1,4 @@
-"""Comparing a trace with another implementation of the same model.
-
-The reference is fed the prompt ids and then the ids that the engine generated, so that every step
-is judged on its own: one difference does not hide or cause the next. It may be anything that gives
-logits; scripts/verify_hf_generation_ids.py hands in Hugging Face transformers.
-"""
+"""Compare a trace with another implementation, which is fed the generated ids step by step."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -29,21 +24,17 @@ class Reference(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Ids that it knows: 0 up to, not including, this."""
+        """Number of ids that it knows."""
 
     def logits(self, ids: Sequence[int], last: int) -> np.ndarray:
-        """Return its logits after each of the last ids, fp32 [last, V]."""
+        """Return its logits after the last ids, fp32 [last, V]."""
 
 
 Encode = Callable[[str], Sequence[int]]
 
 
 class Checks(NamedTuple):
-    """What is compared, and how closely.
-
-    A token whose logit, by the reference, is at most `logits_tol` below the reference's largest is
-    a near tie; a traced logit further than this from the reference's is a difference.
-    """
+    """What to compare; `logits_tol` bounds near ties and differences of traced logits."""
 
     topk: int = 5  # size of the sets of largest logits that are compared
     logits_tol: float = 1e-3
@@ -52,12 +43,7 @@ class Checks(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One difference.
-
-    Its kind is "prompt" (the tokenizer gives other ids), "vocabulary" (an id that the reference
-    does not know), "token" (another next token), "logits" (a traced logit is beyond the tolerance)
-    or "near-tie" (another next token, within the tolerance).
-    """
+    """One difference, of kind "prompt", "vocabulary", "token", "logits" or "near-tie"."""
 
     kind: Kind
     prompt: int  # number of the prompt, from 0
@@ -77,7 +63,7 @@ class Finding:
 
 @dataclass(slots=True, kw_only=True)
 class Report:
-    """What the comparison gave; the tokens are counted as equal, near ties or mismatches."""
+    """Result of the comparison; tokens are equal, near ties or mismatches."""
 
     prompts: int = 0
     prompts_checked: int = 0  # prompts whose text was tokenised again
@@ -99,7 +85,7 @@ class Report:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the verdict: a near tie is not a mismatch, but it is never called a match."""
+        """Return the verdict; near ties are no mismatch, but no match either."""
         wrong = self.mismatches + self.logits_beyond_tol + self.unknown_ids
         if wrong or self.prompts_equal != self.prompts_checked:
             return "mismatch"
@@ -110,7 +96,7 @@ class Report:
         return {"schema": SCHEMA, "verdict": self.verdict, **asdict(self)}
 
     def add(self, kind: Kind, prompt: int, step: int, *numbers: float | None) -> None:
-        """Note a difference: got, expected and the gap; what is not finite becomes None."""
+        """Note a difference (got, expected, gap); non-finite numbers become None."""
         if len(self.findings) < MAX_FINDINGS:
             self.findings.append(Finding(kind, prompt, step, *finite(list(numbers))))
         else:
@@ -124,11 +110,7 @@ def verify(
     encode: Encode | None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Compare traces with a reference.
-
-    `reference`: None compares no steps. Raises UsageError: steps of a run that was not greedy
-    cannot be compared.
-    """
+    """Compare traces with a reference; None compares no steps. UsageError if not greedy."""
     if reference is not None:
         for number, trace in enumerate(traces):
             if not trace.greedy:
@@ -170,7 +152,7 @@ def _check_prompt(report: Report, number: int, trace: Trace, encode: Encode) -> 
 
 
 def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -> bool:
-    """Whether the reference knows all ids; the first that it does not know is a finding."""
+    """Return whether the reference knows all ids; report the first unknown one."""
     for step, token in enumerate(trace.prompt_ids + trace.generated_ids):
         if token >= vocab_size:
             report.unknown_ids += 1
@@ -182,7 +164,7 @@ def _ids_are_known(report: Report, number: int, trace: Trace, vocab_size: int) -
 def _check_step(
     report: Report, checks: Checks, number: int, trace: Trace, step: int, row: np.ndarray
 ) -> float | None:
-    """Compare one step; return the share of traced largest logits that the reference has too."""
+    """Compare one step; return the share of traced top logits that the reference has too."""
     got, expected = trace.generated_ids[step], int(row.argmax())
     gap = float(row[expected] - row[got])
     report.steps += 1
@@ -225,11 +207,8 @@ def _check_logits(
 
 
 def summary(report: Report, same: bool | None) -> Iterator[str]:
-    """Yield lines that sum up for a person.
-
-    `same`: whether the run had the weights of the reference; None: not known.
-    """
-    # The first of each kind in each prompt says most; what follows it is often its consequence.
+    """Yield summary lines; `same`: whether the weights are the reference's, None if unknown."""
+    # The first of each kind in each prompt says most; later ones often follow from it.
     first = {(f.prompt, f.kind): f for f in reversed(report.findings)}
     shown = [f for f in report.findings if first[f.prompt, f.kind] is f][:MAX_SHOWN]
     for finding in shown:

@@ -1,14 +1,11 @@
-"""Bits where they matter: choose the formats of a plan so that a target size does least harm.
+"""Choose the formats of a plan so that a target size does least harm.
 
-A unit is what must be decided together: query, key and value of a layer; gate and up; the down
-projection; all experts of a layer, gate_up and down apart. The harm of a candidate is the KL
-divergence measured on calibration text with this unit alone quantised to the smallest candidate,
-times the candidate's weighted error relative to that of the smallest (sampled rows). Harms of units
-nearly add up. Going up the lower convex hulls of the units by harm saved per byte finds the best
-assignment at the target; what is left of the budget goes to the best upgrades that fit.
+Units (query, key and value; gate and up; down; experts) are decided one by one. The harm of a
+candidate is the KL divergence with this unit alone quantised to the smallest candidate, times its
+weighted error relative to that. Upgrades follow the lower convex hulls by harm per byte; the rest
+of the budget goes to the best upgrades that fit.
 
-Source: measured sensitivity as in exllamav3's `measure`, hulls and price as in llama.cpp's
-target-bpw proposal (pull request 15550).
+Source: exllamav3's `measure`; llama.cpp's target-bpw proposal (pull request 15550).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,11 +31,11 @@ CANDIDATES: tuple[Format, ...] = (
     Int8(128, "f16"),
     Int8(32, "f16"),
 )
-"""Formats that a unit may get: 4.125 to 8.5 bits per weight."""
+"""Formats that a unit may get, 4.125 to 8.5 bits per weight."""
 
 
 class Option(NamedTuple):
-    """One format of a unit: what it costs and the harm that it does."""
+    """One format of a unit: its bytes and harm."""
 
     format: Format
     nbytes: int
@@ -46,10 +43,7 @@ class Option(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """An assignment: the index of each unit's option, and the price along the hulls.
-
-    The price is the harm per byte that the last upgrade saved; 0 if all were taken.
-    """
+    """Each unit's option, and the harm per byte of the last upgrade; 0 if all were taken."""
 
     taken: tuple[int, ...]
     price: float
@@ -66,14 +60,10 @@ def allocate(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> tuple[QuantPlan, dict[str, Any]]:
-    """Choose formats for the linears of the blocks, so that a plan has a size.
+    """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
 
-    Embedding, head, and whatever else the plan names keep the formats of their rules.
-
-    `target_bpw`: bits per weight of all tensors of the plan together, scales included. Returns the
-    plan with the chosen formats, and a record: the target, the size, the price, and for each unit
-    its measured harm and every candidate's estimate. Raises UsageError: the target cannot be met,
-    or nothing is left to choose.
+    `target_bpw`: bits per weight of all tensors of the plan, scales included. Returns the new plan
+    and a record: target, size, price, and each unit's harms.
     """
     by_name: dict[str, list[PlannedTensor]] = {}
     pinned = []
@@ -140,10 +130,7 @@ def allocate(
 
 
 def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
-    """Choose an option per unit: at most `budget` bytes, least harm along the convex hulls.
-
-    `options`: of each unit; the smallest of all units must fit the budget together.
-    """
+    """Choose an option per unit: at most `budget` bytes, least harm along the convex hulls."""
     hulls = [_hull(row) for row in options]
     taken = [hull[0] for hull in hulls]
     spent = sum(row[i].nbytes for row, i in zip(options, taken, strict=True))
@@ -178,7 +165,7 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
 
 
 def allocation_table(record: Mapping[str, Any]) -> list[str]:
-    """Return the lines of a table for people: every unit, its harm, its format."""
+    """Return table lines for people: every unit's harm and format."""
     lines = [
         f"target {record['target_bpw']:g} bits per weight, reached {record['bpw']:.4f}; "
         f"harm: {record['signal']} measured on {record['tokens']} tokens",
@@ -194,7 +181,7 @@ def allocation_table(record: Mapping[str, Any]) -> list[str]:
 
 
 def unit_of(name: str) -> str | None:
-    """Return the unit that a tensor belongs to: "3.qkv", "3.o", "3.gate_up", "3.down", or None."""
+    """Return a tensor's unit, "3.qkv", "3.o", "3.gate_up", "3.down", or None."""
     prefix, dot, rest = name.removeprefix("model.layers.").partition(".")
     if not (name.startswith("model.layers.") and dot and prefix.isdigit()):
         return None
@@ -212,12 +199,11 @@ _KINDS = {
 
 
 def _slope(low: Option, high: Option) -> float:
-    """Return the harm that an upgrade saves per byte."""
     return (low.harm - high.harm) / (high.nbytes - low.nbytes)
 
 
 def _hull(row: Sequence[Option]) -> list[int]:
-    """Return the options on the lower convex hull of (bytes, harm), the smallest first."""
+    """Return the options on the lower convex hull of (bytes, harm), smallest first."""
     order = sorted(range(len(row)), key=lambda i: (row[i].nbytes, row[i].harm))
     hull: list[int] = []
     for i in order:

@@ -1,13 +1,9 @@
-"""Calibration: quantise the linears of a model, layer by layer, with what they see of a text.
+"""Calibration: quantise a model's linears layer by layer, with their inputs on a text.
 
-One forward of the float model over the text. The inputs of a layer's linears are summed (`rows`),
-then its matrices are quantised (`matrix`), and the layer is written before the next one begins.
-Layers do not depend on each other's results: GPTQ with the inputs that the quantised layers before
-would give was measured and gained nothing at four bits. Equal inputs, seed and thread count of the
-BLAS give equal bytes.
-
-Dense linears wait for the end of their layer. Experts are quantised one by one, each as soon as it
-has seen its tokens, so that one Hessian per matmul is in memory, not one per expert.
+One forward of the float model collects each layer's inputs, then the layer is quantised and
+written. Layers are independent: feeding GPTQ the quantised layers' outputs gained nothing at four
+bits. Experts are quantised one by one, to hold one Hessian at a time. Equal inputs, seed and BLAS
+threads give equal bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -48,13 +44,13 @@ Progress = Callable[[int, int, str], None]
 
 METHODS = ("imx", "gptq")
 POOL_ROWS = 2048
-"""Tokens of a layer that every expert with few tokens of its own is shown."""
+"""Tokens of a layer shown to every expert with few of its own."""
 
 _BLOCK_ELEMENTS = 1 << 25
 
 
 class LayerJob:
-    """Observes a layer and quantises its wanted tensors; `records` is what is known of each."""
+    """Observes a layer and quantises its wanted tensors, with `records` of each."""
 
     def __init__(
         self, walk: Walk, wanted: Mapping[str, PlannedTensor], threads: int, seed: int
@@ -114,7 +110,7 @@ class LayerJob:
         self._router = 0.0
 
     def finish(self) -> dict[str, QuantTensor]:
-        """Quantise what is left and return every wanted tensor of the layer, in their order."""
+        """Quantise the rest and return the layer's wanted tensors in order."""
         for stats, names in self._dense:
             if names:
                 inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
@@ -132,7 +128,7 @@ class LayerJob:
         }
 
     def _quantise(self, name: str, inputs: Inputs, tokens: int) -> None:
-        """Quantise a dense matrix, whose rows do not depend on each other, in blocks of rows."""
+        """Quantise a dense matrix in blocks of rows, which are independent."""
         rows, columns = self._wanted[name].shape
         step = max(1, _BLOCK_ELEMENTS // columns)
         for start in range(0, rows, step):
@@ -142,7 +138,6 @@ class LayerJob:
         self._tokens[name] = [tokens]
 
     def _solve(self, name: str, place: int | slice, values: np.ndarray, inputs: Inputs) -> None:
-        """Quantise an expert, or a block of rows."""
         tensor = self._wanted[name]
         outcome = solve_matrix(values, tensor.format, tensor.method, inputs, threads=self._threads)
         if name not in self._planes:
@@ -176,7 +171,7 @@ class LayerJob:
         }
 
     def _pooled(self, name: str, own: InputStats, hidden: Hidden) -> InputStats | None:
-        """Return the statistics of the layer's tokens sent through an expert that has few."""
+        """Return the statistics of the layer's tokens sent through an expert with few tokens."""
         columns = self._wanted[name].shape[2]
         enough = 4 * columns if self._needs_hessian(name) else MIN_TOKENS
         if own.tokens >= enough and len(own.held) >= MIN_HELD:
@@ -199,7 +194,7 @@ class LayerJob:
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """What is known of a calibrated tensor."""
+    """The record of a calibrated tensor."""
 
     method: str  # the method that was asked for
     fallback: str | None  # None, or what was taken instead and why; for experts how many of them
@@ -223,12 +218,7 @@ def calibrate(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> dict[str, Calibrated]:
-    """Quantise the tensors of a plan whose method is "imx" or "gptq".
-
-    Of the token sequences one in sixteen, chosen by the seed, is held out. `parts` gets each layer
-    when it is done, and knows those done before. Raises UsageError: a tensor of the plan cannot be
-    calibrated, or the text does not fit the model.
-    """
+    """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
     by_part: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():

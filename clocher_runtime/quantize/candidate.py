@@ -1,4 +1,4 @@
-"""The models that the gate is asked about: a directory, or a manifest over the reference."""
+"""The models to judge: a directory, or a manifest over the reference."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -17,7 +17,7 @@ from clocher_runtime.quality.evaluate import Record
 from clocher_runtime.quantize.job import quantised_checkpoint
 
 MANIFEST = "q4_manifest.json"
-"""Beside an IEBIN: what `clocher quantize` did to each tensor, and how good it is."""
+"""Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
 
 Records = Mapping[str, Record]
 
@@ -25,11 +25,7 @@ Records = Mapping[str, Record]
 def open_candidate(
     path: Path, reference: Checkpoint, precision: str | None = None, threads: int = 1
 ) -> Model:
-    """Open a model that is to be judged: a directory, whose hashes are checked, or a manifest.
-
-    A manifest is applied to the checkpoint of the float model. Raises ModelError: the model is
-    missing, damaged or unknown; UsageError: the manifest, or the precision, cannot be used.
-    """
+    """Open a model to judge: a directory, with hashes checked, or a manifest for `reference`."""
     if path.is_file():
         checkpoint = quantised_checkpoint(reference, load_q4_map(path), threads)
     else:
@@ -38,14 +34,7 @@ def open_candidate(
 
 
 def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
-    """Find what manifests say of the tensors of models.
-
-    A model that is a manifest speaks for itself. An IEBIN keeps the SHA-256 of the manifest that
-    it was made with, which `clocher quantize` leaves beside it.
-
-    Raises ModelError: a file cannot be read; UsageError: no model was made with one of the
-    manifests.
-    """
+    """Return manifests' records by model; an IEBIN names its manifest by SHA-256."""
     given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}
     found: dict[Path, Records] = {}
     used = set()
@@ -72,10 +61,7 @@ def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[
 
 
 def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
-    """Return what a manifest says of its tensors; what has another form than it should is left out.
-
-    Rounding is assumed of tensors that it says nothing about, and that is the strictest.
-    """
+    """Return a manifest's valid records; tensors without one count as rounded, the strictest."""
     tensors = manifest.get("tensors")
     found = {}
     for entry in tensors if isinstance(tensors, list) else []:
@@ -93,10 +79,7 @@ def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
 
 
 def records_of_gptq(checkpoint: Checkpoint) -> dict[str, Record]:
-    """Return what a GPTQ checkpoint says of its packed tensors, none of another kind.
-
-    Its config.json names the method, also in an IEBIN that it was converted to.
-    """
+    """Return the records of a GPTQ checkpoint, or its IEBIN conversion, by its config.json."""
     settings = checkpoint.config.get("quantization_config")
     if not isinstance(settings, dict) or settings.get("quant_method") != "gptq":
         return {}

@@ -1,9 +1,8 @@
-"""Walk a model over calibration text, layer by layer, and show every linear's input.
+"""Walk a model over calibration text, layer by layer, showing every linear's input.
 
-The walk executes the calls of the model's Plan with the ops' own references, except where a
-reference decodes or loops more than whole texts can bear: matmuls are fp32 BLAS calls, attention
-is a whole sequence at once, and experts are visited one after another, each with all its tokens.
-Only one decoded matrix is in memory at a time. Hidden states live in an unnamed temporary file.
+Calls of the model's Plan run with the ops' references, but matmuls use fp32 BLAS, attention takes a
+whole sequence and experts are visited one after another. One decoded matrix is in memory; hidden
+states live in an unnamed temporary file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +40,7 @@ from clocher_runtime.quantize.inputs import (
 )
 
 CHUNK_TOKENS = 2048
-"""Tokens that are computed at a time; longer sequences are a chunk of their own."""
+"""Tokens per chunk; longer sequences are a chunk of their own."""
 
 _LOGITS = 1 << 26
 _HEAD_ROWS = 1 << 14
@@ -49,7 +48,7 @@ _HEAD_ROWS = 1 << 14
 
 @dataclass(slots=True)
 class _Chunk:
-    """Consecutive sequences that are computed together; buffers by name."""
+    """Consecutive sequences computed together; buffers by name."""
 
     rows: slice
     lengths: tuple[int, ...]
@@ -99,7 +98,7 @@ class Walk:
         return list(sites_of(layer, self._layers[layer]).values())
 
     def matrices(self, layer: int) -> list[str]:
-        """Return the names of all matrices that a layer multiplies by."""
+        """Return the names of a layer's matrices."""
         return [call.args["w"] for call in self._layers[layer] if multiplies(call)]
 
     def restart(self) -> None:
@@ -117,10 +116,7 @@ class Walk:
         observer: Observer | None = None,
         weights: Mapping[str, QuantTensor] | None = None,
     ) -> None:
-        """Compute a layer from the state; `advance` makes the result the state.
-
-        The observer is shown the inputs of the linears; `weights` replace the checkpoint's.
-        """
+        """Compute a layer from the state, showing inputs; `weights` replace the checkpoint's."""
         self._overlay = weights or {}
         calls = self._layers[index]
         first_of = sites_of(index, calls)
@@ -145,11 +141,11 @@ class Walk:
         self.checkpoint.release()
 
     def advance(self) -> None:
-        """Make the result of the last `layer` the state."""
+        """Make the last `layer` result the state."""
         self.state, self._next = self._next, self.state
 
     def save(self, store: RowStore) -> None:
-        """Copy the state into a store of its size."""
+        """Copy the state into a store."""
         for chunk in self._chunks:
             store[chunk.rows] = self.state[chunk.rows]
             store.release()
@@ -161,7 +157,7 @@ class Walk:
             store.release()
 
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
-        """Yield (rows, logits [m, V]) from the state after the last layer, a few rows at a time."""
+        """Yield (rows, logits [m, V]) after the last layer, a few rows at a time."""
         for rows, x, name in self._head():
             table = self.tensor(name)
             vocab = table.shape[0]
@@ -176,12 +172,11 @@ class Walk:
                 yield slice(first, first + len(piece)), y
 
     def head_inputs(self, observer: Observer) -> None:
-        """Show the inputs of the output head, from the state after the last layer."""
+        """Show the inputs of the output head after the last layer."""
         for rows, x, name in self._head():
             observer.linear(Site(-1, (name,)), x, rows)
 
     def _head(self) -> Iterator[tuple[slice, np.ndarray, str]]:
-        """Yield (rows, the head's inputs, its tensor's name) of each chunk."""
         norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
         for chunk in self._chunks:
             chunk.buffers = {norm.args["x"]: self.state[chunk.rows]}
@@ -190,7 +185,7 @@ class Walk:
             yield chunk.rows, x, head.args["w"]
 
     def tensor(self, name: str) -> QuantTensor:
-        """Return a matrix as the walk uses it."""
+        """Return a matrix: replaced, ternarised or as stored."""
         if name in self._overlay:
             return self._overlay[name]
         tensor = self.checkpoint.tensor(name)
@@ -222,7 +217,6 @@ class Walk:
         first_of: Mapping[int, Site] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Execute calls on a chunk; buffers are made when they are first written."""
         for number, call in enumerate(calls):
             if observer is not None and first_of and number in first_of:
                 observer.linear(first_of[number], chunk.buffers[source_of(call)], chunk.rows)
@@ -295,7 +289,6 @@ class Walk:
         chosen: np.ndarray,
         observer: Observer | None,
     ) -> None:
-        """Add the experts' outputs to the next state, one expert at a time."""
         names = gate_up.args["w"], down.args["w"]
         biases = [self._vector(call, "bias") for call in (gate_up, down)]
         limit, alpha = float(gate_up.attrs["limit"]), float(gate_up.attrs["alpha"])

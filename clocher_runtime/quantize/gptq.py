@@ -1,15 +1,11 @@
-"""One matrix and what calibration knows of its input: GPTQ or the search, and a judgement.
+"""Quantise one matrix by GPTQ or by search, and judge the result.
 
-GPTQ works on grids that are chosen beforehand: round column by column, correct the columns to come.
-The grids (scales and zero points) are those that `imx.search` found on the original columns, so
-columns may be visited in any order and the result needs no index at run time ("static groups").
-Columns are visited from the largest diagonal element of the Hessian to the smallest.
+GPTQ rounds column by column and corrects later columns, on the grids of `imx.search` ("static
+groups"), from the largest diagonal element of the Hessian to the smallest. With H^-1 = U^T U, the
+error of column i is e_i = (w_i - value_i) / U_ii and sum e_i^2 = tr((W - Q) H (W - Q)^T).
 
-With H^-1 = U^T U, U upper triangular, the error of column i is e_i = (w_i - value_i) / U_ii, and
-sum e_i^2 is exactly the loss tr((W - Q) H (W - Q)^T): the test of the whole recursion.
-
-GPTQ is taken where it beats the search on held-out inputs, and either only where its output error
-is at most 1.02 of that of plain rounding. What was not taken is named in `Outcome.fallback`.
+GPTQ is taken where it beats the search on held-out inputs, either only where its output error is at
+most 1.02 times that of rounding; `Outcome.fallback` names what was not taken.
 
 Source: Frantar et al. 2023 (arXiv 2210.17323).
 """
@@ -34,7 +30,7 @@ _TRIANGLE = 96
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Factor:
-    """The factor of a damped Hessian, in the order in which columns are visited."""
+    """Factor of a damped Hessian, in the order of column visits."""
 
     order: np.ndarray  # column visited at each step, [K]
     upper: np.ndarray  # U, [K, K], of the permuted Hessian
@@ -50,10 +46,7 @@ class Solution:
 
 
 def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
-    """Pull the Hessian of few tokens towards one of many: (n H + t P) / (n + t), t = K / 4.
-
-    `hessian`: [K, K], of `tokens` tokens; `pooled`: [K, K], of all tokens of the layer.
-    """
+    """Pull a Hessian [K, K] of few tokens towards `pooled`: (n H + t P) / (n + t), t = K / 4."""
     weight = len(pooled) / 4
     mixed = hessian * np.float32(tokens / (tokens + weight))
     mixed += pooled * np.float32(weight / (tokens + weight))
@@ -63,11 +56,7 @@ def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
 def factorise(
     hessian: np.ndarray, damp: float = DAMP, dtype: type[np.floating] = np.float32
 ) -> Factor | None:
-    """Factorise a Hessian in float64; damp it more, up to 20 times, until that succeeds.
-
-    `hessian`: [K, K], symmetric; columns that were never active have zeros. Returns the factor, or
-    None if the Hessian is zero, not finite, or cannot be factorised.
-    """
+    """Factorise a Hessian [K, K] in float64, damped as needed; None if impossible or zero."""
     diagonal = np.diagonal(hessian).astype(np.float64)
     mean = float(diagonal.mean())
     if not np.isfinite(mean) or mean <= 0:
@@ -92,7 +81,7 @@ def factorise(
 
 
 def _invert_lower(matrix: np.ndarray) -> None:
-    """Invert a lower triangular matrix in place, by halves."""
+    """Invert a lower triangular matrix in place, recursively by halves."""
     size = len(matrix)
     if size <= _TRIANGLE:
         matrix[...] = np.tril(np.linalg.inv(matrix))
@@ -105,12 +94,7 @@ def _invert_lower(matrix: np.ndarray) -> None:
 
 
 def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
-    """Quantise a matrix on given grids so that its outputs, not its weights, stay close.
-
-    `values`: [N, K], fp32 or, to check the arithmetic, fp64; `grid`: a quantised form of the same
-    matrix, for its scales and zero points. Raises UsageError: the grid's format is neither `Int4`
-    nor `Int8`; ShapeError: the sizes differ.
-    """
+    """GPTQ of values [N, K] fp32 or fp64 on an `Int4` or `Int8` grid, else UsageError."""
     rows, columns = values.shape
     fmt = grid.format
     if not isinstance(fmt, Int4 | Int8) or fmt.group == "tensor":
@@ -152,7 +136,7 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
 
 
 def _levels(grid: QuantTensor) -> tuple[np.ndarray, int, int]:
-    """Return the zero points, [groups, N], and the smallest and largest code."""
+    """Return the zero points, [groups, N], and the code range."""
     rows = grid.shape[0]
     groups = grid.planes["scales"].size // rows
     if isinstance(grid.format, Int8):
@@ -164,14 +148,14 @@ def _levels(grid: QuantTensor) -> tuple[np.ndarray, int, int]:
 
 DO_NO_HARM = 1.02
 MIN_TOKENS = 64
-"""With fewer tokens of its own an expert is quantised with its layer's statistics alone."""
+"""Tokens below which an expert uses its layer's statistics alone."""
 MIN_HELD = 16
-"""With fewer held-out inputs of its own an expert is judged with its layer's."""
+"""Held-out inputs below which an expert is judged with its layer's."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """What is known of a matrix's input."""
+    """Statistics of a matrix's input."""
 
     importance: np.ndarray  # E[x^2] of each column, [K]
     held: np.ndarray  # inputs to judge with, [m, K]; without rows the importance judges
@@ -181,7 +165,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Outcome:
-    """A quantised matrix and how it came about."""
+    """A quantised matrix and how it was made."""
 
     tensor: QuantTensor
     method: str  # "gptq", "imx" or "rtn": whose result it is
@@ -192,10 +176,7 @@ class Outcome:
 
 
 def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
-    """Combine the statistics of a linear, or of an expert, with those of its whole layer.
-
-    `pooled`: of all inputs of the layer; None for dense linears and well-fed experts.
-    """
+    """Combine the statistics of a linear or expert with those of its layer, if `pooled`."""
     own = pooled is None or stats.tokens >= MIN_TOKENS
     source = stats if own or pooled is None else pooled
     held = stats.held
@@ -238,7 +219,7 @@ def solve_matrix(
 
 
 class _Judge:
-    """Output error of a quantised form of a matrix."""
+    """Output error of quantised forms of a matrix."""
 
     def __init__(self, values: np.ndarray, inputs: Inputs) -> None:
         self._values, self._inputs = values, inputs

@@ -1,7 +1,4 @@
-"""The inputs of linears: the text, hidden states in an unnamed file, statistics, who reads what.
-
-The ops over whole texts are what the references of the op table define, without their loops.
-"""
+"""Inputs of linears: the text, hidden states in an unnamed file, statistics, and their readers."""
 
 import mmap
 import os
@@ -20,12 +17,11 @@ from clocher_kernels.plan import Call
 from clocher_kernels.quant_tensor import QuantTensor
 
 HELD_OUT = 16
-"""One sequence in so many is held out."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Text:
-    """Sequences of tokens, one after another."""
+    """Concatenated token sequences."""
 
     ids: np.ndarray  # all tokens, [T] i32
     positions: np.ndarray  # of each token in its sequence, [T] i32
@@ -50,10 +46,7 @@ class Text:
 
 
 def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = HELD_OUT) -> Text:
-    """Lay sequences out; hold one in `held_out` (at least one) out, chosen by the seed.
-
-    Raises UsageError: fewer than two sequences, or an empty one.
-    """
+    """Lay sequences out; hold out one in `held_out` (at least one). Raises UsageError."""
     lengths = tuple(len(sequence) for sequence in sequences)
     if len(lengths) < 2 or min(lengths) < 1:
         raise UsageError(
@@ -73,7 +66,7 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
 
 
 class RowStore:
-    """An fp32 array [rows, columns] in an unnamed temporary file: it need not be resident."""
+    """An fp32 array [rows, columns] in an unnamed temporary file."""
 
     def __init__(self, rows: int, columns: int, directory: Path | None = None) -> None:
         self.shape = (rows, columns)
@@ -84,7 +77,6 @@ class RowStore:
         self._array = np.frombuffer(self._map, np.float32).reshape(self.shape)
 
     def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
-        """Return a copy of rows."""
         return self._array[rows].copy()
 
     def __setitem__(self, rows: slice | np.ndarray, values: np.ndarray) -> None:
@@ -95,20 +87,16 @@ class RowStore:
         self._array[rows] += values
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages; what they hold stays."""
+        """Let the kernel drop the resident pages; the data stays."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 HELD_ROWS = 512
-"""Held-out inputs kept of one site or expert."""
+"""Held-out inputs kept per site or expert."""
 
 
 class InputStats:
-    """Statistics of the inputs x_t of a linear, weighted by p_t (the router's weight, else 1).
-
-    `hessian_sum`: sum of p^2 x x^T, [K, K] fp32, or None. `columns`: K; `hessian`: whether to sum
-    the Hessian, K^2 fp32.
-    """
+    """Statistics of inputs x_t, weighted by p_t (the router's weight, else 1)."""
 
     def __init__(self, columns: int, *, hessian: bool = False) -> None:
         self.tokens = 0
@@ -117,11 +105,7 @@ class InputStats:
         self._held: list[np.ndarray] = []
 
     def add(self, x: np.ndarray, held: np.ndarray, weights: np.ndarray | None = None) -> None:
-        """Sum inputs.
-
-        `x`: [m, K] fp32; `held`: [m] bool, inputs that are only kept for judging; `weights`: [m]
-        fp32, p.
-        """
+        """Sum inputs x [m, K] fp32 with weights p [m]; `held` [m] are only kept for judging."""
         if x.shape[1] != len(self._second) or held.shape != x.shape[:1]:
             raise ShapeError(
                 f"inputs {list(x.shape)} and mask {list(held.shape)}; expected "
@@ -168,7 +152,7 @@ class Site:
 
 
 class Observer(Protocol):
-    """What is told of the inputs while a layer is computed."""
+    """Receives the inputs while a layer is computed."""
 
     def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
         """Take the inputs [m, K] of the tokens in `rows`."""
@@ -176,10 +160,10 @@ class Observer(Protocol):
     def expert(
         self, weights: tuple[str, str], expert: int, inputs: "ExpertInputs", rows: np.ndarray
     ) -> None:
-        """Take the inputs of the next tokens (numbers `rows`) that chose an expert."""
+        """Take the inputs of the next tokens (numbers `rows`) routed to an expert."""
 
     def expert_done(self, weights: tuple[str, str], expert: int, hidden: "Hidden") -> None:
-        """Learn that an expert has seen all its tokens."""
+        """An expert has received all its tokens."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,21 +176,21 @@ class ExpertInputs:
 
 
 Hidden = Callable[[np.ndarray], ExpertInputs]
-"""Compute an expert's hidden layer for any tokens of its layer, numbers [m]; router weights 1."""
+"""An expert's hidden layer for tokens [m] of its layer, with router weights 1."""
 
 
 def source_of(call: Call) -> str:
-    """Return the buffer with the float input of a matmul."""
+    """Return a matmul's float input buffer."""
     return call.args["x"].removesuffix(CODES)
 
 
 def multiplies(call: Call) -> bool:
-    """Return whether a call multiplies tokens by a matrix, their own or that of experts."""
+    """Return whether a call is a matmul, dense or of experts."""
     return call.op == "linear" or of_experts(call)
 
 
 def sites_of(layer: int, calls: Sequence[Call]) -> dict[int, Site]:
-    """Return, for the first matmul of each input, the matmuls that share it."""
+    """Return, by the first matmul of each input, the matmuls that share it."""
     first: dict[str, int] = {}
     members: dict[int, list[str]] = {}
     for number, call in enumerate(calls):
@@ -230,11 +214,10 @@ def causal_attention(
     window: int,
     sinks: np.ndarray | None,
 ) -> np.ndarray:
-    """Attend over one whole sequence: the `attention` op for tokens 0 .. T-1 of an empty cache.
+    """Attend over one whole sequence: the `attention` op with an empty cache.
 
-    `q`: [T, H D] fp32; `k`: [T, Hkv D] fp32; `v`: [T, Hkv D] fp32; `window`: visible keys, the
-    query included; 0 for all; `sinks`: [H], one logit per head that enlarges the denominator.
-    Returns [T, H D] fp32.
+    `q`: [T, H D], `k` and `v`: [T, Hkv D], fp32; `window`: visible keys, the query included; 0 for
+    all; `sinks`: [H], logits added to the denominator. Returns [T, H D] fp32.
     """
     length = len(q)
     queries = q.reshape(length, -1, head_dim)
@@ -265,7 +248,7 @@ def causal_attention(
 
 
 def clamped_swiglu(product: np.ndarray, limit: float, alpha: float) -> np.ndarray:
-    """Return the gated hidden layer [m, I] of interleaved gate and up [m, 2 I]; see `ops.moe`."""
+    """Return gated [m, I] of interleaved gate and up [m, 2 I]; see `ops.moe`."""
     gate, up = np.minimum(product[:, 0::2], limit), np.clip(product[:, 1::2], -limit, limit)
     return np.asarray((up + 1) * gate / (1 + np.exp(-alpha * gate)), np.float32)
 
@@ -277,7 +260,7 @@ def expert_matrix(tensor: QuantTensor, expert: int) -> np.ndarray:
 
 
 def look_up_rows(table: QuantTensor, ids: np.ndarray | slice) -> np.ndarray:
-    """Decode the rows of a table [V, K] that are asked for: fp32 [m, K]."""
+    """Decode rows of a table [V, K], fp32 [m, K]."""
     if all(plane.shape[0] == table.shape[0] for plane in table.planes.values()):
         planes = {name: plane[ids] for name, plane in table.planes.items()}
         rows = len(next(iter(planes.values())))

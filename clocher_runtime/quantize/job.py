@@ -1,4 +1,4 @@
-"""The whole way from a checkpoint and rules to a manifest that the gate has judged."""
+"""The pipeline from a checkpoint and rules to a judged manifest."""
 
 import dataclasses
 import hashlib
@@ -36,18 +36,17 @@ from clocher_runtime.quantize.plan import (
 )
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is done, and (done, total)."""
 
 
 class CalibrationText(NamedTuple):
-    """Text that importance is measured on."""
+    """Text to measure importance on."""
 
     sequences: tuple[tuple[int, ...], ...]  # token ids of each sequence
     record: Mapping[str, Any]  # what the manifest says of it
 
 
 class GateText(NamedTuple):
-    """Held-out text that the result is judged on."""
+    """Held-out text to judge the result on."""
 
     documents: Documents
     limits_class: str | None  # a key of `gate.LIMITS`; None: by the formats
@@ -72,10 +71,7 @@ class Job:
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
 
     def plan(self) -> QuantPlan:
-        """Return what will be done, from names and shapes alone.
-
-        Raises UsageError: as `build_plan`, or calibration is needed and there is no text.
-        """
+        """Return the plan, from names and shapes alone. Raises UsageError."""
         plan = build_plan(self.checkpoint, self.rules)
         if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
             what = plan.tensors[plan.calibrated[0]].method if plan.calibrated else "--target-bpw"
@@ -84,7 +80,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended."""
+    """The result of a job."""
 
     verdict: Verdict  # of the gate; "pass" without one
     path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
@@ -95,7 +91,7 @@ class Outcome(NamedTuple):
 
 
 class Needs(NamedTuple):
-    """Bytes that a job and the conversion after it will take."""
+    """Bytes that a job and the following conversion will take."""
 
     memory: int  # resident, about; files that are mapped and can be dropped do not count
     parts: int  # of planes that the manifest keeps until the model is written
@@ -108,12 +104,7 @@ _STATE = 12  # of hidden states, for each token and column
 
 
 def needs_of(job: Job, plan: QuantPlan) -> Needs:
-    """Return what a job will take, known before a weight is read.
-
-    Two tensors are in memory at a time, each as stored and as it will be. Calibration has the
-    results of one layer, a decoded matrix and, for GPTQ, its Hessian and the factor of that. The
-    gate runs the float model, whose weights stay in the file, and the quantised one.
-    """
+    """Return the memory and disk that a job, its calibration and the gate will take."""
     stored = job.checkpoint.tensors
     results = {name: tensor.nbytes for name, tensor in plan.tensors.items()}
     memory = _PROGRAM + 2 * max(stored[name].nbytes + results.get(name, 0) for name in stored)
@@ -137,19 +128,12 @@ def needs_of(job: Job, plan: QuantPlan) -> Needs:
 
 
 def rejected_path(out: Path) -> Path:
-    """Return the path of a manifest that the gate has not let through."""
+    """Return the path of a manifest that failed the gate."""
     return out.with_name(f"{out.stem}.rejected.json")
 
 
 def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
-    """Quantise, judge, and write the manifest.
-
-    A manifest that was there is removed first: it may share its parts with the new one. The parts
-    of a killed run of the same job are used.
-
-    Raises FormatError: a value cannot be quantised; UsageError: the calibration does not know the
-    model; or ModelChanged, OSError.
-    """
+    """Quantise, judge, and write the manifest, resuming a killed run of the same job."""
     tell = progress or (lambda what, done, total: None)
 
     def under(what: str) -> Callable[[int, int, str], None]:
@@ -219,7 +203,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:
-    """Return a checkpoint with the tensors as a manifest has them, computed when they are read."""
+    """Return a checkpoint with a manifest's tensors, computed on demand."""
     formats, _ = q4_map.choose(checkpoint.tensors)
 
     def make(name: str) -> Mapping[str, np.ndarray]:
@@ -259,7 +243,7 @@ def _judge(
 def _quantise(
     job: Job, plan: QuantPlan, parts: PartsWriter, records: Mapping[str, Calibrated], tell: Progress
 ) -> Iterator[Done]:
-    """Round what is rounded, take the rest from the parts, and measure all of it."""
+    """Round the rounded tensors, take the others from the parts, and measure all."""
     total = sum(tensor.params for tensor in plan.tensors.values())
     finished = 0
     for name, planned in plan.tensors.items():
@@ -294,7 +278,6 @@ def _quantise(
 
 
 def _fingerprint(job: Job, plan: QuantPlan, source: Mapping[str, Any]) -> str:
-    """Return what decides the bytes of the parts."""
     tensors = [
         (t.name, t.shape, t.source.name, t.format.name, t.method, str(t.clip))
         for t in plan.tensors.values()

@@ -1,8 +1,4 @@
-"""What a quantisation will do, known before a weight is read; and the manifest of what was done.
-
-The manifest says what was asked for, what was done, how good it is. Nothing in it depends on when
-or where it was made, so equal input gives equal bytes.
-"""
+"""The plan of a quantisation, made before a weight is read, and the manifest of the result."""
 
 import hashlib
 import json
@@ -24,7 +20,7 @@ from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.quality.tensor_error import TensorError
 
 HEADER_BYTES = 1 << 20
-"""What is hashed of a file without --hash: its first MiB, where the names and shapes are."""
+"""Bytes hashed of a file without --hash: names and shapes are in them."""
 
 _STEP = 1 << 22
 _DIGITS = 8
@@ -32,7 +28,7 @@ _DIGITS = 8
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """One tensor [N, K] or [E, N, K] that is to be quantised."""
+    """A tensor [N, K] or [E, N, K] to quantise."""
 
     name: str
     shape: tuple[int, ...]
@@ -55,7 +51,7 @@ class PlannedTensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantPlan:
-    """What becomes of every tensor of a checkpoint."""
+    """The decision about every tensor of a checkpoint."""
 
     tensors: Mapping[str, PlannedTensor]  # to be quantised, layer by layer
     kept: Mapping[str, str]  # the others -> why they stay
@@ -81,7 +77,7 @@ class QuantPlan:
 
     @property
     def quantised_bpw(self) -> float:
-        """Bits per weight of the tensors that are quantised, scales included."""
+        """Bits per weight of the quantised tensors, scales included."""
         tensors = self.tensors.values()
         return 8 * sum(t.nbytes for t in tensors) / sum(t.params for t in tensors)
 
@@ -91,7 +87,7 @@ class QuantPlan:
         return tuple(name for name, tensor in self.tensors.items() if tensor.method != "rtn")
 
     def with_formats(self, formats: Mapping[str, Format]) -> "QuantPlan":
-        """Return the plan with other formats for some of its tensors."""
+        """Return the plan with other formats for some tensors."""
         tensors = {
             name: replace(tensor, format=formats.get(name, tensor.format))
             for name, tensor in self.tensors.items()
@@ -100,11 +96,7 @@ class QuantPlan:
 
 
 def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
-    """Apply rules to a checkpoint.
-
-    Raises UsageError: a rule decides about no tensor, nothing is left to quantise, or a tensor
-    cannot have the format that its rule says.
-    """
+    """Apply rules to a checkpoint. Raises UsageError."""
     assigned = assign(rules.rules, checkpoint.tensors, rules.requantize, str(rules.path))
     tensors = {}
     for name in sorted(assigned.chosen, key=natural):
@@ -189,7 +181,7 @@ class Done:
 
 
 def tool() -> dict[str, str]:
-    """Return name and version of the program, as a manifest says them."""
+    """Return the program's name and version for a manifest."""
     try:
         return {"name": "clocher", "version": metadata.version("clocher")}
     except metadata.PackageNotFoundError:
@@ -199,11 +191,7 @@ def tool() -> dict[str, str]:
 def describe_source(
     checkpoint: Checkpoint, whole: bool = True, progress: Callable[[int, str], None] | None = None
 ) -> dict[str, Any]:
-    """Return the `source` of a manifest: names, sizes and hashes of the weight files.
-
-    Without `whole` only the first MiB of each is hashed. `progress` is called with the bytes so far
-    and the file's name.
-    """
+    """Return a manifest's `source`: weight files, hashed `whole` or by their first MiB."""
     files = []
     before = 0
     for file in checkpoint.files:
@@ -227,11 +215,7 @@ def document_of(
     parts: Sequence[PartFile],
     sections: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return a manifest, checked by its reader.
-
-    `done` is in the order of the plan; `sections` are further ones: tool, source, options, ...
-    Raises FormatError: a tensor is not accounted for, or two sections contradict each other.
-    """
+    """Return a manifest, checked by its reader; `done` in plan order, `sections` extra."""
     if [entry.planned.name for entry in done] != list(plan.tensors):
         raise FormatError("the manifest would not list every tensor of the plan")
     by_format: dict[str, int] = {}
@@ -257,7 +241,7 @@ def document_of(
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a manifest, whole or not at all: a line per tensor, rule, part and gate."""
+    """Write a manifest atomically: a line per tensor, rule, part and gate."""
     lines = []
     for key, value in document.items():
         text = _dump(value)

@@ -1,4 +1,4 @@
-"""How much each part of a model suffers from few bits, measured on text."""
+"""Measured harm of low-bit formats by unit of a model."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ from clocher_runtime.quantize.inputs import (
 from clocher_runtime.quantize.plan import PlannedTensor
 
 TOKENS = 8192
-"""Tokens of the calibration text that are used: half to fit, half to measure on."""
+"""Calibration tokens used: half to fit, half to measure on."""
 
 _SAMPLED_ROWS = 256
 _SAMPLED_EXPERTS = 4
@@ -61,7 +61,7 @@ class Unit:
 
 
 class Measured(NamedTuple):
-    """What a text says about units."""
+    """A text's measurements of units."""
 
     kld: tuple[float, ...]  # mean KL divergence in nats with one unit quantised, for each unit
     importance: Importance  # E[x^2] of the inputs of each matrix, [K]; experts together
@@ -78,11 +78,7 @@ def measure_units(
     progress: Progress | None = None,
     directory: Path | None = None,
 ) -> Measured:
-    """Measure the harm of each unit alone in a format, quantised by the plan's method.
-
-    Half of the sequences fit, the others measure. The float states before each layer are computed
-    once; a unit costs the layers from its own on.
-    """
+    """Measure each unit's harm alone in a format; half of the sequences fit, half measure."""
     text = make_text(_first(text_ids), seed, held_out=2)
     walk = Walk(checkpoint, text, directory)
     collector = _Importance()
@@ -124,7 +120,7 @@ def measure_units(
 def _quantise_unit(
     walk: Walk, unit: Unit, fmt: Format, threads: int, seed: int
 ) -> dict[str, QuantTensor]:
-    """Quantise the tensors of a unit as calibration would, with the tokens that fit."""
+    """Quantise a unit's tensors as calibration would, with the tokens that fit."""
     tensors = {
         t.name: round_tensor(walk.tensor(t.name), fmt, t.clip, threads)
         for t in unit.tensors
@@ -146,7 +142,7 @@ def candidate_errors(
     seed: int = 0,
     threads: int = 1,
 ) -> list[float]:
-    """Return the weighted squared error of a unit in each format, on sampled rows."""
+    """Return a unit's weighted squared error in each format, on sampled rows."""
     totals = np.zeros(len(candidates))
     for tensor in unit.tensors:
         rng = np.random.default_rng([seed, crc32(tensor.name.encode())])
@@ -189,7 +185,7 @@ def _sample(matrix: np.ndarray, rng: np.random.Generator) -> np.ndarray:
 
 
 def _divergence(walk: Walk, reference: RowStore) -> float:
-    """Return the mean KL divergence of the held-out tokens from the reference's."""
+    """Return the mean KL divergence of the held-out tokens from the reference."""
     total = 0.0
     for rows, logits in walk.logits():
         held = walk.text.held[rows]
@@ -202,7 +198,7 @@ def _divergence(walk: Walk, reference: RowStore) -> float:
 
 
 def _first(text_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-    """Return the first sequences, `TOKENS` tokens or a little more, at least two."""
+    """Return the first sequences, about `TOKENS` tokens, at least two."""
     chosen: list[Sequence[int]] = []
     for sequence in text_ids:
         if len(chosen) > 1 and sum(map(len, chosen)) >= TOKENS:
@@ -212,24 +208,19 @@ def _first(text_ids: Sequence[Sequence[int]]) -> list[Sequence[int]]:
 
 
 class _Importance:
-    """Observes E[x^2] of every matrix."""
-
     def __init__(self) -> None:
         self._stats: dict[str, InputStats] = {}
 
     def importance(self) -> dict[str, np.ndarray]:
-        """Return E[x^2] by tensor name."""
         return {name: stats.importance for name, stats in self._stats.items()}
 
     def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
-        """Sum the inputs of linears."""
         for name in site.weights:
             self._add(name, x, None)
 
     def expert(
         self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
     ) -> None:
-        """Sum the inputs of an expert's down projection."""
         self._add(weights[1], inputs.gated, inputs.router)
 
     def expert_done(self, weights: tuple[str, str], expert: int, hidden: Hidden) -> None:

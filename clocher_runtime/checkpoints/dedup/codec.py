@@ -1,9 +1,4 @@
-"""Arrays <-> streams of symbols <-> bytes: what `clocher.dedup` stores. docs/dedup.md specifies it.
-
-Numbers are cut where the parts repeat (`SPLITS`); each part is a stream. A stream is a sequence of
-symbols, u8 here, of `bits` bits each. What is decoded need not be the symbols: every function takes
-the value that each symbol of the table stands for, of any type.
-"""
+"""Arrays <-> streams of symbols <-> bytes, for `clocher.dedup`; docs/dedup.md specifies them."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +10,7 @@ from clocher_kernels.errors import FormatError
 RANK_STRIDE = 4096
 TRITS = 5
 UNIT = RANK_STRIDE * TRITS
-"""Symbols at whose multiples every stream can be entered: a byte begins, and the rank is known."""
+"""At multiples of it every stream can be entered: a byte begins and the rank is known."""
 MAX_ESCAPES = (1 << 32) - 1
 WIDTHS = (1, 2, 3, 4)
 
@@ -27,12 +22,9 @@ Mode = Literal["const", "code", "trits", "raw"]
 class Stream:
     """How a stream is stored.
 
-    `mode`: "const": one symbol throughout. "code": `width` bits a symbol; the last code is an
-    escape, and the next exception says which of the rarer symbols it is. "trits": one of at most 3
-    symbols, 5 of them a byte. "raw": the symbols themselves, packed; `bits`: bits of a symbol;
-    `count`: symbols; `width`: bits of a code; `table`: symbols in the table, the most frequent
-    first; 0 for "raw"; `escapes`: exceptions that are stored; 0 if an escape can mean one symbol
-    only.
+    `mode` is "const", "code" (`width` bits a symbol; the last code is an escape to the exceptions),
+    "trits" (5 symbols of at most 3 kinds in a byte) or "raw" (packed symbols of `bits` bits).
+    `table` counts its symbols, the most frequent first; `escapes` counts stored exceptions.
     """
 
     mode: Mode
@@ -73,7 +65,7 @@ class Stream:
 
 
 def exception_bits(table: int, width: int) -> int:
-    """Return the bits that tell the symbols apart that share the escape code."""
+    """Return the bits that tell apart the symbols that share the escape code."""
     rare = table - ((1 << width) - 1)
     return (rare - 1).bit_length() if rare > 1 else 0
 
@@ -118,11 +110,11 @@ def pack_trits(places: np.ndarray) -> np.ndarray:
 
 
 class Decoder:
-    """Decodes a stream, any `UNIT` of it.
+    """Decodes any `UNIT` of a stream.
 
-    `stream`: how it is stored; `values`: what each symbol of the table stands for; all different;
-    `codes`: codes or trits, u8; `rank`: exceptions before each `RANK_STRIDE` symbols but the first,
-    u32; `literals`: exceptions, u8. Raises FormatError.
+    `values` are what the symbols of the table stand for, all different; `codes`: codes or trits,
+    u8; `rank`: exceptions before each `RANK_STRIDE` symbols but the first, u32; `literals`:
+    exceptions, u8.
     """
 
     def __init__(
@@ -144,10 +136,7 @@ class Decoder:
         self._table = _table(stream, values)
 
     def decode(self, start: int, stop: int) -> np.ndarray:
-        """Return the values of symbols [start, stop).
-
-        `stop`: a multiple of `UNIT`, or the end. Raises FormatError.
-        """
+        """Return the values of symbols [start, stop); `stop`: a multiple of `UNIT`, or the end."""
         stream, count = self.stream, stop - start
         if stream.mode == "const":
             return np.repeat(self._values[:1], count)
@@ -182,7 +171,7 @@ class Decoder:
 
 
 def _table(stream: Stream, values: np.ndarray) -> np.ndarray:
-    """Return the values of all symbols that one index stands for, [indices, symbols]."""
+    """Return the values of the symbols of each index, [indices, symbols]."""
     if stream.mode == "trits":
         digits = np.arange(3**TRITS)[:, None] // 3 ** np.arange(TRITS) % 3
         # Rows of 8 are copied much faster than rows of 5.
@@ -199,7 +188,6 @@ def _table(stream: Stream, values: np.ndarray) -> np.ndarray:
 
 
 def _index(codes: np.ndarray, width: int) -> np.ndarray:
-    """Return codes as indices into the table."""
     if width != 3:
         return codes
     short = -len(codes) % 3
@@ -215,10 +203,7 @@ def _index(codes: np.ndarray, width: int) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One stream of a split: its bits are runs of the bits of an item.
-
-    `bits`: of a symbol; `runs`: (lowest bit in the item, bits, lowest bit in the symbol) of each.
-    """
+    """One stream of a split; `runs`: (lowest bit in the item, bits, lowest bit in the symbol)."""
 
     name: str
     bits: int
@@ -235,7 +220,7 @@ class Part:
         return out
 
     def place(self, symbols: Array) -> Array:
-        """Return what symbols, u8, contribute to the items; different for each symbol."""
+        """Return the contribution of symbols, u8, to the items."""
         if self.item == np.uint8:
             return symbols
         wide = symbols.astype(self.item)
@@ -251,11 +236,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the items of an array become streams.
-
-    `item`: type of an item; `per_item`: symbols of an item in each stream; `parts`: the streams. An
-    item is the OR of what they contribute.
-    """
+    """How the items of an array become streams; an item is the OR of what its parts contribute."""
 
     item: np.dtype
     per_item: int
@@ -263,7 +244,6 @@ class Split:
 
 
 def _spread(items: Array, bits: int) -> Array:
-    """Return bytes as symbols of 8, 4 or 2 bits, the lowest first."""
     if bits == 8:
         return items
     if bits == 4:
@@ -275,7 +255,6 @@ def _spread(items: Array, bits: int) -> Array:
 
 
 def _gathered(symbols: Array, bits: int) -> Array:
-    """Return symbols of 8, 4 or 2 bits as bytes."""
     if bits == 8:
         return symbols
     if bits == 4:

@@ -1,8 +1,4 @@
-"""model.dedup.json: which planes there are, how each is stored, and where its parts lie.
-
-No offset is written down. Parts follow each other in the order of the index, so that two of them
-can neither overlap nor leave a hole, and the sizes of the files follow from the index too.
-"""
+"""model.dedup.json: how each plane is stored; places follow from the order of the parts."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,11 +35,10 @@ VERSION = 1
 KINDS = ("defaults", "masks", "exceptions")
 FILE_NAMES = {kind: f"model.dedup.{kind}.bin" for kind in KINDS}
 ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
-"""Raw planes are used in place, so what may hold one is aligned as IEBIN is."""
+"""Raw planes are used in place, so these are aligned as in IEBIN."""
 BLOCK_BYTES = 4096
 MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
-"""Decoded bytes for each stored byte, and those that are free. Without a limit a small file could
-stand for any size."""
+"""Decoded bytes per stored byte, and a free allowance: bounds what a small file can stand for."""
 
 PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
 
@@ -87,13 +82,9 @@ class Base(FileFacts):
 class StoredPlane:
     """How one plane is stored.
 
-    `tensor`: name of its tensor; `key`: name of the plane; `plane`: its element type and shape;
-    `sha256`: of its bytes, as in model.ie.json; `mode`: "raw": as it is. "streams": split, stream
-    by stream. "blocks": the different ones of its 4 KiB blocks, and which block is which. "same":
-    equal to an earlier plane. "base": equal to the plane of that name in the base; `xor`: what is
-    stored is the plane XOR that of the base; `split`: name of the split of "streams"; `streams`:
-    how each of its streams is stored; `unique`: different blocks of "blocks"; `of`: number of the
-    earlier plane of "same".
+    `mode` is "raw", "streams" (`split` into `streams`), "blocks" (`unique` different 4 KiB blocks,
+    and which is which), "same" (as the earlier plane `of`) or "base" (as the base's plane of that
+    name). With `xor`, the plane XOR that of the base is stored. `sha256` is of the decoded bytes.
     """
 
     tensor: str
@@ -109,15 +100,11 @@ class StoredPlane:
 
     @property
     def blocks(self) -> int:
-        """Blocks of the plane, the last one filled up with zeros."""
+        """Blocks of the plane, the last one zero-padded."""
         return -(-self.plane.nbytes // BLOCK_BYTES)
 
     def parts(self) -> Iterator[tuple[str, int]]:
-        """Yield file and bytes of every part, in order.
-
-        That is for each stream: table, codes, rank index, exceptions or symbols; for blocks: the
-        numbers of the blocks, the blocks.
-        """
+        """Yield file and bytes of every part, in the order in which they are stored."""
         if self.mode == "raw":
             yield "exceptions", self.plane.nbytes
         elif self.mode == "blocks":
@@ -154,12 +141,12 @@ class StoredPlane:
 
 @dataclass(slots=True)
 class Places:
-    """Hands out places in the three files, in order."""
+    """Assigns places in the three files, in order."""
 
     ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
 
     def take(self, plane: StoredPlane) -> tuple[Region, ...]:
-        """Return where the parts of the next plane lie. A part without bytes takes no place."""
+        """Return the places of the next plane's parts; empty parts take none."""
         regions = []
         for kind, nbytes in plane.parts():
             end = self.ends[kind]
@@ -171,11 +158,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class DedupIndex:
-    """model.dedup.json, checked in full.
+    """model.dedup.json, validated in full.
 
-    `source`: the model.ie.bin that it stands for; `base`: the artifact that a variant builds on;
-    `files`: facts of the three files, by kind; `planes`: all planes, in the order of model.ie.bin;
-    `regions`: where the parts of each plane lie.
+    `source` is the model.ie.bin it stands for, `base` the artifact that a variant builds on;
+    `planes` are in the order of model.ie.bin, with their parts in `regions`.
     """
 
     source: FileFacts
@@ -233,14 +219,14 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
 
 
 def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
-    """Yield every plane of model.ie.bin, stored as it is, with its place there."""
+    """Yield every plane of model.ie.bin as mode "raw", with its place there."""
     for entry in index.entries:
         for key, plane in entry.format.planes(entry.shape).items():
             yield StoredPlane(entry.name, key, plane, entry.hashes[key]), entry.regions[key]
 
 
 def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
-    """Refuse files that stand for far more than they hold; raises FormatError."""
+    """Refuse files that decode to far more than they hold; raises FormatError."""
     own = sum(p.plane.nbytes for p in planes if p.mode != "base" and not p.xor)
     if own > MAX_EXPANSION * stored + FREE_EXPANSION:
         raise FormatError(

@@ -1,4 +1,4 @@
-"""Opening a model by its deduplicated weights: checked in full, decoded a piece at a time."""
+"""Open a model by its deduplicated weights, validated in full, decoded piece by piece."""
 
 import hashlib
 import os
@@ -40,15 +40,11 @@ PIECE_ITEMS = 4 * UNIT
 _BLOCKS = 64
 
 BasePlane = Callable[[str, str], np.ndarray]
-"""Name of a tensor, name of a plane -> the plane of the base."""
+"""Tensor name, plane name -> the plane of the base."""
 
 
 def open_dedup(directory: Path, base: BasePlane | None = None) -> "DedupFile":
-    """Open the deduplicated weights of a directory.
-
-    `base`: where planes of the base come from; needed for planes that build on it. Raises
-    ModelNotFound, FormatError, UnsupportedModel, WindowError.
-    """
+    """Open the deduplicated weights of a directory; `base` is needed by planes that build on it."""
     path = directory / INDEX_NAME
     index = parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
     names = {kind: directory / name for kind, name in FILE_NAMES.items()}
@@ -56,10 +52,7 @@ def open_dedup(directory: Path, base: BasePlane | None = None) -> "DedupFile":
 
 
 class DedupFile:
-    """The three files, and the planes in them.
-
-    `path`: model.dedup.json; `index`: what it says; `files`: the files that are not empty, mapped.
-    """
+    """The three files, mapped, and the planes in them."""
 
     def __init__(
         self, path: Path, index: DedupIndex, names: Mapping[str, Path], base: BasePlane | None
@@ -86,13 +79,7 @@ class DedupFile:
         return plane.mode in ("raw", "base") or (plane.mode == "same" and self.in_place(plane.of))
 
     def plane(self, number: int, verify: bool = False) -> np.ndarray:
-        """Return a plane, in the type and shape of the format.
-
-        It is a view of a file if it is stored as it is, else an array of its own whose SHA-256
-        has been checked.
-
-        `verify`: check the SHA-256 of a view, too. Raises FormatError.
-        """
+        """Return a plane: a view (hash checked with `verify`), or decoded with its hash checked."""
         plane = self.index.planes[number]
         if plane.mode == "same":
             return self.plane(plane.of, verify)
@@ -111,12 +98,7 @@ class DedupFile:
         return data.view(plane.plane.storage).reshape(plane.plane.shape)
 
     def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
-        """Yield decoded bytes of a plane that is not in place, u8, without checking a hash.
-
-        `number`: number of the plane in the index; `start`: first byte; a multiple of the size of
-        all pieces but the last; `stop`: the byte after the last one, at most the end. Raises
-        FormatError.
-        """
+        """Yield decoded bytes [start, stop), unhashed; `start`: a multiple of the piece size."""
         plane = self.index.planes[number]
         base = self._base_bytes(plane) if plane.xor else None
         step = BLOCK_BYTES * _BLOCKS
@@ -228,16 +210,12 @@ class DedupFile:
 
 
 Keep = Callable[[DedupFile, int], np.ndarray]
-"""Gives a plane of a file: `DedupFile.plane`, or something that remembers planes."""
+"""Returns a plane of a file: `DedupFile.plane`, or a cache of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """The weights of a directory: model.ie.json, and model.ie.bin or its deduplicated form.
-
-    `index`: model.ie.json; `dedup`: the deduplicated form; None if model.ie.bin is read;
-    `checkpoint`: the model.
-    """
+    """Weights of a directory: model.ie.json and model.ie.bin, or `dedup` in its place."""
 
     index: IebinIndex
     dedup: DedupFile | None
@@ -252,14 +230,10 @@ def has_dedup(directory: Path) -> bool:
 def open_deduplicated(
     directory: Path, base: Path | None = None, verify: bool = False, keep: Keep = DedupFile.plane
 ) -> Artifact:
-    """Open a model by its deduplicated weights.
+    """Open a model by its deduplicated weights; raw planes stay views, others decode per read.
 
-    Planes that are stored as they are stay views of the files; the others are decoded each time
-    that a tensor is read, and checked against their SHA-256.
-
-    `base`: directory of the base; by default it is looked for beside `directory`; `verify`: decode
-    everything and check every SHA-256 now. Raises ModelNotFound, FormatError, UnsupportedModel,
-    WindowError.
+    `base` is by default looked for beside `directory`; `verify` checks every SHA-256 now. Raises
+    ModelNotFound, FormatError, UnsupportedModel, WindowError.
     """
     index = read_index(directory / JSON_NAME)
     planes: list[BasePlane] = []
@@ -295,7 +269,6 @@ def open_base(directory: Path) -> Artifact:
 
 
 def _find_base(wanted: Base, directory: Path, given: Path | None) -> Artifact:
-    """Return the base: the one that is given, or the one beside a directory that has its hash."""
     for candidate in [given] if given else _candidates(wanted, directory):
         try:
             index = read_index(candidate / JSON_NAME)
@@ -325,7 +298,7 @@ def _candidates(wanted: Base, directory: Path) -> Iterator[Path]:
 
 
 def planes_of(checkpoint: Checkpoint) -> BasePlane:
-    """Return what gives the planes of a model as a base."""
+    """Return a function that gives the planes of a base."""
 
     def plane(tensor: str, key: str) -> np.ndarray:
         planes = checkpoint.tensor(tensor).planes

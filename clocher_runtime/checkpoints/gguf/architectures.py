@@ -1,8 +1,4 @@
-"""GGUF architectures: which config.json the metadata of each stand for.
-
-Source: gguf-py's constants.py for the keys; llama.cpp's src/models for their defaults, and for what
-a file does not say because the architecture does.
-"""
+"""GGUF architectures: metadata -> config.json. Source: gguf-py, and llama.cpp's src/models."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,12 +12,11 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What a model of an architecture is.
+    """How an architecture's metadata become a config.
 
-    `name`: as a config.json says it; `keys`: field of the config -> entry, an integer that must be
-    there, or entry and default, whose type is that of the entry; `more`: what follows from several
-    entries, or is fixed; it gets what is known so far; `reads`: entries that `more` reads; others
-    that change the arithmetic are refused.
+    `keys`: config field -> entry, a required integer, or entry and default. `more` derives fields
+    from several entries; of the entries beyond `reads`, those that change the arithmetic are
+    refused.
     """
 
     name: str
@@ -90,7 +85,7 @@ def _experts(meta: Metadata, config: Config) -> Config:
 
 
 _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
-"""Gemma's files hold the weights of norms with the 1 added that the model adds."""
+"""In Gemma's files the norm weights include the added 1."""
 
 
 def _gemma2(meta: Metadata, config: Config) -> Config:
@@ -109,13 +104,12 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
 
 
 def _scores(meta: Metadata, config: Config, largest: int) -> Config:
-    """Return what attention is divided by: of the model with most layers, another size."""
     size = config["hidden_size"] // max(config["num_attention_heads"], 1)
     return {"query_pre_attn_scalar": size if meta.layers == largest else meta.head_dim}
 
 
 def _two_ropes(meta: Metadata, theta: float) -> Config:
-    """Return the rotations: where a window is, it is not stretched."""
+    """Return the rotations; layers with a window are not stretched."""
     return {FULL: rope_parameters(meta), SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
@@ -137,7 +131,7 @@ def _phi3(meta: Metadata, config: Config) -> Config:
 
 
 def _granite(meta: Metadata, config: Config) -> Config:
-    """A factor that is missing, or 0, is none."""
+    """A missing or zero factor means none."""
     config = {
         "embedding_multiplier": meta.number("embedding_scale", 0.0) or 1.0,
         "residual_multiplier": meta.number("residual_scale", 0.0) or 1.0,
@@ -167,7 +161,7 @@ def _llama4(meta: Metadata, config: Config) -> Config:
 
 _SOFTMAX, _SIGMOID = 1, 2
 _LITE = (26, 27)
-"""Layers of the models that llama.cpp reads without a `q_lora_rank`, whatever the file says."""
+"""Layer counts that llama.cpp reads without a `q_lora_rank`, whatever the file says."""
 
 
 def _deepseek2(meta: Metadata, config: Config) -> Config:

@@ -1,4 +1,4 @@
-"""ggml's element types, described once: blocks, the format that holds them, both ways between.
+"""ggml's element types: their blocks, the format that holds them, and both conversions.
 
 | ggml | format |
 |---|---|
@@ -8,11 +8,8 @@
 | tq1_0 | ternary_f16 if all scales of the matrix agree, else tq1_0 |
 | i2_s | ternary_f32 |
 
-Reading changes no number, and repacks on demand, a few rows at a time. Writing rounds only to types
-that are asked for as floats. ggml's 4-bit blocks hold the elements 0..15 in the low nibbles and
-16..31 in the high ones; Clocher's hold neighbours in a byte.
-
-Source: ggml-common.h (block_q4_0, block_q8_0, block_mxfp4, block_tq2_0).
+Reading is exact. ggml's 4-bit blocks hold elements 0..15 in the low nibbles and 16..31 in the high
+ones; Clocher's hold neighbours in a byte. Source: ggml-common.h.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -40,9 +37,8 @@ _PACKING = (
 class GgmlType:
     """A ggml element type.
 
-    `name`: as llama.cpp spells it; `code`: its number in GGUF files; `file_type`: that of a file
-    that is mostly of it (`general.file_type`); `block`, `nbytes`: elements and bytes of a block;
-    `format`: what holds its values; `tail`: bytes that follow the rows of a tensor.
+    `code` is its number in GGUF files, `file_type` its `general.file_type`; `block` and `nbytes`
+    are elements and bytes of a block; `tail` bytes follow the rows of a tensor.
     """
 
     name: str
@@ -70,7 +66,7 @@ Q8_0 = GgmlType("q8_0", 8, 7, 32, 34, Int8(32, "f16"))
 TQ2_0 = GgmlType("tq2_0", 35, 37, 256, 66, Int4(True, 256, "f16"))
 MXFP4 = GgmlType("mxfp4", 39, 38, 32, 17, Mxfp4())
 I2_S = GgmlType("i2_s", 36, 40, 128, 32, Ternary(scale_dtype="f32"), tail=32)
-"""Of bitnet.cpp: 2-bit codes; the tail begins with the scale of the matrix, fp32."""
+"""bitnet.cpp's 2-bit codes; the tail begins with the fp32 scale of the matrix."""
 _SAME = {  # name -> its number, and that of a file that is mostly of it
     **{"q4_1": (3, 3), "q5_0": (6, 8), "q5_1": (7, 9), "q2_k": (10, 10), "q3_k": (11, 12)},
     **{"q4_k": (12, 15), "q5_k": (13, 17), "q6_k": (14, 18), "iq3_xxs": (18, 23)},
@@ -81,12 +77,11 @@ BLOCKS = {
     name: GgmlType(name, *numbers, Ggml(name).block, Ggml(name).block_bytes, Ggml(name))
     for name, numbers in _SAME.items()
 }
-"""The types of `Ggml`, by name."""
 _TQ1_0 = BLOCKS["tq1_0"]
 TYPES = {
     kind.code: kind for kind in (F32, F16, BF16, Q4_0, Q8_0, TQ2_0, MXFP4, *BLOCKS.values(), I2_S)
 }
-"""The types that are read, by their number; all but i2_s are written too."""
+"""Types that can be read, by number; all but i2_s can be written too."""
 
 
 def same_type(fmt: Format) -> GgmlType:
@@ -112,11 +107,10 @@ def same_type(fmt: Format) -> GgmlType:
 
 
 def row_blocks(tensor: QuantTensor, rows: np.ndarray, kind: GgmlType) -> np.ndarray:
-    """Return rows of a matrix [N, K], or of a stack [E, N, K], as ggml stores them.
+    """Return rows of a matrix [N, K] or stack [E, N, K] in ggml's layout, u8 [rows, row bytes].
 
-    `rows`: their numbers, those of a stack counted through; `kind`: `same_type` of the format, or a
-    float type. Returns u8 [rows, bytes of a row]. Raises FormatError if a scale is not a number of
-    ggml's scale type, or K is not whole blocks.
+    `rows` counts those of a stack through. Raises FormatError if a scale does not fit ggml's type,
+    or K is not whole blocks.
     """
     columns = tensor.shape[-1]
     nbytes = kind.row_bytes(columns)
@@ -172,11 +166,7 @@ def _ternary_blocks(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """Rows as a file stores them, and which rows of the model's tensor they are.
-
-    `blocks`: u8 [rows, bytes of a row]; `places`: row of the model's tensor of each; `tail`: what
-    follows the rows, u8, [0] for most types.
-    """
+    """Rows as stored: `blocks` u8 [rows, row bytes], `places` their row in the model's tensor."""
 
     blocks: np.ndarray
     places: np.ndarray
@@ -184,7 +174,7 @@ class Rows:
 
 
 def same_format(kind: GgmlType) -> Format | None:
-    """Return the format whose planes are the bytes of the file, if there is one."""
+    """Return the format whose planes are the file's bytes, or None."""
     same = kind.name in FLOATS or (kind.name in BLOCKS and kind != _TQ1_0)
     return kind.format if same else None
 
@@ -192,7 +182,7 @@ def same_format(kind: GgmlType) -> Format | None:
 def repacked(
     parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]
 ) -> tuple[Format, Callable[[], dict[str, np.ndarray]]]:
-    """Return the format of a tensor, and what makes its planes of all rows that the file has."""
+    """Return a tensor's format, and a function that makes its planes."""
     count, first = sum(len(part.blocks) for part in parts), parts[0]
     if kind == I2_S:
         return kind.format, lambda: _ternary_planes(first, kind)
@@ -203,7 +193,6 @@ def repacked(
 
 
 def _planes(parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Return the planes of a tensor in a format that stores row after row."""
     planes = {key: np.empty(p.shape, p.storage) for key, p in kind.format.planes(shape).items()}
     count = sum(len(part.blocks) for part in parts)
     rows_of = {key: plane.reshape(count, -1) for key, plane in planes.items()}
@@ -220,7 +209,6 @@ def _pieces(rows: np.ndarray) -> Iterator[slice]:
 
 
 def _unpacked(kind: GgmlType, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Return rows u8 [rows, bytes] as planes of `kind.format`."""
     if kind.name in FLOATS:
         return {"data": rows.view(STORAGE[kind.name])}
     if kind.name in BLOCKS:
@@ -237,17 +225,15 @@ def _unpacked(kind: GgmlType, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def _f16(pairs: np.ndarray) -> np.ndarray:
-    """Return bytes [..., 2] as f16 [...]."""
     return np.ascontiguousarray(pairs.view(np.float16)[..., 0])
 
 
 def _last_f16(rows: np.ndarray, kind: GgmlType) -> np.ndarray:
-    """Return the scales at the end of ternary blocks, f16 [rows, blocks]."""
     return _f16(rows.reshape(len(rows), -1, kind.nbytes)[..., -2:])
 
 
 def _halves(codes: np.ndarray) -> np.ndarray:
-    """Turn pairs of neighbours into pairs of i and i + 16, u8 [..., 16]."""
+    """Turn neighbour pairs into pairs i, i + 16, u8 [..., 16]."""
     out = np.empty_like(codes)
     for start, nibbles in ((0, codes & 15), (1, codes >> 4)):
         out[..., start::2] = nibbles[..., :8] | nibbles[..., 8:] << 4
@@ -265,7 +251,7 @@ def _neighbours(halves: np.ndarray) -> np.ndarray:
 
 
 def _packed_nibbles(words: np.ndarray) -> np.ndarray:
-    """Return the low nibbles of the eight bytes of each word, packed into four bytes."""
+    """Return the low nibbles of the eight bytes of each word in four bytes."""
     found = words & _LOW_NIBBLES
     for shift, mask in _PACKING:
         found |= found >> shift
@@ -305,7 +291,7 @@ _DIGITS: Mapping[GgmlType, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
-    """Return whether all blocks but those of scale zero have the same scale."""
+    """Return whether all nonzero block scales are the same."""
     scales = rows.reshape(-1, kind.nbytes)[:, -2:]
     found: set[int] = set()
     for start in range(0, len(scales), _PIECE_BYTES):
@@ -317,7 +303,7 @@ def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
 
 
 def _ternary_planes(part: Rows, kind: GgmlType) -> dict[str, np.ndarray]:
-    """Return the planes of a ternary matrix; a block of scale zero becomes digits of zero."""
+    """Return a ternary matrix's planes; a block of scale zero gets zero digits."""
     step, source = len(part.blocks) // 4, np.argsort(part.places)
     codes = np.zeros((step, part.blocks.shape[1] // kind.nbytes * kind.block), np.uint8)
     # Blocks without a scale of their own share the one that follows them.

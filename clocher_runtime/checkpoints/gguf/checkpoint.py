@@ -1,7 +1,4 @@
-"""A GGUF file as a checkpoint: config, tokenizer and tensors of one file, named as elsewhere.
-
-From its metadata follows what a config.json and a generation_config.json would say.
-"""
+"""A GGUF file, or its parts, as a checkpoint; the configs follow from its metadata."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +66,6 @@ def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
 
 
 def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
-    """Return what the config of every decoder says."""
     file, heads = meta.file, meta.integer("attention.head_count")
     for key in ("attention.value_length", "rope.dimension_count"):
         partly = meta.arch in _PARTLY_ROTATED and key.startswith("rope")
@@ -113,11 +109,9 @@ def generation_config(file: GgufFile) -> dict[str, Any]:
 
 
 def open_gguf(path: Path) -> Checkpoint:
-    """Open the checkpoint in a GGUF file, or in the parts of which it is one.
+    """Open a GGUF checkpoint; data is repacked tensor by tensor on demand.
 
-    Headers, metadata, tensor names and shapes are checked here. Of the data only the scales of
-    ternary (tq2_0) matrices are read; the rest is repacked tensor by tensor when it is asked for.
-
+    Headers, metadata, names and shapes are checked here, and the scales of tq2_0 matrices read.
     Raises ModelNotFound, FormatError, UnsupportedModel, WindowError.
     """
     file = open_file(path)

@@ -1,11 +1,7 @@
-"""A GGUF file, validated in full before a byte of its data is used.
+"""A GGUF file, validated in full before its data is used.
 
-Layout, little-endian: "GGUF", u32 version, u64 count of tensors, u64 count of metadata entries; the
-entries (key, type, value); for each tensor its name, dimensions (fastest first), type and offset;
-padding; the data. Strings are a u64 length and UTF-8.
-Source: ggml's docs/gguf.md, versions 2 and 3. Stricter than that text: no arrays of arrays, tensors
-in the order of their entries without holes, nothing after the last, at most `MAX_TENSORS` tensors,
-`MAX_FIELDS` entries and `MAX_STRINGS` strings in arrays.
+Source: ggml's docs/gguf.md, versions 2 and 3. Stricter: no arrays of arrays, no holes or trailing
+bytes, and at most `MAX_TENSORS` tensors, `MAX_FIELDS` entries and `MAX_STRINGS` strings in arrays.
 """
 
 import struct
@@ -48,7 +44,7 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor: its type, logical shape (slowest dimension first), first byte in the file, size."""
+    """A tensor's type, logical shape (slowest dimension first), file offset and size."""
 
     kind: GgmlType
     shape: tuple[int, ...]
@@ -58,10 +54,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Field:
-    """A metadata entry: type of a value or of an array's elements, where it is; count of elements.
-
-    A single value has the count None; an array of strings has their starts.
-    """
+    """A metadata entry; a single value has the count None, an array of strings has their starts."""
 
     kind: int
     offset: int
@@ -72,10 +65,7 @@ class _Field:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strings:
-    """An array of strings, each read when asked for.
-
-    `starts`: first byte of each string in the file, int64; its length is in the 8 bytes before.
-    """
+    """An array of strings, read on demand; `starts` are byte offsets of the text, int64."""
 
     file: MappedFile
     key: str
@@ -101,17 +91,10 @@ _T = TypeVar("_T", bool, int, float, str, np.ndarray, Strings)
 
 
 class GgufFile:
-    """A validated, read-only, memory-mapped GGUF file, with the parts that are attached to it.
-
-    `file`: the mapping of the first part; `files`: those of all; `version`: 2 or 3; `keys`: of the
-    metadata, in file order; `tensors`: what the parts hold, by name, in file order.
-    """
+    """A validated, memory-mapped GGUF file with its attached parts; all in file order."""
 
     def __init__(self, path: Path) -> None:
-        """Map and validate a file.
-
-        Raises FormatError, UnsupportedModel for the type of a tensor, ModelError, WindowError.
-        """
+        """Map and validate a file; FormatError, UnsupportedModel, ModelError or WindowError."""
         self.file = MappedFile(path)
         header = _Header(self.file)
         self.version = header.version
@@ -128,7 +111,7 @@ class GgufFile:
         self._homes = dict.fromkeys(self.tensors, self.file)
 
     def attach(self, part: "GgufFile") -> None:
-        """Add the tensors of another part of the model; raises FormatError for one in both."""
+        """Add another part's tensors; raises FormatError for one in both."""
         for name in part.tensors:
             if name in self.tensors:
                 raise FormatError(
@@ -144,7 +127,7 @@ class GgufFile:
         return self._homes[name].bytes(info.offset, info.offset + info.nbytes)
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages of the files."""
+        """Let the kernel drop the resident pages of the files."""
         for file in self.files:
             file.release()
 
@@ -167,32 +150,28 @@ class GgufFile:
         return float(str(numbers[0])) if numbers.dtype.kind == "f" else int(numbers[0])
 
     def text(self, key: str, default: str | None = None) -> str:
-        """Return a string of the metadata.
-
-        Raises FormatError if it has another type, or is missing without a default. So do those
-        below.
-        """
+        """Return a string entry; FormatError for another type, or if missing with no default."""
         return self._typed(key, str, "a string", default)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer of the metadata."""
+        """Return an integer entry."""
         return self._typed(key, int, "an integer", default)
 
     def number(self, key: str, default: float | None = None) -> float:
-        """Return a number of the metadata: for an f32 the shortest decimal that rounds to it."""
+        """Return a number entry: for an f32 the shortest decimal that rounds to it."""
         value = self.value(key)
         return float(value) if type(value) is int else self._typed(key, float, "a number", default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """Return a bool of the metadata."""
+        """Return a bool entry."""
         return self._typed(key, bool, "a bool", default)
 
     def strings(self, key: str) -> Strings:
-        """Return an array of strings of the metadata."""
+        """Return an array of strings."""
         return self._typed(key, Strings, "an array of strings", None)
 
     def numbers(self, key: str) -> np.ndarray:
-        """Return an array of numbers of the metadata."""
+        """Return an array of numbers."""
         return self._typed(key, np.ndarray, "an array of numbers", None)
 
     def _typed(self, key: str, kind: type[_T], what: str, default: _T | None) -> _T:
@@ -206,7 +185,7 @@ class GgufFile:
 
 
 class _Header:
-    """A cursor over the part before the data; every read is bounded by `_take`."""
+    """Cursor over the header; every read is bounded by `_take`."""
 
     def __init__(self, file: MappedFile) -> None:
         self._file, self._where, self._at = file, str(file.path), 0
@@ -225,7 +204,7 @@ class _Header:
         self._strings_left = MAX_STRINGS
 
     def fields(self) -> dict[str, _Field]:
-        """Read the metadata entries; call it once, before `tensors`."""
+        """Read the metadata; call it once, before `tensors`."""
         fields: dict[str, _Field] = {}
         for _ in range(self._field_count):
             key = self._name("a metadata key")
@@ -235,7 +214,7 @@ class _Header:
         return fields
 
     def tensors(self, alignment: int) -> dict[str, GgufTensor]:
-        """Read the entries of the tensors and check that their data lie as they should."""
+        """Read the tensor entries and check the places of their data."""
         entries = [self._entry() for _ in range(self._tensor_count)]
         start = -(-self._at // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
@@ -366,7 +345,6 @@ class _Header:
 
 
 def _decoded(data: np.ndarray, where: str) -> str:
-    """Return bytes as text; FormatError if they are not UTF-8."""
     try:
         return data.tobytes().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,7 +1,4 @@
-"""The metadata of a GGUF file's model, and its rotary embedding as a config.json says it.
-
-Source: gguf-py's constants.py for the keys; llama.cpp's llama-model.cpp for their defaults.
-"""
+"""A GGUF model's metadata and RoPE. Source: gguf-py's constants.py; llama.cpp's llama-model.cpp."""
 
 import math
 from typing import Any
@@ -17,17 +14,13 @@ from clocher_runtime.models.spec import RopeSpec
 ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 TABLES = (ROPE_FACTORS, LONG, SHORT)
-"""Tensors that belong to the rotation and not to the model's weights."""
+"""RoPE tensors, not weights."""
 _GUESSES = 8
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class Metadata:
-    """The entries of a file's architecture, by the rest of their names.
-
-    `arch`: the architecture; `where`: the path, for messages; `layers`: decoder layers; `head_dim`:
-    values of a head of queries and keys; `window`: keys that a layer with a window sees, or 0.
-    """
+    """A file's entries without the architecture prefix; `window` is 0 for full attention."""
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.where = file, str(file.file.path)
@@ -39,7 +32,7 @@ class Metadata:
         self.window = self.integer("attention.sliding_window", 0)
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer; see `GgufFile.integer`. So for the methods below."""
+        """Return an integer; see `GgufFile.integer`, also for the methods below."""
         return self.file.integer(f"{self.arch}.{key}", default)
 
     def number(self, key: str, default: float | None = None) -> float:
@@ -55,10 +48,7 @@ class Metadata:
         return f"{self.arch}.{key}" in self.file.keys
 
     def layer_types(self, every: int) -> list[str]:
-        """Return which layers have a window: all but every n-th, unless a list says it.
-
-        Raises UnsupportedModel if the entry is neither a number nor a list of the right length.
-        """
+        """Return the layer types: all but every n-th have a window, unless a list says which."""
         key = "attention.sliding_window_pattern"
         value = self.file.value(f"{self.arch}.{key}")
         value = every if value is None else value
@@ -135,7 +125,6 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
 
 
 def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
-    """Return a table of factors, one for each pair, f64."""
     info = meta.file.tensors.get(name)
     if info is None:
         raise FormatError(f"{meta.where}: tensor {name!r} is missing")
@@ -150,7 +139,7 @@ def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
 
 
 def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
-    """Return the Llama 3 scaling whose table of factors the file has."""
+    """Return the Llama 3 scaling that gives the file's table of factors."""
     factors = _table(meta, ROPE_FACTORS, meta.head_dim // 2)
     largest = float(factors.max())
     if factors.min() < 1 or not 1 <= theta <= 1e12:

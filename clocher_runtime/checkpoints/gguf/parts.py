@@ -1,10 +1,7 @@
-"""Where a GGUF model is: one file, or the parts that llama-gguf-split makes of one.
+"""Find a GGUF model: one file, or the parts that llama-gguf-split makes of one.
 
-Parts are named `NAME-00001-of-00003.gguf`. The metadata are in the first, the tensors in all, and
-each says which one it is (`split.no`, from 0), of how many (`split.count`), and how many tensors
-there are in all (`split.tensors.count`).
-
-Source: llama.cpp's gguf-split.cpp and llama-model-loader.cpp.
+Parts are named `NAME-00001-of-00003.gguf`. Source: llama.cpp's gguf-split.cpp and
+llama-model-loader.cpp.
 """
 
 import os
@@ -22,12 +19,7 @@ _SHOWN = 3
 
 
 def find_gguf(path: Path) -> Path | None:
-    """Return the path of a GGUF file: the path itself, or the only model in the directory.
-
-    Of a model in several parts it is the first.
-
-    Raises ModelNotFound.
-    """
+    """Return the path of a GGUF file (its first part), or of the only model in a directory."""
     if not os.path.isdir(path):
         return path if path.suffix.lower() == SUFFIX else None
     try:
@@ -42,7 +34,7 @@ def find_gguf(path: Path) -> Path | None:
 
 
 def open_file(path: Path) -> GgufFile:
-    """Open a file, and if it is a part of a model all the others."""
+    """Open a file, and all other parts if it is one of several."""
     named = GgufFile(path)
     count = named.integer(_COUNT, 1)
     if count <= 1:
@@ -96,5 +88,5 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
 
 
 def _agree(ours: Value | None, theirs: Value | None) -> bool:
-    """Whether two values are the same; arrays, and what the first part lacks, are not compared."""
+    """Return whether two values agree; arrays, and what the first part lacks, count as equal."""
     return not isinstance(ours, str | int | float) or ours == theirs

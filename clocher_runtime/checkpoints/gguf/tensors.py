@@ -1,11 +1,8 @@
-"""What a GGUF file calls a model's tensors, which rows they hold, and the tensors themselves.
+"""llama.cpp's tensor names and row orders, for reading and writing.
 
-llama.cpp has its own names and, in places, its own rows: query and key rows of Llama and its
-relatives are paired for its RoPE, gate and up of experts are two tensors, and some projections are
-rows of a larger one. Reading and writing share this table.
-
-Source: gguf-py's constants.py and tensor_mapping.py; convert_hf_to_gguf.py (LlamaModel.permute,
-DeepseekV2Model.modify_tensors).
+Query and key rows of Llama are paired for its RoPE, gate and up of experts are two tensors, and
+some projections are rows of a larger one. Source: gguf-py's constants.py and tensor_mapping.py;
+convert_hf_to_gguf.py (LlamaModel.permute, DeepseekV2Model.modify_tensors).
 """
 
 import math
@@ -29,7 +26,7 @@ from clocher_runtime.models.spec import MlaSpec, ModelSpec
 Order = Literal["all", "paired", "even", "odd", "halves", "mla_q", "mla_rope", "turned"]
 
 ACTIVATION = "clocher.hidden_act"
-"""Metadata key for the activation, which llama.cpp fixes by the architecture."""
+"""Metadata key for the activation; llama.cpp fixes it by architecture."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _LAYER_NAMES = {
@@ -66,7 +63,7 @@ _LAYER_NAMES = {
     "self_attn.v_b_proj": "attn_v_b",
 }
 _NEXT_NORM = "post_attention_norm"
-"""The norm before the MLP in gpt-oss, the one after attention where norms stand behind."""
+"""The norm before the MLP in gpt-oss; elsewhere the one after attention."""
 _GATE_UP = "mlp.experts.gate_up_proj"
 _MODEL_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
 _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite", "granite_hybrid")
@@ -74,12 +71,7 @@ _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a tensor of the file, or all.
-
-    `name`: as llama.cpp spells it; `shape`: logical shape of the tensor, slowest dimension first;
-    `order`: which rows of the model's tensor they are, see `row_order`; `rows`: which they are of
-    the file's tensor; None: all.
-    """
+    """Rows (None: all) of a file's tensor, which has `shape`, slowest dimension first."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,10 +82,7 @@ class Piece:
 def pieces(
     spec: ModelSpec, source: str, need: Need, names: Container[str] = ()
 ) -> tuple[Piece, ...]:
-    """Return what a file has of one of a model's tensors.
-
-    `names`: tensors of the file, of which some may be joined to one. Raises UnsupportedModel.
-    """
+    """Return the file's pieces of a model's tensor; `names` are the tensors that the file has."""
     match = _LAYER.fullmatch(source)
     if match is None:
         return (Piece(_MODEL_NAMES[source], need.shape, "all"),)
@@ -124,7 +113,7 @@ def pieces(
 
 
 def _joined(spec: ModelSpec, stem: str) -> tuple[str, int, int]:
-    """Return the tensor that may hold a projection with others, its first row there, and all."""
+    """Return the tensor that may hold a fused projection, its first row there, and all rows."""
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     inner = spec.intermediate_size
     return {
@@ -141,7 +130,6 @@ def _rows(name: str, need: Need, order: Order, start: int, total: int) -> Piece:
 
 
 def _latent(spec: ModelSpec, mla: MlaSpec, name: str, stem: str, need: Need) -> Piece:
-    """Return what a file has of a tensor of latent attention."""
     whole = mla.rank + mla.rotated
     if stem in ("self_attn.q_proj", "self_attn.q_b_proj"):
         return Piece(name, need.shape, "mla_q")
@@ -159,9 +147,8 @@ def _latent(spec: ModelSpec, mla: MlaSpec, name: str, stem: str, need: Need) -> 
 def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndarray:
     """Return which of `count` rows of the model's tensor a tensor of the file has, in its order.
 
-    `order`: "all", every second one ("even", "odd"), those of a head paired, first the even and
-    then the odd ones of each expert ("halves"), or those of `family.rows_of`; `count`: rows of the
-    model's tensor, those of a stack counted through.
+    `order`: "all", every second ("even", "odd"), those of a head paired, the even then the odd ones
+    of each expert ("halves"), or those of `family.rows_of`. Rows of a stack are counted through.
     """
     rows = np.arange(count)
     if order == "paired":
@@ -179,7 +166,7 @@ def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndar
 
 
 def type_notes(file: GgufFile) -> tuple[str, ...]:
-    """Return what a person should know about the types of a file's tensors."""
+    """Return notes for people on the types of a file's tensors."""
     if not any(info.kind == I2_S for info in file.tensors.values()):
         return ()
     return (
@@ -191,11 +178,7 @@ def type_notes(file: GgufFile) -> tuple[str, ...]:
 def logical_tensor(
     file: GgufFile, spec: ModelSpec, parts: tuple[Piece, ...], source: str, need: Need, where: str
 ) -> Stored:
-    """Return a tensor of the model.
-
-    `parts`: what the file has of the tensor; all of it is there. Raises FormatError,
-    UnsupportedModel.
-    """
+    """Return a tensor of the model from its pieces in the file."""
     infos = [file.tensors[part.name] for part in parts]
     for part, info in zip(parts, infos, strict=True):
         # A matrix of one row has one dimension in a file.
@@ -245,7 +228,7 @@ def logical_tensor(
 
 
 def _turned(file: GgufFile, part: Piece, need: Need, where: str) -> Stored:
-    """Return a stack of matrices as rows, each matrix with rows and columns exchanged."""
+    """Return a stack of matrices, each transposed, as rows."""
     kind, width = file.tensors[part.name].kind, part.shape[-1]
     flat = (math.prod(part.shape[:-1]), width)
 

@@ -1,10 +1,4 @@
-"""From the vocabulary of a GGUF file to the JSON of the `tokenizers` library.
-
-Two kinds are known: byte-level BPE ("gpt2"), whose text is split as `tokenizer.ggml.pre` says, and
-SentencePiece ("llama"), whose merges follow from the scores of the tokens.
-
-Source: llama.cpp's llama-vocab.cpp (llm_tokenizer_spm); transformers' generate_merges.
-"""
+"""GGUF vocabulary -> tokenizer.json: byte-level BPE, SentencePiece. Source: llama-vocab.cpp."""
 
 import json
 from array import array
@@ -80,7 +74,6 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
 
 
 def _templates(file: GgufFile) -> str | list[dict[str, str]]:
-    """Return the chat template; if there are others, all of them with their names."""
     default = file.text(_TEMPLATE)
     if _TEMPLATES not in file.keys:
         return default
@@ -90,7 +83,7 @@ def _templates(file: GgufFile) -> str | list[dict[str, str]]:
 
 
 def _texts(file: GgufFile) -> list[str]:
-    """Return the tokens; the later of two equal ones gets a name that no text has."""
+    """Return the tokens; the later of two equal ones gets a name that no text contains."""
     texts = tokens(file).texts()
     if len(set(texts)) == len(texts):
         return texts
@@ -102,7 +95,7 @@ def _texts(file: GgufFile) -> list[str]:
 
 
 def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
-    """Return the tokens that are found in a text before it is split."""
+    """Return the tokens that are matched before a text is split."""
     types = token_types(file, len(texts))
     roles = {token_id(file, role) for role in ("bos", "eos")}
     strips = any(name in file.text("general.name", "").lower() for name in _PHI_3)
@@ -161,7 +154,6 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
 
 
 def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
-    """Return the parts of a tokenizer.json; `texts` are the tokens, all of them different."""
     scores = file.numbers(_SCORES)
     if len(scores) != len(texts) or not np.isfinite(scores).all():
         raise FormatError(
@@ -198,7 +190,7 @@ def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
 def _merges(
     file: GgufFile, texts: list[str], scores: np.ndarray, types: np.ndarray
 ) -> list[tuple[str, str]]:
-    """Return the pairs of tokens that make a token, that of the best score first."""
+    """Return the merges, best score first."""
     lengths = np.array([len(text) for text in texts], np.int64)
     for what, size, limit in (
         ("characters in all", int(lengths.sum()), _MAX_SPM_CHARS),
@@ -234,7 +226,6 @@ def _merges(
 
 
 def _bpe_model(vocab: dict[str, int], merges: list[Any], **settings: Any) -> dict[str, Any]:
-    """Return the model of a tokenizer.json that merges pairs."""
     return {
         "type": "BPE",
         "dropout": None,

@@ -1,8 +1,4 @@
-"""The vocabulary of a GGUF file: its tokens, what each is, which have a role, how text is split.
-
-Source: llama.cpp's llama-vocab.cpp. Where it only approximates what a model's tokenizer.json says,
-`PRE_TYPES` has that instead: accents beside letters (`GPT4O`, `TEKKEN`), composed characters.
-"""
+"""GGUF vocabularies. Source: llama.cpp's llama-vocab.cpp; `PRE_TYPES` is as in tokenizer.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -31,9 +27,8 @@ _MESSAGES_END = ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 class PreType:
     """A kind of byte-level tokenizer.
 
-    `splits`: expressions that split a text, one after the other; `whole`: a piece that is a token
-    is one, whatever the merges say; `bos`: a text begins with BOS where the file does not say;
-    `composed`: characters are composed (NFC) first, as their tokenizer.json says.
+    `splits` are applied in order; `whole`: a piece that is a token ignores the merges; `bos` is the
+    default of the file; `composed`: text is normalised to NFC first.
     """
 
     splits: tuple[str, ...]
@@ -64,25 +59,22 @@ _ROWS = {
 PRE_TYPES: Mapping[str, PreType] = {
     name: kind for names, kind in _ROWS.items() for name in names.split()
 }
-"""What `tokenizer.ggml.pre` says of a byte-level vocabulary."""
+"""`tokenizer.ggml.pre` -> how a byte-level vocabulary splits text."""
 
 
 def has_vocabulary(file: GgufFile) -> bool:
-    """Return whether the file has one: files for benchmarks may do without."""
+    """Return whether the file has one; benchmark files may not."""
     return MODEL in file.keys and file.text(MODEL) not in ("no_vocab", "none")
 
 
 def token_id(file: GgufFile, role: str) -> int | None:
-    """Return the id of a special token, None where the file does not say it."""
+    """Return the id of a special token, or None."""
     key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
     return file.integer(key) if key in file.keys else None
 
 
 def token_types(file: GgufFile, count: int) -> np.ndarray:
-    """Return what each token is, `NORMAL` to `BYTE`; without the entry all are normal.
-
-    Raises FormatError if the entry has another length.
-    """
+    """Return the type of each token, `NORMAL` to `BYTE`; normal without the entry."""
     if TYPES not in file.keys:
         return np.full(count, NORMAL)
     types = file.numbers(TYPES)
@@ -92,7 +84,7 @@ def token_types(file: GgufFile, count: int) -> np.ndarray:
 
 
 def tokens(file: GgufFile) -> Strings:
-    """Return the tokens, in the order of their ids; raises FormatError if there are none."""
+    """Return the tokens by id; raises FormatError if there are none."""
     found = file.strings(TOKENS)
     if not len(found):
         raise FormatError(f"{file.file.path}: {TOKENS} is empty")
@@ -100,10 +92,7 @@ def tokens(file: GgufFile) -> Strings:
 
 
 def stop_ids(file: GgufFile) -> list[int]:
-    """Return the ids that end a turn: those that the file names, and control tokens known for it.
-
-    Raises FormatError if the vocabulary is damaged.
-    """
+    """Return the ids that end a turn: the file's, and control tokens known for it."""
     ids = [index for role in ("eos", "eot", "eom") if (index := token_id(file, role)) is not None]
     if has_vocabulary(file):
         texts = tokens(file)

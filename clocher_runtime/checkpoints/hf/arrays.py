@@ -1,9 +1,4 @@
-"""What the readers of quantised Hugging Face checkpoints share: taking arrays, moving bits.
-
-Words of packed codes are little-endian, so the bytes of a word that packs its elements low bits
-first are already in order: two 4-bit codes in a byte, the even one low, as `Int4` stores them.
-Nothing is rounded.
-"""
+"""Shared by readers of quantised Hugging Face checkpoints; packed words are little-endian."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +23,7 @@ SETTINGS = "quantization_config"
 _MAX_GROUP = 999_999
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of 8 neighbours the nibbles of an AWQ word hold, from the lowest."""
+"""Which of 8 neighbours each nibble of an AWQ word holds, from the lowest."""
 _TILE = 64
 
 # They scale activations and the KV cache, which run as the session's settings say.
@@ -40,11 +35,7 @@ _ACTIVATION_SCALES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredArray:
-    """An array as a shard holds it.
-
-    `dtype`: safetensors name; `array`: view of the mapped file; `where`: file and tensor, for
-    messages.
-    """
+    """An array of a shard: safetensors `dtype`, a view of the mapped file, `where` for messages."""
 
     dtype: str
     array: np.ndarray
@@ -73,28 +64,24 @@ Tensors = dict[str, Stored]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A checkpoint while its quantised tensors are being recognised.
-
-    `rest`: arrays that no tensor has claimed yet; `settings`: `quantization_config`; `notes`: what
-    a person should know about how it was read.
-    """
+    """A checkpoint while its tensors are recognised; `rest` are the arrays not claimed yet."""
 
     rest: Arrays
     settings: Mapping[str, Any]
     notes: list[str] = field(default_factory=list)
 
     def ending(self, suffix: str) -> list[str]:
-        """Return the names of unclaimed arrays that end so."""
+        """Return the names of unclaimed arrays with a suffix."""
         return [name for name in self.rest if name.endswith(suffix)]
 
     def claim(self, name: str, owner: StoredArray) -> StoredArray:
-        """Take an array that belongs to another one; raises FormatError."""
+        """Claim an array that belongs to another one; raises FormatError."""
         if name not in self.rest:
             raise FormatError(f"{owner.where}: packed, but {name!r} is missing")
         return self.rest.pop(name)
 
     def drop_activation_scales(self) -> None:
-        """Leave out the scales of activations and of the KV cache, with a note."""
+        """Drop the scales of activations and of the KV cache, with a note."""
         dropped = [name for name in self.rest if name.endswith(_ACTIVATION_SCALES)]
         for name in dropped:
             del self.rest[name]
@@ -105,13 +92,13 @@ class Source:
             )
 
     def refuse_orphans(self, *suffixes: str) -> None:
-        """Raise FormatError if an array is left that only makes sense beside a packed weight."""
+        """Raise FormatError for a leftover array that belongs to a packed weight."""
         for name, stored in self.rest.items():
             if name.endswith(suffixes):
                 raise FormatError(f"{stored.where}: no packed weight belongs to it")
 
     def choice(self, key: str, default: Any, known: Iterable[Any], way_out: str = "") -> Any:
-        """Return a setting that must be one of the known ones; null counts as left out."""
+        """Return a setting limited to known values; null counts as absent."""
         return one_of(self.settings, key, default, known, SETTINGS, way_out)
 
     def group_size(self) -> int | None:
@@ -120,7 +107,7 @@ class Source:
 
 
 def note_floats(source: Source, tensors: Tensors) -> None:
-    """Add a note on the packed tensors that have become floats, if there are any."""
+    """Add a note on packed tensors that became floats."""
     floats = [name for name, stored in tensors.items() if isinstance(stored.format, Float)]
     if floats:
         source.notes.append(
@@ -140,13 +127,10 @@ def columns_per_group(value: object) -> int | None:
 
 
 def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.ndarray | None:
-    """Return the group of each column where these are not simply runs of `group` columns.
+    """Return the group of each column, [K]; None if column k is in group k // group.
 
-    Neighbours then do not share a scale, which no format can hold: the values become floats; see
-    `by_column`.
-
-    `g_idx`: the stored groups, i32 or i64 [K]; `group`: columns of a group; None: the row is one.
-    Returns integers [K]; None: column k is in group k // group. Raises FormatError.
+    `g_idx`: stored groups, i32 or i64 [K]; `group`: columns of a group; None: the whole row. No
+    format can hold other orders; see `by_column`.
     """
     g_idx.expect(("I32", "I64"), (columns,))
     size = group or columns
@@ -161,12 +145,10 @@ def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.
 def by_column(
     codes: np.ndarray, zeros: np.ndarray, scales: np.ndarray, groups: np.ndarray
 ) -> np.ndarray:
-    """Return the values of codes whose columns have groups in any order.
+    """Return the exact values, fp32 [N, K], of codes whose columns have groups in any order.
 
-    They are exact, as scales of f16 and bf16 have at most 11 bits, and codes less zero points 9.
-
-    `codes`: u8 [N, K]; `zeros`: u8 [N, G]; `scales`: fp32 [N, G]; `groups`: integers [K]. Returns
-    fp32 [N, K]. Raises FormatError.
+    `codes`: u8 [N, K]; `zeros`: u8 [N, G]; `scales`: fp32 [N, G], of at most 11 significant bits;
+    `groups`: integers [K].
     """
     check_scales("f32", scales, "f32")
     values = codes.astype(np.float32)
@@ -190,10 +172,7 @@ def transposed_bytes(words: np.ndarray) -> np.ndarray:
 
 
 def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Return the codes of words [A, B] packed along B, low bits first, u8 [A, 32B / bits].
-
-    `words`: i32; of 3-bit codes, B is a multiple of 3; `bits`: of a code: 2, 3, 4 or 8.
-    """
+    """Return 2, 3, 4 or 8-bit codes of i32 words [A, B], low bits first, u8 [A, 32B / bits]."""
     packed = np.ascontiguousarray(words).view(np.uint8).reshape(len(words), -1, bits)
     out = np.empty((*packed.shape[:2], 8), np.uint8)  # any `bits` bytes hold 8 codes
     for place in range(8):
@@ -214,10 +193,7 @@ def awq_nibbles(words: np.ndarray) -> np.ndarray:
 
 
 def awq_codes(words: np.ndarray) -> np.ndarray:
-    """Return the codes of an AWQ "gemm" matrix, words [K, N/8], as `Int4` packs them.
-
-    Returns u8 [N, K/2]; K is even.
-    """
+    """Return AWQ "gemm" words [K, N/8] as `Int4` packs them, u8 [N, K/2]; K is even."""
     rows, columns = words.shape
     out = np.empty((columns, 8, rows // 2), np.uint8)
     for start in range(0, columns, _TILE):
@@ -231,16 +207,12 @@ def awq_codes(words: np.ndarray) -> np.ndarray:
 
 
 def signed(codes: np.ndarray) -> np.ndarray:
-    """Return 8-bit codes with zero at 128 as signed ones, i8 of the same shape."""
+    """Return 8-bit codes with zero at 128 as i8."""
     return (codes ^ np.uint8(0x80)).view(np.int8)
 
 
 def fp8_tensor(codes: StoredArray, scales: StoredArray, scopes: tuple[Scope, ...]) -> QuantTensor:
-    """Return a tensor of e4m3 codes and their scales, as they lie in the file.
-
-    `scopes`: what the scales may be for; the first that their shape fits is taken. Raises
-    FormatError.
-    """
+    """Return a tensor of e4m3 codes, with the first of `scopes` that fits the scales' shape."""
     codes.expect(("F8_E4M3",))
     n, k = codes.matrix()
     scales.expect(FLOATS)

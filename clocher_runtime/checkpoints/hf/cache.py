@@ -1,10 +1,7 @@
-"""The local cache of the Hugging Face hub: what a name means, and where its files are.
+"""The local cache of the Hugging Face hub (HF_HUB_CACHE, HF_HOME). Nothing is downloaded.
 
     CACHE/models--OWNER--NAME/refs/REVISION          holds a commit
     CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE  a link to what was downloaded
-
-Nothing is downloaded, and only directories and the small files in `refs` are read. Where the cache
-is, the library says: HF_HUB_CACHE, HF_HOME.
 
 Source: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
 """
@@ -32,11 +29,7 @@ _REF_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """What `owner/name[@revision][/file.gguf]` says.
-
-    `repo`: "owner/name"; `revision`: branch, tag or commit; `file`: one GGUF file of the
-    repository; "": the whole.
-    """
+    """A parsed `owner/name[@revision][/file.gguf]`; `file` is "" for the whole repository."""
 
     repo: str
     revision: str = MAIN
@@ -48,7 +41,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """Return what a name says, None if it is not spelled like one of the hub's."""
+    """Parse a hub name; None if it is not one."""
     found = _NAME.fullmatch(text)
     if found is None or ".." in text:
         return None
@@ -56,32 +49,26 @@ def hub_name(text: str) -> HubName | None:
 
 
 def repository_of_url(text: str) -> str | None:
-    """Return the "owner/name" that an address of the hub names, None if it is no such address."""
+    """Return the "owner/name" of a hub URL; None if it is not one."""
     found = _URL.fullmatch(text)
     return found[1] if found else None
 
 
 def published_as(path: str) -> str | None:
-    """Return the "owner/name" of a model by the place that the guide has for it, None if none has.
-
-    `models/gpt-oss-20b`, its `hf` and its `hf/original` are of openai/gpt-oss-20b.
-    """
+    """Return "owner/name" of a path that the guide uses, such as `models/gpt-oss-20b`, or None."""
     found = _PLACE.fullmatch(path)
     return f"openai/{found[1]}" if found else None
 
 
 def cache_directory() -> Path:
-    """Return where the cache is; it need not be there."""
+    """Return the cache's path; it may not exist."""
     from huggingface_hub import constants  # late: a path needs no library
 
     return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def repositories(cache: Path | None = None) -> dict[str, Path]:
-    """Return the models of the cache: "owner/name" -> its folder, in the order of their names.
-
-    `cache`: where; None: `cache_directory`. One that cannot be read has none.
-    """
+    """Return the models of the cache, "owner/name" -> folder, sorted; none if unreadable."""
     cache = cache_directory() if cache is None else cache
     try:
         with os.scandir(cache) as entries:
@@ -93,7 +80,7 @@ def repositories(cache: Path | None = None) -> dict[str, Path]:
 
 
 def repository_of(path: Path) -> str | None:
-    """Return the "owner/name" of a snapshot of a cache, or of a file in one; None elsewhere."""
+    """Return the "owner/name" of a path in a cache snapshot; None elsewhere."""
     for parent in (path, *path.parents):
         if parent.parent.name == "snapshots":
             return _repository(parent.parents[1].name)
@@ -101,10 +88,7 @@ def repository_of(path: Path) -> str | None:
 
 
 def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
-    """Return the directory of a revision in the cache, None if it is not there.
-
-    `folder`: that of the repository; None: in `cache_directory`.
-    """
+    """Return the directory of a revision in the cache, or None."""
     if folder is None:
         folder = cache_directory() / (_FOLDER + name.repo.replace("/", "--"))
     commit = name.revision
@@ -115,7 +99,7 @@ def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
 
 
 def revisions(folder: Path) -> dict[str, str]:
-    """Return the branches and tags that a repository's folder knows, each with its commit."""
+    """Return the branches and tags of a repository's folder, with their commits."""
     refs = folder / "refs"
     found = {}
     for directory, _, names in os.walk(refs):

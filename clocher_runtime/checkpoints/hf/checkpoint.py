@@ -1,7 +1,4 @@
-"""A Hugging Face directory as a checkpoint: its config, tokenizer and logical tensors.
-
-Pickled weights (`pytorch_model*.bin`) are not opened here; see `torch_bin`.
-"""
+"""A Hugging Face directory as a checkpoint; `torch_bin` opens pickled weights."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -70,11 +67,7 @@ def open_hf(directory: Path) -> Checkpoint:
 def read_folder(
     directory: Path, kind: Literal["hf", "bin"], read: Callable[["HfFolder"], Weights]
 ) -> Checkpoint:
-    """Return the checkpoint of a directory whose weights are read in a way of their own.
-
-    `read`: returns the arrays of the folder's weight files by name, and the mapped files. Raises
-    ModelError.
-    """
+    """Return the checkpoint of a directory; `read` returns its arrays and the mapped files."""
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
     if of_openai := is_openai(config):
@@ -105,7 +98,7 @@ def read_folder(
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json that says that the weights are quantised in a way that is not read."""
+    """Refuse a config.json with an unsupported quantisation."""
     foreign = foreign_quantisation(config, where)
     if foreign is not None:
         raise foreign
@@ -130,14 +123,10 @@ def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
 def logical_tensors(
     arrays: Mapping[str, StoredArray], settings: Mapping[str, Any] | None
 ) -> tuple[Tensors, tuple[str, ...]]:
-    """Return the logical tensors of a checkpoint, and notes on what was left out of it.
+    """Return the logical tensors of a checkpoint, and notes on what was left out.
 
-    `X_blocks` with `X_scales` is X in MXFP4; a packed `X.weight` with its `X.weight_scale` (BitNet)
-    is `X.weight`, and so on: `_METHODS` names the readers, which describe their layouts. Everything
-    else is a plain float.
-
-    `arrays`: what the shards hold, by name; `settings`: `quantization_config`, or None. Raises
-    UnsupportedModel, FormatError.
+    `X_blocks` with `X_scales` is X in MXFP4, packed `X.weight` with `X.weight_scale` is BitNet, and
+    so on, see `_METHODS`; anything else is plain float. `settings` is `quantization_config`.
     """
     source = Source(dict(arrays), settings or {})
     tensors: Tensors = {}
@@ -206,7 +195,7 @@ def _bitnet(source: Source) -> Tensors:
 
 
 def _fp8(source: Source) -> Tensors:
-    """Read DeepSeek's 128 x 128 blocks, and whole tensors or rows."""
+    """Read fp8: DeepSeek's 128 x 128 blocks, whole tensors, or rows."""
     block = source.settings.get("weight_block_size")
     if block not in (None, [BLOCK, BLOCK]):
         raise unknown("weight_block_size", block, (f"[{BLOCK}, {BLOCK}]", None), SETTINGS)

@@ -15,8 +15,8 @@ For each linear X [N, K], by the `format` of the checkpoint or of the config gro
 
     W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]),  g = k // group_size
 
-The arrays of a linear decide which config group it belongs to: one that describes them exactly.
-The patterns of `targets` and `ignore` are not run, because a pattern from a file can run forever.
+A linear belongs to the config group that describes its arrays exactly; the regular expressions of
+`targets` and `ignore` are not run, as they could take forever.
 
 Source: compressed-tensors src/compressed_tensors/{compressors,quantization}.
 """
@@ -61,7 +61,7 @@ _SCOPES: dict[str, Scope] = {"tensor": "tensor", "channel": "row", "block": "b12
 
 
 class _Group(Struct):
-    """A config group; without weights it quantises activations alone."""
+    """A config group; one without weights quantises activations alone."""
 
     weights: dict[str, Any] | None = None
     format: str | None = None
@@ -79,9 +79,8 @@ class _Settings(Struct):
 class _Scheme:
     """How the linears of a config group are stored.
 
-    `label`: name of the config group; `form`: one of `_FORMATS`, with naive-quantized resolved;
-    `bits`: of a code; `strategy`: "tensor", "channel", "group" or "block"; `group`: columns of a
-    group, or None.
+    `form` is one of `_FORMATS`, naive-quantized resolved; `strategy`: "tensor", "channel", "group"
+    or "block"; `group`: columns of a group, or None.
     """
 
     label: str
@@ -93,17 +92,13 @@ class _Scheme:
 
     @property
     def scope(self) -> Group:
-        """What shares a scale, as `Int8` spells it."""
+        """What shares a scale, as in `Int8`."""
         return self.group or ("tensor" if self.strategy == "tensor" else "row")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Linear:
-    """The arrays of one linear X.
-
-    `weight`: X.weight_packed or X.weight; `scale`: X.weight_scale; shape, zero, g_idx: the optional
-    ones, X.weight_shape and so on.
-    """
+    """The arrays of one linear X; shape, zero and g_idx are optional."""
 
     weight: StoredArray
     scale: StoredArray
@@ -112,7 +107,7 @@ class _Linear:
     g_idx: StoredArray | None
 
     def refuse_zeros(self) -> None:
-        """Old writers store the zero points of symmetric codes as well; they must be zero."""
+        """Refuse nonzero zero points of symmetric codes, which old writers store as well."""
         if self.zero is not None and self.zero.array.any():
             raise FormatError(f"{self.zero.where}: not zero, but its config group is symmetric")
 
@@ -188,7 +183,7 @@ def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
 
 
 def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
-    """Return the tensor of a linear, read by the first scheme that describes its arrays."""
+    """Return a linear's tensor, read by the first scheme that describes its arrays."""
     misfits = []
     for scheme in schemes:
         try:
@@ -254,11 +249,7 @@ def _unordered(
     zeros: Callable[[], np.ndarray] | None,
     bits: int,
 ) -> Stored:
-    """Return the tensor of a linear whose columns have groups in any order, in f32.
-
-    `columns`: the group of each, [K]; `codes`: makes them plus 8 or 128, u8 [N, >= K]; `zeros`:
-    makes the zero points plus 8, u8 [N, G]; None: symmetric.
-    """
+    """Return a linear with any column order in f32; codes are offset 8 or 128, zeros 8."""
 
     def make() -> Mapping[str, np.ndarray]:
         scales = to_f32(linear.scale.array, DTYPES[linear.scale.dtype])
@@ -272,7 +263,7 @@ def _unordered(
 def _packed_zeros(
     scheme: _Scheme, linear: _Linear, n: int, groups: int
 ) -> Callable[[], np.ndarray]:
-    """Return what computes the zero points plus 8, u8 [N, G]."""
+    """Return a function that computes the zero points plus 8, u8 [N, G]."""
     zero = linear.zero
     if zero is None:
         raise FormatError(f"{linear.weight.where}: not symmetric, but weight_zero_point is missing")
@@ -315,10 +306,7 @@ def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
 def _check_groups(
     scheme: _Scheme, linear: _Linear, n: int, k: int
 ) -> tuple[int, np.ndarray | None]:
-    """Check the scales of integer codes and the order of the columns.
-
-    Returns the groups of a row, and the group of each column if these are in activation order.
-    """
+    """Return the groups of a row, and the group of each column if in activation order."""
     groups = -(-k // scheme.group) if scheme.group else 1
     tensor = scheme.strategy == "tensor"
     shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]

@@ -1,4 +1,4 @@
-"""Why a path is no model that can be opened, what it is instead, and what to give."""
+"""Errors for paths that are no readable model: what they are, and what to give instead."""
 
 import fnmatch
 import os
@@ -57,10 +57,9 @@ _METHODS = {
     "quark": "Quark weights",
     "modelopt": "weights of NVIDIA's ModelOpt",
 }
-"""`quant_method` -> what the weights are."""
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 HEAD_BYTES = 28
-"""Bytes of a file that say what it is: the longest header that is known, that of llama2.c."""
+"""The longest magic header that is known, llama2.c's."""
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 
 
@@ -69,7 +68,7 @@ class _Adapter(Struct):
 
 
 def listed(directory: Path) -> list[str]:
-    """Return the names in a directory, in order; a very large one is cut off."""
+    """Return the sorted names in a directory, truncated if there are very many."""
     try:
         with os.scandir(directory) as entries:
             found = zip(entries, range(_MOST_NAMES), strict=False)
@@ -79,7 +78,7 @@ def listed(directory: Path) -> list[str]:
 
 
 def foreign_weights(directory: Path) -> ModelError | None:
-    """Return the error for a directory whose weights are another program's, None if unknown."""
+    """Return the error for another program's weights, None if unknown."""
     names = listed(directory)
     if ADAPTER_CONFIG in names or "adapter_model.safetensors" in names:
         named = base_of(directory)
@@ -96,7 +95,7 @@ def foreign_weights(directory: Path) -> ModelError | None:
 
 
 def no_weights(directory: Path) -> ModelError:
-    """Return the error for a directory with config.json and without weights that are read."""
+    """Return the error for a config.json without readable weights."""
     names = listed(directory)
     if any(fnmatch.fnmatch(name, "pytorch_model*.bin") for name in names):
         return UnsupportedModel(
@@ -129,7 +128,7 @@ def no_weights(directory: Path) -> ModelError:
 
 
 def no_directory(path: Path) -> ModelNotFound:
-    """Return the error for a path without a Hugging Face directory, with the way to one."""
+    """Return the error for a path without a Hugging Face directory, with a next step."""
     if path.name == "original" and (path.parent / "config.json").is_file():
         return ModelNotFound(f"{path}: no config.json there; the model is in {path.parent}")
     if repo := published_as(str(path)):
@@ -141,7 +140,7 @@ def no_directory(path: Path) -> ModelNotFound:
 
 
 def unfinished(directory: Path) -> str:
-    """Return what to do about a directory that lacks files."""
+    """Return advice for a directory that lacks files."""
     repo = repository_of(directory)
     if repo is None:
         return "fetch the files that are missing; `clocher pull OWNER/NAME --out-dir DIR` resumes"
@@ -149,10 +148,7 @@ def unfinished(directory: Path) -> str:
 
 
 def foreign_quantisation(config: Mapping[str, Any], where: str) -> UnsupportedModel | None:
-    """Return the error for a config.json whose weights another program quantised in its own way.
-
-    Returns None: none of those that are known says so.
-    """
+    """Return the error for weights in another program's quantisation, None if there is none."""
     what = _quantised_by(config)
     if what is None:
         return None
@@ -182,7 +178,7 @@ def _quantised_by(config: Mapping[str, Any]) -> str | None:
 
 
 def no_model_file(path: Path, head: bytes) -> ModelError:
-    """Return the error for a file that is no model by itself."""
+    """Return the error for a file that is not a model."""
     name = path.name.lower()
     if head.startswith(b"GGUF"):
         return UnsupportedModel(
@@ -213,7 +209,7 @@ def no_model_file(path: Path, head: bytes) -> ModelError:
 
 
 def is_llama2c(head: bytes) -> bool:
-    """Return whether a file that begins so is one of llama2.c: its mark, or seven sizes."""
+    """Return whether a header is llama2.c's: its magic, or seven sizes."""
     if head.startswith(b"24ka"):
         return True
     if len(head) < HEAD_BYTES:
@@ -223,7 +219,7 @@ def is_llama2c(head: bytes) -> bool:
 
 
 def base_of(directory: Path) -> str:
-    """Return what an adapter says that its base is; "" if it does not say."""
+    """Return the base that an adapter names, or ""."""
     try:
         data = read_bytes(directory / ADAPTER_CONFIG, _MAX_ADAPTER_BYTES)
         config = read_as(given(parse_object(data, ADAPTER_CONFIG)), _Adapter, ADAPTER_CONFIG)
@@ -233,7 +229,7 @@ def base_of(directory: Path) -> str:
 
 
 def holds_model(directory: Path) -> bool:
-    """Return whether a directory has what every model has; no file is opened."""
+    """Return whether a directory has the files of a model; none is opened."""
     markers = [JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)]
     if any(os.path.isfile(directory / marker) for marker in markers):
         return True

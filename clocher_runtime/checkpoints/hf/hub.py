@@ -1,8 +1,7 @@
-"""Getting models from the Hugging Face hub: planned here, fetched by huggingface_hub, checked here.
+"""Download models from the Hugging Face hub with huggingface_hub, and check them.
 
-The library is imported late: it is slow to load, and only downloads need it. Its own
-variables hold: HF_ENDPOINT, HF_TOKEN, HF_HOME, HF_HUB_OFFLINE.
-Source: https://huggingface.co/docs/huggingface_hub/guides/download.
+The library is imported late because it is slow to load. Its own variables apply (HF_ENDPOINT,
+HF_TOKEN, ...). Source: https://huggingface.co/docs/huggingface_hub/guides/download.
 """
 
 import fnmatch
@@ -27,7 +26,7 @@ PATTERNS = (
     *("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md", "USAGE_POLICY"),
     *("model*.safetensors", "adapter_model.safetensors"),
 )
-"""What is downloaded. Weights in safetensors alone: the hub's pickled files are never needed."""
+"""Downloaded by default: safetensors only; pickled files are never needed."""
 
 _REPO = re.compile(REPO, re.ASCII)
 _METADATA_BYTES = 400
@@ -37,14 +36,14 @@ _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)"
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file of a revision: its path there, its size, its SHA-256 or else git's SHA-1."""
+    """A file of a revision: its path, size, and SHA-256 or git's SHA-1."""
 
     name: str
     nbytes: int
     digest: str
 
     def matches(self, path: Path) -> bool:
-        """Return whether a file on the disk is this one, by its size and hash."""
+        """Return whether a file on disk has this size and hash."""
         if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
             return False
         of_git = len(self.digest) == 40
@@ -59,10 +58,8 @@ class HubFile:
 class Download:
     """A revision whose files can be fetched.
 
-    `repo`: "owner/name"; `revision`: branch, tag or commit that was asked for; `commit`: what it is
-    now; `directory`: where the files will be; None for the hub's cache; `files`: what is wanted;
-    `missing`: those of it that are not there in the right size; `nbytes`: bytes that are still to
-    come; `free_bytes`: bytes that the disk has for them.
+    `commit` is what `revision` stands for now; `directory` None is the hub's cache; `missing` are
+    the `files` not there in the right size; `nbytes` are still to come, `free_bytes` free on disk.
     """
 
     repo: str
@@ -75,11 +72,7 @@ class Download:
     free_bytes: int
 
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
-        """Fetch what is missing, with the library's progress bars, and check all of it.
-
-        `checking`: called with the name of each file before it is hashed. Returns the directory of
-        the files. Raises ConnectionError, OSError, FormatError, ModelNotFound.
-        """
+        """Fetch what is missing, check all files, return their directory; `checking` gets names."""
         import huggingface_hub
 
         with _explained(self.repo):
@@ -119,9 +112,8 @@ def plan_download(
 ) -> Download:
     """Ask the hub what a revision holds, and check that the disk has room.
 
-    `patterns`: shell patterns of the wanted files; one without "/" is for the top folder only;
-    `subject`: how messages begin; "": with the name. Raises UsageError, ModelNotFound, OSError,
-    ModelError.
+    `patterns` without "/" match in the top folder only; `subject` is how messages begin. Raises
+    UsageError, ModelNotFound, OSError, ModelError.
     """
     import huggingface_hub
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -141,12 +133,7 @@ def plan_download(
 
 
 def local_or_fetched(path: Path) -> Path:
-    """Return a model's directory, downloading it if the path is the name of a repository.
-
-    What is downloaded lies in the hub's cache. Without a network what lies there already will do.
-
-    Raises ModelError, UsageError, OSError.
-    """
+    """Return a model's directory, downloaded if absent; offline, the cached copy is used."""
     name = path.as_posix()
     if not path.exists() and (repo := published_as(name)):
         return plan_download(repo, path, subject=f"{name}: no such directory; {repo}").run()
@@ -168,11 +155,7 @@ def local_or_fetched(path: Path) -> Path:
 
 
 def stored_hashes(folder: Path) -> list[HubFile]:
-    """Return the files of a download with the hashes that the hub gave them. No network is used.
-
-    `folder`: a snapshot of the cache, whose links name the hashes, or a directory that was
-    downloaded to, where the library keeps them in `.cache/huggingface/download`.
-    """
+    """Return the files of a cache snapshot or download directory with their recorded hashes."""
     kept = folder / ".cache" / "huggingface" / "download"
     tags: dict[str, str] = {}
     if kept.is_dir():
@@ -193,7 +176,6 @@ def stored_hashes(folder: Path) -> list[HubFile]:
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
-    """Return the message for wanted files that a repository has none of."""
     gguf = [item for item in siblings if item.rfilename.lower().endswith(".gguf")]
     if gguf and patterns == PATTERNS:
         sizes = [f"{item.rfilename!r} ({(item.size or 0) / 1e9:.1f} GB)" for item in gguf[:20]]
@@ -203,7 +185,6 @@ def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["Rep
 
 
 def _is_there(file: HubFile, directory: Path | None, repo: str, commit: str) -> bool:
-    """Return whether a file of the right size is in the directory, or in the hub's cache."""
     import huggingface_hub
 
     if directory:
@@ -238,7 +219,7 @@ def _hub_file(item: "RepoSibling", repo: str) -> HubFile:
 
 @contextmanager
 def _explained(subject: str) -> Iterator[None]:
-    """Turn what the library and the network layers below it raise into errors of ours."""
+    """Turn errors of the library and of the network below it into Clocher's."""
     try:
         yield
     except ClocherError:
@@ -283,7 +264,7 @@ def _explanation(error: Exception, subject: str) -> Exception:
 
 
 def _without_secrets(text: str) -> str:
-    """Return a message of a library without what may stand in it of tokens and passwords."""
+    """Return a library's message with tokens and passwords removed."""
     import huggingface_hub
 
     token = huggingface_hub.get_token()

@@ -1,4 +1,4 @@
-"""LoRA adapters (directories that PEFT writes): added to the float weights of their base at load.
+"""LoRA adapters (PEFT directories), added to the float weights of their base at load.
 
     adapter_config.json          which tensors mean what: lora_alpha, use_rslora, ...
     adapter_model.safetensors    base_model.model.M.lora_A.weight            [r, K]
@@ -9,10 +9,8 @@
     W' = W + s * (B @ A),  of an embedding W + s * (B @ A)^T
     s = lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has others by module
 
-The sum is computed in fp32 and rounded once, to the type of W. `merge_and_unload` of PEFT rounds a
-bf16 product before it is added as well.
-
-Source: peft src/peft/tuners/lora/{config,layer}.py, utils/save_and_load.py.
+The sum is in fp32, rounded once; PEFT also rounds a bf16 product. Source: peft
+src/peft/tuners/lora/{config,layer}.py, utils/save_and_load.py.
 """
 
 import os
@@ -75,7 +73,6 @@ class _Config(Struct):
     alpha_pattern: dict[str, Annotated[float, Meta(ge=-1e6, le=1e6)]] = {}
 
     def scale(self, module: str, rank: int) -> float:
-        """Return what a product is multiplied by."""
         alpha = self.lora_alpha
         for pattern, other in self.alpha_pattern.items():
             if module == pattern or module.endswith(f".{pattern}"):
@@ -86,11 +83,7 @@ class _Config(Struct):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Delta:
-    """What is added to a tensor: scale * (B @ A).
-
-    `a`: A [r, K], or [r, V] of an embedding; `b`: B [N, r], or [H, r]; `is_embedding`: whether the
-    product is added transposed.
-    """
+    """scale * (B @ A), added to a tensor: A [r, K], B [N, r]; transposed for an embedding."""
 
     a: StoredArray
     b: StoredArray
@@ -99,12 +92,12 @@ class _Delta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of what is added."""
+        """Shape of the delta."""
         shape = self.b.array.shape[0], self.a.array.shape[1]
         return shape[::-1] if self.is_embedding else shape
 
     def planes_of(self, stored: Stored) -> Mapping[str, np.ndarray]:
-        """Return the planes of a float tensor with this added, in its own type."""
+        """Return a float tensor's planes with the delta added, in its dtype."""
         found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
         data, dtype = found["data"], stored.format.name
         left, right = (to_f32(each.array, DTYPES[each.dtype]) for each in (self.b, self.a))
@@ -123,11 +116,7 @@ class _Delta:
 
 
 def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
-    """Return a model with an adapter added to its weights, when each is loaded.
-
-    `base`: a checkpoint with float weights where the adapter changes them. Raises ModelNotFound,
-    UnsupportedModel, FormatError.
-    """
+    """Return a model with an adapter added to its float weights at load. Raises ModelError."""
     config = _read_config(directory)
     arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
     deltas, whole = _recognised(arrays, config)
@@ -188,7 +177,7 @@ def _read_config(directory: Path) -> _Config:
 def _recognised(
     arrays: Mapping[str, StoredArray], config: _Config
 ) -> tuple[dict[str, _Delta], dict[str, StoredArray]]:
-    """Return what is added to tensors, and what takes their place, by the name of the tensor."""
+    """Return the deltas and the replaced tensors, by name."""
     rest, deltas = dict(arrays), dict[str, _Delta]()
     for name in arrays:
         first = next((part for part in _PARTS if name.endswith(part)), None)
@@ -224,7 +213,6 @@ def _base_name(name: str, stored: StoredArray) -> str:
 
 
 def _merged(base: Checkpoint, name: str, delta: _Delta) -> LazyTensor:
-    """Return a tensor with something added."""
     found = _of_base(base, name, delta.a)
     if not isinstance(found.format, Float):
         raise UnsupportedModel(
@@ -240,7 +228,7 @@ def _merged(base: Checkpoint, name: str, delta: _Delta) -> LazyTensor:
 
 
 def _of_base(base: Checkpoint, name: str, stored: StoredArray) -> Stored:
-    """Return a tensor of the base; a head that is the embedding becomes one of its own."""
+    """Return a tensor of the base; a tied head becomes a tensor of its own."""
     found = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
     if found is None:
         raise FormatError(

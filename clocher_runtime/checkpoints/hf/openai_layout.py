@@ -1,8 +1,6 @@
-"""gpt-oss as OpenAI publishes it in `original/`: other keys of config.json, other names of tensors.
+"""gpt-oss as OpenAI publishes it in `original/`: other config keys and tensor names, same bytes.
 
-The rows of q, k and v are one tensor, and gate and up rows of experts alternate, as in Hugging
-Face's. The numbers are the same ones, so no byte is changed. Source: github.com/openai/gpt-oss,
-gpt_oss/torch/model.py (ModelConfig, AttentionBlock) and weights.py.
+Source: github.com/openai/gpt-oss, gpt_oss/torch/model.py (ModelConfig, AttentionBlock), weights.py.
 """
 
 import os
@@ -27,7 +25,7 @@ _OWN_KEYS = frozenset(
 _EPS = 1e-5
 _HARMONY_VOCABULARY = 201_088
 _HARMONY_ENDS = [200002, 199999, 200012]
-"""<|return|>, <|endoftext|>, <|call|>: the published files name none."""
+"""<|return|>, <|endoftext|>, <|call|>; the published files have no such list."""
 
 _WHOLE = {
     "embedding.weight": "model.embed_tokens.weight",
@@ -77,12 +75,12 @@ class _Config(Struct):
 
 
 def is_openai(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has OpenAI's keys, not those of transformers."""
+    """Return whether a config.json has OpenAI's keys."""
     return "model_type" not in config and config.keys() >= _OWN_KEYS
 
 
 def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return OpenAI's config.json as transformers would spell it; raises FormatError."""
+    """Return OpenAI's config.json with transformers' keys; raises FormatError."""
     own = read_as(config, _Config, where)
     kinds = ("sliding_attention", "full_attention")
     rope: dict[str, Any] = {"rope_theta": own.rope_theta, "rope_type": "default"}
@@ -116,10 +114,7 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
-    """Return OpenAI's arrays under the names of transformers; a name of neither stays.
-
-    `arrays`: by name, views of the mapped files. Raises FormatError.
-    """
+    """Return OpenAI's arrays under transformers' names; unknown names stay."""
     found: Arrays = {}
     q, kv = (
         config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value")
@@ -144,7 +139,7 @@ def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
 
 
 def tokenizer_above(directory: Path, of_openai: bool) -> Path | None:
-    """Return the tokenizer of the folder above, which `original/` has instead of its own."""
+    """Return the tokenizer of the folder above `original/`."""
     above = directory.parent / "tokenizer.json"
     own = os.path.lexists(directory / "tokenizer.json")
     return above if of_openai and not own and os.path.isfile(above) else None

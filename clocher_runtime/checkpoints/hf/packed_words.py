@@ -15,12 +15,9 @@ With b bits and G = ceil(K / group_size) groups, for each linear X [N, K]:
     W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]),  g = k // group_size, or g_idx[k]
 
 Words are packed low bits first, but nibble i of a gemm word holds column [0, 2, 4, 6, 1, 3, 5,
-7][i] of its eight; the gemv arrays of zeros and scales are padded to what its kernel likes. Three
-words hold 32 codes of 3 bits, two of which cross a word. Symmetric files store every zero point as
-the middle, 2^(b-1).
-
-Codes of 2 and 3 bits become `Int4`, the narrowest format that holds them. A g_idx that is not k //
-group_size (desc_act) becomes floats, as `arrays.by_column` says.
+7][i]; gemv zeros and scales are padded. Two of the 32 3-bit codes in three words cross a word.
+Symmetric files store 2^(b-1) as zero points. Codes of 2 and 3 bits become `Int4`; a g_idx in
+activation order becomes floats, see `arrays.by_column`.
 
 Source: AutoGPTQ auto_gptq/nn_modules/qlinear; GPTQModel gptqmodel/nn_modules/qlinear; AutoAWQ
 awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
@@ -112,10 +109,9 @@ def _gptq(
     arrays: tuple[StoredArray, StoredArray, StoredArray],
     order: StoredArray | None,
 ) -> LazyTensor:
-    """Return the tensor of a linear X of GPTQ.
+    """Return a GPTQ linear's tensor from `arrays` (qweight, qzeros, scales) and `order` (g_idx).
 
-    `version_1`: whether zero points are stored less one; `group`: columns of a group; None: the
-    row; `arrays`: X.qweight, X.qzeros, X.scales; `order`: X.g_idx, if it has one.
+    `version_1`: zero points are stored less one; `group`: columns of a group; None: the row.
     """
     words, zeros, scales = arrays
     rows, n = words.matrix()
@@ -128,7 +124,6 @@ def _gptq(
     dtype, middle, largest = DTYPES[scales.dtype], 1 << (bits - 1), (1 << bits) - 1
 
     def zero_points() -> np.ndarray:
-        """Return them, u8 [G, N]."""
         found = unpacked(zeros.array, bits)[:, :n]
         if version_1:
             if not symmetric and found.max() == largest:
@@ -155,7 +150,7 @@ def _gptq(
         fmt = Int4(symmetric, group or "row", dtype)
 
     def by_row(array: np.ndarray) -> np.ndarray:
-        """Return an array [G, N] as [N, G], or [N] if there is one group, the row."""
+        """Return [G, N] as [N, G], or [N] if G is 1."""
         return array.reshape(-1) if fmt.group == "row" else np.ascontiguousarray(array.T)
 
     def planes() -> Mapping[str, np.ndarray]:
@@ -174,7 +169,7 @@ def _gptq(
 
 
 def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
-    """Refuse zero points of a symmetric file that are not the middle of its codes."""
+    """Refuse a symmetric file's zero points that are not the middle of its codes."""
     if (zeros != middle).any():
         odd = int(zeros[zeros != middle][0])
         raise FormatError(

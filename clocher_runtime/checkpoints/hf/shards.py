@@ -1,9 +1,8 @@
-"""The files of a Hugging Face directory, which must really lie in it, and its weight files.
+"""The files of a Hugging Face directory and its weight shards; nothing in it is trusted.
 
-Nothing in it is trusted: shard names must be plain, links may not leave the model's directory (or,
-in a hub cache, the `models--x` directory that holds the blobs, and the store of blobs beside it),
-and the index and the shards must agree on every tensor. Without an index the names of shards say
-how many there are: transformers counts from 1 to m, gpt-oss's files from 0 to m.
+Shard names must be plain, and links may not leave the model's directory (or the cache directory
+with its blobs). Index and shards must agree on every tensor. Without an index, shard names count
+from 1 to m (transformers) or 0 to m (gpt-oss).
 """
 
 import os
@@ -23,7 +22,6 @@ from clocher_runtime.disk.schema import read_as
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 
 Weights = tuple[Arrays, tuple[MappedFile, ...]]
-"""Arrays of weight files by name, and the files."""
 
 _SINGLE = "model.safetensors"
 _MAX_CONFIG_BYTES = 16_000_000
@@ -37,7 +35,7 @@ class _Index(Struct):
 
 
 class HfFolder:
-    """A directory whose files must really lie in it."""
+    """A directory that its files may not leave."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -47,7 +45,7 @@ class HfFolder:
         self._shared = real.parents[2] / "blobs" if cached else None
 
     def member(self, name: str) -> Path:
-        """Return the path of a file of the directory, which need not exist."""
+        """Return the path of a member, which may not exist."""
         path = self.directory / name
         target = Path(os.path.realpath(path))
         shared = self._shared is not None and target.parent.parent == self._shared
@@ -56,7 +54,7 @@ class HfFolder:
         return path
 
     def has(self, name: str) -> bool:
-        """Return whether the directory has a file of this name."""
+        """Return whether the directory has this file."""
         return os.path.isfile(self.member(name))
 
     def json(self, name: str, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
@@ -83,12 +81,7 @@ def read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
 def read_shards(
     folder: HfFolder, stem: str, suffix: str, read: Callable[[Path], tuple[Arrays, MappedFile]]
 ) -> Weights:
-    """Read the one weight file of a folder, or its shards: by its index, else by their names.
-
-    `stem`: name of the file without its ending `suffix`; the index is `<stem><suffix>.index.json`;
-    `read`: returns the arrays of a file. Raises ModelError if files are missing, or the index and
-    the shards disagree.
-    """
+    """Read the weight file `<stem><suffix>`, or its shards, by the index or by their names."""
     single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
     weight_map: Mapping[str, Any] = {}
     if folder.has(single):
@@ -138,7 +131,6 @@ def _weight_map(folder: HfFolder, index: str, suffix: str) -> Mapping[str, Any]:
 
 
 def _numbered(directory: Path, stem: str, suffix: str) -> list[str]:
-    """Return the names of the shards of a directory in order, [] if there are no such files."""
     pattern = re.compile(rf"{re.escape(stem)}--?([0-9]{{5}})-of-([0-9]{{5}}){re.escape(suffix)}")
     found = {name: match for name in listed(directory) if (match := pattern.fullmatch(name))}
     if not found:

@@ -1,7 +1,6 @@
-"""Pickled PyTorch weights (`pytorch_model*.bin`), read by torch's restricted unpickler.
+"""Pickled PyTorch weights (`pytorch_model*.bin`), by torch's restricted unpickler and mapped.
 
-torch runs nothing of the file (`weights_only=True`) and maps its arrays (`mmap=True`). Archives
-that torch would have to inflate are refused, and so is anything but a dictionary of plain tensors.
+Compressed archives, and anything but a dictionary of plain tensors, are refused.
 """
 
 import zipfile
@@ -46,12 +45,7 @@ def only_pickled(directory: Path) -> bool:
 
 
 def open_torch_bin(path: Path) -> Checkpoint:
-    """Open a Hugging Face directory with pickled weights; its kind is "bin".
-
-    `path` holds config.json and pytorch_model.bin, or its index and shards; or they are in its `hf`
-    or `hf/original`. Raises ModelError if torch or a file is missing, a file is damaged, or it
-    holds something other than tensors; WindowError while a timed window is open.
-    """
+    """Open a directory (or its `hf`, `hf/original`) with pickled weights. Raises ModelError."""
     directory = find_hf(path)
     if directory is None:
         raise no_directory(path)
@@ -61,7 +55,6 @@ def open_torch_bin(path: Path) -> Checkpoint:
 
 
 def _read_file(path: Path) -> tuple[Arrays, MappedFile]:
-    """Return views of the tensors of one file."""
     file = MappedFile(path)
     try:
         import torch  # slow, and only pickled weights need it
@@ -92,7 +85,7 @@ def _read_file(path: Path) -> tuple[Arrays, MappedFile]:
 
 
 def _check_records(file: MappedFile) -> None:
-    """Refuse what torch would inflate, or a pickle that is far larger than its tensors need."""
+    """Refuse what torch would inflate, or a pickle far larger than its tensors need."""
     records = records_of(file)
     limit = _PICKLE_BYTES + _PICKLE_BYTES_PER_RECORD * len(records)
     for record in records:
@@ -109,7 +102,6 @@ def _check_records(file: MappedFile) -> None:
 
 
 def _view(torch: ModuleType, name: object, tensor: Any, path: Path) -> StoredArray:
-    """Return a tensor as a read-only view of its storage."""
     if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
         raise FormatError(
             f"{path}: {name!r:.80} is {type(tensor).__name__}, expected a dictionary of tensors "

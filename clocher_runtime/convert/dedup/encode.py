@@ -1,7 +1,4 @@
-"""How a plane is stored best, and its way into the three files, a piece at a time.
-
-Symbols are counted once and sizes compared; nothing is written for that.
-"""
+"""Choose the smallest way to store a plane, and write it to the three files piece by piece."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -27,13 +24,13 @@ from clocher_runtime.checkpoints.dedup.index import BLOCK_BYTES, StoredPlane
 from clocher_runtime.disk.plane_index import Region
 
 KEEP_RAW = 0.95
-"""What is not at least 5 per cent smaller stays as it is. Source: ZipNN, arXiv 2411.05239."""
+"""Larger results are stored raw. Source: ZipNN, arXiv 2411.05239."""
 PIECE_ITEMS = UNIT * 16
 _COPY_BYTES = 1 << 24
 
 
 class Source(NamedTuple):
-    """The bytes of a plane, u8 [nbytes], or their XOR with those of another one."""
+    """The bytes of a plane, u8 [nbytes], or their XOR with another's."""
 
     data: np.ndarray
     base: np.ndarray | None = None
@@ -51,7 +48,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How a plane will be stored, and what is needed for it."""
+    """The chosen storage of a plane, with its tables."""
 
     plane: StoredPlane
     tables: tuple[np.ndarray, ...] = ()  # symbols of each stream, the most frequent first, u8
@@ -60,10 +57,7 @@ class Choice:
 
 
 def choose(raw: StoredPlane, source: Source) -> Choice:
-    """Return the smallest way to store a plane; the plane as it is unless 5 per cent are saved.
-
-    `raw`: the plane, with mode "raw".
-    """
+    """Return the smallest way to store a plane; raw unless 5 per cent are saved."""
     xor = source.base is not None
     found = [Choice(raw)]
     names = splits_of(raw.plane.dtype)
@@ -93,7 +87,7 @@ def choose(raw: StoredPlane, source: Source) -> Choice:
 def _tally(
     size: int, cut: Callable[[np.ndarray], np.ndarray], item: np.dtype, source: Source
 ) -> np.ndarray:
-    """Return how often each of `size` symbols occurs that are cut out of a plane's items."""
+    """Return the count of each of `size` symbols cut out of a plane's items."""
     total = np.zeros(size, np.int64)
     for piece in source.pieces(PIECE_ITEMS * item.itemsize):
         total += np.bincount(cut(piece.view(item)), minlength=len(total))
@@ -101,7 +95,7 @@ def _tally(
 
 
 def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
-    """Return how often each symbol of a stream occurs, from how often each item does."""
+    """Return the counts of a stream's symbols, from those of the items."""
     items = np.flatnonzero(histogram).astype(np.uint8 if len(histogram) == 256 else "<u2")
     symbols = part.cut(items)
     total = np.zeros(1 << part.bits, np.int64)
@@ -110,10 +104,7 @@ def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
 
 
 def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
-    """Return the smallest way to store a stream, and its table.
-
-    `counts`: how often each symbol occurs, [2^bits].
-    """
+    """Return the smallest way to store a stream, and its table, from counts [2^bits]."""
     count = int(counts.sum())
     order = np.lexsort((np.arange(len(counts)), -counts))
     table = order[: np.count_nonzero(counts)].astype(np.uint8)
@@ -133,17 +124,13 @@ def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
 
 
 def _cost(stream: Stream) -> float:
-    """Return the bytes of a stream, and a bit for the time that each escape takes."""
+    """Return the bytes of a stream, plus a bit per escape for its time."""
     stored = stream.table + stream.code_bytes + 4 * stream.ranks + stream.literal_bytes
     return stored + stream.escapes / 8
 
 
 def _blocks(plane: StoredPlane, source: Source) -> Choice | None:
-    """Return the plane as its different blocks, None if that cannot be worth it.
-
-    Blocks are compared by a hash first and byte by byte then; should two hashes collide, both
-    blocks are kept.
-    """
+    """Return the plane as its different blocks (compared by bytes), None if not worth it."""
     hashes = np.concatenate(list(_hashes(source)))
     if len(np.unique(hashes)) > KEEP_RAW * len(hashes):
         return None
@@ -177,7 +164,7 @@ def block(source: Source, number: int) -> np.ndarray:
 
 
 def filled(data: np.ndarray) -> np.ndarray:
-    """Return whole blocks: zeros are appended."""
+    """Return blocks zero-padded to whole ones."""
     return np.pad(data, (0, -len(data) % BLOCK_BYTES))
 
 
@@ -194,10 +181,7 @@ class Sink(Protocol):
 def encode(
     choice: Choice, source: Source, files: Mapping[str, Sink], regions: tuple[Region, ...]
 ) -> None:
-    """Append the parts of a plane to the files.
-
-    `regions`: where its parts belong: each file is padded up to there.
-    """
+    """Append the parts of a plane to the files, each padded up to its region."""
     plane = choice.plane
     for region in regions:
         if region.nbytes and plane.mode != "streams":
@@ -272,7 +256,6 @@ class _StreamWriter:
             self._literals(places[rare] - np.uint8(escape), last=False)
 
     def _literals(self, found: np.ndarray, last: bool) -> None:
-        """Append exceptions, whole bytes of them; the rest waits."""
         found = np.concatenate([self._left, found])
         whole = len(found) if last else len(found) // 8 * 8
         self._left = found[whole:]

@@ -1,9 +1,4 @@
-"""model.ie.bin -> `clocher.dedup` and back, without losing a bit.
-
-First every plane is looked at and the way to store it is chosen; that gives the sizes. Then the
-three files are written under temporary names, read back and compared. model.dedup.json makes them
-valid: it is removed first and written last. `gains` reports the savings.
-"""
+"""model.ie.bin -> `clocher.dedup` and back, bit for bit; the output is read back and compared."""
 
 import json
 import os
@@ -42,12 +37,12 @@ from clocher_runtime.disk.plane_index import Region, check_hashes
 from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
 
 WORTH_IT = 0.97
-"""A model is deduplicated if its new size is at most this part of the old one."""
+"""Largest worthwhile new size, relative to the old one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Deduplication:
-    """What deduplicating a model will do and save; nothing has been written."""
+    """The plan of a deduplication: nothing has been written."""
 
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
@@ -62,11 +57,7 @@ class Deduplication:
         return self.nbytes <= WORTH_IT * self.index.bin.nbytes
 
     def run(self, progress: Progress | None = None) -> None:
-        """Write the output, whether it is worth it or not.
-
-        Raises FormatError: model.ie.bin is damaged; UsageError: another writer is at work there; or
-        OSError.
-        """
+        """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""
         check_free(self.directory / INDEX_NAME, self.nbytes)
         path = self.directory / INDEX_NAME
         paths = {kind: self.directory / FILE_NAMES[kind] for kind in KINDS}
@@ -99,11 +90,7 @@ class Deduplication:
 def plan_dedup(
     directory: Path, base_dir: Path | None = None, progress: Progress | None = None
 ) -> Deduplication:
-    """Read a model and decide how each plane is stored.
-
-    A base is needed to read the output, too. Raises ModelError: a model is missing or damaged, or
-    repeats itself too much to be one; UsageError: the base is the model itself.
-    """
+    """Read a model and decide how each plane is stored; a base is needed to read it, too."""
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
         raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
@@ -130,7 +117,7 @@ def plan_dedup(
 
 
 def remove_dedup(directory: Path) -> None:
-    """Delete the deduplicated weights of a directory, if there are any."""
+    """Delete a directory's deduplicated weights, if any."""
     (directory / INDEX_NAME).unlink(missing_ok=True)
     sync_directory(directory)
     for name in FILE_NAMES.values():
@@ -138,11 +125,7 @@ def remove_dedup(directory: Path) -> None:
 
 
 def restore(directory: Path, base_dir: Path | None = None, progress: Progress | None = None) -> int:
-    """Write model.ie.bin back from the deduplicated weights, byte for byte as it was.
-
-    Returns its size in bytes. Raises ModelError: the deduplicated weights or their base are missing
-    or damaged; or OSError.
-    """
+    """Write model.ie.bin back, byte for byte; return its size. Raises ModelError, OSError."""
     artifact = open_deduplicated(directory, base_dir)
     index, dedup = artifact.index, artifact.dedup
     if dedup is None:
@@ -175,7 +158,7 @@ def _choose(raw: StoredPlane, data: np.ndarray, earlier: int | None, base: "_Bas
 
 
 class _Base:
-    """The planes of the base, of which there may be none."""
+    """The planes of the base, if any."""
 
     def __init__(self, base: Artifact | None) -> None:
         self.plane = planes_of(base.checkpoint) if base else None
@@ -194,7 +177,6 @@ class _Base:
 
 
 def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, np.ndarray]]:
-    """Yield every plane of model.ie.bin and its bytes, u8."""
     file = MappedFile(directory / BIN_NAME, index.bin.nbytes)
     for plane, region in raw_planes(index):
         yield plane, file.bytes(region.offset, region.end)
@@ -217,7 +199,7 @@ class Gain(NamedTuple):
 
 
 def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
-    """Yield what is gained on each plane."""
+    """Yield the gain of each plane."""
     for plane in planes:
         stored = sum(nbytes for _, nbytes in plane.parts())
         name = f"{plane.tensor} {plane.key}"
@@ -225,7 +207,7 @@ def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
 
 
 def describe(plane: StoredPlane) -> str:
-    """Return in a few words how a plane is stored."""
+    """Describe the storage of a plane in a few words."""
     over = "XOR base: " if plane.xor else ""
     if plane.mode == "blocks":
         return f"{over}{plane.unique} of {plane.blocks} blocks"

@@ -1,9 +1,4 @@
-"""The expanded form of a quantisation manifest: what was done, tensor by tensor.
-
-docs/q4-manifest.schema.json and docs/quantisation.md describe its fields. No path, date or host
-name is among them: the same input gives the same bytes. `tensors` and `kept` come together and name
-each tensor of the model once.
-"""
+"""The expanded quantisation manifest; see docs/q4-manifest.schema.json, docs/quantisation.md."""
 
 import re
 from collections.abc import Mapping
@@ -30,7 +25,7 @@ SECTIONS: dict[str, type] = {
     "size": dict,
     "gates": list,
 }
-"""Optional field -> its type."""
+"""Types of the optional fields."""
 
 _PART = re.compile(r"[a-z0-9][a-z0-9-]{0,60}\.safetensors")
 _ENTRY = {"name": str, "shape": list, "format": str, "method": str, "rule": int} | {
@@ -56,7 +51,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class PartFile:
-    """A file of planes: its name in the folder of the parts, size and SHA-256."""
+    """A file of planes in the parts folder."""
 
     file: str
     nbytes: int
@@ -67,12 +62,7 @@ Sections = tuple[dict[str, Entry] | None, dict[str, str], tuple[PartFile, ...]]
 
 
 def read_sections(document: Mapping[str, Any], where: str, rules: int) -> Sections:
-    """Check the expanded form of a manifest and return what readers need of it.
-
-    `document`: the manifest; the types of its fields have been checked. Returns the entries by name
-    or None, the kept tensors with their reasons, the part files. Raises FormatError: something is
-    missing, unknown, of another type or contradictory.
-    """
+    """Check an expanded manifest and return its sections. Raises FormatError."""
     if "source" in document:
         _check_source(document["source"], f"{where}: source")
     parts = tuple(

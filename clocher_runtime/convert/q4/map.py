@@ -3,15 +3,9 @@
     {"version": 1, "rules": [{"pattern": ".*attn.*(q_proj|k_proj).*", "dtype": "int4w",
                               "group": 64, "zero": "per-tensor", "scale": "per-channel"}]}
 
-A rule applies to the tensors whose whole name its pattern matches; the first rule that matches
-decides. Matrices stored as floats are quantised, those of experts [E, N, K] too. Vectors, biases,
-norms, routers and tensors that the checkpoint already holds quantised are kept as they are; the
-latter unless the manifest says `"requantize": true`.
-
-docs/quantisation.md lists the fields of a rule and their defaults.
-
-A manifest that the PTQ scripts have written has more: `document` describes it. Its `tensors`
-then say what becomes of each tensor, and the rules record what was asked for.
+The first rule whose pattern matches the whole name decides. Float matrices are quantised, experts
+[E, N, K] too; vectors, biases, norms, routers and, unless `"requantize": true`, quantised tensors
+are kept. See docs/quantisation.md. A manifest with `tensors` is expanded, see `document`.
 """
 
 import hashlib
@@ -36,7 +30,7 @@ VERSION = 1
 MAX_RULES = 1000
 MAX_PATTERN_CHARS = 500
 ALREADY = "already "
-"""How the reason begins why a tensor stays that is quantised."""
+"""Begins the reason why a quantised tensor stays."""
 
 _DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 _CHOICES: dict[str, tuple[object, ...]] = {
@@ -61,18 +55,16 @@ _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 
 
 class NamePattern:
-    """A regular expression that a whole name has to match, from an unchecked file.
+    """A regular expression for whole names, from an unchecked file.
 
-    RE2 matches it in time linear in the name; Python's `re` would try for years what a hostile
-    pattern such as `(a+)+b` asks of it. Look-around and back-references are not supported.
-
-    Source: R. Cox, "Regular Expression Matching Can Be Simple And Fast", 2007.
+    RE2 matches in linear time; patterns like `(a+)+b` would hang `re`. Source: R. Cox, "Regular
+    Expression Matching Can Be Simple And Fast", 2007.
     """
 
     __slots__ = ("_compiled", "text")
 
     def __init__(self, text: str) -> None:
-        """Compile a pattern; UsageError if it is too long, or no expression that RE2 knows."""
+        """Compile a pattern; UsageError if it is too long or not valid in RE2."""
         import re2  # late: a model whose manifest has been applied runs without it
 
         if len(text) > MAX_PATTERN_CHARS:
@@ -106,7 +98,7 @@ class Rule:
 
 
 class Assignment(NamedTuple):
-    """What the rules say about every tensor of a checkpoint."""
+    """What the rules decide about every tensor."""
 
     chosen: Mapping[str, int]  # tensors to be quantised -> index of the rule
     kept: Mapping[str, str]  # the others -> why
@@ -126,11 +118,7 @@ class Q4Map:
     parts: tuple[PartFile, ...] = ()  # the files with planes that rounding does not give
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
-        """Return the new format of each tensor that is to be quantised, and notes for people.
-
-        Raises UsageError: a rule decides about no tensor at all, or asks for a method that needs
-        calibration, or the manifest was made for another model.
-        """
+        """Return the new format of each tensor to quantise, and notes. Raises UsageError."""
         if self.entries is not None:
             self._check_model(self.entries, tensors)
             return {name: entry.format for name, entry in self.entries.items()}, []
@@ -146,11 +134,7 @@ class Q4Map:
         return {name: fmt for name, fmt in formats.items() if fmt}, list(assigned.notes)
 
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
-        """Return a tensor that `choose` names as the manifest has it.
-
-        Raises FormatError: it cannot be quantised, or is not the one that the manifest was made
-        from; or ModelNotFound.
-        """
+        """Return a tensor named by `choose`, quantised. Raises FormatError, ModelNotFound."""
         if self.entries is None:
             rule = next(rule for rule in self.rules if rule.pattern.matches(name))
             assert rule.format is not None, "choose names no tensor for a rule that keeps"
@@ -163,7 +147,6 @@ class Q4Map:
         return encoded
 
     def _check_model(self, entries: Mapping[str, Entry], tensors: Mapping[str, Stored]) -> None:
-        """Raise UsageError unless the manifest's tensors are those of the checkpoint."""
         made_for = "; the manifest was made for another model: run the PTQ script on this one"
         known = set(entries) | set(self.kept)
         if missing := sorted(known - set(tensors)):
@@ -189,7 +172,7 @@ def parts_dir(manifest: Path) -> Path:
 def assign(
     rules: tuple[Rule, ...], tensors: Mapping[str, Stored], requantize: bool, where: str
 ) -> Assignment:
-    """Apply rules to the tensors of a checkpoint; UsageError if a rule decides about none."""
+    """Apply rules to a checkpoint's tensors; UsageError if one applies to none."""
     chosen: dict[str, int] = {}
     kept: dict[str, str] = {}
     notes = []
@@ -236,7 +219,7 @@ def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
 
 
 def load_q4_map(path: Path) -> Q4Map:
-    """Read a manifest; UsageError if it is missing, or not what this module describes."""
+    """Read a manifest; UsageError if it is missing or malformed."""
     if not os.path.isfile(path):
         raise UsageError(f"--q4-map not found: {path}; pass the path of a quantisation manifest")
     try:
@@ -247,11 +230,7 @@ def load_q4_map(path: Path) -> Q4Map:
 
 
 def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q4Map:
-    """Build a manifest from its JSON.
-
-    Raises UsageError: a rule is not one that is known; FormatError: a field is missing, unknown or
-    of another type.
-    """
+    """Build a manifest from its JSON; UsageError for an unknown rule, else FormatError."""
     fields(document, str(path), {"version": int, "rules": list}, SECTIONS)
     rules = [
         fields(value, f"{path}: rules[{index}]", {"pattern": str, "dtype": str}, _OPTIONAL)
@@ -293,10 +272,7 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
 
 
 def rule_format(rule: Mapping[str, Any]) -> Format:
-    """Return the format that the known fields of a rule other than "keep" ask for.
-
-    Raises FormatError: fields contradict each other.
-    """
+    """Return the format of a rule other than "keep"; FormatError if fields contradict."""
     dtype = rule["dtype"].removesuffix("w")
     group, scale = rule.get("group"), rule.get("scale", "per-channel")
     affine = rule.get("zero") == "per-group"
@@ -332,7 +308,7 @@ def rule_format(rule: Mapping[str, Any]) -> Format:
 
 
 def check_method(fmt: Format, method: str) -> None:
-    """Raise UsageError if a method has no way to choose the codes of a format."""
+    """Raise UsageError if a method does not support a format."""
     ints = isinstance(fmt, Int4 | Int8) and fmt.group != "tensor"
     searched = isinstance(fmt, Mxfp4) or (isinstance(fmt, Fp8) and fmt.scope != "tensor")
     if method == "gptq" and not ints:
@@ -346,7 +322,7 @@ def check_method(fmt: Format, method: str) -> None:
 
 
 def best_method(fmt: Format, wanted: str) -> str:
-    """Return the method that comes nearest to the one that is wanted and that a format has."""
+    """Return the supported method that is closest to the wanted one."""
     for method in METHODS[METHODS.index(wanted) :: -1]:
         try:
             check_method(fmt, method)

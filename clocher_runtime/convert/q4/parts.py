@@ -1,9 +1,7 @@
-"""Parts of a quantisation manifest: planes that rounding does not give again.
+"""Parts of a quantisation manifest: planes that rounding cannot reproduce.
 
-`q4.json` keeps them in `q4.parts/`, one safetensors file per layer of the model: `layer-00000`,
-`layer-00001`, ..., and `rest` for what belongs to no layer. Plane P of tensor T is stored as `T/P`.
-The file's metadata say which job it belongs to, shape and format of each tensor, what is known
-about it (a JSON object), and the SHA-256 of the data. A part is written whole or not at all, so a
+`q4.parts/` has a safetensors file per layer (`layer-00000`, ..., and `rest`), with plane P of
+tensor T as `T/P`. Metadata: job, shapes, formats, records, SHA-256. Parts are written whole, so a
 killed job resumes after the last one.
 """
 
@@ -41,17 +39,16 @@ def part_of(name: str) -> str:
 
 
 class PartsWriter:
-    """Writes the parts of one job, and finds those that an earlier run of it has finished."""
+    """Writes a job's parts, and finds those finished by an earlier run."""
 
     def __init__(self, directory: Path, job: str) -> None:
-        """Begin."""
         self.directory = directory
         self._job = job
         self._open: dict[str, SafetensorsFile] = {}
         self._where: dict[str, tuple[str, tuple[int, ...], str]] = {}
 
     def finished(self, part: str) -> Records | None:
-        """Return the records of a part that is there, sound and of this job; None otherwise."""
+        """Return the records of a finished, intact part of this job, or None."""
         path = self._path(part)
         try:
             file = SafetensorsFile(path)
@@ -67,10 +64,7 @@ class PartsWriter:
     def write(
         self, part: str, tensors: Mapping[str, QuantTensor], records: Mapping[str, dict[str, Any]]
     ) -> None:
-        """Write a part, "layer-00000" or "rest"; `records` says what is known of each tensor.
-
-        Raises UsageError: another process is writing it; or OSError.
-        """
+        """Write a part, "layer-00000" or "rest". Raises UsageError if locked; OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         arrays, planes = {}, {}
         for name, tensor in tensors.items():
@@ -92,17 +86,14 @@ class PartsWriter:
         self._remember(part, SafetensorsFile(path), described, records)
 
     def tensor(self, name: str) -> QuantTensor:
-        """Return a tensor of a part that is finished: views of its file.
-
-        Raises ModelError: it is not in any of them.
-        """
+        """Return a tensor of a finished part as views; ModelError if it is in none."""
         if name not in self._where:
             raise ModelError(f"{self.directory}: no finished part has tensor {name!r}")
         part, shape, fmt = self._where[name]
         return _tensor(self._open[part], name, shape, fmt)
 
     def release(self) -> None:
-        """Let the kernel take back the resident pages of the finished parts."""
+        """Let the kernel drop the parts' resident pages."""
         for file in self._open.values():
             file.file.release()
 
@@ -149,11 +140,7 @@ class PartsWriter:
 
 
 def read_part(directory: Path, files: Iterable[PartFile], name: str, entry: Entry) -> QuantTensor:
-    """Return a tensor of a manifest's parts, checked against its hashes.
-
-    Raises FormatError: the file, or a plane in it, is not the one that the manifest lists; or
-    ModelNotFound.
-    """
+    """Return a tensor of a manifest's parts, hashes checked. Raises FormatError, ModelNotFound."""
     listed = next(file for file in files if file.file == entry.part)
     path = directory / listed.file
     if not path.is_file():
@@ -175,7 +162,7 @@ def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
 
 
 def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
-    """Raise FormatError if a plane is not the one that a manifest's entry describes."""
+    """Raise FormatError if a plane does not match a manifest's entry."""
     for key, digest in plane_hashes(tensor).items():
         if digest != entry.sha256[key]:
             raise FormatError(

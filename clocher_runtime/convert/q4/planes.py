@@ -1,8 +1,4 @@
-"""Writing Q4_0 plane files with their manifest, laying them over an IEBIN pair, appending to them.
-
-The manifest is what makes the pair of files valid: it is removed first and written last. A killed
-run leaves partial files and a journal; the next run of the same job resumes from there.
-"""
+"""Write Q4_0 plane files, resumably, lay them over an IEBIN pair, append to them."""
 
 import json
 import os
@@ -45,11 +41,7 @@ class Q4Job:
     free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
-        """Write the files, or the rest of them if an earlier run was killed.
-
-        Returns how many matrices an earlier run had finished. Raises FormatError: a matrix cannot
-        be encoded; UsageError: another process is writing the same files; or ModelChanged, OSError.
-        """
+        """Write the files, resuming a killed run; return how many matrices it had finished."""
         folder = os.path.realpath(self.manifest.parent)
         for path in (*self.files.values(), self.manifest):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,11 +73,7 @@ def plan_q4(
     include_lm_head: bool = False,
     chunk_rows: int = CHUNK_ROWS,
 ) -> Q4Job:
-    """Open the input and check everything that can be checked before writing.
-
-    Raises ModelError: the input is missing, damaged or unknown; UsageError: the paths are not three
-    different files, or nothing can be encoded; or OSError.
-    """
+    """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
     paths = [os.path.realpath(path) for path in (codes, scales, manifest)]
     if len(set(paths)) != len(paths):
         raise UsageError("--q4-bytes, --scales and --manifest must be three different files")
@@ -122,7 +110,7 @@ def _reason_to_keep(name: str, tensor: Stored, include_lm_head: bool) -> str:
 def encoded(
     source: Checkpoint, names: tuple[str, ...], chunk_rows: int
 ) -> Iterator[tuple[str, tuple[QuantTensor, str]]]:
-    """Yield the name of each matrix, the matrix in Q4_0 and the hash of what it was made from."""
+    """Yield each matrix's name, its Q4_0 form and its source hash."""
 
     def prepare(name: str) -> tuple[QuantTensor, str]:
         tensor = source.tensor(name, verify=True)
@@ -138,12 +126,7 @@ def encoded(
 
 
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
-    """Write model.ie.compat.json from model.ie.json and an expanded manifest.
-
-    `model_dir`: the directory of the pair and of the plane files. Returns the names of the matrices
-    that it takes from the plane files. Raises UsageError: the manifest describes other files, or
-    another model; ModelError: the pair or a plane file is missing or damaged.
-    """
+    """Write model.ie.compat.json from a manifest; return the names taken from the plane files."""
     planes = q4.load_q4_planes(manifest)
     for key, name in q4.Q4_NAMES.items():
         found = planes.files[key]
@@ -180,11 +163,7 @@ class AppendJob:
     free_bytes: int  # bytes that the disk has for them
 
     def run(self, progress: Progress | None = None) -> None:
-        """Append the matrices. The index is written anew after each, so a kill loses one at most.
-
-        Raises UsageError: another process is writing the files; ModelError: a matrix cannot be
-        encoded, or the files are not what the index says; or OSError.
-        """
+        """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
         paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
         with PlaneWriter(paths, kind=q4.Q4Entry, in_place=True) as pair:
             for entry in self.entries:
@@ -205,11 +184,7 @@ class AppendJob:
 
 
 def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
-    """Find the attention matrices that an index does not have yet, and check what can be checked.
-
-    Raises UsageError: the files do not lie together, or the checkpoint is of another model;
-    ModelError: the model or the index is missing or damaged; or OSError.
-    """
+    """Find the attention matrices that an index lacks. Raises UsageError, ModelError, OSError."""
     expected = index.with_name(q4.Q4_NAMES[q4.CODES])
     if os.path.realpath(q4_bin) != os.path.realpath(expected):
         raise UsageError(f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json")
