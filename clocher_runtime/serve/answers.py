@@ -29,13 +29,13 @@ DONE = b"data: [DONE]\n\n"
 
 
 def now_s() -> int:
-    """Return the seconds since 1970: for clients, not for measurements."""
+    """Return the Unix time in seconds: for clients, not for measurements."""
     return int(datetime.datetime.now(datetime.UTC).timestamp())
 
 
 @dataclass(slots=True)
 class Answer:
-    """The identity and the usage of an answer."""
+    """The identity and the usage of a response."""
 
     kind: str  # begins its id
     model: str  # as clients call it
@@ -51,7 +51,7 @@ class Answer:
         self.id = f"{self.kind}-{secrets.token_hex(12)}"
 
     def count(self, made: Made, is_first: bool) -> None:
-        """Count a token; the first choice of a prompt says how much of it was in the cache."""
+        """Count a token; the first choice of a prompt also reports its cached tokens."""
         self.made += 1
         self.guessed += made.guessed
         self.nfe += made.passes
@@ -59,7 +59,7 @@ class Answer:
             self.cached += made.cached
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens it took so far."""
+        """Return the `usage` object so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.made,
@@ -69,17 +69,17 @@ class Answer:
         }
 
     def denoised(self) -> dict[str, Any]:
-        """Return what usage has of denoised blocks; nothing if there were none."""
+        """Return the `usage` fields of denoised blocks; {} if there were none."""
         return {"nfe": self.nfe, "tokens_per_nfe": self.made / self.nfe} if self.nfe else {}
 
 
 Piece = tuple[int, Any, str]
-"""What a token adds: index of the choice, deltas or text, why it ended if it did."""
+"""Index of the choice, deltas or text, finish reason or ""."""
 
 
 @dataclass
 class _Pipeline(ABC):
-    """The answers to one request, as the job makes them."""
+    """The response to one request: both formats share it."""
 
     answer: Answer
     job: Job
@@ -90,7 +90,7 @@ class _Pipeline(ABC):
     chunk_object: ClassVar[str]
 
     async def steps(self) -> AsyncIterator[Iterable[Piece]]:
-        """Yield what each step adds, to be iterated once: a token counts when it is reached."""
+        """Yield the pieces of each step, to be iterated once: a token counts when it is reached."""
         try:
             async for piece in self._before():
                 yield [piece]
@@ -118,7 +118,7 @@ class _Pipeline(ABC):
                 yield index, added, choice.finish
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response that is not streamed."""
+        """Return the response of a request without `stream`."""
         said: list[list[Any]] = [[] for _ in self.choices]
         async for step in self.steps():
             for index, added, _ in step:
@@ -130,7 +130,7 @@ class _Pipeline(ABC):
         return {**self._head(self.object), "choices": choices, "usage": self.answer.usage()}
 
     async def chunks(self, include_usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-        """Yield the events of the response that is streamed."""
+        """Yield the server-sent events of a streamed response."""
         head = self._head(self.chunk_object)
 
         def event(*choices: dict[str, Any]) -> bytes:
@@ -165,17 +165,14 @@ class _Pipeline(ABC):
         return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.model}
 
     async def _before(self) -> AsyncIterator[Piece]:
-        """Yield what comes before any token."""
         nothing: tuple[Piece, ...] = ()
         for piece in nothing:
             yield piece
 
     async def _echo(self, index: int, scored: Scored | None) -> Piece:
-        """Return what the scores of a prompt add; only completions ask for them."""
         return index, (), ""
 
     def _is_first(self, index: int) -> bool:
-        """Whether a choice is the first one of its prompt."""
         return index == 0
 
     @abstractmethod
@@ -196,7 +193,7 @@ _ROLE = {"role": "assistant", "content": ""}
 
 @dataclass
 class ChatAnswer(_Pipeline):
-    """The answers to one chat; `top` -1: log probabilities are not wanted."""
+    """The response to one chat; `top` is -1 without log probabilities."""
 
     top: int
 
@@ -268,10 +265,9 @@ class ChatAnswer(_Pipeline):
 
 @dataclass
 class CompletionAnswer(_Pipeline):
-    """The continuations of one request's prompts, `each` of a prompt.
+    """The completions of one request, `each` of a prompt.
 
-    `scores`: the tokens of prompts are reported, before anything is generated. `apart` runs work in
-    the thread for text.
+    `scores`: report the prompts' tokens first. `apart` runs work in the text thread.
     """
 
     each: int

@@ -13,7 +13,7 @@ HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 256 << 20
 
 Top = tuple[tuple[int, float], ...]
-"""Most likely tokens and their log probabilities, most likely first."""
+"""Top tokens with log probabilities, most likely first."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -40,7 +40,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """The rest of a sequence is not wanted."""
+    """Cancel a sequence."""
 
     id: int
 
@@ -59,21 +59,21 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Unsure(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of a block that may still change, after a forward; None is a mask."""
+    """The tokens of an uncommitted block after a forward; None is a mask."""
 
     request: int
     ids: list[int | None]
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
-    """The log probability of each token of a prompt but the first, and the top tokens there."""
+    """The log probability of each prompt token but the first, and the top tokens there."""
 
     request: int
     tokens: list[tuple[float, Top]]
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that could not be done; `kind` is the class of the error."""
+    """A failed request; `kind` is the error class."""
 
     request: int
     kind: str
@@ -81,7 +81,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class State(msgspec.Struct, array_like=True, frozen=True):
-    """How the engine is doing: gauges, and counters since the start by their names in /metrics."""
+    """Engine state: gauges, and counters since the start by their names in /metrics."""
 
     running: int = 0  # sequences
     pages_used: int = 0  # of the KV cache
@@ -106,7 +106,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """What a step made. Sent after every step, and each second without any: a heartbeat."""
+    """The results of a step, sent after each step and each second without one (heartbeat)."""
 
     state: State
     made: list[Made] = []
@@ -116,7 +116,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The engine ends; `exit_code` is for who started the server."""
+    """The engine ends; `exit_code` becomes the server's."""
 
     kind: str
     message: str
@@ -129,20 +129,20 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: ToEngine | ToServer) -> bytes:
-    """Return a message behind its length."""
+    """Return a message with its length prefix."""
     body = _encoder.encode(message)
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 class Reader:
-    """Puts messages together from what arrives; `kind` is `ToEngine` or `ToServer`."""
+    """Assembles messages from bytes; `kind` is `ToEngine` or `ToServer`."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that some bytes complete; ValueError if they are none."""
+        """Return the completed messages; raises ValueError if malformed."""
         self._bytes += data
         found = []
         start = 0
@@ -159,6 +159,6 @@ class Reader:
         return found
 
     def receive(self, sock: socket.socket) -> list[Any] | None:
-        """Return the messages that have arrived on a readable socket; None at its end."""
+        """Return the messages on a readable socket; None at its end."""
         data = sock.recv(1 << 20)
         return self.feed(data) if data else None

@@ -1,4 +1,4 @@
-"""The request of /v1/responses, and the chat request that it stands for.
+"""The request of /v1/responses, and its chat request.
 
 Nothing is stored: a client sends its whole conversation each time, and `store` is ignored.
 """
@@ -81,7 +81,7 @@ class FunctionCallOutput(Schema):
 
 
 def _kind(item: Any) -> str:
-    """Return the type of an item of the input: where none is given, it is a message."""
+    """Return the type of an input item; without one it is a message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     return kind if isinstance(kind, str) else "of no type"
 
@@ -169,12 +169,12 @@ class ResponsesRequest(SamplingFields):
     metadata: Metadata | None = None
 
     def model_post_init(self, _: Any) -> None:
-        """Check what only a list of words says."""
+        """Validate lists of allowed words."""
         if "message.output_text.logprobs" in (self.include or ()):
             raise Refused("include asks for logprobs; use /v1/chat/completions for them", "include")
 
     def chat(self) -> ChatRequest:
-        """Return the chat request for the same answer; ApiError if it cannot be obeyed."""
+        """Return the equivalent chat request; raises ApiError if there is none."""
         same = (*SamplingFields.model_fields, "parallel_tool_calls")
         fields = {name: getattr(self, name) for name in same}
         fields["messages"] = self._messages()
