@@ -1,7 +1,4 @@
-"""Chat templates: Jinja programs from model files, run in a process that can be ended.
-
-Time, memory and output are bounded there, whatever a template does; see docs/limits.md.
-"""
+"""Chat templates: Jinja programs of models, run in a process with limits (docs/limits.md)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -17,8 +14,8 @@ MAX_MEMORY_BYTES = 256 << 20
 class ChatTemplate:
     """A template, with the settings and functions that transformers gives to its templates.
 
-    `source` is the template, or a list of `{"name", "template"}` with one called "default". Raises
-    FormatError: it is too large or not valid Jinja.
+    `source`: the template, or a list of `{"name", "template"}` with a "default". Raises
+    FormatError.
     """
 
     def __init__(self, source: object) -> None:
@@ -36,10 +33,10 @@ class ChatTemplate:
             raise FormatError(f"chat template{stopped}: {error}") from None
 
     def render(self, **variables: Any) -> str:
-        """Return the text that the template makes of its variables, which are JSON values.
+        """Return the rendered text; variables are JSON values.
 
-        Raises UsageError: the template refuses its variables, or needs ones that are not there.
-        FormatError: it does what the sandbox forbids, or takes too much time or memory.
+        Raises UsageError: the template rejects the variables. FormatError: forbidden by the
+        sandbox, or over its limits.
         """
         try:
             text: str = self._ask("render", variables=variables)
@@ -50,7 +47,7 @@ class ChatTemplate:
         return text
 
     def refuse_unread(self, variables: Iterable[str]) -> None:
-        """Raise UsageError if there are variables that the template does not read."""
+        """Raise UsageError if the template does not read one of the variables."""
         if unread := sorted(set(variables) - self._reads):
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "

@@ -1,7 +1,7 @@
-"""The llguidance library: rules made into something that follows a text, within limits.
+"""The llguidance library: rules to constraints, within limits.
 
-Its work on rules is not all bounded: a deep schema overflows its stack, some patterns never end. So
-rules are first tried in a process that can be ended (`grammar`), with less of everything.
+Its work is not all bounded (deep schemas overflow its stack, some patterns never end), so rules are
+first tried in a process with limits (`grammar`).
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,9 @@ _MESSAGE_CHARS = 200
 
 
 class LibraryGrammars:
-    """Makes constraints with a plain tokenizer.json, as the library knows it.
+    """Makes constraints with a plain tokenizer.json, its text.
 
-    Args:
-        text: the tokenizer.json.
-        vocab_size: tokens of the model; at least those of the tokenizer.
-        eos_ids: tokens that end a text; at least one.
-
-    Raises UsageError: the library cannot load it.
+    `vocab_size` is at least that of the tokenizer; `eos_ids` must not be empty. Raises UsageError.
     """
 
     def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -52,10 +47,7 @@ class LibraryGrammars:
         self._known = np.packbits(bits, bitorder="little").view("<u4")
 
     def follow(self, rules: str) -> "GrammarConstraint":
-        """Return the constraint of one text.
-
-        Raises UsageError: the rules are wrong, too complex, or no text obeys them.
-        """
+        """Return the constraint of one text; raises UsageError for bad rules."""
         matcher = LLMatcher(self._tokenizer, rules, log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
@@ -67,17 +59,17 @@ class LibraryGrammars:
 
 
 class GrammarConstraint:
-    """Allows the tokens that rules allow, and those that end a text where it may end.
+    """Allows the tokens that rules allow, and the stop tokens where the text may end.
 
-    `known`, [W] u32, has the tokens of the tokenizer. Methods raise UsageError where the rules are
-    too complex, or a token is not allowed.
+    `known`, [W] u32, is the mask of the tokenizer's tokens. Methods raise UsageError where the
+    rules are too complex or a token is not allowed.
     """
 
     def __init__(self, matcher: LLMatcher, known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known
 
     def fill(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next, [W] u32."""
+        """Write the mask of allowed tokens, [W] u32."""
         bits = self._matcher.compute_bitmask()
         self._check()
         # The library may have a word more.
@@ -106,7 +98,7 @@ class GrammarConstraint:
 
 
 def lark_of(gbnf: str) -> str:
-    """Return a GBNF grammar in Lark's notation; raises UsageError."""
+    """Convert a GBNF grammar to Lark's notation; raises UsageError."""
     try:
         text: str = gbnf_to_lark(gbnf)
     except Exception as error:  # the library's own, and what hostile text makes of it

@@ -1,8 +1,7 @@
-"""Prompts made ready ahead of the model: read and tokenised by threads, handed out in order.
+"""Prompts read and tokenised by threads ahead of the model, in order.
 
-Threads take turns to read a line and give it its index, tokenise side by side, and put the prompt
-into the slot of its index in a ring. The consumer takes contiguous micro-batches from the other
-end, so the order is that of the file whoever was faster. When the ring is full, threads wait.
+Threads take turns to read and number a line, tokenise in parallel, and put the prompt into its slot
+in a ring. The consumer takes contiguous micro-batches; threads wait while the ring is full.
 """
 
 import threading
@@ -15,7 +14,7 @@ from clocher_runtime.text.prompts import Line, Prompt
 
 MAX_WORKERS = 8
 RING_BYTES = 4 << 20
-"""Prompts of more bytes than that are not made ready ahead of a micro-batch."""
+"""Limit of prompt bytes prepared ahead of a micro-batch."""
 
 _AUTO_PROMPTS = 64
 _ON_BATCHES = 2
@@ -23,20 +22,11 @@ _JOIN_S = 1.0
 
 
 class PromptPipeline:
-    """The micro-batches of a round. Use it as a context manager: leaving it ends the threads.
+    """The micro-batches of a round, as a context manager that ends the threads.
 
-    Without `overlap` prompts are made ready only while the consumer waits for the next micro-batch:
-    when the ring is empty the threads fill it, and they rest before the consumer goes on. So a span
-    of a timed window never shares the machine with them.
-
-    Args:
-        lines: prompts as they were given.
-        prepare: makes one ready; called by several threads at a time.
-        batch: prompts of a micro-batch; the last one may have fewer.
-        ahead: micro-batches that the ring holds; 0: no ring and no threads, the consumer makes each
-            micro-batch ready itself.
-        workers: threads.
-        overlap: make prompts ready while the consumer is busy, too.
+    Without `overlap` the threads work only while the consumer waits for a micro-batch, so they
+    never share the machine with a timed span. `prepare` must be thread-safe; `ahead` is the number
+    of micro-batches in the ring; 0: no threads, prompts are prepared on demand.
     """
 
     def __init__(
@@ -159,7 +149,6 @@ class PromptPipeline:
                 return first, lines
 
     def _put(self, first: int, prompts: list[tuple[Prompt, int]]) -> None:
-        """Fill slots."""
         with self._filled:
             for index, prompt in enumerate(prompts, start=first):
                 self._slots[index % self._capacity] = prompt
@@ -170,17 +159,14 @@ class PromptPipeline:
                 self._filled.notify()
 
     def _has_batch(self) -> bool:
-        """Whether a micro-batch is ready, the last one if nothing follows."""
         if self._ready - self._head >= self._batch:
             return True
         return self._ended and self._ready == self._claimed
 
     def _is_at_rest(self) -> bool:
-        """Whether the ring is as full as it gets, and nobody works."""
         return not self._busy and (self._ended or not self._fits())
 
     def _fits(self) -> bool:
-        """Whether there is room for one more prompt."""
         count = self._claimed - self._head
         return count < self._capacity and (count < self._batch or self._bytes < RING_BYTES)
 
@@ -198,11 +184,5 @@ def prefetch_depth(prefetch: int | str, batch: int) -> tuple[int, bool]:
 
 
 def worker_count(overlap: bool, cpus: int, team: int) -> int:
-    """Return how many threads tokenise.
-
-    Args:
-        overlap: whether they work beside the model.
-        cpus: CPUs that this process may use.
-        team: of these, those that the model uses.
-    """
+    """Return how many threads tokenise, of `cpus` of which the model uses `team`."""
     return max(1, min(cpus - team if overlap else cpus, MAX_WORKERS))

@@ -1,4 +1,4 @@
-"""The prompts of a run: where they come from, and how one is made ready for the model."""
+"""The prompts of a run: their sources, and their preparation for the model."""
 
 import json
 import os
@@ -19,7 +19,7 @@ DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_STDIN_CHARS = 64 << 20
 MAX_LINE_BYTES = 4 << 20
 MAX_SKIPPED_BYTES = 1 << 30
-"""Of a line that is too long: what goes on like that is no text, and may have no end."""
+"""Limit of an overlong line: beyond it, it is not text and may never end."""
 _CHUNK_BYTES = 1 << 16
 _EXPECTED = 'expected an object with text under "prompt" or token ids under "ids"'
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -27,7 +27,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt as it was given: a line of a file without its end, text, or token ids."""
+    """A prompt as given: a line of a file without its end, text, or token ids."""
 
     number: int  # of the line in its file, from 1
     content: bytes | str | tuple[int, ...]
@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that can be generated from, or the reason why it cannot."""
+    """A prompt ready for generation, or its error."""
 
     ids: Sequence[int]  # empty if there is an error
     text: str | None = None  # None where the prompt was given as ids, or cannot be read
@@ -44,26 +44,18 @@ class Prompt:
 
 
 class Encodes(Protocol):
-    """What is needed of a tokenizer."""
+    """The method needed of a tokenizer."""
 
     def encode(self, text: str, *, room: int | None = None) -> list[int]:
-        """Return the ids of a text; one that is surely longer than `room` tokens is refused."""
+        """Return the ids of a text; one surely longer than `room` tokens is refused."""
 
 
 class PromptSource:
-    """The prompts of a run, in their order. They can be iterated once for each round.
+    """The prompts of a run, in order; iterate once per round.
 
-    A file is read as it is needed, never as a whole. Where its name ends in `.jsonl`, a line is an
-    object with text under `prompt` or token ids under `ids`; else a line is a prompt. Blank lines
-    do not count.
-
-    Args:
-        file: of prompts; None for a single one.
-        single: the prompt where there is no file, text or token ids.
-        rounds: how often all prompts are read.
-
-    Raises UsageError: the file or standard input cannot be read, or has no prompt, or is to be read
-    for several rounds and can be read once only.
+    Files are streamed. In a `.jsonl` file a line is an object with text under `prompt` or token ids
+    under `ids`, else a line is a prompt; blank lines are skipped. `single` is the prompt without a
+    file. Raises UsageError: unreadable, empty, or not rereadable for several rounds.
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class PromptSource:
         self._head = self._read()
 
     def peek(self, count: int) -> list[Line]:
-        """Return the first prompts, at most `count`, without using them up; raises UsageError."""
+        """Return up to `count` first prompts without consuming them; raises UsageError."""
         first = list(islice(self._head, count))
         if not first:
             raise UsageError(f"{self._name}: no prompts; put one on each line")
@@ -94,7 +86,7 @@ class PromptSource:
         return first
 
     def lines(self) -> Iterator[Line]:
-        """Return an iterator over all prompts, from the first one."""
+        """Return an iterator over all prompts, from the first."""
         head, self._head = self._head, self._again()
         return head
 
@@ -132,7 +124,7 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Turns what was given into what can be generated from. Threads may share one."""
+    """Prepares prompts for generation; thread-safe."""
 
     source: PromptSource
     tokenizer: Encodes | None  # None where the model has none: then only token ids will do
@@ -140,7 +132,7 @@ class Preparation:
     room: int | None = None  # tokens that a prompt may have
 
     def __call__(self, line: Line) -> Prompt:
-        """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
+        """Decode, parse, tokenise and check a prompt; errors go to its `error`."""
         text, where = None, self.source.where(line)
         try:
             content = line.content
@@ -168,12 +160,11 @@ class Preparation:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file without their ends.
+    r"""Yield the lines of a file without their ends.
 
-    Only a line feed ends a line: a prompt may contain form feeds and Unicode line separators. Of a
-    line that is longer than `MAX_LINE_BYTES` only the beginning is kept, and that is longer too.
-
-    Raises UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
+    Only "\n" ends a line: a prompt may contain form feeds and Unicode line separators. A line
+    longer than `MAX_LINE_BYTES` is cut, but stays longer than that; UsageError beyond
+    `MAX_SKIPPED_BYTES`.
     """
     held, skipped = b"", 0
     for chunk in chunks:
@@ -193,7 +184,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def parse_json_prompt(text: str) -> str | tuple[int, ...]:
-    """Return the text or the token ids of a prompt that is a JSON object; raises UsageError."""
+    """Return the text or token ids of a JSON prompt; raises UsageError."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:  # of a text that is one line
@@ -215,10 +206,10 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
 
 
 def piped_text(wait_s: float) -> str | None:
-    """Return what is piped into standard input; None where that is no pipe and no file, or empty.
+    """Return piped standard input; None if it is no pipe or file, or empty.
 
-    Waits `wait_s` seconds for the first byte: some programs hand on a pipe that nobody writes to.
-    Raises UsageError: it cannot be read, or is too much. TimeoutError: nothing came.
+    Waits `wait_s` for the first byte, as some programs leave an unused pipe open. Raises
+    UsageError: unreadable or too large. TimeoutError: no input came.
     """
     try:
         number = sys.stdin.fileno()
@@ -233,7 +224,6 @@ def piped_text(wait_s: float) -> str | None:
 
 
 def _text(prompt: str | None) -> str:
-    """Return the text of `--prompt`."""
     if prompt != "-":
         return DEFAULT_PROMPT if prompt is None else prompt
     if sys.stdin is None:

@@ -1,7 +1,6 @@
-"""Jinja, as transformers sets it up for chat templates. It runs in the process for text only.
+"""Jinja, as transformers sets it up for chat templates; runs in the text process only.
 
-The sandbox keeps a template from the attributes of Python; time and memory are bounded from outside
-(`text_process_main`).
+The sandbox hides Python attributes; `text_process_main` limits time and memory.
 """
 
 import datetime
@@ -24,7 +23,7 @@ MAX_OUTPUT_CHARS = 16 << 20
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """Return the template of a text; raises Refused if it is not valid Jinja."""
+    """Compile a template; raises Refused if it is not valid Jinja."""
     try:
         return _environment().from_string(source)
     except MemoryError:
@@ -34,16 +33,16 @@ def compiled(source: str) -> jinja2.Template:
 
 
 def variables_of(source: str) -> list[str]:
-    """Return the names that a template reads and does not set; raises Refused."""
+    """Return the variables that a template reads and does not set; raises Refused."""
     compiled(source)
     return sorted(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the text that a template makes of its variables.
+    """Return the rendered text.
 
-    Raises Refused: the template refuses its variables, needs ones that are not there, does what the
-    sandbox forbids, or makes more than `MAX_OUTPUT_CHARS`.
+    Raises Refused: rejected or missing variables, forbidden by the sandbox, or more than
+    `MAX_OUTPUT_CHARS`.
     """
     template = compiled(source)
     pieces: list[str] = []
@@ -64,12 +63,12 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+    """`{% generation %}` marks assistant text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Return what stands between the marks, in a scope of its own as in transformers."""
+        """Return the nodes between the marks, in a scope of their own as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return [jinja2.nodes.CallBlock(self.call_method("_as_it_is"), [], [], body, lineno=line)]

@@ -1,7 +1,7 @@
-"""A process for work on text that may take any time or memory: it is ended, and nothing else is.
+"""A process for text work with limits on time and memory: only it ends when they are exceeded.
 
-It is started when it is first needed and serves one request after the other: unusual tokenizers,
-long texts, chat templates, grammars. Limits are set for each request.
+Started on demand; serves one request at a time: unusual tokenizers, long texts, chat templates,
+grammars. Each request sets its limits.
 """
 
 import atexit
@@ -21,18 +21,17 @@ from clocher_kernels.errors import ClocherError
 HEADER_BYTES = 8
 MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 128 << 20, 256 << 20
 MAX_IDLE_BYTES = 512 << 20
-"""A process that is larger once it has replied is ended, unless it has just loaded a tokenizer."""
+"""A larger process ends after its reply, unless it has just loaded a tokenizer."""
 BASE_PATIENCE, PATIENCE = 60.0, 20.0
-"""Seconds to wait for an answer, and more for each second of CPU time that it may take: a process
-that computes is ended by the system, one that waits for itself is not."""
+"""Seconds to wait for a reply, and more per allowed CPU second; this catches deadlocks."""
 _MODULE = "clocher_runtime.text.text_process_main"
 
 
 class Refused(ClocherError):
-    """The work failed; every caller turns this into the error that fits.
+    """The work failed; callers turn this into their own error.
 
-    `kind`: "refused" by the library or the template, "forbidden" by the sandbox, "unicode",
-    "memory", "time", "crash".
+    `kind`: "refused" (library or template), "forbidden" (sandbox), "unicode", "memory", "time",
+    "crash".
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -41,7 +40,7 @@ class Refused(ClocherError):
 
 
 class TextProcess:
-    """The process, from outside. Threads may share it; they take turns."""
+    """The process, outside; thread-safe, one request at a time."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -57,17 +56,11 @@ class TextProcess:
         tokenizer: tuple[tuple[str, str], tuple[float, int]] | None = None,
         **arguments: Any,
     ) -> Any:
-        """Have something done, and return the result.
+        """Run a function of `text_process_main` and return its result; raises Refused.
 
-        Args:
-            operation: name of a function of `text_process_main`.
-            seconds: of CPU time that it may take.
-            memory: bytes that the process may grow by.
-            tokenizer: its name and tokenizer.json, then seconds and memory for loading it. It is
-                sent unless the last request was for the same name.
-            **arguments: of the function; JSON values.
-
-        Raises Refused: it was not done.
+        `seconds` of CPU time and `memory` bytes of growth are limits. `tokenizer`: (name,
+        tokenizer.json), (seconds, bytes) for loading; sent unless the last request had the same
+        name. Arguments are JSON.
         """
         with self._turn:
             if tokenizer is not None:
@@ -166,12 +159,12 @@ class TextProcess:
 
 
 def to_bytes(value: object) -> bytes:
-    """Return a JSON value as it goes through a pipe; lone surrogates stay what they are."""
+    """Encode a JSON value for the pipe; lone surrogates are kept."""
     return json.dumps(value, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value of `to_bytes`."""
+    """Decode the result of `to_bytes`."""
     return json.loads(data.decode("utf-8", "surrogatepass"))
 
 
@@ -182,4 +175,3 @@ def _plain(value: object) -> dict[Any, Any]:
 
 
 PROCESS = TextProcess()
-"""One for all: a request takes a moment, or is worth waiting for."""
