@@ -1,4 +1,4 @@
-"""The work behind the flags of `clocher quantize`: the rules that they spell, texts, reports."""
+"""The work of `clocher quantize`: rules from flags, calibration texts, reports."""
 
 import hashlib
 import os
@@ -32,16 +32,16 @@ from clocher_runtime.quantize.plan import QuantPlan
 from clocher_runtime.text.tokenizer import Tokenizer
 
 KEPT = r".*(embed|lm_head|wte|wpe).*"
-"""What is not quantised without --rules: embeddings and head."""
+"""Not quantised without --rules: embeddings and head."""
 
 _DOCUMENT_TOKENS = 1024
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
 
 def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
-    """Quantise, and return the exit code.
+    """Quantise; return the exit code.
 
-    `options`: what the flags of `subcommands.quantize` have read, and `out`: the manifest's path.
+    `options`: flag values of `subcommands.quantize`, and `out`, the manifest's path.
     """
     job, plan = planned(report, opener, options)
     if options["dry_run"]:
@@ -52,7 +52,7 @@ def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str,
 def planned(
     report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
-    """Open the input, and report what will be done; arguments are those of `run_ptq`."""
+    """Open the input and report the plan; arguments as `run_ptq`."""
     rules_of(options, ())  # refuses flags before a model is opened, or even fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
@@ -62,7 +62,7 @@ def planned(
 
 
 def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
-    """Quantise and judge what was planned, and report the result."""
+    """Quantise and evaluate a plan, and report the result."""
     with report.counting() as tell:
         outcome = run_job(job, plan, tell)
     _say_outcome(report, outcome)
@@ -70,10 +70,10 @@ def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
 
 
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
-    """Return the rules that the flags spell, or those of --rules.
+    """Return the rules of --rules or of the flags; raises UsageError if they conflict.
 
-    What the flags leave out gets a rule if there is any of it, because a rule that matches nothing
-    is an error. Raises UsageError: flags contradict each other.
+    A tensor kind that the flags exclude gets a rule only if present: a rule without a match is an
+    error.
     """
     if not options["weights_only"]:
         raise UsageError(
@@ -156,7 +156,7 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _dtype(options: dict[str, Any]) -> str:
-    """Return the format that --format or --bits asks for."""
+    """Return the format of --format or --bits."""
     of_bits = f"int{options['bits'] or 4}"
     dtype = str(options["format"] or of_bits)
     if options["bits"] and dtype != of_bits:
@@ -186,7 +186,7 @@ def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
 
 
 def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> CalibrationText:
-    """Cut the text into sequences, and draw as many as were asked for."""
+    """Cut the text into sequences and draw the requested number."""
     tokenizer = _tokenizer(checkpoint)
     text, record = _read_text(options["calib_text"])
     ids = tokenizer.encode(text, special=False)

@@ -1,4 +1,4 @@
-"""The job of `clocher gate`: models through the gate, a table, a verdict."""
+"""The job of `clocher gate`: evaluate models, print a table and a verdict."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -39,7 +39,7 @@ _PROMPT = 32
 
 
 def judge(report: Report, options: dict[str, Any]) -> ExitCode:
-    """Run every model through the gate, print and write what was found; return the exit code."""
+    """Evaluate all models, print and write the results; return the exit code."""
     if options["directory"] is not None:
         require_matplotlib()
         options["directory"].mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def _config(options: dict[str, Any]) -> EngineConfig:
 
 
 def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """Name each model by its directory or file, or by its path where two are named alike."""
+    """Name each model by its directory or file, or by its path if that is ambiguous."""
     names = [path.resolve().name.removesuffix(".json") for path in paths]
     return {
         name if names.count(name) == 1 else str(path): path

@@ -1,4 +1,4 @@
-"""`clocher bench compare`: what two runs of `clocher bench` or llama-bench allow one to say."""
+"""`clocher bench compare`: significant differences of `clocher bench` or llama-bench results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ Key = tuple[Case, int]
 
 
 class Samples(msgspec.Struct, frozen=True):
-    """What is compared of a row; the keys are llama-bench's, but for n_seqs."""
+    """The compared fields of a row; keys are llama-bench's, except n_seqs."""
 
     n_prompt: _Count
     n_gen: _Count
@@ -66,21 +66,19 @@ class Samples(msgspec.Struct, frozen=True):
 
     @property
     def case(self) -> Case:
-        """Its test."""
+        """The test."""
         return Case(self.n_prompt, self.n_gen, self.n_depth, self.n_seqs)
 
     @property
     def name(self) -> str:
-        """What its test is called."""
+        """The name of the test."""
         return self.case.name
 
 
 def read_samples(path: Path) -> dict[Key, Samples]:
     """Return the rows of a result file.
 
-    Raises:
-        FormatError: it is no result file, or has two rows of the same test, threads and batch.
-        ModelNotFound: there is no such file.
+    Raises FormatError: no result file, or two rows of one test, threads and batch. ModelNotFound.
     """
     data = read_bytes(path, _MOST_BYTES)
     where = str(path)
@@ -154,7 +152,7 @@ COMMAND = compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher bench compare` and return the exit code."""
+    """Run `clocher bench compare`; return the exit code."""
     return compare.run(argv)
 
 
@@ -193,7 +191,7 @@ def _code(rows: Sequence[Mapping[str, Any]], limit: float | None) -> ExitCode:
 
 
 def _differences(first: Mapping[Any, Samples], second: Mapping[Any, Samples]) -> list[str]:
-    """Return what is in one file only, and whether the machines or the models are the same."""
+    """Return tests of one file only, and differences of machine or model."""
     found = []
     for here, there, which in ((first, second, "first"), (second, first, "second")):
         alone = [here[key].name for key in here if key not in there]

@@ -1,4 +1,4 @@
-"""`clocher chat`: a conversation with a model in the terminal, or one answer in a pipe."""
+"""`clocher chat`: a conversation in the terminal, or one answer in a pipe."""
 
 import errno
 import os
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 NAME = "clocher chat"
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of a message from a pipe."""
+"""Limit of a message from a pipe."""
 
 ABOUT = """Talk with a language model in the terminal.
 
@@ -61,7 +61,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command; return its exit code."""
     before = listen()
     try:
         with Console(name=NAME) as console:
@@ -108,7 +108,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
 
 
 def _piped_message() -> str:
-    """Return what standard input holds, as one message."""
+    """Return standard input as one message."""
     try:
         data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
         text = data.decode().rstrip("\n")
@@ -126,7 +126,7 @@ def _piped_message() -> str:
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
-    """Load the model, and answer the message, or what is typed."""
+    """Load the model, and answer the message or an interactive chat."""
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_keys import Typing
@@ -170,7 +170,6 @@ def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console)
 
 
 def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
-    """Return what answers."""
     from clocher_runtime.command.model_choice import choose_model, converses
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer

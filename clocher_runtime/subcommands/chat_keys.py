@@ -1,4 +1,4 @@
-"""The keys of a chat: what is typed, and Ctrl-C."""
+"""Keyboard input of a chat, and Ctrl-C."""
 
 import signal
 import sys
@@ -14,23 +14,16 @@ _FENCE = '"""'
 
 
 class Typed(NamedTuple):
-    """What was typed.
-
-    Attributes:
-        is_block: it stood between marks, so it is a message whatever it begins with.
-    """
+    """Typed text; `is_block`: it stood between marks, so it is no command."""
 
     text: str
     is_block: bool
 
 
 class Typing:
-    r"""Reads what is typed: a line, or several between two \"\"\".
+    r"""Reads a line, or several between two \"\"\".
 
-    With a terminal on both sides there is line editing, and a history for as long as the chat is.
-
-    Args:
-        prompts: gets the prompts where there is no line editing.
+    On a terminal there are line editing and a history; otherwise `prompts` gets the prompts.
     """
 
     def __init__(self, prompts: Screen) -> None:
@@ -45,12 +38,7 @@ class Typing:
                 self._edits = True
 
     def read(self) -> Typed:
-        """Return the next message or command.
-
-        Raises:
-            EOFError: there is no more, or the terminal is gone.
-            UnicodeDecodeError: it is not valid text.
-        """
+        """Return the next message or command; raises EOFError, UnicodeDecodeError."""
         first = self._line(">>> ")
         begun = first.lstrip()
         if not begun.startswith(_FENCE):
@@ -65,7 +53,7 @@ class Typing:
         return Typed("\n".join(lines), is_block=True)
 
     def has_begun(self) -> bool:
-        """Return whether there is something on the line that is being typed."""
+        """Return whether the current line has text."""
         if not self._edits:
             return False
         import readline
@@ -88,7 +76,7 @@ class Typing:
 
 @contextmanager
 def _heeding_signals() -> Iterator[None]:
-    """Let a signal count that comes just before the wait for a key begins."""
+    """Handle a signal that arrives just before the wait for a key."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
     try:
@@ -99,11 +87,10 @@ def _heeding_signals() -> Iterator[None]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, where it does not only stop an answer.
+    """Ctrl-C that does not only stop an answer.
 
-    Attributes:
-        when: "typing": a line had been begun. "empty": none had. "stopping": an answer is being
-            stopped already.
+    `when`: "typing" (a line was begun), "empty" (none was), "stopping" (already stopping an
+    answer).
     """
 
     def __init__(self, when: Literal["typing", "empty", "stopping"]) -> None:
@@ -112,12 +99,9 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CtrlC:
-    """What Ctrl-C does while a chat is held: it stops an answer, else it raises `Interrupted`.
+    """The Ctrl-C handler of a chat: stops an answer, else raises `Interrupted`.
 
-    Use it as a context manager. A process that was started to ignore SIGINT goes on to.
-
-    Args:
-        has_begun: whether there is something on the line that is being typed.
+    A context manager. A process started with SIGINT ignored keeps ignoring it.
     """
 
     def __init__(self, has_begun: Callable[[], bool]) -> None:
@@ -137,9 +121,9 @@ class CtrlC:
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
-        """Let Ctrl-C stop an answer while the context is open; yield what says that it did.
+        """Let Ctrl-C stop an answer; yield a function that returns whether it did.
 
-        A step is never cut off by the first one: the keys in the cache stay what they are.
+        A step is never interrupted by the first one, so the KV cache stays valid.
         """
         self._answers, self._stops = True, False
         try:

@@ -37,7 +37,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the script of a shell and return the exit code."""
+    """Print the completion script of a shell; return the exit code."""
     try:
         flags = COMMAND.parse(argv or ())
         if flags is not None:

@@ -173,7 +173,7 @@ def _export(
     pre: str | None,
     verify: bool,
 ) -> None:
-    """Write what other programs read."""
+    """Write a format of other programs."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.convert.gguf_model import plan_gguf_model
     from clocher_runtime.convert.to_compressed import plan_compressed
@@ -203,7 +203,7 @@ main = convert.run
 
 
 def next_command(out_dir: Path) -> str:
-    """Return what to type once a model is there."""
+    """Return the command to try a new model."""
     return f"next: clocher chat {shlex.quote(str(out_dir))}"
 
 
@@ -292,7 +292,7 @@ def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:
 
 
 def run_conversion(report: Report, conversion: "Conversion", verify: bool) -> None:
-    """Write what was planned, and say so."""
+    """Write a planned conversion, and report it."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
     from clocher_runtime.convert.certificate import write_certificate
 

@@ -1,4 +1,4 @@
-"""Which models are on this machine, and what each is: from their headers, never their weights."""
+"""Local models, described from their headers without reading weights."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,11 +23,9 @@ _UNKNOWN = dict.fromkeys(("family", "parameters", "format", "memory", "fits", "c
 
 
 class Found(NamedTuple):
-    """Where a model may be.
+    """A possible model.
 
-    Attributes:
-        name: as it is typed after `clocher chat`.
-        place: "embedded", "Hub", "llama.cpp" or "directory".
+    `name`: as typed after `clocher chat`. `place`: "embedded", "Hub", "llama.cpp" or "directory".
     """
 
     name: str
@@ -48,7 +46,7 @@ def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found
 
 
 def look(found: Found) -> dict[str, Any]:
-    """Return what a model is; None is what is not known of one that cannot run."""
+    """Describe a model; values are None where a model that cannot run leaves them unknown."""
     about = {**found._asdict(), "path": str(found.path), **_UNKNOWN, "disk": _size(found.path)}
     try:
         return about | _known(found.path) | {"runs": "yes"}
@@ -77,11 +75,7 @@ def _known(path: Path) -> dict[str, Any]:
 
 
 def details(name: str, path: Path) -> dict[str, Any]:
-    """Return all about one model.
-
-    Raises:
-        ModelError: it is damaged or cannot run.
-    """
+    """Describe one model in full; raises ModelError if damaged or unsupported."""
     checkpoint = open_checkpoint(path)
     spec, needs = describe(checkpoint)
     weights = destined(spec, needs, checkpoint)
@@ -132,7 +126,7 @@ def _of_the_hub() -> Iterator[Found]:
 
 
 def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator[Found]:
-    """Yield the models in a directory and below it; `left` counts the entries that may be seen."""
+    """Yield the models below a directory; `left` counts the entries that may still be read."""
     if holds_model(directory):
         yield from _files_of(str(directory), place, directory)
         return
@@ -151,7 +145,7 @@ def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator
 
 
 def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
-    """Yield the model of a directory, or each GGUF file of one that has several."""
+    """Yield the model of a directory, or each of its GGUF files."""
     try:
         files = [file for file in listed(directory) if file.lower().endswith(SUFFIX)]
     except ClocherError:
@@ -163,13 +157,13 @@ def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
 
 
 def _llama_cache() -> Path:
-    """Return where llama.cpp keeps what it downloads. Source: its common/common.cpp."""
+    """Return llama.cpp's download directory. Source: its common/common.cpp."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or of those of a directory, as far as they can be seen."""
+    """Return the bytes of a file or directory, as far as readable."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     total = count = 0
@@ -186,7 +180,7 @@ def _size(path: Path) -> int:
 
 
 def _phrase(error: Exception, path: Path) -> str:
-    """Return the beginning of a message without the path that it begins with."""
+    """Return the start of a message, without its leading path."""
     text = str(error).removeprefix(str(path)).lstrip("/: ") or type(error).__name__
     text = text.split("; ")[0]
     return text if len(text) <= _PHRASE else f"{text[:_PHRASE]}..."

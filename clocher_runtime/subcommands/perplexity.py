@@ -1,4 +1,4 @@
-"""`clocher perplexity`: how well a model predicts a text; and the model that it is scored with."""
+"""`clocher perplexity`: perplexity of a model on a text; and the loading of scored models."""
 
 import json
 import os
@@ -46,13 +46,7 @@ OPTIONS = (
 
 
 class Scored(NamedTuple):
-    """A model that is ready to score texts.
-
-    Attributes:
-        session: keeps the logits of every token.
-        tokenizer: of the model.
-        facts: of it, as result lines have them.
-    """
+    """A model ready for scoring; its session keeps all logits, `facts` go to result lines."""
 
     session: "Session"
     tokenizer: "Tokenizer"
@@ -61,12 +55,10 @@ class Scored(NamedTuple):
 
 @contextmanager
 def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
-    """Load the model that the flags name, and close it in the end.
+    """Load the model that the flags name; close it in the end.
 
-    Args:
-        model_dir: None: that of the environment, or the embedded one.
-        backend: a device, or "reference".
-        **settings: other fields of `EngineConfig`.
+    `model_dir` None: from the environment, or the embedded model. `backend`: a device, or
+    "reference". `settings` are fields of `EngineConfig`.
     """
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load, numerics

@@ -1,6 +1,6 @@
-"""`clocher quantize`: from a checkpoint to a quantised model that runs, in one command.
+"""`clocher quantize`: from a checkpoint to a quantised model that runs.
 
-The scripts that write the manifest alone (ptq_from_*.py) have the same flags.
+The scripts ptq_from_*.py have the same flags and write the manifest alone.
 """
 
 import os
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from clocher_runtime.quantize.plan import QuantPlan
 
 MANIFEST = "q4_manifest.json"
-"""In the output directory: what was done to each tensor, and how good it is."""
+"""In the output directory: method and quality of each tensor."""
 LIMITS = ("float", "int8", "kv", "fp8", "int4")
 FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 
@@ -131,7 +131,6 @@ FLAGS: tuple[Wrap, ...] = (
     switch("--no-hash", "Record a hash of each file's first MiB alone."),
     switch("--dry-run", "Print the plan, write nothing."),
 )
-"""How to quantise."""
 
 
 @script(
@@ -207,7 +206,7 @@ def manifest_script(
 ) -> Script:
     """Return a script that writes the manifest alone.
 
-    `given` is the option that names its input, called "source"; `opener` opens that.
+    `given` is the option "source" that names its input; `opener` opens it.
     """
     out = option(
         "--out",
@@ -342,7 +341,7 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    """Say what it takes of disk and memory."""
+    """Report disk and memory needs."""
     from clocher_kernels.host_memory import available
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quantize.job import needs_of
@@ -358,7 +357,7 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
 
 
 def _table(outcome: "Outcome") -> str:
-    """Return sizes before and after, and the perplexities if the gate has measured them."""
+    """Return sizes before and after, and perplexities if measured."""
     plan = outcome.plan
     before = 8 * plan.source_nbytes / plan.params
     rows = [
