@@ -1,7 +1,4 @@
-"""Terminal output of a run: messages on standard error, texts where requested.
-
-Standard output is for the JSON line unless it is a terminal.
-"""
+"""Terminal output of a run; standard output is for the JSON line unless it is a terminal."""
 
 import os
 import sys
@@ -57,18 +54,13 @@ def quiet_keys() -> Iterator[None]:
 
 
 def _amount(label: str, done: int, total: int) -> str:
-    """Return the progress: weights in a unit that fits all of them, else a count."""
     if label != PACKING:
         return f"{done} of {total}"
     return f"{done} of {total} MiB" if total < 10_240 else f"{done >> 10} of {total >> 10} GiB"
 
 
 class WordWrap:
-    """Word wrap for streamed text; a word that reaches the edge moves to the next line.
-
-    The last column stays free, as terminals differ on a full line. Without a known width or cursor
-    control (TERM=dumb) the text is unchanged.
-    """
+    """Word wrap for streamed text; leaves the last column free, as terminals differ there."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -106,7 +98,6 @@ class WordWrap:
         self._column, self._word, self._cells = 0, "", 0
 
     def _next_line(self) -> str:
-        """Return the output that moves the open word to the next line, if it fits there."""
         word, cells = self._word, self._cells
         if cells == self._column:  # it fills the line
             self._begin_line()
@@ -188,10 +179,7 @@ class Screen:
 
 
 class Console:
-    """Messages on standard error (or `stream`), and texts there or elsewhere.
-
-    A context manager that ends an open progress bar.
-    """
+    """Messages on standard error (or `stream`), and texts there or elsewhere; a context manager."""
 
     def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
         self._name = name

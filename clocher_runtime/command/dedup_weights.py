@@ -40,9 +40,7 @@ def open_weights(
 ) -> tuple[Checkpoint, tuple[str, ...]]:
     """Open the model of a run, by its deduplicated weights if requested.
 
-    Returns the checkpoint and the settings without effect, as "NAME=value". Raises UsageError:
-    settings conflict, or an unknown tensor name. ModelError: the model is missing or damaged; with
-    IE_DEDUP_STRICT=1 also if its deduplicated weights are.
+    Returns also the settings without effect, as "NAME=value". Raises UsageError, ModelError.
     """
     policy = config.dedup_policy
     if config.dedup and config.dedup_strict and policy == "off":
@@ -167,7 +165,6 @@ class PlaneCache:
         return MappedFile(path, size).plane(stored.plane, 0)
 
     def _tidy(self, dedup: DedupFile) -> int:
-        """Delete files of other models or above the limit; return the remaining bytes."""
         sizes = {plane.sha256: plane.plane.nbytes for plane in dedup.index.planes}
         total = 0
         names = sorted(os.listdir(self.directory)) if self.directory.is_dir() else []

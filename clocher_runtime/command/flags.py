@@ -1,8 +1,4 @@
-"""Commands, flags, positionals and help: one kind of click command for all programs.
-
-A command either reads settings, which go to `config.sources` as text together with variables and
-files (`Command.parse`), or calls a function (`Command.run`, see `script_run.script`).
-"""
+"""Commands, flags, positionals and help: one kind of click command for all programs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,11 +49,7 @@ class Takes(click.ParamType[Any]):
 
 
 class Place(click.Argument):
-    """A positional argument that may also be given by its flag.
-
-    `word` is its name in usage, as "OUT_DIR"; `flag` as "--out-dir"; `name` of that flag's option;
-    `more` as `click.Argument`, with nargs=-1 for several.
-    """
+    """A positional argument that may also be given by its flag; `word` is its name in usage."""
 
     def __init__(self, word: str, flag: str, name: str, needed: bool, **more: Any) -> None:
         metavar = f"{word}..." if more.get("nargs") == -1 else word
@@ -83,8 +75,7 @@ class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
     `table`: name -> setting, empty for a command that calls a function; `defaults`: their values;
-    `positional`: settings that may be given without their flag, in order; `notes`: paragraphs after
-    the flags; `more` as `click.Command`.
+    `positional`: settings that may be given without their flag, in order.
     """
 
     def __init__(
@@ -182,10 +173,7 @@ class Command(click.Command):
         return self.get_help(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples and flags by group; then variables, notes and exit codes.
-
-        The last three only with --help-all, where that exists.
-        """
+        """Write examples and flags; with --help-all also variables, notes and exit codes."""
         whole = not self.table or __name__ in ctx.meta
         write_examples(formatter, self.examples)
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -241,8 +229,6 @@ def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> 
 
 
 def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
-    """Return a flag that prints an answer and exits."""
-
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
             show = context.obj if callable(context.obj) else click.echo

@@ -61,10 +61,8 @@ class StubTokenizer:
 class Engine:
     """A generating engine, and its entries in the JSON line.
 
-    `tokenizer` is None if the model has none. `files`: mapped weight files, u8 [size] each.
-    `bytes_per_token`: weight bytes read per token. `sampling_defaults`: the model's, {} if ignored.
-    `gpu`: name, driver, clocks and memory; None on the CPU. `hints_ignored`: settings without
-    effect.
+    `files`: mapped weight files, u8 [size] each; `bytes_per_token`: weight bytes read per token;
+    `hints_ignored`: settings without effect.
     """
 
     session: Session
@@ -104,9 +102,8 @@ class Engine:
 class Loaded:
     """A loaded model, not bound to a back end yet.
 
-    `config` has the resolved back end and threads; `reason` says why that back end. `source` is the
-    flag or file that named the model. `calibration`: token ids for activation thresholds.
-    `ignored`: settings without effect.
+    `reason` says why this back end; `calibration`: token ids for activation thresholds; `ignored`:
+    settings without effect.
     """
 
     config: EngineConfig
@@ -139,11 +136,7 @@ def load_engine(
     *,
     needs_text: bool = True,
 ) -> Engine:
-    """Load a model and compile its kernels.
-
-    Raises ModelError (missing, invalid, unsupported), DeviceError, OutOfMemory, UsageError
-    (conflicting settings).
-    """
+    """Load a model and compile; raises ModelError, DeviceError, OutOfMemory, UsageError."""
     chosen = load(config, needs_text=needs_text)
     config, model = chosen.config, chosen.model
     bound = chosen.session(progress, packing)
@@ -224,7 +217,6 @@ def defaults_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float
 
 
 def _draft(config: EngineConfig, model: Model) -> Model | None:
-    """Load the draft model; None without one, or if no drafter uses it."""
     if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
         return None
     from clocher_runtime.text.pairing import load_draft
@@ -234,7 +226,6 @@ def _draft(config: EngineConfig, model: Model) -> Model | None:
 
 
 def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | None:
-    """Return the first tokens of the text of `--act-calibration`."""
     path = config.act_calibration
     if path is None:
         return None
@@ -249,7 +240,6 @@ def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | No
 
 
 def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Estimate the bytes of weights that the CPU back end will pack."""
     usual = config.act_prec in (None, "int8") and config.pretranspose in (None, "all")
     if config.backend != "cpu" or not usual or len({cpu.socket for cpu in read_cpus()}) > 1:
         return 0
@@ -262,7 +252,6 @@ def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 
 def _stub(config: EngineConfig) -> Loaded:
-    """Return the stub, which uses the prompt and counts only."""
     from clocher_runtime.engine.stub import CONTEXT, stub_model
 
     settings = dict(every(type(config)))
@@ -287,7 +276,6 @@ def _stub(config: EngineConfig) -> Loaded:
 
 
 def _tokenizer(checkpoint: Checkpoint, needs_text: bool) -> Tokenizer | None:
-    """Load the tokenizer, optional where prompts may be token ids."""
     source = checkpoint.tokenizer_source
     if not needs_text and isinstance(source, Path) and not os.path.exists(source):
         return None

@@ -1,7 +1,4 @@
-"""Which model a run uses: a named one, one in the current directory, or the embedded one.
-
-A name is a directory, a GGUF file or `owner/name` in the Hub's cache. Nothing is downloaded here.
-"""
+"""Which model a run uses: directory, GGUF file or cached Hub repository. Nothing is downloaded."""
 
 import os
 from dataclasses import dataclass
@@ -93,7 +90,6 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
 
 
 def _current_directory() -> Path | None:
-    """Return the current directory, None if it was deleted."""
     try:
         return Path.cwd()
     except OSError:

@@ -39,10 +39,7 @@ _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
 
 def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
-    """Quantise; return the exit code.
-
-    `options`: flag values of `subcommands.quantize`, and `out`, the manifest's path.
-    """
+    """Quantise; return the exit code. `options`: flag values, and `out`, the manifest's path."""
     job, plan = planned(report, opener, options)
     if options["dry_run"]:
         return ExitCode.OK
@@ -70,11 +67,7 @@ def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
 
 
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
-    """Return the rules of --rules or of the flags; raises UsageError if they conflict.
-
-    A tensor kind that the flags exclude gets a rule only if present: a rule without a match is an
-    error.
-    """
+    """Return the rules of --rules or of the flags; raises UsageError if they conflict."""
     if not options["weights_only"]:
         raise UsageError(
             "--weights-only 0: a manifest quantises weights alone; int8 activations are a setting "
@@ -156,7 +149,6 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _dtype(options: dict[str, Any]) -> str:
-    """Return the format of --format or --bits."""
     of_bits = f"int{options['bits'] or 4}"
     dtype = str(options["format"] or of_bits)
     if options["bits"] and dtype != of_bits:
@@ -186,7 +178,6 @@ def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
 
 
 def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> CalibrationText:
-    """Cut the text into sequences and draw the requested number."""
     tokenizer = _tokenizer(checkpoint)
     text, record = _read_text(options["calib_text"])
     ids = tokenizer.encode(text, special=False)

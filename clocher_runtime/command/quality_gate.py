@@ -102,7 +102,6 @@ def _config(options: dict[str, Any]) -> EngineConfig:
 
 
 def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """Name each model by its directory or file, or by its path if that is ambiguous."""
     names = [path.resolve().name.removesuffix(".json") for path in paths]
     return {
         name if names.count(name) == 1 else str(path): path

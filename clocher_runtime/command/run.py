@@ -39,7 +39,6 @@ _PIPE_WAIT_S = 5
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
 
 Pipelines = Callable[[], PromptPipeline]
-"""Returns the micro-batches of a round."""
 
 
 def run(config: RunConfig, console: Console) -> Line:
@@ -229,12 +228,10 @@ def measure(
 
 
 def _is_cut(ids: Sequence[int], most: int, stop_ids: frozenset[int]) -> bool:
-    """Return whether a completion ended for lack of room."""
     return len(ids) < most and not (ids and ids[-1] in stop_ids)
 
 
 def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
-    """Yield the tokens; add the prompt's place to an error."""
     try:
         yield from tokens
     except NonFinite as error:
@@ -243,7 +240,6 @@ def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token
 
 
 def _keep_inputs(config: RunConfig) -> None:
-    """Refuse to overwrite an input of the run."""
     model = config.model_dir
     inputs = (config.prompts_file, config.config, config.model_json, config.model_bin, model)
     for flag, path in (("--outputs", config.outputs), ("--trace-ids", config.trace_ids)):
@@ -262,7 +258,6 @@ def _is_same(path: Path, other: Path | None) -> bool:
 
 
 def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> None:
-    """Warn where a run cannot follow its flags exactly."""
     usable = len(usable_cpus())
     if threads is not None and threads > usable:
         console.note(f"{threads} threads with {usable} usable CPU(s): running {usable}")
@@ -271,7 +266,6 @@ def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> No
 
 
 def _warm_up(session: Session, tokens: int, prompts: Iterable[Prompt]) -> None:
-    """Generate from the first usable prompt."""
     ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
     if ids is not None:
         for _ in session.generate([ids], tokens, stop_ids=frozenset()):

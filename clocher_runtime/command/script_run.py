@@ -1,7 +1,4 @@
-"""Programs that are a function with flags: declaration, messages, progress, exit codes.
-
-Cheap to import, so that help and shell completion are fast: functions import what they need.
-"""
+"""Programs that are a function with flags; cheap to import, so that help is fast."""
 
 import errno
 import functools
@@ -67,7 +64,6 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
 
 
 def _phrase(help: str | None) -> str | None:
-    """Return a help text as a phrase, like the help of settings."""
     text = (help or "").removesuffix(".")
     is_word = text[1:2].islower() or text[1:2] == " "
     return (text[0].lower() + text[1:] if is_word else text) or None
@@ -76,10 +72,7 @@ def _phrase(help: str | None) -> str | None:
 def engine_options(
     *names: str, defaults: Mapping[str, str] = MappingProxyType({}), **more: Any
 ) -> tuple[Wrap, ...]:
-    """Declare flags of `EngineConfig` fields, with their variables.
-
-    `defaults` replace those of the fields; `more` as `click.Option`.
-    """
+    """Declare flags of `EngineConfig` fields, with their variables and other `defaults`."""
     return tuple(_engine_option(name, defaults.get(name), more) for name in names)
 
 
@@ -153,10 +146,7 @@ def script(
     exit_codes: Codes = EXIT_CODES,
     help: str | None = None,
 ) -> Callable[[Callable[..., int | None]], Script]:
-    """Return a decorator that makes `function(report, **options)` a command.
-
-    The function returns the exit code, None for 0; an expected error has its own.
-    """
+    """Return a decorator that makes a command of a function that returns an exit code or None."""
 
     def decorate(function: Callable[..., int | None]) -> Script:
         run: Any = click.pass_obj(function)
@@ -179,7 +169,6 @@ def script(
 
 
 def _where(error: OSError) -> str:
-    """Return the path of a failed read or write; "" if the error has it."""
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
     return str(error.filename or "") or ("standard output" if nameless else "")
 
@@ -246,7 +235,6 @@ class Report:
 
     @contextmanager
     def _telling(self, in_bytes: bool) -> Iterator[Tell]:
-        """Show a bar with the time left on a terminal, else occasional lines."""
         from rich.progress import (
             BarColumn,
             DownloadColumn,

@@ -20,7 +20,6 @@ _chat = partial(flag, "Chat")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
 RANDOM = "random"
 CONTINUED = 64
-"""Default tokens of a continuation in a chat."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +128,6 @@ class ChatConfig(SamplingConfig):
 SETTINGS: Mapping[str, Setting] = declared(RunConfig)
 
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}
-"""Every flag and environment variable of a run."""
 
 
 def resolve(

@@ -1,12 +1,6 @@
 """Actors for `ray.data.Dataset.map_batches`: generate from rows, or score them (docs/ray.md).
 
-    ds = ray.data.read_json("prompts.jsonl").map_batches(
-        Generate, fn_constructor_kwargs={"model": "models/llama", "cpus": 4},
-        compute=ray.data.ActorPoolStrategy(size=8), batch_size=32, num_cpus=4,
-    )
-
-An actor loads the model once and has CPUs of its own. Each row has its own seed, so its result does
-not depend on the actor, the batch or the number of threads.
+A row has a seed of its own: its result does not depend on actor, batch or threads.
 """
 
 import json
@@ -34,11 +28,7 @@ _locks: list[int] = []  # descriptors, open as long as this process has the CPUs
 
 
 def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = None) -> list[int]:
-    """Lock CPUs that no other actor of this machine has; return them, [] if too few are free.
-
-    `cpus` are candidates, best first (default: all, physical cores first); `root` is the directory
-    of the lock files, which the system unlocks when the process ends.
-    """
+    """Lock CPUs (default: physical cores first) in `root`; return them, [] if too few are free."""
     cpus = [cpu.id for cpu in in_order(read_cpus(), "compact")] if cpus is None else cpus
     root = root or Path(tempfile.gettempdir()) / f"clocher-cpus-{os.geteuid()}"
     taken: dict[int, int] = {}
@@ -88,7 +78,6 @@ class Actor:
     """
 
     columns: tuple[str, ...]
-    """Fields of a successful result."""
 
     def __init__(self, model: str | None, *, cpus: int = 1, batch: int = 8, **options: Any) -> None:
         self.cpus = pin(cpus)
@@ -133,11 +122,9 @@ class Actor:
 
 
 class Generate(Actor):
-    """Generates text from rows.
+    """Generates text from rows with `prompt` or `messages`, and arguments of a generation.
 
-    A row has `prompt` (text or token ids) or `messages`, and any argument of
-    `LanguageModel.generate`; other fields are ignored. `sampling` has the defaults; the default
-    seed is its seed plus the row's number.
+    `sampling` has the defaults; the default seed is its seed plus the row's number.
     """
 
     columns = ("text", "ids", "finish_reason", "prompt_tokens")
@@ -169,10 +156,7 @@ class Generate(Actor):
 
 
 class Score(Actor):
-    """Computes log probabilities as lm-evaluation-harness does.
-
-    A row has `text`, scored whole (in windows if long), or `continuation`, scored after `context`.
-    """
+    """Computes log probabilities of rows with `text`, or `continuation` after `context`."""
 
     columns = ("logprob", "tokens", "is_greedy")
 

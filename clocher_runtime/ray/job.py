@@ -1,11 +1,7 @@
 """A job: every row of a file through actors of a Ray cluster, each stored exactly once.
 
-    OUT/job.json       task, model, settings, input; another job is refused
-    OUT/rows.jsonl     finished rows in any order, appended and flushed by the driver
-    OUT/results.jsonl  every row once, in input order; then rows.jsonl is removed
-
-Ray restarts dead actors and reassigns their rows; a new driver resumes from rows.jsonl. An invalid
-row becomes {"error": ...}.
+OUT/job.json describes the job; OUT/rows.jsonl has finished rows in any order, from which a new
+driver resumes; OUT/results.jsonl replaces it at the end. An invalid row becomes {"error": ...}.
 """
 
 import hashlib
@@ -29,7 +25,6 @@ from clocher_runtime.quantize.plan import describe_source
 from clocher_runtime.ray.actors import Lines
 
 RETRIES = 5
-"""Retries of a task whose actor died."""
 _RESTARTS = 100  # of an actor: machines come and go, but not while a model loads
 _MAX_INPUT = 1 << 34
 Progress = Callable[[int, int], None]
@@ -64,10 +59,7 @@ class Outcome(NamedTuple):
 
 
 class Record:
-    """The directory of a job: a context that holds its lock. `done` maps rows to (offset, size).
-
-    Raises UsageError if it is another job's or locked by another driver, OSError.
-    """
+    """A job's locked directory; `done`: row -> (offset, size). Raises UsageError, OSError."""
 
     def __init__(self, out: Path, asked: Mapping[str, Any], count: int) -> None:
         self.path, self.results, self._rows = out, out / "results.jsonl", out / "rows.jsonl"
@@ -160,10 +152,7 @@ class Record:
 
 
 def read_rows(path: Path) -> list[str]:
-    """Return the rows of a JSONL file as JSON text; blank lines are skipped.
-
-    A line that is not an object becomes {"error": ...}.
-    """
+    """Return the rows of a JSONL file as JSON text, {"error": ...} if not an object."""
     rows = []
     for number, line in enumerate(read_bytes(path, _MAX_INPUT).split(b"\n"), start=1):
         if line.strip():
@@ -178,11 +167,10 @@ def read_rows(path: Path) -> list[str]:
 
 
 def run_job(job: Job, address: str | None = None, progress: Progress | None = None) -> Outcome:
-    """Compute the rows of a job that are not stored yet.
+    """Compute the rows of a job that are not stored yet; `progress` gets (done, total).
 
-    `address` of a Ray cluster defaults to RAY_ADDRESS, else a local one is started; `progress` gets
-    (done, total) rows. Raises UsageError: another job's directory, or no rows. ModelError: model or
-    input unreadable. DeviceError: Ray is missing or failed.
+    `address` defaults to RAY_ADDRESS, else a local cluster. Raises UsageError, ModelError,
+    DeviceError.
     """
     rows = read_rows(job.source)
     checkpoint = open_checkpoint(
@@ -276,6 +264,5 @@ def connected(address: str | None = None) -> Iterator[Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of a Ray error, which follows an actor's stack frames."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,9 +1,7 @@
-"""Clocher's server on Ray Serve: replicas at one address.
-
-    serve run clocher_runtime.ray.serving:app model_dir=models/llama replicas=4 cpus=8
+"""Clocher's server on Ray Serve: replicas at one address (docs/ray.md).
 
 A replica is the server of `clocher serve` without its socket, on its own CPUs. Requests with the
-same `x-session-id` go to the replica that has their prefix cached. Failed replicas are replaced.
+same `x-session-id` go to the replica that has their prefix cached.
 """
 
 import asyncio
@@ -48,7 +46,6 @@ class Replica:
             )
 
     async def __del__(self) -> None:
-        """Stop the engine."""
         if server := getattr(self, "_server", None):
             server.engine.drain()
             self._running.cancel()

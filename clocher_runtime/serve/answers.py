@@ -1,7 +1,4 @@
-"""Answers of chats and completions, whole or streamed: one pipeline, two translations.
-
-Source: OpenAI API reference, chat completions and completions; reasoning fields as in vLLM.
-"""
+"""Answers of chats and completions. Source: OpenAI API reference; reasoning fields as in vLLM."""
 
 import datetime
 import secrets
@@ -118,7 +115,6 @@ class _Pipeline(ABC):
                 yield index, added, choice.finish
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response of a request without `stream`."""
         said: list[list[Any]] = [[] for _ in self.choices]
         async for step in self.steps():
             for index, added, _ in step:
@@ -130,7 +126,6 @@ class _Pipeline(ABC):
         return {**self._head(self.object), "choices": choices, "usage": self.answer.usage()}
 
     async def chunks(self, include_usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-        """Yield the server-sent events of a streamed response."""
         head = self._head(self.chunk_object)
 
         def event(*choices: dict[str, Any]) -> bytes:
@@ -265,10 +260,7 @@ class ChatAnswer(_Pipeline):
 
 @dataclass
 class CompletionAnswer(_Pipeline):
-    """The completions of one request, `each` of a prompt.
-
-    `scores`: report the prompts' tokens first. `apart` runs work in the text thread.
-    """
+    """The completions of one request, `each` of a prompt; `scores`: report prompt tokens first."""
 
     each: int
     scores: bool

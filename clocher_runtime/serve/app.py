@@ -190,7 +190,6 @@ class Server:
         tail: str = "",
         scores: bool = False,
     ) -> list[Submit]:
-        """Return what the engine is asked for, all choices of each prompt, once it was checked."""
         ready = self.engine.serving()
         longest = longest_text(blocks, ready.longest)
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]

@@ -92,7 +92,6 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
 
 
 def _say(text: str, console: Console) -> bool:
-    """Write to standard output; return whether that worked."""
     try:
         print(text, flush=True)  # noqa: T201 - the help that was asked for
     except OSError as error:

@@ -1,7 +1,4 @@
-"""Client connections: their number and their timeouts.
-
-Sources: RFC 9110, sections 10.1.1 and 15.2.1 (100 Continue); RFC 9112, section 9.6 (half-closed).
-"""
+"""Client connections: number and timeouts. Sources: RFC 9110, 10.1.1 and 15.2.1; RFC 9112, 9.6."""
 
 import asyncio
 import socket
@@ -14,7 +11,6 @@ HEADER_S = 20.0
 """Seconds for request headers, from the connection on; for later requests from the first byte."""
 
 BODY_S = 60.0
-"""Seconds for a body, counted from the end of the headers."""
 
 OUTPUT_S = 20.0
 """Seconds in which a client has to read some of the pending output."""
@@ -27,7 +23,6 @@ class Connection(H11Protocol):
     """Open connections, kept below the descriptor limit so that the engine can still start."""
 
     _stage: tuple[object, ...] = ()
-    """State at the last check; empty before the first."""
 
     _since = inf
     _half_closed = False
@@ -88,7 +83,6 @@ class Connection(H11Protocol):
         return not self._is_reset()
 
     def _is_reset(self) -> bool:
-        """Return whether the client has reset the connection."""
         found: socket.socket = self.transport.get_extra_info("socket")
         return found.fileno() < 0 or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
 

@@ -11,10 +11,7 @@ from clocher_runtime.text.grammar import GrammarMaker
 
 
 class Grammars:
-    """A model's grammars, made in a thread: a difficult one delays only its own request.
-
-    `source` is tokenizer.json or its contents, read when first needed; `eos_ids` end an answer.
-    """
+    """A model's grammars, made in a thread: a difficult one delays only its own request."""
 
     def __init__(self, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._of = source, vocab_size, eos_ids

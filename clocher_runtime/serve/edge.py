@@ -1,7 +1,4 @@
-"""The edge of the server: access, bodies, errors, server-sent events.
-
-Sources: RFC 9112, section 6.1; HTML standard, section 9.2 (event stream); OpenAI API reference.
-"""
+"""Access, bodies, errors, server-sent events. Sources: RFC 9112, 6.1; HTML standard, 9.2."""
 
 import asyncio
 import hmac
@@ -23,7 +20,6 @@ from clocher_runtime.serve.errors import ApiError, failure, from_exception, inva
 from clocher_runtime.serve.settings import is_local
 
 PUBLIC = frozenset({"/health"})
-"""Paths that need no key."""
 SMALL_BODY_BYTES = 1 << 16
 """Larger bodies are validated in the text thread and count as held."""
 HELD_BODIES = 8
@@ -46,10 +42,7 @@ class Disconnected(Exception):
 
 
 class Named:
-    """Middleware: gives each response a request id, the client's or a random one.
-
-    Refuses a body with two lengths, which a proxy may read differently.
-    """
+    """Middleware: gives each response a request id; refuses bodies with two lengths."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -189,11 +182,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream:
-    """An ASGI response of complete server-sent events.
-
-    An error becomes the last event, since the status is already sent. The iterator is closed when
-    the client disconnects.
-    """
+    """A response of complete server-sent events; an error becomes the last event."""
 
     def __init__(self, events: AsyncIterator[bytes]) -> None:
         self._events, self._sent = events, 0.0

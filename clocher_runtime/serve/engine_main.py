@@ -1,7 +1,6 @@
 """The engine process, inside: loads a model and steps for all requests of a server.
 
-It sees token ids only, except for grammars. A request's error ends that request; any other error
-ends the process, which the server restarts.
+An error of one request ends that request; any other error ends the process, which is restarted.
 """
 
 import select
@@ -123,7 +122,6 @@ class EngineLoop:
         self._failed.append(Failed(number, type(error).__name__, str(error)))
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
-        """Add a request to the steps; a scored prompt is scored first."""
         scores: list[tuple[float, Top]] | None = [] if request.scores else None
         try:
             if scores is not None:
@@ -176,7 +174,6 @@ class EngineLoop:
         return step
 
     def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
-        """Yield the uncommitted tokens of a sequence, if a forward has changed them."""
         snapshot, blocks = work.generation.snapshot(), self._session.model.spec.diffusion
         over = bool(tokens) and tokens[-1].last
         if (

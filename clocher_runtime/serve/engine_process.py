@@ -64,7 +64,6 @@ class _Line(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
-        """Decode messages."""
         for message in self._reader.feed(data):
             if isinstance(message, Broken):
                 self.broken = message
@@ -72,16 +71,12 @@ class _Line(asyncio.Protocol):
                 self._hear(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record the end."""
         if not self.ended.done():
             self.ended.set_result(None)
 
 
 class EngineProcess:
-    """The engine process and all jobs.
-
-    `start`: what to load. `most`: sequences running and waiting. `note` writes a log line.
-    """
+    """The engine process and all jobs; `most`: sequences running and waiting."""
 
     def __init__(
         self, start: Start, most: int, note: Callable[[str], None], metrics: "ServerMetrics"
@@ -129,11 +124,7 @@ class EngineProcess:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Reserve sequences until they are submitted.
-
-        Raises ApiError: 503 without an engine, 429 if the queue is full, 400 if it is always too
-        short.
-        """
+        """Reserve sequences until submitted; raises ApiError 503, 429 (full), 400 (too many)."""
         self.serving()
         if count > self._most:
             raise invalid(
@@ -169,7 +160,6 @@ class EngineProcess:
             self._writer.write(encode(Cancel(number)))
 
     def _end(self, number: int, how: str) -> Job | None:
-        """Count a finished sequence; return its job."""
         found = self._open.pop(number, None)
         if found is None:
             return None
@@ -276,7 +266,6 @@ class EngineProcess:
         found.job.put(made.request, made, bool(made.finish))
 
     def _died(self, last: Broken | None) -> None:
-        """Fail all jobs, and decide whether to restart the engine."""
         assert self._process is not None
         why = f"{last.kind}: {last.message}" if last else f"exit code {self._process.returncode}"
         # What keeps the first one from loading, as a missing model, keeps the next one too.

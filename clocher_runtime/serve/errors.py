@@ -1,7 +1,4 @@
-"""Errors as clients get them: a status and OpenAI's error object.
-
-Messages quote at most a few characters of a request, and no path or internal error.
-"""
+"""Errors as clients get them; messages quote little of a request and no path or internal error."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -175,7 +172,6 @@ def from_validation(error: ValidationError, body: object) -> ApiError:
 
 
 def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
-    """Return one complaint about a field, from those of the members of its union."""
     if details[0]["type"] == "missing":
         return "is missing"
     texts = list(dict.fromkeys(detail["msg"][:200] for detail in details))

@@ -43,7 +43,6 @@ Note = Callable[[str], None]
 
 
 def _descriptors() -> int:
-    """Raise the descriptor limit as far as allowed, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -56,7 +55,6 @@ class _HttpServer(uvicorn.Server):
     """uvicorn's server without its signal handlers; checks connection timeouts."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Check each connection once a second."""
         if counter % 10 == 0:
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
@@ -70,10 +68,7 @@ class _HttpServer(uvicorn.Server):
 
 
 class Life:
-    """A server from start to end.
-
-    `note` writes a log line; `announce` gets the facts of a server that is ready.
-    """
+    """A server from start to end; `announce` gets the facts of one that is ready."""
 
     def __init__(
         self, config: ServeConfig, note: Note, announce: Callable[[dict[str, Any]], None]
@@ -130,7 +125,6 @@ class Life:
         return engine.exit_code
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Log once an asyncio error outside requests, without request content."""
         told = f"{context['message']} ({type(context.get('exception')).__name__})"
         if told not in self._told:
             self._told.add(told)
@@ -184,10 +178,7 @@ def _end_at_next_signal(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
-    """Return a server whose engine starts with `engine.run()`; raises ClocherError.
-
-    `sources` are the engine configuration's; `note` writes a log line.
-    """
+    """Return a server whose engine starts with `engine.run()`; raises ClocherError."""
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)
     prompts = await asyncio.to_thread(PromptRoom, checkpoint)

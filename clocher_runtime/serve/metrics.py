@@ -1,7 +1,4 @@
-"""GET /metrics: vLLM's names with our prefix, and the times of all steps.
-
-No label or value comes from request text.
-"""
+"""GET /metrics: vLLM's names with our prefix, step times. No label or value is request text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,4 @@
-"""GET /: the chat page and its security headers.
-
-Sources: Content Security Policy Level 3 (W3C), sections 6.1, 6.3 and 8.3; RFC 9110, section 13.
-"""
+"""GET /: the chat page and its security headers. Source: Content Security Policy Level 3 (W3C)."""
 
 import base64
 import hashlib
@@ -42,8 +39,8 @@ def _digest(data: bytes) -> str:
 def read_page(file: Path = FILE) -> Page:
     """Read the page, whose `<style>` and `<script>` have no attributes.
 
-    Only those run, by their hashes, and only this server is reachable: model output can load and
-    run nothing.
+    Only those run, by their hashes, and only this server is reachable: model output can run
+    nothing.
     """
     body = read_bytes(file, MAX_BYTES)
     inline: dict[bytes, list[str]] = {b"script": [], b"style": []}

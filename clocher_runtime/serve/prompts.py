@@ -1,8 +1,4 @@
-"""Text work of a server, off the event loop: templates, tokenisation, grammars.
-
-A thread does short texts. Long texts, unusual tokenizers and templates run in a process with time
-and memory limits (`text.text_process`).
-"""
+"""Text work off the event loop: short texts in a thread, others in a process with limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,7 +1,4 @@
-"""The request of /v1/responses, and its chat request.
-
-Nothing is stored: a client sends its whole conversation each time, and `store` is ignored.
-"""
+"""The request of /v1/responses, and its chat request. Nothing is stored; `store` is ignored."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -81,7 +78,6 @@ class FunctionCallOutput(Schema):
 
 
 def _kind(item: Any) -> str:
-    """Return the type of an input item; without one it is a message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     return kind if isinstance(kind, str) else "of no type"
 
@@ -203,7 +199,6 @@ class ResponsesRequest(SamplingFields):
             return [*messages, {"role": "user", "content": self.input}]
 
         def assistant(*before: str) -> dict[str, Any]:
-            """Return the last message, unless it is another's or has something of `before`."""
             last = messages[-1] if messages else {}
             if last.get("role") != "assistant" or any(name in last for name in before):
                 messages.append({"role": "assistant"})

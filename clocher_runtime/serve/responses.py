@@ -1,7 +1,6 @@
-"""POST /v1/responses: a chat, reported in items instead of deltas.
+"""POST /v1/responses: a chat, reported in items instead of deltas (OpenAI API reference).
 
-One item (reasoning, message or call) is open at a time: it is announced, grows by deltas, and is
-sent again as a whole when it ends. Source: OpenAI API reference, responses and streaming events.
+One item (reasoning, message or call) is open at a time; it is sent again whole at its end.
 """
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -170,7 +169,6 @@ class ResponseStream:
         return events
 
     def _close(self, status: str) -> list[Event]:
-        """Return the events that close the open item, if any."""
         item, self.open = self.open, None
         if item is None:
             return []

@@ -82,7 +82,6 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: object) -> object:
-    """Return a JSON schema, parsed if it is a string."""
     if not isinstance(value, str):
         return value
     try:
@@ -175,7 +174,6 @@ class _Message(Schema):
     name: ShortText | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates read it: content is text, nothing is None."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -342,11 +340,7 @@ class SamplingFields(Schema):
         return self.model_copy(update=taken(defaults, said | {"temperature": self.temperature}))
 
     def sampling(self, choice: int = 0) -> dict[str, Any]:
-        """Return arguments of `Sampling` for one of the answers to a prompt.
-
-        Choice 0 has the request's seed, further ones seeds derived from it, alike for all prompts.
-        Without a seed each has a random one.
-        """
+        """Return arguments of `Sampling`; choice n has a seed derived from the request's."""
         seed = secrets.randbits(64) if self.seed is None else self.seed + choice * _SEED_STEP
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,

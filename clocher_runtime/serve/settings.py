@@ -65,7 +65,6 @@ DEFAULTS: Mapping[str, Any] = defaults(ServeConfig)
 
 _ENGINE = {*dict(every(EngineConfig)), "no_prefix_cache"}
 SCORE_ROWS = 64
-"""Rows of logits kept for scoring."""
 
 
 def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ServeConfig, Sources]:

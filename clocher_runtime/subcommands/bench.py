@@ -68,7 +68,6 @@ _Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
 def _numbers(least: int) -> _Callback:
-    """Return a parser of comma-separated numbers, at least `least`."""
     expected = f"at most {_MOST_VALUES} numbers from {least} to {_MOST}, such as 128,512"
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -86,7 +85,6 @@ def _numbers(least: int) -> _Callback:
 def _pairs(
     ctx: click.Context, param: click.Parameter, texts: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Parse pairs of prompt and generation lengths."""
     pairs = tuple(map(_integers, texts))
     for text, pair in zip(texts, pairs, strict=True):
         if len(pair) != 2 or not all(1 <= number <= _MOST for number in pair):
@@ -96,7 +94,6 @@ def _pairs(
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    """Return comma-separated numbers; () if the text is something else."""
     parts = text.split(",")
     good = all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts)
     return tuple(map(int, parts)) if good else ()
@@ -249,7 +246,6 @@ def _cases(given: dict[str, Any]) -> "tuple[Case, ...]":
 
 
 def _machine(rows: "Sequence[Row]") -> str:
-    """Return lines about the machine, versions and set variables."""
     row = rows[0]
     reads = {row["n_threads"]: row["read_gbps"] for row in rows if row["read_gbps"]}
     versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())

@@ -49,7 +49,6 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 
 Key = tuple[Case, int]
-"""A test and its threads."""
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -76,10 +75,7 @@ class Samples(msgspec.Struct, frozen=True):
 
 
 def read_samples(path: Path) -> dict[Key, Samples]:
-    """Return the rows of a result file.
-
-    Raises FormatError: no result file, or two rows of one test, threads and batch. ModelNotFound.
-    """
+    """Return the rows of a result file; raises FormatError, ModelNotFound."""
     data = read_bytes(path, _MOST_BYTES)
     where = str(path)
     if data.lstrip()[:1] == b"[":
@@ -191,7 +187,6 @@ def _code(rows: Sequence[Mapping[str, Any]], limit: float | None) -> ExitCode:
 
 
 def _differences(first: Mapping[Any, Samples], second: Mapping[Any, Samples]) -> list[str]:
-    """Return tests of one file only, and differences of machine or model."""
     found = []
     for here, there, which in ((first, second, "first"), (second, first, "second")):
         alone = [here[key].name for key in here if key not in there]

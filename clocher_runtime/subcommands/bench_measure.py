@@ -45,7 +45,6 @@ tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate
 prefetch_distance stream_block_bytes speculate draft_model attn act_sparsity act_calibration"""
 _SETTINGS = dict(every(EngineConfig))
 _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in _SETTINGS if name.startswith("dedup")}
-"""Settings of a run that a bench uses."""
 
 _READ_S = 0.1
 _MOST_TEXT = 64 << 20
@@ -55,12 +54,7 @@ _LIBRARIES = ("numpy", "numba", "llvmlite")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A measurement.
-
-    `flags`: settings by name, as text. `threads`: team sizes, measured interleaved; empty: the
-    default. `rounds`: counted repetitions. `check`: compare tokens with another computation.
-    `text`: file of prompts; None: random ids.
-    """
+    """A measurement; `threads`: interleaved team sizes, `text`: prompts (None: random ids)."""
 
     flags: Mapping[str, str]
     threads: tuple[int, ...]
@@ -92,7 +86,6 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
 
 
 def _text_ids(plan: Plan, loaded: Loaded) -> list[int]:
-    """Return token ids of the prompt file, as many as the longest prompt needs."""
     if plan.text is None:
         return []
     longest = max(case.before for case in plan.cases)
@@ -199,7 +192,6 @@ def _verdict(same: Mapping[str, bool | None]) -> bool | None:
 
 
 def _about(runner: Runner, bound: Loaded) -> Row:
-    """Return a session's fields of a row, settings without effect included."""
     session, config = runner.session, bound.config
     given = {name: how for name, how in config.given.items() if name in _ACTS_ON}
     ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
@@ -217,7 +209,6 @@ def _about(runner: Runner, bound: Loaded) -> Row:
 
 
 def _facts(bound: Loaded) -> Row:
-    """Return the fields about machine, model and versions."""
     model = bound.model
     return {
         "kind": "bench",
@@ -241,7 +232,6 @@ def _facts(bound: Loaded) -> Row:
 
 
 def _model_name(name: str) -> str:
-    """Return a model name without its folders; a Hub name keeps its owner."""
     return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
 
 

@@ -1,7 +1,4 @@
-"""Rows of `clocher bench`: the figures of a case, as a table, JSON or CSV.
-
-Keys that llama-bench has mean the same here, so its tools read these rows too.
-"""
+"""Rows of `clocher bench`, as a table, JSON or CSV; llama-bench's keys have its meaning."""
 
 import csv
 import io

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 NAME = "clocher chat"
 MAX_MESSAGE_BYTES = 8 << 20
-"""Limit of a message from a pipe."""
 
 ABOUT = """Talk with a language model in the terminal.
 
@@ -108,7 +107,6 @@ def _main(argv: Sequence[str], console: Console) -> int:
 
 
 def _piped_message() -> str:
-    """Return standard input as one message."""
     try:
         data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
         text = data.decode().rstrip("\n")
@@ -126,7 +124,6 @@ def _piped_message() -> str:
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
-    """Load the model, and answer the message or an interactive chat."""
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_keys import Typing

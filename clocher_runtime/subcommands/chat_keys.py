@@ -21,10 +21,7 @@ class Typed(NamedTuple):
 
 
 class Typing:
-    r"""Reads a line, or several between two \"\"\".
-
-    On a terminal there are line editing and a history; otherwise `prompts` gets the prompts.
-    """
+    r"""Reads a line, or several between two \"\"\"; `prompts` gets prompts without line editing."""
 
     def __init__(self, prompts: Screen) -> None:
         self._prompts = prompts
@@ -87,11 +84,7 @@ def _heeding_signals() -> Iterator[None]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C that does not only stop an answer.
-
-    `when`: "typing" (a line was begun), "empty" (none was), "stopping" (already stopping an
-    answer).
-    """
+    """Ctrl-C that does not only stop an answer; `when` is "typing", "empty" or "stopping" it."""
 
     def __init__(self, when: Literal["typing", "empty", "stopping"]) -> None:
         super().__init__("SIGINT")
@@ -99,10 +92,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CtrlC:
-    """The Ctrl-C handler of a chat: stops an answer, else raises `Interrupted`.
-
-    A context manager. A process started with SIGINT ignored keeps ignoring it.
-    """
+    """The Ctrl-C handler of a chat: stops an answer, else raises `Interrupted`."""
 
     def __init__(self, has_begun: Callable[[], bool]) -> None:
         self._has_begun = has_begun
@@ -121,10 +111,7 @@ class CtrlC:
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
-        """Let Ctrl-C stop an answer; yield a function that returns whether it did.
-
-        A step is never interrupted by the first one, so the KV cache stays valid.
-        """
+        """Let Ctrl-C stop an answer between steps; yield a function that returns whether."""
         self._answers, self._stops = True, False
         try:
             yield lambda: self._stops

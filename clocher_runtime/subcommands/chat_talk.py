@@ -24,25 +24,18 @@ from clocher_runtime.text.conversation import Message, conversation_of
 from clocher_runtime.text.deltas import Delta, DeltaKind
 
 MAX_FILE_BYTES = 8 << 20
-"""Limit of a loaded conversation."""
 
 MAKE_ROOM = "/undo takes the last turn back, /reset begins a new conversation"
-"""Hint for a full context."""
 CHANGEABLE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("seed", "max_new"),
 )
-"""Settings that can change between answers."""
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
 
 
 class Talk:
-    """A conversation and its display.
-
-    `about`: lines about the model, for /show. `answers` gets the model's text, `notes` all else.
-    `messages` begins with a system message, if any.
-    """
+    """A conversation; `answers` gets the model's text, `notes` all else, `about` is for /show."""
 
     def __init__(
         self, model: ChatModel, config: ChatConfig, about: str, answers: Screen, notes: Screen
@@ -118,7 +111,6 @@ class Talk:
     # What is shown.
 
     def _show(self, parts: Iterable[Delta]) -> None:
-        """Stream an answer: reasoning dim, and only on a terminal."""
         out, last = self._answers, None
         for delta in parts:
             if delta.kind == "reasoning":
@@ -131,7 +123,6 @@ class Talk:
         out.end_line()
 
     def _part(self, before: DeltaKind, now: DeltaKind) -> None:
-        """Separate two parts of an answer."""
         if now == "arguments" or (before == "reasoning" and not self._answers.is_terminal):
             return
         self._answers.end_line()
@@ -147,7 +138,6 @@ class Talk:
             self._answers.write(text, dim=True)
 
     def _tell(self, answer: Answer) -> None:
-        """Write how an answer ended, unless by itself, and its numbers."""
         model, numbers = self._model, answer.numbers
         longest = model.session.longest
         if answer.ending == "full":
@@ -175,7 +165,6 @@ class Talk:
     # What is typed.
 
     def _take(self, text: str, is_block: bool, ctrl_c: CtrlC) -> bool:
-        """Handle typed input; return whether the chat continues."""
         try:
             if is_block or not text.startswith("/") or text.startswith("//"):
                 text = text if is_block else text.removeprefix("/" if text[:2] == "//" else "")
@@ -209,7 +198,6 @@ class Talk:
         self._notes.line(f"took the last turn back; {len(self.messages)} messages are left")
 
     def _last_question(self) -> int:
-        """Return the index of the user's last message."""
         for at in range(len(self.messages) - 1, -1, -1):
             if self.messages[at]["role"] == "user":
                 return at

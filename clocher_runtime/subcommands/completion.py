@@ -1,7 +1,4 @@
-"""`clocher completion SHELL`: a shell completes commands, flags and their values.
-
-Source: https://click.palletsprojects.com/en/stable/shell-completion/.
-"""
+"""`clocher completion SHELL`: shell completion, by click."""
 
 import os
 from collections.abc import Sequence

@@ -143,7 +143,6 @@ def convert(
 
 
 def _check(report: Report, model_dir: Path, source: Path | None) -> ExitCode:
-    """Compare a model, and its source, with its certificate."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
     from clocher_runtime.convert.certificate import check_certificate
 
@@ -173,7 +172,6 @@ def _export(
     pre: str | None,
     verify: bool,
 ) -> None:
-    """Write a format of other programs."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.convert.gguf_model import plan_gguf_model
     from clocher_runtime.convert.to_compressed import plan_compressed
@@ -208,7 +206,6 @@ def next_command(out_dir: Path) -> str:
 
 
 def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> Script:
-    """Return a script that converts a checkpoint, or one of pickled weights, to IEBIN."""
     line = f"python scripts/{name}.py --hf-dir models/llama/hf --out-dir models/llama"
     with_manifest = f"{line}-q4 \\\n    --q4-map quant/q4_manifest.json --verify"
     weights = (

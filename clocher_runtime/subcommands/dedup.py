@@ -101,7 +101,6 @@ main = dedup.run
 
 
 def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway: bool) -> bool:
-    """Write the deduplicated files; return whether that saved space."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
     from clocher_runtime.convert.dedup.writer import plan_dedup
 

@@ -88,7 +88,6 @@ main = models.run
 
 
 def _one_model(where: Sequence[str]) -> Path | None:
-    """Return the path if the only argument is a model, None if it is a directory to search."""
     from clocher_runtime.checkpoints.hf.foreign import holds_model
     from clocher_runtime.checkpoints.locate import locate
 
@@ -102,7 +101,6 @@ def _one_model(where: Sequence[str]) -> Path | None:
 
 
 def _speed_limit(per_token: int) -> dict[str, Any]:
-    """Return memory bandwidth, and the tokens per second it allows at most."""
     from clocher_runtime.engine.probes import read_gbps
     from clocher_runtime.engine.topology import default_threads
 
@@ -144,7 +142,6 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table: with rich on a terminal, else in aligned columns."""
     cells = [_HEADS, *map(_cells, rows)]
     if sys.stdout is not None and sys.stdout.isatty():
         from rich.console import Console
@@ -199,7 +196,6 @@ def _inert(text: str) -> str:
 
 
 def _remove(report: Report, name: str, yes: bool) -> int:
-    """Delete a model of the Hub's cache."""
     from clocher_runtime.checkpoints.hf.cache import (
         cache_directory,
         hub_name,

@@ -23,10 +23,7 @@ _UNKNOWN = dict.fromkeys(("family", "parameters", "format", "memory", "fits", "c
 
 
 class Found(NamedTuple):
-    """A possible model.
-
-    `name`: as typed after `clocher chat`. `place`: "embedded", "Hub", "llama.cpp" or "directory".
-    """
+    """A possible model; `place` is "embedded", "Hub", "llama.cpp" or "directory"."""
 
     name: str
     place: str
@@ -145,7 +142,6 @@ def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator
 
 
 def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
-    """Yield the model of a directory, or each of its GGUF files."""
     try:
         files = [file for file in listed(directory) if file.lower().endswith(SUFFIX)]
     except ClocherError:
@@ -163,7 +159,6 @@ def _llama_cache() -> Path:
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file or directory, as far as readable."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     total = count = 0
@@ -180,7 +175,6 @@ def _size(path: Path) -> int:
 
 
 def _phrase(error: Exception, path: Path) -> str:
-    """Return the start of a message, without its leading path."""
     text = str(error).removeprefix(str(path)).lstrip("/: ") or type(error).__name__
     text = text.split("; ")[0]
     return text if len(text) <= _PHRASE else f"{text[:_PHRASE]}..."

@@ -42,7 +42,6 @@ OPTIONS = (
     *engine_options("act_prec", "act_sparsity", "act_calibration", "threads"),
     option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
 )
-"""Flags of `scored`, beside `PLACE`."""
 
 
 class Scored(NamedTuple):
@@ -55,11 +54,7 @@ class Scored(NamedTuple):
 
 @contextmanager
 def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
-    """Load the model that the flags name; close it in the end.
-
-    `model_dir` None: from the environment, or the embedded model. `backend`: a device, or
-    "reference". `settings` are fields of `EngineConfig`.
-    """
+    """Load the model of the flags; close it in the end. `backend`: a device, or "reference"."""
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load, numerics
     from clocher_runtime.text.tokenizer import Tokenizer

@@ -113,10 +113,7 @@ def download(
 def fetch(
     report: Report, hub: "HubName", out_dir: Path | None, allow: Sequence[str], anyway: bool
 ) -> None:
-    """Download missing files of a model, with reports before and after.
-
-    Raises ModelError, UsageError, OSError: as `hub.plan_download` and `Download.run`.
-    """
+    """Download missing files of a model, with reports; raises ModelError, UsageError, OSError."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.cache import cache_directory, snapshot
     from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
@@ -149,7 +146,6 @@ def fetch(
 
 
 def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
-    """Parse a name or an address of the Hub."""
     from clocher_runtime.checkpoints.hf.cache import hub_name, repository_of_url
 
     hub = hub_name(repository_of_url(text) or text)
@@ -163,7 +159,6 @@ def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
 
 
 def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
-    """Fetch the config alone, and refuse a model that cannot run."""
     from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}
@@ -223,7 +218,6 @@ def _refusal(report: Report, path: Path, download: "Download") -> Exception | No
 
 
 def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
-    """Check the files of a model against their recorded hashes, offline."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.cache import snapshot
     from clocher_runtime.checkpoints.hf.hub import stored_hashes

@@ -1,7 +1,4 @@
-"""`clocher quantize`: from a checkpoint to a quantised model that runs.
-
-The scripts ptq_from_*.py have the same flags and write the manifest alone.
-"""
+"""`clocher quantize`: from a checkpoint to a quantised model that runs."""
 
 import os
 import pkgutil
@@ -64,7 +61,6 @@ LIMIT_FLAGS: tuple[Wrap, ...] = (
     option("--min-tokens", COUNT, "fewer never pass; default: 32768"),
     option("--min-documents", COUNT, "fewer never pass; default: 64"),
 )
-"""Limits of the gate."""
 FLAGS: tuple[Wrap, ...] = (
     option(
         "--format",
@@ -204,10 +200,7 @@ main = quantize.run
 def manifest_script(
     name: str, about: str, examples: Examples, given: Wrap, opener: "Callable[[Any], Checkpoint]"
 ) -> Script:
-    """Return a script that writes the manifest alone.
-
-    `given` is the option "source" that names its input; `opener` opens it.
-    """
+    """Return a script that writes the manifest alone; `opener` opens the input of `given`."""
     out = option(
         "--out",
         click.Path(path_type=Path, dir_okay=False),
@@ -319,7 +312,6 @@ ptq_from_source = manifest_script(
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
-    """Raise UsageError if the output directory is the model's, or another one's."""
     from clocher_runtime.checkpoints.gguf.parts import find_gguf
     from clocher_runtime.checkpoints.iebin import JSON_NAME
     from clocher_runtime.convert.to_iebin import refuse_hf_folder
@@ -341,7 +333,6 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    """Report disk and memory needs."""
     from clocher_kernels.host_memory import available
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quantize.job import needs_of
@@ -357,7 +348,6 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
 
 
 def _table(outcome: "Outcome") -> str:
-    """Return sizes before and after, and perplexities if measured."""
     plan = outcome.plan
     before = 8 * plan.source_nbytes / plan.params
     rows = [

@@ -27,10 +27,7 @@ EXAMPLES = (
 
 
 class Subcommand(NamedTuple):
-    """A subcommand: its summary and its module.
-
-    The module has `main(argv)`, which returns an exit code, and `COMMAND`, its flags and help.
-    """
+    """A subcommand; its module has `main(argv)`, which returns an exit code, and `COMMAND`."""
 
     about: str
     module: str
@@ -76,7 +73,6 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         "completions of a shell, for bash, zsh and fish", "subcommands.completion", False
     ),
 }
-"""Name -> subcommand, in the order of the help text."""
 
 
 _ELSEWHERE = {
@@ -139,7 +135,6 @@ def help_text() -> str:
 
 
 VARIABLE = "_CLOCHER_COMPLETE"
-"""The variable of shell completion requests."""
 
 
 class Clocher(click.Group):

@@ -12,11 +12,7 @@ MAX_MEMORY_BYTES = 256 << 20
 
 
 class ChatTemplate:
-    """A template, with the settings and functions that transformers gives to its templates.
-
-    `source`: the template, or a list of `{"name", "template"}` with a "default". Raises
-    FormatError.
-    """
+    """A template (or a list with a "default") with transformers' functions; raises FormatError."""
 
     def __init__(self, source: object) -> None:
         self._text = template_text(source)
@@ -33,11 +29,7 @@ class ChatTemplate:
             raise FormatError(f"chat template{stopped}: {error}") from None
 
     def render(self, **variables: Any) -> str:
-        """Return the rendered text; variables are JSON values.
-
-        Raises UsageError: the template rejects the variables. FormatError: forbidden by the
-        sandbox, or over its limits.
-        """
+        """Return the text; raises UsageError (rejected), FormatError (forbidden, over limits)."""
         try:
             text: str = self._ask("render", variables=variables)
         except Refused as error:

@@ -33,10 +33,9 @@ class TurnNumbers(NamedTuple):
 
 
 class ChatModel:
-    """Answers messages with a model, by its chat template or by plain continuation.
+    """Answers messages with a model, by its chat template or by continuing the last message.
 
-    The session generates for this object only while it answers. Without `by_template` the text of
-    the last message is continued and nothing else is sent. `variables` are the template's.
+    The session generates for this object only while it answers. `variables` are the template's.
     """
 
     def __init__(
@@ -74,8 +73,7 @@ class ChatModel:
     ) -> "Answer":
         """Return the answer to the last message, generated as its parts are read.
 
-        `max_new` None: as many tokens as fit. Raises NoRoom, UsageError (the template rejects the
-        messages), FormatError (unusable template).
+        `max_new` None: as many tokens as fit. Raises NoRoom, UsageError, FormatError.
         """
         began = self.session.scheduler.times.now()
         ids, tail = self._prompt(messages)

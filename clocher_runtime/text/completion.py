@@ -25,7 +25,6 @@ _BLOCK = 64
 _LENGTHS = ("max_new", "max_tokens", "max_new_tokens")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 OPTIONS = frozenset((*_LENGTHS, "stop", "logprobs", *KINDS, *_SAMPLING))
-"""Keyword arguments of a generation."""
 
 
 class TokenLogprob(NamedTuple):
@@ -87,10 +86,7 @@ class Options:
 
 
 class TextGeneration(Iterator[str]):
-    """A text in pieces, as it is generated. Closing or dropping it ends the generation.
-
-    `constraint` implements the `structure` of `options`.
-    """
+    """A text in pieces, as it is generated. Closing or dropping it ends the generation."""
 
     def __init__(
         self,
@@ -117,7 +113,6 @@ class TextGeneration(Iterator[str]):
         self._finish: FinishReason | None = None
 
     def __next__(self) -> str:
-        """Return the next piece, which may be empty; raises ClocherError."""
         if self._finish is not None:
             raise StopIteration
         piece = self._take(next(self._tokens))

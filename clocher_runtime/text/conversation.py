@@ -104,7 +104,6 @@ def _arguments(arguments: object, where: str) -> Mapping[str, Any] | str:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with one call at most, each before its result."""
     found: list[Message] = []
     pending = list(reversed(messages))
     while pending:

@@ -109,10 +109,7 @@ def opens_thoughts(prompt: str) -> bool:
 
 
 class Thinking:
-    """Reads `<think>...</think>` at the start, then uses another reader.
-
-    Line breaks next to the marks belong to them. `opened`: the prompt ended with `<think>`.
-    """
+    """Reads `<think>...</think>` first (`opened`: in the prompt), then uses another reader."""
 
     def __init__(self, answer: TextReader, *, opened: bool) -> None:
         self._answer, self._opened = answer, opened

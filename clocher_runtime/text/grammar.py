@@ -28,12 +28,10 @@ _turn = threading.Lock()
 
 
 class GrammarMaker:
-    """Makes constraints for the texts of a model; thread-safe.
+    """Makes constraints for the texts of a model, by specs of `grammar_rules`; thread-safe.
 
-    A spec maps "kind", "value" and "style" (see `grammar_rules.rules_of`); a server checks it in
-    one process and compiles it in another. Vocabulary ids that the tokenizer lacks are never
-    allowed. Raises FormatError, or UsageError if llguidance is missing or cannot load the
-    tokenizer.
+    A server checks specs in one process and compiles them in another. Raises FormatError, or
+    UsageError if llguidance is missing or cannot load the tokenizer.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -77,11 +75,7 @@ class GrammarMaker:
         self._checked = rules
 
     def compile(self, spec: Mapping[str, Any]) -> Constraint:
-        """Return the constraint of one text, from a spec that `check` accepted; raises UsageError.
-
-        An unchecked spec may end this process. It takes milliseconds, mostly without the GIL, and
-        needs 8 MiB of stack, the default of threads.
-        """
+        """Return the constraint of one text of a checked spec (others may end this process)."""
         return self._library.follow(rules_of(spec, self._special))
 
     @cached_property

@@ -1,7 +1,6 @@
-"""The llguidance library: rules to constraints, within limits.
+"""The llguidance library: rules to constraints.
 
-Its work is not all bounded (deep schemas overflow its stack, some patterns never end), so rules are
-first tried in a process with limits (`grammar`).
+Deep schemas overflow its stack, some patterns never end; `grammar` tries rules with limits first.
 """
 
 from collections.abc import Sequence
@@ -26,10 +25,7 @@ _MESSAGE_CHARS = 200
 
 
 class LibraryGrammars:
-    """Makes constraints with a plain tokenizer.json, its text.
-
-    `vocab_size` is at least that of the tokenizer; `eos_ids` must not be empty. Raises UsageError.
-    """
+    """Makes constraints with a plain tokenizer.json (its text); raises UsageError."""
 
     def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         try:
@@ -59,11 +55,7 @@ class LibraryGrammars:
 
 
 class GrammarConstraint:
-    """Allows the tokens that rules allow, and the stop tokens where the text may end.
-
-    `known`, [W] u32, is the mask of the tokenizer's tokens. Methods raise UsageError where the
-    rules are too complex or a token is not allowed.
-    """
+    """The allowed tokens, stop tokens included; raises UsageError. `known`: mask, [W] u32."""
 
     def __init__(self, matcher: LLMatcher, known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known

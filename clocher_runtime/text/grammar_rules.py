@@ -1,8 +1,4 @@
-"""Output constraints as llguidance rules: schemas, expressions, answers, tool calls.
-
-Rules are one string, to be sent between processes. Their size and syntax are ensured here; whether
-a schema or an expression is valid, `grammar` checks.
-"""
+"""Output constraints as llguidance rules, one string: schemas, expressions, answers, tool calls."""
 
 import json
 import re
@@ -18,7 +14,6 @@ STYLES = ("plain", "harmony", "hermes", "llama3")
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
 MAX_TOOLS = 128
 MAX_DEPTH = 128
-"""Nesting of a JSON schema that llguidance reads."""
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -72,7 +67,6 @@ def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
 
 
 def _harmony(start: str, mark: Mark) -> str:
-    """Return the rules of a message in a channel, optionally after an analysis."""
     channel, message = mark("<|channel|>"), mark("<|message|>")
     again = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
     return (
@@ -82,7 +76,6 @@ def _harmony(start: str, mark: Mark) -> str:
 
 
 def _hermes(start: str, mark: Mark, opened: bool) -> str:
-    """Return rules with optional reasoning before `start`, or with the rest of an open one."""
     end = mark("</think>")
     rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
     rules += [] if opened else [f"think: {mark('<think>')} rest"]
@@ -213,7 +206,6 @@ def _check_length(what: str, text: str, most: int) -> None:
 
 
 def _functions(tools: object) -> dict[str, Part]:
-    """Return function name -> schema."""
     given: Sequence[Any] = listed(tools, "a list of functions")
     if not 0 < len(given) <= MAX_TOOLS:
         raise UsageError(f"{len(given)} functions; expected 1 to {MAX_TOOLS}")

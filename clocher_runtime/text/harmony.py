@@ -126,7 +126,6 @@ class HarmonyReader:
         return found
 
     def _go_on_from(self, prompt: str) -> list[Delta]:
-        """Continue the last message of a prompt; return the call that it begins."""
         at = prompt.rfind("<|start|>")
         if at < 0:
             return []
@@ -193,13 +192,11 @@ class _Header:
         self._known = True
 
     def belongs_to_prompt(self) -> None:
-        """Mark the header so far as part of the prompt."""
         if self._part is _ROLE and self._piece:
             self.begin(_AFTER_ROLE)
         self._made = ""
 
     def push(self, text: str) -> bool:
-        """Add text; return whether it can still be a header."""
         self._piece += text
         self._made += text
         return self._part.whole.fullmatch(self._piece) is not None

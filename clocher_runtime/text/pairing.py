@@ -29,7 +29,6 @@ def load_draft(path: Path, model: Model) -> Model:
 
 @contextmanager
 def _named_as_draft() -> Iterator[None]:
-    """Name the draft model in errors: there are two models."""
     try:
         yield
     except (FormatError, ModelNotFound, UnsupportedModel) as error:
@@ -71,7 +70,6 @@ def _content(checkpoint: Checkpoint) -> bytes | None:
 
 
 def _tokens(data: bytes, where: Path) -> dict[int, str]:
-    """Return id -> text of a tokenizer.json."""
     document: dict[str, Any] = json.loads(inspect(data, str(where)).text)
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -88,7 +86,6 @@ def _tokens(data: bytes, where: Path) -> dict[int, str]:
 
 
 def _is_scored(entry: object) -> bool:
-    """Whether `entry` is a [text, score] pair of a unigram vocabulary."""
     return isinstance(entry, list) and bool(entry) and isinstance(entry[0], str)
 
 

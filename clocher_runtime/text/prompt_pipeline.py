@@ -1,8 +1,4 @@
-"""Prompts read and tokenised by threads ahead of the model, in order.
-
-Threads take turns to read and number a line, tokenise in parallel, and put the prompt into its slot
-in a ring. The consumer takes contiguous micro-batches; threads wait while the ring is full.
-"""
+"""Prompts read and tokenised by threads ahead of the model, in order, in a ring of slots."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -76,7 +72,6 @@ class PromptPipeline:
                 patience = 0
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield the micro-batches; raises UsageError."""
         while group := self._take() if self._capacity else self._make():
             yield group
 
@@ -85,7 +80,6 @@ class PromptPipeline:
         return [self._prepare(line) for line in islice(self._lines, self._batch)]
 
     def _take(self) -> list[Prompt]:
-        """Wait for the next micro-batch and free its slots."""
         with self._filled:
             if self._overlap:
                 self._filled.wait_for(lambda: self._has_batch() or self._error)

@@ -160,11 +160,9 @@ class Preparation:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    r"""Yield the lines of a file without their ends.
+    r"""Yield lines without their "\n", their only end; raises UsageError after `MAX_SKIPPED_BYTES`.
 
-    Only "\n" ends a line: a prompt may contain form feeds and Unicode line separators. A line
-    longer than `MAX_LINE_BYTES` is cut, but stays longer than that; UsageError beyond
-    `MAX_SKIPPED_BYTES`.
+    A longer line than `MAX_LINE_BYTES` is cut, but stays longer than that.
     """
     held, skipped = b"", 0
     for chunk in chunks:
@@ -206,10 +204,10 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
 
 
 def piped_text(wait_s: float) -> str | None:
-    """Return piped standard input; None if it is no pipe or file, or empty.
+    """Return piped standard input, None if there is none or it is empty.
 
     Waits `wait_s` for the first byte, as some programs leave an unused pipe open. Raises
-    UsageError: unreadable or too large. TimeoutError: no input came.
+    UsageError, TimeoutError.
     """
     try:
         number = sys.stdin.fileno()

@@ -1,7 +1,4 @@
-"""Jinja, as transformers sets it up for chat templates; runs in the text process only.
-
-The sandbox hides Python attributes; `text_process_main` limits time and memory.
-"""
+"""Jinja, as transformers sets it up for chat templates; runs in the text process only."""
 
 import datetime
 import json
@@ -39,11 +36,7 @@ def variables_of(source: str) -> list[str]:
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the rendered text.
-
-    Raises Refused: rejected or missing variables, forbidden by the sandbox, or more than
-    `MAX_OUTPUT_CHARS`.
-    """
+    """Return the text; raises Refused: rejected, forbidden or over `MAX_OUTPUT_CHARS`."""
     template = compiled(source)
     pieces: list[str] = []
     size = 0

@@ -1,8 +1,4 @@
-"""A process for text work with limits on time and memory: only it ends when they are exceeded.
-
-Started on demand; serves one request at a time: unusual tokenizers, long texts, chat templates,
-grammars. Each request sets its limits.
-"""
+"""A process for text work with limits on time and memory, set by each request; runs on demand."""
 
 import atexit
 import json
@@ -28,11 +24,7 @@ _MODULE = "clocher_runtime.text.text_process_main"
 
 
 class Refused(ClocherError):
-    """The work failed; callers turn this into their own error.
-
-    `kind`: "refused" (library or template), "forbidden" (sandbox), "unicode", "memory", "time",
-    "crash".
-    """
+    """The work failed; `kind` is "refused", "forbidden", "unicode", "memory", "time" or "crash"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)

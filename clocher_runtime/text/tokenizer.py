@@ -24,7 +24,6 @@ _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cl
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4
-"""Bytes of a UTF-8 character, at most."""
 
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
@@ -183,7 +182,6 @@ class Tokenizer:
         return [] if found is None else [found]
 
     def _fit_for(self, text: str) -> LibraryTokenizer | TokenizerApart:
-        """Return the tokenizer, or for a long text its copy in another process."""
         if isinstance(self._inner, TokenizerApart) or len(text) <= self._here:
             return self._inner
         if self._for_long_texts is None:
@@ -230,7 +228,6 @@ class TextStream:
         return self._cut(piece)
 
     def _cut(self, piece: str) -> str:
-        """Return the text before the last incomplete character."""
         ids, done = self._ids, len(self._decode(self._ids[: self._context]))
         whole = self._decode(ids)
         for end in range(len(ids) - 1, len(ids) - 1 - _MOST_BYTES, -1):
@@ -265,7 +262,6 @@ def _conversation(messages: object) -> list[Mapping[str, Any]]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message with its reasoning under the names that templates read."""
     found = [message[name] for name in _REASONING if message.get(name) is not None]
     if not found:
         return message
@@ -273,7 +269,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _content(name: str, value: object) -> str:
-    """Return the text of a special token, a string or an object with `content`."""
     content = value.get("content") if isinstance(value, Mapping) else value
     if not isinstance(content, str):
         raise FormatError(f"tokenizer_config.json: {name} is {value!r:.60}; expected a string")

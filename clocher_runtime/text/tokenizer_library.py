@@ -1,8 +1,4 @@
-"""The `tokenizers` library, with its errors turned into `Refused`.
-
-It raises plain `Exception` for every reason, and panics. Unusual files and long texts, for which
-its time and memory are unbounded, run in a process of their own.
-"""
+"""The `tokenizers` library, with its errors and panics turned into `Refused`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,7 +17,6 @@ _MESSAGE_CHARS = 200
 
 
 def _tried(work: Callable[[], Any]) -> Any:
-    """Return the result of a library call; raises Refused."""
     try:
         return work()
     except BaseException as error:

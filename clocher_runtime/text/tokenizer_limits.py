@@ -1,7 +1,6 @@
 """Limits of a tokenizer.json, checked before the library loads it.
 
-A tokenizer is plain if all its steps are known, run in time linear in the text and do not make it
-much longer. Models that Clocher runs have plain ones; others run in `text_process`.
+Plain: all steps are known, take linear time and do not lengthen texts much. Others run apart.
 """
 
 import json
@@ -123,7 +122,6 @@ def _are_in(vocab: Spec, merges: list[Any]) -> bool:
 
 
 def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
-    """Whether a step, or each step of a sequence, is of a known kind and meets its check."""
     steps: list[Spec] = []
     pending = [] if step is None else [step]
     while pending:
@@ -164,7 +162,6 @@ def _prepends(step: Spec) -> bool:
 
 
 def _replaces(step: Spec) -> bool:
-    """Whether a text is replaced by one that is not longer."""
     found, content = _pattern(step, "String"), step.get("content")
     short = _is_text(found, _MAX_LITERAL)
     return short and isinstance(content, str) and len(content) <= len(found)

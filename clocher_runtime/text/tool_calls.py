@@ -25,10 +25,7 @@ Expected = Literal["object", "key or }", "key", ":", "value", "value or ]", ", o
 
 
 class JsonObject:
-    """An incremental scanner of a JSON object: where the values of its keys begin and end.
-
-    `key` is the current key. Control characters in strings are accepted, as models write them.
-    """
+    """An incremental scanner of a JSON object: where the values of its keys begin and end."""
 
     def __init__(self) -> None:
         self.key = ""
@@ -96,7 +93,6 @@ class JsonObject:
         return valid
 
     def _structure(self, text: str, at: int) -> tuple[Event, int]:
-        """Scan one character outside strings and literals, or the spaces before it."""
         end = _match_end(_SPACE, text, at)
         if end > at:
             return "more", end
@@ -176,7 +172,6 @@ class _Call:
 
     @property
     def raw(self) -> str:
-        """Its text, until a part is reported."""
         return "".join(self._raw)
 
     def push(self, text: str) -> tuple[list[Delta], str | None]:
@@ -207,7 +202,6 @@ class _Call:
                 return found, text[at:] if self.is_out else self.raw
 
     def _begin(self, first: str) -> bool:
-        """Note whose value begins; return whether it belongs in a call."""
         key, self._value, self._gathered = self._object.key, "", []
         if key == "name" and not self._name:
             self._value = "name"
@@ -217,7 +211,6 @@ class _Call:
         return self.is_out or key in _KEYS
 
     def _end(self) -> bool:
-        """Take a value; return whether a call can have it."""
         value, self._value = self._value, ""
         text = "".join(self._gathered)
         if value == "name":
@@ -346,10 +339,7 @@ class HermesCalls(_Calls):
 
 
 class LlamaCalls(_Calls):
-    """Llama 3's calls: an answer that is one or more JSON objects.
-
-    `<|python_tag|>` may come first, and ";" between them.
-    """
+    """Llama 3's calls: JSON objects, with ";" between them and maybe `<|python_tag|>` before."""
 
     _TAG = "<|python_tag|>"
     _FIRST = re.compile(r"\s{0,32}(<\|python_tag\|>\s{0,32})?")
