@@ -83,7 +83,7 @@ def command(
                 console.show_texts_on(sys.stdout)
             for message in unprefixed(config):
                 console.note(message)
-            # NumPy and all that needs it is imported after the flags have been checked.
+            # NumPy and its users are imported after the flags are checked.
             from clocher_runtime.disk.files import ending_on_lost_pages
 
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):

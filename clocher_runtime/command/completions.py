@@ -66,7 +66,7 @@ class Completions(ExitStack):
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
-            if not self._is_single:  # a single one ends the run with its error
+            if not self._is_single:  # a single prompt's error ends the run
                 self._console.note(prompt.error)
         elif show:
             self._console.note(f"prompt {self.prompts}:")

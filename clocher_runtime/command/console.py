@@ -19,8 +19,8 @@ _QUARTERS = 4
 _ECHOED_CHARS = 2000
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
-# A completion may hold any bytes; a terminal must not obey them.
-# Nor may it turn round what stands beside it: U+202A to U+202E and U+2066 to U+2069 do.
+# A completion may hold any bytes; a terminal must not interpret them.
+# Nor may it reorder text by U+202A to U+202E and U+2066 to U+2069.
 _TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 _CONTROL = {*range(32), *range(127, 160), *_TURNING} - {ord("\n"), ord("\t")}
 _INERT = dict.fromkeys(_CONTROL, "\N{REPLACEMENT CHARACTER}")
@@ -65,7 +65,7 @@ class WordWrap:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._column = 0
-        self._word, self._cells = "", 0  # of the word that is being written, and its width
+        self._word, self._cells = "", 0  # the open word, and its width
 
     def __call__(self, text: str) -> str:
         """Return the output for the next piece, which has no control characters."""
@@ -88,7 +88,7 @@ class WordWrap:
                 if self._column + cells > edge:
                     out.append(self._next_line())
                 self._column += cells
-                # Wide characters are words of their own.
+                # Wide characters may break anywhere.
                 self._word = "" if cells > 1 else self._word + char
                 self._cells = 0 if cells > 1 else self._cells + cells
             out.append(char)
@@ -150,7 +150,7 @@ class Screen:
         encoding = self.stream.encoding or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         if self.is_terminal:
-            # Each piece is dim by itself: whenever this process ends, nothing is left so.
+            # Each piece resets its own style, so an abrupt exit leaves none.
             text = self._wrap(text.translate(_INERT))
             text = dimmed(text) if dim else text
         self.guarded(lambda stream: (stream.write(text), stream.flush()))
@@ -183,7 +183,7 @@ class Console:
 
     def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
         self._name = name
-        # Python has no stream where the process was started with standard error closed.
+        # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self._texts = self._notes
         self._bar: tuple[Progress, TaskID] | None = None
@@ -210,7 +210,7 @@ class Console:
         error = told(cause_of(raised))
         code = exit_code(error)
         if code == ExitCode.BUG:
-            import traceback  # late: it takes time
+            import traceback  # late: its import is slow
 
             self.note("".join(traceback.format_exception(error)).rstrip())
         else:

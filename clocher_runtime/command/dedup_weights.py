@@ -133,14 +133,14 @@ class PlaneCache:
     Cache files are trusted like model.ie.bin: verified when written, then mapped as they are.
     """
 
-    directory: Path  # where the files are; it is made if need be
-    limit: int  # bytes of all files together
-    total: int | None = None  # bytes of them now; None before the first plane
+    directory: Path  # directory of the files; created on demand
+    limit: int  # limit of bytes of all files
+    total: int | None = None  # their bytes now; None before the first plane
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
         """Return a plane: a view of its file, else decoded."""
         if self.limit and self.directory.is_symlink():
-            # A link in a model may lead to files of others, of which `_tidy` would delete some.
+            # A link in a model may lead to foreign files, which `_tidy` would delete.
             _log.warning("%s is a symbolic link: no decoded weights are kept there", self.directory)
             self.limit = 0
         if dedup.in_place(number) or not self.limit:

@@ -50,7 +50,7 @@ def planned(
     report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
     """Open the input and report the plan; arguments as `run_ptq`."""
-    rules_of(options, ())  # refuses flags before a model is opened, or even fetched
+    rules_of(options, ())  # checks flags before a model is opened or fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
     plan = job.plan()

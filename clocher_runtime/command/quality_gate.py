@@ -96,7 +96,7 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
 def _config(options: dict[str, Any]) -> EngineConfig:
     act_prec = None if options["act_prec"] == "default" else options["act_prec"]
     if options["backend"] != "reference":
-        choose(options["backend"])  # refuses a device that is not there
+        choose(options["backend"])  # checks that the device exists
     named = {name: options[name] for name in ("backend", NUMERICS[1], "threads")}
     return replace(WEIGHTS_ALONE, act_prec=act_prec, **named)
 

@@ -77,7 +77,7 @@ def _run(
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
     engine = load_engine(
-        replace(config, batch=batch, itl_ms=inf),  # no one waits for single tokens
+        replace(config, batch=batch, itl_ms=inf),  # single tokens need not be fast
         console.compiling,
         console.packing,
         needs_text=not may_be_ids,
@@ -202,7 +202,7 @@ def measure(
                 tokens += sum(map(len, made))
                 cut += sum(_is_cut(ids, config.max_new, engine.stop_ids) for ids in made)
                 steps.add(window.spans)
-                window.spans.clear()  # a file of prompts may make more than memory holds
+                window.spans.clear()  # a prompt file may produce more than fits in memory
                 if first:
                     results = iter(zip(made, largest, strict=True))
                     for prompt in prompts:

@@ -40,9 +40,9 @@ def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = Non
             if len(taken) < count:
                 try:
                     taken[cpu] = open_locked(root / f"{cpu}.lock")
-                except UsageError:  # another actor has it
+                except UsageError:  # held by another actor
                     continue
-    except OSError:  # no place for locks
+    except OSError:  # no lock directory
         pass
     if len(taken) < count:
         for descriptor in taken.values():
@@ -106,7 +106,7 @@ class Actor:
                 found[number] = {"error": str(error)}
         try:
             found |= zip(asked, self.compute(list(asked.values())), strict=True)
-        except _BAD_ROW as error:  # alone, each has the same result, or its own error
+        except _BAD_ROW as error:  # one by one: each gets its result or its error
             if len(rows) == 1:
                 return [{"error": str(error)}]
             found |= {number: self.answers([rows[number]])[0] for number in asked}
@@ -144,7 +144,7 @@ class Generate(Actor):
         given = row["messages"]
         if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
             raise UsageError(f"messages is {shown(given)}; expected a list of objects")
-        # Columns of Arrow have null for fields that a message lacks.
+        # Arrow columns have null for missing fields.
         messages = [{k: value for k, value in each.items() if value is not None} for each in given]
         return self.model.stream_chat(messages, **options)
 

@@ -25,7 +25,7 @@ from clocher_runtime.quantize.plan import describe_source
 from clocher_runtime.ray.actors import Lines
 
 RETRIES = 5
-_RESTARTS = 100  # of an actor: machines come and go, but not while a model loads
+_RESTARTS = 100  # of an actor: machines come and go, but not during loading
 _MAX_INPUT = 1 << 34
 Progress = Callable[[int, int], None]
 
@@ -215,7 +215,7 @@ def _compute(
     model = job.model
     if model is not None and Path(model).exists():  # an actor runs in another directory
         model = str(Path(model).absolute())
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import has set it to INFO
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import sets it to INFO
     DataContext.get_current().enable_progress_bars = False
     with warnings.catch_warnings():  # Ray 2.60 has no other name for the last two yet
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -251,7 +251,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    logging.getLogger("ray").setLevel(logging.ERROR)  # what goes wrong comes as an exception
+    logging.getLogger("ray").setLevel(logging.ERROR)  # errors come as exceptions
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="error")

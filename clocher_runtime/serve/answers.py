@@ -36,10 +36,10 @@ class Answer:
 
     kind: str  # begins its id
     model: str  # as clients call it
-    prompt_tokens: int  # of all prompts
-    made: int = 0  # tokens, of all choices
-    cached: int = 0  # of `prompt_tokens`, found in the cache
-    guessed: int = 0  # of `made`, accepted draft tokens
+    prompt_tokens: int  # tokens of all prompts
+    made: int = 0  # tokens of all choices
+    cached: int = 0  # cached tokens of `prompt_tokens`
+    guessed: int = 0  # accepted draft tokens of `made`
     nfe: int = 0  # number of function evaluations: forwards of denoised texts
     id: str = field(init=False)
     created: int = field(default_factory=now_s)
@@ -132,7 +132,7 @@ class _Pipeline(ABC):
             chunk: dict[str, Any] = {**head, "choices": choices}
             if include_usage or continuous:
                 chunk["usage"] = self.answer.usage() if continuous or not choices else None
-            if continuous:  # for who watches the speed; otherwise all answers look alike
+            if continuous:  # to watch the speed; otherwise drafts leave no trace
                 guessed = {"accepted_prediction_tokens": self.answer.guessed}
                 chunk["usage"]["completion_tokens_details"] = guessed
             return b"data: " + to_json(chunk) + b"\n\n"

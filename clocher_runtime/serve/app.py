@@ -54,7 +54,7 @@ from clocher_runtime.serve.schemas import SamplingFields, Schema
 from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.text.deltas import StopStrings, opens_thoughts
 
-_CLOSED = 499  # nginx's: the client was gone before the answer; nobody reads it
+_CLOSED = 499  # nginx's: the client disconnected before the response
 S = TypeVar("S", bound=Schema)
 Streamed = ChatAnswer | CompletionAnswer
 
@@ -85,7 +85,7 @@ class Server:
     async def parse(self, request: Request, schema: type[S]) -> S:
         """Return the validated body; raises ApiError if it is too large, not JSON or invalid."""
         async with self._bodies.read(request) as data:
-            # Any web page may send a body of another type here, without being asked whether it may.
+            # Any web page may send other content types here without a CORS preflight.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise failure("unsupported_media_type", got=kind)
@@ -322,7 +322,7 @@ class Server:
             origins=origins,
             only_local=is_local(self.config.host) and self.config.api_key is None,
         )
-        # Before the key: a browser asks whether it may, without one.
+        # Before the key check: a CORS preflight has no key.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=origins,

@@ -106,10 +106,10 @@ class TextChoice(_Choice):
     prompt: list[int]
     decoder: TextStream
     stops: StopStrings
-    ends: frozenset[int]  # tokens that end it and have no text
-    names: TokenTexts | None  # where log probabilities are reported
+    ends: frozenset[int]  # stop tokens, which have no text
+    names: TokenTexts | None  # if log probabilities are requested
     only_scored: bool = False
-    length: int = 0  # characters so far, for the offsets of tokens
+    length: int = 0  # characters so far, for text offsets
     logprobs: list[tuple[str, float | None, dict[str, float] | None, int]] = field(
         default_factory=list
     )  # not reported yet: token, log probability, top tokens, offset

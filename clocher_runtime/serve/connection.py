@@ -53,7 +53,7 @@ class Connection(H11Protocol):
         if self._answers:
             return ("answer",), inf
         begun = self.cycle is None or self.conn.trailing_data[0]
-        # uvicorn ends those on which nothing has begun.
+        # uvicorn times out connections without a request.
         return ("headers" if begun else "idle", self.cycle), HEADER_S if begun else inf
 
     @property

@@ -31,7 +31,7 @@ _COMMENT = {"type": "http.response.body", "body": b": keepalive\n\n", "more_body
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect them
+    (b"x-accel-buffering", b"no"),  # nginx would buffer them
 ]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Gate:
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
         if self._only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
             return failure("forbidden", header="Host", got=host)
-        # A page cannot send this header without being asked whether it may; a proxy with TLS does.
+        # A page cannot send this header without a preflight; a proxy with TLS sends it.
         own = f"{headers.get(b'x-forwarded-proto', scope['scheme'])}://{host}"
         if origin and not {origin, "*"} & {own, *self._origins}:
             return failure("forbidden", header="Origin", got=origin)
@@ -195,7 +195,7 @@ class EventStream:
 
         async def hear() -> Message:
             message = await receive()
-            if message["type"] == "http.request":  # nothing more comes: is the client there?
+            if message["type"] == "http.request":  # no more events: is the client there?
                 await send(_COMMENT)
             return message
 

@@ -62,8 +62,8 @@ class _Work:
     constraint: Constraint | None
     generation: Generation
     scores: list[tuple[float, Top]] | None  # of the prompt; None once reported, or not wanted
-    passes: int = 0  # forwards of its denoised text that its tokens have reported
-    shown: int = 0  # the same, when its uncommitted tokens were reported
+    passes: int = 0  # forwards of its denoised sequence reported with its tokens
+    shown: int = 0  # the same, at the last report of uncommitted tokens
 
 
 class EngineLoop:
@@ -115,7 +115,7 @@ class EngineLoop:
                 del self._compiling[number]
                 try:
                     self._join(request, made.result())
-                except Exception as error:  # of the library, about a text from a client
+                except Exception as error:  # llguidance's, about client input
                     self._fail(number, UsageError(f"{error!s:.200}"))
 
     def _fail(self, number: int, error: BaseException) -> None:
@@ -214,7 +214,7 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
             token.finish,
             logprob=found and found.logprob,
             top=found.top if found else (),
-            cached=0 if request.scores else token.cached,  # scoring put it there, for this request
+            cached=0 if request.scores else token.cached,  # set by the scoring of this request
             guessed=snapshot is None and place > 0,
             passes=passes,
         )
@@ -286,7 +286,7 @@ def ready_of(engine: Engine) -> Ready:
 
 def main(descriptor: int) -> int:
     """Load and serve a model over a socket; return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it is over
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
     sock = socket.socket(fileno=descriptor)
     with Console(name="engine") as console:
         try:

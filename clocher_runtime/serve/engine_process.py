@@ -51,7 +51,7 @@ class _Running:
     prompt: int
     began: float
     only_scored: bool
-    last: float = 0.0  # when its last token came; 0 before the first
+    last: float = 0.0  # time of its last token; 0 before the first
     made: int = 0
 
 
@@ -84,10 +84,10 @@ class EngineProcess:
         self._start, self._most, self._note, self._metrics = start, most, note, metrics
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.ready: Ready | None = None  # None while it loads
-        self.state = State()  # after the last step
+        self.state = State()  # state after the last step
         self.pid = self.restarts = 0
-        self.exit_code = int(ExitCode.OK)  # of the server, if the status is "failed"
-        self.step_s = 0.0  # longest time between messages while there is work; old ones fade
+        self.exit_code = int(ExitCode.OK)  # the server's, if the status is "failed"
+        self.step_s = 0.0  # longest time between messages under load; decays
         self.changed = asyncio.Event()
         self._open: dict[int, _Running] = {}
         self._next, self._reserved = 0, 0
@@ -173,7 +173,7 @@ class EngineProcess:
             while self.status != "failed":
                 try:
                     broken = await self._live()
-                except OSError as error:  # no descriptors, no memory: later there may be
+                except OSError as error:  # out of descriptors or memory, perhaps temporarily
                     self._kill()
                     self._note(f"the engine cannot be started: {error.strerror}; trying again")
                     await asyncio.sleep(RETRY_S)
@@ -252,7 +252,7 @@ class EngineProcess:
         """Deliver a token; the `left` tokens of a sequence that arrived together share a gap."""
         found = self._open.get(made.request)
         if found is None:
-            return  # it was cancelled meanwhile
+            return  # cancelled meanwhile
         if found.last:
             gap = (now - found.last) / left
             self._metrics.next(gap)
@@ -268,7 +268,7 @@ class EngineProcess:
     def _died(self, last: Broken | None) -> None:
         assert self._process is not None
         why = f"{last.kind}: {last.message}" if last else f"exit code {self._process.returncode}"
-        # What keeps the first one from loading, as a missing model, keeps the next one too.
+        # Errors of the first load, as a missing model, would repeat.
         hopeless = last is not None and self.ready is None and not self.restarts
         self.pid, self.ready, self.state = 0, None, State()
         self.end_all("engine_failed")

@@ -57,7 +57,7 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
 """Code -> status, OpenAI's error type, message."""
 _SHOWN_CHARS = 80
 _RETRY_STATUS = (429, 503)
-# Advice with a flag in it is for who starts a server, not for its clients.
+# Hints about flags are for the operator, not for clients.
 _FLAG = re.compile(r"(?<!\S)--\w")
 
 
@@ -150,8 +150,8 @@ def from_validation(error: ValidationError, body: object) -> ApiError:
     found = error.errors(include_url=False)
     places = [_place(detail, body) for detail in found]
     first = [at for at, place in enumerate(places) if place[:1] == places[0][:1]]
-    # Of the members of a union, the one that got deepest is meant; a wrong type says why other
-    # fields are missing.
+    # The union member that validated deepest counts; a wrong `type` explains missing fields
+    # of the others.
     deepest = places[max(first, key=lambda at: (len(places[at]), found[at]["type"] != "missing"))]
     details = [found[at] for at in first if places[at] == deepest]
     for detail in details:

@@ -9,7 +9,7 @@ from clocher_runtime.serve.messages import Made, Scored, Unsure
 
 MAX_UNREAD, UNREAD_S = 256, 5.0
 """A request with so many unread tokens in a sequence for so many seconds is cancelled."""
-_FAR_BEHIND = 1 << 16  # unread tokens of a sequence, however fast they were made
+_FAR_BEHIND = 1 << 16  # unread tokens of a sequence, at any speed
 
 
 class News(NamedTuple):

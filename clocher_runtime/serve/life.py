@@ -87,7 +87,7 @@ class Life:
 
     async def _serve(self, server: Server, sock: socket.socket) -> int:
         room = _descriptors() - _OWN_DESCRIPTORS
-        # asyncio accepts so many in one go before any of them can be turned away.
+        # asyncio accepts up to this many at once, before any can be refused.
         backlog = max(4, min(_BACKLOG, room // 2))
         Connection.most = max(4, room - backlog)
         http = _HttpServer(
@@ -116,7 +116,7 @@ class Life:
         try:
             await http.serve([sock])
             if keeping.done():
-                keeping.result()  # a defect, and no death of the engine
+                keeping.result()  # a bug here, not a failure of the engine
         finally:
             _end_at_next_signal(loop)
             for task in (telling, draining, keeping):
@@ -242,6 +242,6 @@ def serve(
 ) -> int:
     """Serve, and return the exit code; see `Life`."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
-    # At its end the interpreter puts the default back: a late Ctrl-C would change the exit code.
+    # The interpreter restores the default at exit: a late Ctrl-C would change the exit code.
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
     return asyncio.run(Life(config, note, announce).run(sources))

@@ -26,16 +26,16 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Generate from a prompt."""
 
-    id: int = 0  # what the answers to it are called
+    id: int = 0  # id of its results
     ids: list[int]  # the prompt
     max_new: int  # tokens to generate; 0 only scores the prompt
     sampling: Mapping[str, Any]  # arguments of `Sampling`
     stop_ids: tuple[int, ...] = ()
-    logprobs: int = -1  # how many top tokens to report with each token; -1: no log probabilities
-    scores: bool = False  # whether to report the same of the tokens of the prompt
-    salt: str = ""  # cached prefixes are shared within the same salt only
+    logprobs: int = -1  # number of top tokens to report per token; -1: no log probabilities
+    scores: bool = False  # whether to report them for prompt tokens too
+    salt: str = ""  # cached prefixes are shared only within the same salt
     constraint: Mapping[str, Any] | None = None  # as `GrammarMaker.compile` takes it
-    diffusion: str | None = None  # how blocks are denoised; None: as the session does
+    diffusion: str | None = None  # how blocks are denoised; None: the session's way
     shows: bool = False  # whether to report the uncommitted tokens of a block after each forward
 
 
@@ -53,9 +53,9 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
     finish: str = ""  # "stop", "length", or "" if more follow
     logprob: float | None = None  # at temperature 1
     top: Top = ()
-    cached: int = 0  # tokens of the prompt that were in the cache
-    guessed: bool = False  # made by the forward that made the token before it
-    passes: int = 0  # forwards since the token before, where blocks are denoised
+    cached: int = 0  # cached tokens of the prompt
+    guessed: bool = False  # from the same forward as the previous token
+    passes: int = 0  # forwards since the previous token, if blocks are denoised
 
 
 class Unsure(msgspec.Struct, array_like=True, frozen=True):
@@ -85,24 +85,24 @@ class State(msgspec.Struct, array_like=True, frozen=True):
 
     running: int = 0  # sequences
     pages_used: int = 0  # of the KV cache
-    pages_cached: int = 0  # free pages that hold a prefix
+    pages_cached: int = 0  # free pages that hold a cached prefix
     counters: Mapping[str, float] = {}
     drafted: Mapping[str, tuple[int, int]] = {}  # drafter -> draft tokens verified, accepted
-    decisions: Mapping[str, int] = {}  # what was decided -> forwards that could verify a draft
-    changed: str = ""  # what became of a file of the model while it was in use
+    decisions: Mapping[str, int] = {}  # decision -> forwards that could verify a draft
+    changed: str = ""  # damage to a model file in use
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The model is loaded."""
 
     vocab_size: int
-    longest: int  # prompt and output: the context, or what the KV cache holds if less
+    longest: int  # prompt and output: the context, or the KV cache if smaller
     pages: int  # of the KV cache
     page_cells: int  # tokens of a page
     kv_bytes: int
-    weight_bytes: int  # read for a token
-    about: Mapping[str, Any]  # what it runs on
-    blocks: BlockDiffusion | None = None  # what the session denoises
+    weight_bytes: int  # weight bytes read per token
+    about: Mapping[str, Any]  # device
+    blocks: BlockDiffusion | None = None  # denoising of the session
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):

@@ -51,7 +51,7 @@ def read_page(file: Path = FILE) -> Page:
         "script-src": " ".join(inline[b"script"]),
         "style-src": " ".join(inline[b"style"]),
         "connect-src": "'self'",
-        "img-src": "data:",  # the icon, which is in the file; without one browsers ask for a file
+        "img-src": "data:",  # an inline icon; without one browsers request a file
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
@@ -62,7 +62,7 @@ def read_page(file: Path = FILE) -> Page:
         "content-security-policy": "; ".join(f"{name} {to}" for name, to in policy.items()),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        # Browsers look up the hosts of links, and the output of a model may name any.
+        # Browsers prefetch DNS of links, and model output may name any host.
         "x-dns-prefetch-control": "off",
         "cache-control": "no-cache",
         "etag": f'"{_digest(body)}"',

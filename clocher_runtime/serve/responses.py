@@ -65,13 +65,13 @@ class ResponseStream:
 
     request: ResponsesRequest
     answer: Answer
-    output: list[dict[str, Any]] = field(default_factory=list)  # items that are finished
+    output: list[dict[str, Any]] = field(default_factory=list)  # finished items
     open: OutputItem | None = None
     status: str = "in_progress"
     reason: str = ""  # why it is incomplete
     error: dict[str, Any] | None = None
     reasoning_tokens: int = 0
-    sequence: int = 0  # of the next event
+    sequence: int = 0  # sequence number of the next event
 
     def start(self) -> list[Event]:
         """Return the first events."""
@@ -101,7 +101,7 @@ class ResponseStream:
         else:
             events = self._close("completed")
             if all(item["type"] == "reasoning" for item in self.output):
-                # Clients that wait for a message get an empty one.
+                # Clients that expect a message get an empty one.
                 events += self._begin(Delta("content", ""), {}) + self._close("completed")
             self.status = "completed"
         return [*events, self._event(f"response.{self.status}", response=self.response())]

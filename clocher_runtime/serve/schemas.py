@@ -60,7 +60,7 @@ class Schema(BaseModel):
         try:
             body = parse_object(data, "the body")
         except FormatError as error:
-            # What follows a semicolon is advice to Python programs.
+            # The text after a semicolon is advice for Python programs.
             raise invalid(str(error).split("; use sys.")[0]) from None
         return checked(cls, body)
 
@@ -351,7 +351,7 @@ class SamplingFields(Schema):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            # A bias of 0 would only cost: sampling with biases is slower.
+            # A bias of 0 has only a cost: sampling with biases is slower.
             "logit_bias": {int(t): bias for t, bias in (self.logit_bias or {}).items() if bias},
         }
         return {name: value for name, value in given.items() if value is not None}

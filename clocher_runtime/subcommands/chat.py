@@ -83,10 +83,10 @@ def _main(argv: Sequence[str], console: Console) -> int:
         message = config.prompt
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
-        # NumPy and all that needs it is imported after the flags have been checked.
+        # NumPy and its users are imported after the flags are checked.
         from clocher_runtime.command.model_choice import choose_model
 
-        choose_model(config)  # a wrong name is an error before a message is awaited
+        choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
         from clocher_runtime.disk.files import ending_on_lost_pages
@@ -96,7 +96,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
     except OutputLost as lost_output:
         if lost_output.reason:
             console.note(f"error: standard output: {lost_output.reason}")
-        if sys.stdout is not None:  # Python flushes it again at the end, and must not fail again
+        if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BUG
     except (Exception, KeyboardInterrupt) as raised:

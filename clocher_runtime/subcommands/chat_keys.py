@@ -27,10 +27,10 @@ class Typing:
         self._prompts = prompts
         self._edits = False
         if sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty():
-            with suppress(ImportError):  # a Python that was built without it
-                import readline  # input() edits lines once it is there
+            with suppress(ImportError):  # Python built without it
+                import readline  # its import gives input() line editing
 
-                # What is pasted is one message, whatever lines it has.
+                # Pasted text is one message, whatever lines it has.
                 readline.parse_and_bind("set enable-bracketed-paste on")
                 self._edits = True
 
@@ -44,7 +44,7 @@ class Typing:
         while not lines[-1].rstrip().endswith(_FENCE):
             lines.append(self._line("... "))
         lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
-        # A line that holds nothing but a mark is not of the message.
+        # A line with only a mark is not part of the message.
         if len(lines) > 1:
             lines = lines[not lines[0] : len(lines) - (not lines[-1])]
         return Typed("\n".join(lines), is_block=True)

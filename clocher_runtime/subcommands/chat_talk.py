@@ -43,10 +43,10 @@ class Talk:
         self._model, self._config, self._given = model, config, config
         self._about, self._answers, self._notes = about, answers, notes
         self.messages: list[Message] = []
-        self._tries = 0  # answers to the last message that were thrown away
+        self._tries = 0  # number of discarded answers to the last message
         self._seed = 0  # of the last answer
         self._used = 0  # tokens of the context after it
-        self._file: Path | None = None  # what was saved or loaded
+        self._file: Path | None = None  # the file last saved or loaded
         if config.system is not None:
             self._set_system(config.system)
 
@@ -108,7 +108,7 @@ class Talk:
             self._used = len(answer.prompt) + len(answer.ids)
         self._tell(answer)
 
-    # What is shown.
+    # Output.
 
     def _show(self, parts: Iterable[Delta]) -> None:
         out, last = self._answers, None
@@ -162,7 +162,7 @@ class Talk:
         ]
         self._notes.line(f"[{' | '.join(shown)}]", dim=True)
 
-    # What is typed.
+    # Input.
 
     def _take(self, text: str, is_block: bool, ctrl_c: CtrlC) -> bool:
         try:

@@ -51,7 +51,7 @@ def look(found: Found) -> dict[str, Any]:
         runs = f"no: {_phrase(error, found.path)}"
     except ClocherError as error:
         runs = f"damaged: {_phrase(error, found.path)}"
-    except Exception as error:  # whatever a hostile directory makes of us: the others are listed
+    except Exception as error:  # any error of a hostile directory; the others are still listed
         runs = f"damaged: {type(error).__name__}: {_phrase(error, found.path)}"
     return about | {"runs": runs}
 

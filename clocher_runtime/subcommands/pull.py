@@ -136,7 +136,7 @@ def fetch(
         f"{len(download.missing)} of them new; all match their hashes"
     )
     if hub.file:
-        open_checkpoint(folder / hub.file)  # its header says whether it can run
+        open_checkpoint(folder / hub.file)  # its header shows whether it can run
     if not allow:
         typed = shlex.quote(str(hub) if out_dir is None else str(out_dir / hub.file))
         is_adapter = any(file.name == ADAPTER_CONFIG for file in download.files)
@@ -225,7 +225,7 @@ def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
 
     folder = out_dir or snapshot(hub)
     if folder is None:
-        locate(str(hub), "")  # says what is not there, and what to do
+        locate(str(hub), "")  # reports missing files and the next step
     assert folder is not None
     files = stored_hashes(folder)
     if hub.file:

@@ -186,7 +186,7 @@ def quantize(
         return verdict_code(outcome.verdict)
     conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
     run_conversion(report, conversion, verify)
-    # The model has these planes now; they would take as much again.
+    # The model owns these planes now; copies would double the memory.
     shutil.rmtree(parts_dir(outcome.path), ignore_errors=True)
     click.echo(_table(outcome))
     report.note(next_command(out_dir))

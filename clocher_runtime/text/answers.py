@@ -26,7 +26,7 @@ def answer_style(tokenizer: Tokens, template: str) -> AnswerStyle:
     """Return how a model marks up its answers, by its tokens and chat template."""
     if all(tokenizer.token_id(name) is not None for name in _HARMONY):
         return "harmony"
-    # Qwen3-Coder writes <function=NAME> between the same marks, which is no JSON.
+    # Qwen3-Coder writes <function=NAME> between the same marks, which is not JSON.
     if "<tool_call>" in template and "<function=" not in template:
         return "hermes"
     if tokenizer.token_id("<|python_tag|>") is not None and '"parameters"' in template:

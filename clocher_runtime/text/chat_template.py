@@ -24,7 +24,7 @@ class ChatTemplate:
         try:
             self._reads = frozenset(self._ask("compile_template"))
         except Refused as error:
-            # Expressions of constants are computed already here.
+            # Constant expressions are evaluated already here.
             stopped = "" if error.kind == "refused" else " stopped"
             raise FormatError(f"chat template{stopped}: {error}") from None
 

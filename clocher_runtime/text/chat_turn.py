@@ -24,12 +24,12 @@ class TurnNumbers(NamedTuple):
     """Numbers of an answer; times in nanoseconds."""
 
     prompt_tokens: int  # of the conversation before the answer
-    computed: int  # of them, not found in the cache
-    tokens: int  # generated, the one that ended the answer included
+    computed: int  # not found in the cache
+    tokens: int  # generated, the stop token included
     first_ns: int  # from the question to the first token; 0 if there was none
-    decode_tokens: int  # after the first one
-    decode_ns: int  # of their steps
-    per_pass: float  # tokens of a forward on average; NaN without drafts
+    decode_tokens: int  # after the first token
+    decode_ns: int  # of the decode steps
+    per_pass: float  # mean tokens per forward; NaN without drafts
 
 
 class ChatModel:
@@ -57,7 +57,7 @@ class ChatModel:
     def check_template(self) -> None:
         """Compile the template in its process; raises FormatError, UsageError (variables)."""
         if self.by_template:
-            # Late: a model without a template does not pay for it.
+            # Late import: models without a template do not pay for it.
             from clocher_runtime.text.chat_template import ChatTemplate
 
             ChatTemplate(self._tokenizer.chat_template).refuse_unread(self._variables)
@@ -83,8 +83,8 @@ class ChatModel:
                 f"{len(ids)} tokens with all that was said, and the context holds "
                 f"{self.session.longest}; shorten the text{self.larger_context}"
             )
-        # A harmony call has its function in the header, which is lost unless it is read as one.
-        # Others write their calls as text, which is what is shown and kept: no tools are offered.
+        # A harmony call has its function in the header, lost unless parsed as a call.
+        # Other formats write calls as text, which is shown and kept: no tools are offered.
         tools = self.style == "harmony"
         reader = make_reader(
             self._tokenizer, self.style, tools=tools, prompt_tail=tail, ends=self._ends

@@ -32,18 +32,18 @@ class TokenLogprob(NamedTuple):
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # most likely tokens and theirs, most likely first
+    top: tuple[tuple[int, float], ...]  # top tokens and their log probabilities, most likely first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
     """A generated text; `finish_reason` is "stop" or "length" (max_new, or the context is full)."""
 
-    text: str  # without the token or the stop string that ended it
-    ids: tuple[int, ...]  # the one that ended it included
+    text: str  # without the stop token or stop string
+    ids: tuple[int, ...]  # the stop token included
     finish_reason: FinishReason
     prompt_tokens: int
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None unless asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # per token; None unless requested
 
     @property
     def completion_tokens(self) -> int:
@@ -59,8 +59,8 @@ class Options:
     """The options of a generation."""
 
     max_new: int  # tokens to generate at most
-    stop: tuple[str, ...]  # strings that end it
-    logprobs: int | None  # how many top tokens to report with each; None: no log probabilities
+    stop: tuple[str, ...]  # stop strings
+    logprobs: int | None  # number of top tokens per token; None: no log probabilities
     sampling: Sampling
     structure: Mapping[str, Any] | None = None  # as `grammar.GrammarMaker` takes it
 
@@ -168,7 +168,7 @@ def side_by_side(texts: Sequence[TextGeneration], batch: int) -> Iterator[tuple[
             while waiting and len(running) < batch:
                 running.append(waiting.popleft())
                 running[-1][1].begin()
-            # A token of each: that is a step, and a stop string ends its text at once.
+            # One token each is one step; a stop string ends its text at once.
             left = []
             for number, text in running:
                 if next(text, None) is None:
@@ -199,7 +199,7 @@ def logprob_of(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
     if count:
         among = np.flatnonzero(logits >= _low(logits, count))
-        # Equal ones rank by id, as in sampling.
+        # Ties rank by id, as in sampling.
         order = among[np.argsort(-logits[among], kind="stable")][:count]
         top = tuple((int(i), float(np.float64(logits[i]) - total)) for i in order)
     return TokenLogprob(token, float(np.float64(logits[token]) - total), top)

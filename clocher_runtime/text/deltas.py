@@ -72,7 +72,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # may be the start of a stop string
         self.found: str | None = None
 
     def push(self, text: str) -> str:

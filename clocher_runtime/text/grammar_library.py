@@ -19,7 +19,7 @@ _LIMITS = LLParserLimits(
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
-    verbose_errors=False,  # nothing of the text that was made so far stands in a message
+    verbose_errors=False,  # messages must not quote generated text
 )
 _MESSAGE_CHARS = 200
 
@@ -32,7 +32,7 @@ class LibraryGrammars:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
             known = LLTokenizer(text, eos_token=list(eos_ids)).vocab_size
         except BaseException as error:
-            # A panic of Rust is no Exception, and its class cannot be imported.
+            # A Rust panic is not an Exception, and its class cannot be imported.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UsageError(
@@ -64,7 +64,7 @@ class GrammarConstraint:
         """Write the mask of allowed tokens, [W] u32."""
         bits = self._matcher.compute_bitmask()
         self._check()
-        # The library may have a word more.
+        # The library's mask may have one more word.
         np.bitwise_and(np.frombuffer(bits, "<u4", mask.size), self._known, out=mask)
 
     def take(self, token: int) -> None:
@@ -93,7 +93,7 @@ def lark_of(gbnf: str) -> str:
     """Convert a GBNF grammar to Lark's notation; raises UsageError."""
     try:
         text: str = gbnf_to_lark(gbnf)
-    except Exception as error:  # the library's own, and what hostile text makes of it
+    except Exception as error:  # library errors, and results of hostile input
         raise UsageError(f"the grammar is no GBNF: {_short(str(error))}") from None
     return text
 

@@ -17,7 +17,7 @@ MAX_DEPTH = 128
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LEAST, _LARGEST = 1e-6, 1 << 31  # doubles tell such a difference up to there
+_LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
 _LITERAL = frozenset({"const", "enum", "default", "examples", "required"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
@@ -79,7 +79,7 @@ def _hermes(start: str, mark: Mark, opened: bool) -> str:
     end = mark("</think>")
     rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
     rules += [] if opened else [f"think: {mark('<think>')} rest"]
-    # Without an end of its own the expression would take in everything that follows.
+    # Without a terminator the expression would match everything that follows.
     special = end.startswith("<")
     rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
     return "\n".join([*rules, "blank: /\\s*/", rest])
@@ -104,7 +104,7 @@ def _schema(source: object) -> Part:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not JSON: {error!s:.200}") from None
     _check_length("the JSON schema", text, MAX_SCHEMA_CHARS)
-    # Ours, and no one else's: a schema must not switch off that its keywords are obeyed.
+    # Ours overrides the client's: a schema must not disable its own checks.
     return {"json_schema": {**without_open_integers(json.loads(text)), "x-guidance": _SPACE}}
 
 
@@ -157,7 +157,7 @@ def _regex(source: object) -> Part:
     text = _text("the regular expression", source, MAX_REGEX_CHARS)
     if not text:
         return {"lark_grammar": 'start: ""'}
-    # What is escaped stays so; what would end the expression, or its line, is escaped.
+    # Escapes are kept; characters that would end the expression or its line are escaped.
     escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     spelled = re.sub(
         r"\\(.)|/|\n|\r", lambda found: escaped.get(found[0], found[0]), text, flags=re.DOTALL

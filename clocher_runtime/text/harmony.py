@@ -37,7 +37,7 @@ _NAME = r"[\w./-]{0,128}"
 class _Part(NamedTuple):
     """A header part, which begins at a mark."""
 
-    whole: re.Pattern[str]  # a text that is such a part, or may become one
+    whole: re.Pattern[str]  # text that is such a part, or may become one
     known: re.Pattern[str]  # what is surely not yet the body, at the start of one that is not
 
 
@@ -157,7 +157,7 @@ class HarmonyReader:
             if mark == "message":
                 return self._begin_body()
             self._header.begin(_CHANNEL if mark == "channel" else _TYPE)
-        return []  # a stray mark in a body stands for nothing
+        return []  # a stray mark in a body is ignored
 
     def _give_up(self) -> list[Delta]:
         """Turn an incomplete header into body."""
@@ -187,7 +187,7 @@ class _Header:
 
     def __init__(self, part: _Part) -> None:
         self._part, self._piece = part, ""
-        self._made = ""  # all of it that is not of the prompt
+        self._made = ""  # the part that is not of the prompt
         self.role, self.channel, self.recipient = "assistant", "", ""
         self._known = True
 
@@ -207,7 +207,7 @@ class _Header:
 
     def close(self) -> None:
         found = self._part.whole.fullmatch(self._piece)
-        assert found is not None  # what is pushed is given up where it matches no more
+        assert found is not None  # `push` drops text that cannot match
         self._known &= not self._piece or self._part.known.fullmatch(self._piece) is not None
         self.recipient = self.recipient or found["to"] or ""
         if self._part is _ROLE:

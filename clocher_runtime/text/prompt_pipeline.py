@@ -37,17 +37,17 @@ class PromptPipeline:
     ) -> None:
         self._lines, self._prepare = iter(lines), prepare
         self._batch, self._capacity, self._overlap = batch, batch * ahead, overlap
-        # Lines that a thread takes at a time: passing the turn costs as much as a short prompt.
+        # Lines per turn of a thread: a switch costs as much as a short prompt.
         self._block = max(1, self._capacity // (2 * workers))
         self._slots: list[tuple[Prompt, int] | None] = [None] * self._capacity
-        # Indices of prompts, all counted from the first line: head <= ready <= claimed.
+        # Prompt indices, all counted from the first line: head <= ready <= claimed.
         self._head = self._ready = self._claimed = 0
         self._bytes = 0  # of lines between head and claimed
-        self._busy = 0  # threads that read or tokenise
+        self._busy = 0  # threads that are reading or tokenising
         self._filling = overlap
         self._ended = self._closed = False
         self._error: BaseException | None = None
-        # Whoever reads may block for long, so it must not hold the lock of the ring.
+        # Reading may block for long, so it must not hold the ring's lock.
         self._reading = threading.Lock()
         ring = threading.Lock()
         self._room, self._filled = threading.Condition(ring), threading.Condition(ring)
@@ -68,7 +68,7 @@ class PromptPipeline:
         patience = _JOIN_S
         for thread in self._threads:
             thread.join(patience)
-            if thread.is_alive():  # someone waits for a pipe that nobody writes to
+            if thread.is_alive():  # blocked on a pipe without a writer
                 patience = 0
 
     def __iter__(self) -> Iterator[list[Prompt]]:
@@ -107,7 +107,7 @@ class PromptPipeline:
             while (claim := self._claim()) is not None:
                 first, lines = claim
                 self._put(first, [(self._prepare(line), len(line.content)) for line in lines])
-        except BaseException as error:  # the consumer raises it
+        except BaseException as error:  # raised in the consumer
             with self._room:
                 self._error, self._closed = error, True
                 self._room.notify_all()

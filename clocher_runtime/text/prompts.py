@@ -29,7 +29,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 class Line:
     """A prompt as given: a line of a file without its end, text, or token ids."""
 
-    number: int  # of the line in its file, from 1
+    number: int  # line number in its file, from 1
     content: bytes | str | tuple[int, ...]
 
 
@@ -38,9 +38,9 @@ class Prompt:
     """A prompt ready for generation, or its error."""
 
     ids: Sequence[int]  # empty if there is an error
-    text: str | None = None  # None where the prompt was given as ids, or cannot be read
-    error: str | None = None  # where the prompt stands and what is wrong with it
-    where: str = ""  # where the prompt stands
+    text: str | None = None  # None if the prompt was given as ids, or is unreadable
+    error: str | None = None  # the prompt's place, and its problem
+    where: str = ""  # the prompt's place
 
 
 class Encodes(Protocol):
@@ -127,9 +127,9 @@ class Preparation:
     """Prepares prompts for generation; thread-safe."""
 
     source: PromptSource
-    tokenizer: Encodes | None  # None where the model has none: then only token ids will do
-    check: Callable[[Sequence[int]], None]  # raises UsageError for ids that the model cannot use
-    room: int | None = None  # tokens that a prompt may have
+    tokenizer: Encodes | None  # None without a tokenizer: only token ids are accepted
+    check: Callable[[Sequence[int]], None]  # raises UsageError for invalid ids
+    room: int | None = None  # maximum tokens of a prompt
 
     def __call__(self, line: Line) -> Prompt:
         """Decode, parse, tokenise and check a prompt; errors go to its `error`."""
@@ -185,7 +185,7 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
     """Return the text or token ids of a JSON prompt; raises UsageError."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:  # of a text that is one line
+    except json.JSONDecodeError as error:  # of a one-line text
         raise UsageError(f"not JSON: {error.msg}, at column {error.colno}; {_EXPECTED}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}; {_EXPECTED}") from None
@@ -212,7 +212,7 @@ def piped_text(wait_s: float) -> str | None:
     try:
         number = sys.stdin.fileno()
         mode = os.fstat(number).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or no file of the system
+    except (AttributeError, OSError, ValueError):  # closed, or not a file of the system
         return None
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return None

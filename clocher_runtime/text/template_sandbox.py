@@ -25,7 +25,7 @@ def compiled(source: str) -> jinja2.Template:
         return _environment().from_string(source)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a compiler makes of a text that is no program
+    except Exception as error:  # any error of compiling an invalid template
         raise Refused("refused", str(error)) from None
 
 
@@ -50,7 +50,7 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         raise Refused("forbidden", str(error)) from None
     except MemoryError:
         raise
-    except Exception as error:  # whatever somebody else's program runs into
+    except Exception as error:  # any error of a foreign template
         raise Refused("refused", str(error)) from None
     return "".join(pieces)
 

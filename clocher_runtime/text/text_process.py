@@ -69,7 +69,7 @@ class TextProcess:
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what it was not sent any more, if it is dead
+            with suppress(OSError):  # unsent data of a dead process
                 if pipe is not None:
                     pipe.close()
         if self._owner == os.getpid():
@@ -92,7 +92,7 @@ class TextProcess:
         try:
             reply = self._exchange(request, BASE_PATIENCE + PATIENCE * seconds)
         finally:
-            # An answer that nobody waited for, as after Ctrl-C, must not become that of the next.
+            # A reply left over, as after Ctrl-C, must not go to the next request.
             if reply is None or (reply["size"] > MAX_IDLE_BYTES and operation != "load"):
                 self.close()
         if "error" in reply:
@@ -102,17 +102,17 @@ class TextProcess:
         return reply["value"]
 
     def _start(self) -> None:
-        self.close()  # that of the process that this one was forked from
-        # With little memory left the library could wait for itself over a backtrace.
+        self.close()  # the lock of the process that this one was forked from
+        # With little memory left the library could deadlock in a backtrace.
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a library that panics writes there
+                stderr=subprocess.DEVNULL,  # a panicking library writes there
                 env=os.environ | paths,
-                start_new_session=True,  # Ctrl-C is for this process, which ends that one
+                start_new_session=True,  # Ctrl-C is for this process, which then ends that one
             )
         except OSError as error:
             raise Refused("crash", f"the process for text cannot be started: {error}") from None
@@ -143,7 +143,7 @@ class TextProcess:
         code = process.wait()
         if code in (-signal.SIGXCPU, -signal.SIGKILL):
             raise Refused("time", "it takes too long")
-        if code == -signal.SIGABRT:  # how the library takes it that there is no more memory
+        if code == -signal.SIGABRT:  # how the library reports that memory is exhausted
             raise Refused("memory", "it needs too much memory")
         if code > 0:
             raise RuntimeError(f"the process for text ended with exit code {code}")

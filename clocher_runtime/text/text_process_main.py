@@ -21,8 +21,8 @@ from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
-_tokenizers: list[LibraryTokenizer] = []  # the one that was loaded last
-_grammars: list["LibraryGrammars"] = []  # made with it, if they were asked for
+_tokenizers: list[LibraryTokenizer] = []  # the last tokenizer loaded
+_grammars: list["LibraryGrammars"] = []  # grammars made with it, if requested
 _STACK_BYTES = 1 << 20
 """Stack of a trial; the real work has eight times as much."""
 
@@ -36,7 +36,7 @@ def main() -> None:
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(null, 1)  # only replies go there
+    os.dup2(null, 1)  # for replies only
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _stop)
     while header := requests.read(HEADER_BYTES):
@@ -60,7 +60,7 @@ def _reply(request: list[Any]) -> dict[str, Any]:
         reply = {"error": ["time", f"more than {seconds:g} s of CPU time"]}
     except MemoryError:
         reply = {"error": ["memory", f"more than {memory >> 20} MiB of memory"]}
-    except Exception:  # a defect of this program
+    except Exception:  # a bug here
         reply = {"defect": traceback.format_exc()}
     return {**reply, "size": _pages(1) * resource.getpagesize()}
 
@@ -98,7 +98,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def _operation(name: str) -> Callable[..., Any]:
     if name in ("compile_template", "render"):
-        from clocher_runtime.text import template_sandbox  # only templates pay for Jinja
+        from clocher_runtime.text import template_sandbox  # import Jinja for templates only
 
         return template_sandbox.variables_of if name != "render" else template_sandbox.render
     if name in ("encode", "decode", "token_to_id", "id_to_token"):

@@ -160,7 +160,7 @@ class Tokenizer:
         """
         if self._template is None:
             raise UsageError("this model has no chat template; give it plain text")
-        # Completing text, the common case, does not pay for importing Jinja.
+        # Completions, the common case, do not pay for importing Jinja.
         from clocher_runtime.text.chat_template import ChatTemplate
 
         template = ChatTemplate(self._template)
@@ -231,7 +231,7 @@ class TextStream:
         ids, done = self._ids, len(self._decode(self._ids[: self._context]))
         whole = self._decode(ids)
         for end in range(len(ids) - 1, len(ids) - 1 - _MOST_BYTES, -1):
-            # Cut within a character, the two halves would have more U+FFFD than the whole.
+            # Split inside a character, the halves would have more U+FFFD than the whole.
             head = self._decode(ids[:end])
             if head + self._decode(ids[end:]) == whole:
                 self._ids, self._context = ids[end - 1 :], 1

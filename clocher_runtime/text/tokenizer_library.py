@@ -20,7 +20,7 @@ def _tried(work: Callable[[], Any]) -> Any:
     try:
         return work()
     except BaseException as error:
-        # A panic of Rust is no Exception, and its class cannot be imported.
+        # A Rust panic is not an Exception, and its class cannot be imported.
         ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if isinstance(error, MemoryError) or not ours:
             raise
@@ -34,7 +34,7 @@ class LibraryTokenizer:
 
     def __init__(self, text: str) -> None:
         self._tokenizer = _tried(partial(tokenizers.Tokenizer.from_str, text))
-        # The file may ask for both, for training; a prompt is neither cut nor filled up.
+        # The file may ask for truncation and padding, for training; prompts have neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)

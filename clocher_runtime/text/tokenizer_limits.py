@@ -63,7 +63,7 @@ def inspect(data: bytes, where: str) -> Inspection:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
-        # Values of a small file fit in a few times its size; of a large one they are counted first.
+        # Values of a small file fit in a few times its size; large files are counted first.
         if len(data) > _SMALL_FILE:
             document = parse_json(data, where, rest=_JSON_GROWTH * len(data))
         else:
@@ -133,7 +133,7 @@ def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
         steps.append(one)
         if one.get("type") == "Sequence":
             pending += _list(one.get(within))
-    # Two of them would spell bytes of spelled bytes, four times as many.
+    # Two would spell the bytes of spelled bytes, four times as many.
     if sum(one.get("type") == "ByteLevel" for one in steps) > 1:
         return False
     known = {"Sequence": _always, **kinds}
@@ -188,7 +188,7 @@ def _surrounds(step: Spec) -> bool:
         )
         if not 0 < len(ids) <= _MAX_PIECE_IDS or len(spelled) != len(ids):
             return False
-    # A single text is "A"; the library looks for "B" in vain and panics.
+    # A single template has only $A: with $B the library panics.
     for name, texts in (("single", "A"), ("pair", "AB")):
         pieces = _list(step.get(name))
         if not 0 < len(pieces) <= _MAX_PIECES:

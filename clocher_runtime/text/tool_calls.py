@@ -29,10 +29,10 @@ class JsonObject:
 
     def __init__(self) -> None:
         self.key = ""
-        self._open: list[str] = []  # "{" and "["
+        self._open: list[str] = []  # open "{" and "["
         self._expected: Expected = "object"
         self._within: Literal["", "string", "escape", "literal"] = ""
-        self._hex = 0  # digits that a \u still needs
+        self._hex = 0  # digits still missing of a \u escape
         self._is_key, self._told = False, False
         self._piece = ""  # of a literal, or of a key of the object itself
 
@@ -163,10 +163,10 @@ class _Call:
     def __init__(self, index: int, *, bare: bool) -> None:
         self._index, self._bare = index, bare
         self._object = JsonObject()
-        self._value: Literal["", "name", "arguments", "other"] = ""  # whose text is gathered
+        self._value: Literal["", "name", "arguments", "other"] = ""  # key whose text is collected
         self._gathered: list[str] = []
         self._name, self._has_arguments = "", False
-        self._ready: list[str] = []  # arguments that can go out once the name is known
+        self._ready: list[str] = []  # arguments to report once the name is known
         self._raw: list[str] = []
         self.is_out = self.is_closed = False
 
