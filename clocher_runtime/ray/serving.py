@@ -1,8 +1,4 @@
-"""Clocher's server on Ray Serve: replicas at one address (docs/ray.md).
-
-A replica is the server of `clocher serve` without its socket, on its own CPUs. Requests with the
-same `x-session-id` go to the replica that has their prefix cached.
-"""
+"""Clocher's server on Ray Serve: replicas at one address (docs/ray.md)."""
 
 import asyncio
 import logging

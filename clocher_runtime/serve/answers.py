@@ -176,7 +176,7 @@ class _Pipeline(ABC):
 
     @abstractmethod
     def _parts(self, choice: Any, added: Any) -> list[Any]:
-        """Return what chunks have of what a token adds, a part each."""
+        """Return the chunk parts of a piece."""
 
     @abstractmethod
     def _chunk(self, choice: Any, part: Any) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""POST /v1/responses: a chat, reported in items instead of deltas (OpenAI API reference).
-
-One item (reasoning, message or call) is open at a time; it is sent again whole at its end.
-"""
+"""POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference)."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
