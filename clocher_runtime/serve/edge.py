@@ -195,7 +195,7 @@ class EventStream:
 
         async def hear() -> Message:
             message = await receive()
-            if message["type"] == "http.request":  # no more events: is the client there?
+            if message["type"] == "http.request":  # the body is read: is the client there?
                 await send(_COMMENT)
             return message
 

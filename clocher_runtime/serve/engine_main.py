@@ -214,7 +214,7 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
             token.finish,
             logprob=found and found.logprob,
             top=found.top if found else (),
-            cached=0 if request.scores else token.cached,  # set by the scoring of this request
+            cached=0 if request.scores else token.cached,  # this request's scoring cached it
             guessed=snapshot is None and place > 0,
             passes=passes,
         )

@@ -162,7 +162,7 @@ class Preparation:
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
     r"""Yield lines without their "\n", their only end; raises UsageError after `MAX_SKIPPED_BYTES`.
 
-    A longer line than `MAX_LINE_BYTES` is cut, but stays longer than that.
+    A line longer than `MAX_LINE_BYTES` is cut, but stays longer than that.
     """
     held, skipped = b"", 0
     for chunk in chunks:

@@ -102,7 +102,7 @@ class TextProcess:
         return reply["value"]
 
     def _start(self) -> None:
-        self.close()  # the lock of the process that this one was forked from
+        self.close()  # the child of the process that this one was forked from
         # With little memory left the library could deadlock in a backtrace.
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
         try:
