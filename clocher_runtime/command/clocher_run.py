@@ -1,7 +1,4 @@
-"""The command `clocher-run`: arguments and environment in, a line and an exit code out.
-
-Its flags and its help text are made from the table of settings.
-"""
+"""The command `clocher-run`: arguments and environment in, one JSON line and an exit code out."""
 
 import os
 import sys
@@ -71,11 +68,7 @@ it under hints_ignored unless it asks for what happens anyway.""",
 def command(
     argv: Sequence[str], emit: Callable[[str], object], name: str = NAME
 ) -> tuple[str | None, int]:
-    """Run the command.
-
-    Raises:
-        KeyboardInterrupt: a signal arrived before there was a console.
-    """
+    """Run the command; returns the JSON line and the exit code."""
     line: Line
     as_json = "--json" in argv or not is_terminal(sys.stdout)
     with Console(name=name) as console:
@@ -90,7 +83,7 @@ def command(
                 console.show_texts_on(sys.stdout)
             for message in unprefixed(config):
                 console.note(message)
-            # NumPy and all that needs it is imported after the flags have been checked.
+            # NumPy and its users are imported after the flags are checked.
             from clocher_runtime.disk.files import ending_on_lost_pages
 
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):

@@ -1,4 +1,4 @@
-"""What a run gives: completions and the files that they go to, and the line of its numbers."""
+"""A run's completions, their files, and the JSON line of its numbers."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,28 +25,15 @@ if TYPE_CHECKING:
     from clocher_runtime.quality.trace import TopLogits
 
 MAX_LISTED = 1000
-"""Prompts in `outputs` of the JSON line; `--outputs` writes all of them."""
+"""Completions in `outputs` of the JSON line; `--outputs` writes all."""
 
 
 class Completions(ExitStack):
-    """Takes the completions of the first round in the order of their prompts, and keeps few.
+    """The completions of the first round, in prompt order; a context manager that closes its files.
 
-    Use it as a context manager: leaving it finishes the files of `--outputs` and `--trace-ids`.
-
-    Args:
-        console: shows what is wrong with a prompt, and texts that were not shown as they grew.
-        config: which files are written, and whether completions are listed.
-
-    Attributes:
-        prompts: how many came.
-        failed: of these, those that nothing could be generated from.
-        first_error: what was wrong with the first of them.
-        listed: the first `MAX_LISTED` completions; none with `--aggregate`.
-        fingerprint: of the weights, for traces.
-        sampling: for traces.
-
-    Raises:
-        UsageError: a file cannot be written.
+    `prompts` counts all, `failed` those with an error, `first_error` is the first of these.
+    `listed` has up to `MAX_LISTED` completions, none with `--aggregate`. `fingerprint` and
+    `sampling` go to traces. Raises UsageError if a file cannot be written.
     """
 
     def __init__(self, console: Console, config: RunConfig) -> None:
@@ -72,18 +59,14 @@ class Completions(ExitStack):
         topk: Sequence["TopLogits"],
         show: bool,
     ) -> None:
-        """Take the completion of the next prompt.
-
-        Raises:
-            UsageError: a file cannot be written any more.
-        """
+        """Add the completion of the next prompt; raises UsageError on a write error."""
         self.prompts += 1
         listed = len(self.listed) < self._most
         text = engine.text(ids) if listed or show or self._outputs is not None else ""
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
-            if not self._is_single:  # a single one ends the run with its error
+            if not self._is_single:  # a single prompt's error ends the run
                 self._console.note(prompt.error)
         elif show:
             self._console.note(f"prompt {self.prompts}:")
@@ -125,17 +108,11 @@ class Completions(ExitStack):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What the strict window and its surroundings gave.
+    """Measurements of a run.
 
-    Attributes:
-        wall_ns: length of the window: all spans of all rounds.
-        steps: what they add up to.
-        first_token_ns: for each sequence of each round, the time in the window from the start of
-            its group of prompts to its first token.
-        tokens: tokens generated, all rounds.
-        touch: the work-touch after the last token.
-        speculation: acceptance of draft tokens.
-        rss_peak_mib: sampled after the window.
+    `wall_ns`: the window, all spans of all rounds. `first_token_ns`: per sequence, from the start
+    of its group of prompts to its first token. `tokens`: generated in all rounds. `touch`: the
+    work-touch after the last token. `rss_peak_mib` is sampled after the window.
     """
 
     wall_ns: int
@@ -151,13 +128,13 @@ class Measured:
 
 
 def from_model(config: RunConfig, engine: Engine) -> dict[str, float]:
-    """Return the sampling settings that are the model's, because the run sets none."""
+    """Return the sampling settings taken from the model, because the run sets none."""
     said = {name: getattr(config, name) for name in NAMES if name in config.given}
     return taken(engine.sampling_defaults, said)
 
 
 def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
-    """Return how the tokens of a run are sampled."""
+    """Return the sampling settings of a run."""
     values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
     return Sampling(seed=config.seed, **{**values, **from_model(config, engine)})
 
@@ -165,7 +142,7 @@ def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
 def run_line(
     config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
 ) -> dict[str, Any]:
-    """Derive the line of a run from what was measured."""
+    """Return the JSON line of a run."""
     session, speculation = engine.session, measured.speculation
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
     latencies = timing.token_latencies_ms(steps.decode.values)
@@ -256,7 +233,7 @@ def _speculation(engine: Engine, speculation: Account) -> dict[str, Any]:
 
 
 def summary(line: Line) -> str:
-    """Return the numbers of a run in one line for a person."""
+    """Return a one-line summary for people."""
     per_pass, p50 = line["speculation"]["tokens_per_pass"], line["latency_p50_ms"]
     parts = [
         f"{line['tokens_generated']} tokens in {line['wall_time_s']:.3f} s",

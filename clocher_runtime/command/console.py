@@ -1,7 +1,4 @@
-"""What a person sees of a run: messages on standard error, texts where they are wanted.
-
-Standard output belongs to the JSON line unless it is a terminal.
-"""
+"""Terminal output of a run; standard output is for the JSON line unless it is a terminal."""
 
 import os
 import sys
@@ -22,20 +19,20 @@ _QUARTERS = 4
 _ECHOED_CHARS = 2000
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
-# A completion may hold any bytes; a terminal must not obey them.
-# Nor may it turn round what stands beside it: U+202A to U+202E and U+2066 to U+2069 do.
+# A completion may hold any bytes; a terminal must not interpret them.
+# Nor may it reorder text by U+202A to U+202E and U+2066 to U+2069.
 _TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 _CONTROL = {*range(32), *range(127, 160), *_TURNING} - {ord("\n"), ord("\t")}
 _INERT = dict.fromkeys(_CONTROL, "\N{REPLACEMENT CHARACTER}")
 
 
 def is_terminal(stream: TextIO | None) -> bool:
-    """Return whether a person sees what is written to a stream."""
+    """Return whether a stream is a terminal."""
     return stream is not None and stream.isatty()
 
 
 def dimmed(text: str) -> str:
-    """Return a text as a terminal shows it dim, unless NO_COLOR or TERM=dumb forbid that."""
+    """Return a dim text, unless NO_COLOR or TERM=dumb forbid that."""
     if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
         return text
     return f"{_DIM}{text}{_BRIGHT}"
@@ -43,10 +40,7 @@ def dimmed(text: str) -> str:
 
 @contextmanager
 def quiet_keys() -> Iterator[None]:
-    """Keep what is typed from being shown, while a text is written to the same terminal.
-
-    It is not lost: the next prompt, or the shell, gets it.
-    """
+    """Suppress the echo of typed keys while a text is written; they stay in the input buffer."""
     if sys.stdin is None or not sys.stdin.isatty():
         yield
         return
@@ -60,29 +54,21 @@ def quiet_keys() -> Iterator[None]:
 
 
 def _amount(label: str, done: int, total: int) -> str:
-    """Return how much is done: weights in the unit that fits all of them, others as a count."""
     if label != PACKING:
         return f"{done} of {total}"
     return f"{done} of {total} MiB" if total < 10_240 else f"{done >> 10} of {total >> 10} GiB"
 
 
 class WordWrap:
-    """Breaks lines between words. A word that reaches the edge moves to the next line.
-
-    The last column stays free: a terminal that has filled it is in no known state.
-
-    Args:
-        stream: where the text goes. A terminal that does not report its width, or cannot move its
-            cursor (TERM=dumb), gets the text as it is.
-    """
+    """Word wrap for streamed text; leaves the last column free, as terminals differ there."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._column = 0
-        self._word, self._cells = "", 0  # of the word that is being written, and its width
+        self._word, self._cells = "", 0  # the open word, and its width
 
     def __call__(self, text: str) -> str:
-        """Return what to write for the next piece of a text without control characters."""
+        """Return the output for the next piece, which has no control characters."""
         edge = self._width() - 1
         if edge < 1:
             return text
@@ -102,7 +88,7 @@ class WordWrap:
                 if self._column + cells > edge:
                     out.append(self._next_line())
                 self._column += cells
-                # Wide characters are words of their own.
+                # Wide characters may break anywhere.
                 self._word = "" if cells > 1 else self._word + char
                 self._cells = 0 if cells > 1 else self._cells + cells
             out.append(char)
@@ -112,7 +98,6 @@ class WordWrap:
         self._column, self._word, self._cells = 0, "", 0
 
     def _next_line(self) -> str:
-        """Return what takes the word that has been begun to the next line, if it fits there."""
         word, cells = self._word, self._cells
         if cells == self._column:  # it fills the line
             self._begin_line()
@@ -130,7 +115,6 @@ class WordWrap:
 
 
 def _cells(char: str) -> int:
-    """Return how many columns a character takes."""
     if char < "\x7f":
         return 1
     from rich.cells import get_character_cell_size
@@ -139,11 +123,7 @@ def _cells(char: str) -> int:
 
 
 class OutputLost(Exception):
-    """Standard output cannot be written.
-
-    Attributes:
-        reason: why; "" where the reader is gone.
-    """
+    """Standard output failed; `reason` is "" where its reader is gone."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
@@ -151,14 +131,9 @@ class OutputLost(Exception):
 
 
 class Screen:
-    """Writes a stream at once. On a terminal, text of others is shown and never obeyed.
+    """An unbuffered stream. On a terminal, control characters of model text are made visible.
 
-    Args:
-        stream: where to write; None where the process has no such stream.
-        may_be_lost: stop quietly when its reader is gone.
-
-    Attributes:
-        is_terminal: whether a person sees it.
+    `stream` None: the process has none. `may_be_lost`: ignore a closed pipe.
     """
 
     def __init__(self, stream: TextIO | None, *, may_be_lost: bool = False) -> None:
@@ -168,24 +143,20 @@ class Screen:
         self._wrap = None if stream is None else WordWrap(stream)
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """Write a piece of text, dim only on a terminal.
-
-        Raises:
-            OutputLost: it cannot be written.
-        """
+        """Write text, dim only on a terminal; raises OutputLost."""
         if not text or self.stream is None or self._wrap is None:
             return
         self._at_line_start = text.endswith("\n")
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         if self.is_terminal:
-            # Each piece is dim by itself: whenever this process ends, nothing is left so.
+            # Each piece resets its own style, so an abrupt exit leaves none.
             text = self._wrap(text.translate(_INERT))
             text = dimmed(text) if dim else text
         self.guarded(lambda stream: (stream.write(text), stream.flush()))
 
     def guarded(self, write: Callable[[TextIO], object]) -> None:
-        """Write to the stream, unless its reader is gone: a lost terminal must not end a run."""
+        """Write to the stream unless its reader is gone: a lost terminal must not end a run."""
         try:
             if self.stream is not None:
                 write(self.stream)
@@ -197,29 +168,22 @@ class Screen:
             self.stream = None
 
     def line(self, text: str, *, dim: bool = False) -> None:
-        """Write a line of its own."""
+        """Write a line."""
         self.end_line()
         self.write(f"{text}\n", dim=dim)
 
     def end_line(self) -> None:
-        """Begin a new line unless one has just begun."""
+        """Start a new line unless at the start of one."""
         if not self._at_line_start:
             self.write("\n")
 
 
 class Console:
-    """Writes messages to standard error, and texts there or where they are wanted.
-
-    Use it as a context manager: leaving it ends an open progress bar.
-
-    Args:
-        stream: where to write; None: standard error.
-        name: of the command, before its messages.
-    """
+    """Messages on standard error (or `stream`), and texts there or elsewhere; a context manager."""
 
     def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
         self._name = name
-        # Python has no stream where the process was started with standard error closed.
+        # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self._texts = self._notes
         self._bar: tuple[Progress, TaskID] | None = None
@@ -237,16 +201,16 @@ class Console:
         self._texts = Screen(stream, may_be_lost=True)
 
     def note(self, text: str) -> None:
-        """Write a message on a line of its own."""
+        """Write a message line."""
         self._texts.end_line()
         self._notes.line(f"{self._name}: {text}")
 
     def failed(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
-        """Write what ended a command; return the error as it is to be reported, and the code."""
+        """Write the error that ended a command; return the error to report, and the exit code."""
         error = told(cause_of(raised))
         code = exit_code(error)
         if code == ExitCode.BUG:
-            import traceback  # late: it takes time
+            import traceback  # late: its import is slow
 
             self.note("".join(traceback.format_exception(error)).rstrip())
         else:
@@ -254,30 +218,30 @@ class Console:
         return error, code
 
     def lost(self, message: str) -> None:
-        """Write the error of a process that ends at once, because a model file is gone."""
+        """Write the error of a process that ends because a model file is gone."""
         with self:
             self.note(f"error: {message}")
 
     def prompt(self, text: str) -> None:
-        """Write the text that is continued, dim, where texts go to a terminal."""
+        """Write the prompt, dim, if texts go to a terminal."""
         if self._texts.is_terminal:
             shown = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"
             self._texts.write(shown, dim=True)
 
     def completion(self, text: str) -> None:
-        """Write a piece of generated text, at once."""
+        """Write a piece of generated text, unbuffered."""
         self._texts.write(text)
 
     def end_line(self) -> None:
-        """Begin a new line of text unless one has just begun."""
+        """Start a new line of text unless at the start of one."""
         self._texts.end_line()
 
     def compiling(self, done: int, total: int) -> None:
-        """Show how far the compilation of kernels is: a bar on a terminal, else a few lines."""
+        """Show the progress of kernel compilation: a bar on a terminal, else a few lines."""
         self._advance(COMPILING, done, total)
 
     def packing(self, done: int, total: int) -> None:
-        """Show how far the packing of weights is."""
+        """Show the progress of weight packing."""
         self._advance(PACKING, done, total)
 
     def _advance(self, label: str, done: int, total: int) -> None:

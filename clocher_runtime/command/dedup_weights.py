@@ -1,4 +1,4 @@
-"""Deduplicated weights of a run: whether they are used, and what becomes of them."""
+"""Deduplicated weights of a run: whether they are used, and how planes are kept."""
 
 import fnmatch
 import logging
@@ -22,7 +22,6 @@ from clocher_runtime.disk.output_file import write_file
 
 CACHE_NAME = "model.dedup.cache"
 CACHE_MIB = 1024
-"""Size of the cache unless a run says otherwise."""
 
 _ALWAYS = frozenset({"dedup", "dedup_strict", "dedup_policy"})
 _ACTED_ON = {
@@ -39,11 +38,9 @@ _log = logging.getLogger(__name__)
 def open_weights(
     config: EngineConfig, directory: Path | None, other: Callable[[], Checkpoint]
 ) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Open the model of a run, by its deduplicated weights if it asks for them.
+    """Open the model of a run, by its deduplicated weights if requested.
 
-    Returns the checkpoint, and what the run asked for and did not get, as "NAME=value". Raises
-    UsageError: two settings exclude each other, or a name is not that of a tensor; ModelError: the
-    model is missing or damaged; with IE_DEDUP_STRICT=1 also if its deduplicated weights are.
+    Returns also the settings without effect, as "NAME=value". Raises UsageError, ModelError.
     """
     policy = config.dedup_policy
     if config.dedup and config.dedup_strict and policy == "off":
@@ -104,10 +101,10 @@ def _patterns(text: str | None) -> list[str]:
 
 
 class HotPlanes:
-    """Keeps hot tensors in memory of their own, even where they could be read from the file.
+    """Copies hot tensors to memory, even if they could be read from the file.
 
-    `patterns`: names of the hot tensors, separated by commas; * and ? are wild. None: all; `limit`:
-    bytes that may be copied, 0 for no limit. A plane that does not fit stays in place.
+    `patterns`: tensor names, comma-separated, with * and ?; None: all. `limit`: bytes copied, 0: no
+    limit; planes that do not fit are read in place.
     """
 
     def __init__(self, patterns: str | None, limit: int) -> None:
@@ -116,7 +113,7 @@ class HotPlanes:
         self._total = 0
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
-        """Return a plane, in memory of its own if it is hot."""
+        """Return a plane, copied if it is hot."""
         if number in self._copied:
             return self._copied[number]
         found = dedup.plane(number)
@@ -131,20 +128,19 @@ class HotPlanes:
 
 @dataclass(slots=True)
 class PlaneCache:
-    """Keeps decoded planes in files, so that the next run maps them instead of decoding them.
+    """Caches decoded planes in files, to be mapped by later runs; without room, only decodes.
 
-    A plane that does not fit any more is decoded each time. A file is as trustworthy as
-    model.ie.bin: its hash was checked before it was written, and it is mapped as it is.
+    Cache files are trusted like model.ie.bin: verified when written, then mapped as they are.
     """
 
-    directory: Path  # where the files are; it is made if need be
-    limit: int  # bytes of all files together
-    total: int | None = None  # bytes of them now; None before the first plane
+    directory: Path  # directory of the files; created on demand
+    limit: int  # limit of bytes of all files
+    total: int | None = None  # their bytes now; None before the first plane
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
-        """Return a plane: a view of a file where there is one, else decoded."""
+        """Return a plane: a view of its file, else decoded."""
         if self.limit and self.directory.is_symlink():
-            # A link in a model may lead to files of others, of which `_tidy` would delete some.
+            # A link in a model may lead to foreign files, which `_tidy` would delete.
             _log.warning("%s is a symbolic link: no decoded weights are kept there", self.directory)
             self.limit = 0
         if dedup.in_place(number) or not self.limit:
@@ -169,7 +165,6 @@ class PlaneCache:
         return MappedFile(path, size).plane(stored.plane, 0)
 
     def _tidy(self, dedup: DedupFile) -> int:
-        """Delete what is of another model or above the limit; return the bytes that are left."""
         sizes = {plane.sha256: plane.plane.nbytes for plane in dedup.index.planes}
         total = 0
         names = sorted(os.listdir(self.directory)) if self.directory.is_dir() else []

@@ -1,9 +1,4 @@
-"""Commands, their flags, places and help: one kind of click command for every program.
-
-A command either reads settings, whose flags are handed to `config.sources` as text because
-variables and a file count too (`Command.parse`), or calls a function (`Command.run`, made by
-`script_run.script`). Help and shell completion are the same for both.
-"""
+"""Commands, flags, positionals and help: one kind of click command for all programs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,7 +14,7 @@ from clocher_runtime.exit_codes import ExitCode
 
 HELP_WIDTH = 100
 Examples = Sequence[tuple[str, str]]
-"""What an example shows, and its line."""
+"""(description, command line) pairs."""
 Codes = Sequence[tuple[ExitCode, str]]
 _HELP = ("-h, --help", "this text")
 _MORE = (
@@ -29,24 +24,24 @@ _MORE = (
 
 
 class Takes(click.ParamType[Any]):
-    """What a setting takes: `reads` converts it, otherwise its text is handed on."""
+    """The type of a setting: `reads` converts it, otherwise it stays text."""
 
     def __init__(self, setting: Setting, reads: bool) -> None:
         self._setting, self._reads, self.name = setting, reads, setting.takes.metavar
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value, or its text."""
+        """Return the converted value, or its text."""
         setting = self._setting
         return setting.takes.read(setting.flag, value) if self._reads else value
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the place holder in help."""
+        """Return the placeholder in help."""
         return self.name
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        """Return what a shell is offered: words, or paths."""
+        """Return shell completions: words, or paths."""
         if self.name == "PATH":
             return [CompletionItem(incomplete, type="file")]
         words = self.name.split("|") if "|" in self.name else []
@@ -54,15 +49,7 @@ class Takes(click.ParamType[Any]):
 
 
 class Place(click.Argument):
-    """A value that is given by its place, or by a flag.
-
-    Args:
-        word: what usage calls it, such as "OUT_DIR".
-        flag: such as "--out-dir".
-        name: of the option of that flag.
-        needed: whether it must be given, one way or the other.
-        **more: what `click.Argument` takes; with nargs=-1 several may be given.
-    """
+    """A positional argument that may also be given by its flag; `word` is its name in usage."""
 
     def __init__(self, word: str, flag: str, name: str, needed: bool, **more: Any) -> None:
         metavar = f"{word}..." if more.get("nargs") == -1 else word
@@ -71,7 +58,7 @@ class Place(click.Argument):
         self.word, self.flag, self.of, self.needed = word, flag, name, needed
 
     def merge(self, values: dict[str, Any]) -> None:
-        """Put the value into that of its flag."""
+        """Move the value to that of its flag."""
         placed, flagged = values.pop(f"{self.of}_"), values[self.of]
         if self.nargs == -1:
             values[self.of] = (*placed, *flagged)
@@ -85,18 +72,10 @@ class Place(click.Argument):
 
 
 class Command(click.Command):
-    """A command with its examples first in its help, then flags by group, notes and exit codes.
+    """A command whose help has examples first, then flags by group, notes and exit codes.
 
-    Args:
-        name: what it is called by.
-        about: what it does.
-        table: name -> setting: its flags and variables; empty for a command that calls a function.
-        defaults: name -> value, of settings that have one.
-        positional: settings that may be given without their flag, in this order.
-        notes: paragraphs after the flags.
-        examples: what each shows, and the line.
-        exit_codes: each with what it means.
-        **more: what `click.Command` takes.
+    `table`: name -> setting, empty for a command that calls a function; `defaults`: their values;
+    `positional`: settings that may be given without their flag, in order.
     """
 
     def __init__(
@@ -137,7 +116,7 @@ class Command(click.Command):
         return [*places, *flags, version, _asking("--help-all", self._help_all)]
 
     def named(self, name: str) -> "Command":
-        """Return a command of settings under another name, in its examples too."""
+        """Return the command under another name, examples included."""
         old = self.name or ""
         examples = [(about, line.replace(old, name)) for about, line in self.examples]
         return Command(
@@ -154,11 +133,7 @@ class Command(click.Command):
     def parse(
         self, argv: Sequence[str], show: Callable[[str], object] = click.echo
     ) -> dict[str, str] | None:
-        """Return name of a setting -> what its flag was given; None after --help or --version.
-
-        Raises:
-            UsageError: a flag is unknown or lacks its value, or there is an argument too many.
-        """
+        """Return setting -> text of its flag; None after --help or --version. Raises UsageError."""
         try:
             with self.make_context(self.name, list(argv), obj=show) as context:
                 given = {n: v for n, v in context.params.items() if v not in (None, False)}
@@ -169,13 +144,13 @@ class Command(click.Command):
         return {name: "1" if value is True else value for name, value in given.items()}
 
     def told(self, error: click.UsageError) -> UsageError:
-        """Return what click says of a wrong line, as a sentence."""
+        """Return click's error as a sentence."""
         message = error.format_message()
         message += "" if message.endswith((".", "?", "?)")) else "."
         return UsageError(f"{message} See {self.name} --help.")
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse, and put what was given by its place where its flag would have put it."""
+        """Parse, and move positional values to their flags."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
             for place in self.params:
@@ -184,7 +159,7 @@ class Command(click.Command):
         return rest
 
     def describe(self, name: str, whole: bool = True) -> str:
-        """Return what a setting does and its default; the `whole` of it has its variables too."""
+        """Return a setting's help and default, with its variables if `whole`."""
         setting, default = self.table[name], self.defaults.get(name)
         notes = ["hint"] if name in HINTS else []
         if whole and setting.flag and setting.env:
@@ -198,10 +173,7 @@ class Command(click.Command):
         return self.get_help(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples, flags by group, and then variables, notes and exit codes.
-
-        The last three only with --help-all where there is that.
-        """
+        """Write examples and flags; with --help-all also variables, notes and exit codes."""
         whole = not self.table or __name__ in ctx.meta
         write_examples(formatter, self.examples)
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -229,7 +201,7 @@ class Command(click.Command):
 
 
 class Tasks(click.Group):
-    """A command whose first word names a task, with its examples first in its help."""
+    """A command group with its examples first in its help."""
 
     def __init__(
         self, name: str, about: str, tasks: Mapping[str, click.Command], examples: Examples
@@ -245,20 +217,18 @@ class Tasks(click.Group):
         _section(formatter, "Options", [_HELP])
 
     def help_text(self) -> str:
-        """Return its help."""
+        """Return the help text."""
         return self.get_help(click.Context(self, info_name=self.name, **self.context_settings))
 
 
 def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> click.Option:
-    """Return the flag of a setting as an option."""
+    """Return the click option of a setting."""
     if stands_alone(setting):
         return click.Option([setting.flag, name], is_flag=True, default=None, **more)
     return click.Option([setting.flag, name], type=Takes(setting, reads), **more)
 
 
 def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
-    """Return a flag that answers a question and ends the command."""
-
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
             show = context.obj if callable(context.obj) else click.echo
@@ -271,7 +241,7 @@ def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> c
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Examples) -> None:
-    """Write examples as a section of a help text: what each shows, and its line."""
+    """Write the examples section of a help text."""
     if examples:
         with formatter.section("Examples"):
             for about, text in examples:
@@ -280,12 +250,12 @@ def write_examples(formatter: click.HelpFormatter, examples: Examples) -> None:
 
 
 def usage(setting: Setting) -> str:
-    """Return a flag with what it takes."""
+    """Return a flag with its value's placeholder."""
     return setting.flag if stands_alone(setting) else f"{setting.flag} {setting.takes.metavar}"
 
 
 def stands_alone(setting: Setting) -> bool:
-    """Whether the flag of a setting takes no value and means 1."""
+    """Whether a setting's flag takes no value and means 1."""
     return setting.takes.metavar == "0|1"
 
 

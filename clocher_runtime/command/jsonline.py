@@ -9,16 +9,16 @@ from clocher_runtime.exit_codes import exit_code
 
 SCHEMA = "clocher.run/1"
 Line = Mapping[str, Any]
-"""Keys in their order; numbers that are not finite become null."""
+"""Keys in order; non-finite numbers become null."""
 
 
 def head(status: str) -> dict[str, Any]:
-    """Return what every line begins with."""
+    """Return the first keys of every line."""
     return {"schema": SCHEMA, "status": status, "version": clocher_version()}
 
 
 def error_line(error: BaseException) -> dict[str, Any]:
-    """Return the line for an exception."""
+    """Return the line of an error."""
     kind = type(error).__name__
     return {
         **head("error"),
@@ -29,12 +29,12 @@ def error_line(error: BaseException) -> dict[str, Any]:
 
 
 def to_json(line: Line) -> str:
-    """Return a line as JSON text: ASCII only, without a line break, NaN and infinities as null."""
+    """Return a line as ASCII JSON on one line, NaN and infinities as null."""
     from clocher_runtime.disk.schema import finite
 
     return json.dumps(finite(line), allow_nan=False)
 
 
 def clocher_version() -> str:
-    """Return the version of the installed distribution."""
+    """Return the installed version."""
     return clocher_kernels.__version__

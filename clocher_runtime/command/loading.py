@@ -33,18 +33,14 @@ _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
 _MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
 _NOT_ON: Mapping[str, Set[str]] = {"cpu": {"tile_table"}, "cuda": {"isa"}}
-"""Device -> settings that are of the other one."""
+"""Device -> settings of the other device."""
 
 
 class StubTokenizer:
-    """The tokenizer of the stub: prompts are their UTF-8 bytes; ids are written out as numbers."""
+    """The stub's tokenizer: prompts are UTF-8 bytes, ids are written as numbers."""
 
     def encode(self, text: str, *, room: int | None = None) -> list[int]:
-        """Return the UTF-8 bytes of a text.
-
-        Raises:
-            UsageError: the text is not valid Unicode, or has more characters than `room`.
-        """
+        """Return the UTF-8 bytes; raises UsageError: invalid Unicode, or longer than `room`."""
         if room is not None and len(text) > room:
             raise UsageError(f"{len(text)} characters; at most {room} are taken: shorten it")
         try:
@@ -57,24 +53,16 @@ class StubTokenizer:
         return "".join(f"<{token}>" for token in ids)
 
     def stream(self) -> TextStream:
-        """Return a decoder that takes one id at a time."""
+        """Return an incremental decoder."""
         return TextStream(self.decode)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """Something that generates, and what the JSON line says about it.
+    """A generating engine, and its entries in the JSON line.
 
-    Attributes:
-        tokenizer: None where the model has none.
-        kv_cache_bytes: memory of the KV cache.
-        files: contents of the mapped weight files, u8 [size] each.
-        stop_ids: ids that end a sequence.
-        bytes_per_token: weight bytes that one token reads.
-        sampling_defaults: sampling settings of the model, unless the run ignores them.
-        gpu: name, driver, clocks and memory of the GPU; None on the CPU.
-        hints_ignored: what the run asked for and this engine does not act on.
-        draft_model: name of the draft model; None without one.
+    `files`: mapped weight files, u8 [size] each; `bytes_per_token`: weight bytes read per token;
+    `hints_ignored`: settings without effect.
     """
 
     session: Session
@@ -100,11 +88,11 @@ class Engine:
 
     @property
     def numerics(self) -> dict[str, str]:
-        """How weights, activations and the KV cache are stored, as results report it."""
+        """The storage of weights, activations and KV cache, as results report it."""
         return {n: getattr(self, n) for n in ("precision", "act_prec", "kv_dtype")}
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion, without the token that ended it."""
+        """Return the text of a completion, without its stop token."""
         if self.tokenizer is None:
             return ""
         return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
@@ -112,16 +100,10 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """A model that is loaded and not bound yet.
+    """A loaded model, not bound to a back end yet.
 
-    Attributes:
-        config: with its back end, and the threads that this machine has.
-        reason: why it is this back end.
-        name: of the model.
-        source: what named the model.
-        draft: the draft model; None without one.
-        calibration: token ids that thresholds of activations are taken from.
-        ignored: what was asked for and is not acted on, whatever the session does.
+    `reason` says why this back end; `calibration`: token ids for activation thresholds; `ignored`:
+    settings without effect.
     """
 
     config: EngineConfig
@@ -135,7 +117,7 @@ class Loaded:
     ignored: tuple[str, ...] = ()
 
     def session(self, progress: Progress | None = None, packing: Progress | None = None) -> Session:
-        """Return a session of it; see `Session`."""
+        """Return a `Session` of it."""
         draft, calibration = self.draft, self.calibration
         return Session(
             self.model,
@@ -154,14 +136,7 @@ def load_engine(
     *,
     needs_text: bool = True,
 ) -> Engine:
-    """Load the model of a configuration and compile what it needs.
-
-    Raises:
-        ModelError: the model is missing, invalid or not supported.
-        DeviceError: the device is not available.
-        OutOfMemory: the model or its cache does not fit.
-        UsageError: two settings exclude each other.
-    """
+    """Load a model and compile; raises ModelError, DeviceError, OutOfMemory, UsageError."""
     chosen = load(config, needs_text=needs_text)
     config, model = chosen.config, chosen.model
     bound = chosen.session(progress, packing)
@@ -193,7 +168,7 @@ def load_engine(
 
 
 def numerics(session: Session) -> dict[str, str]:
-    """Return how the weights, the KV cache and the activations of a session are stored."""
+    """Return the storage of weights, KV cache and activations of a session."""
     model = session.model
     cache = session.sizes.cache_dtype if model.spec.windows else "none"  # no layers, no cache
     stored = {"precision": model.precision, "kv_dtype": cache}
@@ -201,7 +176,7 @@ def numerics(session: Session) -> dict[str, str]:
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
-    """Load the model of a configuration; the arguments and errors are those of `load_engine`."""
+    """Load a model; arguments and errors as `load_engine`."""
     if config.stub:
         return _stub(config)
     hand_on(config.isa, config.tile_table)
@@ -237,12 +212,11 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
 
 
 def defaults_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float]:
-    """Return the sampling settings of a model, {} with `--generation-config none`."""
+    """Return a model's sampling defaults, {} with `--generation-config none`."""
     return sampling_defaults(checkpoint) if config.generation_config == "auto" else {}
 
 
 def _draft(config: EngineConfig, model: Model) -> Model | None:
-    """Load the draft model; None without one, and where no drafter would use it."""
     if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
         return None
     from clocher_runtime.text.pairing import load_draft
@@ -252,7 +226,6 @@ def _draft(config: EngineConfig, model: Model) -> Model | None:
 
 
 def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | None:
-    """Return the tokens of the first characters of the text of `--act-calibration`."""
     path = config.act_calibration
     if path is None:
         return None
@@ -267,7 +240,6 @@ def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | No
 
 
 def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
-    """Return about how many bytes of weights the CPU back end will pack by itself."""
     usual = config.act_prec in (None, "int8") and config.pretranspose in (None, "all")
     if config.backend != "cpu" or not usual or len({cpu.socket for cpu in read_cpus()}) > 1:
         return 0
@@ -280,7 +252,6 @@ def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
 
 
 def _stub(config: EngineConfig) -> Loaded:
-    """Return the stub. It acts on the prompt and on counts only; the rest is listed as ignored."""
     from clocher_runtime.engine.stub import CONTEXT, stub_model
 
     settings = dict(every(type(config)))
@@ -305,7 +276,6 @@ def _stub(config: EngineConfig) -> Loaded:
 
 
 def _tokenizer(checkpoint: Checkpoint, needs_text: bool) -> Tokenizer | None:
-    """Load the tokenizer. Prompts that are or may be token ids do without one."""
     source = checkpoint.tokenizer_source
     if not needs_text and isinstance(source, Path) and not os.path.exists(source):
         return None
@@ -318,7 +288,7 @@ def _tokenizer(checkpoint: Checkpoint, needs_text: bool) -> Tokenizer | None:
 
 
 def not_acted_on(given: Mapping[str, Given], acted_on: Set[str]) -> tuple[str, ...]:
-    """Return what a run asked for and did not get, as "NAME=value"."""
+    """Return settings without effect, as "NAME=value"."""
     met = set(acted_on & _MEMORY)
     met |= _PINNED if "placement" in acted_on else set()
     met |= _REPLICATED if "hot_replicate" in acted_on else set()

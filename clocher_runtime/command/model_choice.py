@@ -1,8 +1,4 @@
-"""Which model a run uses, and where it is.
-
-A named one, one in the current directory, or the embedded one. A name is a directory, a GGUF file
-or `owner/name` of a repository that lies in the Hub's cache. Nothing is downloaded here.
-"""
+"""Which model a run uses: directory, GGUF file or cached Hub repository. Nothing is downloaded."""
 
 import os
 from dataclasses import dataclass
@@ -22,11 +18,8 @@ DEDUP_INDEX = "model.dedup.json"
 class ModelChoice:
     """A model, not opened yet.
 
-    Attributes:
-        name: what the run calls it.
-        source: why it was chosen: a flag, a variable, "current directory" or "embedded".
-        path: its directory or GGUF file, or the metadata file of an IEBIN pair.
-        data: the data file of an IEBIN pair.
+    `source`: the flag or variable that chose it, "current directory" or "embedded". `path`:
+    directory, GGUF file, or metadata file of an IEBIN pair, whose data file is `data`.
     """
 
     name: str
@@ -35,11 +28,7 @@ class ModelChoice:
     data: Path | None = None
 
     def open(self) -> Checkpoint:
-        """Open its checkpoint.
-
-        Raises:
-            ModelError: it is missing or invalid.
-        """
+        """Open the checkpoint; raises ModelError."""
         if self.data is not None:
             from clocher_runtime.checkpoints.q4 import open_index
 
@@ -47,12 +36,7 @@ class ModelChoice:
         return open_checkpoint(self.path)
 
     def open_for(self, config: EngineConfig) -> tuple[Checkpoint, tuple[str, ...]]:
-        """Open its checkpoint as a run asks: by its deduplicated weights, with a LoRA adapter.
-
-        Raises:
-            ModelError: it is missing or invalid.
-            UsageError: two settings exclude each other.
-        """
+        """Open it, with deduplicated weights and LoRA if set; raises ModelError, UsageError."""
         directory: Path | None = self.path if self.data is None else self.path.parent
         if config.model_bin is not None or (self.data and self.path.name != JSON_NAME):
             directory = None
@@ -76,15 +60,11 @@ class ModelChoice:
 
 
 def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
-    """Return the model of a run.
+    """Return the model of a run; raises ModelNotFound.
 
-    In this order: `--model-json` and `--model-bin`; `--model-dir`; an IEBIN pair in
-    the current directory; the embedded model. Of a pair, the file that is not named is the one of
-    the usual name in the model directory if that is given, else beside the other file.
-
-    Raises:
-        ModelNotFound: a named directory does not exist, or nothing is named or found although
-            IE_REQUIRE_MODEL=1.
+    In order: `--model-json` and `--model-bin`; `--model-dir`; an IEBIN pair in the current
+    directory; the embedded model (not with IE_REQUIRE_MODEL=1). The unnamed file of a pair has its
+    usual name, in the model directory if given, else beside the other file.
     """
     source, raw = config.given.get("model_dir", ("", str(config.model_dir)))
     model_dir = None if config.model_dir is None else locate(raw, source)
@@ -110,7 +90,6 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
 
 
 def _current_directory() -> Path | None:
-    """Return the current directory, None if it has been deleted."""
     try:
         return Path.cwd()
     except OSError:
@@ -118,8 +97,5 @@ def _current_directory() -> Path | None:
 
 
 def converses(path: Path, template: object) -> bool:
-    """Return whether a model answers in conversations, by its chat template.
-
-    That of the embedded model is for tests: it was trained on Python, not on talk.
-    """
+    """Return whether a model has a chat template; that of the embedded model is for tests."""
     return bool(template) and not path.samefile(embedded_model())

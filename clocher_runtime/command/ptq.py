@@ -1,4 +1,4 @@
-"""The work behind the flags of `clocher quantize`: the rules that they spell, texts, reports."""
+"""The work of `clocher quantize`: rules from flags, calibration texts, reports."""
 
 import hashlib
 import os
@@ -32,17 +32,14 @@ from clocher_runtime.quantize.plan import QuantPlan
 from clocher_runtime.text.tokenizer import Tokenizer
 
 KEPT = r".*(embed|lm_head|wte|wpe).*"
-"""What is not quantised without --rules: embeddings and head."""
+"""Not quantised without --rules: embeddings and head."""
 
 _DOCUMENT_TOKENS = 1024
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
 
 def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
-    """Quantise, and return the exit code.
-
-    `options`: what the flags of `subcommands.quantize` have read, and `out`: the manifest's path.
-    """
+    """Quantise; return the exit code. `options`: flag values, and `out`, the manifest's path."""
     job, plan = planned(report, opener, options)
     if options["dry_run"]:
         return ExitCode.OK
@@ -52,8 +49,8 @@ def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str,
 def planned(
     report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
-    """Open the input, and report what will be done; arguments are those of `run_ptq`."""
-    rules_of(options, ())  # refuses flags before a model is opened, or even fetched
+    """Open the input and report the plan; arguments as `run_ptq`."""
+    rules_of(options, ())  # checks flags before a model is opened or fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
     plan = job.plan()
@@ -62,7 +59,7 @@ def planned(
 
 
 def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
-    """Quantise and judge what was planned, and report the result."""
+    """Quantise and evaluate a plan, and report the result."""
     with report.counting() as tell:
         outcome = run_job(job, plan, tell)
     _say_outcome(report, outcome)
@@ -70,11 +67,7 @@ def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
 
 
 def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
-    """Return the rules that the flags spell, or those of --rules.
-
-    What the flags leave out gets a rule if there is any of it, because a rule that matches nothing
-    is an error. Raises UsageError: flags contradict each other.
-    """
+    """Return the rules of --rules or of the flags; raises UsageError if they conflict."""
     if not options["weights_only"]:
         raise UsageError(
             "--weights-only 0: a manifest quantises weights alone; int8 activations are a setting "
@@ -156,7 +149,6 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _dtype(options: dict[str, Any]) -> str:
-    """Return the format that --format or --bits asks for."""
     of_bits = f"int{options['bits'] or 4}"
     dtype = str(options["format"] or of_bits)
     if options["bits"] and dtype != of_bits:
@@ -186,7 +178,6 @@ def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
 
 
 def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> CalibrationText:
-    """Cut the text into sequences, and draw as many as were asked for."""
     tokenizer = _tokenizer(checkpoint)
     text, record = _read_text(options["calib_text"])
     ids = tokenizer.encode(text, special=False)

@@ -1,4 +1,4 @@
-"""The job of `clocher gate`: models through the gate, a table, a verdict."""
+"""The job of `clocher gate`: evaluate models, print a table and a verdict."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -39,7 +39,7 @@ _PROMPT = 32
 
 
 def judge(report: Report, options: dict[str, Any]) -> ExitCode:
-    """Run every model through the gate, print and write what was found; return the exit code."""
+    """Evaluate all models, print and write the results; return the exit code."""
     if options["directory"] is not None:
         require_matplotlib()
         options["directory"].mkdir(parents=True, exist_ok=True)
@@ -96,13 +96,12 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
 def _config(options: dict[str, Any]) -> EngineConfig:
     act_prec = None if options["act_prec"] == "default" else options["act_prec"]
     if options["backend"] != "reference":
-        choose(options["backend"])  # refuses a device that is not there
+        choose(options["backend"])  # checks that the device exists
     named = {name: options[name] for name in ("backend", NUMERICS[1], "threads")}
     return replace(WEIGHTS_ALONE, act_prec=act_prec, **named)
 
 
 def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
-    """Name each model by its directory or file, or by its path where two are named alike."""
     names = [path.resolve().name.removesuffix(".json") for path in paths]
     return {
         name if names.count(name) == 1 else str(path): path

@@ -1,4 +1,4 @@
-"""The job of `clocher run`: prompts in, text out, one measured window, one line of numbers."""
+"""The job of `clocher run`: prompts in, text out, one measured window, one JSON line."""
 
 import gc
 import os
@@ -40,15 +40,10 @@ _PIPE_WAIT_S = 5
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
 
 Pipelines = Callable[[], PromptPipeline]
-"""Returns the micro-batches of one more round."""
 
 
 def run(config: RunConfig, console: Console) -> Line:
-    """Do a run and return its line.
-
-    Raises:
-        ClocherError: see `exit_codes` for what each kind means.
-    """
+    """Run, and return the JSON line; raises ClocherError."""
     if config.trace_topk and config.trace_ids is None:
         raise UsageError("--trace-topk needs --trace-ids; name the file that the trace goes to")
     _keep_inputs(config)
@@ -63,7 +58,7 @@ def run(config: RunConfig, console: Console) -> Line:
 
 
 def _single_prompt(config: RunConfig, console: Console) -> str | tuple[int, ...] | None:
-    """Return the prompt of a run without a file of them; None for the usual one."""
+    """Return the prompt of a run without a prompt file; None for the default one."""
     given = config.prompt_ids or config.prompt
     if given is not None or config.prompts_file is not None:
         return given
@@ -83,7 +78,7 @@ def _run(
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
     engine = load_engine(
-        replace(config, batch=batch, itl_ms=inf),  # no one waits for single tokens
+        replace(config, batch=batch, itl_ms=inf),  # single tokens need not be fast
         console.compiling,
         console.packing,
         needs_text=not may_be_ids,
@@ -119,7 +114,7 @@ def _run(
 
 
 def _untemplated(engine: Engine) -> str:
-    """Return what to do about a chat model that is given plain text; "" for others."""
+    """Return a hint for a chat model given plain text; else ""."""
     tokenizer = engine.tokenizer
     if engine.model_source == "embedded" or not isinstance(tokenizer, Tokenizer):
         return ""
@@ -134,7 +129,7 @@ def _untemplated(engine: Engine) -> str:
 def pipeline(
     config: RunConfig, engine: Engine, source: PromptSource, prepare: Preparation, batch: int
 ) -> PromptPipeline:
-    """Return the micro-batches of one more round, made ready as `--prefetch` says."""
+    """Return the micro-batches of a round, prefetched as `--prefetch` says."""
     ahead, overlap = prefetch_depth(config.prefetch, batch)
     return PromptPipeline(
         source.lines(),
@@ -157,7 +152,7 @@ def measure(
     """Generate for all prompts in all rounds, inside the strict window.
 
     The window holds prefill, decode, sampling and the work-touch. Tokenising, detokenising, writing
-    text and reading the logits of a trace happen between its spans.
+    text and reading traced logits happen between its spans.
     """
     session = engine.session
     window = TimedWindow("generate", synchronize=session.synchronize)
@@ -208,7 +203,7 @@ def measure(
                 tokens += sum(map(len, made))
                 cut += sum(_is_cut(ids, config.max_new, engine.stop_ids) for ids in made)
                 steps.add(window.spans)
-                window.spans.clear()  # a file of prompts may make more than memory holds
+                window.spans.clear()  # a prompt file may produce more than fits in memory
                 if first:
                     results = iter(zip(made, largest, strict=True))
                     for prompt in prompts:
@@ -234,12 +229,10 @@ def measure(
 
 
 def _is_cut(ids: Sequence[int], most: int, stop_ids: frozenset[int]) -> bool:
-    """Return whether a completion ended because there was no more room for it."""
     return len(ids) < most and not (ids and ids[-1] in stop_ids)
 
 
 def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
-    """Yield the tokens; say of what ends them which prompt it was."""
     try:
         yield from tokens
     except NonFinite as error:
@@ -248,7 +241,6 @@ def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token
 
 
 def _keep_inputs(config: RunConfig) -> None:
-    """Refuse to replace what the run reads."""
     model = config.model_dir
     inputs = (config.prompts_file, config.config, config.model_json, config.model_bin, model)
     for flag, path in (("--outputs", config.outputs), ("--trace-ids", config.trace_ids)):
@@ -260,7 +252,6 @@ def _keep_inputs(config: RunConfig) -> None:
 
 
 def _is_same(path: Path, other: Path | None) -> bool:
-    """Return whether two paths name one file, which is there."""
     try:
         return other is not None and os.path.samefile(path, other)
     except OSError:
@@ -268,7 +259,6 @@ def _is_same(path: Path, other: Path | None) -> bool:
 
 
 def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> None:
-    """Say where a run does not do quite what its flags say."""
     usable = len(usable_cpus())
     if threads is not None and threads > usable:
         console.note(f"{threads} threads with {usable} usable CPU(s): running {usable}")
@@ -277,7 +267,6 @@ def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> No
 
 
 def _warm_up(session: Session, tokens: int, prompts: Iterable[Prompt]) -> None:
-    """Generate from the first usable prompt."""
     ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
     if ids is not None:
         for _ in session.generate([ids], tokens, stop_ids=frozenset()):

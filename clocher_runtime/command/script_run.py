@@ -1,8 +1,4 @@
-"""Programs that are a function with flags: their declaration, messages, progress, exit codes.
-
-Importing it is cheap, so that a command's help and its shell completion are: what works is
-imported by the function that needs it.
-"""
+"""Programs that are a function with flags; cheap to import, so that help is fast."""
 
 import errno
 import functools
@@ -51,7 +47,7 @@ COUNT = click.IntRange(1)
 
 Wrap = Callable[[Any], Any]
 Tell = Callable[[str, int, int], None]
-"""Takes what is done, and (done, total)."""
+"""Progress callback: label, done, total."""
 
 _ENGINE = declared(EngineConfig)
 _EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
@@ -60,7 +56,7 @@ _LATER = 1.5
 
 
 def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
-    """Declare an option; `more` is what `click.option` takes. Defaults and variables are shown."""
+    """Declare an option with its default and variable in help; `more` as `click.option`."""
     names = (flag, more.pop("name")) if "name" in more else (flag,)
     more.setdefault("show_default", more.get("default") is not None)
     more.setdefault("show_envvar", "envvar" in more)
@@ -68,7 +64,6 @@ def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
 
 
 def _phrase(help: str | None) -> str | None:
-    """Return a help text as a phrase, as the help of settings is one."""
     text = (help or "").removesuffix(".")
     is_word = text[1:2].islower() or text[1:2] == " "
     return (text[0].lower() + text[1:] if is_word else text) or None
@@ -77,10 +72,7 @@ def _phrase(help: str | None) -> str | None:
 def engine_options(
     *names: str, defaults: Mapping[str, str] = MappingProxyType({}), **more: Any
 ) -> tuple[Wrap, ...]:
-    """Declare the flags of fields of `EngineConfig`, with their variables.
-
-    `defaults` are other ones than those of the fields; `more` is what `click.Option` takes.
-    """
+    """Declare flags of `EngineConfig` fields, with their variables and other `defaults`."""
     return tuple(_engine_option(name, defaults.get(name), more) for name in names)
 
 
@@ -98,17 +90,17 @@ def _engine_option(name: str, default: str | None, more: Mapping[str, Any]) -> W
 
 
 def needed(flag: str, help: str, **more: Any) -> Wrap:
-    """Declare a path that has to be given."""
+    """Declare a required path."""
     return option(flag, PATH, help, required=True, **more)
 
 
 def switch(flag: str, help: str, *names: str) -> Wrap:
-    """Declare an option without a value."""
+    """Declare a flag without a value."""
     return click.option(flag, *names, is_flag=True, help=_phrase(help))
 
 
 def place(word: str, flag: str, help: str, *, needed: bool = True, many: bool = False) -> Wrap:
-    """Declare a path that is given by its place, or by a flag that names the parameter."""
+    """Declare a path as a positional, or by a flag that names the parameter."""
     name = flag.removeprefix("--").replace("-", "_")
 
     def declare(function: Any) -> Any:
@@ -121,10 +113,10 @@ def place(word: str, flag: str, help: str, *, needed: bool = True, many: bool = 
 
 
 class Script(Command):
-    """A command that calls a function; `run` does everything, errors included."""
+    """A command that calls a function; `run` also handles its errors."""
 
     def run(self, argv: Sequence[str] | None = None) -> int:
-        """Run it, and return the exit code."""
+        """Run it; return the exit code."""
         report = Report(self.name or "")
         given = list(sys.argv[1:] if argv is None else argv)
         try:
@@ -141,7 +133,7 @@ class Script(Command):
             return report.failed(error)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
-        """Run it as a program: end the process with its code, unless `standalone_mode=False`."""
+        """Run it as a program: exit with its code, unless `standalone_mode=False`."""
         code = self.run(args)
         return sys.exit(code) if more.get("standalone_mode", True) else code
 
@@ -154,10 +146,7 @@ def script(
     exit_codes: Codes = EXIT_CODES,
     help: str | None = None,
 ) -> Callable[[Callable[..., int | None]], Script]:
-    """Return a decorator that makes a function a command: `function(report, **options)`.
-
-    What it returns is the exit code, None for 0; an expected error ends it with its own.
-    """
+    """Return a decorator that makes a command of a function that returns an exit code or None."""
 
     def decorate(function: Callable[..., int | None]) -> Script:
         run: Any = click.pass_obj(function)
@@ -180,20 +169,19 @@ def script(
 
 
 def _where(error: OSError) -> str:
-    """Return what could not be written or read; "" for what tells it by itself."""
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
     return str(error.filename or "") or ("standard output" if nameless else "")
 
 
 def size(nbytes: int) -> str:
-    """Return a number of bytes in the unit that fits."""
+    """Return a size in bytes in a fitting unit."""
     from rich.filesize import decimal
 
     return decimal(nbytes)
 
 
 class Report:
-    """Writes to standard error for one program."""
+    """Messages of a program on standard error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -209,11 +197,11 @@ class Report:
         self._console.print(text, markup=False)
 
     def done(self, text: str) -> None:
-        """Write a line that begins with the program's name."""
+        """Write a line with the program's name."""
         self.note(f"{self._name}: {text}")
 
     def failed(self, raised: BaseException) -> ExitCode:
-        """Write the line of an expected error, and return its exit code."""
+        """Write an expected error; return its exit code."""
         error = told(raised)
         if isinstance(error, KeyboardInterrupt):
             self.done("interrupted; run it again to go on")
@@ -224,30 +212,29 @@ class Report:
         return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
 
     def lost(self, message: str) -> None:
-        """Write the error of a process that ends at once, because a model file is gone."""
+        """Write the error of a process that ends because a model file is gone."""
         self._console.show_cursor()
         self.done(f"error: {message}")
 
     def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
-        """Say how much of the disk the work needs."""
+        """Write how much disk space is needed."""
         self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
 
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
-        """Show how far a work of `total` bytes is; yield what takes (bytes done, name)."""
+        """Show progress through `total` bytes; yield a callback for (bytes done, name)."""
         with self._telling(in_bytes=True) as tell:
             yield lambda nbytes, name: tell(name, nbytes, total)
             tell("done", total, total)
 
     @contextmanager
     def counting(self) -> Iterator[Tell]:
-        """Show how far something is; yield what takes (what is counted, done, total)."""
+        """Show progress; yield a callback for (label, done, total)."""
         with self._telling(in_bytes=False) as tell:
             yield tell
 
     @contextmanager
     def _telling(self, in_bytes: bool) -> Iterator[Tell]:
-        """Show a bar with the time left on a terminal, elsewhere a line now and then."""
         from rich.progress import (
             BarColumn,
             DownloadColumn,
@@ -283,7 +270,7 @@ class Report:
 
 @contextmanager
 def reporting(name: str) -> Iterator[Report]:
-    """Yield a `Report`; an expected error becomes a line and ends the process with its code."""
+    """Yield a `Report`; an expected error is written and ends the process."""
     from clocher_runtime.disk.files import ending_on_lost_pages
 
     report = Report(name)

@@ -1,4 +1,4 @@
-"""The programs of scripts/: which function or module each name stands for."""
+"""The programs of scripts/: script name -> function or module."""
 
 import os
 import pkgutil
@@ -43,7 +43,7 @@ SCRIPTS: Mapping[str, str] = {
 
 
 def start(file: str) -> NoReturn:
-    """Run the program of a script with the arguments of this process, from any directory."""
+    """Run a script with this process's arguments, from any directory."""
     path = Path(file).resolve()
     target = SCRIPTS[path.stem]
     if not target.startswith("-m "):

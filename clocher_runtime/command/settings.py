@@ -1,4 +1,4 @@
-"""The settings of `clocher run` and `clocher chat`: the engine's, and their own."""
+"""The settings of `clocher run` and `clocher chat`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,12 +20,11 @@ _chat = partial(flag, "Chat")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
 RANDOM = "random"
 CONTINUED = 64
-"""Tokens that a text is continued by in a chat, unless a setting says otherwise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig(EngineConfig):
-    """An engine, and how tokens are sampled."""
+    """The settings of the engine and of sampling."""
 
     temperature: float = _generation(number(0, 100), "0 takes the most likely token", default=0.0)
     top_k: int = _generation(COUNT, "sample from the k most likely; 0: all", default=0)
@@ -42,7 +41,7 @@ class SamplingConfig(EngineConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig(SamplingConfig):
-    """A run, fully decided: every setting that it acts on. A None stands for what help says."""
+    """The settings of a run; for None see the help."""
 
     command: ClassVar[str] = "run"
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
@@ -92,7 +91,7 @@ class RunConfig(SamplingConfig):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatConfig(SamplingConfig):
-    """How a conversation is held, and with what. A None stands for what help says."""
+    """The settings of a chat; for None see the help."""
 
     command: ClassVar[str] = "chat"
 
@@ -117,7 +116,7 @@ class ChatConfig(SamplingConfig):
     )
 
     def on_top_of(self, defaults: Mapping[str, float]) -> tuple[Self, dict[str, float]]:
-        """Return the settings with a model's defaults where nothing was given, and those."""
+        """Return the settings with a model's defaults where unset, and those defaults."""
         said = {name: getattr(self, name) for name in defaults if name in self.given}
         if "temperature" in self.given:
             said["temperature"] = self.temperature
@@ -127,10 +126,8 @@ class ChatConfig(SamplingConfig):
 
 
 SETTINGS: Mapping[str, Setting] = declared(RunConfig)
-"""Field of `RunConfig` -> how it is given."""
 
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}
-"""Every flag and every environment variable of a run."""
 
 
 def resolve(

@@ -112,7 +112,7 @@ def verify_ids(
 
 
 def same_weights(traces: Sequence[Trace], directory: Path) -> bool | None:
-    """Whether the run had the weights of this directory bit for bit; None: not known."""
+    """Whether the run used exactly the weights of this directory; None: unknown."""
     traced = {trace.fingerprint for trace in traces}
     try:
         return None if None in traced else traced == {fingerprint(open_checkpoint(directory))}

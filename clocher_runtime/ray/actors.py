@@ -1,12 +1,6 @@
-"""Actors for `ray.data.Dataset.map_batches`: generate from rows, or score them.
+"""Actors for `ray.data.Dataset.map_batches`: generate from rows, or score them (docs/ray.md).
 
-    ds = ray.data.read_json("prompts.jsonl").map_batches(
-        Generate, fn_constructor_kwargs={"model": "models/llama", "cpus": 4},
-        compute=ray.data.ActorPoolStrategy(size=8), batch_size=32, num_cpus=4,
-    )
-
-An actor loads the model once and is pinned to CPUs of its own. A row's result depends on the row
-alone, not on its actor, its batch or the number of threads: each row has its own seed.
+A row has a seed of its own: its result does not depend on actor, batch or threads.
 """
 
 import json
@@ -27,22 +21,14 @@ from clocher_runtime.quality.likelihood import Pair, Scorer
 from clocher_runtime.text.completion import OPTIONS, TextGeneration, side_by_side
 
 SHARED_MB = 64 << 10
-"""MiB of packed weights that the tile cache keeps for all actors of a machine."""
+"""MiB of packed weights in the tile cache, shared by all actors of a machine."""
 Row = Mapping[str, Any]
 _BAD_ROW = (UsageError, NonFinite)
 _locks: list[int] = []  # descriptors, open as long as this process has the CPUs
 
 
 def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = None) -> list[int]:
-    """Lock CPUs that no other actor of this machine has; return them, [] if too few are free.
-
-    A lock is a file per CPU in `root`; the system releases it when the process ends.
-
-    Args:
-        count: how many.
-        cpus: candidates, best first; default: all usable ones, physical cores first.
-        root: directory of the locks; default: one of this user among temporary files.
-    """
+    """Lock CPUs (default: physical cores first) in `root`; return them, [] if too few are free."""
     cpus = [cpu.id for cpu in in_order(read_cpus(), "compact")] if cpus is None else cpus
     root = root or Path(tempfile.gettempdir()) / f"clocher-cpus-{os.geteuid()}"
     taken: dict[int, int] = {}
@@ -54,9 +40,9 @@ def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = Non
             if len(taken) < count:
                 try:
                     taken[cpu] = open_locked(root / f"{cpu}.lock")
-                except UsageError:  # another actor has it
+                except UsageError:  # held by another actor
                     continue
-    except OSError:  # no place for locks
+    except OSError:  # no lock directory
         pass
     if len(taken) < count:
         for descriptor in taken.values():
@@ -67,10 +53,7 @@ def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = Non
 
 
 def pin(count: int) -> list[int]:
-    """Pin this process to CPUs of its own, and share packed weights with the machine's actors.
-
-    Returns the CPUs; [] if too few are free: the process then runs unpinned.
-    """
+    """Pin this process to free CPUs and share packed weights; return them, [] if unpinned."""
     os.environ.setdefault("CLOCHER_TILE_CACHE_MB", str(SHARED_MB))
     cpus = claim(count)
     for thread in os.listdir("/proc/self/task") if cpus else ():
@@ -88,24 +71,20 @@ def release() -> None:
 
 
 class Actor:
-    """A model that takes rows.
+    """A model that processes rows.
 
-    Args:
-        model: as `load` takes it; each machine finds it under this name.
-        cpus: CPUs of its own, and so threads; give Ray the same number as `num_cpus`.
-        batch: rows computed side by side.
-        **options: other arguments of `load`, whose errors it raises.
+    `model` and `options` are arguments of `load`; `cpus` is also the number of threads and should
+    be Ray's `num_cpus`; `batch` rows are computed together.
     """
 
     columns: tuple[str, ...]
-    """Fields of a result that is no error."""
 
     def __init__(self, model: str | None, *, cpus: int = 1, batch: int = 8, **options: Any) -> None:
         self.cpus = pin(cpus)
         self.model: LanguageModel = load(model, threads=cpus, batch=batch, **options)
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return a batch of columns with those of the results; `error` is "" where all is well."""
+        """Return the columns of a batch with those of the results; `error` is "" on success."""
         count = len(next(iter(batch.values())))
         cells = {n: [_plain(column[at]) for at in range(count)] for n, column in batch.items()}
         rows = [
@@ -117,7 +96,7 @@ class Actor:
         return {**batch, **made, "error": _column([answer.get("error", "") for answer in answers])}
 
     def answers(self, rows: Sequence[Row]) -> list[dict[str, Any]]:
-        """Return the result of each row, or {"error": ...} for one that cannot be used."""
+        """Return the result of each row, or {"error": ...} for an invalid one."""
         found: dict[int, dict[str, Any]] = {}
         asked: dict[int, Any] = {}
         for number, row in enumerate(rows):
@@ -127,14 +106,14 @@ class Actor:
                 found[number] = {"error": str(error)}
         try:
             found |= zip(asked, self.compute(list(asked.values())), strict=True)
-        except _BAD_ROW as error:  # alone, each has the same result, or its own error
+        except _BAD_ROW as error:  # one by one: each gets its result or its error
             if len(rows) == 1:
                 return [{"error": str(error)}]
             found |= {number: self.answers([rows[number]])[0] for number in asked}
         return [found[number] for number in range(len(rows))]
 
     def read(self, row: Row) -> Any:
-        """Return what `compute` takes of a row; UsageError if it cannot be used."""
+        """Return what `compute` takes for a row; raises UsageError."""
         raise UsageError(f"{type(self).__name__} reads no rows")
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
@@ -143,14 +122,9 @@ class Actor:
 
 
 class Generate(Actor):
-    """Generates text from rows.
+    """Generates text from rows with `prompt` or `messages`, and arguments of a generation.
 
-    A row has `prompt` (text or token ids) or `messages`, and any argument that `LanguageModel`
-    takes: max_new, temperature, top_p, seed, stop, ... Other fields are ignored. `sampling` has the
-    defaults; the seed of a row without one is that of `sampling` plus `row`, its number.
-
-    `model`: as `load` takes it. `sampling`: arguments of `LanguageModel.generate` for rows that do
-    not name them. `**actor`: see `Actor`.
+    `sampling` has the defaults; the default seed is its seed plus the row's number.
     """
 
     columns = ("text", "ids", "finish_reason", "prompt_tokens")
@@ -160,7 +134,7 @@ class Generate(Actor):
         self._sampling = dict(sampling or {})
 
     def read(self, row: Row) -> TextGeneration:
-        """Return the generation that a row asks for, not begun."""
+        """Return the generation of a row, not started."""
         options = {**self._sampling, **{key: row[key] for key in row if key in OPTIONS}}
         options["seed"] = options.get("seed", 0) + (0 if "seed" in row else row.get("row", 0))
         if ("prompt" in row) == ("messages" in row):
@@ -170,23 +144,19 @@ class Generate(Actor):
         given = row["messages"]
         if not isinstance(given, list) or not all(isinstance(each, dict) for each in given):
             raise UsageError(f"messages is {shown(given)}; expected a list of objects")
-        # Columns of Arrow have null for fields that a message lacks.
+        # Arrow columns have null for missing fields.
         messages = [{k: value for k, value in each.items() if value is not None} for each in given]
         return self.model.stream_chat(messages, **options)
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
-        """Generate side by side."""
+        """Generate as a batch."""
         made = dict(side_by_side(asked, self.model.session.config.batch))
         whole = [{name: getattr(made[at], name) for name in self.columns} for at in sorted(made)]
         return [each | {"ids": list(each["ids"])} for each in whole]
 
 
 class Score(Actor):
-    """Computes log probabilities as lm-evaluation-harness does.
-
-    A row has `text`, scored whole (window by window if it is long), or `continuation`, scored
-    after its `context`.
-    """
+    """Computes log probabilities of rows with `text`, or `continuation` after `context`."""
 
     columns = ("logprob", "tokens", "is_greedy")
 
@@ -208,7 +178,7 @@ class Score(Actor):
         raise UsageError("text has no tokens")
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
-        """Score side by side."""
+        """Score as a batch."""
         scores = iter(self._scorer.scores([pair for pairs in asked for pair in pairs]))
         mine = [[next(scores) for _ in pairs] for pairs in asked]
         return [
@@ -225,7 +195,7 @@ TASKS: Mapping[str, type[Actor]] = {"generate": Generate, "score": Score}
 
 
 class Lines:
-    """Rows of a job: JSON text in and out, since rows need not have the same fields."""
+    """Rows of a job as JSON text, since rows may have different fields."""
 
     def __init__(self, task: str, model: str | None, **actor: Any) -> None:
         self._actor = TASKS[task](model, **actor)

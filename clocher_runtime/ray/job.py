@@ -1,11 +1,7 @@
 """A job: every row of a file through actors of a Ray cluster, each stored exactly once.
 
-    OUT/job.json       what was asked: task, model, settings, input. Another job is refused.
-    OUT/rows.jsonl     finished rows in any order, appended and flushed by the driver
-    OUT/results.jsonl  every row once, in the order of the input; then rows.jsonl is removed
-
-Ray restarts actors that die, and gives their rows to others. A driver that died is followed by one
-that reads rows.jsonl and computes the rest. A row that cannot be used becomes {"error": ...}.
+OUT/job.json describes the job; OUT/rows.jsonl has finished rows in any order, from which a new
+driver resumes; OUT/results.jsonl replaces it at the end. An invalid row becomes {"error": ...}.
 """
 
 import hashlib
@@ -29,18 +25,17 @@ from clocher_runtime.quantize.plan import describe_source
 from clocher_runtime.ray.actors import Lines
 
 RETRIES = 5
-"""Times that a task is given to another actor because one died with it."""
-_RESTARTS = 100  # of an actor: machines come and go, but not while a model loads
+_RESTARTS = 100  # of an actor: machines come and go, but not during loading
 _MAX_INPUT = 1 << 34
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is to be done: `task` is a name of `TASKS`, `options` are arguments of its actor.
+    """A job: `task` is a name of `TASKS`, `options` are arguments of its actor.
 
-    `cpus` are those of each actor, `actors` None stands for as many as the cluster has CPUs for;
-    `batch` rows are computed side by side, `task_rows` are lost with an actor that dies.
+    `cpus` are per actor; `actors` None: as many as fit the cluster. `batch` rows are computed
+    together; at most `task_rows` are lost with an actor.
     """
 
     task: str
@@ -55,7 +50,7 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended: rows of the input, of them done by an earlier driver, errors, the file."""
+    """The end of a job: rows of the input, rows already done, errors, the results file."""
 
     rows: int
     resumed: int
@@ -64,11 +59,7 @@ class Outcome(NamedTuple):
 
 
 class Record:
-    """The directory of a job: a context that holds its lock. `done` maps rows to (offset, size).
-
-    Raises UsageError if it is another job's or another driver is at work, OSError if it cannot be
-    written.
-    """
+    """A job's locked directory; `done`: row -> (offset, size). Raises UsageError, OSError."""
 
     def __init__(self, out: Path, asked: Mapping[str, Any], count: int) -> None:
         self.path, self.results, self._rows = out, out / "results.jsonl", out / "rows.jsonl"
@@ -97,13 +88,13 @@ class Record:
         self.close()
 
     def close(self) -> None:
-        """Let another driver in."""
+        """Release the lock."""
         for descriptor in (self._file, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
 
     def add(self, answers: Mapping[int, Mapping[str, Any]]) -> None:
-        """Store results by row number, on disk when it returns; rows stored before are left out."""
+        """Store results by row number, flushed to disk; rows already stored are skipped."""
         for row in sorted(set(answers) - set(self.done)):
             line = f"{json.dumps({'row': row, **answers[row]})}\n".encode()
             self.done[row] = (self._size, len(line))
@@ -112,7 +103,7 @@ class Record:
         os.fsync(self._file)
 
     def finish(self) -> int:
-        """Write the results, and return how many rows are errors."""
+        """Write the results; return the number of error rows."""
         if len(self.done) != self._count:
             raise FormatError(
                 f"{self.path}: {len(self.done)} of {self._count} rows are done; run it again"
@@ -145,7 +136,7 @@ class Record:
             write_file(manifest, f"{json.dumps(asked, indent=1)}\n".encode())
 
     def _resume(self) -> None:
-        """Read the rows that an earlier driver stored; a line without its end is cut off."""
+        """Read stored rows; an incomplete last line is cut off."""
         self._size = 0
         with open(self._file, "rb", closefd=False) as file:
             for line in file:
@@ -161,10 +152,7 @@ class Record:
 
 
 def read_rows(path: Path) -> list[str]:
-    """Return the rows of a JSONL file as JSON objects; blank lines are skipped.
-
-    A line that is no object becomes the row {"error": what is wrong}.
-    """
+    """Return the rows of a JSONL file as JSON text, {"error": ...} if not an object."""
     rows = []
     for number, line in enumerate(read_bytes(path, _MAX_INPUT).split(b"\n"), start=1):
         if line.strip():
@@ -179,15 +167,10 @@ def read_rows(path: Path) -> list[str]:
 
 
 def run_job(job: Job, address: str | None = None, progress: Progress | None = None) -> Outcome:
-    """Compute the rows of a job that are not stored yet.
+    """Compute the rows of a job that are not stored yet; `progress` gets (done, total).
 
-    Args:
-        job: what is to be done.
-        address: of a Ray cluster; default: RAY_ADDRESS, else one is started on this machine.
-        progress: called with (done, total) rows.
-
-    Raises UsageError: the directory holds another job, or there are no rows. ModelError: the model
-    or the input cannot be read. DeviceError: Ray is not installed, or gave up.
+    `address` defaults to RAY_ADDRESS, else a local cluster. Raises UsageError, ModelError,
+    DeviceError.
     """
     rows = read_rows(job.source)
     checkpoint = open_checkpoint(
@@ -232,7 +215,7 @@ def _compute(
     model = job.model
     if model is not None and Path(model).exists():  # an actor runs in another directory
         model = str(Path(model).absolute())
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import has set it to INFO
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # its import sets it to INFO
     DataContext.get_current().enable_progress_bars = False
     with warnings.catch_warnings():  # Ray 2.60 has no other name for the last two yet
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -258,10 +241,7 @@ def _compute(
 
 @contextmanager
 def connected(address: str | None = None) -> Iterator[Any]:
-    """Yield the module `ray`, connected to a cluster; one that was started for this is ended.
-
-    Raises DeviceError: Ray is not installed, or the cluster does not answer.
-    """
+    """Yield `ray`, connected to a cluster; a started one is stopped. Raises DeviceError."""
     try:
         import ray
     except ImportError:
@@ -271,7 +251,7 @@ def connected(address: str | None = None) -> Iterator[Any]:
     if ray.is_initialized():
         yield ray
         return
-    logging.getLogger("ray").setLevel(logging.ERROR)  # what goes wrong comes as an exception
+    logging.getLogger("ray").setLevel(logging.ERROR)  # errors come as exceptions
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
     try:
         ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -284,6 +264,5 @@ def connected(address: str | None = None) -> Iterator[Any]:
 
 
 def _last_line(error: BaseException) -> str:
-    """Return the last line of an error of Ray: before it are the frames of an actor."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -1,11 +1,4 @@
-"""Clocher's server on Ray Serve: replicas behind one address.
-
-    serve run clocher_runtime.ray.serving:app model_dir=models/llama replicas=4 cpus=8
-
-A replica is the server of `clocher serve` without its socket, on CPUs of its own. Requests with
-the same header `x-session-id` go to one replica, which has their prefix cached. A replica whose
-engine is stuck or has failed for good is replaced.
-"""
+"""Clocher's server on Ray Serve: replicas at one address (docs/ray.md)."""
 
 import asyncio
 import logging
@@ -27,7 +20,7 @@ _OF_SERVE = {"host", "port", "threads"}
 
 
 class Replica:
-    """A server with an engine of its own; arguments are settings of `clocher serve`, and CPUs."""
+    """A server with its own engine; arguments are settings of `clocher serve`, and CPUs."""
 
     async def __init__(self, flags: Mapping[str, str], cpus: int) -> None:  # type: ignore[misc]
         pin(cpus)
@@ -41,7 +34,7 @@ class Replica:
         return self._server.app()
 
     async def check_health(self) -> None:
-        """Raise unless the engine was heard of lately; Ray then replaces the replica."""
+        """Raise if the engine is stuck or dead; Ray then replaces the replica."""
         engine = self._server.engine
         if engine.status == "failed" or engine.is_stuck or self._running.done():
             raise DeviceError(
@@ -49,7 +42,6 @@ class Replica:
             )
 
     async def __del__(self) -> None:
-        """End the engine: no request is left, or the time for them is over."""
         if server := getattr(self, "_server", None):
             server.engine.drain()
             self._running.cancel()

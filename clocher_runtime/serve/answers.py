@@ -1,7 +1,4 @@
-"""Answers of chats and completions, whole or streamed: one pipeline, two translations.
-
-Source: OpenAI API reference, chat completions and completions; reasoning fields as in vLLM.
-"""
+"""Answers of chats and completions. Source: OpenAI API reference; reasoning fields as in vLLM."""
 
 import datetime
 import secrets
@@ -29,20 +26,20 @@ DONE = b"data: [DONE]\n\n"
 
 
 def now_s() -> int:
-    """Return the seconds since 1970: for clients, not for measurements."""
+    """Return the Unix time in seconds: for clients, not for measurements."""
     return int(datetime.datetime.now(datetime.UTC).timestamp())
 
 
 @dataclass(slots=True)
 class Answer:
-    """The identity and the usage of an answer."""
+    """The identity and the usage of a response."""
 
     kind: str  # begins its id
     model: str  # as clients call it
-    prompt_tokens: int  # of all prompts
-    made: int = 0  # tokens, of all choices
-    cached: int = 0  # of `prompt_tokens`, found in the cache
-    guessed: int = 0  # of `made`, accepted draft tokens
+    prompt_tokens: int  # tokens of all prompts
+    made: int = 0  # tokens of all choices
+    cached: int = 0  # cached tokens of `prompt_tokens`
+    guessed: int = 0  # accepted draft tokens of `made`
     nfe: int = 0  # number of function evaluations: forwards of denoised texts
     id: str = field(init=False)
     created: int = field(default_factory=now_s)
@@ -51,7 +48,7 @@ class Answer:
         self.id = f"{self.kind}-{secrets.token_hex(12)}"
 
     def count(self, made: Made, is_first: bool) -> None:
-        """Count a token; the first choice of a prompt says how much of it was in the cache."""
+        """Count a token; the first choice of a prompt also reports its cached tokens."""
         self.made += 1
         self.guessed += made.guessed
         self.nfe += made.passes
@@ -59,7 +56,7 @@ class Answer:
             self.cached += made.cached
 
     def usage(self) -> dict[str, Any]:
-        """Return the tokens it took so far."""
+        """Return the `usage` object so far."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.made,
@@ -69,17 +66,17 @@ class Answer:
         }
 
     def denoised(self) -> dict[str, Any]:
-        """Return what usage has of denoised blocks; nothing if there were none."""
+        """Return the `usage` fields of denoised blocks; {} if there were none."""
         return {"nfe": self.nfe, "tokens_per_nfe": self.made / self.nfe} if self.nfe else {}
 
 
 Piece = tuple[int, Any, str]
-"""What a token adds: index of the choice, deltas or text, why it ended if it did."""
+"""Index of the choice, deltas or text, finish reason or ""."""
 
 
 @dataclass
 class _Pipeline(ABC):
-    """The answers to one request, as the job makes them."""
+    """The response to one request: both formats share it."""
 
     answer: Answer
     job: Job
@@ -90,7 +87,7 @@ class _Pipeline(ABC):
     chunk_object: ClassVar[str]
 
     async def steps(self) -> AsyncIterator[Iterable[Piece]]:
-        """Yield what each step adds, to be iterated once: a token counts when it is reached."""
+        """Yield the pieces of each step, to be iterated once: a token counts when it is reached."""
         try:
             async for piece in self._before():
                 yield [piece]
@@ -118,7 +115,6 @@ class _Pipeline(ABC):
                 yield index, added, choice.finish
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response that is not streamed."""
         said: list[list[Any]] = [[] for _ in self.choices]
         async for step in self.steps():
             for index, added, _ in step:
@@ -130,14 +126,13 @@ class _Pipeline(ABC):
         return {**self._head(self.object), "choices": choices, "usage": self.answer.usage()}
 
     async def chunks(self, include_usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-        """Yield the events of the response that is streamed."""
         head = self._head(self.chunk_object)
 
         def event(*choices: dict[str, Any]) -> bytes:
             chunk: dict[str, Any] = {**head, "choices": choices}
             if include_usage or continuous:
                 chunk["usage"] = self.answer.usage() if continuous or not choices else None
-            if continuous:  # for who watches the speed; otherwise all answers look alike
+            if continuous:  # to watch the speed; otherwise drafts leave no trace
                 guessed = {"accepted_prediction_tokens": self.answer.guessed}
                 chunk["usage"]["completion_tokens_details"] = guessed
             return b"data: " + to_json(chunk) + b"\n\n"
@@ -165,17 +160,14 @@ class _Pipeline(ABC):
         return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.model}
 
     async def _before(self) -> AsyncIterator[Piece]:
-        """Yield what comes before any token."""
         nothing: tuple[Piece, ...] = ()
         for piece in nothing:
             yield piece
 
     async def _echo(self, index: int, scored: Scored | None) -> Piece:
-        """Return what the scores of a prompt add; only completions ask for them."""
         return index, (), ""
 
     def _is_first(self, index: int) -> bool:
-        """Whether a choice is the first one of its prompt."""
         return index == 0
 
     @abstractmethod
@@ -184,7 +176,7 @@ class _Pipeline(ABC):
 
     @abstractmethod
     def _parts(self, choice: Any, added: Any) -> list[Any]:
-        """Return what chunks have of what a token adds, a part each."""
+        """Return the chunk parts of a piece."""
 
     @abstractmethod
     def _chunk(self, choice: Any, part: Any) -> dict[str, Any]:
@@ -196,7 +188,7 @@ _ROLE = {"role": "assistant", "content": ""}
 
 @dataclass
 class ChatAnswer(_Pipeline):
-    """The answers to one chat; `top` -1: log probabilities are not wanted."""
+    """The response to one chat; `top` is -1 without log probabilities."""
 
     top: int
 
@@ -268,11 +260,7 @@ class ChatAnswer(_Pipeline):
 
 @dataclass
 class CompletionAnswer(_Pipeline):
-    """The continuations of one request's prompts, `each` of a prompt.
-
-    `scores`: the tokens of prompts are reported, before anything is generated. `apart` runs work in
-    the thread for text.
-    """
+    """The completions of one request, `each` of a prompt; `scores`: report prompt tokens first."""
 
     each: int
     scores: bool

@@ -54,14 +54,14 @@ from clocher_runtime.serve.schemas import SamplingFields, Schema
 from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.text.deltas import StopStrings, opens_thoughts
 
-_CLOSED = 499  # nginx's: the client was gone before the answer; nobody reads it
+_CLOSED = 499  # nginx's: the client disconnected before the response
 S = TypeVar("S", bound=Schema)
 Streamed = ChatAnswer | CompletionAnswer
 
 
 @dataclass(slots=True)
 class Server:
-    """What the routes have in common."""
+    """The state that the routes share."""
 
     config: ServeConfig
     engine: EngineProcess
@@ -78,14 +78,14 @@ class Server:
         self._bodies = Bodies(self.config.max_body_mb << 20)
 
     def close(self) -> None:
-        """Take no more work in the threads for text."""
+        """Stop the text threads."""
         self.prompts.close()
         self.grammars.close()
 
     async def parse(self, request: Request, schema: type[S]) -> S:
-        """Return the validated body of a request; ApiError if it is too large, no JSON or wrong."""
+        """Return the validated body; raises ApiError if it is too large, not JSON or invalid."""
         async with self._bodies.read(request) as data:
-            # Any web page may send a body of another type here, without being asked whether it may.
+            # Any web page may send other content types here without a CORS preflight.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
                 raise failure("unsupported_media_type", got=kind)
@@ -105,7 +105,7 @@ class Server:
         return await self._answered(request, asked, await self.begin_chat(asked, "chatcmpl"))
 
     async def begin_chat(self, asked: ChatRequest, kind: str) -> ChatAnswer:
-        """Hand a conversation to the engine; ApiError if it cannot be answered, or not now."""
+        """Submit a conversation to the engine; raises ApiError if it cannot be answered now."""
         with self.engine.reserve(asked.choices):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
@@ -190,7 +190,6 @@ class Server:
         tail: str = "",
         scores: bool = False,
     ) -> list[Submit]:
-        """Return what the engine is asked for, all choices of each prompt, once it was checked."""
         ready = self.engine.serving()
         longest = longest_text(blocks, ready.longest)
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
@@ -307,7 +306,7 @@ class Server:
         return json_response(document(clocher_version()))
 
     async def root(self, request: Request) -> ASGIApp:
-        """GET /: what this is, where there is no page."""
+        """GET /, where there is no page: the name of the server."""
         about = {"name": "clocher-serve", "version": clocher_version(), "model": self.name}
         return json_response(about | {"routes": sorted(r.path for r in request.app.routes)})
 
@@ -323,7 +322,7 @@ class Server:
             origins=origins,
             only_local=is_local(self.config.host) and self.config.api_key is None,
         )
-        # Before the key: a browser asks whether it may, without one.
+        # Before the key check: a CORS preflight has no key.
         cors = Middleware(
             CORSMiddleware,
             allow_origins=origins,
@@ -346,8 +345,6 @@ class Server:
     def _guarded(
         self, path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
-        """Return an endpoint whose errors are answers, and that counts them."""
-
         async def guarded(request: Request) -> ASGIApp:
             try:
                 response = await endpoint(request)
@@ -363,7 +360,6 @@ class Server:
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
-    """Answer what is wrong before any route is reached."""
     assert isinstance(error, HTTPException)
     if error.status_code != 405:
         return error_response(failure("unknown_url", got=request.url.path))
@@ -375,10 +371,7 @@ async def _unrouted(request: Request, error: Exception) -> Response:
 
 
 def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
-    """Return how the blocks of a request are denoised, None: tokens are generated one by one.
-
-    Raises ApiError if the model, or the session, cannot do what the request's `diffusion` asks.
-    """
+    """Return how a request's blocks are denoised; None: one token at a time. Raises ApiError."""
     own = None
     try:
         if ready.blocks is not None:

@@ -1,4 +1,4 @@
-"""One answer of a chat or a completion, as its tokens come."""
+"""One choice of a chat or a completion, built token by token."""
 
 import secrets
 from collections.abc import Sequence
@@ -12,29 +12,29 @@ from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 
 class TokenTexts:
-    """The texts of single tokens, where log probabilities are reported."""
+    """The texts of single tokens, for log probabilities."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def text(self, token: int) -> str:
-        """Return the text of a token alone; bytes of an unfinished character become U+FFFD."""
+        """Return the text of a token alone; bytes of an incomplete character become U+FFFD."""
         return self._tokenizer.decode([token])
 
     def named(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return a token as chats report it."""
+        """Return a token in the chat format."""
         raw = list(self._tokenizer.token_bytes(token))
         return {"token": self.text(token), "logprob": finite(logprob), "bytes": raw}
 
     def unsure(self, tokens: Sequence[int | None]) -> list[str | None]:
-        """Return the texts of uncommitted tokens, with their spaces; None for a mask."""
+        """Return the texts of uncommitted tokens, spaces included; None for a mask."""
         raw = self._tokenizer.token_bytes
         return [
             None if token is None else raw(token).decode("utf-8", "replace") for token in tokens
         ]
 
     def table(self, top: Top) -> dict[str, float]:
-        """Return top tokens as completions report them; of equal texts the most likely."""
+        """Return top tokens in the completions format; of equal texts the most likely counts."""
         table: dict[str, float] = {}
         for token, logprob in top:
             table.setdefault(self.text(token), finite(logprob))
@@ -42,7 +42,7 @@ class TokenTexts:
 
 
 def finite(logprob: float) -> float:
-    """Return a log probability that JSON has a number for; OpenAI's stands for 0."""
+    """Return a log probability that JSON can hold; -inf becomes OpenAI's value for 0."""
     return max(logprob, -9999.0)
 
 
@@ -56,7 +56,7 @@ class _Choice:
 
 @dataclass(slots=True)
 class ChatChoice(_Choice):
-    """One answer of a chat: `stops` end its content, `one_call` ends it before a second call."""
+    """A choice of a chat: `stops` end its content, `one_call` ends it before a second tool call."""
 
     reader: AnswerReader
     stops: StopStrings
@@ -101,21 +101,21 @@ class ChatChoice(_Choice):
 
 @dataclass(slots=True)
 class TextChoice(_Choice):
-    """One continuation of a prompt; `prompt` has its ids if they are echoed."""
+    """A completion of a prompt; `prompt` has its ids if they are echoed."""
 
     prompt: list[int]
     decoder: TextStream
     stops: StopStrings
-    ends: frozenset[int]  # tokens that end it and have no text
-    names: TokenTexts | None  # where log probabilities are reported
+    ends: frozenset[int]  # stop tokens, which have no text
+    names: TokenTexts | None  # if log probabilities are requested
     only_scored: bool = False
-    length: int = 0  # characters so far, for the offsets of tokens
+    length: int = 0  # characters so far, for text offsets
     logprobs: list[tuple[str, float | None, dict[str, float] | None, int]] = field(
         default_factory=list
     )  # not reported yet: token, log probability, top tokens, offset
 
     def echo(self, tokenizer: Tokenizer, scored: Scored | None) -> str:
-        """Return the text of the prompt, and note the log probabilities of its tokens."""
+        """Return the text of the prompt, and record the log probabilities of its tokens."""
         if self.names is not None and scored is not None:
             pieces = tokenizer.stream()
             scores = [(None, ()), *scored.tokens]
@@ -148,7 +148,7 @@ class TextChoice(_Choice):
             self.logprobs.append((self.names.text(token), *told, self.length))
 
     def taken(self) -> dict[str, Any] | None:
-        """Return the log probabilities that were not reported yet; None: they are not wanted."""
+        """Return the log probabilities not reported yet; None if not requested."""
         if self.names is None:
             return None
         noted, self.logprobs = self.logprobs, []

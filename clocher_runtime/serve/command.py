@@ -92,7 +92,6 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
 
 
 def _say(text: str, console: Console) -> bool:
-    """Write to standard output; say whether it could be written."""
     try:
         print(text, flush=True)  # noqa: T201 - the help that was asked for
     except OSError as error:
@@ -103,7 +102,6 @@ def _say(text: str, console: Console) -> bool:
 
 
 def _announce(facts: dict[str, Any]) -> None:
-    """Say that the server is ready: a line of JSON for a program, an address for a person."""
     line = json.dumps(facts)
     if is_terminal(sys.stdout):
         line = f"{facts['model']}: {facts['url']} (API: {facts['url']}/v1); Ctrl-C ends it"

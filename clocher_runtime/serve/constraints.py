@@ -11,11 +11,7 @@ from clocher_runtime.text.grammar import GrammarMaker
 
 
 class Grammars:
-    """The grammars of a model, made in a thread: only who asked for a difficult one waits for it.
-
-    `source`: the model's tokenizer.json, read when the first grammar is wanted; or its contents.
-    `vocab_size`: tokens of the model. `eos_ids`: tokens that end an answer.
-    """
+    """A model's grammars, made in a thread: a difficult one delays only its own request."""
 
     def __init__(self, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._of = source, vocab_size, eos_ids
@@ -26,13 +22,13 @@ class Grammars:
         return GrammarMaker.read(*self._of)
 
     def close(self) -> None:
-        """Take no more work."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def checked(self, spec: Mapping[str, Any]) -> Future[None]:
-        """Try a constraint; the future raises UsageError if it cannot be obeyed."""
+        """Check a constraint; the future raises UsageError if it is invalid."""
         return self._thread.submit(lambda: self._maker.check(spec))
 
     def compiled(self, spec: Mapping[str, Any]) -> Future[Constraint]:
-        """Return the constraint of one text, of a spec that was checked."""
+        """Return the constraint of one sequence, from a checked spec."""
         return self._thread.submit(lambda: self._maker.compile(spec))

@@ -1,7 +1,4 @@
-"""The edge of the server: who may come in, bodies, errors, server-sent events.
-
-Sources: RFC 9112, section 6.1; HTML standard, section 9.2 (event stream); OpenAI API reference.
-"""
+"""Access, bodies, errors, server-sent events. Sources: RFC 9112, 6.1; HTML standard, 9.2."""
 
 import asyncio
 import hmac
@@ -23,39 +20,35 @@ from clocher_runtime.serve.errors import ApiError, failure, from_exception, inva
 from clocher_runtime.serve.settings import is_local
 
 PUBLIC = frozenset({"/health"})
-"""Paths that never need a key."""
 SMALL_BODY_BYTES = 1 << 16
-"""Larger bodies are validated in the thread for text, and count as held."""
+"""Larger bodies are validated in the text thread and count as held."""
 HELD_BODIES = 8
-"""So many of the largest bodies may be held at a time."""
+"""Limit of held bytes, in bodies of the largest size."""
 KEEP_ALIVE_S = 15.0
-"""A comment is sent after so many seconds of silence: proxies give up on silent streams."""
+"""Seconds of silence before a comment is sent, so that proxies keep the stream."""
 _NAME, _IS_NAME = b"x-request-id", re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _COMMENT = {"type": "http.response.body", "body": b": keepalive\n\n", "more_body": True}
 _EVENT_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect them
+    (b"x-accel-buffering", b"no"),  # nginx would buffer them
 ]
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class Disconnected(Exception):
-    """The client is gone."""
+    """The client has disconnected."""
 
 
 class Named:
-    """Middleware: gives each answer the id of its request, the client's or a random one.
-
-    A body with two lengths is refused: a proxy may have believed the other one.
-    """
+    """Middleware: gives each response a request id; refuses bodies with two lengths."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Handle an ASGI request."""
         headers = dict(scope["headers"]) if scope["type"] == "http" else {}
         given = headers.get(_NAME, b"")
         name = given if _IS_NAME.fullmatch(given) else secrets.token_hex(12).encode()
@@ -75,17 +68,11 @@ class Named:
 
 
 class Gate:
-    """Middleware: refuses requests of foreign pages, and those without the key.
+    """Middleware: refuses requests from foreign web pages, and requests without the key.
 
-    To a browser's user the server is a neighbour: any page may send simple requests to it, or have
-    its own name lead here. Browsers say where a page is from, and which host they asked for.
-
-    Args:
-        app: what is behind it.
-        key: None lets everybody in.
-        public: paths that need no key.
-        origins: pages that may call.
-        only_local: requests must be for a name of this machine.
+    A page can send simple requests to a local server, or resolve its own name to it (DNS
+    rebinding), so Origin and Host are checked. `key` None disables the key; `public` paths need
+    none; `origins` may call; `only_local`: Host must name this machine.
     """
 
     def __init__(
@@ -100,7 +87,7 @@ class Gate:
         self._key, self._origins = None if key is None else key.encode(), frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
+        """Forward a request, or refuse it."""
         app = self._app
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
             app = error_response(refusal)
@@ -111,7 +98,7 @@ class Gate:
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
         if self._only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
             return failure("forbidden", header="Host", got=host)
-        # A page cannot send this header without being asked whether it may; a proxy with TLS does.
+        # A page cannot send this header without a preflight; a proxy with TLS sends it.
         own = f"{headers.get(b'x-forwarded-proto', scope['scheme'])}://{host}"
         if origin and not {origin, "*"} & {own, *self._origins}:
             return failure("forbidden", header="Origin", got=origin)
@@ -124,17 +111,14 @@ class Gate:
 
 
 class Bodies:
-    """The bodies that are being read or validated; `most` is bytes of the largest."""
+    """The bodies being read or validated; `most` is bytes of the largest."""
 
     def __init__(self, most: int) -> None:
         self._most, self._held = most, 0
 
     @asynccontextmanager
     async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Read a body, and hold it while the context is open. The connection has a deadline for it.
-
-        Raises ApiError: 413: it is too large. 503: too much is held already.
-        """
+        """Read a body and hold it while the context is open; raises ApiError 413 or 503."""
         length = request.headers.get("content-length", "0")
         too_large = failure("request_too_large", most=self._most)
         if not (length.isascii() and length.isdigit()) or int(length) > self._most:
@@ -158,7 +142,7 @@ class Bodies:
 
 
 def error_response(error: BaseException) -> Response:
-    """Return the answer of an error; an unexpected one is logged, without what a request said."""
+    """Return the response for an error; log an unexpected one without the request's content."""
     told = from_exception(error)
     if told.status >= 500 and not isinstance(error, ApiError):
         _log_defect(error)
@@ -172,15 +156,12 @@ def _log_defect(error: BaseException) -> None:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """Return a response with a JSON body."""
+    """Return a JSON response."""
     return Response(to_json(body), status, headers, "application/json")
 
 
 async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """Await some work for a request whose body was read; cancel it when the client goes.
-
-    Raises Disconnected: the client went first.
-    """
+    """Await work for a request; cancel it and raise Disconnected when the client goes."""
 
     async def gone() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -201,11 +182,7 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream:
-    """An ASGI response of events, each complete with its empty line.
-
-    An error that ends the events becomes the last of them: the status has been sent already. The
-    iterator is closed when the client goes.
-    """
+    """A response of complete server-sent events; an error becomes the last event."""
 
     def __init__(self, events: AsyncIterator[bytes]) -> None:
         self._events, self._sent = events, 0.0
@@ -218,7 +195,7 @@ class EventStream:
 
         async def hear() -> Message:
             message = await receive()
-            if message["type"] == "http.request":  # nothing more comes: is the client there?
+            if message["type"] == "http.request":  # the body is read: is the client there?
                 await send(_COMMENT)
             return message
 

@@ -1,7 +1,6 @@
-"""The engine's process from inside: loads a model, and steps for all requests of a server.
+"""The engine process, inside: loads a model and steps for all requests of a server.
 
-It knows token ids, and of text only what grammars need. An error of one request ends that request;
-any other ends the process, which the server starts again.
+An error of one request ends that request; any other error ends the process, which is restarted.
 """
 
 import select
@@ -48,27 +47,27 @@ from clocher_runtime.serve.settings import engine_config
 from clocher_runtime.text.completion import logprob_of
 
 BEAT_S = 1.0
-"""A message is sent at least so often, in seconds, unless a step takes longer."""
+"""Seconds between heartbeats, unless a step takes longer."""
 _COMPILING_S = 0.002
 _NS_PER_S = 1e9
 _OF_REQUEST = (UsageError, NonFinite)
-"""Errors of one request."""
+"""Errors that end one request only."""
 
 
 @dataclass(slots=True)
 class _Work:
-    """A request, and the generation of its tokens or the scoring of its prompt."""
+    """A request, with its generation or the scoring of its prompt."""
 
     request: Submit
     constraint: Constraint | None
     generation: Generation
     scores: list[tuple[float, Top]] | None  # of the prompt; None once reported, or not wanted
-    passes: int = 0  # forwards of its denoised text that its tokens have reported
-    shown: int = 0  # the same, when its uncommitted tokens were reported
+    passes: int = 0  # forwards of its denoised sequence reported with its tokens
+    shown: int = 0  # the same, at the last report of uncommitted tokens
 
 
 class EngineLoop:
-    """Does steps for the requests of a server, at the other end of `sock`."""
+    """Steps for the requests of a server, over `sock`."""
 
     def __init__(self, session: Session, grammars: Grammars, sock: socket.socket) -> None:
         self._session, self._grammars, self._sock = session, grammars, sock
@@ -78,7 +77,7 @@ class EngineLoop:
         self._failed: list[Failed] = []
 
     def run(self) -> None:
-        """Serve until the server is gone; raises what makes this process useless."""
+        """Serve until the server closes the socket; raises errors that end this process."""
         while True:
             patience = 0.0 if self._work else _COMPILING_S if self._compiling else BEAT_S
             ready, _, _ = select.select([self._sock], [], [], patience)
@@ -116,14 +115,13 @@ class EngineLoop:
                 del self._compiling[number]
                 try:
                     self._join(request, made.result())
-                except Exception as error:  # of the library, about a text from a client
+                except Exception as error:  # llguidance's, about client input
                     self._fail(number, UsageError(f"{error!s:.200}"))
 
     def _fail(self, number: int, error: BaseException) -> None:
         self._failed.append(Failed(number, type(error).__name__, str(error)))
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
-        """Let a request join the steps: to score its prompt first, if that is wanted."""
         scores: list[tuple[float, Top]] | None = [] if request.scores else None
         try:
             if scores is not None:
@@ -159,7 +157,6 @@ class EngineLoop:
         )
 
     def _collect(self) -> Step:
-        """Return what the last step made."""
         step = Step(state_of(self._session))
         for number, work in list(self._work.items()):
             try:
@@ -177,7 +174,6 @@ class EngineLoop:
         return step
 
     def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
-        """Yield the uncommitted tokens of a text that goes on, if a forward has changed them."""
         snapshot, blocks = work.generation.snapshot(), self._session.model.spec.diffusion
         over = bool(tokens) and tokens[-1].last
         if (
@@ -191,7 +187,7 @@ class EngineLoop:
             yield Unsure(work.request.id, ids)
 
     def _goes_on(self, work: _Work, step: Step) -> bool:
-        """Report the scores of a prompt; return whether it is continued now."""
+        """Report the scores of a prompt; return whether generation follows."""
         if work.scores is None:
             return False
         step.scored.append(Scored(work.request.id, work.scores))
@@ -218,7 +214,7 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
             token.finish,
             logprob=found and found.logprob,
             top=found.top if found else (),
-            cached=0 if request.scores else token.cached,  # scoring put it there, for this request
+            cached=0 if request.scores else token.cached,  # this request's scoring cached it
             guessed=snapshot is None and place > 0,
             passes=passes,
         )
@@ -260,7 +256,7 @@ def state_of(session: Session) -> State:
 
 
 def ready_of(engine: Engine) -> Ready:
-    """Return what the server has to know of a loaded engine."""
+    """Return what the server needs to know of a loaded engine."""
     session = engine.session
     spec = session.model.spec
     loaded = ("device", "backend_reason", "isa", "threads")
@@ -289,8 +285,8 @@ def ready_of(engine: Engine) -> Ready:
 
 
 def main(descriptor: int) -> int:
-    """Load what the server wants, serve it over a socket, and return the exit code."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when it is over
+    """Load and serve a model over a socket; return the exit code."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server decides when to stop
     sock = socket.socket(fileno=descriptor)
     with Console(name="engine") as console:
         try:

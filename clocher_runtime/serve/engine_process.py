@@ -1,7 +1,4 @@
-"""The engine's process from outside: started, restarted when it dies, and its answers.
-
-Everything here runs in the server's event loop.
-"""
+"""The engine process, outside: start, restart after a crash, results. Runs in the event loop."""
 
 import asyncio
 import os
@@ -34,11 +31,11 @@ from clocher_runtime.serve.messages import (
 from clocher_runtime.serve.metrics import ServerMetrics
 
 MAX_FAILURES, FAILURE_S = 3, 600.0
-"""So many ends of the engine in so many seconds end the server."""
+"""So many failures within so many seconds end the server."""
 QUIET_S = 10.0
-"""Seconds without a message, or 5 steps if that is longer: the engine counts as stuck."""
+"""Seconds without a message (or 5 steps, if longer) after which the engine counts as stuck."""
 WEDGED_S = 120.0
-"""Seconds without a message, or 20 steps if that is longer: the process is killed."""
+"""Seconds without a message (or 20 steps, if longer) after which the process is killed."""
 RETRY_S = 2.0
 _FADING = 0.98
 _SOCKET_BYTES = 4 << 20
@@ -46,18 +43,18 @@ _SOCKET_BYTES = 4 << 20
 
 @dataclass(slots=True)
 class _Running:
-    """A sequence that is not finished, with times of the event loop."""
+    """A running sequence; times are the event loop's."""
 
     job: Job
     prompt: int
     began: float
     only_scored: bool
-    last: float = 0.0  # when its last token came; 0 before the first
+    last: float = 0.0  # time of its last token; 0 before the first
     made: int = 0
 
 
 class _Line(asyncio.Protocol):
-    """What comes from the engine, handed to `hear` without waking a task for each message."""
+    """The engine's messages, handed to `hear` without waking a task for each."""
 
     def __init__(self, hear: Callable[[Ready | Step], None]) -> None:
         self._hear, self._reader = hear, Reader(ToServer)
@@ -65,7 +62,6 @@ class _Line(asyncio.Protocol):
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def data_received(self, data: bytes) -> None:
-        """Take some bytes."""
         for message in self._reader.feed(data):
             if isinstance(message, Broken):
                 self.broken = message
@@ -73,20 +69,12 @@ class _Line(asyncio.Protocol):
                 self._hear(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Note the end."""
         if not self.ended.done():
             self.ended.set_result(None)
 
 
 class EngineProcess:
-    """The process of the engine, and all jobs.
-
-    Args:
-        start: what it is to load.
-        most: sequences that may run and wait.
-        note: writes a line for who runs the server.
-        metrics: takes times.
-    """
+    """The engine process and all jobs; `most`: sequences running and waiting."""
 
     def __init__(
         self, start: Start, most: int, note: Callable[[str], None], metrics: ServerMetrics
@@ -94,10 +82,10 @@ class EngineProcess:
         self._start, self._most, self._note, self._metrics = start, most, note, metrics
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.ready: Ready | None = None  # None while it loads
-        self.state = State()  # after the last step
+        self.state = State()  # state after the last step
         self.pid = self.restarts = 0
-        self.exit_code = int(ExitCode.OK)  # of the server, if the status is "failed"
-        self.step_s = 0.0  # longest time between messages while there is work; old ones fade
+        self.exit_code = int(ExitCode.OK)  # the server's, if the status is "failed"
+        self.step_s = 0.0  # longest time between messages under load; decays
         self.changed = asyncio.Event()
         self._open: dict[int, _Running] = {}
         self._next, self._reserved = 0, 0
@@ -108,21 +96,21 @@ class EngineProcess:
 
     @property
     def sequences(self) -> int:
-        """Sequences that are not finished."""
+        """Number of unfinished sequences."""
         return len(self._open)
 
     @property
     def age_s(self) -> float:
-        """Seconds since the engine was last heard of."""
+        """Seconds since the engine's last message."""
         return asyncio.get_running_loop().time() - self._heard
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the engine should have been heard of."""
+        """Whether a message is overdue."""
         return self.status == "ready" and self.age_s > max(QUIET_S, 5 * self.step_s)
 
     def serving(self) -> Ready:
-        """Return what the running process said of itself; ApiError 503 if there is none."""
+        """Return what the running engine reported; raises ApiError 503 without one."""
         if self.status != "ready" or self.ready is None:
             raise self._unavailable()
         if self.is_stuck:
@@ -134,11 +122,7 @@ class EngineProcess:
 
     @contextmanager
     def reserve(self, count: int) -> Iterator[None]:
-        """Hold room for some sequences until they are submitted.
-
-        Raises:
-            ApiError: 503 unless the engine answers, 429 if the queue is full, 400 if it always is.
-        """
+        """Reserve sequences until submitted; raises ApiError 503, 429 (full), 400 (too many)."""
         self.serving()
         if count > self._most:
             raise invalid(
@@ -157,7 +141,7 @@ class EngineProcess:
             self._reserved -= count
 
     def submit(self, asks: Sequence[Submit]) -> Job:
-        """Hand sequences to the engine; ApiError if it is not there any more."""
+        """Submit sequences to the engine; raises ApiError if it is gone."""
         if self._writer is None or self.status not in ("ready", "draining"):
             raise self._unavailable()
         numbers = range(self._next, self._next + len(asks))
@@ -174,7 +158,6 @@ class EngineProcess:
             self._writer.write(encode(Cancel(number)))
 
     def _end(self, number: int, how: str) -> Job | None:
-        """Count the end of a sequence; return whose it was."""
         found = self._open.pop(number, None)
         if found is None:
             return None
@@ -183,12 +166,12 @@ class EngineProcess:
         return found.job
 
     async def run(self) -> None:
-        """Keep a process running until it has failed too often, or this task is cancelled."""
+        """Keep an engine running until it has failed too often, or this task is cancelled."""
         try:
             while self.status != "failed":
                 try:
                     broken = await self._live()
-                except OSError as error:  # no descriptors, no memory: later there may be
+                except OSError as error:  # out of descriptors or memory, perhaps temporarily
                     self._kill()
                     self._note(f"the engine cannot be started: {error.strerror}; trying again")
                     await asyncio.sleep(RETRY_S)
@@ -200,7 +183,7 @@ class EngineProcess:
                 await self._process.wait()  # the loop hears of its end while there is a loop
 
     async def _live(self) -> Broken | None:
-        """Start a process and hear it until its end; return its last message if it failed."""
+        """Start a process and read it to its end; return its last message if it failed."""
         ours, theirs = socket.socketpair()
         with theirs, ExitStack() as unless_started:
             unless_started.enter_context(ours)
@@ -264,10 +247,10 @@ class EngineProcess:
                 job.fail(from_failure(failed.kind, failed.message))
 
     def _take(self, made: Made, now: float, left: int) -> None:
-        """Hand a token to its job; `left` tokens of the sequence that came together share a gap."""
+        """Deliver a token; the `left` tokens of a sequence that arrived together share a gap."""
         found = self._open.get(made.request)
         if found is None:
-            return  # it was cancelled meanwhile
+            return  # cancelled meanwhile
         if found.last:
             gap = (now - found.last) / left
             self._metrics.next(gap)
@@ -281,10 +264,9 @@ class EngineProcess:
         found.job.put(made.request, made, bool(made.finish))
 
     def _died(self, last: Broken | None) -> None:
-        """Fail all jobs, and decide whether the engine is started again."""
         assert self._process is not None
         why = f"{last.kind}: {last.message}" if last else f"exit code {self._process.returncode}"
-        # What keeps the first one from loading, as a missing model, keeps the next one too.
+        # Errors of the first load, as a missing model, would repeat.
         hopeless = last is not None and self.ready is None and not self.restarts
         self.pid, self.ready, self.state = 0, None, State()
         self.end_all("engine_failed")
@@ -305,12 +287,12 @@ class EngineProcess:
         self.changed.set()
 
     def drain(self) -> None:
-        """Take no more requests."""
+        """Refuse new requests."""
         if self.status != "failed":
             self.status = "draining"
 
     def end_all(self, code: str) -> None:
-        """End every job with an error of its own: one that was raised holds its frames."""
+        """End each job with an error object of its own: a raised one holds its frames."""
         jobs = {found.job for found in self._open.values()}
         for number in list(self._open):
             self._end(number, "error")

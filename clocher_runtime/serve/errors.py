@@ -1,8 +1,4 @@
-"""Errors as clients get them: a status and OpenAI's error object.
-
-Messages quote at most a few characters of a request, never a path of this machine, and nothing
-that is unexpected inside the server.
-"""
+"""Errors as clients get them; messages quote little of a request and no path or internal error."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -58,15 +54,15 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
     "stuck": (503, _SERVER, "The engine does not answer now; try again when /health says 200"),
     "timeout": (504, _SERVER, "The answer was not complete after {seconds:g} s; ask for less"),
 }
-"""Code -> status, OpenAI's class of errors, message."""
+"""Code -> status, OpenAI's error type, message."""
 _SHOWN_CHARS = 80
 _RETRY_STATUS = (429, 503)
-# Advice with a flag in it is for who starts a server, not for its clients.
+# Hints about flags are for the operator, not for clients.
 _FLAG = re.compile(r"(?<!\S)--\w")
 
 
 class ApiError(ClocherError):
-    """A request that is answered with an error; `retry_after` is in seconds."""
+    """An error response; `retry_after` is in seconds."""
 
     def __init__(
         self,
@@ -86,13 +82,13 @@ class ApiError(ClocherError):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON of the answer, and of the last event of a stream that fails."""
+        """The JSON body, also the last event of a failed stream."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
 
 
 def failure(code: str, *, param: str | None = None, retry_after: int = 1, **facts: Any) -> ApiError:
-    """Return the error of a code; `facts` stand in its message, `got` in short."""
+    """Return the error of a code; `facts` fill its message, `got` shortened."""
     status, kind, text = _TABLE[code]
     if "got" in facts:
         facts["got"] = short(facts["got"])
@@ -102,7 +98,7 @@ def failure(code: str, *, param: str | None = None, retry_after: int = 1, **fact
 
 
 def codes_by_status() -> dict[str, str]:
-    """Return the codes of each status, for the OpenAPI document."""
+    """Return status -> error codes, for the OpenAPI document."""
     found = {"400": "invalid request, context_length_exceeded"}
     for code, (status, _, _) in _TABLE.items():
         found[str(status)] = f"{found[str(status)]}, {code}" if str(status) in found else code
@@ -110,12 +106,12 @@ def codes_by_status() -> dict[str, str]:
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """Return the error of a request that is wrong: 400."""
+    """Return a 400 error."""
     return ApiError(400, message, _INVALID, param, code)
 
 
 def from_exception(error: BaseException) -> ApiError:
-    """Return what a client gets of an exception that reached the edge of the server."""
+    """Return the client's error for an exception that reached the edge of the server."""
     match error:
         case ApiError():
             return error
@@ -130,19 +126,19 @@ def from_exception(error: BaseException) -> ApiError:
 
 
 def from_failure(kind: str, message: str) -> ApiError:
-    """Return what a client gets of an error of the engine: the name of its class, its message."""
+    """Return the client's error for an engine error, by class name and message."""
     known = {known.__name__: known for known in (UsageError, SessionBusy, OutOfMemory)}
     return from_exception(known[kind](message)) if kind in known else failure("internal_error")
 
 
 def short(value: object) -> str:
-    """Return a few characters of what came."""
+    """Return the first characters of a value."""
     text = shown(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
 
 
 class Refused(ValueError):
-    """What validators of requests raise; `param`: the wrong field, None: the one being checked."""
+    """Raised by validators; `param`: the wrong field, None: the one being validated."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -150,12 +146,12 @@ class Refused(ValueError):
 
 
 def from_validation(error: ValidationError, body: object) -> ApiError:
-    """Return the error of the first wrong field of a request, in one sentence."""
+    """Return the error of the first invalid field of a request, in one sentence."""
     found = error.errors(include_url=False)
     places = [_place(detail, body) for detail in found]
     first = [at for at, place in enumerate(places) if place[:1] == places[0][:1]]
-    # Of the members of a union, the one that got deepest is meant; a wrong type says why other
-    # fields are missing.
+    # The union member that validated deepest counts; a wrong `type` explains missing fields
+    # of the others.
     deepest = places[max(first, key=lambda at: (len(places[at]), found[at]["type"] != "missing"))]
     details = [found[at] for at in first if places[at] == deepest]
     for detail in details:
@@ -176,7 +172,6 @@ def from_validation(error: ValidationError, body: object) -> ApiError:
 
 
 def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
-    """Return what is wrong with a field, from one complaint for each member of its union."""
     if details[0]["type"] == "missing":
         return "is missing"
     texts = list(dict.fromkeys(detail["msg"][:200] for detail in details))
@@ -201,7 +196,7 @@ def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _place(detail: Mapping[str, Any], body: Any) -> tuple[int | str, ...]:
-    """Return the keys and indices of a wrong field, without pydantic's names of union members."""
+    """Return the keys and indices of an invalid field, without pydantic's union member names."""
     place: list[int | str] = []
     loc = detail["loc"]
     for step in loc[:-2] if loc[-1:] == ("[key]",) else loc:
@@ -216,7 +211,6 @@ def _place(detail: Mapping[str, Any], body: Any) -> tuple[int | str, ...]:
 
 
 def _path(place: Sequence[int | str]) -> str:
-    """Return a place as people write it: messages[3].content."""
     steps = (f"[{step}]" if isinstance(step, int) else f".{step:.64}" for step in place)
     return "".join(steps).removeprefix(".")
 
@@ -225,7 +219,7 @@ _encoder = msgspec.json.Encoder()
 
 
 def to_json(value: Any) -> bytes:
-    """Return the JSON text of a value; a lone surrogate, which is no character, becomes U+FFFD."""
+    """Return a value as JSON; lone surrogates become U+FFFD."""
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The sequences of one HTTP request, from the engine's answers to who reads them."""
+"""The sequences of one HTTP request, from engine messages to their reader."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -8,23 +8,19 @@ from clocher_runtime.serve.errors import ApiError, failure
 from clocher_runtime.serve.messages import Made, Scored, Unsure
 
 MAX_UNREAD, UNREAD_S = 256, 5.0
-"""Unread tokens of a sequence, for so many seconds: then the request is cancelled."""
-_FAR_BEHIND = 1 << 16  # unread tokens of a sequence, however fast they were made
+"""A request with so many unread tokens in a sequence for so many seconds is cancelled."""
+_FAR_BEHIND = 1 << 16  # unread tokens of a sequence, at any speed
 
 
 class News(NamedTuple):
-    """A token of a sequence, or what is reported of it."""
+    """An event of a sequence."""
 
     sequence: int
     what: Made | Unsure | Scored
 
 
 class Job:
-    """The sequences of a request.
-
-    `numbers`: their ids in the engine, in order. `cancel`: tells the engine that a sequence is not
-    wanted any more.
-    """
+    """The sequences of a request, by their engine ids `numbers`; `cancel` stops one there."""
 
     def __init__(self, numbers: Sequence[int], cancel: Callable[[int], None]) -> None:
         self._open = {number: index for index, number in enumerate(numbers)}
@@ -37,11 +33,11 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether every sequence has ended and been read."""
+        """Whether all sequences have ended and been read."""
         return not self._open and not self._news
 
     async def read(self) -> list[News]:
-        """Return what has come, at least one piece; wait for it. [] at the end; raises ApiError."""
+        """Wait for events and return them, [] at the end; raises ApiError."""
         if not self._news and self._error is None and self._open:
             self._waiter = asyncio.get_running_loop().create_future()
             try:
@@ -56,14 +52,14 @@ class Job:
         return news
 
     def end(self, sequence: int) -> None:
-        """Cancel the rest of a sequence."""
+        """Cancel a sequence."""
         number = self._numbers[sequence]
         if self._open.pop(number, None) is not None:
             self._cancel(number)
         self._wake()
 
     def close(self) -> None:
-        """Cancel all sequences, and drop what was not read."""
+        """Cancel all sequences and drop unread events."""
         for number in list(self._open):
             self._open.pop(number)
             self._cancel(number)
@@ -72,12 +68,12 @@ class Job:
             self._limit.cancel()
 
     def expire(self, seconds: float) -> None:
-        """Fail after some time, unless it is over by then."""
+        """Fail after some time, unless finished by then."""
         late = failure("timeout", seconds=seconds)
         self._limit = asyncio.get_running_loop().call_later(seconds, self.fail, late)
 
     def put(self, number: int, what: Made | Unsure | Scored, last: bool) -> None:
-        """Add something to a sequence."""
+        """Add an event to a sequence."""
         index = self._open.get(number)
         if index is None:
             return

@@ -1,4 +1,4 @@
-"""The life of a server: it listens, loads, serves, drains and ends."""
+"""The life of a server: listen, load, serve, drain, end."""
 
 import asyncio
 import atexit
@@ -34,7 +34,7 @@ from clocher_runtime.serve.settings import ServeConfig, is_local
 MAX_HEADER_BYTES = 32 << 10
 KEEP_ALIVE_S = 75
 FLUSH_S = 2
-"""Seconds for the last events of streams that are cut off at the end."""
+"""Seconds to flush the last events of streams that are cut off at shutdown."""
 MAX_DESCRIPTORS, _OWN_DESCRIPTORS = 8192, 40
 _BACKLOG = 128
 _MIB = 1 << 20
@@ -43,7 +43,6 @@ Note = Callable[[str], None]
 
 
 def _descriptors() -> int:
-    """Raise the limit of descriptors as far as this process may, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -53,10 +52,9 @@ def _descriptors() -> int:
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn's server, without its signal handlers, that looks after its connections."""
+    """uvicorn's server without its signal handlers; checks connection timeouts."""
 
     async def on_tick(self, counter: int) -> bool:
-        """Look at each connection once a second."""
         if counter % 10 == 0:
             now = asyncio.get_running_loop().time()
             for connection in list(self.server_state.connections):
@@ -66,16 +64,11 @@ class _HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Any:
-        """Leave signals to `Life`."""
         yield
 
 
 class Life:
-    """A server from its start to its end.
-
-    `config`: how it serves, and what. `note`: writes a line for who runs it. `announce`: takes the
-    facts of a server that is ready.
-    """
+    """A server from start to end; `announce` gets the facts of one that is ready."""
 
     def __init__(
         self, config: ServeConfig, note: Note, announce: Callable[[dict[str, Any]], None]
@@ -85,10 +78,7 @@ class Life:
         self._told: set[str] = set()
 
     async def run(self, sources: Sources) -> int:
-        """Serve until a signal comes or the engine fails for good; return the exit code.
-
-        Raises ClocherError: it cannot begin.
-        """
+        """Serve until a signal or permanent failure; return the exit code. Raises ClocherError."""
         server = await assemble(self._config, sources, self._note)
         try:
             return await self._serve(server, _listen(self._config.host, self._config.port))
@@ -97,7 +87,7 @@ class Life:
 
     async def _serve(self, server: Server, sock: socket.socket) -> int:
         room = _descriptors() - _OWN_DESCRIPTORS
-        # asyncio accepts so many in one go before any of them can be turned away.
+        # asyncio accepts up to this many at once, before any can be refused.
         backlog = max(4, min(_BACKLOG, room // 2))
         Connection.most = max(4, room - backlog)
         http = _HttpServer(
@@ -126,7 +116,7 @@ class Life:
         try:
             await http.serve([sock])
             if keeping.done():
-                keeping.result()  # a defect, and no death of the engine
+                keeping.result()  # a bug here, not a failure of the engine
         finally:
             _end_at_next_signal(loop)
             for task in (telling, draining, keeping):
@@ -135,7 +125,6 @@ class Life:
         return engine.exit_code
 
     def _unexpected(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Note once what asyncio met outside of any request, and nothing of what came."""
         told = f"{context['message']} ({type(context.get('exception')).__name__})"
         if told not in self._told:
             self._told.add(told)
@@ -149,7 +138,6 @@ class Life:
     async def _drain(
         self, engine: EngineProcess, http: uvicorn.Server, keeping: asyncio.Task[None]
     ) -> None:
-        """Wait for a signal or the last death of the engine; then let the server end."""
         loop = asyncio.get_running_loop()
         while not (self._asked_to_end.is_set() or engine.status == "failed" or keeping.done()):
             asked = asyncio.create_task(self._asked_to_end.wait())
@@ -170,7 +158,6 @@ class Life:
         http.should_exit = True
 
     async def _tell(self, engine: EngineProcess, sock: socket.socket, name: str) -> None:
-        """Announce the server when it is ready for the first time."""
         while engine.ready is None:
             await asyncio.sleep(0.02)
         host, port = sock.getsockname()[:2]
@@ -184,22 +171,14 @@ class Life:
 
 
 def _end_at_next_signal(loop: asyncio.AbstractEventLoop) -> None:
-    """End the process at the next signal, whether the loop still runs by then or not."""
+    """End the process at the next signal, even if the loop no longer runs."""
     for number in _SIGNALS:
         loop.remove_signal_handler(number)
         signal.signal(number, lambda *_: os._exit(ExitCode.TERMINATED))
 
 
 async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
-    """Return a server, whose engine is started by `engine.run()`.
-
-    Args:
-        config: how it serves, and what.
-        sources: of the engine's configuration.
-        note: writes a line for who runs the server.
-
-    Raises ClocherError: the model cannot be served.
-    """
+    """Return a server whose engine starts with `engine.run()`; raises ClocherError."""
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)
     prompts = await asyncio.to_thread(PromptRoom, checkpoint)
@@ -218,7 +197,7 @@ async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
 
 
 def facts(ready: Ready, config: ServeConfig) -> list[str]:
-    """Return what who runs a server should know of it, a line each."""
+    """Return log lines about a ready server."""
     about = ready.about
     cache = (
         f"KV cache: {ready.pages} pages of {ready.page_cells} tokens, {ready.kv_bytes / _MIB:.0f} "
@@ -238,7 +217,7 @@ def facts(ready: Ready, config: ServeConfig) -> list[str]:
 
 
 def _name_of(choice: ModelChoice) -> str:
-    """Return what clients call a model: never a path of this machine."""
+    """Return the model name for clients, never a local path."""
     path = Path(choice.path)
     if repo := repository_of(path):
         return repo
@@ -263,6 +242,6 @@ def serve(
 ) -> int:
     """Serve, and return the exit code; see `Life`."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
-    # At its end the interpreter puts the default back: a late Ctrl-C would change the exit code.
+    # The interpreter restores the default at exit: a late Ctrl-C would change the exit code.
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
     return asyncio.run(Life(config, note, announce).run(sources))

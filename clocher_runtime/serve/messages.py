@@ -13,7 +13,7 @@ HEADER_BYTES = 4
 MAX_MESSAGE_BYTES = 256 << 20
 
 Top = tuple[tuple[int, float], ...]
-"""Most likely tokens and their log probabilities, most likely first."""
+"""Top tokens with log probabilities, most likely first."""
 
 
 class Start(msgspec.Struct, tag=True, frozen=True):
@@ -26,21 +26,21 @@ class Start(msgspec.Struct, tag=True, frozen=True):
 class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     """Generate from a prompt."""
 
-    id: int = 0  # what the answers to it are called
+    id: int = 0  # id of its results
     ids: list[int]  # the prompt
     max_new: int  # tokens to generate; 0 only scores the prompt
     sampling: Mapping[str, Any]  # arguments of `Sampling`
     stop_ids: tuple[int, ...] = ()
-    logprobs: int = -1  # how many top tokens to report with each token; -1: no log probabilities
-    scores: bool = False  # whether to report the same of the tokens of the prompt
-    salt: str = ""  # cached prefixes are shared within the same salt only
+    logprobs: int = -1  # number of top tokens to report per token; -1: no log probabilities
+    scores: bool = False  # whether to report them for prompt tokens too
+    salt: str = ""  # cached prefixes are shared only within the same salt
     constraint: Mapping[str, Any] | None = None  # as `GrammarMaker.compile` takes it
-    diffusion: str | None = None  # how blocks are denoised; None: as the session does
+    diffusion: str | None = None  # how blocks are denoised; None: the session's way
     shows: bool = False  # whether to report the uncommitted tokens of a block after each forward
 
 
 class Cancel(msgspec.Struct, tag=True, frozen=True):
-    """The rest of a sequence is not wanted."""
+    """Cancel a sequence."""
 
     id: int
 
@@ -53,27 +53,27 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
     finish: str = ""  # "stop", "length", or "" if more follow
     logprob: float | None = None  # at temperature 1
     top: Top = ()
-    cached: int = 0  # tokens of the prompt that were in the cache
-    guessed: bool = False  # made by the forward that made the token before it
-    passes: int = 0  # forwards since the token before, where blocks are denoised
+    cached: int = 0  # cached tokens of the prompt
+    guessed: bool = False  # from the same forward as the previous token
+    passes: int = 0  # forwards since the previous token, if blocks are denoised
 
 
 class Unsure(msgspec.Struct, array_like=True, frozen=True):
-    """The tokens of a block that may still change, after a forward; None is a mask."""
+    """The tokens of an uncommitted block after a forward; None is a mask."""
 
     request: int
     ids: list[int | None]
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
-    """The log probability of each token of a prompt but the first, and the top tokens there."""
+    """The log probability of each prompt token but the first, and the top tokens there."""
 
     request: int
     tokens: list[tuple[float, Top]]
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):
-    """A request that could not be done; `kind` is the class of the error."""
+    """A failed request; `kind` is the error class."""
 
     request: int
     kind: str
@@ -81,32 +81,32 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 
 class State(msgspec.Struct, array_like=True, frozen=True):
-    """How the engine is doing: gauges, and counters since the start by their names in /metrics."""
+    """Engine state: gauges, and counters since the start by their names in /metrics."""
 
     running: int = 0  # sequences
     pages_used: int = 0  # of the KV cache
-    pages_cached: int = 0  # free pages that hold a prefix
+    pages_cached: int = 0  # free pages that hold a cached prefix
     counters: Mapping[str, float] = {}
     drafted: Mapping[str, tuple[int, int]] = {}  # drafter -> draft tokens verified, accepted
-    decisions: Mapping[str, int] = {}  # what was decided -> forwards that could verify a draft
-    changed: str = ""  # what became of a file of the model while it was in use
+    decisions: Mapping[str, int] = {}  # decision -> forwards that could verify a draft
+    changed: str = ""  # damage to a model file in use
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
     """The model is loaded."""
 
     vocab_size: int
-    longest: int  # prompt and output: the context, or what the KV cache holds if less
+    longest: int  # prompt and output: the context, or the KV cache if smaller
     pages: int  # of the KV cache
     page_cells: int  # tokens of a page
     kv_bytes: int
-    weight_bytes: int  # read for a token
-    about: Mapping[str, Any]  # what it runs on
-    blocks: BlockDiffusion | None = None  # what the session denoises
+    weight_bytes: int  # weight bytes read per token
+    about: Mapping[str, Any]  # device
+    blocks: BlockDiffusion | None = None  # denoising of the session
 
 
 class Step(msgspec.Struct, tag=True, frozen=True):
-    """What a step made. Sent after every step, and each second without any: a heartbeat."""
+    """The results of a step, sent after each step and each second without one (heartbeat)."""
 
     state: State
     made: list[Made] = []
@@ -116,7 +116,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
-    """The engine ends; `exit_code` is for who started the server."""
+    """The engine ends; `exit_code` becomes the server's."""
 
     kind: str
     message: str
@@ -129,20 +129,20 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode(message: ToEngine | ToServer) -> bytes:
-    """Return a message behind its length."""
+    """Return a message with its length prefix."""
     body = _encoder.encode(message)
     return len(body).to_bytes(HEADER_BYTES, "little") + body
 
 
 class Reader:
-    """Puts messages together from what arrives; `kind` is `ToEngine` or `ToServer`."""
+    """Assembles messages from bytes; `kind` is `ToEngine` or `ToServer`."""
 
     def __init__(self, kind: Any) -> None:
         self._decoder = msgspec.msgpack.Decoder(kind)
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that some bytes complete; ValueError if they are none."""
+        """Return the completed messages; raises ValueError if malformed."""
         self._bytes += data
         found = []
         start = 0
@@ -159,6 +159,6 @@ class Reader:
         return found
 
     def receive(self, sock: socket.socket) -> list[Any] | None:
-        """Return the messages that have arrived on a readable socket; None at its end."""
+        """Return the messages on a readable socket; None at its end."""
         data = sock.recv(1 << 20)
         return self.feed(data) if data else None

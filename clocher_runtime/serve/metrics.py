@@ -1,7 +1,4 @@
-"""GET /metrics: vLLM's names with our prefix, and the times of all steps.
-
-No label and no value comes from the text of a request.
-"""
+"""GET /metrics: vLLM's names with our prefix, step times. No label or value is request text."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
@@ -38,7 +35,7 @@ _COUNTERS = {
     "diffusion_tokens": "Tokens that they made.",
     "spec_passes": "Forwards of sequences that only decode.",
 }
-"""Counters of the engine's `State`, and what they count."""
+"""Counters of the engine's `State` -> help text."""
 
 
 class Engine(Protocol):
@@ -66,7 +63,7 @@ class Engine(Protocol):
 
 
 class ServerMetrics(Collector):
-    """Counts what the server does; a watcher of its engine. `model` is the name for clients."""
+    """Counts requests and times of the server; `model` is the name for clients."""
 
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry(auto_describe=False)
@@ -104,33 +101,33 @@ class ServerMetrics(Collector):
         self._engine = engine
 
     def first(self, seconds: float) -> None:
-        """Note the time to the first token of a sequence."""
+        """Record the time to the first token of a sequence."""
         self._firsts.append(seconds)
 
     def next(self, seconds: float) -> None:
-        """Note the time between two tokens."""
+        """Record the time between two tokens."""
         self._nexts.append(seconds)
         if len(self._nexts) >= _MOST_NOTED:
             self._count()
 
     def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
-        """Note the end of a sequence."""
+        """Record the end of a sequence."""
         self._ended.labels(self._model, how).inc()
         self._whole.observe(seconds)
         self._prompt.observe(prompt)
         self._made.observe(made)
 
     def response(self, route: str, status: int) -> None:
-        """Count a response; the route is as the table of routes has it, never as a request does."""
+        """Count a response; `route` is the route's pattern, never the requested path."""
         self._responses.labels(route, str(status)).inc()
 
     def text(self) -> bytes:
-        """Return everything in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         self._count()
         return generate_latest(self._registry)
 
     def _count(self) -> None:
-        """Count the times that were noted: not token by token, which would delay tokens."""
+        """Export recorded times in bulk: doing so per token would delay tokens."""
         for histogram, noted in ((self._first, self._firsts), (self._next, self._nexts)):
             self._tokens.labels(self._model).inc(len(noted))
             for seconds in noted:
@@ -138,7 +135,7 @@ class ServerMetrics(Collector):
             noted.clear()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what the engine reports."""
+        """Yield the engine's metrics."""
         engine = self._engine
         if engine is None:
             return

@@ -1,7 +1,4 @@
-"""The routes of the server, and its OpenAPI document.
-
-Source: OpenAPI Specification 3.1.
-"""
+"""The routes of the server, and its OpenAPI 3.1 document."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -24,7 +21,7 @@ _REF = "#/components/schemas/{model}"
 
 
 class Described(NamedTuple):
-    """A route: the method of `Server` behind it, the body if it has one, media types of answers."""
+    """A route: a method of `Server`, the body's schema, the media types of answers."""
 
     handler: str
     method: str
@@ -76,7 +73,7 @@ _ERROR = {
 
 @cache
 def document(version: str) -> dict[str, Any]:
-    """Return the OpenAPI document of a server of some version."""
+    """Return the OpenAPI document."""
     asked = [route.asks for route in ROUTES if route.asks is not None]
     _, defined = models_json_schema([(each, "validation") for each in asked], ref_template=_REF)
     paths: dict[str, Any] = {}

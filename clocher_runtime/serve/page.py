@@ -1,7 +1,4 @@
-"""GET /: the chat page, one file, and the headers that restrict what it may do.
-
-Sources: Content Security Policy Level 3 (W3C), sections 6.1, 6.3 and 8.3; RFC 9110, section 13.
-"""
+"""GET /: the chat page and its security headers. Source: Content Security Policy Level 3 (W3C)."""
 
 import base64
 import hashlib
@@ -22,13 +19,13 @@ _INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.S)
 
 
 class Page(NamedTuple):
-    """The page as it is sent."""
+    """The page and its headers."""
 
     body: bytes
     headers: Mapping[str, str]
 
     async def show(self, request: Request) -> ASGIApp:
-        """GET /: the page, or 304 to a browser that has it already."""
+        """GET /: the page, or 304 if the browser has it."""
         known = request.headers.get("if-none-match", "").split(",")
         if self.headers["etag"] in (each.strip().removeprefix("W/") for each in known):
             return Response(status_code=304, headers=self.headers)
@@ -40,10 +37,10 @@ def _digest(data: bytes) -> str:
 
 
 def read_page(file: Path = FILE) -> Page:
-    """Read the page: HTML whose `<style>` and `<script>` have no attributes.
+    """Read the page, whose `<style>` and `<script>` have no attributes.
 
-    It may run the styles and scripts in the file, known by their hashes, and talk to the server
-    that it is from. So the output of a model can load nothing and run nothing.
+    Only those run, by their hashes, and only this server is reachable: model output can run
+    nothing.
     """
     body = read_bytes(file, MAX_BYTES)
     inline: dict[bytes, list[str]] = {b"script": [], b"style": []}
@@ -54,7 +51,7 @@ def read_page(file: Path = FILE) -> Page:
         "script-src": " ".join(inline[b"script"]),
         "style-src": " ".join(inline[b"style"]),
         "connect-src": "'self'",
-        "img-src": "data:",  # the icon, which is in the file; without one browsers ask for a file
+        "img-src": "data:",  # an inline icon; without one browsers request a file
         "base-uri": "'none'",
         "form-action": "'none'",
         "frame-ancestors": "'none'",
@@ -65,7 +62,7 @@ def read_page(file: Path = FILE) -> Page:
         "content-security-policy": "; ".join(f"{name} {to}" for name, to in policy.items()),
         "x-content-type-options": "nosniff",
         "referrer-policy": "no-referrer",
-        # Browsers look up the hosts of links, and the output of a model may name any.
+        # Browsers prefetch DNS of links, and model output may name any host.
         "x-dns-prefetch-control": "off",
         "cache-control": "no-cache",
         "etag": f'"{_digest(body)}"',

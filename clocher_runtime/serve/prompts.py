@@ -1,8 +1,4 @@
-"""Text work of a server, off the event loop: templates, tokens and back, grammars.
-
-Long texts, unusual tokenizers and templates have a process of their own with bounds on time and
-memory (`text.text_process`); a thread waits for it. Short texts take a millisecond in that thread.
-"""
+"""Text work off the event loop: short texts in a thread, others in a process with limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,10 +22,7 @@ T = TypeVar("T")
 
 
 class PromptRoom:
-    """The tokenizer and the template of a model, in a thread.
-
-    Raises ModelError if the tokenizer, or the model's configuration, cannot be used.
-    """
+    """A model's tokenizer and template, in a thread; raises ModelError if they cannot be used."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
@@ -43,12 +36,12 @@ class PromptRoom:
         self._thread.submit(self._warm)
 
     def _warm(self) -> None:
-        """Start the process for templates, so that the first conversation does not wait for it."""
+        """Start the template process, so that the first conversation does not wait for it."""
         with suppress(ClocherError):
             self.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
 
     def close(self) -> None:
-        """Take no more work."""
+        """Stop the thread."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def chat(
@@ -58,7 +51,7 @@ class PromptRoom:
         variables: Mapping[str, Any],
         context: int,
     ) -> tuple[list[int], str]:
-        """Return the ids of a conversation, and how its text ends; raises UsageError."""
+        """Return the ids of a conversation and the end of its text; raises UsageError."""
 
         def work() -> tuple[list[int], str]:
             text = self.tokenizer.apply_chat_template(
@@ -70,7 +63,7 @@ class PromptRoom:
         return await self.apart(work)
 
     async def ids(self, prompt: str | list[int], special: bool, context: int) -> list[int]:
-        """Return the ids of a prompt; `special` adds what the model expects around a text."""
+        """Return the ids of a prompt; `special` adds BOS and the like."""
         if not isinstance(prompt, str):
             return prompt
         encode = self.tokenizer.encode_prompt if special else self.tokenizer.encode
@@ -78,27 +71,20 @@ class PromptRoom:
         return await self.apart(lambda: encode(prompt, room=context, **more))
 
     def reader(self, tools: bool, tail: str, ends: Collection[int]) -> AnswerReader:
-        """Return what reads an answer to a prompt that ends with `tail`."""
+        """Return a reader for the answer to a prompt that ends with `tail`."""
         return make_reader(self.tokenizer, self.style, tools=tools, prompt_tail=tail, ends=ends)
 
     async def apart(self, work: Callable[[], T]) -> T:
-        """Do some work in the thread for text."""
+        """Run `work` in the text thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
 def room_for(
     ids: Sequence[int], wanted: int | None, longest: int, vocab_size: int, param: str
 ) -> int:
-    """Return how many tokens may follow a prompt.
+    """Return how many tokens may follow a prompt, `wanted` or what fits in `longest`.
 
-    Args:
-        ids: the prompt.
-        wanted: tokens asked for; None: as many as there is room for.
-        longest: tokens of a sequence.
-        vocab_size: ids are below it.
-        param: the field of the prompt.
-
-    Raises ApiError: there is no room for it, or an id is no token.
+    Raises ApiError about the field `param`: no room, or an id that is not below `vocab_size`.
     """
     if not ids:
         raise invalid(f"{param} has no tokens; give it at least one", param)

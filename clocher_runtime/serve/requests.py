@@ -31,7 +31,7 @@ from clocher_runtime.serve.schemas import (
 MAX_PROMPTS, MAX_ANSWERS, MAX_PROMPT_TOKENS = 64, 128, 1 << 20
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
-"""Of /v1/completions, where a request does not say; OpenAI's."""
+"""OpenAI's default of `max_tokens` in /v1/completions."""
 
 
 class StreamOptions(Schema):
@@ -74,7 +74,7 @@ class GenerationFields(SamplingFields):
     must_call: ClassVar[bool] = False
 
     def model_post_init(self, _: Any) -> None:
-        """Check what fields say together."""
+        """Validate combinations of fields."""
         if self.stream_options is not None and not self.stream:
             raise Refused("stream_options is given without stream; set stream", "stream_options")
         if len(asked := self._constraints()) > 1:
@@ -86,17 +86,17 @@ class GenerationFields(SamplingFields):
 
     @property
     def choices(self) -> int:
-        """Answers to each prompt."""
+        """Completions per prompt."""
         return self.n or 1
 
     @property
     def options(self) -> StreamOptions:
-        """What a stream reports besides the answer."""
+        """The stream options, or their defaults."""
         return self.stream_options or StreamOptions()
 
     @property
     def constraint(self) -> dict[str, Any] | None:
-        """What the answer has to follow: one of `grammar_rules.KINDS` -> its value, or None."""
+        """The output constraint as one of `grammar_rules.KINDS` -> its value, or None."""
         return next(iter(self._constraints()), None)
 
     def _constraints(self) -> list[dict[str, Any]]:
@@ -137,12 +137,12 @@ class ChatFields(Schema):
 
     @property
     def functions(self) -> list[dict[str, Any]]:
-        """The tools that the model may call, as chat templates read them."""
+        """The available functions, as chat templates read them."""
         return [tool.plain() for tool in self.tools or ()]
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template that the request sets."""
+        """The chat template variables that the request sets."""
         given = self.chat_template_kwargs or TemplateVariables()
         variables = given.model_dump(exclude_none=True)
         if self.add_generation_prompt is not None:
@@ -174,7 +174,7 @@ class ChatRequest(ChatFields, GenerationFields):
     reasoning_effort: ReasoningEffort | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Check what fields say together."""
+        """Validate combinations of fields."""
         super().model_post_init(context)
         if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs is given without logprobs; set logprobs", "top_logprobs")
@@ -193,18 +193,18 @@ class ChatRequest(ChatFields, GenerationFields):
 
     @property
     def budget(self) -> int | None:
-        """Tokens of each answer; None: as many as the context has room for."""
+        """Maximum tokens per completion; None: as many as fit in the context."""
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(limits, default=None)
 
     @property
     def top(self) -> int:
-        """How many top tokens to report with each token; -1: no log probabilities."""
+        """Number of top tokens to report per token; -1: no log probabilities."""
         return (self.top_logprobs or 0) if self.logprobs else -1
 
     @property
     def functions(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The tools that the model may call: none or one of them if `tool_choice` says so."""
+        """The available functions: none or one of them if `tool_choice` says so."""
         choice = self.tool_choice
         if choice == "none":
             return []
@@ -215,12 +215,12 @@ class ChatRequest(ChatFields, GenerationFields):
 
     @property
     def must_call(self) -> bool:  # type: ignore[override]
-        """Whether the answer has to be a call."""
+        """Whether the answer has to be a tool call."""
         return self.tool_choice not in (None, "none", "auto")
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """The variables of the chat template that the request sets."""
+        """The chat template variables that the request sets."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}
         return super().template_variables | effort
 
@@ -229,7 +229,6 @@ _EXPECTED = "expected text, a list of texts, a list of token ids, or a list of s
 
 
 def _prompts(value: object) -> list[str | list[int]]:
-    """Return the prompts of a request, whichever way they are written."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -286,7 +285,7 @@ class CompletionRequest(GenerationFields):
     suffix: str | None = None
 
     def model_post_init(self, context: Any) -> None:
-        """Check what fields say together."""
+        """Validate combinations of fields."""
         super().model_post_init(context)
         if self.best_of not in (None, self.choices):
             raise Refused(f"best_of is not n, which is {self.choices}; leave it out", "best_of")
@@ -299,12 +298,12 @@ class CompletionRequest(GenerationFields):
 
     @property
     def budget(self) -> int:
-        """Tokens of each answer; 0: only the prompt is scored."""
+        """Maximum tokens per completion; 0: only score the prompt."""
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def top(self) -> int:
-        """How many top tokens to report with each token; -1: no log probabilities."""
+        """Number of top tokens to report per token; -1: no log probabilities."""
         return -1 if self.logprobs is None else self.logprobs
 
 
@@ -317,13 +316,13 @@ class TokenizeRequest(ChatFields):
     add_special_tokens: bool | None = None
 
     def model_post_init(self, _: Any) -> None:
-        """Check what fields say together."""
+        """Validate combinations of fields."""
         if (self.prompt is None) == (self.messages is None):
             both = "neither" if self.prompt is None else "both"
             raise Refused(f"{both} of prompt and messages are given; expected one", "prompt")
 
     def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them; none if there is a prompt."""
+        """Return the messages as chat templates read them; [] if there is a prompt."""
         return plain_messages(self.messages or [])
 
 

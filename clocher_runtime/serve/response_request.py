@@ -1,7 +1,4 @@
-"""The request of /v1/responses, and the chat request that it stands for.
-
-Nothing is stored: a client sends its whole conversation each time, and `store` is ignored.
-"""
+"""The request of /v1/responses, and its chat request. Nothing is stored; `store` is ignored."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
@@ -81,7 +78,6 @@ class FunctionCallOutput(Schema):
 
 
 def _kind(item: Any) -> str:
-    """Return the type of an item of the input: where none is given, it is a message."""
     kind = item.get("type", "message") if isinstance(item, dict) else None
     return kind if isinstance(kind, str) else "of no type"
 
@@ -169,12 +165,12 @@ class ResponsesRequest(SamplingFields):
     metadata: Metadata | None = None
 
     def model_post_init(self, _: Any) -> None:
-        """Check what only a list of words says."""
+        """Validate lists of allowed words."""
         if "message.output_text.logprobs" in (self.include or ()):
             raise Refused("include asks for logprobs; use /v1/chat/completions for them", "include")
 
     def chat(self) -> ChatRequest:
-        """Return the chat request for the same answer; ApiError if it cannot be obeyed."""
+        """Return the equivalent chat request; raises ApiError if there is none."""
         same = (*SamplingFields.model_fields, "parallel_tool_calls")
         fields = {name: getattr(self, name) for name in same}
         fields["messages"] = self._messages()
@@ -203,7 +199,6 @@ class ResponsesRequest(SamplingFields):
             return [*messages, {"role": "user", "content": self.input}]
 
         def assistant(*before: str) -> dict[str, Any]:
-            """Return the last message, unless it is another's or has something of `before`."""
             last = messages[-1] if messages else {}
             if last.get("role") != "assistant" or any(name in last for name in before):
                 messages.append({"role": "assistant"})

@@ -1,10 +1,4 @@
-"""POST /v1/responses: a chat under another name, reported in items instead of deltas.
-
-An answer is a list of items: reasoning, messages, calls. One is open at a time; it is announced,
-grows by deltas, and is sent again as a whole when another begins or the answer ends.
-
-Source: OpenAI API reference, responses and their streaming events.
-"""
+"""POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference)."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +17,12 @@ _KINDS: Mapping[str, tuple[Kind, str, str]] = {
     "tool_call": ("function_call", "fc", "response.function_call_arguments"),
     "arguments": ("function_call", "fc", "response.function_call_arguments"),
 }
-"""Kind of a delta -> type of its item, prefix of the item's id, name of the events by which it
-grows."""
+"""Kind of a delta -> type of its item, prefix of the item's id, prefix of its events."""
 
 
 @dataclass(slots=True)
 class OutputItem:
-    """A part of the output, at an index; a call has an id and a name."""
+    """An output item; a call has an id and a name."""
 
     kind: Kind
     id: str
@@ -41,19 +34,19 @@ class OutputItem:
 
     @property
     def place(self) -> dict[str, Any]:
-        """How events name what they are about."""
+        """The item's id and index, as events have them."""
         place = {"item_id": self.id, "output_index": self.index}
         return place if self.kind == "function_call" else place | {"content_index": 0}
 
     @property
     def part(self) -> dict[str, Any]:
-        """The one part of the content of a message or of reasoning."""
+        """The single content part of a message or of reasoning."""
         if self.kind == "reasoning":
             return {"type": "reasoning_text", "text": self.text}
         return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
 
     def plain(self, status: str, parts: bool = True) -> dict[str, Any]:
-        """Return the item as the output has it; `parts`: its content has begun."""
+        """Return the item as JSON; `parts`: its content has begun."""
         plain: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
         content = [self.part] if parts else []
         if self.kind == "message":
@@ -65,17 +58,17 @@ class OutputItem:
 
 @dataclass(slots=True)
 class ResponseStream:
-    """The events of an answer, and the object that they add up to."""
+    """The events of a response, and the object that they add up to."""
 
     request: ResponsesRequest
     answer: Answer
-    output: list[dict[str, Any]] = field(default_factory=list)  # items that are finished
+    output: list[dict[str, Any]] = field(default_factory=list)  # finished items
     open: OutputItem | None = None
     status: str = "in_progress"
     reason: str = ""  # why it is incomplete
     error: dict[str, Any] | None = None
     reasoning_tokens: int = 0
-    sequence: int = 0  # of the next event
+    sequence: int = 0  # sequence number of the next event
 
     def start(self) -> list[Event]:
         """Return the first events."""
@@ -83,7 +76,7 @@ class ResponseStream:
         return [self._event(kind, response=self.response()) for kind in kinds]
 
     def push(self, deltas: Iterable[Delta], calls: Mapping[int, str]) -> list[Event]:
-        """Return the events of the deltas of a token; `calls`: ids of the calls so far."""
+        """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         for delta in deltas:
             kind = _KINDS[delta.kind][0]
@@ -105,20 +98,20 @@ class ResponseStream:
         else:
             events = self._close("completed")
             if all(item["type"] == "reasoning" for item in self.output):
-                # Clients that wait for a message get an empty one.
+                # Clients that expect a message get an empty one.
                 events += self._begin(Delta("content", ""), {}) + self._close("completed")
             self.status = "completed"
         return [*events, self._event(f"response.{self.status}", response=self.response())]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """Return the last events of an answer that cannot be completed."""
+        """Return the last events of a failed response."""
         events = self._close("incomplete")
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.status, self.error = "failed", {"code": code, "message": error.message}
         return [*events, self._event("response.failed", response=self.response())]
 
     def response(self) -> dict[str, Any]:
-        """Return the answer as it is now."""
+        """Return the response object so far."""
         asked, answer = self.request, self.answer
         choice, wanted = asked.tool_choice or "auto", asked.text and asked.text.format
         effort = asked.reasoning and asked.reasoning.effort
@@ -173,7 +166,6 @@ class ResponseStream:
         return events
 
     def _close(self, status: str) -> list[Event]:
-        """Return the events that end the open item, if there is one."""
         item, self.open = self.open, None
         if item is None:
             return []
@@ -198,20 +190,20 @@ class ResponseStream:
 
 @dataclass(slots=True)
 class ResponsesAnswer:
-    """The answer to one request: a chat with one choice, and what its events are made by."""
+    """The response to one request: a chat with one choice, and its events."""
 
     chat: ChatAnswer
     stream: ResponseStream
 
     async def whole(self) -> dict[str, Any]:
-        """Return the response that is not streamed; ApiError if the engine cannot go on."""
+        """Return the response of a request without `stream`; raises ApiError."""
         async for step in self.chat.steps():
             self._push(step)
         self.stream.finish(self.chat.choices[0].finish)
         return self.stream.response()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of the response that is streamed; the last one says how it ended."""
+        """Yield the events of a streamed response; the last one has the final status."""
         yield _sent(self.stream.start())
         try:
             async for step in self.chat.steps():

@@ -1,7 +1,7 @@
-"""The requests of the API: strict, bounded; unknown fields are ignored, null is as good as absent.
+"""The request schemas: strict and bounded; unknown fields are ignored, null counts as absent.
 
-What cannot be obeyed is refused, not dropped. Types are literal: "3", 3.0 and true are no integers.
-Ranges are OpenAI's where OpenAI has the field. No template, path or URL is taken from a request.
+Unsupported values are refused, not dropped. Types are literal: "3", 3.0 and true are not integers.
+Ranges are OpenAI's where it has the field. No template, path or URL is taken from a request.
 """
 
 import json
@@ -36,7 +36,7 @@ _SEEDS = 1 << 64
 _SEED_STEP = 0x9E3779B97F4A7C15
 S = TypeVar("S", bound="Schema")
 Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
-"""Field of other servers -> values that ask for nothing, and what to do instead."""
+"""Field of other servers -> values without effect, and what to use instead."""
 
 
 class Schema(BaseModel):
@@ -56,17 +56,17 @@ class Schema(BaseModel):
 
     @classmethod
     def parse(cls, data: bytes) -> Self:
-        """Return what a body says; ApiError if it is not JSON, too deep, too much or wrong."""
+        """Return a validated body; raises ApiError: not JSON, too deep, too large, invalid."""
         try:
             body = parse_object(data, "the body")
         except FormatError as error:
-            # What follows a semicolon is advice to Python programs.
+            # The text after a semicolon is advice for Python programs.
             raise invalid(str(error).split("; use sys.")[0]) from None
         return checked(cls, body)
 
 
 def checked(schema: type[S], body: object) -> S:
-    """Return parsed JSON as a schema; ApiError if a field is wrong."""
+    """Validate parsed JSON; raises ApiError."""
     try:
         return schema.model_validate(body)
     except ValidationError as error:
@@ -82,7 +82,6 @@ def _bounded(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _parsed(value: object) -> object:
-    """Return a JSON schema; one that came as text is parsed."""
     if not isinstance(value, str):
         return value
     try:
@@ -175,7 +174,6 @@ class _Message(Schema):
     name: ShortText | None = None
 
     def plain(self) -> dict[str, Any]:
-        """Return the message as chat templates read it: content is text, nothing is None."""
         content = self.content or ""
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -218,7 +216,7 @@ Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES,
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Return messages as chat templates read them; that of a tool has the name of its function."""
+    """Return messages as chat templates read them; a tool's message has its function's name."""
     called: dict[str, str] = {}
     plain = []
     for message in messages:
@@ -337,16 +335,12 @@ class SamplingFields(Schema):
     request_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
 
     def on_top_of(self, defaults: Mapping[str, float]) -> Self:
-        """Return the request with a model's defaults where it says nothing."""
+        """Return the request with a model's defaults for absent fields."""
         said = {name: getattr(self, name) for name in defaults}
         return self.model_copy(update=taken(defaults, said | {"temperature": self.temperature}))
 
     def sampling(self, choice: int = 0) -> dict[str, Any]:
-        """Return the arguments of the engine's `Sampling` for one of the answers to a prompt.
-
-        Choice 0 has the seed of the request, further ones have seeds that follow from it, alike
-        for all prompts. Without a seed each has a random one.
-        """
+        """Return arguments of `Sampling`; choice n has a seed derived from the request's."""
         seed = secrets.randbits(64) if self.seed is None else self.seed + choice * _SEED_STEP
         given = {
             "temperature": 1.0 if self.temperature is None else self.temperature,
@@ -357,7 +351,7 @@ class SamplingFields(Schema):
             "repetition_penalty": self.repetition_penalty,
             "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty,
-            # A bias of 0 would only cost: sampling with biases is slower.
+            # A bias of 0 has only a cost: sampling with biases is slower.
             "logit_bias": {int(t): bias for t, bias in (self.logit_bias or {}).items() if bias},
         }
         return {name: value for name, value in given.items() if value is not None}

@@ -1,4 +1,4 @@
-"""The settings of `clocher-serve`: those of a run that say what is loaded, and its own."""
+"""The settings of `clocher-serve`: model loading settings of a run, and its own."""
 
 import ipaddress
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from clocher_runtime.config.values import integer, number, switch, text
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(EngineConfig):
-    """The engine of a server, and how it serves."""
+    """The engine and the HTTP settings of a server."""
 
     command: ClassVar[str] = "serve"
 
@@ -60,20 +60,15 @@ class ServeConfig(EngineConfig):
 
 
 TABLE: Mapping[str, Setting] = declared(ServeConfig)
-"""Every flag and every environment variable of the server."""
 
 DEFAULTS: Mapping[str, Any] = defaults(ServeConfig)
 
 _ENGINE = {*dict(every(EngineConfig)), "no_prefix_cache"}
 SCORE_ROWS = 64
-"""Rows of logits that are kept for scoring."""
 
 
 def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ServeConfig, Sources]:
-    """Return the settings of a server, and the sources of its engine's (`engine_config`).
-
-    Raises UsageError: a value is not what its setting takes, or a public address has no key.
-    """
+    """Return a server's settings and the sources of its engine's; raises UsageError."""
     sources = with_file(Sources(flags, environ), TABLE)
     config = settle(ServeConfig, sources)
     if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip()):
@@ -89,7 +84,7 @@ def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> tuple[ServeC
 
 
 def engine_config(sources: Sources) -> EngineConfig:
-    """Return the configuration of a server's engine, from the sources of `decide`."""
+    """Return the engine's configuration, from the sources of `decide`."""
     config = settle(ServeConfig, sources)
     return replace(
         config, prefix_cache=not config.no_prefix_cache, score_rows=SCORE_ROWS, keep_mapped=True

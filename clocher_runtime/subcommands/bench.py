@@ -1,4 +1,4 @@
-"""`clocher bench`: how fast a model is here, and how far from the limit of the memory."""
+"""`clocher bench`: measured speed of a model, and its ratio to the memory limit."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -68,7 +68,6 @@ _Callback = Callable[[click.Context, click.Parameter, Any], Any]
 
 
 def _numbers(least: int) -> _Callback:
-    """Return what reads numbers, from `least` on, with commas between them."""
     expected = f"at most {_MOST_VALUES} numbers from {least} to {_MOST}, such as 128,512"
 
     def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
@@ -86,7 +85,6 @@ def _numbers(least: int) -> _Callback:
 def _pairs(
     ctx: click.Context, param: click.Parameter, texts: Sequence[str]
 ) -> tuple[tuple[int, ...], ...]:
-    """Read pairs of the lengths of a prompt and of what is generated."""
     pairs = tuple(map(_integers, texts))
     for text, pair in zip(texts, pairs, strict=True):
         if len(pair) != 2 or not all(1 <= number <= _MOST for number in pair):
@@ -96,7 +94,6 @@ def _pairs(
 
 
 def _integers(text: str) -> tuple[int, ...]:
-    """Return numbers with commas between them; none if the text is something else."""
     parts = text.split(",")
     good = all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts)
     return tuple(map(int, parts)) if good else ()
@@ -204,7 +201,7 @@ COMMAND = bench
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher bench`, or what its first word names, and return the exit code."""
+    """Run `clocher bench` or a subcommand of it; return the exit code."""
     words = list(argv or ())
     if words[:1] == ["quality"]:
         from clocher_runtime.subcommands.bench_quality import main as quality
@@ -249,7 +246,6 @@ def _cases(given: dict[str, Any]) -> "tuple[Case, ...]":
 
 
 def _machine(rows: "Sequence[Row]") -> str:
-    """Return the lines about the machine, the versions and what variables have set."""
     row = rows[0]
     reads = {row["n_threads"]: row["read_gbps"] for row in rows if row["read_gbps"]}
     versions = ", ".join(f"{name} {number}" for name, number in row["versions"].items())

@@ -1,4 +1,4 @@
-"""`clocher bench compare`: what two runs of `clocher bench` or llama-bench allow one to say."""
+"""`clocher bench compare`: significant differences of `clocher bench` or llama-bench results."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -49,11 +49,10 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 24)]
 _Rate = Annotated[float, msgspec.Meta(gt=0, le=1e12)]
 
 Key = tuple[Case, int]
-"""A test and its threads."""
 
 
 class Samples(msgspec.Struct, frozen=True):
-    """What is compared of a row; the keys are llama-bench's, but for n_seqs."""
+    """The compared fields of a row; keys are llama-bench's, except n_seqs."""
 
     n_prompt: _Count
     n_gen: _Count
@@ -66,22 +65,17 @@ class Samples(msgspec.Struct, frozen=True):
 
     @property
     def case(self) -> Case:
-        """Its test."""
+        """The test."""
         return Case(self.n_prompt, self.n_gen, self.n_depth, self.n_seqs)
 
     @property
     def name(self) -> str:
-        """What its test is called."""
+        """The name of the test."""
         return self.case.name
 
 
 def read_samples(path: Path) -> dict[Key, Samples]:
-    """Return the rows of a result file.
-
-    Raises:
-        FormatError: it is no result file, or has two rows of the same test, threads and batch.
-        ModelNotFound: there is no such file.
-    """
+    """Return the rows of a result file; raises FormatError, ModelNotFound."""
     data = read_bytes(path, _MOST_BYTES)
     where = str(path)
     if data.lstrip()[:1] == b"[":
@@ -154,7 +148,7 @@ COMMAND = compare
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher bench compare` and return the exit code."""
+    """Run `clocher bench compare`; return the exit code."""
     return compare.run(argv)
 
 
@@ -193,7 +187,6 @@ def _code(rows: Sequence[Mapping[str, Any]], limit: float | None) -> ExitCode:
 
 
 def _differences(first: Mapping[Any, Samples], second: Mapping[Any, Samples]) -> list[str]:
-    """Return what is in one file only, and whether the machines or the models are the same."""
     found = []
     for here, there, which in ((first, second, "first"), (second, first, "second")):
         alone = [here[key].name for key in here if key not in there]

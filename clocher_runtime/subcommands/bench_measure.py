@@ -1,4 +1,4 @@
-"""What `clocher bench` does: load a model, run its cases in turns, make rows of the times."""
+"""The work of `clocher bench`: load a model, interleave its cases, make rows of the times."""
 
 import os
 import platform
@@ -35,17 +35,16 @@ from clocher_runtime.subcommands.bench_rows import Row, above_limit, beside_read
 from clocher_runtime.text.tokenizer import Tokenizer
 
 Tell = Callable[[str, int, int], None]
-"""Takes what goes on, how much of it is done, and how much there is."""
+"""Progress callback: label, done, total."""
 
 _BUSY = 0.5
-"""Load average, as a share of the CPUs, above which a machine is called busy."""
+"""Load average per CPU above which a machine counts as busy."""
 
 _NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
 tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
 prefetch_distance stream_block_bytes speculate draft_model attn act_sparsity act_calibration"""
 _SETTINGS = dict(every(EngineConfig))
 _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in _SETTINGS if name.startswith("dedup")}
-"""Settings of a run that a bench has a use for; of prompts, for example, it has none."""
 
 _READ_S = 0.1
 _MOST_TEXT = 64 << 20
@@ -55,16 +54,7 @@ _LIBRARIES = ("numpy", "numba", "llvmlite")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is to be measured.
-
-    Attributes:
-        flags: settings by name, as text.
-        threads: of the teams, side by side; empty: as many as a run has.
-        cases: in the order of the rows.
-        rounds: repetitions that count.
-        check: compare tokens with those of another way to compute them.
-        text: file that prompts are made of; None: random ids.
-    """
+    """A measurement; `threads`: interleaved team sizes, `text`: prompts (None: random ids)."""
 
     flags: Mapping[str, str]
     threads: tuple[int, ...]
@@ -75,15 +65,7 @@ class Plan:
 
 
 def measure(plan: Plan, tell: Tell) -> list[Row]:
-    """Measure every case with every number of threads.
-
-    Args:
-        plan: what.
-        tell: shows progress.
-
-    Raises:
-        ClocherError: the model cannot be run like this.
-    """
+    """Measure every case with every number of threads; raises ClocherError."""
     load1 = os.getloadavg()[0]
     config = settle(EngineConfig, Sources({"speculate": "off", **plan.flags}, os.environ))
     if config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
@@ -104,7 +86,6 @@ def measure(plan: Plan, tell: Tell) -> list[Row]:
 
 
 def _text_ids(plan: Plan, loaded: Loaded) -> list[int]:
-    """Return the ids of the file that prompts are made of, as many as the longest one has."""
     if plan.text is None:
         return []
     longest = max(case.before for case in plan.cases)
@@ -204,14 +185,13 @@ def _rows(
 
 
 def _verdict(same: Mapping[str, bool | None]) -> bool | None:
-    """Return whether nothing contradicts; None if nothing but repetitions was compared."""
+    """Return whether all comparisons agree; None if only repetitions were compared."""
     if False in same.values():
         return False
     return True if same["another_way"] else None
 
 
 def _about(runner: Runner, bound: Loaded) -> Row:
-    """Return what a row says of a session, and of the variables that did something or did not."""
     session, config = runner.session, bound.config
     given = {name: how for name, how in config.given.items() if name in _ACTS_ON}
     ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
@@ -229,7 +209,6 @@ def _about(runner: Runner, bound: Loaded) -> Row:
 
 
 def _facts(bound: Loaded) -> Row:
-    """Return what all rows say of the machine, the model and the versions."""
     model = bound.model
     return {
         "kind": "bench",
@@ -253,7 +232,6 @@ def _facts(bound: Loaded) -> Row:
 
 
 def _model_name(name: str) -> str:
-    """Return the name of a model without the folders it lies in; one of the Hub keeps its owner."""
     return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
 
 

@@ -1,4 +1,4 @@
-"""`clocher bench quality`: how well a model answers the questions of a task file."""
+"""`clocher bench quality`: a model's score on a task file."""
 
 import json
 from functools import partial

@@ -1,7 +1,4 @@
-"""Rows of `clocher bench`: the figures of a case, as a table, JSON or CSV.
-
-Keys that llama-bench has are called and meant as there, so its readers read these rows too.
-"""
+"""Rows of `clocher bench`, as a table, JSON or CSV; llama-bench's keys have its meaning."""
 
 import csv
 import io
@@ -17,10 +14,10 @@ from clocher_runtime.quality.statistics import median_of_runs, ratio, spread
 Row = dict[str, Any]
 
 WIDE = 0.1
-"""Spread of the repetitions, as a share of their median, above which a figure is uncertain."""
+"""Spread of the repetitions, relative to the median, above which a figure is uncertain."""
 
 READ_LOOP_ERROR = 1.05
-"""Decoding may draw so much more than the read loop, which is not perfect either."""
+"""Tolerated ratio of decoding to the read loop, which is not exact."""
 
 _GB = 1e9
 _UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
@@ -28,7 +25,7 @@ _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 
 
 def speed(case: Case, samples_ns: Sequence[int]) -> Row:
-    """Return what a row says of the time of a case."""
+    """Return the timing fields of a case."""
     tokens = (case.prompt + case.tokens) * case.batch
     rates = [tokens * 1e9 / ns for ns in samples_ns]
     several = len(rates) > 1
@@ -52,14 +49,7 @@ def speed(case: Case, samples_ns: Sequence[int]) -> Row:
 
 
 def beside_reads(row: Row, runner: Runner, case: Case, reads: Sequence[float]) -> Row:
-    """Return what a row says of the bytes of a token, beside reads of the same rounds.
-
-    Args:
-        row: from `speed`.
-        runner: that ran the case.
-        case: the same.
-        reads: in GB/s, by round; empty where they are not measured.
-    """
+    """Return the bandwidth fields of a row; `reads` are GB/s by round, [] if not measured."""
     nbytes = runner.bytes_per_token(case)
     said: Row = {"bytes_per_token": nbytes, "gbps": None, "read_gbps": None}
     said |= {"samples_read_gbps": list(reads), "pct_of_read": None, "pct_of_read_95": None}
@@ -76,13 +66,13 @@ def beside_reads(row: Row, runner: Runner, case: Case, reads: Sequence[float]) -
 
 
 def above_limit(row: Row) -> bool:
-    """Return whether a row says more than memory gives: its tokens cannot have read all that."""
+    """Return whether a row exceeds the memory limit: its tokens cannot have read all weights."""
     ends = row["pct_of_read_95"]
     return ends is not None and not row["in_cache"] and ends[0] > 100 * READ_LOOP_ERROR
 
 
 def doubts(rows: Sequence[Row]) -> list[str]:
-    """Return what makes figures uncertain, a line for each reason."""
+    """Return the reasons why figures are uncertain, one line each."""
     found = []
     busy, cpus = rows[0]["load1"], rows[0]["cpus"]
     if rows[0]["busy"]:
@@ -130,7 +120,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """Return rows as a table in Markdown, without the columns that no row fills."""
+    """Return rows as a Markdown table, without empty columns."""
     several = any(row["n_seqs"] > 1 for row in rows)
     shown = [{**row, "shows_batch": several} for row in rows]
     cells = [[name, *(cell(row) for row in shown)] for name, cell in _COLUMNS]
@@ -138,7 +128,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def aligned(columns: Sequence[Sequence[str]]) -> str:
-    """Return columns, each with its head first, as a table in Markdown; the first is text."""
+    """Return columns, head first, as a Markdown table; the first one is text."""
     widths = [max(map(len, column)) for column in columns]
     ruled = [
         [column[0], "-" * width if first else "-" * (width - 1) + ":", *column[1:]]
@@ -159,17 +149,17 @@ def aligned(columns: Sequence[Sequence[str]]) -> str:
 
 
 def as_json(rows: Sequence[Row]) -> str:
-    """Return rows as a list in JSON, a row a line."""
+    """Return rows as a JSON list, one row per line."""
     return "[\n" + ",\n".join(json.dumps(finite(row)) for row in rows) + "\n]"
 
 
 def as_jsonl(rows: Sequence[Row]) -> str:
-    """Return rows as lines of JSON."""
+    """Return rows as JSON lines."""
     return "\n".join(json.dumps(finite(row)) for row in rows)
 
 
 def as_csv(rows: Sequence[Row]) -> str:
-    """Return rows as CSV, without what is a list or an object in JSON."""
+    """Return rows as CSV, without list and object fields."""
     flat: list[Mapping[str, Any]] = [
         {key: value for key, value in row.items() if not isinstance(value, list | dict)}
         for row in map(finite, rows)

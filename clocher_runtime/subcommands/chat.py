@@ -1,4 +1,4 @@
-"""`clocher chat`: a conversation with a model in the terminal, or one answer in a pipe."""
+"""`clocher chat`: a conversation in the terminal, or one answer in a pipe."""
 
 import errno
 import os
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 NAME = "clocher chat"
 MAX_MESSAGE_BYTES = 8 << 20
-"""Of a message from a pipe."""
 
 ABOUT = """Talk with a language model in the terminal.
 
@@ -61,7 +60,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
+    """Run the command; return its exit code."""
     before = listen()
     try:
         with Console(name=NAME) as console:
@@ -84,10 +83,10 @@ def _main(argv: Sequence[str], console: Console) -> int:
         message = config.prompt
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
-        # NumPy and all that needs it is imported after the flags have been checked.
+        # NumPy and its users are imported after the flags are checked.
         from clocher_runtime.command.model_choice import choose_model
 
-        choose_model(config)  # a wrong name is an error before a message is awaited
+        choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
         from clocher_runtime.disk.files import ending_on_lost_pages
@@ -97,7 +96,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
     except OutputLost as lost_output:
         if lost_output.reason:
             console.note(f"error: standard output: {lost_output.reason}")
-        if sys.stdout is not None:  # Python flushes it again at the end, and must not fail again
+        if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BUG
     except (Exception, KeyboardInterrupt) as raised:
@@ -108,7 +107,6 @@ def _main(argv: Sequence[str], console: Console) -> int:
 
 
 def _piped_message() -> str:
-    """Return what standard input holds, as one message."""
     try:
         data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
         text = data.decode().rstrip("\n")
@@ -126,7 +124,6 @@ def _piped_message() -> str:
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
-    """Load the model, and answer the message, or what is typed."""
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_keys import Typing
@@ -170,7 +167,6 @@ def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console)
 
 
 def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
-    """Return what answers."""
     from clocher_runtime.command.model_choice import choose_model, converses
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer

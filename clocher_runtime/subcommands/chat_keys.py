@@ -1,4 +1,4 @@
-"""The keys of a chat: what is typed, and Ctrl-C."""
+"""Keyboard input of a chat, and Ctrl-C."""
 
 import signal
 import sys
@@ -14,43 +14,28 @@ _FENCE = '"""'
 
 
 class Typed(NamedTuple):
-    """What was typed.
-
-    Attributes:
-        is_block: it stood between marks, so it is a message whatever it begins with.
-    """
+    """Typed text; `is_block`: it stood between marks, so it is no command."""
 
     text: str
     is_block: bool
 
 
 class Typing:
-    r"""Reads what is typed: a line, or several between two \"\"\".
-
-    With a terminal on both sides there is line editing, and a history for as long as the chat is.
-
-    Args:
-        prompts: gets the prompts where there is no line editing.
-    """
+    r"""Reads a line, or several between two \"\"\"; `prompts` gets prompts without line editing."""
 
     def __init__(self, prompts: Screen) -> None:
         self._prompts = prompts
         self._edits = False
         if sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty():
-            with suppress(ImportError):  # a Python that was built without it
-                import readline  # input() edits lines once it is there
+            with suppress(ImportError):  # Python built without it
+                import readline  # its import gives input() line editing
 
-                # What is pasted is one message, whatever lines it has.
+                # Pasted text is one message, whatever lines it has.
                 readline.parse_and_bind("set enable-bracketed-paste on")
                 self._edits = True
 
     def read(self) -> Typed:
-        """Return the next message or command.
-
-        Raises:
-            EOFError: there is no more, or the terminal is gone.
-            UnicodeDecodeError: it is not valid text.
-        """
+        """Return the next message or command; raises EOFError, UnicodeDecodeError."""
         first = self._line(">>> ")
         begun = first.lstrip()
         if not begun.startswith(_FENCE):
@@ -59,13 +44,13 @@ class Typing:
         while not lines[-1].rstrip().endswith(_FENCE):
             lines.append(self._line("... "))
         lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
-        # A line that holds nothing but a mark is not of the message.
+        # A line with only a mark is not part of the message.
         if len(lines) > 1:
             lines = lines[not lines[0] : len(lines) - (not lines[-1])]
         return Typed("\n".join(lines), is_block=True)
 
     def has_begun(self) -> bool:
-        """Return whether there is something on the line that is being typed."""
+        """Return whether the current line has text."""
         if not self._edits:
             return False
         import readline
@@ -88,7 +73,7 @@ class Typing:
 
 @contextmanager
 def _heeding_signals() -> Iterator[None]:
-    """Let a signal count that comes just before the wait for a key begins."""
+    """Handle a signal that arrives just before the wait for a key."""
     before = signal.signal(signal.SIGALRM, lambda number, frame: None)
     signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
     try:
@@ -99,12 +84,7 @@ def _heeding_signals() -> Iterator[None]:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C, where it does not only stop an answer.
-
-    Attributes:
-        when: "typing": a line had been begun. "empty": none had. "stopping": an answer is being
-            stopped already.
-    """
+    """Ctrl-C that does not only stop an answer; `when` is "typing", "empty" or "stopping" it."""
 
     def __init__(self, when: Literal["typing", "empty", "stopping"]) -> None:
         super().__init__("SIGINT")
@@ -112,13 +92,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class CtrlC:
-    """What Ctrl-C does while a chat is held: it stops an answer, else it raises `Interrupted`.
-
-    Use it as a context manager. A process that was started to ignore SIGINT goes on to.
-
-    Args:
-        has_begun: whether there is something on the line that is being typed.
-    """
+    """The Ctrl-C handler of a chat: stops an answer, else raises `Interrupted`."""
 
     def __init__(self, has_begun: Callable[[], bool]) -> None:
         self._has_begun = has_begun
@@ -137,10 +111,7 @@ class CtrlC:
 
     @contextmanager
     def stopping(self) -> Iterator[Callable[[], bool]]:
-        """Let Ctrl-C stop an answer while the context is open; yield what says that it did.
-
-        A step is never cut off by the first one: the keys in the cache stay what they are.
-        """
+        """Let Ctrl-C stop an answer between steps; yield a function that returns whether."""
         self._answers, self._stops = True, False
         try:
             yield lambda: self._stops

@@ -1,4 +1,4 @@
-"""A conversation at a terminal: what is typed is answered, or is a command with a slash."""
+"""A conversation at a terminal: messages, and commands with a slash."""
 
 import json
 import secrets
@@ -24,32 +24,18 @@ from clocher_runtime.text.conversation import Message, conversation_of
 from clocher_runtime.text.deltas import Delta, DeltaKind
 
 MAX_FILE_BYTES = 8 << 20
-"""Of a conversation that is loaded."""
 
 MAKE_ROOM = "/undo takes the last turn back, /reset begins a new conversation"
-"""What to do when the context is full."""
 CHANGEABLE = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
     *("seed", "max_new"),
 )
-"""What can be set between two answers."""
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
 
 
 class Talk:
-    """A conversation, and what is shown of it.
-
-    Args:
-        model: answers.
-        config: how.
-        about: lines that say what the model is, for /show.
-        answers: gets what the model says.
-        notes: gets everything else.
-
-    Attributes:
-        messages: what was said; a system message comes first.
-    """
+    """A conversation; `answers` gets the model's text, `notes` all else, `about` is for /show."""
 
     def __init__(
         self, model: ChatModel, config: ChatConfig, about: str, answers: Screen, notes: Screen
@@ -57,15 +43,15 @@ class Talk:
         self._model, self._config, self._given = model, config, config
         self._about, self._answers, self._notes = about, answers, notes
         self.messages: list[Message] = []
-        self._tries = 0  # answers to the last message that were thrown away
+        self._tries = 0  # number of discarded answers to the last message
         self._seed = 0  # of the last answer
         self._used = 0  # tokens of the context after it
-        self._file: Path | None = None  # what was saved or loaded
+        self._file: Path | None = None  # the file last saved or loaded
         if config.system is not None:
             self._set_system(config.system)
 
     def hold(self, typing: Typing) -> ExitCode:
-        """Answer what is typed until the user leaves; return the exit code."""
+        """Answer typed messages until the user leaves; return the exit code."""
         told = False
         with CtrlC(typing.has_begun) as ctrl_c:
             while True:
@@ -92,11 +78,7 @@ class Talk:
                     raise
 
     def say(self, text: str, ctrl_c: CtrlC | None = None) -> None:
-        """Answer a message. It is kept with its answer, or not at all.
-
-        Raises:
-            ClocherError: it cannot be answered.
-        """
+        """Answer a message, and keep both or neither; raises ClocherError."""
         self._tries = 0
         self._answer([*self.messages, {"role": "user", "content": text}], ctrl_c)
 
@@ -126,10 +108,9 @@ class Talk:
             self._used = len(answer.prompt) + len(answer.ids)
         self._tell(answer)
 
-    # What is shown.
+    # Output.
 
     def _show(self, parts: Iterable[Delta]) -> None:
-        """Write an answer as it is made: thoughts dim, and only on a terminal."""
         out, last = self._answers, None
         for delta in parts:
             if delta.kind == "reasoning":
@@ -142,7 +123,6 @@ class Talk:
         out.end_line()
 
     def _part(self, before: DeltaKind, now: DeltaKind) -> None:
-        """Set two parts of an answer apart."""
         if now == "arguments" or (before == "reasoning" and not self._answers.is_terminal):
             return
         self._answers.end_line()
@@ -158,7 +138,6 @@ class Talk:
             self._answers.write(text, dim=True)
 
     def _tell(self, answer: Answer) -> None:
-        """Say how an answer ended, if not by itself, and what it took."""
         model, numbers = self._model, answer.numbers
         longest = model.session.longest
         if answer.ending == "full":
@@ -183,10 +162,9 @@ class Talk:
         ]
         self._notes.line(f"[{' | '.join(shown)}]", dim=True)
 
-    # What is typed.
+    # Input.
 
     def _take(self, text: str, is_block: bool, ctrl_c: CtrlC) -> bool:
-        """Do what was typed; return whether the chat continues."""
         try:
             if is_block or not text.startswith("/") or text.startswith("//"):
                 text = text if is_block else text.removeprefix("/" if text[:2] == "//" else "")
@@ -220,7 +198,6 @@ class Talk:
         self._notes.line(f"took the last turn back; {len(self.messages)} messages are left")
 
     def _last_question(self) -> int:
-        """Return where the last message of the user is."""
         for at in range(len(self.messages) - 1, -1, -1):
             if self.messages[at]["role"] == "user":
                 return at

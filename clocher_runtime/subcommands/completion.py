@@ -1,7 +1,4 @@
-"""`clocher completion SHELL`: a shell completes commands, flags and their values.
-
-Source: https://click.palletsprojects.com/en/stable/shell-completion/.
-"""
+"""`clocher completion SHELL`: shell completion, by click."""
 
 import os
 from collections.abc import Sequence
@@ -37,7 +34,7 @@ COMMAND = Command(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the script of a shell and return the exit code."""
+    """Print the completion script of a shell; return the exit code."""
     try:
         flags = COMMAND.parse(argv or ())
         if flags is not None:

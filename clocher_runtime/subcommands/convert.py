@@ -143,7 +143,6 @@ def convert(
 
 
 def _check(report: Report, model_dir: Path, source: Path | None) -> ExitCode:
-    """Compare a model, and its source, with its certificate."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
     from clocher_runtime.convert.certificate import check_certificate
 
@@ -173,7 +172,6 @@ def _export(
     pre: str | None,
     verify: bool,
 ) -> None:
-    """Write what other programs read."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.convert.gguf_model import plan_gguf_model
     from clocher_runtime.convert.to_compressed import plan_compressed
@@ -203,12 +201,11 @@ main = convert.run
 
 
 def next_command(out_dir: Path) -> str:
-    """Return what to type once a model is there."""
+    """Return the command to try a new model."""
     return f"next: clocher chat {shlex.quote(str(out_dir))}"
 
 
 def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> Script:
-    """Return a script that converts a checkpoint, or one of pickled weights, to IEBIN."""
     line = f"python scripts/{name}.py --hf-dir models/llama/hf --out-dir models/llama"
     with_manifest = f"{line}-q4 \\\n    --q4-map quant/q4_manifest.json --verify"
     weights = (
@@ -292,7 +289,7 @@ def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:
 
 
 def run_conversion(report: Report, conversion: "Conversion", verify: bool) -> None:
-    """Write what was planned, and say so."""
+    """Write a planned conversion, and report it."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
     from clocher_runtime.convert.certificate import write_certificate
 

@@ -1,4 +1,4 @@
-"""`clocher dedup`: the weights of an IEBIN model in less space, and back."""
+"""`clocher dedup`: compress the weights of an IEBIN model losslessly, and restore them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -101,7 +101,6 @@ main = dedup.run
 
 
 def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway: bool) -> bool:
-    """Write the deduplicated files; return whether that was worth it."""
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
     from clocher_runtime.convert.dedup.writer import plan_dedup
 

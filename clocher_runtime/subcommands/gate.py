@@ -1,4 +1,4 @@
-"""`clocher gate`: quantised models against the float model that they were made from."""
+"""`clocher gate`: quantised models against their float model."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""`clocher models`: what is on this machine, what it needs, and whether it fits and runs."""
+"""`clocher models`: local models, their size, and whether they fit and run."""
 
 import json
 import shlex
@@ -88,7 +88,6 @@ main = models.run
 
 
 def _one_model(where: Sequence[str]) -> Path | None:
-    """Return the path of the only argument if it is a model, None if it is a place to look into."""
     from clocher_runtime.checkpoints.hf.foreign import holds_model
     from clocher_runtime.checkpoints.locate import locate
 
@@ -102,7 +101,6 @@ def _one_model(where: Sequence[str]) -> Path | None:
 
 
 def _speed_limit(per_token: int) -> dict[str, Any]:
-    """Return how fast memory is read, and how many tokens a second that allows at most."""
     from clocher_runtime.engine.probes import read_gbps
     from clocher_runtime.engine.topology import default_threads
 
@@ -144,7 +142,6 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
 
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table: with rich on a terminal, elsewhere in aligned columns."""
     cells = [_HEADS, *map(_cells, rows)]
     if sys.stdout is not None and sys.stdout.isatty():
         from rich.console import Console
@@ -194,12 +191,11 @@ def _count(number: int) -> str:
 
 
 def _inert(text: str) -> str:
-    """Return a text that a terminal shows and does not obey: names come from anywhere."""
+    """Make control characters visible: names come from anywhere."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
 
 
 def _remove(report: Report, name: str, yes: bool) -> int:
-    """Delete a model of the Hub's cache."""
     from clocher_runtime.checkpoints.hf.cache import (
         cache_directory,
         hub_name,

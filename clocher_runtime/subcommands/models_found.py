@@ -1,4 +1,4 @@
-"""Which models are on this machine, and what each is: from their headers, never their weights."""
+"""Local models, described from their headers without reading weights."""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -23,12 +23,7 @@ _UNKNOWN = dict.fromkeys(("family", "parameters", "format", "memory", "fits", "c
 
 
 class Found(NamedTuple):
-    """Where a model may be.
-
-    Attributes:
-        name: as it is typed after `clocher chat`.
-        place: "embedded", "Hub", "llama.cpp" or "directory".
-    """
+    """A possible model; `place` is "embedded", "Hub", "llama.cpp" or "directory"."""
 
     name: str
     place: str
@@ -48,7 +43,7 @@ def find(directories: Sequence[Path], everywhere: bool = True) -> Iterator[Found
 
 
 def look(found: Found) -> dict[str, Any]:
-    """Return what a model is; None is what is not known of one that cannot run."""
+    """Describe a model; values are None where a model that cannot run leaves them unknown."""
     about = {**found._asdict(), "path": str(found.path), **_UNKNOWN, "disk": _size(found.path)}
     try:
         return about | _known(found.path) | {"runs": "yes"}
@@ -56,7 +51,7 @@ def look(found: Found) -> dict[str, Any]:
         runs = f"no: {_phrase(error, found.path)}"
     except ClocherError as error:
         runs = f"damaged: {_phrase(error, found.path)}"
-    except Exception as error:  # whatever a hostile directory makes of us: the others are listed
+    except Exception as error:  # any error of a hostile directory; the others are still listed
         runs = f"damaged: {type(error).__name__}: {_phrase(error, found.path)}"
     return about | {"runs": runs}
 
@@ -77,11 +72,7 @@ def _known(path: Path) -> dict[str, Any]:
 
 
 def details(name: str, path: Path) -> dict[str, Any]:
-    """Return all about one model.
-
-    Raises:
-        ModelError: it is damaged or cannot run.
-    """
+    """Describe one model in full; raises ModelError if damaged or unsupported."""
     checkpoint = open_checkpoint(path)
     spec, needs = describe(checkpoint)
     weights = destined(spec, needs, checkpoint)
@@ -132,7 +123,7 @@ def _of_the_hub() -> Iterator[Found]:
 
 
 def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator[Found]:
-    """Yield the models in a directory and below it; `left` counts the entries that may be seen."""
+    """Yield the models below a directory; `left` counts the entries that may still be read."""
     if holds_model(directory):
         yield from _files_of(str(directory), place, directory)
         return
@@ -151,7 +142,6 @@ def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator
 
 
 def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
-    """Yield the model of a directory, or each GGUF file of one that has several."""
     try:
         files = [file for file in listed(directory) if file.lower().endswith(SUFFIX)]
     except ClocherError:
@@ -163,13 +153,12 @@ def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
 
 
 def _llama_cache() -> Path:
-    """Return where llama.cpp keeps what it downloads. Source: its common/common.cpp."""
+    """Return llama.cpp's download directory. Source: its common/common.cpp."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
 
 
 def _size(path: Path) -> int:
-    """Return the bytes of a file, or of those of a directory, as far as they can be seen."""
     if os.path.isfile(path):
         return os.path.getsize(path)
     total = count = 0
@@ -186,7 +175,6 @@ def _size(path: Path) -> int:
 
 
 def _phrase(error: Exception, path: Path) -> str:
-    """Return the beginning of a message without the path that it begins with."""
     text = str(error).removeprefix(str(path)).lstrip("/: ") or type(error).__name__
     text = text.split("; ")[0]
     return text if len(text) <= _PHRASE else f"{text[:_PHRASE]}..."

@@ -1,4 +1,4 @@
-"""`clocher perplexity`: how well a model predicts a text; and the model that it is scored with."""
+"""`clocher perplexity`: perplexity of a model on a text; and the loading of scored models."""
 
 import json
 import os
@@ -42,17 +42,10 @@ OPTIONS = (
     *engine_options("act_prec", "act_sparsity", "act_calibration", "threads"),
     option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
 )
-"""Flags of `scored`, beside `PLACE`."""
 
 
 class Scored(NamedTuple):
-    """A model that is ready to score texts.
-
-    Attributes:
-        session: keeps the logits of every token.
-        tokenizer: of the model.
-        facts: of it, as result lines have them.
-    """
+    """A model ready for scoring; its session keeps all logits, `facts` go to result lines."""
 
     session: "Session"
     tokenizer: "Tokenizer"
@@ -61,13 +54,7 @@ class Scored(NamedTuple):
 
 @contextmanager
 def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
-    """Load the model that the flags name, and close it in the end.
-
-    Args:
-        model_dir: None: that of the environment, or the embedded one.
-        backend: a device, or "reference".
-        **settings: other fields of `EngineConfig`.
-    """
+    """Load the model of the flags; close it in the end. `backend`: a device, or "reference"."""
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load, numerics
     from clocher_runtime.text.tokenizer import Tokenizer

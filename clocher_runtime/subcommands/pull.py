@@ -1,4 +1,4 @@
-"""`clocher pull`: a model from the Hub, looked at before it is fetched and checked afterwards."""
+"""`clocher pull`: a model from the Hub, checked before and after the download."""
 
 import glob
 import shlex
@@ -113,11 +113,7 @@ def download(
 def fetch(
     report: Report, hub: "HubName", out_dir: Path | None, allow: Sequence[str], anyway: bool
 ) -> None:
-    """Fetch what is missing of a model, and say before and after what there is to know.
-
-    Raises:
-        ModelError, UsageError, OSError: as `hub.plan_download` and `Download.run`.
-    """
+    """Download missing files of a model, with reports; raises ModelError, UsageError, OSError."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.cache import cache_directory, snapshot
     from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
@@ -140,7 +136,7 @@ def fetch(
         f"{len(download.missing)} of them new; all match their hashes"
     )
     if hub.file:
-        open_checkpoint(folder / hub.file)  # its header says whether it can run
+        open_checkpoint(folder / hub.file)  # its header shows whether it can run
     if not allow:
         typed = shlex.quote(str(hub) if out_dir is None else str(out_dir / hub.file))
         is_adapter = any(file.name == ADAPTER_CONFIG for file in download.files)
@@ -150,7 +146,6 @@ def fetch(
 
 
 def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
-    """Return what a name says, an address of the Hub included."""
     from clocher_runtime.checkpoints.hf.cache import hub_name, repository_of_url
 
     hub = hub_name(repository_of_url(text) or text)
@@ -164,7 +159,6 @@ def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
 
 
 def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
-    """Fetch the config alone, and refuse a model that cannot run before its weights are fetched."""
     from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}
@@ -195,7 +189,7 @@ def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
 
 
 def _refusal(report: Report, path: Path, download: "Download") -> Exception | None:
-    """Return why a model cannot run; if it can, say what it is and whether it fits."""
+    """Return why a model cannot run; else report what it is and whether it fits."""
     from clocher_kernels.errors import ModelError
     from clocher_kernels.host_memory import available
     from clocher_runtime.checkpoints.hf.checkpoint import check_config
@@ -224,7 +218,6 @@ def _refusal(report: Report, path: Path, download: "Download") -> Exception | No
 
 
 def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
-    """Check the files of a model against the hashes that came with them; no network is used."""
     from clocher_runtime.checkpoints import open_checkpoint
     from clocher_runtime.checkpoints.hf.cache import snapshot
     from clocher_runtime.checkpoints.hf.hub import stored_hashes
@@ -232,7 +225,7 @@ def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
 
     folder = out_dir or snapshot(hub)
     if folder is None:
-        locate(str(hub), "")  # says what is not there, and what to do
+        locate(str(hub), "")  # reports missing files and the next step
     assert folder is not None
     files = stored_hashes(folder)
     if hub.file:

@@ -1,4 +1,4 @@
-"""Scripts around Q4_0 files: gen_q4_bytes_stream, append_q4_attn_from_hf and their indexes."""
+"""Scripts for Q4_0 files: gen_q4_bytes_stream, append_q4_attn_from_hf and their indexes."""
 
 import os
 from pathlib import Path
@@ -59,7 +59,7 @@ def generate(report: Report, hf_dir: Path, q4_bytes: Path, scales: Path, manifes
 
 
 def _variable(name: str, default: str) -> tuple[str, str]:
-    """Return the name and value of a variable; one that is set to nothing counts as not set."""
+    """Return a variable and its value; an empty one counts as unset."""
     return name, os.environ.get(name) or default
 
 

@@ -1,7 +1,4 @@
-"""`clocher quantize`: from a checkpoint to a quantised model that runs, in one command.
-
-The scripts that write the manifest alone (ptq_from_*.py) have the same flags.
-"""
+"""`clocher quantize`: from a checkpoint to a quantised model that runs."""
 
 import os
 import pkgutil
@@ -38,7 +35,7 @@ if TYPE_CHECKING:
     from clocher_runtime.quantize.plan import QuantPlan
 
 MANIFEST = "q4_manifest.json"
-"""In the output directory: what was done to each tensor, and how good it is."""
+"""In the output directory: method and quality of each tensor."""
 LIMITS = ("float", "int8", "kv", "fp8", "int4")
 FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 
@@ -64,7 +61,6 @@ LIMIT_FLAGS: tuple[Wrap, ...] = (
     option("--min-tokens", COUNT, "fewer never pass; default: 32768"),
     option("--min-documents", COUNT, "fewer never pass; default: 64"),
 )
-"""Limits of the gate."""
 FLAGS: tuple[Wrap, ...] = (
     option(
         "--format",
@@ -131,7 +127,6 @@ FLAGS: tuple[Wrap, ...] = (
     switch("--no-hash", "Record a hash of each file's first MiB alone."),
     switch("--dry-run", "Print the plan, write nothing."),
 )
-"""How to quantise."""
 
 
 @script(
@@ -191,7 +186,7 @@ def quantize(
         return verdict_code(outcome.verdict)
     conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
     run_conversion(report, conversion, verify)
-    # The model has these planes now; they would take as much again.
+    # The model owns these planes now; copies would double the memory.
     shutil.rmtree(parts_dir(outcome.path), ignore_errors=True)
     click.echo(_table(outcome))
     report.note(next_command(out_dir))
@@ -205,10 +200,7 @@ main = quantize.run
 def manifest_script(
     name: str, about: str, examples: Examples, given: Wrap, opener: "Callable[[Any], Checkpoint]"
 ) -> Script:
-    """Return a script that writes the manifest alone.
-
-    `given` is the option that names its input, called "source"; `opener` opens that.
-    """
+    """Return a script that writes the manifest alone; `opener` opens the input of `given`."""
     out = option(
         "--out",
         click.Path(path_type=Path, dir_okay=False),
@@ -320,7 +312,6 @@ ptq_from_source = manifest_script(
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
-    """Raise UsageError if the output directory is the model's, or another one's."""
     from clocher_runtime.checkpoints.gguf.parts import find_gguf
     from clocher_runtime.checkpoints.iebin import JSON_NAME
     from clocher_runtime.convert.to_iebin import refuse_hf_folder
@@ -342,7 +333,6 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    """Say what it takes of disk and memory."""
     from clocher_kernels.host_memory import available
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quantize.job import needs_of
@@ -358,7 +348,6 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
 
 
 def _table(outcome: "Outcome") -> str:
-    """Return sizes before and after, and the perplexities if the gate has measured them."""
     plan = outcome.plan
     before = 8 * plan.source_nbytes / plan.params
     rows = [

@@ -133,7 +133,7 @@ COMMAND = Tasks(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run what the first word names, and return the exit code."""
+    """Run a task, and return the exit code."""
     words = list(argv or ())
     if words[:1] in ([], ["-h"], ["--help"]):
         click.echo(COMMAND.help_text())

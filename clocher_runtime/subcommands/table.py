@@ -1,4 +1,4 @@
-"""The subcommands of `clocher`, which one a line means, and what a shell completes it by."""
+"""The subcommands of `clocher`: dispatch, help and shell completion."""
 
 import difflib
 import os
@@ -27,10 +27,7 @@ EXAMPLES = (
 
 
 class Subcommand(NamedTuple):
-    """A subcommand: what it does in a line, and its module.
-
-    The module has `main(argv)`, which returns an exit code, and `COMMAND`, its flags and help.
-    """
+    """A subcommand; its module has `main(argv)`, which returns an exit code, and `COMMAND`."""
 
     about: str
     module: str
@@ -76,7 +73,6 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         "completions of a shell, for bash, zsh and fish", "subcommands.completion", False
     ),
 }
-"""Name -> subcommand, in the order of the help text."""
 
 
 _ELSEWHERE = {
@@ -91,11 +87,11 @@ _ELSEWHERE = {
     "llama-server": "did you mean serve?",
     "llama-bench": "did you mean bench?",
 }
-"""What other programs call a subcommand, and what there is instead."""
+"""Names from other programs -> the equivalent here."""
 
 
 def dispatch(words: Sequence[str]) -> int:
-    """Run the subcommand that a line names, and return its exit code."""
+    """Run the subcommand of a command line; return its exit code."""
     name, rest = (words[0], words[1:]) if words else ("--help", [])
     if name in ("help", "-h", "--help"):
         click.echo(help_text())
@@ -112,7 +108,7 @@ def dispatch(words: Sequence[str]) -> int:
 
 
 def unknown(name: str) -> str:
-    """Return what is wrong with a first word that is no subcommand, and what to type."""
+    """Return the error for an unknown subcommand, with a suggestion."""
     if name.startswith("-"):
         return f"{name}: no such flag; flags go after a command, see clocher --help"
     if os.path.exists(name) or "/" in name:
@@ -139,14 +135,13 @@ def help_text() -> str:
 
 
 VARIABLE = "_CLOCHER_COMPLETE"
-"""By which a shell asks how a line may continue."""
 
 
 class Clocher(click.Group):
-    """`clocher` as click has it; a subcommand is imported when it is asked for."""
+    """`clocher` as a click group that imports subcommands on demand."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return the names of all subcommands."""
+        """Return all subcommand names."""
         return list(SUBCOMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -159,5 +154,5 @@ class Clocher(click.Group):
 
 
 def answer_shell() -> int:
-    """Answer a shell that asks by its variable how a line may continue."""
+    """Answer a shell completion request."""
     return shell_complete(Clocher("clocher"), {}, "clocher", VARIABLE, os.environ[VARIABLE])

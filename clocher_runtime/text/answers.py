@@ -1,4 +1,4 @@
-"""What a model's tokens say, in the parts that a client of a chat reads."""
+"""An answer's tokens, read into the parts that a chat client gets."""
 
 from collections.abc import Collection
 from typing import Literal
@@ -23,10 +23,10 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
 def answer_style(tokenizer: Tokens, template: str) -> AnswerStyle:
-    """Return how a model marks up its answers, by its tokens and its chat template."""
+    """Return how a model marks up its answers, by its tokens and chat template."""
     if all(tokenizer.token_id(name) is not None for name in _HARMONY):
         return "harmony"
-    # Qwen3-Coder writes <function=NAME> between the same marks, which is no JSON.
+    # Qwen3-Coder writes <function=NAME> between the same marks, which is not JSON.
     if "<tool_call>" in template and "<function=" not in template:
         return "hermes"
     if tokenizer.token_id("<|python_tag|>") is not None and '"parameters"' in template:
@@ -44,12 +44,9 @@ def make_reader(
 ) -> AnswerReader:
     """Return a reader for one answer.
 
-    Args:
-        tokenizer: of the model.
-        style: how the model marks up its answers.
-        tools: whether there are functions to call. If not, what looks like a call is text.
-        prompt_tail: the end of the prompt, at least from where the answer's message begins.
-        ends: ids that end the generation and have no text; they may be pushed or not.
+    Without `tools`, what looks like a call is text. `prompt_tail` is the end of the prompt, at
+    least from the start of the answer's message; `ends` are ids that end generation and have no
+    text.
     """
     if style == "harmony":
         return HarmonyReader(tokenizer, tools=tools, prompt_tail=prompt_tail, ends=ends)
@@ -61,18 +58,16 @@ def make_reader(
 
 
 class _AnswerInText:
-    """Reads the text of the tokens, whatever tokens it is cut into."""
+    """Reads an answer's text, independent of token boundaries."""
 
     def __init__(self, tokenizer: Tokens, reader: TextReader, ends: Collection[int]) -> None:
         self._stream, self._reader = tokenizer.stream(), reader
         self._ends = frozenset(ends)
 
     def push(self, token: int) -> list[Delta]:
-        """Return what a token makes certain."""
         if token in self._ends:
             return []
         return self._reader.push(self._stream.push(token))
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last token."""
         return self._reader.push(self._stream.flush()) + self._reader.finish()

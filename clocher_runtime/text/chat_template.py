@@ -1,7 +1,4 @@
-"""Chat templates: Jinja programs from model files, run in a process that can be ended.
-
-Time, memory and output are bounded there, whatever a template does; see docs/limits.md.
-"""
+"""Chat templates: Jinja programs of models, run in a process with limits (docs/limits.md)."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,11 +12,7 @@ MAX_MEMORY_BYTES = 256 << 20
 
 
 class ChatTemplate:
-    """A template, with the settings and functions that transformers gives to its templates.
-
-    `source` is the template, or a list of `{"name", "template"}` with one called "default". Raises
-    FormatError: it is too large or not valid Jinja.
-    """
+    """A template (or a list with a "default") with transformers' functions; raises FormatError."""
 
     def __init__(self, source: object) -> None:
         self._text = template_text(source)
@@ -31,16 +24,12 @@ class ChatTemplate:
         try:
             self._reads = frozenset(self._ask("compile_template"))
         except Refused as error:
-            # Expressions of constants are computed already here.
+            # Constant expressions are evaluated already here.
             stopped = "" if error.kind == "refused" else " stopped"
             raise FormatError(f"chat template{stopped}: {error}") from None
 
     def render(self, **variables: Any) -> str:
-        """Return the text that the template makes of its variables, which are JSON values.
-
-        Raises UsageError: the template refuses its variables, or needs ones that are not there.
-        FormatError: it does what the sandbox forbids, or takes too much time or memory.
-        """
+        """Return the text; raises UsageError (rejected), FormatError (forbidden, over limits)."""
         try:
             text: str = self._ask("render", variables=variables)
         except Refused as error:
@@ -50,7 +39,7 @@ class ChatTemplate:
         return text
 
     def refuse_unread(self, variables: Iterable[str]) -> None:
-        """Raise UsageError if there are variables that the template does not read."""
+        """Raise UsageError if the template does not read one of the variables."""
         if unread := sorted(set(variables) - self._reads):
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "

@@ -1,4 +1,4 @@
-"""A turn of a conversation: messages in, the answer in parts as it is made, and what it took."""
+"""One turn of a conversation: messages in, the answer in parts, and its numbers."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,30 +17,25 @@ Ending = Literal["", "stop", "length", "full", "stopped"]
 
 
 class NoRoom(UsageError):
-    """A conversation is too long for the context."""
+    """The conversation does not fit the context."""
 
 
 class TurnNumbers(NamedTuple):
-    """What an answer took; times in nanoseconds."""
+    """Numbers of an answer; times in nanoseconds."""
 
     prompt_tokens: int  # of the conversation before the answer
-    computed: int  # of them, not found in the cache
-    tokens: int  # generated, the one that ended the answer included
+    computed: int  # not found in the cache
+    tokens: int  # generated, the stop token included
     first_ns: int  # from the question to the first token; 0 if there was none
-    decode_tokens: int  # after the first one
-    decode_ns: int  # of their steps
-    per_pass: float  # tokens of a forward on average; NaN without drafts
+    decode_tokens: int  # after the first token
+    decode_ns: int  # of the decode steps
+    per_pass: float  # mean tokens per forward; NaN without drafts
 
 
 class ChatModel:
-    """A model that answers messages: by its chat template, or by continuing the last one.
+    """Answers messages with a model, by its chat template or by continuing the last message.
 
-    Args:
-        session: generates the tokens, for this only meanwhile.
-        tokenizer: of its model.
-        by_template: whether messages are put together by the template. If not, the text of the last
-            message is continued, and nothing else is sent.
-        variables: of the template.
+    The session generates for this object only while it answers. `variables` are the template's.
     """
 
     def __init__(
@@ -60,34 +55,25 @@ class ChatModel:
             self._ends |= harmony_stop_ids(tokenizer)
 
     def check_template(self) -> None:
-        """Compile the template, in the process that later runs it.
-
-        Raises FormatError: it cannot be used. UsageError: it does not read the variables.
-        """
+        """Compile the template in its process; raises FormatError, UsageError (variables)."""
         if self.by_template:
-            # Late: a model without a template does not pay for it.
+            # Late import: models without a template do not pay for it.
             from clocher_runtime.text.chat_template import ChatTemplate
 
             ChatTemplate(self._tokenizer.chat_template).refuse_unread(self._variables)
 
     @property
     def larger_context(self) -> str:
-        """What to say about a context that is too small, after other ways out; may be ""."""
+        """The hint about a larger context, for messages; may be ""."""
         most = self.session.model.spec.max_positions
         return f", or raise --context (at most {most})" if self.session.longest < most else ""
 
     def answer(
         self, messages: Sequence[Message], sampling: Sampling, max_new: int | None = None
     ) -> "Answer":
-        """Return the answer to a conversation. It is made while its parts are asked for.
+        """Return the answer to the last message, generated as its parts are read.
 
-        Args:
-            messages: what was said; the last one is to be answered.
-            sampling: how tokens are sampled.
-            max_new: tokens to generate at most; None: as many as there is room for.
-
-        Raises NoRoom: they and a token of the answer do not fit the context. UsageError: the
-        template refuses the messages. FormatError: the template cannot be used.
+        `max_new` None: as many tokens as fit. Raises NoRoom, UsageError, FormatError.
         """
         began = self.session.scheduler.times.now()
         ids, tail = self._prompt(messages)
@@ -97,8 +83,8 @@ class ChatModel:
                 f"{len(ids)} tokens with all that was said, and the context holds "
                 f"{self.session.longest}; shorten the text{self.larger_context}"
             )
-        # A harmony call has its function in the header, which is lost unless it is read as one.
-        # Others write their calls as text, which is what is shown and kept: no tools are offered.
+        # A harmony call has its function in the header, lost unless parsed as a call.
+        # Other formats write calls as text, which is shown and kept: no tools are offered.
         tools = self.style == "harmony"
         reader = make_reader(
             self._tokenizer, self.style, tools=tools, prompt_tail=tail, ends=self._ends
@@ -107,7 +93,6 @@ class ChatModel:
         return Answer(self.session, reader, ids, (sampling, most, self._ends), began)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
-        """Return the ids of a conversation, and how its text ends."""
         room = self.session.longest
         if not self.by_template:
             return self._tokenizer.encode_prompt(messages[-1]["content"], room=room), ""
@@ -118,11 +103,10 @@ class ChatModel:
 
 
 class Answer:
-    """An answer as it is made; `ChatModel.answer` begins one.
+    """An answer as it is generated; made by `ChatModel.answer`.
 
-    `prompt` and `ids` are token ids, the one that ends the answer included. `ending` is why nothing
-    follows: "stop": the model ended it; "length": max_new; "full": the context; "stopped": the
-    caller; "" before that.
+    `prompt` and `ids` are token ids, the final stop token included. `ending`: "stop" (by the
+    model), "length" (max_new), "full" (context), "stopped" (by the caller); "" while it runs.
     """
 
     def __init__(
@@ -143,7 +127,7 @@ class Answer:
         self._said: list[Delta] = []
 
     def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
-        """Yield what each token makes certain, once; it ends where `stopped` is true at a step."""
+        """Yield the parts as tokens come, once; ends at the first step where `stopped` is true."""
         for deltas in self._steps(stopped):
             self._said += deltas
             yield from deltas
@@ -173,7 +157,7 @@ class Answer:
 
     @property
     def message(self) -> Message:
-        """What was said so far, as a message of the conversation."""
+        """The answer so far, as a message of the conversation."""
 
         def text(kind: str, index: int | None = None) -> str:
             said = (delta for delta in self._said if delta.kind == kind)
@@ -196,7 +180,7 @@ class Answer:
 
     @property
     def numbers(self) -> TurnNumbers:
-        """What it took so far."""
+        """The numbers so far."""
         sums, before = self._session.scheduler.sums, self._before
         return TurnNumbers(
             prompt_tokens=len(self.prompt),

@@ -1,4 +1,4 @@
-"""From tokens to what a caller reads: text, stop strings, finish reason, log probabilities."""
+"""Tokens to results: text, stop strings, finish reason, log probabilities."""
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +25,6 @@ _BLOCK = 64
 _LENGTHS = ("max_new", "max_tokens", "max_new_tokens")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
 OPTIONS = frozenset((*_LENGTHS, "stop", "logprobs", *KINDS, *_SAMPLING))
-"""Keyword arguments of a generation."""
 
 
 class TokenLogprob(NamedTuple):
@@ -33,30 +32,25 @@ class TokenLogprob(NamedTuple):
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...]  # most likely tokens and theirs, most likely first
+    top: tuple[tuple[int, float], ...]  # top tokens and their log probabilities, most likely first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """A generated text.
+    """A generated text; `finish_reason` is "stop" or "length" (max_new, or the context is full)."""
 
-    `finish_reason` is "stop" if a token, a stop string or its structure ended it, "length" if it
-    has max_new tokens or the context is full.
-    """
-
-    text: str  # without the token or the stop string that ended it
-    ids: tuple[int, ...]  # the one that ended it included
+    text: str  # without the stop token or stop string
+    ids: tuple[int, ...]  # the stop token included
     finish_reason: FinishReason
     prompt_tokens: int
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of each token; None unless asked for
+    logprobs: tuple[TokenLogprob, ...] | None = None  # per token; None unless requested
 
     @property
     def completion_tokens(self) -> int:
-        """Tokens made."""
+        """Number of generated tokens."""
         return len(self.ids)
 
     def __str__(self) -> str:
-        """Return the text."""
         return self.text
 
 
@@ -65,14 +59,14 @@ class Options:
     """The options of a generation."""
 
     max_new: int  # tokens to generate at most
-    stop: tuple[str, ...]  # strings that end it
-    logprobs: int | None  # how many top tokens to report with each; None: no log probabilities
+    stop: tuple[str, ...]  # stop strings
+    logprobs: int | None  # number of top tokens per token; None: no log probabilities
     sampling: Sampling
     structure: Mapping[str, Any] | None = None  # as `grammar.GrammarMaker` takes it
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
-        """Read keyword arguments; raises UsageError."""
+        """Parse keyword arguments; raises UsageError."""
         refuse_unknown(given, OPTIONS, "generate")
         lengths = [name for name in _LENGTHS if name in given]
         if len(lengths) > 1:
@@ -92,15 +86,7 @@ class Options:
 
 
 class TextGeneration(Iterator[str]):
-    """A text as it is made, in pieces. Closing or dropping it ends the generation.
-
-    Args:
-        session: makes the tokens.
-        tokenizer: gives them text.
-        ids: the prompt.
-        options: how it goes on.
-        constraint: what obeys their `structure`.
-    """
+    """A text in pieces, as it is generated. Closing or dropping it ends the generation."""
 
     def __init__(
         self,
@@ -127,7 +113,6 @@ class TextGeneration(Iterator[str]):
         self._finish: FinishReason | None = None
 
     def __next__(self) -> str:
-        """Return the next piece; it may be empty; raises ClocherError."""
         if self._finish is not None:
             raise StopIteration
         piece = self._take(next(self._tokens))
@@ -139,11 +124,11 @@ class TextGeneration(Iterator[str]):
         self._tokens.close()
 
     def begin(self) -> None:
-        """Join the steps of the session now, and not when the first piece is asked for."""
+        """Join the session's steps now, not at the first piece."""
         self._tokens.begin()
 
     def result(self) -> Completion:
-        """Return the whole, once the last piece has been taken."""
+        """Return the completion, once the last piece was read."""
         for _ in self:
             pass
         if self._finish is None:
@@ -157,7 +142,6 @@ class TextGeneration(Iterator[str]):
         )
 
     def _take(self, token: Token) -> str:
-        """Return the text that a token makes certain."""
         self._ids.append(token.id)
         if token.logits is not None:
             count = self._options.logprobs or 0
@@ -176,7 +160,7 @@ class TextGeneration(Iterator[str]):
 
 
 def side_by_side(texts: Sequence[TextGeneration], batch: int) -> Iterator[tuple[int, Completion]]:
-    """Yield how texts go on, with their numbers, in the order of their ends."""
+    """Yield (index, completion) of texts generated as a batch, in the order they finish."""
     waiting = deque(enumerate(texts))
     running: list[tuple[int, TextGeneration]] = []
     try:
@@ -184,7 +168,7 @@ def side_by_side(texts: Sequence[TextGeneration], batch: int) -> Iterator[tuple[
             while waiting and len(running) < batch:
                 running.append(waiting.popleft())
                 running[-1][1].begin()
-            # A token of each: that is a step, and a stop string ends its text at once.
+            # One token each is one step; a stop string ends its text at once.
             left = []
             for number, text in running:
                 if next(text, None) is None:
@@ -206,24 +190,22 @@ def _low(logits: np.ndarray, count: int) -> np.floating[Any]:
 
 
 def logprob_of(logits: np.ndarray, token: int, count: int) -> TokenLogprob:
-    """Return how likely a token is, and the `count` likeliest, by logits [V] fp32.
+    """Return the log probability of a token, and the top `count`, by logits [V] fp32.
 
-    The exponentials are fp32, their sum and the rest is fp64: about 1e-6 from the exact value, at
-    an eighth of the time.
+    Exponentials in fp32, the sum in fp64: within about 1e-6, at an eighth of the time of fp64.
     """
     largest = logits.max()
     total = np.log(np.exp(logits - largest).sum(dtype=np.float64)) + np.float64(largest)
     top: tuple[tuple[int, float], ...] = ()
     if count:
         among = np.flatnonzero(logits >= _low(logits, count))
-        # Equal ones rank by id, as in sampling.
+        # Ties rank by id, as in sampling.
         order = among[np.argsort(-logits[among], kind="stable")][:count]
         top = tuple((int(i), float(np.float64(logits[i]) - total)) for i in order)
     return TokenLogprob(token, float(np.float64(logits[token]) - total), top)
 
 
 def _stops(value: object) -> tuple[str, ...]:
-    """Return stop strings from one, several or none."""
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else listed(value, "stop as a string or several")

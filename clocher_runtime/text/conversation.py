@@ -1,4 +1,4 @@
-"""Conversations as the OpenAI API has them, made ready for chat templates."""
+"""Conversations in OpenAI's format, prepared for chat templates."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
@@ -18,19 +18,12 @@ Message = dict[str, Any]
 
 
 def conversation_of(messages: object, style: AnswerStyle = "plain") -> list[Message]:
-    """Return the messages of a conversation as chat templates read them.
+    """Return the messages of a conversation as chat templates read them; raises UsageError.
 
     Contents become text, "developer" becomes "system", and arguments of calls become objects where
-    they are JSON objects. The templates of gpt-oss and Llama 3 take one call in a message, so
-    several calls at once become one after the other, each with its result. That of gpt-oss reads a
-    system message at the beginning only, and of a message with a call either text or thoughts.
-
-    Args:
-        messages: mappings with `role`, `content`, `tool_calls`, `tool_call_id`, `name` and
-            `reasoning_content`; anything else is left out.
-        style: how the model marks up its answers.
-
-    Raises UsageError: they are not messages of text.
+    they are JSON objects; unknown fields are dropped. The templates of gpt-oss and Llama 3 take one
+    call per message, so parallel calls become successive ones, each with its result. gpt-oss reads
+    a system message at the start only, and either text or reasoning of a message with a call.
     """
     given = listed(messages, "a list of messages, each with a role and its content")
     if not given:
@@ -97,7 +90,7 @@ def _call(call: object, where: str) -> Message:
 
 
 def _arguments(arguments: object, where: str) -> Mapping[str, Any] | str:
-    """Return arguments as an object; as the text they are if they were cut short."""
+    """Return arguments as an object, or as text if they are not a complete JSON object."""
     if arguments is None or arguments == "":
         return {}
     if isinstance(arguments, Mapping):
@@ -111,7 +104,6 @@ def _arguments(arguments: object, where: str) -> Mapping[str, Any] | str:
 
 
 def _one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Return messages with one call at most, each before its result."""
     found: list[Message] = []
     pending = list(reversed(messages))
     while pending:
@@ -139,7 +131,7 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
 
 
 def _for_harmony(messages: Sequence[Message]) -> list[Message]:
-    """Return messages of which the template of gpt-oss loses nothing and refuses none."""
+    """Return messages that the gpt-oss template neither truncates nor rejects."""
     systems = [message["role"] == "system" for message in messages]
     first = systems.index(False) if False in systems else len(systems)
     if any(systems[first:]):

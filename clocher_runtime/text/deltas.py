@@ -1,4 +1,4 @@
-"""An answer in the parts that a client of a chat reads: text, stop strings, thoughts."""
+"""An answer in the parts that a chat client gets: text, stop strings, reasoning."""
 
 import re
 from collections.abc import Collection, Sequence
@@ -8,11 +8,10 @@ DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
 
 
 class Delta(NamedTuple):
-    """A further piece of an answer; the text is never empty.
+    """A piece of an answer; the text is never empty.
 
-    "content" is for the user, "reasoning" what the model thinks before it answers. "tool_call"
-    begins a call of the function that `text` names, "arguments" is more of the JSON text of its
-    arguments; one that has none gets no "arguments".
+    "tool_call" starts a call of the function `text`; "arguments" is a piece of its JSON arguments
+    (not sent if there are none).
     """
 
     kind: DeltaKind
@@ -21,38 +20,38 @@ class Delta(NamedTuple):
 
 
 class AnswerReader(Protocol):
-    """Reads an answer token by token. It takes whatever a model generates, and never raises."""
+    """Reads an answer token by token. It accepts anything a model generates, and never raises."""
 
     def push(self, token: int) -> list[Delta]:
-        """Return what a token makes certain."""
+        """Return the deltas that a token completes."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last token."""
+        """Return the text held back, after the last token."""
         ...
 
 
 class TextReader(Protocol):
-    """Reads an answer piece by piece of its text. It takes any text, and never raises."""
+    """Reads an answer by pieces of text. It accepts any text, and never raises."""
 
     def push(self, text: str) -> list[Delta]:
-        """Return what a piece makes certain."""
+        """Return the deltas that a piece completes."""
         ...
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last piece."""
+        """Return the text held back, after the last piece."""
         ...
 
 
 class PlainText:
-    """Text that is for the user as it stands."""
+    """Text without markup."""
 
     def push(self, text: str) -> list[Delta]:
-        """Return a piece."""
+        """Return the piece as content."""
         return [Delta("content", text)] if text else []
 
     def finish(self) -> list[Delta]:
-        """Return nothing: nothing was held back."""
+        """Return nothing."""
         return []
 
 
@@ -69,18 +68,15 @@ def open_length(text: str, strings: Collection[str]) -> int:
 
 
 class StopStrings:
-    """Gives out a text up to the first stop string, and never a part of one; none is empty.
-
-    `found` is the stop string that ended the text.
-    """
+    """Cuts a text at the first stop string, `found`, and holds back partial ones."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""  # may be the beginning of a stop string
+        self._held = ""  # may be the start of a stop string
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """Return what more of the text is certain; "" after a stop string was found."""
+        """Return the text that cannot be part of a stop string; "" once one was found."""
         if self.found is not None:
             return ""
         if not self._stops:
@@ -97,7 +93,7 @@ class StopStrings:
         return text[: len(text) - kept]
 
     def flush(self) -> str:
-        """Return what was held back, at the end of the text."""
+        """Return the text held back, at the end."""
         held, self._held = self._held, ""
         return held
 
@@ -108,15 +104,12 @@ _BEGIN = re.compile(r"\s{0,16}")
 
 
 def opens_thoughts(prompt: str) -> bool:
-    """Whether the end of a prompt is the mark that thoughts begin with."""
+    """Whether a prompt ends with the opening reasoning mark."""
     return prompt.rstrip().endswith(_OPENING)
 
 
 class Thinking:
-    """Reads thoughts between `<think>` and `</think>` at the beginning, then another reader.
-
-    Line breaks next to the marks belong to them. `opened`: the prompt ended with the opening mark.
-    """
+    """Reads `<think>...</think>` first (`opened`: in the prompt), then uses another reader."""
 
     def __init__(self, answer: TextReader, *, opened: bool) -> None:
         self._answer, self._opened = answer, opened
@@ -124,7 +117,7 @@ class Thinking:
         self._held = ""
 
     def push(self, text: str) -> list[Delta]:
-        """Return what a piece makes certain."""
+        """Return the deltas that a piece completes."""
         found: list[Delta] = []
         while text:
             if self._state == "answer":
@@ -140,7 +133,7 @@ class Thinking:
         return found
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last piece."""
+        """Return the text held back, after the last piece."""
         text, self._held = self._held, ""
         thinks = self._state == "thoughts" or (self._state == "begin" and self._opened)
         self._state = "answer"

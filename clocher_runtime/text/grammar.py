@@ -1,4 +1,4 @@
-"""Structured output: constraints of a text by a JSON schema, an expression or a grammar."""
+"""Structured output: constraints by a JSON schema, a regular expression or a grammar."""
 
 import json
 import threading
@@ -21,25 +21,17 @@ if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
 CHECK_SECONDS, CHECK_BYTES = 2.0, 512 << 20
-"""What trying rules may take, CPU time and memory."""
+"""Limits of trying rules: CPU seconds, bytes."""
 _PROCESS = TextProcess()
-"""Not the one for prompts: hostile rules take their time, and prompts do not wait for them."""
+"""Separate from the prompts' process: hostile rules must not delay prompts."""
 _turn = threading.Lock()
 
 
 class GrammarMaker:
-    """Makes constraints for the texts of a model. Threads may share it.
+    """Makes constraints for the texts of a model, by specs of `grammar_rules`; thread-safe.
 
-    What is wanted is a mapping of "kind", "value" and "style", see `grammar_rules.rules_of`; a
-    server checks it in one process and compiles it in another.
-
-    Args:
-        tokenizer_json: contents of the model's tokenizer.json.
-        vocab_size: tokens of the model; those that the tokenizer does not have are never allowed.
-        eos_ids: tokens that end a text.
-
-    Raises FormatError: the tokenizer is none. UsageError: llguidance is not installed, or the model
-    has no structured output.
+    A server checks specs in one process and compiles them in another. Raises FormatError, or
+    UsageError if llguidance is missing or cannot load the tokenizer.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -60,15 +52,12 @@ class GrammarMaker:
 
     @classmethod
     def read(cls, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> Self:
-        """Return one for a model, of its tokenizer.json or the contents of it; see the class."""
+        """Return the maker for a model, by its tokenizer.json or the contents."""
         data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
         return cls(data.decode("utf-8"), vocab_size, eos_ids)
 
     def check(self, spec: Mapping[str, Any]) -> None:
-        """Try what is wanted, in a process that is ended if it takes too long or too much memory.
-
-        Raises UsageError: it makes no sense, is too complex, or no text obeys it.
-        """
+        """Try a spec in a process with limits; raises UsageError if invalid or too complex."""
         rules = rules_of(spec, self._special)
         if rules == self._checked:
             return
@@ -86,11 +75,7 @@ class GrammarMaker:
         self._checked = rules
 
     def compile(self, spec: Mapping[str, Any]) -> Constraint:
-        """Return the constraint of one text, of what `check` has let pass; raises UsageError.
-
-        Anything else may end this process. It takes milliseconds, mostly without the GIL; threads
-        need 8 MiB of stack for it, as they have by default.
-        """
+        """Return the constraint of one text of a checked spec (others may end this process)."""
         return self._library.follow(rules_of(spec, self._special))
 
     @cached_property

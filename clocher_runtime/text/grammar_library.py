@@ -1,7 +1,6 @@
-"""The llguidance library: rules made into something that follows a text, within limits.
+"""The llguidance library: rules to constraints.
 
-Its work on rules is not all bounded: a deep schema overflows its stack, some patterns never end. So
-rules are first tried in a process that can be ended (`grammar`), with less of everything.
+Deep schemas overflow its stack, some patterns never end; `grammar` tries rules with limits first.
 """
 
 from collections.abc import Sequence
@@ -20,28 +19,20 @@ _LIMITS = LLParserLimits(
     step_max_items=50_000,
     max_lexer_states=50_000,
     max_grammar_size=200_000,
-    verbose_errors=False,  # nothing of the text that was made so far stands in a message
+    verbose_errors=False,  # messages must not quote generated text
 )
 _MESSAGE_CHARS = 200
 
 
 class LibraryGrammars:
-    """Makes constraints with a plain tokenizer.json, as the library knows it.
-
-    Args:
-        text: the tokenizer.json.
-        vocab_size: tokens of the model; at least those of the tokenizer.
-        eos_ids: tokens that end a text; at least one.
-
-    Raises UsageError: the library cannot load it.
-    """
+    """Makes constraints with a plain tokenizer.json (its text); raises UsageError."""
 
     def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         try:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
             known = LLTokenizer(text, eos_token=list(eos_ids)).vocab_size
         except BaseException as error:
-            # A panic of Rust is no Exception, and its class cannot be imported.
+            # A Rust panic is not an Exception, and its class cannot be imported.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
             raise UsageError(
@@ -52,10 +43,7 @@ class LibraryGrammars:
         self._known = np.packbits(bits, bitorder="little").view("<u4")
 
     def follow(self, rules: str) -> "GrammarConstraint":
-        """Return the constraint of one text.
-
-        Raises UsageError: the rules are wrong, too complex, or no text obeys them.
-        """
+        """Return the constraint of one text; raises UsageError for bad rules."""
         matcher = LLMatcher(self._tokenizer, rules, log_level=0, limits=_LIMITS)
         matcher.compute_bitmask()
         if matcher.is_error() or (matcher.is_stopped() and not matcher.is_accepting()):
@@ -67,20 +55,16 @@ class LibraryGrammars:
 
 
 class GrammarConstraint:
-    """Allows the tokens that rules allow, and those that end a text where it may end.
-
-    `known`, [W] u32, has the tokens of the tokenizer. Methods raise UsageError where the rules are
-    too complex, or a token is not allowed.
-    """
+    """The allowed tokens, stop tokens included; raises UsageError. `known`: mask, [W] u32."""
 
     def __init__(self, matcher: LLMatcher, known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known
 
     def fill(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next, [W] u32."""
+        """Write the mask of allowed tokens, [W] u32."""
         bits = self._matcher.compute_bitmask()
         self._check()
-        # The library may have a word more.
+        # The library's mask may have one more word.
         np.bitwise_and(np.frombuffer(bits, "<u4", mask.size), self._known, out=mask)
 
     def take(self, token: int) -> None:
@@ -106,10 +90,10 @@ class GrammarConstraint:
 
 
 def lark_of(gbnf: str) -> str:
-    """Return a GBNF grammar in Lark's notation; raises UsageError."""
+    """Convert a GBNF grammar to Lark's notation; raises UsageError."""
     try:
         text: str = gbnf_to_lark(gbnf)
-    except Exception as error:  # the library's own, and what hostile text makes of it
+    except Exception as error:  # library errors, and results of hostile input
         raise UsageError(f"the grammar is no GBNF: {_short(str(error))}") from None
     return text
 

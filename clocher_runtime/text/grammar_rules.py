@@ -1,8 +1,4 @@
-"""Output constraints as rules that llguidance reads: schemas, expressions, answers, tool calls.
-
-Rules are one string, so they go from process to process. What is written here is bounded and
-spelled correctly; whether a schema or an expression makes sense, `grammar` finds out.
-"""
+"""Output constraints as llguidance rules, one string: schemas, expressions, answers, tool calls."""
 
 import json
 import re
@@ -14,15 +10,14 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import listed, one_of
 
 STYLES = ("plain", "harmony", "hermes", "llama3")
-"""How a model's answers are marked up: gpt-oss; Hermes and Qwen; Llama 3."""
+"""Markup of a model's answers: gpt-oss; Hermes and Qwen; Llama 3."""
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
 MAX_TOOLS = 128
 MAX_DEPTH = 128
-"""Levels of a JSON schema that llguidance reads."""
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
-"""Between the pieces of JSON: no model shall go on with blanks for ever."""
+"""Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
-_LEAST, _LARGEST = 1e-6, 1 << 31  # doubles tell such a difference up to there
+_LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
 _LITERAL = frozenset({"const", "enum", "default", "examples", "required"})
 _NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
@@ -31,27 +26,20 @@ Mark = Callable[[str], str]
 
 
 def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
-    """Return the rules of an answer.
+    """Return the rules of an answer; raises UsageError.
 
-    Args:
-        spec: its "kind" says what its "value" is. "json_schema": a schema, as an object.
-            "json_object", True: any object. "regex": an expression that the whole answer matches.
-            "grammar": a grammar in Lark's notation as llguidance knows it, or in GBNF. "choice": a
-            list of texts. "tools": a list of functions, `{"name": ..., "parameters": a schema}`
-            each, one of which is to be called. "style" is one of `STYLES`: of "harmony" the last
-            message is the answer, of "hermes" what follows a block of thoughts; "opened": the
-            prompt ends in such a block.
-        special: the tokenizer's special tokens.
-
-    Raises UsageError: it is something else, or too long, or the tokenizer lacks what the style
-    needs.
+    "kind" and "value" of a spec: "json_schema" (an object), "json_object" (True), "regex" (matches
+    the whole answer), "grammar" (Lark's notation of llguidance, or GBNF), "choice" (a list of
+    texts), "tools" (functions `{"name", "parameters"}`, one of which is called). "style" is one of
+    `STYLES`: of "harmony" the last message is constrained, of "hermes" the text after the
+    reasoning; "opened": the prompt ends within reasoning. `special` are the tokenizer's special
+    tokens.
     """
     kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
     style = one_of("style", spec.get("style", "plain"), STYLES)
     value = spec.get("value")
 
     def mark(name: str) -> str:
-        """Return what spells a mark: the special token of this name, or else text."""
         if name not in special and style == "harmony":
             raise UsageError(f"the tokenizer has no special token {name}, which harmony needs")
         return name if name in special else json.dumps(name)
@@ -79,7 +67,6 @@ def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
 
 
 def _harmony(start: str, mark: Mark) -> str:
-    """Return the rules of a message in a channel, which an analysis may come before."""
     channel, message = mark("<|channel|>"), mark("<|message|>")
     again = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
     return (
@@ -89,18 +76,16 @@ def _harmony(start: str, mark: Mark) -> str:
 
 
 def _hermes(start: str, mark: Mark, opened: bool) -> str:
-    """Return the rules of something that a block of thoughts may come before, or one goes on."""
     end = mark("</think>")
     rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
     rules += [] if opened else [f"think: {mark('<think>')} rest"]
-    # Without an end of its own the expression would take in everything that follows.
+    # Without a terminator the expression would match everything that follows.
     special = end.startswith("<")
     rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
     return "\n".join([*rules, "blank: /\\s*/", rest])
 
 
 def _call(style: str, name: str, arguments: str, mark: Mark) -> str:
-    """Return the rules of a call of a function."""
     if style == "harmony":
         constrain = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
         return f'{json.dumps(name)} " " {constrain} {arguments}'
@@ -119,17 +104,15 @@ def _schema(source: object) -> Part:
     except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"the JSON schema is not JSON: {error!s:.200}") from None
     _check_length("the JSON schema", text, MAX_SCHEMA_CHARS)
-    # Ours, and no one else's: a schema must not switch off that its keywords are obeyed.
+    # Ours overrides the client's: a schema must not disable its own checks.
     return {"json_schema": {**without_open_integers(json.loads(text)), "x-guidance": _SPACE}}
 
 
 def without_open_integers(schema: Any, depth: int = 0) -> Any:
-    """Return a schema whose bounds that are excluded integers are moved inwards by 10^-6.
+    """Return a schema whose exclusive integer bounds are moved inwards by 10^-6.
 
-    Of numbers between two bounds less than 1 apart, llguidance 1.9 allows an exclusive bound itself
-    if that is an integer: 20 where numbers above 20 and below 20.5 are asked for.
-
-    Raises UsageError: it is nested too deeply.
+    If the bounds of a number are less than 1 apart, llguidance 1.9 allows an exclusive integer
+    bound itself: 20 for numbers above 20 and below 20.5. Raises UsageError: nested too deeply.
     """
     if depth > MAX_DEPTH:
         raise UsageError(f"the JSON schema has more than {MAX_DEPTH} levels; make it flatter")
@@ -174,7 +157,7 @@ def _regex(source: object) -> Part:
     text = _text("the regular expression", source, MAX_REGEX_CHARS)
     if not text:
         return {"lark_grammar": 'start: ""'}
-    # What is escaped stays so; what would end the expression, or its line, is escaped.
+    # Escapes are kept; characters that would end the expression or its line are escaped.
     escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
     spelled = re.sub(
         r"\\(.)|/|\n|\r", lambda found: escaped.get(found[0], found[0]), text, flags=re.DOTALL
@@ -208,7 +191,6 @@ _PARTS: Mapping[str, Callable[[object], Part]] = {
     "choice": _choice,
 }
 KINDS = tuple(_PARTS)
-"""What an answer can be held to."""
 
 
 def _text(what: str, source: object, most: int) -> str:
@@ -224,7 +206,6 @@ def _check_length(what: str, text: str, most: int) -> None:
 
 
 def _functions(tools: object) -> dict[str, Part]:
-    """Return the schema of each function by its name."""
     given: Sequence[Any] = listed(tools, "a list of functions")
     if not 0 < len(given) <= MAX_TOOLS:
         raise UsageError(f"{len(given)} functions; expected 1 to {MAX_TOOLS}")

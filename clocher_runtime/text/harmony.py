@@ -1,9 +1,8 @@
-"""The format of gpt-oss, in which a model answers in several messages with headers.
+"""The format of gpt-oss: an answer is several messages with headers.
 
 A message is `<|start|>assistant[ to=RECIPIENT]<|channel|>CHANNEL[ to=RECIPIENT]
-[<|constrain|>TYPE]<|message|>BODY` and then `<|end|>`, `<|call|>` or `<|return|>`. The prompt ends
-after `<|start|>assistant`. Source: docs/format.md of openai/harmony; what its parser does with
-answers that do not keep to it, unless it is strict.
+[<|constrain|>TYPE]<|message|>BODY`, then `<|end|>`, `<|call|>` or `<|return|>`. The prompt ends
+after `<|start|>assistant`. Sources: docs/format.md of openai/harmony, and its parser (non-strict).
 """
 
 import re
@@ -23,7 +22,7 @@ MARKS: dict[str, Mark] = {
     "<|return|>": "end",
     "<|call|>": "end",
 }
-"""Special tokens, and what they do: three of them end a message."""
+"""Special tokens -> roles; three of them end a message."""
 
 _STOPS = ("<|return|>", "<|call|>")
 _CHANNELS = ("analysis", "commentary", "final")
@@ -36,9 +35,9 @@ _NAME = r"[\w./-]{0,128}"
 
 
 class _Part(NamedTuple):
-    """A part of a header, which begins at a mark."""
+    """A header part, which begins at a mark."""
 
-    whole: re.Pattern[str]  # a text that is such a part, or may become one
+    whole: re.Pattern[str]  # text that is such a part, or may become one
     known: re.Pattern[str]  # what is surely not yet the body, at the start of one that is not
 
 
@@ -57,7 +56,7 @@ _TYPE = _Part(_CHANNEL.whole, re.compile(rf"\s?{_NAME}(?:\s?{_TO})?\s?"))
 
 
 class Tokens(Protocol):
-    """What is needed of a tokenizer."""
+    """The methods needed of a tokenizer."""
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its name."""
@@ -69,13 +68,13 @@ class Tokens(Protocol):
 
 
 def harmony_marks(tokenizer: Tokens) -> dict[int, Mark]:
-    """Return what the special tokens of the format do, by their ids in a vocabulary."""
+    """Return token id -> role of the format's special tokens."""
     found = {tokenizer.token_id(name): mark for name, mark in MARKS.items()}
     return {token: mark for token, mark in found.items() if token is not None}
 
 
 def harmony_stop_ids(tokenizer: Tokens) -> frozenset[int]:
-    """Return the ids that end an answer. `<|end|>` is none: it ends a message only."""
+    """Return the ids that end an answer; `<|end|>` only ends a message."""
     found = map(tokenizer.token_id, _STOPS)
     return frozenset(token for token in found if token is not None)
 
@@ -83,14 +82,12 @@ def harmony_stop_ids(tokenizer: Tokens) -> frozenset[int]:
 class HarmonyReader:
     """Reads an answer in the format, or in none; see `AnswerReader`.
 
-    Text for the user is `content`: of the channel "final", of "commentary" without a recipient, of
-    channels that are not known and of messages without a header. A message to a function is a call
-    whatever its channel; what is thought or said to anybody else is `reasoning`. Headers that end
-    with `<|message|>` are in no part. Of one that does not, only the parts that the format knows
-    are left out; the rest is the body.
-
-    Without `tools` a call is `reasoning`. `prompt_tail` is the end of the prompt, at least from its
-    last `<|start|>` on; `ends` are further ids that end a message.
+    `content`: the channels "final", "commentary" without a recipient and unknown ones, and messages
+    without a header. A message to a function is a call (without `tools`, `reasoning`) whatever its
+    channel; all else is `reasoning`. Headers that end with `<|message|>` are dropped; of an
+    incomplete one only the parts that the format knows are, and the rest is body. `prompt_tail` is
+    the end of the prompt, at least from its last `<|start|>`; `ends` are further ids that end a
+    message.
     """
 
     def __init__(
@@ -112,7 +109,7 @@ class HarmonyReader:
         self._begun = self._go_on_from(prompt_tail)
 
     def push(self, token: int) -> list[Delta]:
-        """Return what a token makes certain."""
+        """Return the deltas that a token completes."""
         mark = self._marks.get(token)
         if mark is None:
             found = self._text(self._stream.push(token))
@@ -123,13 +120,12 @@ class HarmonyReader:
         return found
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last token."""
+        """Return the text held back, after the last token."""
         found = self._begun + self._text(self._stream.flush()) + self._give_up()
         self._begun = []
         return found
 
     def _go_on_from(self, prompt: str) -> list[Delta]:
-        """Take up the last message of a prompt; return the call that it begins."""
         at = prompt.rfind("<|start|>")
         if at < 0:
             return []
@@ -161,10 +157,10 @@ class HarmonyReader:
             if mark == "message":
                 return self._begin_body()
             self._header.begin(_CHANNEL if mark == "channel" else _TYPE)
-        return []  # a stray mark in a body stands for nothing
+        return []  # a stray mark in a body is ignored
 
     def _give_up(self) -> list[Delta]:
-        """Begin the body within what looked like a header."""
+        """Turn an incomplete header into body."""
         if self._header is None:
             return []
         rest = self._header.give_up()
@@ -187,35 +183,31 @@ class HarmonyReader:
 
 
 class _Header:
-    """A header as it comes, in parts."""
+    """A header, read in parts."""
 
     def __init__(self, part: _Part) -> None:
         self._part, self._piece = part, ""
-        self._made = ""  # all of it that is not of the prompt
+        self._made = ""  # the part that is not of the prompt
         self.role, self.channel, self.recipient = "assistant", "", ""
         self._known = True
 
     def belongs_to_prompt(self) -> None:
-        """Say that nothing of it so far was made by the model."""
         if self._part is _ROLE and self._piece:
             self.begin(_AFTER_ROLE)
         self._made = ""
 
     def push(self, text: str) -> bool:
-        """Add text; return whether this can still be a header."""
         self._piece += text
         self._made += text
         return self._part.whole.fullmatch(self._piece) is not None
 
     def begin(self, part: _Part) -> None:
-        """Close a part at a mark, and begin the next one."""
         self.close()
         self._part, self._piece = part, ""
 
     def close(self) -> None:
-        """Read the part that is open."""
         found = self._part.whole.fullmatch(self._piece)
-        assert found is not None  # what is pushed is given up where it matches no more
+        assert found is not None  # `push` drops text that cannot match
         self._known &= not self._piece or self._part.known.fullmatch(self._piece) is not None
         self.recipient = self.recipient or found["to"] or ""
         if self._part is _ROLE:
@@ -224,7 +216,7 @@ class _Header:
             self.channel = found["word"]
 
     def give_up(self) -> str:
-        """Return what of the text is body after all, and keep what the format knows before it."""
+        """Return the text that is body after all; keep the header parts before it."""
         found = self._part.known.match(self._piece)
         if found is None or not self._known:
             self.role, self.channel, self.recipient = "assistant", "", ""

@@ -1,4 +1,4 @@
-"""Load a draft model: it and the model that it guesses for mean the same by every token id."""
+"""Draft models: loading, and the check that both vocabularies are the same."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,6 @@ def load_draft(path: Path, model: Model) -> Model:
 
 @contextmanager
 def _named_as_draft() -> Iterator[None]:
-    """Say in errors that they are about the draft model: there are two models."""
     try:
         yield
     except (FormatError, ModelNotFound, UnsupportedModel) as error:
@@ -37,7 +36,6 @@ def _named_as_draft() -> Iterator[None]:
 
 
 def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Checkpoint) -> None:
-    """Refuse a draft model whose ids are not those of the model."""
     data, other = _content(model), _content(draft)
     if data is None or other is None:
         if data is not other or sizes[0] != sizes[1]:
@@ -62,7 +60,6 @@ def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Che
 
 
 def _content(checkpoint: Checkpoint) -> bytes | None:
-    """Return the tokenizer.json of a model, None where it has none."""
     source = checkpoint.tokenizer_source
     if not isinstance(source, Path):
         return source
@@ -73,7 +70,6 @@ def _content(checkpoint: Checkpoint) -> bytes | None:
 
 
 def _tokens(data: bytes, where: Path) -> dict[int, str]:
-    """Return what each id of a tokenizer.json stands for."""
     document: dict[str, Any] = json.loads(inspect(data, str(where)).text)
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
@@ -90,10 +86,8 @@ def _tokens(data: bytes, where: Path) -> dict[int, str]:
 
 
 def _is_scored(entry: object) -> bool:
-    """Whether this is a text with its score, as a vocabulary of unigrams has them."""
     return isinstance(entry, list) and bool(entry) and isinstance(entry[0], str)
 
 
 def _name(tokens: Mapping[int, str], token: int) -> str:
-    """Return an id's text for a message."""
     return f"{tokens[token]!r:.{_SHOWN}}" if token in tokens else "nothing"

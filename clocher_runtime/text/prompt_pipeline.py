@@ -1,9 +1,4 @@
-"""Prompts made ready ahead of the model: read and tokenised by threads, handed out in order.
-
-Threads take turns to read a line and give it its index, tokenise side by side, and put the prompt
-into the slot of its index in a ring. The consumer takes contiguous micro-batches from the other
-end, so the order is that of the file whoever was faster. When the ring is full, threads wait.
-"""
+"""Prompts read and tokenised by threads ahead of the model, in order, in a ring of slots."""
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -15,7 +10,7 @@ from clocher_runtime.text.prompts import Line, Prompt
 
 MAX_WORKERS = 8
 RING_BYTES = 4 << 20
-"""Prompts of more bytes than that are not made ready ahead of a micro-batch."""
+"""Limit of prompt bytes prepared ahead of a micro-batch."""
 
 _AUTO_PROMPTS = 64
 _ON_BATCHES = 2
@@ -23,20 +18,11 @@ _JOIN_S = 1.0
 
 
 class PromptPipeline:
-    """The micro-batches of a round. Use it as a context manager: leaving it ends the threads.
+    """The micro-batches of a round, as a context manager that ends the threads.
 
-    Without `overlap` prompts are made ready only while the consumer waits for the next micro-batch:
-    when the ring is empty the threads fill it, and they rest before the consumer goes on. So a span
-    of a timed window never shares the machine with them.
-
-    Args:
-        lines: prompts as they were given.
-        prepare: makes one ready; called by several threads at a time.
-        batch: prompts of a micro-batch; the last one may have fewer.
-        ahead: micro-batches that the ring holds; 0: no ring and no threads, the consumer makes each
-            micro-batch ready itself.
-        workers: threads.
-        overlap: make prompts ready while the consumer is busy, too.
+    Without `overlap` the threads work only while the consumer waits for a micro-batch, so they
+    never share the machine with a timed span. `prepare` must be thread-safe; `ahead` is the number
+    of micro-batches in the ring; 0: no threads, prompts are prepared on demand.
     """
 
     def __init__(
@@ -51,17 +37,17 @@ class PromptPipeline:
     ) -> None:
         self._lines, self._prepare = iter(lines), prepare
         self._batch, self._capacity, self._overlap = batch, batch * ahead, overlap
-        # Lines that a thread takes at a time: passing the turn costs as much as a short prompt.
+        # Lines per turn of a thread: a switch costs as much as a short prompt.
         self._block = max(1, self._capacity // (2 * workers))
         self._slots: list[tuple[Prompt, int] | None] = [None] * self._capacity
-        # Indices of prompts, all counted from the first line: head <= ready <= claimed.
+        # Prompt indices, all counted from the first line: head <= ready <= claimed.
         self._head = self._ready = self._claimed = 0
         self._bytes = 0  # of lines between head and claimed
-        self._busy = 0  # threads that read or tokenise
+        self._busy = 0  # threads that are reading or tokenising
         self._filling = overlap
         self._ended = self._closed = False
         self._error: BaseException | None = None
-        # Whoever reads may block for long, so it must not hold the lock of the ring.
+        # Reading may block for long, so it must not hold the ring's lock.
         self._reading = threading.Lock()
         ring = threading.Lock()
         self._room, self._filled = threading.Condition(ring), threading.Condition(ring)
@@ -82,11 +68,10 @@ class PromptPipeline:
         patience = _JOIN_S
         for thread in self._threads:
             thread.join(patience)
-            if thread.is_alive():  # someone waits for a pipe that nobody writes to
+            if thread.is_alive():  # blocked on a pipe without a writer
                 patience = 0
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        """Yield the micro-batches; raises UsageError."""
         while group := self._take() if self._capacity else self._make():
             yield group
 
@@ -95,7 +80,6 @@ class PromptPipeline:
         return [self._prepare(line) for line in islice(self._lines, self._batch)]
 
     def _take(self) -> list[Prompt]:
-        """Wait for the next micro-batch and free its slots."""
         with self._filled:
             if self._overlap:
                 self._filled.wait_for(lambda: self._has_batch() or self._error)
@@ -123,7 +107,7 @@ class PromptPipeline:
             while (claim := self._claim()) is not None:
                 first, lines = claim
                 self._put(first, [(self._prepare(line), len(line.content)) for line in lines])
-        except BaseException as error:  # the consumer raises it
+        except BaseException as error:  # raised in the consumer
             with self._room:
                 self._error, self._closed = error, True
                 self._room.notify_all()
@@ -159,7 +143,6 @@ class PromptPipeline:
                 return first, lines
 
     def _put(self, first: int, prompts: list[tuple[Prompt, int]]) -> None:
-        """Fill slots."""
         with self._filled:
             for index, prompt in enumerate(prompts, start=first):
                 self._slots[index % self._capacity] = prompt
@@ -170,17 +153,14 @@ class PromptPipeline:
                 self._filled.notify()
 
     def _has_batch(self) -> bool:
-        """Whether a micro-batch is ready, the last one if nothing follows."""
         if self._ready - self._head >= self._batch:
             return True
         return self._ended and self._ready == self._claimed
 
     def _is_at_rest(self) -> bool:
-        """Whether the ring is as full as it gets, and nobody works."""
         return not self._busy and (self._ended or not self._fits())
 
     def _fits(self) -> bool:
-        """Whether there is room for one more prompt."""
         count = self._claimed - self._head
         return count < self._capacity and (count < self._batch or self._bytes < RING_BYTES)
 
@@ -198,11 +178,5 @@ def prefetch_depth(prefetch: int | str, batch: int) -> tuple[int, bool]:
 
 
 def worker_count(overlap: bool, cpus: int, team: int) -> int:
-    """Return how many threads tokenise.
-
-    Args:
-        overlap: whether they work beside the model.
-        cpus: CPUs that this process may use.
-        team: of these, those that the model uses.
-    """
+    """Return how many threads tokenise, of `cpus` of which the model uses `team`."""
     return max(1, min(cpus - team if overlap else cpus, MAX_WORKERS))

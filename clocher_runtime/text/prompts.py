@@ -1,4 +1,4 @@
-"""The prompts of a run: where they come from, and how one is made ready for the model."""
+"""The prompts of a run: their sources, and their preparation for the model."""
 
 import json
 import os
@@ -19,7 +19,7 @@ DEFAULT_PROMPT = "def fibonacci(n):\n"
 MAX_STDIN_CHARS = 64 << 20
 MAX_LINE_BYTES = 4 << 20
 MAX_SKIPPED_BYTES = 1 << 30
-"""Of a line that is too long: what goes on like that is no text, and may have no end."""
+"""Limit of an overlong line: beyond it, it is not text and may never end."""
 _CHUNK_BYTES = 1 << 16
 _EXPECTED = 'expected an object with text under "prompt" or token ids under "ids"'
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -27,43 +27,35 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A prompt as it was given: a line of a file without its end, text, or token ids."""
+    """A prompt as given: a line of a file without its end, text, or token ids."""
 
-    number: int  # of the line in its file, from 1
+    number: int  # line number in its file, from 1
     content: bytes | str | tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt that can be generated from, or the reason why it cannot."""
+    """A prompt ready for generation, or its error."""
 
     ids: Sequence[int]  # empty if there is an error
-    text: str | None = None  # None where the prompt was given as ids, or cannot be read
-    error: str | None = None  # where the prompt stands and what is wrong with it
-    where: str = ""  # where the prompt stands
+    text: str | None = None  # None if the prompt was given as ids, or is unreadable
+    error: str | None = None  # the prompt's place, and its problem
+    where: str = ""  # the prompt's place
 
 
 class Encodes(Protocol):
-    """What is needed of a tokenizer."""
+    """The method needed of a tokenizer."""
 
     def encode(self, text: str, *, room: int | None = None) -> list[int]:
-        """Return the ids of a text; one that is surely longer than `room` tokens is refused."""
+        """Return the ids of a text; one surely longer than `room` tokens is refused."""
 
 
 class PromptSource:
-    """The prompts of a run, in their order. They can be iterated once for each round.
+    """The prompts of a run, in order; iterate once per round.
 
-    A file is read as it is needed, never as a whole. Where its name ends in `.jsonl`, a line is an
-    object with text under `prompt` or token ids under `ids`; else a line is a prompt. Blank lines
-    do not count.
-
-    Args:
-        file: of prompts; None for a single one.
-        single: the prompt where there is no file, text or token ids.
-        rounds: how often all prompts are read.
-
-    Raises UsageError: the file or standard input cannot be read, or has no prompt, or is to be read
-    for several rounds and can be read once only.
+    Files are streamed. In a `.jsonl` file a line is an object with text under `prompt` or token ids
+    under `ids`, else a line is a prompt; blank lines are skipped. `single` is the prompt without a
+    file. Raises UsageError: unreadable, empty, or not rereadable for several rounds.
     """
 
     def __init__(
@@ -86,7 +78,7 @@ class PromptSource:
         self._head = self._read()
 
     def peek(self, count: int) -> list[Line]:
-        """Return the first prompts, at most `count`, without using them up; raises UsageError."""
+        """Return up to `count` first prompts without consuming them; raises UsageError."""
         first = list(islice(self._head, count))
         if not first:
             raise UsageError(f"{self._name}: no prompts; put one on each line")
@@ -94,7 +86,7 @@ class PromptSource:
         return first
 
     def lines(self) -> Iterator[Line]:
-        """Return an iterator over all prompts, from the first one."""
+        """Return an iterator over all prompts, from the first."""
         head, self._head = self._head, self._again()
         return head
 
@@ -132,15 +124,15 @@ class PromptSource:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """Turns what was given into what can be generated from. Threads may share one."""
+    """Prepares prompts for generation; thread-safe."""
 
     source: PromptSource
-    tokenizer: Encodes | None  # None where the model has none: then only token ids will do
-    check: Callable[[Sequence[int]], None]  # raises UsageError for ids that the model cannot use
-    room: int | None = None  # tokens that a prompt may have
+    tokenizer: Encodes | None  # None without a tokenizer: only token ids are accepted
+    check: Callable[[Sequence[int]], None]  # raises UsageError for invalid ids
+    room: int | None = None  # maximum tokens of a prompt
 
     def __call__(self, line: Line) -> Prompt:
-        """Decode, parse, tokenise and check a prompt; what is wrong becomes its `error`."""
+        """Decode, parse, tokenise and check a prompt; errors go to its `error`."""
         text, where = None, self.source.where(line)
         try:
             content = line.content
@@ -168,12 +160,9 @@ class Preparation:
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a file without their ends.
+    r"""Yield lines without their "\n", their only end; raises UsageError after `MAX_SKIPPED_BYTES`.
 
-    Only a line feed ends a line: a prompt may contain form feeds and Unicode line separators. Of a
-    line that is longer than `MAX_LINE_BYTES` only the beginning is kept, and that is longer too.
-
-    Raises UsageError: a line goes on for more than `MAX_SKIPPED_BYTES`.
+    A line longer than `MAX_LINE_BYTES` is cut, but stays longer than that.
     """
     held, skipped = b"", 0
     for chunk in chunks:
@@ -193,10 +182,10 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def parse_json_prompt(text: str) -> str | tuple[int, ...]:
-    """Return the text or the token ids of a prompt that is a JSON object; raises UsageError."""
+    """Return the text or token ids of a JSON prompt; raises UsageError."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:  # of a text that is one line
+    except json.JSONDecodeError as error:  # of a one-line text
         raise UsageError(f"not JSON: {error.msg}, at column {error.colno}; {_EXPECTED}") from None
     except (ValueError, RecursionError) as error:
         raise UsageError(f"not JSON: {error}; {_EXPECTED}") from None
@@ -215,15 +204,15 @@ def parse_json_prompt(text: str) -> str | tuple[int, ...]:
 
 
 def piped_text(wait_s: float) -> str | None:
-    """Return what is piped into standard input; None where that is no pipe and no file, or empty.
+    """Return piped standard input, None if there is none or it is empty.
 
-    Waits `wait_s` seconds for the first byte: some programs hand on a pipe that nobody writes to.
-    Raises UsageError: it cannot be read, or is too much. TimeoutError: nothing came.
+    Waits `wait_s` for the first byte, as some programs leave an unused pipe open. Raises
+    UsageError, TimeoutError.
     """
     try:
         number = sys.stdin.fileno()
         mode = os.fstat(number).st_mode
-    except (AttributeError, OSError, ValueError):  # closed, or no file of the system
+    except (AttributeError, OSError, ValueError):  # closed, or not a file of the system
         return None
     if not (stat.S_ISFIFO(mode) or stat.S_ISREG(mode)):
         return None
@@ -233,7 +222,6 @@ def piped_text(wait_s: float) -> str | None:
 
 
 def _text(prompt: str | None) -> str:
-    """Return the text of `--prompt`."""
     if prompt != "-":
         return DEFAULT_PROMPT if prompt is None else prompt
     if sys.stdin is None:

@@ -1,8 +1,4 @@
-"""Jinja, as transformers sets it up for chat templates. It runs in the process for text only.
-
-The sandbox keeps a template from the attributes of Python; time and memory are bounded from outside
-(`text_process_main`).
-"""
+"""Jinja, as transformers sets it up for chat templates; runs in the text process only."""
 
 import datetime
 import json
@@ -24,27 +20,23 @@ MAX_OUTPUT_CHARS = 16 << 20
 
 @lru_cache(maxsize=8)
 def compiled(source: str) -> jinja2.Template:
-    """Return the template of a text; raises Refused if it is not valid Jinja."""
+    """Compile a template; raises Refused if it is not valid Jinja."""
     try:
         return _environment().from_string(source)
     except MemoryError:
         raise
-    except Exception as error:  # whatever a compiler makes of a text that is no program
+    except Exception as error:  # any error of compiling an invalid template
         raise Refused("refused", str(error)) from None
 
 
 def variables_of(source: str) -> list[str]:
-    """Return the names that a template reads and does not set; raises Refused."""
+    """Return the variables that a template reads and does not set; raises Refused."""
     compiled(source)
     return sorted(meta.find_undeclared_variables(_environment().parse(source)))
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """Return the text that a template makes of its variables.
-
-    Raises Refused: the template refuses its variables, needs ones that are not there, does what the
-    sandbox forbids, or makes more than `MAX_OUTPUT_CHARS`.
-    """
+    """Return the text; raises Refused: rejected, forbidden or over `MAX_OUTPUT_CHARS`."""
     template = compiled(source)
     pieces: list[str] = []
     size = 0
@@ -58,18 +50,18 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         raise Refused("forbidden", str(error)) from None
     except MemoryError:
         raise
-    except Exception as error:  # whatever somebody else's program runs into
+    except Exception as error:  # any error of a foreign template
         raise Refused("refused", str(error)) from None
     return "".join(pieces)
 
 
 class _Generation(Extension):
-    """`{% generation %}` marks what an assistant said, for training; here it changes nothing."""
+    """`{% generation %}` marks assistant text for training; here it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
 
     def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
-        """Return what stands between the marks, in a scope of its own as in transformers."""
+        """Return the nodes between the marks, in a scope of their own as in transformers."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return [jinja2.nodes.CallBlock(self.call_method("_as_it_is"), [], [], body, lineno=line)]

@@ -1,8 +1,4 @@
-"""A process for work on text that may take any time or memory: it is ended, and nothing else is.
-
-It is started when it is first needed and serves one request after the other: unusual tokenizers,
-long texts, chat templates, grammars. Limits are set for each request.
-"""
+"""A process for text work with limits on time and memory, set by each request; runs on demand."""
 
 import atexit
 import json
@@ -21,19 +17,14 @@ from clocher_kernels.errors import ClocherError
 HEADER_BYTES = 8
 MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 128 << 20, 256 << 20
 MAX_IDLE_BYTES = 512 << 20
-"""A process that is larger once it has replied is ended, unless it has just loaded a tokenizer."""
+"""A larger process ends after its reply, unless it has just loaded a tokenizer."""
 BASE_PATIENCE, PATIENCE = 60.0, 20.0
-"""Seconds to wait for an answer, and more for each second of CPU time that it may take: a process
-that computes is ended by the system, one that waits for itself is not."""
+"""Seconds to wait for a reply, and more per allowed CPU second; this catches deadlocks."""
 _MODULE = "clocher_runtime.text.text_process_main"
 
 
 class Refused(ClocherError):
-    """The work failed; every caller turns this into the error that fits.
-
-    `kind`: "refused" by the library or the template, "forbidden" by the sandbox, "unicode",
-    "memory", "time", "crash".
-    """
+    """The work failed; `kind` is "refused", "forbidden", "unicode", "memory", "time" or "crash"."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
@@ -41,7 +32,7 @@ class Refused(ClocherError):
 
 
 class TextProcess:
-    """The process, from outside. Threads may share it; they take turns."""
+    """The process, outside; thread-safe, one request at a time."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -57,17 +48,11 @@ class TextProcess:
         tokenizer: tuple[tuple[str, str], tuple[float, int]] | None = None,
         **arguments: Any,
     ) -> Any:
-        """Have something done, and return the result.
+        """Run a function of `text_process_main` and return its result; raises Refused.
 
-        Args:
-            operation: name of a function of `text_process_main`.
-            seconds: of CPU time that it may take.
-            memory: bytes that the process may grow by.
-            tokenizer: its name and tokenizer.json, then seconds and memory for loading it. It is
-                sent unless the last request was for the same name.
-            **arguments: of the function; JSON values.
-
-        Raises Refused: it was not done.
+        `seconds` of CPU time and `memory` bytes of growth are limits. `tokenizer`: (name,
+        tokenizer.json), (seconds, bytes) for loading; sent unless the last request had the same
+        name. Arguments are JSON.
         """
         with self._turn:
             if tokenizer is not None:
@@ -84,7 +69,7 @@ class TextProcess:
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # what it was not sent any more, if it is dead
+            with suppress(OSError):  # unsent data of a dead process
                 if pipe is not None:
                     pipe.close()
         if self._owner == os.getpid():
@@ -107,7 +92,7 @@ class TextProcess:
         try:
             reply = self._exchange(request, BASE_PATIENCE + PATIENCE * seconds)
         finally:
-            # An answer that nobody waited for, as after Ctrl-C, must not become that of the next.
+            # A reply left over, as after Ctrl-C, must not go to the next request.
             if reply is None or (reply["size"] > MAX_IDLE_BYTES and operation != "load"):
                 self.close()
         if "error" in reply:
@@ -117,17 +102,17 @@ class TextProcess:
         return reply["value"]
 
     def _start(self) -> None:
-        self.close()  # that of the process that this one was forked from
-        # With little memory left the library could wait for itself over a backtrace.
+        self.close()  # the child of the process that this one was forked from
+        # With little memory left the library could deadlock in a backtrace.
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", _MODULE],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,  # a library that panics writes there
+                stderr=subprocess.DEVNULL,  # a panicking library writes there
                 env=os.environ | paths,
-                start_new_session=True,  # Ctrl-C is for this process, which ends that one
+                start_new_session=True,  # Ctrl-C is for this process, which then ends that one
             )
         except OSError as error:
             raise Refused("crash", f"the process for text cannot be started: {error}") from None
@@ -158,7 +143,7 @@ class TextProcess:
         code = process.wait()
         if code in (-signal.SIGXCPU, -signal.SIGKILL):
             raise Refused("time", "it takes too long")
-        if code == -signal.SIGABRT:  # how the library takes it that there is no more memory
+        if code == -signal.SIGABRT:  # how the library reports that memory is exhausted
             raise Refused("memory", "it needs too much memory")
         if code > 0:
             raise RuntimeError(f"the process for text ended with exit code {code}")
@@ -166,12 +151,12 @@ class TextProcess:
 
 
 def to_bytes(value: object) -> bytes:
-    """Return a JSON value as it goes through a pipe; lone surrogates stay what they are."""
+    """Encode a JSON value for the pipe; lone surrogates are kept."""
     return json.dumps(value, ensure_ascii=False, default=_plain).encode("utf-8", "surrogatepass")
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the value of `to_bytes`."""
+    """Decode the result of `to_bytes`."""
     return json.loads(data.decode("utf-8", "surrogatepass"))
 
 
@@ -182,4 +167,3 @@ def _plain(value: object) -> dict[Any, Any]:
 
 
 PROCESS = TextProcess()
-"""One for all: a request takes a moment, or is worth waiting for."""

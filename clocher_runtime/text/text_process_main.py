@@ -1,7 +1,7 @@
-"""The process for work on text, from inside; `text_process` starts it.
+"""The text process, inside; `text_process` starts it.
 
-A request is a list of an operation, CPU seconds, bytes of memory and arguments; a reply is an
-object with `value`, or `error` as kind and message. Both are JSON behind their length.
+A request is [operation, CPU seconds, bytes of memory, arguments]; a reply is an object with
+`value`, or `error` as kind and message. Both are JSON with a length prefix.
 """
 
 import os
@@ -21,10 +21,10 @@ from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
-_tokenizers: list[LibraryTokenizer] = []  # the one that was loaded last
-_grammars: list["LibraryGrammars"] = []  # made with it, if they were asked for
+_tokenizers: list[LibraryTokenizer] = []  # the last tokenizer loaded
+_grammars: list["LibraryGrammars"] = []  # grammars made with it, if requested
 _STACK_BYTES = 1 << 20
-"""Of work that is done again where a stack is eight times that."""
+"""Stack of a trial; the real work has eight times as much."""
 
 
 class _OutOfTime(BaseException):
@@ -32,11 +32,11 @@ class _OutOfTime(BaseException):
 
 
 def main() -> None:
-    """Serve requests until the other end is closed."""
+    """Serve requests until the pipe is closed."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
-    os.dup2(null, 1)  # only replies go there
+    os.dup2(null, 1)  # keeps stray output out of the replies
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _stop)
     while header := requests.read(HEADER_BYTES):
@@ -60,13 +60,13 @@ def _reply(request: list[Any]) -> dict[str, Any]:
         reply = {"error": ["time", f"more than {seconds:g} s of CPU time"]}
     except MemoryError:
         reply = {"error": ["memory", f"more than {memory >> 20} MiB of memory"]}
-    except Exception:  # a defect of this program
+    except Exception:  # a bug here
         reply = {"defect": traceback.format_exc()}
     return {**reply, "size": _pages(1) * resource.getpagesize()}
 
 
 def _bound(seconds: float, memory: int) -> None:
-    """Limit what comes: Python code is stopped, a library that goes on ends the process."""
+    """Set limits: Python code is interrupted; a library that continues ends the process."""
     if mapped := _pages(0):
         _limit(resource.RLIMIT_AS, mapped * resource.getpagesize() + memory)
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -75,7 +75,7 @@ def _bound(seconds: float, memory: int) -> None:
 
 
 def _pages(field: int) -> int:
-    """Return the pages that are mapped (0) or resident (1); 0 where the system does not say."""
+    """Return mapped (0) or resident (1) pages; 0 if unknown."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[field]) if statm.exists() else 0
 
@@ -98,7 +98,7 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def _operation(name: str) -> Callable[..., Any]:
     if name in ("compile_template", "render"):
-        from clocher_runtime.text import template_sandbox  # only templates pay for Jinja
+        from clocher_runtime.text import template_sandbox  # import Jinja for templates only
 
         return template_sandbox.variables_of if name != "render" else template_sandbox.render
     if name in ("encode", "decode", "token_to_id", "id_to_token"):

@@ -1,4 +1,4 @@
-"""Text to token ids and back. Nothing else in the runtime knows text."""
+"""Text to token ids and back; the only part of the runtime that knows text."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,33 +17,27 @@ from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
 
 MAX_TEXT_CHARS = 8 << 20
 LONG_TEXT_CHARS = 1 << 18
-"""Longer texts are tokenised in a process of their own: that can be interrupted."""
+"""Longer texts are tokenised in another process, which can be interrupted."""
 
 ROOMY_TOKEN_CHARS = 64
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _MOST_BYTES = 4
-"""Of a character in UTF-8."""
 
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
 _BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
-"""The byte that a character of a byte-level vocabulary stands for, as in GPT-2."""
+"""Character of a byte-level vocabulary -> its byte, as in GPT-2."""
 
 
 class Tokenizer:
-    """A tokenizer.json with the settings that its tokenizer_config.json adds.
+    """A tokenizer.json, with the settings of tokenizer_config.json (`config`).
 
-    What a file may hold and what work on a text may take is bounded: docs/limits.md.
-
-    `tokenizer_json`: the file of the `tokenizers` library, or its content. `config`: contents of
-    tokenizer_config.json. `here`: characters of the longest text that is tokenised in this process.
-    The library keeps other Python threads waiting meanwhile.
-
-    Raises ModelNotFound: there is no such file. FormatError: the file, or a setting, is not one
-    that can be used. OutOfMemory: loading it takes more memory than it may.
+    `tokenizer_json` is a path or the contents. Files and work are limited (docs/limits.md). Texts
+    of up to `here` characters are tokenised in this process, which blocks other Python threads.
+    Raises ModelNotFound, FormatError, OutOfMemory.
     """
 
     def __init__(
@@ -77,32 +71,23 @@ class Tokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """The id of the token that begins a text; None where the configuration names none."""
+        """The id of the BOS token; None if not configured."""
         return next(iter(self._ids_of("bos_token")), None)
 
     @property
     def chat_template(self) -> str:
-        """The text of the chat template, "" where the model has none.
-
-        Raises FormatError: it is not one that can be used.
-        """
+        """The chat template, "" if there is none; raises FormatError if it is unusable."""
         from clocher_runtime.text.chat_template import template_text
 
         return "" if self._template is None else template_text(self._template)
 
     def encode(self, text: str, special: bool = True, *, room: int | None = None) -> list[int]:
-        """Return the ids of a text.
+        """Return the ids of a text; special tokens spelled out in it become their ids.
 
-        Args:
-            text: any text; special tokens spelled out in it become their ids.
-            special: add what the model expects around a text, usually a token that begins it.
-                As in transformers, `add_bos_token` and `add_eos_token` of the configuration
-                decide, and without them the post-processor of tokenizer.json.
-            room: tokens that the model has room for. A text of more characters than so many of
-                its longest token have is refused before work is done on it.
-
-        Raises UsageError: the text is not valid Unicode, too long, or the tokenizer has no ids for
-        it. OutOfMemory: it takes more memory than it may.
+        `special` adds BOS and the like: as in transformers `add_bos_token` and `add_eos_token`
+        decide, else the post-processor. A text surely longer than `room` tokens is refused early.
+        Raises UsageError: not valid Unicode, too long, or no ids for it. OutOfMemory: over its
+        memory limit.
         """
         self._check_length(text, room)
         try:
@@ -115,12 +100,7 @@ class Tokenizer:
         return [*self._prefix, *ids, *self._suffix] if special else ids
 
     def encode_prompt(self, text: str, *, room: int | None = None) -> list[int]:
-        """Return the ids of a text with what the model expects around it, once.
-
-        A text that a chat template made begins with that already.
-
-        Raises UsageError: see `encode`.
-        """
+        """Like `encode`, but without a second BOS if a chat template has written one."""
         ids = self.encode(text, room=room)
         begins = self._special.get("bos_token")
         if begins and text.startswith(begins) and len(ids) > 1 and ids[0] == ids[1]:
@@ -128,24 +108,21 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = False) -> str:
-        """Return the text of ids; bytes that are not UTF-8 become U+FFFD; raises UsageError."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD. Raises UsageError."""
         try:
             return self._inner.decode(ids, skip_special)
         except Refused as error:
             raise UsageError(f"the token ids have no text: {error}") from None
 
     def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name, as "<|end|>"; None if there is no such token."""
+        """Return the id of a token by its name, as "<|end|>"; None if there is none."""
         try:
             return self._inner.token_to_id(token)
         except Refused:
             return None
 
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that an id stands for, b"" for one that stands for nothing.
-
-        They may be a part of a character only, which `decode` cannot show.
-        """
+        """Return a token's bytes, possibly part of a character; b"" if it has none."""
         spelled = self._inner.id_to_token(token)
         if spelled is None:
             return b""
@@ -177,19 +154,13 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, to be encoded with `special=False`.
 
-        Args:
-            messages: `{"role": ..., "content": ...}` each.
-            tools: functions that the model may call, as JSON schemas.
-            add_generation_prompt: end it where the model's answer begins.
-            variables: further ones. What the template does not read of them is refused, and
-                tools, unless this is None.
-
-        Raises UsageError: the model has no chat template, or the template refuses these messages.
-        FormatError: the template is not one that can be used.
+        Variables that the template does not read are refused, and so are `tools`, unless
+        `variables` is None. Raises UsageError: no template, or it rejects the messages.
+        FormatError: unusable template.
         """
         if self._template is None:
             raise UsageError("this model has no chat template; give it plain text")
-        # Completing text, the common case, does not pay for importing Jinja.
+        # Completions, the common case, do not pay for importing Jinja.
         from clocher_runtime.text.chat_template import ChatTemplate
 
         template = ChatTemplate(self._template)
@@ -207,12 +178,10 @@ class Tokenizer:
         )
 
     def _ids_of(self, name: str) -> list[int]:
-        """Return the id of a special token in a list, [] where the tokenizer has none."""
         found = self._inner.token_to_id(self._special.get(name, ""))
         return [] if found is None else [found]
 
     def _fit_for(self, text: str) -> LibraryTokenizer | TokenizerApart:
-        """Return the tokenizer itself, or for a long text its double in another process."""
         if isinstance(self._inner, TokenizerApart) or len(text) <= self._here:
             return self._inner
         if self._for_long_texts is None:
@@ -231,15 +200,11 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes ids as they come and gives out text only when it can no longer change.
+    """Decodes ids incrementally; returns text only once it can no longer change.
 
-    For byte-level tokenizers the pieces joined are the text of all ids, whatever the ids are.
-
-    What may still change is short: a character of UTF-8 has at most 4 bytes, and an id at least
-    one. So if 4 ids leave a character open, some of them are bytes that nothing can complete any
-    more. They are given out as U+FFFD, and each id costs the same however many came before.
-
-    `decode`: returns the text of ids.
+    The joined pieces of a byte-level tokenizer are the text of all ids. A UTF-8 character has at
+    most 4 bytes and an id at least one, so what 4 ids leave open is partly invalid and becomes
+    U+FFFD: the cost per id is constant.
     """
 
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
@@ -248,7 +213,7 @@ class TextStream:
         self._context = 0
 
     def push(self, token: int) -> str:
-        """Return the text that an id completes: "" while a character is still open."""
+        """Return the text that an id completes, "" while a character is incomplete."""
         self._ids.append(token)
         piece = self._open_text()
         if piece and not piece.endswith(_REPLACEMENT):
@@ -263,11 +228,10 @@ class TextStream:
         return self._cut(piece)
 
     def _cut(self, piece: str) -> str:
-        """Give out what comes before the last character that may still be completed."""
         ids, done = self._ids, len(self._decode(self._ids[: self._context]))
         whole = self._decode(ids)
         for end in range(len(ids) - 1, len(ids) - 1 - _MOST_BYTES, -1):
-            # Cut within a character, the two halves would have more U+FFFD than the whole.
+            # Split inside a character, the halves would have more U+FFFD than the whole.
             head = self._decode(ids[:end])
             if head + self._decode(ids[end:]) == whole:
                 self._ids, self._context = ids[end - 1 :], 1
@@ -276,7 +240,7 @@ class TextStream:
         return piece
 
     def flush(self) -> str:
-        """Return what is left at the end of the ids."""
+        """Return the rest at the end."""
         piece = self._open_text()
         self._ids, self._context = [], 0
         return piece
@@ -288,7 +252,6 @@ class TextStream:
 
 
 def _conversation(messages: object) -> list[Mapping[str, Any]]:
-    """Return the messages of a conversation."""
     found = listed(messages, "a list of messages, each with a role and its content")
     for at, message in enumerate(found):
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -299,7 +262,6 @@ def _conversation(messages: object) -> list[Mapping[str, Any]]:
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose reasoning has the names that templates read, as in transformers."""
     found = [message[name] for name in _REASONING if message.get(name) is not None]
     if not found:
         return message
@@ -307,7 +269,6 @@ def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _content(name: str, value: object) -> str:
-    """Return the text of a special token, which is a string or an object with `content`."""
     content = value.get("content") if isinstance(value, Mapping) else value
     if not isinstance(content, str):
         raise FormatError(f"tokenizer_config.json: {name} is {value!r:.60}; expected a string")

@@ -1,8 +1,4 @@
-"""The `tokenizers` library: its calls, with whatever they raise turned into `Refused`.
-
-The library raises `Exception` itself for every reason, and panics where its authors saw none.
-Unusual files and long texts, with which it may do anything, have a process of their own.
-"""
+"""The `tokenizers` library, with its errors and panics turned into `Refused`."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,11 +17,10 @@ _MESSAGE_CHARS = 200
 
 
 def _tried(work: Callable[[], Any]) -> Any:
-    """Return what a call of the library returns; raises Refused for its own errors."""
     try:
         return work()
     except BaseException as error:
-        # A panic of Rust is no Exception, and its class cannot be imported.
+        # A Rust panic is not an Exception, and its class cannot be imported.
         ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
         if isinstance(error, MemoryError) or not ours:
             raise
@@ -35,17 +30,17 @@ def _tried(work: Callable[[], Any]) -> Any:
 
 
 class LibraryTokenizer:
-    """A tokenizer of the library, of a tokenizer.json; raises Refused if it cannot be loaded."""
+    """A tokenizer of the library, from a tokenizer.json; raises Refused."""
 
     def __init__(self, text: str) -> None:
         self._tokenizer = _tried(partial(tokenizers.Tokenizer.from_str, text))
-        # The file may ask for both, for training; a prompt is neither cut nor filled up.
+        # The file may ask for truncation and padding, for training; prompts have neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.vocab_size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str, special: bool) -> list[int]:
-        """Return the ids of a text, with those that the file puts around it if `special`."""
+        """Return the ids of a text, with those that the file adds if `special`."""
         try:
             text.encode()
         except UnicodeError:
@@ -55,7 +50,7 @@ class LibraryTokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
-        """Return the text of ids; raises Refused if it is longer than tokens can be."""
+        """Return the text of ids; raises Refused if longer than tokens can be."""
         decode = self._tokenizer.decode
         text: str = _tried(lambda: decode(list(ids), skip_special_tokens=skip_special))
         if len(text) > MAX_TOKEN_CHARS * len(ids):
@@ -63,12 +58,12 @@ class LibraryTokenizer:
         return text
 
     def token_to_id(self, text: str) -> int | None:
-        """Return the id of a token, None if there is no such token."""
+        """Return the id of a token, or None."""
         found: int | None = self._tokenizer.token_to_id(text)
         return found
 
     def id_to_token(self, token: int) -> str | None:
-        """Return a token as the vocabulary spells it, None if there is no such id."""
+        """Return a token as the vocabulary spells it, or None."""
         try:
             found: str | None = self._tokenizer.id_to_token(token)
         except OverflowError:
@@ -82,16 +77,13 @@ class LibraryTokenizer:
 
 
 def loading_limits(text: str) -> tuple[float, int]:
-    """Return the seconds and bytes that loading a tokenizer.json in a process apart may take."""
+    """Return the seconds and bytes allowed for loading a tokenizer.json in a process apart."""
     seconds = BASE_SECONDS + len(text) / LOADED_BYTES_PER_SECOND
     return seconds, BASE_BYTES + BYTES_PER_LOADED_BYTE * len(text)
 
 
 class TokenizerApart:
-    """A tokenizer in a process of its own, with the methods of `LibraryTokenizer`.
-
-    Raises Refused if it takes more time or memory than its size and that of a text deserve.
-    """
+    """A tokenizer in its own process, like `LibraryTokenizer`; raises Refused over its limits."""
 
     def __init__(self, text: str) -> None:
         self._source = (sha256(text.encode()).hexdigest(), text)
@@ -109,12 +101,12 @@ class TokenizerApart:
         return text
 
     def token_to_id(self, text: str) -> int | None:
-        """Return the id of a token, None if there is no such token."""
+        """Return the id of a token, or None."""
         found: int | None = self._ask("token_to_id", len(text), text=text)
         return found
 
     def id_to_token(self, token: int) -> str | None:
-        """Return a token as the vocabulary spells it, None if there is no such id."""
+        """Return a token as the vocabulary spells it, or None."""
         found: str | None = self._ask("id_to_token", 0, token=token)
         return found
 

@@ -1,8 +1,6 @@
-"""What a tokenizer.json may hold, checked before the library builds anything of it.
+"""Limits of a tokenizer.json, checked before the library loads it.
 
-A tokenizer is plain if all its steps are known, take time that grows with the text and make no text
-much longer. That is so for the models that Clocher runs. Any other works too, in a process that can
-be ended (see `text_process`).
+Plain: all steps are known, take linear time and do not lengthen texts much. Others run apart.
 """
 
 import json
@@ -28,10 +26,7 @@ Check = Callable[[Spec], bool]
 
 
 class Inspection(NamedTuple):
-    """What was found in a tokenizer.json: its text, and the characters of its longest token.
-
-    `plain`: nothing in it can take long or much memory for a short text.
-    """
+    """A tokenizer.json and its longest token's characters; `plain`: short texts are cheap."""
 
     text: str
     plain: bool
@@ -39,7 +34,7 @@ class Inspection(NamedTuple):
 
 
 def inspect(data: bytes, where: str) -> Inspection:
-    """Check a tokenizer.json; FormatError if it is no JSON object, or above the limits."""
+    """Check a tokenizer.json; raises FormatError if not a JSON object, or above the limits."""
     if len(data) > MAX_FILE_BYTES:
         raise FormatError(
             f"{where}: {len(data)} bytes; the limit for this file is {MAX_FILE_BYTES}"
@@ -68,7 +63,7 @@ def inspect(data: bytes, where: str) -> Inspection:
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
     try:
-        # Values of a small file fit in a few times its size; of a large one they are counted first.
+        # Values of a small file fit in a few times its size; large files are counted first.
         if len(data) > _SMALL_FILE:
             document = parse_json(data, where, rest=_JSON_GROWTH * len(data))
         else:
@@ -81,7 +76,7 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a key that is there twice: the library might follow the other one."""
+    """Refuse a repeated key: the library might use the other one."""
     found = dict(pairs)
     if len(found) != len(pairs):
         raise ValueError("a key appears twice in one object")
@@ -117,7 +112,7 @@ def _is_plain_model(model: Spec) -> bool:
 
 
 def _are_in(vocab: Spec, merges: list[Any]) -> bool:
-    """Whether what each merge makes is a token: the library panics where it is not."""
+    """Whether each merge makes a token: the library panics otherwise."""
     try:
         if merges and isinstance(merges[0], str):
             return all(merge.replace(" ", "", 1) in vocab for merge in merges)
@@ -127,7 +122,6 @@ def _are_in(vocab: Spec, merges: list[Any]) -> bool:
 
 
 def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
-    """Whether a step, or all steps of a sequence of them, are of a kind and pass its check."""
     steps: list[Spec] = []
     pending = [] if step is None else [step]
     while pending:
@@ -139,7 +133,7 @@ def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
         steps.append(one)
         if one.get("type") == "Sequence":
             pending += _list(one.get(within))
-    # Two of them would spell bytes of spelled bytes, four times as many.
+    # Two would spell the bytes of spelled bytes, four times as many.
     if sum(one.get("type") == "ByteLevel" for one in steps) > 1:
         return False
     known = {"Sequence": _always, **kinds}
@@ -168,7 +162,6 @@ def _prepends(step: Spec) -> bool:
 
 
 def _replaces(step: Spec) -> bool:
-    """Whether one text is replaced by another that is not longer."""
     found, content = _pattern(step, "String"), step.get("content")
     short = _is_text(found, _MAX_LITERAL)
     return short and isinstance(content, str) and len(content) <= len(found)
@@ -180,13 +173,12 @@ def _splits(step: Spec) -> bool:
 
 
 def _strips(step: Spec) -> bool:
-    """Whether it takes a few characters from the start: from the end of "" the library panics."""
+    """Whether it strips only from the start: at the end of "" the library panics."""
     start, stop = step.get("start"), step.get("stop")
     return type(start) is int and 0 <= start <= _MAX_STEPS and type(stop) is int and stop == 0
 
 
 def _surrounds(step: Spec) -> bool:
-    """Whether a template adds a few tokens that it explains."""
     special = step.get("special_tokens")
     if not isinstance(special, dict) or len(special) > _MAX_PIECES:
         return False
@@ -196,7 +188,7 @@ def _surrounds(step: Spec) -> bool:
         )
         if not 0 < len(ids) <= _MAX_PIECE_IDS or len(spelled) != len(ids):
             return False
-    # A single text is "A"; the library looks for "B" in vain and panics.
+    # A single template has only $A: with $B the library panics.
     for name, texts in (("single", "A"), ("pair", "AB")):
         pieces = _list(step.get(name))
         if not 0 < len(pieces) <= _MAX_PIECES:
@@ -247,4 +239,4 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
         },
     ),
 }
-"""Step of a tokenizer -> where a sequence has its steps, and the check of each known kind."""
+"""Step of a tokenizer -> key of a sequence's steps, and the check of each known kind."""

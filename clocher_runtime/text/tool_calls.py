@@ -1,8 +1,7 @@
-"""Calls of functions in answers that are plain text, in the formats of Hermes and of Llama 3.
+"""Tool calls in plain text answers, in the formats of Hermes and Llama 3.
 
-A call is reported while it is made: its name once its arguments begin, then they as they come. Text
-that turns out to be no call is content as long as nothing of it was reported; after that only what
-comes behind the error is.
+A call is reported as it comes: its name once its arguments begin, then the arguments. Text that
+turns out not to be a call is content, unless part of it was reported; then only the rest is.
 """
 
 import json
@@ -26,26 +25,22 @@ Expected = Literal["object", "key or }", "key", ":", "value", "value or ]", ", o
 
 
 class JsonObject:
-    """Follows one JSON object as its text comes: where the values of its own keys begin and end.
-
-    Control characters in strings are taken as they are, as models write them. `key` is that of the
-    value it is at.
-    """
+    """An incremental scanner of a JSON object: where the values of its keys begin and end."""
 
     def __init__(self) -> None:
         self.key = ""
-        self._open: list[str] = []  # "{" and "["
+        self._open: list[str] = []  # open "{" and "["
         self._expected: Expected = "object"
         self._within: Literal["", "string", "escape", "literal"] = ""
-        self._hex = 0  # digits that a \u still needs
+        self._hex = 0  # digits still missing of a \u escape
         self._is_key, self._told = False, False
         self._piece = ""  # of a literal, or of a key of the object itself
 
     def follow(self, text: str, at: int) -> tuple[Event, int]:
-        """Go on in a piece of text to the next event; return it, and where.
+        """Scan to the next event; return it and its position.
 
-        "more": the piece is used up; "begins", "ends": a value of `key`; "closed": the object ended
-        here; "broken": this character is not JSON. After the last two there is nothing to follow.
+        "more": end of the piece; "begins", "ends": a value of `key`; "closed": the object ended;
+        "broken": invalid JSON. The last two are final.
         """
         while at < len(text):
             if self._within == "string":
@@ -76,7 +71,6 @@ class JsonObject:
         return "more", at
 
     def _string(self, text: str, at: int) -> int:
-        """Go on to the end of a string, or of the piece."""
         end = _match_end(_PLAIN, text, at)
         if self._is_key and len(self._open) == 1 and len(self._piece) <= _MAX_KEY:
             self._piece += text[at:end]
@@ -99,7 +93,6 @@ class JsonObject:
         return valid
 
     def _structure(self, text: str, at: int) -> tuple[Event, int]:
-        """Take one character that is in no string and no literal, or the spaces before it."""
         end = _match_end(_SPACE, text, at)
         if end > at:
             return "more", end
@@ -164,27 +157,25 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 class _Call:
     """A call as a JSON object with a name and arguments, in either order.
 
-    `bare`: nothing but its keys says that it is a call, so it needs both. `is_out`: a part of it
-    was reported.
+    `bare`: only its keys mark it as a call, so it needs both. `is_out`: part of it was reported.
     """
 
     def __init__(self, index: int, *, bare: bool) -> None:
         self._index, self._bare = index, bare
         self._object = JsonObject()
-        self._value: Literal["", "name", "arguments", "other"] = ""  # whose text is gathered
+        self._value: Literal["", "name", "arguments", "other"] = ""  # key whose text is collected
         self._gathered: list[str] = []
         self._name, self._has_arguments = "", False
-        self._ready: list[str] = []  # arguments that can go out once the name is known
+        self._ready: list[str] = []  # arguments to report once the name is known
         self._raw: list[str] = []
         self.is_out = self.is_closed = False
 
     @property
     def raw(self) -> str:
-        """Its text, as long as nothing is out."""
         return "".join(self._raw)
 
     def push(self, text: str) -> tuple[list[Delta], str | None]:
-        """Return what a piece makes certain, and once it ended the text that is not of it."""
+        """Return the deltas of a piece, and after the end of the call the remaining text."""
         if not self.is_out:
             self._raw.append(text)
         found: list[Delta] = []
@@ -211,7 +202,6 @@ class _Call:
                 return found, text[at:] if self.is_out else self.raw
 
     def _begin(self, first: str) -> bool:
-        """Note whose value begins; return whether it belongs in a call."""
         key, self._value, self._gathered = self._object.key, "", []
         if key == "name" and not self._name:
             self._value = "name"
@@ -221,7 +211,6 @@ class _Call:
         return self.is_out or key in _KEYS
 
     def _end(self) -> bool:
-        """Take a value; return whether it can be one of a call."""
         value, self._value = self._value, ""
         text = "".join(self._gathered)
         if value == "name":
@@ -246,7 +235,7 @@ class _Call:
 
 
 def _spelled_out(text: str) -> str:
-    """Return arguments that are a JSON text in a string, or null; "" if they are neither."""
+    """Return arguments that are JSON text in a string, or null; else ""."""
     try:
         inner = json.loads(text, strict=False)
         if inner is None or inner == "":
@@ -257,14 +246,14 @@ def _spelled_out(text: str) -> str:
 
 
 class _Calls:
-    """What readers of calls have in common: text that may be one, the call, how many there were."""
+    """Shared state of the readers: possible call text, the call, the number of calls."""
 
     def __init__(self) -> None:
         self._held, self._calls = "", 0
         self._call = _Call(0, bare=False)
 
     def _go_on(self, text: str, found: list[Delta]) -> str | None:
-        """Read more of the call; return the text that is not of it, None if it goes on."""
+        """Continue the call; return the text after it, None if it is incomplete."""
         deltas, rest = self._call.push(text)
         if deltas and deltas[0].kind == "tool_call":
             self._held = ""
@@ -274,10 +263,7 @@ class _Calls:
 
 
 class HermesCalls(_Calls):
-    """Calls between `<tool_call>` and `</tool_call>`, as Hermes and Qwen make them.
-
-    Line breaks before and after belong to the marks.
-    """
+    """`<tool_call>...</tool_call>` of Hermes and Qwen, with the line breaks around the marks."""
 
     _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
     _OPENINGS = (_OPENING, "\n" + _OPENING, "\n\n" + _OPENING)
@@ -288,7 +274,7 @@ class HermesCalls(_Calls):
         self._state: Literal["text", "call", "tail", "gap"] = "text"
 
     def push(self, text: str) -> list[Delta]:
-        """Return what a piece makes certain."""
+        """Return the deltas that a piece completes."""
         found: list[Delta] = []
         steps = {"text": self._text, "call": self._in_call, "tail": self._tail, "gap": self._gap}
         while text:
@@ -296,7 +282,7 @@ class HermesCalls(_Calls):
         return found
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last piece."""
+        """Return the text held back, after the last piece."""
         text, self._held = self._held, ""
         if self._state == "call":
             text += self._call.raw
@@ -331,7 +317,7 @@ class HermesCalls(_Calls):
         return rest
 
     def _tail(self, text: str, found: list[Delta]) -> str:
-        """Look for the end of a call; models forget or double its last brace."""
+        """Find the end of a call; models omit or double its last brace."""
         text = self._held + text
         found_tail = self._TAIL.match(text)
         assert found_tail is not None  # it matches the empty text
@@ -353,10 +339,7 @@ class HermesCalls(_Calls):
 
 
 class LlamaCalls(_Calls):
-    """Calls as Llama 3 makes them: an answer that is a JSON object, or several after another.
-
-    `<|python_tag|>` may come first, and ";" between them.
-    """
+    """Llama 3's calls: JSON objects, with ";" between them and maybe `<|python_tag|>` before."""
 
     _TAG = "<|python_tag|>"
     _FIRST = re.compile(r"\s{0,32}(<\|python_tag\|>\s{0,32})?")
@@ -367,7 +350,7 @@ class LlamaCalls(_Calls):
         self._state: Literal["begin", "call", "text"] = "begin"
 
     def push(self, text: str) -> list[Delta]:
-        """Return what a piece makes certain."""
+        """Return the deltas that a piece completes."""
         found: list[Delta] = []
         while text:
             if self._state == "begin":
@@ -380,7 +363,7 @@ class LlamaCalls(_Calls):
         return found
 
     def finish(self) -> list[Delta]:
-        """Return what was held back, after the last piece."""
+        """Return the text held back, after the last piece."""
         text, self._held = self._held, ""
         if self._state == "call":
             text += self._call.raw
