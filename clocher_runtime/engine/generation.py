@@ -1,4 +1,4 @@
-"""A call's tokens, as its caller takes them."""
+"""The tokens of a call, as an iterator."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,10 +8,10 @@ from clocher_runtime.engine.step_lock import StepLock
 
 
 class Generation(Iterator[Token]):
-    """The tokens of a call as they are asked for. Threads may share it.
+    """The tokens of a call as they are requested. Threads may share it.
 
-    Dropping it, or `close`, ends the generation. `begin` checks the call and submits its requests;
-    `end` is called once after the last token, and raises if what was made is not to be trusted.
+    Dropping or closing it ends the generation. `begin` checks the call and submits its requests;
+    `end` runs once after the last token, and raises if the result is not to be trusted.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Generation(Iterator[Token]):
         raise StopIteration
 
     def poll(self) -> list[Token] | None:
-        """Return tokens that are made, without a step; None after the last. Raises ClocherError."""
+        """Return available tokens without a step; None after the last. Raises ClocherError."""
         queue = self.begin()
         tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
         if tokens or not queue.is_over:
@@ -58,11 +58,11 @@ class Generation(Iterator[Token]):
         return None
 
     def snapshot(self, sequence: int = 0) -> Snapshot | None:
-        """Return where a sequence stands; None: no blocks of it are denoised."""
+        """Return the state of a sequence whose blocks are denoised; None for others."""
         return None if self._queue is None else self._queue.snapshots.get(sequence)
 
     def begin(self) -> OutputQueue:
-        """Join the steps now, not when the first token is asked for. Raises UsageError."""
+        """Submit the requests now instead of at the first token. Raises UsageError."""
         with self._joining:
             if self._queue is None:
                 try:

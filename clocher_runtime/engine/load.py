@@ -1,4 +1,4 @@
-"""From a checkpoint to a Model: check every tensor, decode the vectors, requantise if asked."""
+"""From a checkpoint to a Model: check tensors, decode vectors, convert if requested."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -39,13 +39,13 @@ _ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is ready to be planned.
+    """A model ready to be planned.
 
     Attributes:
         weights: QuantTensors (matrices, in place where possible) and fp32 arrays (vectors).
-        precision: what the matrices are stored as, the largest share of bytes first.
-        bytes_per_token: weight bytes that one token reads.
-        obeyed: whether the precision that was asked for changed a matrix, or all linears had it.
+        precision: storage formats of the matrices, the largest share of bytes first.
+        bytes_per_token: weight bytes read per token.
+        obeyed: whether the requested precision changed a matrix, or all linears had it already.
     """
 
     spec: ModelSpec
@@ -64,17 +64,9 @@ class Model:
 def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     """Load the tensors of a checkpoint.
 
-    Args:
-        checkpoint: opened Hugging Face directory or IEBIN pair.
-        precision: None keeps every tensor as stored. "fp32", "bf16", "fp16" cast the float
-            matrices. The names in `WEIGHT_ONLY`, such as "int8w" (int8 per row), quantise the
-            float linears of the blocks by rounding; embedding, head, router and vectors stay.
-            Tensors that are quantised already are never touched.
-
-    Raises:
-        UsageError: the precision is not known.
-        UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
-        OutOfMemory: what is decoded or converted does not fit in memory.
+    `precision` None keeps tensors as stored; "fp32", "bf16", "fp16" cast float matrices; names in
+    `WEIGHT_ONLY`, such as "int8w", quantise the float linears of the blocks by rounding. Quantised
+    tensors are never touched. Raises UsageError, UnsupportedModel, FormatError, OutOfMemory.
     """
     refuse_in_window("load weights")
     if precision is not None:
@@ -110,7 +102,6 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
 def _obeyed(
     precision: str, needs: Mapping[str, Need], becomes: Mapping[str, "Destined"], stored: Checkpoint
 ) -> bool:
-    """Return whether a precision changes a matrix, or all linears have it already."""
     matrices = {name: each.format for name, each in becomes.items() if each.format is not None}
     if any(fmt is not stored.tensors[name].format for name, fmt in matrices.items()):
         return True
@@ -120,12 +111,10 @@ def _obeyed(
 
 @dataclass(frozen=True, slots=True)
 class Destined:
-    """What a tensor becomes when a model is loaded.
+    """What a tensor becomes at load.
 
-    Attributes:
-        format: of a matrix; None: fp32, of a vector.
-        nbytes: its size then.
-        made: whether it is computed into memory of its own; else it stays in the mapped file.
+    `format` is None for vectors, which become fp32; `made`: it is computed into its own memory
+    instead of staying in the mapped file.
     """
 
     format: Format | None
@@ -134,7 +123,7 @@ class Destined:
 
 
 def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
-    """Return a checkpoint's model and what it reads. Raises UnsupportedModel, FormatError."""
+    """Return a checkpoint's model and tensors to read. Raises UnsupportedModel, FormatError."""
     spec = head_as_stored(model_spec(checkpoint), checkpoint)
     needs = inventory(spec)
     _account(spec, needs, checkpoint)
@@ -153,7 +142,7 @@ def destined(
     checkpoint: Checkpoint,
     precision: str | None = None,
 ) -> dict[str, Destined]:
-    """Return what `load_model` will make of each tensor, from what the files say of it."""
+    """Return what `load_model` will make of each tensor, from headers alone."""
     found = {}
     for name, need in needs.items():
         stored = checkpoint.tensors[name]
@@ -169,19 +158,19 @@ def destined(
 
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Return a checkpoint's model, by its configs alone. Raises UnsupportedModel, FormatError."""
+    """Return a checkpoint's model from its configs alone. Raises UnsupportedModel, FormatError."""
     spec = spec_from_config(checkpoint.config)
-    # Chat models list there all that end a turn.
+    # Chat models list all end-of-turn tokens there.
     ends = read_as(given(checkpoint.generation_config), Ends, "generation_config.json")
     more = ends.eos_ids(spec.vocab_size)
     return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
 
 def head_as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """Return a model whose embedding is its head only if no other head is stored.
+    """Untie embedding and head if the checkpoint stores a different head.
 
-    A checkpoint may say `tie_word_embeddings` and have an `lm_head.weight` all the same: often a
-    copy, but after some trainings or quantisations another matrix, which transformers then uses.
+    Some checkpoints set `tie_word_embeddings` and still have an `lm_head.weight`: usually a copy,
+    but after some trainings another matrix, which transformers then uses.
     """
     both = {EMBED, HEAD} <= set(checkpoint.names)
     if not spec.tied or not both or _same_planes(checkpoint, EMBED, HEAD):
@@ -190,7 +179,6 @@ def head_as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _same_planes(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    """Return whether two tensors are stored alike; reading stops at the first difference."""
     one, two = checkpoint.tensors[name], checkpoint.tensors[other]
     if (one.shape, one.format) != (two.shape, two.format):
         return False
@@ -203,7 +191,7 @@ def _same_planes(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 
 def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that lacks a tensor, or has one that the model would ignore."""
+    """Refuse a checkpoint with missing tensors, or with ones that the model would ignore."""
     names = set(checkpoint.names)
     missing = [name for name in needs if name not in names]
     if missing == [HEAD]:
@@ -228,7 +216,7 @@ def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint)
 
 
 def _bias_of_zeros(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor adds nothing: AutoGPTQ gave every linear a bias, even of zeros."""
+    """Return whether a tensor is an all-zero bias; AutoGPTQ gives every linear one."""
     is_bias = name.endswith(".bias") and len(checkpoint.shape(name)) == 1
     return is_bias and not checkpoint.tensor(name).decode().any()
 
@@ -243,7 +231,7 @@ def _vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
 
 
 def _target(need: Need, stored: Format, precision: str | None, ternarize: bool) -> Format:
-    """Return the format that a matrix is used in: the very one that it is stored in, or another."""
+    """Return the format a matrix is used in: as stored, or converted."""
     name = stored.name
     if isinstance(stored, Float):
         if ternarize and need.kind == "linear":
@@ -264,7 +252,7 @@ def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
 
 
 def bytes_per_token(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of weights, from those of each tensor, that one token reads."""
+    """Return the weight bytes read per token, from the bytes of each tensor."""
     total = 0
     for name in inventory(spec):
         nbytes = sizes[name]

@@ -1,8 +1,4 @@
-"""What a run does to memory: peak resident set size, the work-touch, and how fast it can be read.
-
-A token reads every weight once, and the keys and values of the tokens before it. If all of that
-fits in a cache, the cache is the limit, so what is read to learn it is as large as that.
-"""
+"""Memory of a run: peak resident set size, work-touch, read bandwidth."""
 
 import resource
 import sys
@@ -32,10 +28,10 @@ def _getrusage_bytes() -> int:
 def rss_peak_bytes(
     status: Path = Path("/proc/self/status"), fallback: Callable[[], int] = _getrusage_bytes
 ) -> int:
-    """Return the peak resident set size of this process in bytes; 0 where no source knows it.
+    """Return the peak resident set size in bytes; 0 if unknown.
 
-    Sources, in order: `VmHWM` of the status file (kB), then `getrusage`, whose `ru_maxrss` is in
-    kB on Linux and in bytes on macOS.
+    Sources: `VmHWM` of the status file (kB), then `getrusage` (`ru_maxrss`: kB on Linux, bytes on
+    macOS).
     """
     try:
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
@@ -56,7 +52,7 @@ def rss_peak_mib() -> float:
 
 
 class Touch(Protocol):
-    """A work-touch: `WorkTouch`, or what a back end has in the memory of its device."""
+    """A work-touch: `WorkTouch`, or a back end's own in device memory."""
 
     bytes_per_token: int
     stride: int
@@ -74,20 +70,15 @@ class Touch(Protocol):
         """Sum of all bytes read, modulo 2^64."""
 
     def __call__(self, tokens: int) -> None:
-        """Touch the weights for some tokens that were just made."""
+        """Touch the weights for newly generated tokens."""
 
 
 class WorkTouch:
     """Reads mapped weights with a stride for every generated token, to emulate memory pressure.
 
-    The files count as one ring of n bytes, one after another. The touch of token t = 0, 1, ...
-    reads the bytes at (t * bytes_per_token + k * stride) mod n for every k >= 0 with
-    k * stride < bytes_per_token. The next token goes on where this one stopped.
-
-    Args:
-        files: contents of the mapped files, u8 [size] each. They are read in place.
-        bytes_per_token: bytes that a token walks over; 0 switches the touch off.
-        stride: distance of the bytes that are read.
+    The files (u8 [size] each, read in place) form one ring of n bytes. Token t = 0, 1, ... reads
+    the bytes at (t * bytes_per_token + k * stride) mod n for all k >= 0 with k * stride <
+    bytes_per_token. `bytes_per_token` 0 switches it off.
     """
 
     def __init__(self, files: Sequence[np.ndarray], bytes_per_token: int, stride: int) -> None:
@@ -105,20 +96,19 @@ class WorkTouch:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that had to move: one cache line of 64 bytes per read, or all of a finer walk."""
+        """Bytes that had to move: a 64-byte cache line per read, or all of a finer walk."""
         if self.stride <= LINE_BYTES:
             return self.bytes_touched
         reads = -(-self.bytes_per_token // self.stride)
         return self.tokens * reads * LINE_BYTES
 
     def __call__(self, tokens: int) -> None:
-        """Touch the weights for some tokens that were just made."""
+        """Touch the weights for newly generated tokens."""
         for _ in range(tokens if self.bytes_per_token else 0):
             self.checksum = (self.checksum + self._walk()) % (1 << 64)
             self.tokens += 1
 
     def _walk(self) -> int:
-        """Return the sum of the bytes that one token reads."""
         # Counted from the start of the ring's first lap: the walk is [at, stop).
         at = self.tokens * self.bytes_per_token % self._size
         stop = at + self.bytes_per_token
@@ -135,18 +125,18 @@ class WorkTouch:
 
 
 MOST_BYTES = 256 << 20
-"""Read at most to learn how fast memory is; more than most caches hold."""
+"""Read at most to measure bandwidth; more than most caches hold."""
 _SECONDS = 0.1
 
 
 def working_set(model: "Model") -> int:
-    """Return the bytes of the weights that tokens read, of the experts all."""
+    """Return the bytes of the weights that tokens read, with all experts."""
     total = sum(weight.nbytes for weight in model.weights.values())
     return total if model.spec.tied else total - model.weights[EMBED].nbytes
 
 
 def memory_reader(nbytes: int, backend: str = "cpu") -> Reader | None:
-    """Return a buffer as large as a working set, or as `MOST_BYTES` if that is less."""
+    """Return a buffer as large as a working set, at most `MOST_BYTES`."""
     nbytes = min(nbytes, MOST_BYTES)
     left = available()
     if left is not None and left < 2 * nbytes:
@@ -158,7 +148,7 @@ def memory_reader(nbytes: int, backend: str = "cpu") -> Reader | None:
 
 
 def read_gbps(nbytes: int, threads: int, backend: str = "cpu") -> float | None:
-    """Return how fast a working set is read by some threads, in 10^9 bytes a second."""
+    """Return the bandwidth of reading a working set with some threads, in GB/s (10^9)."""
     buffer = memory_reader(nbytes, backend)
     try:
         return None if buffer is None else buffer.gbps(threads, _SECONDS)

@@ -1,13 +1,9 @@
-"""The step loop that all callers of a session share: what is computed in the next step.
+"""The step loop that all callers of a session share.
 
-A step takes first one token of each sequence that is being decoded, then pieces of prompts, oldest
-first, as many tokens as the Plan has room for, and while sequences decode only so many that the
-step is expected to end in time. Requests join and leave between steps. If the cache is out of
-pages, the newest sequence gives its own back and waits; what it had is found in the cache, or
-computed, again.
-
-A token's logits depend on nothing but its own sequence, so neither company nor preemption changes
-what a request gets.
+A step takes one token of each decoding sequence, then pieces of prompts, oldest first, within the
+Plan's capacity and, while sequences decode, the expected step time. Requests join and leave between
+steps. When pages run out, the newest sequence is preempted and its prefix found or computed again.
+Logits depend only on their own sequence, so neither batching nor preemption changes results.
 """
 
 from collections import deque
@@ -28,12 +24,12 @@ _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
 
 
 class Scheduler:
-    """Requests, and the steps that serve them. Callers see to it that one step runs at a time.
+    """Requests, and the steps that serve them. Callers ensure that one step runs at a time.
 
     Attributes:
-        kv_hits, kv_misses: keys found in the cache by all tokens; tokens that were computed.
-        reused: tokens that were found in the cache instead.
-        preempted: how often a sequence had to give its pages back.
+        kv_hits, kv_misses: keys that tokens found in the cache; tokens computed.
+        reused: tokens found in the prefix cache.
+        preempted: how often a sequence was preempted.
     """
 
     def __init__(self, bound: Bound, speculator: Speculator | None = None) -> None:
@@ -48,17 +44,17 @@ class Scheduler:
 
     @property
     def sums(self) -> StepSums:
-        """What all steps add up to."""
+        """Totals over all steps."""
         return self.forwards.sums
 
     @property
     def times(self) -> StepTimes:
-        """How long steps take."""
+        """Expected step times."""
         return self.forwards.times
 
     @property
     def speculator(self) -> Speculator | None:
-        """What drafts tokens."""
+        """The drafter, if any."""
         return self.forwards.speculator
 
     @property
@@ -76,7 +72,7 @@ class Scheduler:
         return self.pages.stats()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Put the requests of a call at the end of those that wait. Raises SessionBusy."""
+        """Queue the requests of a call. Raises SessionBusy."""
         queue = requests[0].queue
         for other in {r.queue for r in (*self._running, *self._waiting)}:
             if (queue.window or other.window) and queue.window is not other.window:
@@ -109,7 +105,7 @@ class Scheduler:
         self.rest()
 
     def sweep(self) -> None:
-        """Let requests go whose callers have left, or whose call has failed."""
+        """Remove requests whose callers have left, or whose call has failed."""
         for request in [r for r in self._running if r.queue.is_over]:
             self._retire(request)
         if any(r.queue.is_over for r in self._waiting):
@@ -130,7 +126,7 @@ class Scheduler:
         self.rest()
 
     def _reset(self, error: BaseException) -> None:
-        """End every call, and trust nothing that was noted of them."""
+        """End every call and discard all cache state."""
         for request in (*self._running, *self._waiting):
             request.queue.error = error
         self._running, self._waiting = [], deque()
@@ -146,7 +142,7 @@ class Scheduler:
         decoding = sum(r.waiting_tokens + len(r.masks) for r in self._running if r.decodes)
         room = self._executor.plan.tokens - decoding
         if decoding and (self._waiting or not all(r.decodes for r in self._running)):
-            # New requests would wait for ever if the decoding ones needed all of the time.
+            # New requests would starve if the decoding ones used all of the time.
             limit = max(self.itl_ms, _WITH_PROMPTS * self.times.expected_ms(decoding))
             room = min(room, max(self.times.most(limit) - decoding, _LEAST_PIECE))
         rows = self._executor.plan.rows
@@ -182,7 +178,7 @@ class Scheduler:
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Get pages for the next tokens of a request, from the newest if there are none left."""
+        """Get pages for a request's next tokens, preempting the newest requests if needed."""
         while not self.pages.reserve(request, request.cells + request.taken(count)):
             newest = self._running[-1]
             self._retire(newest)
@@ -193,7 +189,6 @@ class Scheduler:
         return True
 
     def _retire(self, request: Request, forget: bool = False) -> None:
-        """Take slot and pages from a request that runs."""
         self._running.remove(request)
         self._slots.append(request.slot)
         self.pages.release(request, forget)
@@ -201,7 +196,6 @@ class Scheduler:
         self.forwards.forget(request)
 
     def _serve(self, parts: list[Part]) -> None:
-        """Execute a step, note what is in the cache now, and let go what has ended."""
         done = self.forwards.run(parts)
         if self.pages.keeps:
             self.kv_misses += done.tokens
@@ -217,7 +211,7 @@ class Scheduler:
             self._fail([request for request, _ in parts if request.is_faulty])
 
     def _deliver(self, done: Done) -> None:
-        """Hand logits over to requests that score; let those go that have ended."""
+        """Deliver logits to scoring requests; remove those that have ended."""
         for request, rows in done.rows:
             if request.queue.is_over or request.is_faulty:
                 continue
@@ -231,7 +225,6 @@ class Scheduler:
                 self._retire(request)
 
     def _fail(self, requests: list[Request]) -> None:
-        """End the calls of requests whose logits were not finite."""
         for request in requests:
             request.is_faulty = False
             if request.queue.is_over:
@@ -243,7 +236,7 @@ class Scheduler:
         self.forwards.forget()
 
     def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
-        """Stage all tokens of a request again, step by step; yield their counts and of rows."""
+        """Stage all tokens of a request again, step by step; yield counts of tokens and rows."""
         slot, plan = request.slot, self._executor.plan
         self.pages.release(request, forget=True)
         if not self.pages.admit(request, slot, reuse=False):

@@ -1,6 +1,6 @@
-"""The strict window, and what its spans add up to. No other code in the project reads the clock.
+"""The strict timing window and its figures. No other module reads the clock.
 
-Numbers are pure functions of spans. Unknown is NaN, never 0.
+Figures are pure functions of spans. Unknown is NaN, never 0.
 """
 
 import itertools
@@ -19,17 +19,15 @@ T = TypeVar("T")
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 SAMPLE = 1 << 16
-"""Values that a percentile is taken of, at most."""
+"""Values a percentile is computed from, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One measured step.
+    """One measured step of `ns` nanoseconds.
 
-    Attributes:
-        tokens: prompt tokens of a prefill step; tokens made by a decode step.
-        ns: duration in nanoseconds.
-        sequences: that a decode step made them for; 0: one token for each.
+    `tokens`: prompt tokens of a prefill step, or tokens made by a decode step for `sequences` (0:
+    one token each).
     """
 
     kind: SpanKind
@@ -40,21 +38,18 @@ class Span:
 
 @dataclass(slots=True)
 class Tally:
-    """What a step turns out to have done, if that is known only at its end; see `Span`."""
+    """What a step did, where known only at its end; see `Span`."""
 
     tokens: int
     sequences: int = 0
 
 
 class TimedWindow:
-    """A measurement: the steps of a run, and nothing between them.
+    """A measurement of a run's steps and nothing between them.
 
-    While a span is open, compiling, tuning, loading weights and reading files refuse to run, with
-    `name` in their messages. A step that raises leaves no span.
-
-    Args:
-        clock: returns nanoseconds that never go back.
-        synchronize: waits until the device has finished; called at both ends of a span.
+    While a span is open, compiling, tuning, loading weights and reading files raise, with `name` in
+    the message. A step that raises leaves no span. `clock` returns monotonic nanoseconds;
+    `synchronize` waits for the device, and is called at both ends of a span.
     """
 
     def __init__(
@@ -71,7 +66,7 @@ class TimedWindow:
 
     @contextmanager
     def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
-        """Measure one step; its tally may be given another number. Raises WindowError."""
+        """Measure one step, whose tally may be changed inside. Raises WindowError."""
         open_window(self.name)
         tally = Tally(tokens)
         try:
@@ -87,9 +82,7 @@ class TimedWindow:
 
 
 class Reservoir(Generic[T]):
-    """An even random sample of the `count` values that came: all of them while they are few.
-
-    The same values in the same order give the same sample.
+    """A uniform random sample of the `count` values added; deterministic.
 
     Source: Vitter, Random sampling with a reservoir, 1985, algorithm R.
     """
@@ -101,7 +94,7 @@ class Reservoir(Generic[T]):
         self._random = random.Random(0)
 
     def add(self, value: T) -> None:
-        """Take a value."""
+        """Add a value."""
         self.count += 1
         if len(self.values) < self._size:
             self.values.append(value)
@@ -110,7 +103,7 @@ class Reservoir(Generic[T]):
 
 
 class StepTotals:
-    """What the spans of a window add up to; `decode` is a sample of the decode spans."""
+    """Totals of a window's spans; `decode` is a sample of the decode spans."""
 
     def __init__(self) -> None:
         self.forwards = self.prefill_tokens = self.prefill_ns = 0
@@ -133,14 +126,7 @@ def per_second(count: float, ns: int) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by the nearest-rank method; NaN without values.
-
-    It is the smallest value that at least `percent` per cent of the values do not exceed: always
-    a value that was measured, never an interpolation.
-
-    Args:
-        percent: above 0, at most 100.
-    """
+    """Return a percentile (0 < percent <= 100), nearest rank, never interpolated; NaN if empty."""
     if not values:
         return math.nan
     rank = math.ceil(percent * len(values) / 100)
@@ -150,10 +136,8 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
     """Return the latency of each decoded token in milliseconds.
 
-    A token's latency is the duration of the decode step that made it. The step of a batch counts
-    once for each of its tokens: every sequence waited that long. Where a step made several tokens
-    of a sequence, each has its share of the time. First tokens are made by prefill steps and are
-    counted by the time to first token instead.
+    The duration of its decode step, divided by the tokens that the step made for its sequence.
+    First tokens come from prefill and count for the time to first token instead.
     """
     return [
         span.ns * (span.sequences or span.tokens) / span.tokens / NS_PER_MS
@@ -165,9 +149,9 @@ def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
 
 @dataclass(slots=True)
 class StepSums:
-    """What the steps of a session add up to, those that are not measured too; times in ns.
+    """Totals of all steps of a session, in ns, measured or not.
 
-    A step with tokens of a prompt counts as one of them, also if others decode in it.
+    A step with prompt tokens counts as prefill, even if others decode in it.
     """
 
     decode_steps: int = 0
@@ -178,7 +162,7 @@ class StepSums:
     prompt_ns: int = 0
 
     def add(self, prompt: int, decodes: int, ns: int) -> None:
-        """Count a step of so many tokens of prompts and of sequences that are decoded."""
+        """Count a step of so many prompt tokens and decoding sequences."""
         self.decode_tokens += decodes
         if prompt:
             self.prompt_steps += 1
@@ -190,10 +174,9 @@ class StepSums:
 
 
 class StepTimes:
-    """How long steps of some number of tokens take, learnt from those that ran.
+    """Expected time of steps by their tokens, learnt from those that ran.
 
-    Sizes are counted in classes, four to a doubling; a class remembers an average that follows what
-    came last. Between two known classes the time is taken as a straight line.
+    Four size classes per doubling, each a moving average; linear between known classes.
     """
 
     _NEW = 0.3  # weight of the newest time
@@ -203,14 +186,14 @@ class StepTimes:
         self._known: dict[int, tuple[float, float]] = {}  # class -> tokens, ns
 
     def add(self, tokens: int, ns: int) -> None:
-        """Note how long a step took."""
+        """Record the time of a step."""
         place = round(4 * math.log2(tokens))
         size, mean = self._known.get(place, (tokens, ns))
         new = self._NEW
         self._known[place] = (size + new * (tokens - size), mean + new * (ns - mean))
 
     def expected_ms(self, tokens: int) -> float:
-        """Return how long a step of so many tokens takes, 0 while nothing is known."""
+        """Return the expected time of a step of so many tokens, 0 while unknown."""
         known = [(0.0, 0.0), *sorted(self._known.values())]
         for (low, low_ns), (high, high_ns) in itertools.pairwise(known):
             if tokens <= high:
