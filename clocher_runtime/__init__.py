@@ -1,7 +1,6 @@
-"""Clocher's runtime: models, weights, sessions and the `clocher-run` command.
+"""Clocher's runtime: models, weights, sessions, and the Python API (`clocher_runtime.api`).
 
-`load`, `generate` and `stream_generate` are the Python API (see `clocher_runtime.api`). They are
-imported when first used, so that importing this package costs nothing.
+The API is imported when first used, so that importing this package is cheap.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,4 @@
-"""Totals of all runs, as metrics of prometheus-client, and the server that shows them."""
+"""Totals of all runs as metrics of prometheus-client, and their server."""
 
 import threading
 from collections import Counter
@@ -33,7 +33,7 @@ _LABELS = Configuration._fields
 
 
 class _Series(NamedTuple):
-    """Numbers of one configuration: sums, those of the last run, the largest."""
+    """Numbers of one configuration: sums, those of the last run, maxima."""
 
     totals: Counter[str]
     last: dict[str, float]
@@ -43,7 +43,7 @@ class _Series(NamedTuple):
 class RunMetrics(Collector):
     """Takes lines and collects metrics; one thread may do each.
 
-    The number of series is bounded: `MAX_CONFIGURATIONS`, `MAX_BUILDS`, `MAX_ERROR_TYPES`.
+    Series are bounded by `MAX_CONFIGURATIONS`, `MAX_BUILDS`, `MAX_ERROR_TYPES`.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class RunMetrics(Collector):
         self._series: dict[Configuration, _Series] = {}
 
     def take(self, line: bytes | None) -> Rejected | None:
-        """Count a line, None being one that was too long to read; return why it does not count."""
+        """Count a line (None: too long to read); return why it is rejected, if it is."""
         why = None
         try:
             if line is None:

@@ -1,4 +1,4 @@
-"""The drafts of all sequences of a session: which drafter, what is sent, what was accepted."""
+"""The drafts of all sequences of a session: drafter, tokens sent, tokens accepted."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,21 +14,20 @@ if TYPE_CHECKING:
     from clocher_runtime.speculation.model_gate import DraftModelGate
 
 WITH_DRAFT_MODEL = ("auto", "draft")
-"""Values of --speculate that ask a draft model, if there is one."""
 MAX_DRAFT = DRAWN - 1
-"""Draft tokens of a sequence in a forward: many kernels do eight tokens at the cost of one."""
+"""Draft tokens per sequence and forward: many kernels compute eight tokens at the cost of one."""
 _PATIENCE = 16  # forwards whose drafts all did not pay, until the costs are doubted
 _ROWS = 32  # of a forward, if there are not more sequences
 
 PRIORS = MappingProxyType(
     {"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,) * MAX_DRAFT}
 )
-"""Source -> the acceptance rate of each of its classes before anything is known."""
+"""Source -> initial acceptance rates of its classes."""
 _SOURCES = [source for source, rates in PRIORS.items() for _ in rates]
 
 
 def first_class(source: str) -> int:
-    """Return the first class of a source; the others follow it."""
+    """Return the first class of a source."""
     return _SOURCES.index(source)
 
 
@@ -39,15 +38,13 @@ def rows_for(sequences: int) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """What speculation came to.
+    """Speculation counters.
 
     Attributes:
-        forwards: of sequences; each sequence in a forward counts.
-        tokens: that they made.
+        forwards, tokens: sequences summed over forwards, and the tokens they made.
         sent: forwards that verified a draft.
         drafted, accepted: draft tokens; `by_source` of each source.
-        without_draft: forwards for which there was no draft.
-        not_worth: forwards whose draft was not worth verifying, or during a pause.
+        without_draft, not_worth: forwards without a draft, or with one not worth verifying.
     """
 
     forwards: int = 0
@@ -72,12 +69,10 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What speculation came to, for people.
+    """Speculation figures for reports.
 
-    Attributes:
-        counts: of drafts and forwards.
-        cost_of_8: time of a forward of 8 tokens over that of one; NaN if it is not known.
-        cost_of_draft: the same of a token of the draft model; NaN without one.
+    `cost_of_8`: time of a forward of 8 tokens over that of one; `cost_of_draft`: the same of a
+    draft-model token. NaN if unknown.
     """
 
     counts: Counts
@@ -86,18 +81,18 @@ class Account:
 
     @property
     def acceptance(self) -> float:
-        """Share of the draft tokens that were accepted; NaN without any."""
+        """Acceptance rate; NaN without draft tokens."""
         counts = self.counts
         return counts.accepted / counts.drafted if counts.drafted else math.nan
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens that a sequence got from a forward; NaN without forwards."""
+        """Tokens per sequence and forward; NaN without forwards."""
         return self.counts.tokens / self.counts.forwards if self.counts.forwards else math.nan
 
     @property
     def reason(self) -> str:
-        """Why drafts were verified, or were not."""
+        """Why drafts were verified, or not."""
         counts = self.counts
         if not counts.forwards:
             return "no forward only decoded"
@@ -122,7 +117,7 @@ class Account:
 def account(
     costs: ForwardCosts, now: Counts, before: Counts | None = None, draft_ns: float = 0.0
 ) -> Account:
-    """Return the figures of what was counted after an earlier state."""
+    """Return the figures counted since an earlier state."""
     ns, since = costs.ns, now.since(before or Counts())
     if len(ns) <= DRAWN or ns[1] <= 0:
         return Account(since)
@@ -130,12 +125,10 @@ def account(
 
 
 class Track:
-    """What is drafted for one sequence.
+    """Speculation state of one sequence.
 
-    Attributes:
-        offer: the draft that expects most; it is judged, `sent` or not, as `asides` are.
-        tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
-        reader: what a draft model knows of the sequence; None without one.
+    `offer`: the best draft, judged, `sent` or not, as `asides` are; `tried`: tokens sent
+    unconditionally; `reader`: the draft model's state, if any.
     """
 
     __slots__ = ("asides", "drafters", "offer", "rates", "reader", "sent", "tried")
@@ -163,7 +156,7 @@ class Track:
 
 
 class Pending(NamedTuple):
-    """A sequence that drafts are wanted for: its tokens so far, and how many may be sent."""
+    """A sequence that may get a draft: its tokens so far, and how many may be sent."""
 
     track: Track
     ids: Sequence[int]
@@ -173,10 +166,8 @@ class Pending(NamedTuple):
 class Speculator:
     """Drafts for the sequences of a session.
 
-    Args:
-        make: returns the drafters of a new sequence.
-        rows: output rows of a forward.
-        gate: of a draft model, if there is one.
+    `make` returns the drafters of a new sequence; `rows`: output rows of a forward; `gate`: of a
+    draft model.
     """
 
     def __init__(
@@ -199,7 +190,7 @@ class Speculator:
         return Track(self._make(), AcceptanceRates(self._rates.mean))
 
     def draft(self, pending: Sequence[Pending], base: int, rows: int) -> list[Draft]:
-        """Return what to send of each sequence of a step."""
+        """Return the draft tokens to send for each sequence of a step."""
         ns = self.costs.ns[: base + rows + 1]
         offers = [track.draft(ids, most, ns[base:]) for track, ids, most in pending]
         counts = choose(offers, base, ns)
@@ -223,7 +214,7 @@ class Speculator:
         return [each.track.sent for each in pending]
 
     def judge(self, sequences: int, tokens: int, ns: int) -> None:
-        """Learn what a forward took that only decoded."""
+        """Record the time of a decode-only forward."""
         if not self.trial.is_on:
             self.counts.forwards += sequences
             self.counts.tokens += tokens
@@ -232,12 +223,12 @@ class Speculator:
         self.trial.note(ns, tokens / sequences, self.costs.ns[sequences] if known else 0.0)
 
     def reset(self) -> None:
-        """Forget all sequences, when what was noted of them may be half of it."""
+        """Forget all sequences, as their state may be half-written."""
         if self._gate is not None:
             self._gate.model.reset()
 
     def learn(self, track: Track, tokens: Sequence[int], verified: int) -> None:
-        """Compare what was drafted with the tokens that came, of which `verified` were sent."""
+        """Compare drafts with the tokens that came, of which `verified` were sent."""
         counts, sent = self.counts, track.sent
         counts.forwards += 1
         counts.tokens += len(tokens)
