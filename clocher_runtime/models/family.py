@@ -1,7 +1,7 @@
-"""What a family of models is: how its config.json is read, and what its files call the tensors.
+"""A model family: how its config.json is read, and how its files name the tensors.
 
-Everywhere else a tensor has one name, that of `inventory`. A `From` says where a family's files
-have it: under another name, as some rows of a larger tensor, or as a tensor for each expert.
+Elsewhere tensors have the names of `inventory`. A `From` says where a family's files have one:
+under another name, as rows of a larger tensor, or as one tensor per expert.
 """
 
 import re
@@ -16,7 +16,7 @@ from clocher_runtime.models.spec import MlaSpec, ModelSpec
 
 Config = Mapping[str, Any]
 Rows = slice | np.ndarray | None
-"""Of a tensor, in the order in which they are wanted; None: all as they are."""
+"""Rows of a tensor, in the order wanted; None: all as they are."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _ENDINGS = (".weight", ".bias")
@@ -26,9 +26,8 @@ _ENDINGS = (".weight", ".bias")
 class From:
     """Where a family's files have a tensor.
 
-    Attributes:
-        name: of theirs, within the layer, without ending; "{e}": the number of each expert.
-        rows: which of its rows: "all", or a key of `rows_of`.
+    `name`: within the layer, without suffix, "{e}" for the expert; `rows`: "all", or a key of
+    `rows_of`.
     """
 
     name: str
@@ -39,8 +38,8 @@ class From:
 class Family:
     """A family: what reads its config.json, and where its tensors come from.
 
-    `tensors`: name within a layer, or in full outside of them, without ".weight" or ".bias" ->
-    origin; two origins for rows that alternate. What is left out has its own name.
+    `tensors`: name within a layer (in full outside), without ".weight" or ".bias" -> origin; two
+    origins for alternating rows. Absent names are unchanged.
     """
 
     read: Callable[[Config], ModelSpec]
@@ -49,12 +48,10 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a tensor of a file, and where they go.
+    """Rows of a file's tensor, and where they go.
 
-    Attributes:
-        rows: of it, of each matrix if they are several.
-        expert: where in a stack of matrices they go; None: the tensor is the stack, or no stack.
-        places: rows of the model's tensor that they become; None: all.
+    `rows`: of the tensor, of each matrix in a stack; `expert`: index in the model's stack;
+    `places`: rows of the model's tensor, None for all.
     """
 
     name: str
@@ -64,13 +61,13 @@ class Piece:
 
 
 def names_of(family: Family, source: str, need: Need) -> Iterator[tuple[str, bool]]:
-    """Yield the names that a tensor of the model has in the files of a family."""
+    """Yield a model tensor's names in the files of a family."""
     for name, rows, _, _ in _named(family, source, need):
         yield name, rows != "all"
 
 
 def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator[Piece]:
-    """Yield what a tensor of the model is made of, in the files of a family."""
+    """Yield the pieces of a model tensor in the files of a family."""
     for name, rows, expert, places in _named(family, source, need):
         yield Piece(name, rows_of(spec, rows, source, need), expert, places)
 
@@ -99,11 +96,10 @@ def _named(
 
 
 def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
-    """Return rows of a tensor that a family's files have in one piece, or in another order.
+    """Return rows of a tensor that a family's files have fused or in another order.
 
-    Args:
-        kind: "all"; "q", "k", "v" of a fused projection; "first", "second" half; "paired", for the
-            halves of heads whose rotated pairs are neighbours; "mla_..." of latent attention.
+    `kind`: "all"; "q", "k", "v" of a fused projection; "first", "second" half; "paired", for the
+    halves of heads whose rotated pairs are neighbours; "mla_..." of latent attention.
     """
     count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -144,7 +140,7 @@ def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
 
 
 def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
-    """Return where experts come from whose three matrices are tensors of their own."""
+    """Return the origins of experts stored as three tensors each."""
     return {
         "mlp.experts.gate_up_proj": (From(gate), From(up)),
         "mlp.experts.down_proj": (From(down),),
@@ -152,10 +148,10 @@ def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
 
 
 FUSED_QKV = {f"self_attn.{n}_proj": (From("self_attn.qkv_proj", n),) for n in "qkv"}
-"""One projection for queries, keys and values."""
+"""A fused projection for queries, keys and values."""
 
 
 def fused_mlp(name: str, prefix: str = "mlp.") -> dict[str, tuple[From, ...]]:
-    """Return where gate and up of an MLP come from that are halves of one tensor."""
+    """Return the origins of gate and up projections that are halves of one tensor."""
     halves = (("gate", "first"), ("up", "second"))
     return {f"{prefix}{part}_proj": (From(name, half),) for part, half in halves}

@@ -1,4 +1,4 @@
-"""A model as data. A family turns config.json into a ModelSpec; `build` turns that into a Plan."""
+"""A model as data: a family turns config.json into a ModelSpec, `build` that into a Plan."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,15 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: base frequency and how it is stretched to long contexts.
+    """Rotary embedding and its long-context variant.
 
     Attributes:
-        kind: "default", "linear" (positions / factor), "dynamic" (a base that grows with the
-            context), "llama3", "yarn" or "longrope" (a factor for each pair).
-        original_positions: context of the training before stretching; all but default and linear.
-        attention_factor: multiplies cosines and sines; yarn and longrope, 1 elsewhere.
-        rotated: values of a head that are rotated, the first ones; 0 for all.
-        short_factors: longrope's factor of each pair, in a context of at most `original_positions`.
-        long_factors: the same in a longer one.
+        kind: "default", "linear", "dynamic" (base grows with the context), "llama3", "yarn",
+            "longrope" (a factor per pair).
+        original_positions: training context before stretching; unused by default and linear.
+        attention_factor: multiplies cosines and sines (yarn, longrope).
+        rotated: leading values of a head that are rotated; 0 for all.
+        short_factors, long_factors: longrope's, up to `original_positions` and beyond.
     """
 
     theta: float
@@ -49,18 +48,16 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Mixture of experts: a gated MLP each, of which a router chooses some for every token.
+    """Mixture of experts: gated MLPs, of which a router chooses `active` for every token.
 
     Attributes:
-        experts, active: their number, and of those that a token has.
-        inner: size of their hidden layers.
+        inner, shared: intermediate sizes of an expert, and of the shared expert (0: none).
         act: "silu", or "clamped" (gpt-oss) with `limit` and `alpha`.
         score, normalise, factor, groups, group_top, group_best: of the op `route`.
-        router_bias, expert_bias: the router is, the experts' are linears with biases.
-        choice_bias: a bias that is added for the choice alone (DeepSeek-V3).
-        scale_inputs: a weight multiplies what goes into an expert, not what comes out (Llama 4).
-        shared: size of the hidden layer of the MLP that every token has besides; 0 for none.
-        shared_gate: it is multiplied by the sigmoid of a linear of the token (Qwen2-MoE).
+        router_bias, expert_bias: whether these linears have biases.
+        choice_bias: a bias for the choice alone (DeepSeek-V3).
+        scale_inputs: weights multiply expert inputs, not outputs (Llama 4).
+        shared_gate: the shared expert is gated by a sigmoid (Qwen2-MoE).
         dense_layers: layers that have the dense MLP instead.
     """
 
@@ -87,17 +84,12 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
-    """Latent attention: keys and values of all heads are linear in one short vector of a token.
+    """Latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
-    A head of queries and keys is `rotated` values, of which all heads share the key's, and then
-    `plain` ones; a head of values has `value`.
-
-    Attributes:
-        query_rank: size of the vector that queries are made of; 0: of the token itself.
-        rank: size of the vector that keys and values are made of; `norm_eps` of both.
-        paired: in files, the values that are rotated together are neighbours.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    Keys and values of all heads are linear in one vector of `rank` values per token, queries in one
+    of `query_rank` (0: in the token). Heads of queries and keys are `rotated` values, the key's
+    shared by all heads, then `plain` ones; a head of values has `value`. `paired`: rotated pairs
+    are neighbours in files.
     """
 
     query_rank: int
@@ -111,16 +103,15 @@ class MlaSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockDiffusion:
-    """How a model that denoises blocks of masks does so.
+    """How a model denoises blocks of masks.
 
     Attributes:
         block: positions of a block; blocks begin at its multiples.
-        mask: id of the mask.
-        context: what the keys of finished blocks were computed with: "causal", as of any decoder,
-            or "block", where the tokens of a block see each other.
-        shift: logits of a position are of the next one, so that the first token of a block comes
-            from the last before it.
-        part: a block is denoised in parts of so many positions, one after the other.
+        context: how keys of finished blocks were computed: "causal", or "block", where the tokens
+            of a block see each other.
+        shift: logits of a position predict the next one; the first token of a block comes from the
+            last before it.
+        part: positions denoised together, one part of a block after the other.
     """
 
     block: int
@@ -137,32 +128,25 @@ class ModelSpec:
     Attributes:
         family: name of the row of `families.FAMILIES`.
         windows: visible keys of each layer, the query included; 0 for all.
-        chunks: positions of the chunks that a layer's tokens cannot look out of; 0 for one; () for
-            no layer.
-        rope: of all layers but those that follow.
-        window_rope: of layers with a window, if they have their own (Gemma 3).
+        chunks: attention chunk of each layer in positions, 0 for none; () for no layer.
+        rope, window_rope: of all layers; of layers with a window, if different (Gemma 3).
         unrotated: layers without a rotary embedding.
-        query_growth: of queries with their position; of `unrotated` layers alone if there are any.
+        query_growth: of `unrotated` layers alone if there are any.
         act: activation of the dense gated MLP.
-        moe: mixture of experts instead of the dense MLP.
-        mla: how queries, keys and values are made, if not by one linear each; `head_dim` is then
-            that of queries and keys.
-        pre_norms: RMSNorm of what goes into attention and MLP.
-        post_norms: RMSNorm of what they add (Gemma 2, OLMo 2).
-        norm_offset: what is added to the weights of norms (Gemma: 1).
-        qk_norm: RMSNorm of queries and keys: of each head, or of "rows" as a whole, before RoPE; or
-            without weights of each head "after" it.
+        mla: latent attention; `head_dim` is then that of queries and keys.
+        pre_norms, post_norms: RMSNorm of inputs, outputs of attention and MLP (post: Gemma 2, OLMo
+            2).
+        norm_offset: added to the weights of norms (Gemma: 1).
+        qk_norm: RMSNorm of queries and keys before RoPE: of each head, or of "rows" as a whole; or
+            without weights, of each head "after" it.
         sinks: one extra logit per head in the softmax (gpt-oss).
         sub_norms: RMSNorm before the attention and MLP output projections (BitNet).
         input_norm_eps: eps of an RMSNorm inside each ternary linear (`use_rms_norm`), 0 for none.
-        ternarize: float weights of the block linears are ternarised at load (BitNet "online").
-        attention_scale: factor of the dot products of queries and keys; 0 for head_dim^-0.5.
+        ternarize: float linears of the blocks are ternarised at load (BitNet "online").
+        attention_scale: factor of query-key dot products; 0 for head_dim^-0.5.
         attention_softcap, logit_softcap: limits of tanh capping; 0 for none.
-        embedding_scale, logit_scale: factors of embeddings and of logits.
-        residual_scale: factor of what attention and MLP add to the residual stream.
+        residual_scale: factor of attention and MLP outputs.
         tied: the head is the embedding table.
-        eos_ids: tokens that end a sequence.
-        diffusion: how it denoises blocks, if it was trained to.
     """
 
     family: str

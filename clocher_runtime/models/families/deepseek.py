@@ -41,11 +41,11 @@ class _DeepSeek(Decoder, kw_only=True):
 
     @property
     def dim(self) -> int:
-        """Values of a head that are rotated, which is what the embedding is read for."""
+        """Rotated values of a head, which the rotary embedding is read for."""
         return self.qk_rope_head_dim
 
     def deepseek(self, family: str, moe: dict[str, Any], paired: bool = True) -> ModelSpec:
-        """Return the model: what both have, and how the family chooses experts."""
+        """Return the ModelSpec, given how the family chooses experts."""
         size, value = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
         if value > size:
             raise UnsupportedModel(
@@ -90,7 +90,7 @@ class _DeepSeek(Decoder, kw_only=True):
         return expert_groups(experts, active, self.n_group, self.topk_group, best)
 
     def _stretched(self) -> float:
-        """Return what YaRN multiplies queries and keys by, each."""
+        """Return YaRN's factor of queries and of keys."""
         rope = self.rope_scaling if self.rope_parameters is None else self.rope_parameters
         fields = given(rope or {})
         if fields.get("rope_type", fields.get("type", "default")) == "default":
@@ -128,10 +128,9 @@ class _V2(_DeepSeek, kw_only=True):
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
-    """DeepSeek-V2: latent attention, and experts by a softmax over all of them.
+    """DeepSeek-V2 (arXiv 2405.04434, section 2): latent attention, softmax over all experts.
 
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2. A `q_lora_rank` of null (V2-Lite) means
-    queries of the token itself.
+    A null `q_lora_rank` (V2-Lite) means that queries come from the token itself.
     """
     methods = ("greedy", "group_limited_greedy")
     method = one_of(config, "topk_method", methods[0], methods, WHERE)
@@ -139,7 +138,7 @@ def deepseek_v2(config: Config) -> ModelSpec:
     if "q_lora_rank" in config and config["q_lora_rank"] is None:
         read.q_lora_rank = None
     groups = read.groups(1) if method == methods[1] else {}
-    # transformers ignores norm_topk_prob here; the published models say false.
+    # transformers ignores norm_topk_prob here; the published models set false.
     return read.deepseek("deepseek_v2", {"score": "softmax", **groups})
 
 
@@ -164,10 +163,7 @@ class _V3(_DeepSeek, kw_only=True):
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
-    """DeepSeek-V3 and R1: sigmoid scores, a bias that balances the choice, groups of experts.
-
-    Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.
-    """
+    """DeepSeek-V3, R1 (arXiv 2412.19437, section 2.1): sigmoid scores, choice bias, groups."""
     read = read_config(config, _V3)
     if "q_lora_rank" in config and config["q_lora_rank"] is None:
         read.q_lora_rank = None
