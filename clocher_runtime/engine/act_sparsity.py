@@ -1,7 +1,6 @@
-"""Lossy activation sparsity: small inputs of matmuls are dropped, as in TEAL (arXiv 2408.14690).
+"""Lossy activation sparsity as in TEAL (arXiv 2408.14690): small inputs of matmuls are dropped.
 
-Thresholds come from a calibration text, or from each token itself. What is dropped from a token
-depends only on the token, so batches and drafts do not change the result.
+What is dropped from a token depends only on it, so batches and drafts change nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,12 +32,9 @@ _PLACES = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class ActSparsity:
-    """Which inputs are dropped.
+    """Which inputs are dropped: a calibrated share `drop`, or below an absolute `threshold`.
 
-    Attributes:
-        drop: share of each input, calibrated; None: not calibrated.
-        threshold: absolute, for all inputs.
-        attrs: of `drop_small`, for thresholds per token.
+    `attrs`: of `drop_small`, for thresholds per token.
     """
 
     drop: float | None = None
@@ -114,11 +110,7 @@ def _is_gate_or_up(call: Call) -> bool:
 
 
 def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longest: int) -> None:
-    """Set the Plan's thresholds so that the share `drop` of each input falls below them.
-
-    `ids` is the calibration text; pieces of it, at most `longest` tokens, are computed from
-    position 0. Raises UsageError for too few or invalid tokens.
-    """
+    """Calibrate the Plan's thresholds to drop a share of each input. Raises UsageError."""
     if ids is None or len(ids) < LEAST_TOKENS:
         raise UsageError(
             f"act_sparsity {drop:g} needs a calibration text of at least {LEAST_TOKENS} tokens, "

@@ -106,20 +106,13 @@ _REAL = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen; greedy by default.
+    """How the next token is chosen; greedy (temperature 0) by default.
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the smallest set of most likely tokens with this total probability.
-        seed: the same seed draws the same tokens, whatever the batch.
-        min_p: drop tokens less likely than this share of the most likely one; before top_k.
-        repetition_penalty: divides positive logits of tokens already in the sequence, multiplies
-            negative ones.
-        presence_penalty: subtracted once from logits of generated tokens; `frequency_penalty` once
-            per occurrence.
-        logit_bias: token -> value added to its logit.
-        processors: change the logits, applied in order.
+    Processors, bias and penalties act first. `top_k` 0 keeps all; `top_p` keeps the smallest set of
+    that probability; `min_p` drops tokens below this share of the top-1's, before top_k.
+    `repetition_penalty` divides positive logits of tokens in the sequence and multiplies negative
+    ones; `presence_penalty` is subtracted once from generated tokens, `frequency_penalty` per
+    occurrence. A seed draws the same tokens in any batch.
     """
 
     temperature: float = 0.0

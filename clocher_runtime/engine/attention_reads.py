@@ -29,8 +29,7 @@ class PagesRead(NamedTuple):
 class StepBytes(NamedTuple):
     """Bytes that a step of one sequence reads at a full context.
 
-    `windows`: KV of layers with a window or chunk; `whole`: of the others; `fewer`: of these with
-    `PROPOSED` tokens, plus the bounds of all pages.
+    `windows`: KV of layers with a window or chunk; `whole`: of others; `fewer`: of these if sparse.
     """
 
     weights: int
@@ -79,10 +78,7 @@ def _proposal(found: StepBytes, sizes: Sizes, backend: str) -> str:
 
 
 class AttentionReads:
-    """What attention reads of a session's KV cache.
-
-    `proposal`: with mode "auto", a sentence on whether reading less would pay; else empty.
-    """
+    """What attention reads of a KV cache; `proposal`: with "auto", whether less would pay."""
 
     def __init__(self, bound: Bound) -> None:
         sizes, config, model, self.proposal = bound.sizes, bound.config, bound.model, ""

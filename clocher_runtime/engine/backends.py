@@ -22,10 +22,7 @@ Weights = Mapping[str, np.ndarray | QuantTensor]
 
 
 def choose(device: str) -> tuple[str, str]:
-    """Return the back end for a `--device` value, and the reason for the choice.
-
-    Raises DeviceError if a device requested by name is not available, UsageError for unknown names.
-    """
+    """Return the back end of `--device`, and why. Raises DeviceError, UsageError."""
     _DEVICES.check("device", device)
     if device == "cpu":
         return "cpu", "asked for by --device cpu"
@@ -44,10 +41,9 @@ def choose(device: str) -> tuple[str, str]:
 
 
 def hand_on(isa: str | None, tile_table: Path | None) -> None:
-    """Apply the instruction set and the tile table to the back ends; None changes nothing.
+    """Apply instruction set and tile table to the back ends; None changes nothing.
 
-    One process compiles for one instruction set; child processes inherit it. Raises UsageError if
-    kernels were already compiled for another.
+    Child processes inherit the set. Raises UsageError if kernels exist for another.
     """
     if tile_table is not None:
         os.environ["CLOCHER_TILE_TABLE"] = str(tile_table)
@@ -96,11 +92,8 @@ def acted_on(executor: Executor) -> frozenset[str]:
 class BackEnd:
     """A way to execute Plans.
 
-    Attributes:
-        activations: activation precision -> type; the first is the default.
-        cache_dtype, chunk: default KV storage, and default tokens of a prefill step.
-        on_host: whether the Plan's buffers are in host memory.
-        rounds: precisions to which matmul inputs are rounded but kept in fp32.
+    `activations`: precision -> type, the default first; `rounds`: precisions to which matmul inputs
+    are rounded but kept in fp32; `on_host`: whether buffers are in host memory.
     """
 
     activations: Mapping[str, str]
@@ -145,11 +138,9 @@ def make_executor(
 ) -> Executor:
     """Bind a Plan to the back end of a configuration.
 
-    Args:
-        copied: unpacked weights to copy from the mapped file into large pages.
-        progress: called with (done, total) while kernels compile, or weights go to the GPU.
-        packing: called with (done, total) while the CPU back end packs weights, if there are many.
-        beside: an executor whose threads, or stream, this one shares; it is closed after this one.
+    `copied`: unpacked weights to copy into large pages; `progress`, `packing`: called with (done,
+    total) while kernels compile or weights are uploaded, and while many weights are packed;
+    `beside`: shares its threads or stream, and is closed after this one.
     """
     executor: Executor
     if config.backend == "cpu":

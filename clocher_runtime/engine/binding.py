@@ -22,11 +22,7 @@ from clocher_runtime.models.inventory import in_scope
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A model that can be stepped.
-
-    `act_prec`: what matmuls read; `scope_is_kept`: whether exactly the requested weights are
-    packed.
-    """
+    """A model that can be stepped; `scope_is_kept`: exactly the requested weights are packed."""
 
     model: Model
     config: EngineConfig
@@ -49,8 +45,7 @@ def bind(
 ) -> Bound:
     """Bind a model to the back end of a configuration. Raises UsageError, OutOfMemory.
 
-    `calibration`: token ids for the thresholds of `act_sparsity`; `progress`, `packing`, `beside`:
-    see `make_executor`.
+    `calibration`: token ids, see `act_sparsity`; for the others see `make_executor`.
     """
     backend, scoped = config.backend, config.pretranspose
     known, formats, spec = BACK_ENDS[backend], model.formats, model.spec
@@ -116,7 +111,6 @@ def _act_prec(plan: Plan, stored: str) -> str:
 
 
 def _check_room(on_host: bool, buffers: int, tables: int) -> None:
-    """Raise OutOfMemory before anything is allocated, if the machine has too little."""
     # The GPU's memory is checked where it is known.
     require(
         buffers + tables if on_host else tables,

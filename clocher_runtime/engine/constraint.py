@@ -10,11 +10,7 @@ from clocher_runtime.engine.arguments import listed
 
 
 class Constraint(Protocol):
-    """Follows the generated tokens of one prompt of one call.
-
-    It is called inside a step, which all other requests wait for. An exception ends its own call
-    only.
-    """
+    """Follows the generated tokens of one prompt; its exceptions end that call only."""
 
     def fill(self, mask: np.ndarray) -> None:
         """Write the allowed tokens to `mask` [W] u32, all of it; see `ops.sampling.sample`."""
@@ -33,11 +29,7 @@ class Constraint(Protocol):
 def one_for_each(
     given: Sequence[Constraint | None] | None, prompts: int, masks: np.ndarray
 ) -> list[Constraint | None]:
-    """Return the constraint of each prompt of a call; all None if none are given.
-
-    `masks` is [C, W] u32, empty if the back end takes none. Raises UsageError for a wrong number of
-    constraints, or if masks are not supported.
-    """
+    """Return a constraint or None per prompt; `masks` [C, W] u32. Raises UsageError."""
     if given is None:
         return [None] * prompts
     found: list[Constraint | None] = listed(given, "a list of constraints, one for each prompt")

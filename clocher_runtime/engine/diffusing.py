@@ -103,8 +103,7 @@ class Denoise(Request):
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
         """Write the tokens that the rule commits; return those that are now final.
 
-        `logits` is [B, V] fp32, one row per position, or [1, V] if the block waits for its first
-        token; `sampled` only shows whether logits were finite.
+        `logits`: [B, V] fp32, or [1, V] of the last token before the block, to draw its first.
         """
         self.is_faulty = NO_TOKEN in sampled
         canvas, made = self.canvas, list[Token]()

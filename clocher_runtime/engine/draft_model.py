@@ -1,8 +1,7 @@
-"""A small model of the same vocabulary that drafts for a larger one.
+"""A small model of the same vocabulary that drafts for a larger one (Leviathan et al. 2023).
 
-It has its own Plan and KV cache and runs between the forwards of the target, on the same threads or
-stream, with the same seeds and temperatures. After a rejection its later KV cells are overwritten.
-Source: Leviathan et al. 2023, speculative decoding.
+It has its own Plan and KV cache and runs between the target's forwards, on its threads or stream,
+with the same seeds and temperatures. Rejected tokens' KV cells are overwritten.
 """
 
 from collections.abc import Sequence
@@ -35,10 +34,7 @@ class DraftModel:
         self.costs = ForwardCosts(bound.executor.plan.tokens)
 
     def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "SequenceReader":
-        """Return the reader of a prompt's sequence; host-side sampling options are left out.
-
-        It finds only cached pages of the same salt.
-        """
+        """Return a reader of a prompt's sequence, without the host-side options of its sampling."""
         return SequenceReader(self, ids, sampling, salt)
 
     def draft(self, readers: Sequence["SequenceReader"], depth: int, most: int) -> list[list[int]]:
@@ -62,7 +58,6 @@ class DraftModel:
         return [reader.drafted if reader in ready else [] for reader in readers]
 
     def _draft(self, parts: list[Part], ready: list["SequenceReader"], depth: int) -> None:
-        """Read `parts`; draft for those read to their end, which come first."""
         drawn = [self._step(*self._inputs.stage(parts))]
         for request, count in parts:
             self.pages.commit(request, request.cells + count)
@@ -111,7 +106,6 @@ class DraftModel:
         self.costs.measure(self._blank)
 
     def _blank(self, tokens: int) -> int:
-        """Execute a step of tokens that belong to no sequence; return nanoseconds."""
         rows = min(tokens, self._executor.plan.rows)
         counts = [1] * (rows - 1) + [tokens - rows + 1]
         ids = [(7919 * i + 1) % self.known_ids for i in range(tokens)]
@@ -130,10 +124,7 @@ class DraftModel:
 
 
 class SequenceReader:
-    """What a draft model has read of a sequence, and drafted after it.
-
-    All drafted tokens but the last have keys.
-    """
+    """What a draft model has read and drafted; all drafted tokens but the last have keys."""
 
     __slots__ = ("_is_lost", "_model", "drafted", "request")
 

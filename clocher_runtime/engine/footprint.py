@@ -32,11 +32,7 @@ SPARSE_ON = ("cpu", "cuda", "reference")
 def sizes_of(
     spec: ModelSpec, config: EngineConfig, *, speculates: bool = False, width: int = 0
 ) -> Sizes:
-    """Return the sizes of a session. Raises UsageError.
-
-    `speculates`: forwards have an output row for each draft token; `width`: tokens and rows of a
-    sequence in a forward that denoises blocks, 0 for none.
-    """
+    """Return a session's sizes; `width`: block-diffusion tokens per forward. Raises UsageError."""
     known, batch, longest = BACK_ENDS[config.backend], config.batch, spec.max_positions
     context = min(longest, DEFAULT_CONTEXT) if config.context is None else config.context
     if context > longest:
@@ -119,11 +115,7 @@ def _plain(spec: ModelSpec) -> dict[str, Format]:
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of memory that a run on the CPU takes.
-
-    `mapped` weights are read in place from the file; `made` ones are decoded at load; `packed` is
-    in addition to these (twice where zeros are skipped); `buffers` includes rotary tables.
-    """
+    """Bytes of a run on the CPU: weights used in place, decoded and packed; KV; buffers."""
 
     mapped: int
     made: int

@@ -88,10 +88,7 @@ _BARE_EVERY = 32
 
 
 class Done(NamedTuple):
-    """Result of a forward: tokens computed, output rows and new tokens by request.
-
-    `logits` [R, V] fp32 are valid until the next forward; None if not wanted.
-    """
+    """Result of a forward; `logits` [R, V] fp32, if wanted, are valid until the next one."""
 
     tokens: int
     rows: list[Rows]
@@ -103,8 +100,7 @@ class Done(NamedTuple):
 class Forwards:
     """Executes the steps of a scheduler.
 
-    `decoded` counts decoding forwards once per sequence; `costs` are times of forwards without
-    block drafts; `denoising` counts forwards and tokens of denoised sequences.
+    `decoded` counts decoding forwards per sequence; `costs`: times without block drafts.
     """
 
     def __init__(
@@ -224,11 +220,9 @@ class Forwards:
 
     @property
     def _is_bare(self) -> bool:
-        """Whether this forward only measures the cost of one without block drafts."""
         return self._ahead % _BARE_EVERY == 2
 
     def _judge(self, sequences: int, made: int, ns: int) -> None:
-        """Record the time of a forward; stop drafting blocks where it loses."""
         if self._is_bare or not self._trial.is_on:
             self.costs.note(sequences, ns)
         if not self._is_bare or not self._trial.is_on:
@@ -248,7 +242,6 @@ class Forwards:
         return size
 
     def _span(self, parts: list[Part], prompt: int, decodes: int) -> AbstractContextManager[Tally]:
-        """Return the span that measures a step, if one of its calls wants it."""
         for request, _ in parts:
             if request.queue.window is not None:
                 kind: SpanKind = "prefill" if prompt else "decode"

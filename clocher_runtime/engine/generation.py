@@ -8,10 +8,9 @@ from clocher_runtime.engine.step_lock import StepLock
 
 
 class Generation(Iterator[Token]):
-    """The tokens of a call as they are requested. Threads may share it.
+    """The tokens of a call as they are requested; `close` or dropping it ends the call.
 
-    Dropping or closing it ends the generation. `begin` checks the call and submits its requests;
-    `end` runs once after the last token, and raises if the result is not to be trusted.
+    `begin` checks and submits; `end` runs after the last token, and raises if it is not valid.
     """
 
     def __init__(
@@ -23,7 +22,6 @@ class Generation(Iterator[Token]):
         self._joining = threading.Lock()
 
     def __next__(self) -> Token:
-        """Return the next token. Raises UsageError, ClocherError."""
         if self._is_over:
             raise StopIteration
         queue = self.begin()
@@ -82,6 +80,5 @@ class Generation(Iterator[Token]):
             self._lock.let_go(self._queue)
 
     def __del__(self) -> None:
-        """End a generation that was dropped."""
         if getattr(self, "_queue", None) is not None:
             self.close()

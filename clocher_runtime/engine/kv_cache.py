@@ -20,11 +20,9 @@ from clocher_runtime.engine.load import describe
 class KVCacheConfig:
     """Size of a model's KV cache, for `load(..., kv_cache=KVCacheConfig(...))`.
 
-    Attributes:
-        dtype: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's default.
-        context: maximum sequence length in tokens; None: the model's, at most 4096.
-        batch: sequences generated side by side.
-        pages: pages of 64 tokens shared by all sequences; None: `batch` full contexts.
+    `dtype`: f32, bf16, f16, e4m3, e5m2 or i8, None for the default; `context`: maximum sequence
+    length in tokens, None for the model's, at most 4096; `batch`: sequences side by side; `pages`:
+    shared pages of 64 tokens, None for `batch` full contexts.
     """
 
     dtype: str | None = None
@@ -37,9 +35,8 @@ class KVCacheConfig:
     ) -> float:
         """Return the MiB that `load(path, device=device, kv_cache=self)` allocates for the cache.
 
-        Reads no weights. Equals `kv_cache_mb` of the loaded model and of a run's JSON line. An
-        `attn` that selects pages by their keys needs room for their bounds. Without a path: the
-        embedded model. Raises ModelError, DeviceError, UsageError.
+        Reads no weights. Without a path: the embedded model. An `attn` that selects pages adds
+        their bounds. Raises ModelError, DeviceError, UsageError.
         """
         backend, _ = choose(device)
         checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))

@@ -39,13 +39,10 @@ _ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model ready to be planned.
+    """A model ready to be planned: matrices (in place where possible) and fp32 vectors.
 
-    Attributes:
-        weights: QuantTensors (matrices, in place where possible) and fp32 arrays (vectors).
-        precision: storage formats of the matrices, the largest share of bytes first.
-        bytes_per_token: weight bytes read per token.
-        obeyed: whether the requested precision changed a matrix, or all linears had it already.
+    `precision`: matrix formats, the most bytes first; `bytes_per_token`: weight bytes a token
+    reads; `obeyed`: the requested precision changed a matrix, or all linears had it.
     """
 
     spec: ModelSpec
@@ -62,11 +59,10 @@ class Model:
 
 
 def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
-    """Load the tensors of a checkpoint.
+    """Load a checkpoint. Raises UsageError, UnsupportedModel, FormatError, OutOfMemory.
 
     `precision` None keeps tensors as stored; "fp32", "bf16", "fp16" cast float matrices; names in
-    `WEIGHT_ONLY`, such as "int8w", quantise the float linears of the blocks by rounding. Quantised
-    tensors are never touched. Raises UsageError, UnsupportedModel, FormatError, OutOfMemory.
+    `WEIGHT_ONLY` quantise the float linears of the blocks. Quantised tensors never change.
     """
     refuse_in_window("load weights")
     if precision is not None:
@@ -111,11 +107,7 @@ def _obeyed(
 
 @dataclass(frozen=True, slots=True)
 class Destined:
-    """What a tensor becomes at load.
-
-    `format` is None for vectors, which become fp32; `made`: it is computed into its own memory
-    instead of staying in the mapped file.
-    """
+    """What a tensor becomes at load; `format` None: an fp32 vector; `made`: not read in place."""
 
     format: Format | None
     nbytes: int
@@ -167,11 +159,7 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
 
 
 def head_as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """Untie embedding and head if the checkpoint stores a different head.
-
-    Some checkpoints set `tie_word_embeddings` and still have an `lm_head.weight`: usually a copy,
-    but after some trainings another matrix, which transformers then uses.
-    """
+    """Untie embedding and head if the checkpoint stores a different head, as transformers does."""
     both = {EMBED, HEAD} <= set(checkpoint.names)
     if not spec.tied or not both or _same_planes(checkpoint, EMBED, HEAD):
         return spec
@@ -191,7 +179,6 @@ def _same_planes(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 
 def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint with missing tensors, or with ones that the model would ignore."""
     names = set(checkpoint.names)
     missing = [name for name in needs if name not in names]
     if missing == [HEAD]:
@@ -231,7 +218,6 @@ def _vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
 
 
 def _target(need: Need, stored: Format, precision: str | None, ternarize: bool) -> Format:
-    """Return the format a matrix is used in: as stored, or converted."""
     name = stored.name
     if isinstance(stored, Float):
         if ternarize and need.kind == "linear":

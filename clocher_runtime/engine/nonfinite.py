@@ -1,7 +1,4 @@
-"""Which op of a step first made NaN or infinity, and whether a weight is the cause.
-
-Steps check logits only; the cause is found afterwards by executing the step again, call by call.
-"""
+"""Which op of a step first made NaN or infinity, found by executing it again call by call."""
 
 from collections.abc import Iterable
 from contextlib import closing
@@ -23,8 +20,7 @@ def explain(
 ) -> NonFinite:
     """Execute steps again and return the error that explains their non-finite logits.
 
-    `steps` yields counts of tokens and output rows, and stages the inputs of each; the KV cache of
-    earlier tokens must be unchanged.
+    `steps` stages inputs and yields counts of tokens and rows; earlier KV must be unchanged.
     """
     for tokens, rows in steps:
         if (found := _first(executor, tokens, rows)) is not None:

@@ -1,14 +1,10 @@
 """KV-cache pages: which sequence holds which, and which still hold a known prefix.
 
-Layers with full attention share a pool of pages (`PAGE_CELLS` cells each) and a page table; layers
-with a sliding window share another, and pages behind the window are released. A full page is keyed
-by the 128-bit hash of all ids up to its end and stays findable when unused. Pages are taken from
-the unused: blank ones first, then least recently used.
-
-A prefix counts only where its last window is cached too, so window pages before a point where
-sequences diverged are kept longer than others.
-
-Source: Kwon et al. 2023, PagedAttention; chained page hashes as in vLLM.
+Full pages are keyed by a 128-bit hash of all ids up to their end, chained as in vLLM (Kwon et al.
+2023), and stay findable when unused; blank pages are taken first, then least recently used ones.
+Layers with a sliding window have a pool of their own: pages behind the window are released. A
+prefix counts only where its last window is cached, so window pages before a point where sequences
+diverged are kept longer.
 """
 
 from collections import OrderedDict
@@ -114,15 +110,10 @@ class PagePool:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A sequence as the cache knows it.
+    """A sequence as the cache knows it: `ids`, of which the first `cells` have keys.
 
-    Attributes:
-        ids: tokens so far; those from `cells` on have no keys yet.
-        salt: pages are shared only between sequences of the same salt.
-        slot: its row of the page tables; -1: none, and no pages.
-        held: block -> page, for each group of layers.
-        parts: first block not found in the cache; other sequences share those before.
-        keys: key and ids of its blocks, as far as they were needed.
+    `salt`: pages are shared within it; `slot`: row of the page tables, -1 for none; `held`: block
+    -> page by group of layers; `parts`: first block not found in the cache; `keys`: of its blocks.
     """
 
     ids: list[int]
@@ -149,14 +140,9 @@ class _Group(NamedTuple):
 class KvPages:
     """The page tables of a Plan, and the sequences that own the pages in them.
 
-    Args:
-        table: live page table [S, B] i32 of full-attention layers, `pages` in their pool; None: the
-            Plan has no KV cache.
-        window_table: the same for layers with a window of `window` tokens.
-        salt: what page contents depend on besides ids: model, KV type.
-        reuse: find pages of earlier sequences.
-
-    `changed`: a table was written to; cleared when tables are sent to a device.
+    `table` [S, B] i32 and `pages` belong to full-attention layers (None: no KV cache), the others
+    to layers with a window; `salt`: what contents depend on besides ids; `reuse`: prefix caching;
+    `changed`: a table was written to since it was sent to the device.
     """
 
     def __init__(
@@ -312,10 +298,9 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def window_pages(window: int, chunk: int, slots: int, context: int, others: int) -> int:
-    """Return the pages that layers with a window need.
+    """Return the pages of layers with a window, in tokens, for `slots` sequences.
 
-    `window` and `chunk` are tokens; `slots` sequences of `context` cells; `others` the pages of
-    full-attention layers. Ends of prefixes get 1/64 of these, or one window, at most 1/4.
+    `others`: full-attention pages; ends of prefixes get 1/64 of them, or one window, at most 1/4.
     """
     most = -(-context // PAGE_CELLS)
     live = min(most, -(-(window + chunk) // PAGE_CELLS) + 1)

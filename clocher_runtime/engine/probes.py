@@ -28,11 +28,7 @@ def _getrusage_bytes() -> int:
 def rss_peak_bytes(
     status: Path = Path("/proc/self/status"), fallback: Callable[[], int] = _getrusage_bytes
 ) -> int:
-    """Return the peak resident set size in bytes; 0 if unknown.
-
-    Sources: `VmHWM` of the status file (kB), then `getrusage` (`ru_maxrss`: kB on Linux, bytes on
-    macOS).
-    """
+    """Return the peak resident set size in bytes, of `VmHWM` or getrusage; 0 if unknown."""
     try:
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -76,9 +72,8 @@ class Touch(Protocol):
 class WorkTouch:
     """Reads mapped weights with a stride for every generated token, to emulate memory pressure.
 
-    The files (u8 [size] each, read in place) form one ring of n bytes. Token t = 0, 1, ... reads
-    the bytes at (t * bytes_per_token + k * stride) mod n for all k >= 0 with k * stride <
-    bytes_per_token. `bytes_per_token` 0 switches it off.
+    The files form one ring of n bytes. Token t reads the bytes (t * bytes_per_token + k * stride)
+    mod n for k >= 0 with k * stride < bytes_per_token; 0 switches it off.
     """
 
     def __init__(self, files: Sequence[np.ndarray], bytes_per_token: int, stride: int) -> None:

@@ -24,12 +24,8 @@ Finish = Literal["", "stop", "length"]
 class Token:
     """One generated token of prompt number `sequence` of a call.
 
-    Attributes:
-        finish: "stop" if an id or a constraint ends the sequence, "length" if `max_new` or the
-            context is reached, "" if it continues.
-        logits: [V] fp32 it was drawn from, if requested.
-        cached: with the first token, prompt tokens found in the cache.
-        forwards: with the last token, forwards that the sequence took.
+    `finish`: "stop", "length", or "" if more follow; `logits` [V] fp32 if requested; `cached`:
+    prompt tokens found in the cache, with the first token; `forwards` taken, with the last.
     """
 
     sequence: int
@@ -45,11 +41,7 @@ class Token:
 
 
 class Snapshot(NamedTuple):
-    """State of a sequence whose blocks are denoised, after some forwards.
-
-    `open`: trailing ids that are not final: the rest of the block with its masks, or what lossless
-    decoding verifies next.
-    """
+    """A denoised sequence after some forwards; `open`: trailing ids that are not final."""
 
     forwards: int
     open: Sequence[int]
@@ -59,12 +51,7 @@ class Snapshot(NamedTuple):
 class OutputQueue:
     """Where the tokens of a call wait for its caller.
 
-    Attributes:
-        open: unfinished requests of the call.
-        window, after_token, logits: see `Session.generate`.
-        snapshots: by index, of sequences whose blocks are denoised.
-        error: what ended the call early.
-        left: the caller has gone.
+    `open`: unfinished requests; `error`: what ended the call early; `left`: the caller has gone.
     """
 
     open: int
@@ -91,15 +78,10 @@ class OutputQueue:
 class Request(Cached):
     """A sequence of a call that generates autoregressively, with drafts or without.
 
-    Attributes:
-        index: number of its prompt in the call.
-        budget: tokens to generate; the `made` ones so far end `ids`.
-        track: its speculation state; None: nothing is drafted.
-        forwards: count of those that could have made tokens.
-        found: cached tokens when it first ran; None before.
-        draft: tokens that the step verifies, of which `kept` were accepted.
-        masks: tokens after the sequence and its draft, which see each other.
-        is_faulty: its logits were not finite.
+    `index`: of its prompt; `budget`: tokens to generate, of which the `made` last of `ids` exist;
+    `track`: its speculation; `found`: cached tokens, None before it first ran; `draft`: tokens to
+    verify, of which `kept` were accepted; `masks`: see each other behind the draft; `is_faulty`:
+    its logits were not finite.
     """
 
     reuses_cache: ClassVar[bool] = True
@@ -170,8 +152,7 @@ class Request(Cached):
     def restrict(self, masks: np.ndarray) -> int:
         """Write masks [C, W] u32 for the next token and after each draft token; return how many.
 
-        The draft is cut at the first token that is not allowed, or where the sequence may end. An
-        error of the constraint ends the call.
+        The draft is cut at a token that is not allowed. An error ends the call.
         """
         constraint = self.constraint
         if constraint is None or self.queue.is_over:
@@ -207,8 +188,7 @@ class Request(Cached):
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
         """Take the drawn tokens as far as the draft was right; return them.
 
-        `sampled`: the device's token after the sequence and after each draft token; `logits`: [1 +
-        draft, V] fp32 if wanted. Errors of the caller's functions end the call.
+        `logits`: [1 + draft, V] fp32 if wanted. Errors of the caller's functions end the call.
         """
         made: list[Token] = []
         self.kept, drafted = 0, self.draft.tokens

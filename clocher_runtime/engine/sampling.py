@@ -20,12 +20,8 @@ def sample_on_host(
 ) -> int:
     """Return a token drawn from logits, [V] fp32. Raises UsageError.
 
-    Order: penalties, biases, processors, `mask` ([W] u32, allowed tokens); then, unless greedy,
-    min_p and the steps of the sampling op. Deterministic in seed, `made` and logits. `ids` are all
-    tokens so far, the first `prompt` of them the prompt's.
-
-    Source: repetition penalty, Keskar et al. 2019 (CTRL); presence and frequency penalties, OpenAI
-    API reference; min_p, Nguyen et al. 2024.
+    Order: penalties (CTRL, OpenAI), biases, processors, `mask` [W] u32; then, unless greedy, min_p
+    (Nguyen et al. 2024) and the sampling op's steps. Deterministic in seed, `made` and logits.
     """
     row = logits.astype(np.float32, copy=True)
     if sampling.repetition_penalty != 1:

@@ -1,7 +1,7 @@
-"""A model's own sampling defaults, from generation_config.json.
+"""A model's own sampling defaults, from a generation_config.json with `do_sample`.
 
-They apply where `do_sample` is true; explicit settings override them field by field, and a
-temperature of 0 all of them. As in vLLM, absent fields have no hidden defaults.
+Explicit settings override single fields; a temperature of 0 overrides all. As in vLLM, absent
+fields have no hidden defaults.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,8 @@
 """The step loop that all callers of a session share.
 
 A step takes one token of each decoding sequence, then pieces of prompts, oldest first, within the
-Plan's capacity and, while sequences decode, the expected step time. Requests join and leave between
-steps. When pages run out, the newest sequence is preempted and its prefix found or computed again.
-Logits depend only on their own sequence, so neither batching nor preemption changes results.
+expected step time. When pages run out, the newest sequence is preempted. Logits depend only on
+their own sequence, so batching and preemption do not change results.
 """
 
 from collections import deque
@@ -24,12 +23,9 @@ _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
 
 
 class Scheduler:
-    """Requests, and the steps that serve them. Callers ensure that one step runs at a time.
+    """Requests, and the steps that serve them; callers run one step at a time.
 
-    Attributes:
-        kv_hits, kv_misses: keys that tokens found in the cache; tokens computed.
-        reused: tokens found in the prefix cache.
-        preempted: how often a sequence was preempted.
+    `kv_hits`, `kv_misses`: keys found by tokens, tokens computed; `reused`: prefix-cache tokens.
     """
 
     def __init__(self, bound: Bound, speculator: Speculator | None = None) -> None:
@@ -178,7 +174,6 @@ class Scheduler:
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Get pages for a request's next tokens, preempting the newest requests if needed."""
         while not self.pages.reserve(request, request.cells + request.taken(count)):
             newest = self._running[-1]
             self._retire(newest)
@@ -211,7 +206,6 @@ class Scheduler:
             self._fail([request for request, _ in parts if request.is_faulty])
 
     def _deliver(self, done: Done) -> None:
-        """Deliver logits to scoring requests; remove those that have ended."""
         for request, rows in done.rows:
             if request.queue.is_over or request.is_faulty:
                 continue

@@ -42,20 +42,10 @@ from clocher_runtime.speculation.speculator import Account, Counts, Track, accou
 class Session:
     """A model bound to a back end. Any number of threads and generations share its steps.
 
-    A thread that waits for a token runs the next step for all, or waits while another does. A
-    dropped generation leaves before the next step.
-
-    Args:
-        draft: a small model of the same vocabulary that drafts tokens, with "auto" or "draft".
-        calibration: token ids for the thresholds of `act_sparsity`.
-        progress, packing: called with (done, total) while kernels compile or weights are copied;
-            while weights are packed, if there are many.
-
-    Attributes:
-        act_prec, speculate: resolved activation precision and drafter.
-        changed: what happened to a weight file in use, with `keep_mapped`; else "".
-
-    Raises UsageError for bad or conflicting settings, OutOfMemory.
+    A thread that waits for a token runs the next step for all, or waits while another does. `draft`
+    is a model of the same vocabulary; `calibration`: see `act_sparsity`; `progress` and `packing`
+    get (done, total) while kernels compile or weights are copied, and packed; `changed`: what
+    happened to a weight file, with `keep_mapped`. Raises UsageError, OutOfMemory.
     """
 
     def __init__(
@@ -194,23 +184,15 @@ class Session:
         after_token: Callable[[int], None] | None = None,
         **more: Any,
     ) -> Generation:
-        """Generate tokens for prompts, given as token ids.
+        """Generate tokens for prompts, given as token ids; yields them in step order.
 
-        It joins the session's steps when its first token is requested, and yields tokens in step
-        order. Every step is one span of `window`: "prefill" if it has prompt tokens, else "decode".
+        It joins the steps at its first token. `stop_ids` None takes the model's. Each step is one
+        span of `window`, "prefill" if it has prompt tokens, else "decode", inside which
+        `after_token` gets the number of tokens made. `more`: logits (bool); salt (str), within
+        which cached pages are shared; constraints, one or None per prompt; diffusion (str).
 
-        Args:
-            max_new: tokens per prompt; fewer where the context ends.
-            stop_ids: ids that end a sequence; None: the model's.
-            window: measures the steps; no other generation may run beside a measured one.
-            after_token: called inside the span with the number of tokens that the step made.
-            **more: logits (bool): attach logits to tokens; salt (str): share cached pages only
-                within it; constraints: one or None per prompt, each for one call; diffusion (str):
-                overrides the session's.
-
-        Raises, from the first token on: SessionBusy beside a measured generation or within a step;
-        UsageError for bad prompts or a closed session; NonFinite; ModelChanged if a weight file
-        changed (checked before the first step and after the last).
+        Raises SessionBusy (beside a measured generation or within a step), UsageError, NonFinite,
+        ModelChanged (checked before the first step and after the last).
         """
         call = _Call(**more)
 
@@ -261,11 +243,9 @@ class Session:
             pass
 
     def scoring(self, ids: Sequence[int], take: Take) -> Generation:
-        """Deliver the logits after each token of a sequence while steps run.
+        """Call `take` with each position and its logits [V] fp32, valid during the call.
 
-        `take` gets each position in order, and logits [V] fp32 valid during the call. Tokens see
-        only earlier ones, also in block models. The generation yields no token; errors as in
-        `generate`.
+        The generation yields no tokens. Tokens see only earlier ones, also in block models.
         """
         if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")
@@ -279,10 +259,7 @@ class Session:
         return Generation(begin, self._lock, self._check_files)
 
     def step(self) -> bool:
-        """Run the next step for all callers; return whether there is more to do.
-
-        For an event loop, with `Generation.poll`. Raises SessionBusy, UsageError.
-        """
+        """Run the next step for all callers; return whether there is more to do."""
         with self._lock.taken("step"):
             self.scheduler.step()
             return not self.scheduler.is_idle
@@ -299,7 +276,6 @@ class Session:
         return track
 
     def _check_files(self) -> None:
-        """Raise ModelChanged if a weight file changed; with `keep_mapped`, note it."""
         try:
             self.model.checkpoint.check_unchanged()
         except ModelChanged as error:

@@ -36,11 +36,7 @@ class StepLock:
 
     @contextmanager
     def taken(self, purpose: str) -> Iterator[None]:
-        """Hold the lock while the context is open; wait while another thread has it.
-
-        Raises SessionBusy if this thread has it, UsageError if the session is closed; both name
-        `purpose`.
-        """
+        """Hold the lock. Raises SessionBusy if this thread has it, UsageError if closed."""
         me = threading.get_ident()
         if self._inside == me:
             raise SessionBusy(

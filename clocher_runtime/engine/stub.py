@@ -29,8 +29,8 @@ CONTEXT = 1 << 24
 def stub_id(prompt: Sequence[int], index: int, vocab_size: int = VOCAB_SIZE) -> int:
     """Return token `index` of the continuation of a prompt.
 
-    The first four bytes, big-endian, of SHA-256 over the ASCII text "<ids>:<index>" (decimal ids
-    joined by commas), modulo `vocab_size`.
+    SHA-256 of the ASCII text "<ids>:<index>" (decimal, comma-separated), first four bytes,
+    big-endian, modulo `vocab_size`.
     """
     text = f"{','.join(map(str, prompt))}:{index}"
     return int.from_bytes(sha256(text.encode("ascii")).digest()[:4], "big") % vocab_size
@@ -59,10 +59,7 @@ def stub_model() -> Model:
 
 
 class StubExecutor(ReferenceExecutor):
-    """Draws the tokens of `stub_id`; advances inputs as a Plan's `advance` does.
-
-    Only the inputs of its Plan, which may be any model's, are allocated.
-    """
+    """Draws the tokens of `stub_id`; allocates only the inputs of its Plan, of any model."""
 
     name = "stub"
     isa = "none"

@@ -1,7 +1,4 @@
-"""The strict timing window and its figures. No other module reads the clock.
-
-Figures are pure functions of spans. Unknown is NaN, never 0.
-"""
+"""The strict timing window and its figures (NaN: unknown). No other module reads the clock."""
 
 import itertools
 import math
@@ -24,11 +21,7 @@ SAMPLE = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One measured step of `ns` nanoseconds.
-
-    `tokens`: prompt tokens of a prefill step, or tokens made by a decode step for `sequences` (0:
-    one token each).
-    """
+    """One step of `ns` nanoseconds: prompt tokens, or tokens made for `sequences` (0: one each)."""
 
     kind: SpanKind
     tokens: int
@@ -47,9 +40,9 @@ class Tally:
 class TimedWindow:
     """A measurement of a run's steps and nothing between them.
 
-    While a span is open, compiling, tuning, loading weights and reading files raise, with `name` in
-    the message. A step that raises leaves no span. `clock` returns monotonic nanoseconds;
-    `synchronize` waits for the device, and is called at both ends of a span.
+    While a span is open, compiling, tuning, loading and reading files raise, with `name` in the
+    message. A failed step leaves no span. `clock` returns monotonic ns; `synchronize` waits for the
+    device, at both ends of a span.
     """
 
     def __init__(
@@ -82,10 +75,7 @@ class TimedWindow:
 
 
 class Reservoir(Generic[T]):
-    """A uniform random sample of the `count` values added; deterministic.
-
-    Source: Vitter, Random sampling with a reservoir, 1985, algorithm R.
-    """
+    """A uniform random sample of the `count` values added; deterministic (Vitter 1985, R)."""
 
     def __init__(self, size: int = SAMPLE) -> None:
         self.values: list[T] = []
@@ -134,11 +124,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
-    """Return the latency of each decoded token in milliseconds.
-
-    The duration of its decode step, divided by the tokens that the step made for its sequence.
-    First tokens come from prefill and count for the time to first token instead.
-    """
+    """Return the latency in ms of each decoded token: its step's time / its tokens in that step."""
     return [
         span.ns * (span.sequences or span.tokens) / span.tokens / NS_PER_MS
         for span in spans
@@ -149,10 +135,7 @@ def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
 
 @dataclass(slots=True)
 class StepSums:
-    """Totals of all steps of a session, in ns, measured or not.
-
-    A step with prompt tokens counts as prefill, even if others decode in it.
-    """
+    """Totals of all steps in ns; a step with any prompt tokens counts as prefill."""
 
     decode_steps: int = 0
     decode_tokens: int = 0
@@ -174,10 +157,7 @@ class StepSums:
 
 
 class StepTimes:
-    """Expected time of steps by their tokens, learnt from those that ran.
-
-    Four size classes per doubling, each a moving average; linear between known classes.
-    """
+    """Expected step time by tokens: moving averages, four per doubling, linear between."""
 
     _NEW = 0.3  # weight of the newest time
 

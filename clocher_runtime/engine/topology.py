@@ -1,7 +1,4 @@
-"""CPU topology from sysfs: thread counts and placement.
-
-Without sysfs every usable CPU is a core of its own on one socket.
-"""
+"""CPU topology from sysfs; without it every usable CPU is a core of its own on one socket."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,11 +15,9 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A CPU that this process may run on.
+    """A usable CPU. `core`, `cache`: lowest CPU of its core, and of its last-level cache.
 
-    `core`: lowest CPU of its physical core; `rank`: its place among that core's usable CPUs (SMT);
-    `socket`, `node`: package and NUMA node; `cache`: lowest CPU that shares its last-level cache,
-    of `cache_bytes` (0: unknown).
+    `rank`: its place among the usable SMT siblings of its core.
     """
 
     id: int
@@ -84,11 +79,11 @@ def cache_bytes(cpus: Sequence[Cpu]) -> int:
 
 
 def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") -> tuple[Cpu, ...]:
-    """Return CPUs in the order threads are pinned to: physical cores, then SMT siblings.
+    """Return CPUs in pinning order: physical cores, then SMT siblings. Raises UsageError.
 
-    `affinity` "compact" takes neighbouring cores, "scatter" and "auto" alternate last-level caches.
-    `policy` "compact" fills one socket after the other, "scatter" alternates, "socket:N" uses that
-    one, "auto" follows `affinity` and fills sockets for "auto". Raises UsageError.
+    `affinity` "compact" takes neighbours, "scatter" and "auto" alternate last-level caches;
+    `policy` "compact" fills sockets, "scatter" alternates, "socket:N" uses one, "auto" follows
+    `affinity`, filling sockets for "auto".
     """
     if policy.startswith("socket:"):
         wanted = int(policy.partition(":")[2])
@@ -110,11 +105,7 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPU quota of this process's control groups; None without a limit.
-
-    The tightest limit of the group and its ancestors, of version 2 (`cpu.max`) and version 1
-    (`cpu.cfs_quota_us` / `cpu.cfs_period_us`).
-    """
+    """Return the tightest CPU quota of this process's control groups, v1 or v2; None: no limit."""
     limits = []
     for version, group in groups("cpu", root):
         if version == 2:
@@ -128,10 +119,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def default_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> int:
-    """Return the default number of threads.
+    """Return the physical cores of `cpus`, at most the CPU quota, at least 1.
 
-    Physical cores among `cpus`, at most the CPU quota rounded down, at least 1. SMT siblings share
-    vector units and memory port, so a second thread per core does not help.
+    SMT siblings share vector units and the memory port, so they are not counted.
     """
     cores = physical_cores(usable_cpus() if cpus is None else cpus, root)
     quota = cpu_quota(root)
