@@ -1,7 +1,4 @@
-"""Clocher's runtime: models, weights, sessions, and the Python API (`clocher_runtime.api`).
-
-The API is imported when first used, so that importing this package is cheap.
-"""
+"""Clocher's runtime, and the Python API (`clocher_runtime.api`), imported when first used."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -129,10 +129,7 @@ class LanguageModel:
         asked: Sequence[tuple[Prompt, Mapping[str, Any]]],
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
-        """Return completions of prompts, each with its own options; see `complete`.
-
-        `progress` is called with (done, total).
-        """
+        """Return completions of prompts, each with its options; `progress` gets (done, total)."""
         texts = []
         for number, (prompt, options) in enumerate(asked):
             try:
@@ -153,12 +150,10 @@ class LanguageModel:
     ) -> Completion:
         """Return the answer to a conversation, with channel and tool-call markup.
 
-        Args:
-            messages: `{"role": ..., "content": ...}` each, as the model's chat template reads them.
-            tools: functions that the model may call, as JSON schemas.
-            **options: see `LanguageModel`; others are variables of the chat template.
-
-        Raises UsageError if there is no chat template, or it refuses the messages.
+        `messages` are `{"role": ..., "content": ...}` each, as the model's chat template reads
+        them; `tools`: functions that the model may call, as JSON schemas; `options`: see
+        `LanguageModel`; others are variables of the chat template. Raises UsageError if there is no
+        template, or it refuses the messages.
         """
         return self.stream_chat(messages, tools, **options).result()
 

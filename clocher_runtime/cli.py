@@ -1,7 +1,4 @@
-"""The processes `clocher` and `clocher-run`: streams, signals, subcommands, exit codes.
-
-Signal handlers are installed before any slow import.
-"""
+"""The processes `clocher` and `clocher-run`. Signal handlers precede any slow import."""
 
 import gc
 import os
@@ -91,7 +88,6 @@ def _interrupted(signal: BaseException) -> tuple[str | None, int]:
 
 
 def _emit(text: str, name: str = "clocher-run") -> bool:
-    """Write a line to standard output; return whether that succeeded."""
     if sys.stdout is None:
         return False
     try:
@@ -130,7 +126,6 @@ def _flush_errors() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device where a standard stream is closed."""
     for number in range(3):
         try:
             os.fstat(number)

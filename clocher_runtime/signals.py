@@ -1,7 +1,6 @@
 """SIGINT and SIGTERM as exceptions, so that an interrupted run still reports.
 
-The first is raised in the main thread; the second ends the process. Imports nothing slow, as it has
-to be first.
+The second signal ends the process. Imports nothing slow, as it has to be first.
 """
 
 import os
@@ -53,10 +52,7 @@ def listen() -> list[tuple[int, Any]]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the signal behind an exception, or the exception.
-
-    C code may replace an exception at an unexpected place, such as in an import, by its own.
-    """
+    """Return the signal behind an exception, which C code may have replaced; else the exception."""
     return _received[0] if _received else error
 
 

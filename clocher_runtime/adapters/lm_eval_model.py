@@ -29,10 +29,9 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 class ClocherLM(LM):  # type: ignore[misc]
     """A loaded model for the harness. Raises UsageError, ClocherError.
 
-    `pretrained`: directory or GGUF file, or owner/name in the Hub's cache; `batch_size`: texts side
-    by side, "auto" for `max_batch_size` or 8; `max_gen_toks`: unless the task sets it; `device`:
-    "auto", "cpu" or "cuda" ("cuda:0", the harness's default, means "auto"); `**session`: arguments
-    of `load`.
+    `pretrained`: directory, GGUF file or owner/name in the Hub's cache; `batch_size`: "auto" for
+    `max_batch_size` or 8; `device`: "auto", "cpu" or "cuda" ("cuda:0", the harness's default, means
+    "auto"); `**session`: arguments of `load`.
     """
 
     def __init__(

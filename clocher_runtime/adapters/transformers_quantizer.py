@@ -28,8 +28,7 @@ METHOD = "clocher"
 class ClocherConfig(QuantizationConfigMixin):
     """Format of a model's linear layers, stored in config.json. Raises FormatError, UsageError.
 
-    `fmt`: "int4_g128", "int8", "mxfp4", ...; `act_prec`: "int8", "fp32" or "", see
-    `clocher_kernels.linear`; `modules_to_not_convert`: layers to leave alone, None for the head.
+    `fmt`: such as "int4_g128"; `modules_to_not_convert`: None leaves the head alone.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
-"""`EngineConfig`: how a model is loaded, planned, bound and stepped.
+"""`EngineConfig`: the only place for defaults, ranges, help lines and variables.
 
-The only place for defaults, ranges, help lines and variables. A hint is a setting that is accepted
-but not acted on; where it would have an effect it is listed in `hints_ignored`.
+A hint is a setting that is accepted but not acted on.
 """
 
 from collections.abc import Mapping
@@ -71,10 +70,9 @@ _PAGES = integer(1, (1 << 31) - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Resolved settings of a model. For None see each field's help.
+    """Resolved settings of a model. For None see each field's help. Raises UsageError.
 
-    `isa` holds for the process (`engine.backends.hand_on`); `given`: field -> the flag, variable or
-    file that set it; `hints_ignored`: "source=value" of hints without effect. Raises UsageError.
+    `given`: field -> what set it; `hints_ignored`: "source=value" of hints without effect.
     """
 
     command: ClassVar[str] = "load"

@@ -11,14 +11,9 @@ from clocher_runtime.config.values import Value
 class Setting:
     """How one setting is given.
 
-    Attributes:
-        group: heading in the help text.
-        flag: "--name", or "" for none. The flag of a 0/1 setting takes no value.
-        env: environment variables, the strongest first. Each flag also has one of its own name
-            (`--max-new`: CLOCHER_MAX_NEW). Unprefixed names are promised to the CLI or belong to
-            the make targets (bench.variables).
-        idle: values without effect, as what they ask for happens anyway.
-        only: commands that have it; empty: all.
+    `env`: variables, the strongest first; each flag also has one of its own name (`--max-new`:
+    CLOCHER_MAX_NEW). `idle`: values that ask for what happens anyway. `only`: commands that have
+    it; empty: all. The flag of a 0/1 setting takes no value.
     """
 
     group: str

@@ -20,11 +20,7 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 class Sources(NamedTuple):
-    """What a configuration is made from; an empty environment variable counts as unset.
-
-    `flags` and `in_file` map setting names to what was given; `in_file` None reads the file of
-    `--config`.
-    """
+    """What was given, by setting name; `in_file` None reads the file of `--config`."""
 
     flags: Mapping[str, str]
     environ: Mapping[str, str]
@@ -43,10 +39,9 @@ class Sources(NamedTuple):
 def settle(
     kind: type[Config], sources: Sources, hints: Mapping[str, Setting] = MappingProxyType({})
 ) -> Config:
-    """Return a configuration: flag, variable, file, default, in this order.
+    """Return a configuration: flag, variable, file, default. Raises UsageError.
 
-    An overridden value is not checked. Raises UsageError for bad values, exclusive flags and
-    unreadable files.
+    An overridden value is not checked.
     """
     table = {**declared(kind), **hints}
     in_file = with_file(sources, table).in_file or {}

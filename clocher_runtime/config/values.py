@@ -23,13 +23,10 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A type of value.
+    """A type of value: converts Python values (`accept`) and text (`from_text`).
 
-    Attributes:
-        takes: what is accepted, as a noun phrase.
-        accept: converts a Python value; raises ValueError, or UsageError with its own reason.
-        from_text: converts text to what `accept` takes; raises the same.
-        unset: default, unless the setting has one.
+    Both raise ValueError, or UsageError with a reason of their own. `takes` is a noun phrase;
+    `unset` the default, unless the setting has one.
     """
 
     metavar: str

@@ -14,18 +14,12 @@ Draw = Callable[[Array, int], int]
 
 
 class Canvas:
-    """The active block of one sequence: known ids, and masks.
+    """The active block of one sequence: known ids, and masks; none: a forward begins it.
 
-    Blocks begin at multiples of their size; the first may start with the end of the prompt.
-
-    Attributes:
-        ids: of the active block; empty: the next forward begins a block.
-        painted: what the model sees of it, under a rule that uses noise.
-        fixed: leading ids of the prompt, or already delivered.
-        forwards: over the active block, `edited` of them after its last mask was filled.
-        settled: whether the last forward changed nothing, or was the last allowed.
-        top: top-1 tokens of the previous forward, under a rule that uses noise.
-        logits: [V] fp32 of each position when its token was written, where wanted.
+    `painted`: what the model sees, under a rule that uses noise; `fixed`: leading ids of the
+    prompt, or delivered; `edited`: forwards since the last mask was filled; `settled`: the last
+    forward changed nothing, or was the last allowed; `top`: the previous top-1 tokens; `logits`:
+    [V] fp32 of each position when its token was written, where wanted.
     """
 
     def __init__(self, blocks: BlockDiffusion, rule: Rule, vocabulary: int, seed: int) -> None:
@@ -67,8 +61,7 @@ class Canvas:
     def see(self, logits: Array, draw: Draw | None = None, keep: bool = False) -> None:
         """Write what the rule commits; `keep` also stores the logits of written tokens.
 
-        `logits` [B, V] fp32 of what was shown; [1, V] of the last token before the block if nothing
-        was. `draw` None takes the top-1 tokens.
+        `logits`: [B, V] fp32, or [1, V] of the last token before the block. `draw` None: top-1.
         """
         waits, temperature = self.waits, 1.0
         asked = np.arange(self.size) == 0 if waits else self._asked()
@@ -102,7 +95,6 @@ class Canvas:
                 self.logits[int(at)] = logits[row].copy()
 
     def _asked(self) -> Array:
-        """Return the positions a rule may write after this forward, [B] bool."""
         own = self._own()
         is_open = own & (np.array(self.ids) == self._blocks.mask)
         if self.rule.forwards or not is_open.any():
@@ -113,7 +105,7 @@ class Canvas:
         return asked
 
     def _write(self, chosen: Array, chance: Array, entropy: Array) -> Array:
-        """Write over masks, and over tokens of a rule that edits; return where, [B] bool."""
+        """Write masks, or tokens a rule edits; return where, [B] bool."""
         ids, own = np.array(self.ids), self._own()
         is_open = own & (ids == self._blocks.mask)
         changes = own & ~is_open & (ids != chosen)

@@ -34,10 +34,9 @@ _CALM = 0.005  # mean entropy of a canvas that has come to its end, in nats
 
 
 class View(NamedTuple):
-    """Results of a forward over a block of B positions.
+    """Results of a forward over B positions: [B] bool and f64; `entropy` is in nats.
 
-    `is_open` [B] bool: masks; `chance` [B] f64: probability of the chosen token; `entropy` [B] f64:
-    nats; `changes` [B] bool: written in this block, but another token was chosen now.
+    `chance`: probability of the chosen token; `changes`: written, but another one was chosen.
     """
 
     is_open: Array
@@ -111,12 +110,9 @@ def _best(view: View, count: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule with its numbers.
+    """A rule; `write` returns positions [B] bool. `edits`: blocks are final only at their end.
 
-    Attributes:
-        write: returns the positions to write, [B] bool.
-        edits: whether it rewrites tokens, so that a block is final only at its end.
-        forwards: limit for a canvas of noise; 0: blocks are of masks.
+    `forwards`: limit for a canvas of noise; 0: blocks are of masks.
     """
 
     text: str

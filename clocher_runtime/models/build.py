@@ -25,9 +25,7 @@ def build_plan(
     """Build the forward pass of a model. Outputs: logits [R, V], sampled [R].
 
     `formats`: by tensor name; ternary matrices get int8 activations. `room(buffers, tables)` gets
-    bytes, is called before the rotary tables are made, and raises if memory is short. Inputs: ids,
-    slots, positions, ends, ancestors, pages, rows, masked, temperature, top_k, top_p, seeds, draws,
-    allowed, and window_pages if layers with a window have their own table.
+    bytes before the rotary tables are made, and raises if memory is short.
     """
     plan = lay_out(spec, formats, sizes)
     room(plan.scratch_bytes(), table_bytes(spec, sizes.context))

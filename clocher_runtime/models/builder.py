@@ -40,16 +40,11 @@ def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Capacities of a Plan.
+    """Capacities of a Plan: tokens M of a step, `rows` R with logits, `slots` sequences.
 
-    Attributes:
-        tokens, rows: M, tokens of a step; R, of these with logits.
-        slots: sequences side by side.
-        context: maximum sequence length.
-        cache_dtype: f32, bf16, f16, e4m3, e5m2 or i8.
-        pages: KV pages of each layer; 0: `slots` full contexts.
-        window_pages: pages of layers with a sliding window; 0: they share the others' page table.
-        selection: pages that layers without a window read; None: all.
+    `context`: maximum sequence length; `cache_dtype`: f32, bf16, f16, e4m3, e5m2 or i8; `pages` per
+    layer, 0 for `slots` full contexts; `window_pages` 0: layers with a window share the page table;
+    `selection`: pages that the other layers read, None for all.
     """
 
     tokens: int
@@ -173,7 +168,6 @@ class Builder:
         self._adding(y, f"{prefix}o_proj.weight", layer, "attention", spec.o_bias)
 
     def _turn_heads(self, layer: int, prefix: str) -> None:
-        """Normalise and rotate queries and keys."""
         spec, turned = self.spec, tables_of(self.spec, layer)
         for name in "qk":
             if spec.qk_norm in ("heads", "rows"):
@@ -188,7 +182,6 @@ class Builder:
         self._call("rope", args, head=self.spec.head_dim if head is None else head)
 
     def _latent(self, x: str, layer: int, prefix: str, mla: MlaSpec) -> None:
-        """Compute queries, keys and values of latent attention."""
         spec, heads, bias = self.spec, self.spec.num_heads, self.spec.qkv_bias
         source, query = x, f"{prefix}q_proj.weight"
         if mla.query_rank:
@@ -216,7 +209,6 @@ class Builder:
             self._call("resize_heads", {"x": values, "y": "v"}, heads=heads)
 
     def _entering(self, norm: str) -> str:
-        """Return the input of attention or MLP: the stream, normalised if the model does so."""
         if not self.spec.pre_norms:
             return "h"
         self._scratch("x", self.spec.hidden_size)
@@ -224,7 +216,6 @@ class Builder:
         return "x"
 
     def _adding(self, x: str, weight: str, layer: int, place: str, bias: bool) -> None:
-        """Project the output of attention or MLP, and add it to the stream."""
         if not self.spec.post_norms:
             self._linear(x, weight, "h", bias=bias, residual="h")
             return
@@ -234,7 +225,6 @@ class Builder:
         self._norm("added", norm, "h", residual="h")
 
     def _stream_eps(self) -> float:
-        """Return the eps for norms of the stream, which is scaled down."""
         return self.spec.norm_eps / self.spec.residual_scale**2
 
     def _cache(self, layer: int, window: int) -> dict[str, str]:
@@ -259,7 +249,7 @@ class Builder:
         scale: float,
         selection: Selection,
     ) -> str:
-        """List the pages that each token of a layer reads; return the buffer of the lists."""
+        """Return the buffer listing the pages that each token of a layer reads."""
         heads, dim = self.spec.num_kv_heads, self.spec.head_dim
         self._buffer("listed", (self.tokens, heads, -(-self.sizes.blocks // WORD)), "u64", "M")
         self._buffer(COUNTS, (self.tokens, heads, 2), "i64", "M", "state")

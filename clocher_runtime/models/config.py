@@ -1,8 +1,4 @@
-"""config.json fields common to all families, layer types, BitNet settings.
-
-A `Struct` gives each field its type, range and default. Null counts as absent, unless a family says
-otherwise.
-"""
+"""config.json fields common to all families, layer types, BitNet settings. Null: absent."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -53,11 +49,7 @@ class Ends(Struct):
 
 
 class BlockDiffusionFields(Struct, forbid_unknown_fields=True):
-    """`block_diffusion` of a config.json, of any family.
-
-    `context`: see `BlockDiffusion`; `shift`: logits of a position are those of the next one
-    (Fast-dLLM v2); `sub_block_size`: positions denoised together, None for the whole block.
-    """
+    """`block_diffusion` of a config.json, of any family; see `BlockDiffusion`."""
 
     block_size: BlockSize
     mask_token_id: MaskId
@@ -191,10 +183,9 @@ def read_config(config: Mapping[str, Any], kind: type[_D]) -> _D:
 def layer_windows(
     types: list[Any] | None, layers: int, window: int | None, default: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Return the window of each layer from `layer_types`, or from the `default` pattern.
+    """Return the window of each layer. Raises FormatError, UnsupportedModel.
 
-    `window`: visible keys of a sliding layer, the query included; None: no layer slides. Raises
-    FormatError, UnsupportedModel.
+    `default`: type of each layer; `window` includes the query; None: no layer slides.
     """
     types = list(default) if types is None else types
     if len(types) != layers:
@@ -213,10 +204,7 @@ class _OnlineNorm(Struct):
 
 
 def bitnet_settings(config: Decoder) -> dict[str, Any]:
-    """Return the ModelSpec keywords of a BitNet quantization_config: ternarize, input_norm_eps.
-
-    Source: transformers BitNetQuantConfig.
-    """
+    """Return ModelSpec keywords of a BitNetQuantConfig (transformers)."""
     settings, where = config.quantization_config, f"{WHERE}: quantization_config"
     if settings is None or settings.get("quant_method") != "bitnet":
         return {}

@@ -1,8 +1,6 @@
-"""Types and limits of config.json fields, and RoPE in both spellings.
+"""Types and limits of config.json fields, and RoPE in both of its spellings.
 
-Old: `rope_theta` and `partial_rotary_factor` beside `rope_scaling`. New (transformers 5): all in
-`rope_parameters`, possibly one object per layer type. Source: transformers modeling_rope_utils;
-YaRN, Peng et al. 2023 (arXiv 2309.00071); LongRoPE, Ding et al. 2024 (arXiv 2402.13753).
+Source: transformers modeling_rope_utils; YaRN (arXiv 2309.00071), LongRoPE (2402.13753).
 """
 
 from collections.abc import Mapping
@@ -86,8 +84,7 @@ def read_rope(
 ) -> RopeSpec:
     """Read a rotary embedding. Raises UnsupportedModel, FormatError.
 
-    `scaling` may be None; `theta`, `part` (rotated fraction of a head) and `original`
-    (`original_max_position_embeddings`) apply where it lacks them.
+    `theta`, `part` (rotated fraction of a head) and `original` apply where `scaling` lacks them.
     """
     fields = given(scaling or {})
     base = read_as({"rope_theta": theta, "partial_rotary_factor": part, **fields}, _Base, where)

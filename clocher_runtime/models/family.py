@@ -1,8 +1,4 @@
-"""A model family: how its config.json is read, and how its files name the tensors.
-
-Elsewhere tensors have the names of `inventory`. A `From` says where a family's files have one:
-under another name, as rows of a larger tensor, or as one tensor per expert.
-"""
+"""A model family: how its config.json is read, and how its files name `inventory`'s tensors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -24,10 +20,9 @@ _ENDINGS = (".weight", ".bias")
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """Where a family's files have a tensor.
+    """Where a family's files have a tensor: its name without suffix, "{e}" for the expert.
 
-    `name`: within the layer, without suffix, "{e}" for the expert; `rows`: "all", or a key of
-    `rows_of`.
+    `rows`: "all", or a key of `rows_of`.
     """
 
     name: str
@@ -36,10 +31,9 @@ class From:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family: what reads its config.json, and where its tensors come from.
+    """A family; `tensors`: name within a layer (in full outside), without suffix -> origins.
 
-    `tensors`: name within a layer (in full outside), without ".weight" or ".bias" -> origin; two
-    origins for alternating rows. Absent names are unchanged.
+    Two origins are for alternating rows. Absent names are unchanged.
     """
 
     read: Callable[[Config], ModelSpec]
@@ -48,11 +42,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a file's tensor, and where they go.
-
-    `rows`: of the tensor, of each matrix in a stack; `expert`: index in the model's stack;
-    `places`: rows of the model's tensor, None for all.
-    """
+    """Rows of a file's tensor, and where they go: `places` (None: all) of matrix `expert`."""
 
     name: str
     rows: Rows = None
@@ -98,8 +88,8 @@ def _named(
 def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
     """Return rows of a tensor that a family's files have fused or in another order.
 
-    `kind`: "all"; "q", "k", "v" of a fused projection; "first", "second" half; "paired", for the
-    halves of heads whose rotated pairs are neighbours; "mla_..." of latent attention.
+    `kind`: "all"; "q", "k", "v"; "first", "second" half; "paired" heads, whose rotated pairs are
+    neighbours; "mla_..." of latent attention.
     """
     count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim

@@ -17,11 +17,7 @@ EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.w
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One tensor that a model reads, of a logical shape.
-
-    `kind`: "linear" weights of the blocks, which `--precision int8w` quantises, other matrices
-    ("embedding", "head", "router"), or a "vector", decoded to fp32 as (stored + offset) * scale.
-    """
+    """One tensor that a model reads; a "vector" becomes fp32, (stored + offset) * scale."""
 
     kind: Literal["linear", "embedding", "head", "router", "vector"]
     shape: tuple[int, ...]

@@ -8,11 +8,10 @@ from clocher_runtime.models.spec import QueryGrowth, RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.ndarray:
-    """Return the angle per position of each rotated pair, [pairs] fp32.
+    """Return the angle per position of each rotated pair, [pairs] fp32 (arXiv 2104.09864).
 
     Where frequencies depend on length (dynamic, longrope), that of `context` (the longest; 0: as in
-    training) applies from the first token, so keys do not depend on when they were computed.
-    Source: Su et al. 2021 (arXiv 2104.09864); variants as in transformers.
+    training) applies from the first token, so keys do not depend on when they were made.
     """
     size = spec.rotated or head_dim
     pairs = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
@@ -39,10 +38,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.n
 def rope_tables(
     spec: RopeSpec | None, head_dim: int, positions: int, growth: QueryGrowth | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines [positions, pairs] fp32, attention factor included.
-
-    `spec` None: no rotation; with `growth`, the tables include the queries' growth with position.
-    """
+    """Return cosines and sines [positions, pairs] fp32, attention factor and growth included."""
     if spec is None:
         cos = np.ones((positions, head_dim // 2), np.float32)
         sin = np.zeros_like(cos)

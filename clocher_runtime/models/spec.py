@@ -8,15 +8,10 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding and its long-context variant.
+    """Rotary embedding and its long-context variant, in the terms of transformers.
 
-    Attributes:
-        kind: "default", "linear", "dynamic" (base grows with the context), "llama3", "yarn",
-            "longrope" (a factor per pair).
-        original_positions: training context before stretching; unused by default and linear.
-        attention_factor: multiplies cosines and sines (yarn, longrope).
-        rotated: leading values of a head that are rotated; 0 for all.
-        short_factors, long_factors: longrope's, up to `original_positions` and beyond.
+    `rotated`: leading values of a head, 0 for all; `original_positions`: the training context;
+    `attention_factor` multiplies cosines and sines; longrope has a factor per pair.
     """
 
     theta: float
@@ -36,9 +31,9 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries grow with their position p, by 1 + strength ln(1 + floor((p + after) / every)).
+    """Queries grow with position p by 1 + strength ln(1 + floor((p + after) / every)).
 
-    Source: Nakanishi 2025 (arXiv 2501.19399), as Llama 4 and Ministral 3 have it.
+    Source: Nakanishi 2025 (arXiv 2501.19399), as in Llama 4 and Ministral 3.
     """
 
     strength: float
@@ -50,15 +45,10 @@ class QueryGrowth:
 class MoeSpec:
     """Mixture of experts: gated MLPs, of which a router chooses `active` for every token.
 
-    Attributes:
-        inner, shared: intermediate sizes of an expert, and of the shared expert (0: none).
-        act: "silu", or "clamped" (gpt-oss) with `limit` and `alpha`.
-        score, normalise, factor, groups, group_top, group_best: of the op `route`.
-        router_bias, expert_bias: whether these linears have biases.
-        choice_bias: a bias for the choice alone (DeepSeek-V3).
-        scale_inputs: weights multiply expert inputs, not outputs (Llama 4).
-        shared_gate: the shared expert is gated by a sigmoid (Qwen2-MoE).
-        dense_layers: layers that have the dense MLP instead.
+    `inner`, `shared`: intermediate sizes of an expert and of the shared expert; `act` "clamped" has
+    `limit` and `alpha` (gpt-oss); `score` to `group_best` are those of the op `route`;
+    `choice_bias`: for the choice alone (DeepSeek-V3); `scale_inputs`: weights multiply inputs, not
+    outputs (Llama 4); `shared_gate`: a sigmoid (Qwen2-MoE); `dense_layers`: layers without experts.
     """
 
     experts: int
@@ -86,10 +76,9 @@ class MoeSpec:
 class MlaSpec:
     """Latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
-    Keys and values of all heads are linear in one vector of `rank` values per token, queries in one
-    of `query_rank` (0: in the token). Heads of queries and keys are `rotated` values, the key's
-    shared by all heads, then `plain` ones; a head of values has `value`. `paired`: rotated pairs
-    are neighbours in files.
+    Keys and values are linear in a vector of `rank` values per token, queries in one of
+    `query_rank` (0: in the token). Heads of keys have `rotated` values, shared by all, then `plain`
+    ones. `paired`: rotated pairs are neighbours in files.
     """
 
     query_rank: int
@@ -105,13 +94,8 @@ class MlaSpec:
 class BlockDiffusion:
     """How a model denoises blocks of masks.
 
-    Attributes:
-        block: positions of a block; blocks begin at its multiples.
-        context: how keys of finished blocks were computed: "causal", or "block", where the tokens
-            of a block see each other.
-        shift: logits of a position predict the next one; the first token of a block comes from the
-            last before it.
-        part: positions denoised together, one part of a block after the other.
+    `context`: keys of finished blocks are "causal", or see their "block"; `shift`: logits predict
+    the next position; `part`: positions denoised together.
     """
 
     block: int
@@ -123,30 +107,24 @@ class BlockDiffusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer.
+    """A decoder-only transformer. Zero means none, unless stated.
 
     Attributes:
-        family: name of the row of `families.FAMILIES`.
         windows: visible keys of each layer, the query included; 0 for all.
-        chunks: attention chunk of each layer in positions, 0 for none; () for no layer.
-        rope, window_rope: of all layers; of layers with a window, if different (Gemma 3).
-        unrotated: layers without a rotary embedding.
+        chunks: attention chunk of each layer in positions; () for no layer.
+        window_rope: of layers with a window, if different (Gemma 3).
         query_growth: of `unrotated` layers alone if there are any.
-        act: activation of the dense gated MLP.
         mla: latent attention; `head_dim` is then that of queries and keys.
-        pre_norms, post_norms: RMSNorm of inputs, outputs of attention and MLP (post: Gemma 2, OLMo
-            2).
+        pre_norms, post_norms: RMSNorm of the inputs, and of the outputs, of attention and MLP.
         norm_offset: added to the weights of norms (Gemma: 1).
-        qk_norm: RMSNorm of queries and keys before RoPE: of each head, or of "rows" as a whole; or
-            without weights, of each head "after" it.
+        qk_norm: before RoPE, of each head, or of "rows" as a whole; or, without weights, "after".
         sinks: one extra logit per head in the softmax (gpt-oss).
         sub_norms: RMSNorm before the attention and MLP output projections (BitNet).
-        input_norm_eps: eps of an RMSNorm inside each ternary linear (`use_rms_norm`), 0 for none.
+        input_norm_eps: of an RMSNorm inside each ternary linear (`use_rms_norm`).
         ternarize: float linears of the blocks are ternarised at load (BitNet "online").
         attention_scale: factor of query-key dot products; 0 for head_dim^-0.5.
-        attention_softcap, logit_softcap: limits of tanh capping; 0 for none.
+        attention_softcap, logit_softcap: limits of tanh capping.
         residual_scale: factor of attention and MLP outputs.
-        tied: the head is the embedding table.
     """
 
     family: str

@@ -1,9 +1,7 @@
 """Known pre-tokenisation regular expressions that run in linear time.
 
-The library's engine backtracks. These were measured on their worst texts; any other expression is
-treated as hostile and runs in a process that can be killed (`text_process`). A name with several
-expressions applies them in turn. Source: the models' tokenizer.json files; llama.cpp's
-llama-vocab.cpp for a pre-type.
+Measured on their worst texts; any other runs in a process that can be killed (`text_process`).
+Source: the models' tokenizer.json files; llama.cpp's llama-vocab.cpp.
 """
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

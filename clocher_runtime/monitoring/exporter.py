@@ -41,10 +41,7 @@ class _Series(NamedTuple):
 
 
 class RunMetrics(Collector):
-    """Takes lines and collects metrics; one thread may do each.
-
-    Series are bounded by `MAX_CONFIGURATIONS`, `MAX_BUILDS`, `MAX_ERROR_TYPES`.
-    """
+    """Takes lines and collects metrics, with a bounded number of series; one thread may do each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

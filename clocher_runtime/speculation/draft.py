@@ -1,7 +1,6 @@
 """Drafts, acceptance rates, and the drafter that reads only the sequence itself.
 
-A class of draft tokens is a drafter and its confidence, such as the length of a match. The first
-draft token is judged even if it was not sent, so drafts that do not pay are still rated.
+A class is a drafter and its confidence. First draft tokens are judged even if not sent.
 """
 
 from collections.abc import Sequence
@@ -45,10 +44,7 @@ class Reader(Protocol):
 
 
 class AcceptanceRates:
-    """Of each class, the probability that a token is accepted if all before it were.
-
-    `mean` holds the initial rates, and is updated.
-    """
+    """Of each class, the rate of acceptance after accepted tokens; updates `mean`."""
 
     def __init__(self, mean: Sequence[float]) -> None:
         self.mean = list(mean)
@@ -91,10 +87,7 @@ _LEVEL_OF = [min(max(n, 1).bit_length(), LEVELS) - 1 for n in range(_LONGEST + 6
 
 
 class SuffixDrafter:
-    """Drafts what followed the longest earlier occurrence of the sequence's suffix.
-
-    Source: suffix automata as drafters, Hu et al., SAM Decoding, 2024.
-    """
+    """Drafts what followed the longest repeated suffix (Hu et al. 2024, SAM Decoding)."""
 
     def __init__(self, automaton: Automaton, kind: int) -> None:
         self._automaton, self._seen = automaton, 0

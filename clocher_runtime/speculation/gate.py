@@ -1,8 +1,4 @@
-"""How many draft tokens pay: expected gain against the cost of a larger forward.
-
-Draft tokens of all sequences are taken in order of their chances while expected tokens per time
-grow.
-"""
+"""How many draft tokens pay: expected gain against the cost of a larger forward."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -24,10 +20,7 @@ _ASSUMED = 0.03  # of a token's time, what a further one costs until it is measu
 
 
 class ForwardCosts:
-    """The time of a forward by its tokens: measured at warm-up, then followed.
-
-    `ns`: of 0 to `most` tokens, interpolated between the measured ones in `known`.
-    """
+    """Times `ns` of forwards of 0 to `most` tokens, interpolated between the `known` ones."""
 
     def __init__(self, most: int) -> None:
         self.known: dict[int, float] = {}
@@ -86,11 +79,7 @@ class ForwardCosts:
 
 
 class Trial:
-    """Whether speculation wins, by measured time per token with and without drafts.
-
-    Includes the cost of drafting, which the gate does not know. If drafts lose, they are retried
-    after ever longer pauses.
-    """
+    """Whether speculation wins, by time per token; if not, pauses it ever longer."""
 
     def __init__(self) -> None:
         self.is_on = True
@@ -158,12 +147,8 @@ def draft_depth(
 ) -> int:
     """Return how many tokens of a draft model maximise tokens per time; 0: none pay.
 
-    Args:
-        mine: chances of the model's tokens by sequence; empty where unavailable.
-        others: chances of what is sent otherwise.
-        ns: time of a forward by its tokens.
-        entries: one-time cost by sequence, this forward's part of it.
-        steps: time of one more token for so many sequences.
+    `mine`, `others`: chances by sequence of the model's tokens, and of those sent otherwise;
+    `entries`: this forward's part of one-time costs; `steps`: time by number of sequences.
     """
     if not 0 < base < len(ns) or not ns[base] or not steps[1]:
         return 0

@@ -1,8 +1,7 @@
-"""When a draft model is asked, and how deep.
+"""When a draft model is asked, and how deep: where the expected gain exceeds its cost.
 
-It is asked where the expected gain exceeds its cost, else for a probe now and then (1 % of the time
-at most), one token deeper than pays. The first `_TRIES` drafts are always verified. An unread
-prompt is read in pieces no longer than a forward, if drafts repay it within `_HORIZON` forwards.
+Else it is probed for 1 % of the time at most; the first `_TRIES` drafts are always verified. An
+unread prompt is read in pieces, if drafts repay it within `_HORIZON` forwards.
 """
 
 from bisect import bisect_right
@@ -55,10 +54,7 @@ class DraftModelGate:
         base: int,
         ns: Sequence[float],
     ) -> bool:
-        """Make better offers where the model has them; return whether it was asked.
-
-        `taken`: chances of the draft tokens sent otherwise; `ns`: time of a forward by its tokens.
-        """
+        """Make better offers than the chances `taken`; return whether the model was asked."""
         if base >= len(ns):
             return False
         steps = self.model.costs.ns

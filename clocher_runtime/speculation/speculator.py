@@ -38,13 +38,9 @@ def rows_for(sequences: int) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """Speculation counters.
+    """Speculation counters, per sequence and forward; `sent`: forwards that verified a draft.
 
-    Attributes:
-        forwards, tokens: sequences summed over forwards, and the tokens they made.
-        sent: forwards that verified a draft.
-        drafted, accepted: draft tokens; `by_source` of each source.
-        without_draft, not_worth: forwards without a draft, or with one not worth verifying.
+    `without_draft`, `not_worth`: forwards without a draft, or with one not worth verifying.
     """
 
     forwards: int = 0
@@ -69,11 +65,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Speculation figures for reports.
-
-    `cost_of_8`: time of a forward of 8 tokens over that of one; `cost_of_draft`: the same of a
-    draft-model token. NaN if unknown.
-    """
+    """Speculation figures; costs of 8 tokens, and of a draft-model token, in forwards of one."""
 
     counts: Counts
     cost_of_8: float = math.nan
@@ -125,11 +117,7 @@ def account(
 
 
 class Track:
-    """Speculation state of one sequence.
-
-    `offer`: the best draft, judged, `sent` or not, as `asides` are; `tried`: tokens sent
-    unconditionally; `reader`: the draft model's state, if any.
-    """
+    """State of one sequence; `offer`: the best draft; `tried`: tokens sent unconditionally."""
 
     __slots__ = ("asides", "drafters", "offer", "rates", "reader", "sent", "tried")
 
@@ -164,11 +152,7 @@ class Pending(NamedTuple):
 
 
 class Speculator:
-    """Drafts for the sequences of a session.
-
-    `make` returns the drafters of a new sequence; `rows`: output rows of a forward; `gate`: of a
-    draft model.
-    """
+    """Drafts for a session's sequences; `make` returns the drafters of a new one."""
 
     def __init__(
         self,

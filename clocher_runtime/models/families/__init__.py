@@ -1,7 +1,4 @@
-"""Model families, one module each: from config.json to ModelSpec.
-
-To add one, add a module and a line of `FAMILIES`.
-"""
+"""Model families, from config.json to ModelSpec: one module and one line of `FAMILIES` each."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -148,13 +145,12 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _with_head(name: str) -> str:
-    """Return the architecture of a model that was saved without its head: "LlamaModel"."""
+    """Return "LlamaModel" for "LlamaForCausalLM": the name of a model saved without its head."""
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in FAMILIES else name
 
 
 def _by_model_type(name: str) -> str:
-    """Return the architecture of a model type ("GptOss.." for "gpt_oss"), or the name."""
     wanted = name.replace("_", "").removesuffix("text") + "forcausallm"
     return next((known for known in FAMILIES if known.lower() == wanted), name)
 

@@ -41,11 +41,9 @@ class _DeepSeek(Decoder, kw_only=True):
 
     @property
     def dim(self) -> int:
-        """Rotated values of a head, which the rotary embedding is read for."""
         return self.qk_rope_head_dim
 
     def deepseek(self, family: str, moe: dict[str, Any], paired: bool = True) -> ModelSpec:
-        """Return the ModelSpec, given how the family chooses experts."""
         size, value = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
         if value > size:
             raise UnsupportedModel(
@@ -85,12 +83,10 @@ class _DeepSeek(Decoder, kw_only=True):
         )
 
     def groups(self, best: int) -> dict[str, int]:
-        """Return from how many groups of experts a token chooses."""
         experts, active = self.n_routed_experts, self.num_experts_per_tok or 0
         return expert_groups(experts, active, self.n_group, self.topk_group, best)
 
     def _stretched(self) -> float:
-        """Return YaRN's factor of queries and of keys."""
         rope = self.rope_scaling if self.rope_parameters is None else self.rope_parameters
         fields = given(rope or {})
         if fields.get("rope_type", fields.get("type", "default")) == "default":
@@ -128,10 +124,7 @@ class _V2(_DeepSeek, kw_only=True):
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
-    """DeepSeek-V2 (arXiv 2405.04434, section 2): latent attention, softmax over all experts.
-
-    A null `q_lora_rank` (V2-Lite) means that queries come from the token itself.
-    """
+    """DeepSeek-V2 (arXiv 2405.04434, section 2): latent attention, softmax over all experts."""
     methods = ("greedy", "group_limited_greedy")
     method = one_of(config, "topk_method", methods[0], methods, WHERE)
     read = read_config(config, _V2)

@@ -29,7 +29,6 @@ class _Gemma(Decoder, kw_only=True):
     use_bidirectional_attention: bool = False
 
     def gemma(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        """Return the ModelSpec, given what the family adds."""
         if self.use_bidirectional_attention:
             raise UnsupportedModel(
                 f"{WHERE}: use_bidirectional_attention is true; Clocher's attention is causal, and "
@@ -68,14 +67,12 @@ class _Gemma2(_Gemma, kw_only=True):
     attn_logit_softcapping: Factor | None = None
 
     def windows(self) -> tuple[int, ...]:
-        """Return the window of each layer: all slide but every second (Gemma 3: sixth)."""
         layers, every = self.num_hidden_layers, self.sliding_window_pattern or self.PATTERN
         pattern = tuple(LAYER_TYPES[(i + 1) % every == 0] for i in range(layers))
         window = self.sliding_window
         return layer_windows(self.layer_types, layers, window, pattern)
 
     def gemma2(self, family: str, **more: Any) -> ModelSpec:
-        """Return the ModelSpec of Gemma 2 or 3, given what the family adds."""
         return self.gemma(
             family,
             self.windows(),

@@ -50,7 +50,6 @@ class _Llada2(Decoder, kw_only=True):
     mask_token_id: MaskId = 156895
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return the family's own fields as `block_diffusion`."""
         size, mask = self.block_size, self.mask_token_id
         self.block_diffusion = BlockDiffusionFields(size, mask, "block")
         return super().diffusion()

@@ -131,7 +131,6 @@ class _Olmo2(Decoder, kw_only=True):
     rms_norm_eps: Epsilon = 1e-5
 
     def olmo(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        """Return the ModelSpec, given what the family adds."""
         return self.spec(
             family,
             windows,
@@ -177,7 +176,6 @@ class _Granite(Decoder, kw_only=True):
     attention_multiplier: Factor = 1.0
 
     def granite(self, family: str, **more: Any) -> ModelSpec:
-        """Return the ModelSpec, given what the family adds."""
         return self.spec(
             family,
             embedding_scale=self.embedding_multiplier,

@@ -20,7 +20,6 @@ class _Mistral(Decoder, kw_only=True):
     sliding_window: Size | None = 4096
 
     def mistral(self, family: str, **more: Any) -> ModelSpec:
-        """Return the ModelSpec, given what the family adds."""
         windows = (self.sliding_window or 0,) * self.num_hidden_layers
         return self.spec(family, windows, qkv_bias=False, o_bias=False, **more)
 

@@ -64,7 +64,6 @@ class _Sdar(_Qwen3, kw_only=True):
     mask_token_id: MaskId = 151669
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return the family's own fields as `block_diffusion`."""
         size, mask = self.block_size, self.mask_token_id
         self.block_diffusion = BlockDiffusionFields(size, mask, "block")
         return super().diffusion()
@@ -82,7 +81,6 @@ class _FastDllm(_Qwen2, kw_only=True):
     mask_token_id: MaskId = 151665
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return the family's own fields as `block_diffusion`."""
         self.block_diffusion = BlockDiffusionFields(
             self.bd_size,
             self.mask_token_id,
@@ -114,7 +112,6 @@ class _Experts(_Qwen2, kw_only=True):
     norm_topk_prob: bool = False
 
     def experts(self, **more: Any) -> MoeSpec:
-        """Return the experts, by default in every `decoder_sparse_step`-th layer."""
         layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
         dense = (i for i in layers if i in (self.mlp_only_layers or ()) or (i + 1) % step)
         experts = self.num_local_experts or self.num_experts  # transformers 5 writes the former
