@@ -23,10 +23,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Interrupted(KeyboardInterrupt):
-    """SIGINT arrived. A subclass, since CPython may note a plain KeyboardInterrupt as unhandled.
+    """SIGINT arrived. CPython may note a plain KeyboardInterrupt as unhandled.
 
-    CPython does so if one crosses code compiled from a string, such as dataclass methods, and then
-    exits by SIGINT.
+    It does if one crosses code compiled from a string, such as dataclass methods, and then exits by
+    SIGINT, whatever the exit code was to be.
     """
 
 

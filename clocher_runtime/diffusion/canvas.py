@@ -14,7 +14,7 @@ Draw = Callable[[Array, int], int]
 
 
 class Canvas:
-    """The active block of one sequence: known ids, and masks; none: a forward begins it.
+    """The active block of one sequence: known ids and masks; empty between blocks.
 
     `painted`: what the model sees, under a rule that uses noise; `fixed`: leading ids of the
     prompt, or delivered; `edited`: forwards since the last mask was filled; `settled`: the last
@@ -105,7 +105,6 @@ class Canvas:
         return asked
 
     def _write(self, chosen: Array, chance: Array, entropy: Array) -> Array:
-        """Write masks, or tokens a rule edits; return where, [B] bool."""
         ids, own = np.array(self.ids), self._own()
         is_open = own & (ids == self._blocks.mask)
         changes = own & ~is_open & (ids != chosen)

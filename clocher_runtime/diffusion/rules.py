@@ -34,7 +34,7 @@ _CALM = 0.005  # mean entropy of a canvas that has come to its end, in nats
 
 
 class View(NamedTuple):
-    """Results of a forward over B positions: [B] bool and f64; `entropy` is in nats.
+    """Results of a forward over B positions, [B] bool or f64; `entropy` is in nats.
 
     `chance`: probability of the chosen token; `changes`: written, but another one was chosen.
     """
@@ -110,9 +110,10 @@ def _best(view: View, count: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule; `write` returns positions [B] bool. `edits`: blocks are final only at their end.
+    """A rule and its numbers; `write` returns the positions to write, [B] bool.
 
-    `forwards`: limit for a canvas of noise; 0: blocks are of masks.
+    `edits`: it rewrites tokens, so blocks are final only at their end; `forwards`: limit for a
+    canvas of noise, 0 if blocks are of masks.
     """
 
     text: str

@@ -108,7 +108,7 @@ _REAL = (
 class Sampling:
     """How the next token is chosen; greedy (temperature 0) by default.
 
-    Processors, bias and penalties act first. `top_k` 0 keeps all; `top_p` keeps the smallest set of
+    Penalties, biases, processors act first. `top_k` 0 keeps all; `top_p` keeps the smallest set of
     that probability; `min_p` drops tokens below this share of the top-1's, before top_k.
     `repetition_penalty` divides positive logits of tokens in the sequence and multiplies negative
     ones; `presence_penalty` is subtracted once from generated tokens, `frequency_penalty` per

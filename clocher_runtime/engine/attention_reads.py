@@ -29,7 +29,7 @@ class PagesRead(NamedTuple):
 class StepBytes(NamedTuple):
     """Bytes that a step of one sequence reads at a full context.
 
-    `windows`: KV of layers with a window or chunk; `whole`: of others; `fewer`: of these if sparse.
+    `windows`: KV of layers with a window or chunk; `whole`: of others; `fewer`: if sparse.
     """
 
     weights: int

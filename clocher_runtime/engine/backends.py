@@ -43,7 +43,7 @@ def choose(device: str) -> tuple[str, str]:
 def hand_on(isa: str | None, tile_table: Path | None) -> None:
     """Apply instruction set and tile table to the back ends; None changes nothing.
 
-    Child processes inherit the set. Raises UsageError if kernels exist for another.
+    Child processes inherit the instruction set. UsageError: kernels were compiled for another.
     """
     if tile_table is not None:
         os.environ["CLOCHER_TILE_TABLE"] = str(tile_table)

@@ -184,7 +184,7 @@ class Forwards:
         return Done(tokens, wanted, made, logits, NO_TOKEN in sampled)
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
-        """Return the tokens of a step without drafts, and how many more it has room for."""
+        """Return the tokens of a step without drafts, and how many draft tokens fit."""
         plan, base = self._executor.plan, sum(count for _, count in parts)
         return base, min(plan.rows - len(parts), plan.tokens - base)
 
@@ -205,7 +205,6 @@ class Forwards:
                 request.draft = draft
 
     def _look_ahead(self, parts: list[Part]) -> None:
-        """Let block models verify their last block and draft the next."""
         ahead = [request for request, _ in parts if isinstance(request, LookAhead)]
         self._ahead += bool(ahead)
         if not ahead or not self._trial.is_on or self._is_bare:

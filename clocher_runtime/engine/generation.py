@@ -10,7 +10,7 @@ from clocher_runtime.engine.step_lock import StepLock
 class Generation(Iterator[Token]):
     """The tokens of a call as they are requested; `close` or dropping it ends the call.
 
-    `begin` checks and submits; `end` runs after the last token, and raises if it is not valid.
+    `begin` checks and submits; `end` runs after the last token, raises if the result is invalid.
     """
 
     def __init__(

@@ -133,7 +133,6 @@ class _Group(NamedTuple):
     window: int
 
     def first_block(self, cell: int) -> int:
-        """Return the first block visible to the token of a cell."""
         return max(0, cell - self.window + 1) // PAGE_CELLS if self.window else 0
 
 
@@ -298,9 +297,10 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def window_pages(window: int, chunk: int, slots: int, context: int, others: int) -> int:
-    """Return the pages of layers with a window, in tokens, for `slots` sequences.
+    """Return the pages that layers with a window need, for `slots` sequences.
 
-    `others`: full-attention pages; ends of prefixes get 1/64 of them, or one window, at most 1/4.
+    `window`, `chunk`, `context`: tokens; `others`: full-attention pages. Ends of prefixes get 1/64
+    of these, or one window, at most 1/4.
     """
     most = -(-context // PAGE_CELLS)
     live = min(most, -(-(window + chunk) // PAGE_CELLS) + 1)

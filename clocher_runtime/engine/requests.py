@@ -80,7 +80,7 @@ class Request(Cached):
 
     `index`: of its prompt; `budget`: tokens to generate, of which the `made` last of `ids` exist;
     `track`: its speculation; `found`: cached tokens, None before it first ran; `draft`: tokens to
-    verify, of which `kept` were accepted; `masks`: see each other behind the draft; `is_faulty`:
+    verify, of which `kept` were accepted; `masks`: after the draft, see each other; `is_faulty`:
     its logits were not finite.
     """
 

@@ -122,7 +122,6 @@ class Scheduler:
         self.rest()
 
     def _reset(self, error: BaseException) -> None:
-        """End every call and discard all cache state."""
         for request in (*self._running, *self._waiting):
             request.queue.error = error
         self._running, self._waiting = [], deque()
@@ -134,7 +133,6 @@ class Scheduler:
         self.rest()
 
     def _choose(self) -> list[Part]:
-        """Return the requests of the next step and how many tokens each computes."""
         decoding = sum(r.waiting_tokens + len(r.masks) for r in self._running if r.decodes)
         room = self._executor.plan.tokens - decoding
         if decoding and (self._waiting or not all(r.decodes for r in self._running)):

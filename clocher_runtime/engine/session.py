@@ -298,8 +298,6 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """Options of a call; see `Session.generate`."""
-
     logits: bool = False
     salt: str = ""
     constraints: Sequence[Constraint | None] | None = None

@@ -75,7 +75,7 @@ class TimedWindow:
 
 
 class Reservoir(Generic[T]):
-    """A uniform random sample of the `count` values added; deterministic (Vitter 1985, R)."""
+    """A uniform sample of the `count` values added; deterministic (Vitter 1985, algorithm R)."""
 
     def __init__(self, size: int = SAMPLE) -> None:
         self.values: list[T] = []

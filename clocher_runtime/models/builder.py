@@ -249,7 +249,6 @@ class Builder:
         scale: float,
         selection: Selection,
     ) -> str:
-        """Return the buffer listing the pages that each token of a layer reads."""
         heads, dim = self.spec.num_kv_heads, self.spec.head_dim
         self._buffer("listed", (self.tokens, heads, -(-self.sizes.blocks // WORD)), "u64", "M")
         self._buffer(COUNTS, (self.tokens, heads, 2), "i64", "M", "state")

@@ -65,7 +65,6 @@ def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator
 def _named(
     family: Family, source: str, need: Need
 ) -> Iterator[tuple[str, str, int | None, slice | None]]:
-    """Yield the fields of each piece, its rows by the name that `rows_of` knows."""
     match = _LAYER.fullmatch(source)
     layer, rest = match.groups() if match else ("", source)
     prefix = f"model.layers.{layer}." if match else ""

@@ -77,8 +77,8 @@ class MlaSpec:
     """Latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
     Keys and values are linear in a vector of `rank` values per token, queries in one of
-    `query_rank` (0: in the token). Heads of keys have `rotated` values, shared by all, then `plain`
-    ones. `paired`: rotated pairs are neighbours in files.
+    `query_rank` (0: in the token). Heads of queries and keys have `rotated` values, keys' shared
+    by all, then `plain` ones. `paired`: rotated pairs are neighbours in files.
     """
 
     query_rank: int

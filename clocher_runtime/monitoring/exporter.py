@@ -33,8 +33,6 @@ _LABELS = Configuration._fields
 
 
 class _Series(NamedTuple):
-    """Numbers of one configuration: sums, those of the last run, maxima."""
-
     totals: Counter[str]
     last: dict[str, float]
     most: dict[str, float]

@@ -51,7 +51,7 @@ class ForwardCosts:
             self._interpolate()
 
     def doubt(self, base: int) -> None:
-        """Lower the times above `base` tokens a little, since none was measured."""
+        """Lower the times above `base` tokens a little, since no such forward ran."""
         least = self.ns[base]
         for tokens, ns in self.known.items():
             if tokens > base:

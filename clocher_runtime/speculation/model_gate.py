@@ -108,7 +108,6 @@ class DraftModelGate:
 
 
 def _forwards_left(pending: Pending) -> int:
-    """Return how many forwards the sequence has left to repay the cost of reading it."""
     return _HORIZON if pending.most == MAX_DRAFT else pending.most
 
 

@@ -145,7 +145,7 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _with_head(name: str) -> str:
-    """Return "LlamaModel" for "LlamaForCausalLM": the name of a model saved without its head."""
+    """Return "LlamaForCausalLM" for "LlamaModel", a model saved without its head."""
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in FAMILIES else name
 

@@ -12,7 +12,7 @@ from clocher_runtime.models.spec import ModelSpec
 
 
 class _Gemma(Decoder, kw_only=True):
-    """`norm_offset` is added to stored norms; GGUF files hold the sum."""
+    """`norm_offset`: added to stored norms; GGUF files hold the sum."""
 
     ACTIVATION: ClassVar[str] = "gelu_pytorch_tanh"
 
