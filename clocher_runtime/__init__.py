@@ -1,8 +1,4 @@
-"""Clocher's runtime: models, weights, sessions and the `clocher-run` command.
-
-`load`, `generate` and `stream_generate` are the Python API (see `clocher_runtime.api`). They are
-imported when first used, so that importing this package costs nothing.
-"""
+"""Clocher's runtime, and the Python API (`clocher_runtime.api`), imported when first used."""
 
 from typing import TYPE_CHECKING, Any
 

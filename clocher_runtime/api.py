@@ -68,22 +68,20 @@ def _path(given: object, name: str) -> str:
 class LanguageModel:
     """A model bound to a back end, with its tokenizer. Any number of threads may share it.
 
-    Keyword arguments of its methods: `max_new` (also `max_tokens`,
-    `max_new_tokens`; 64 if not given), `stop` (a string or several), `logprobs` (how many of the
-    top tokens to return with each), and the fields of `Sampling`: temperature, top_k, top_p,
-    min_p, seed, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, processors.
-    One of `json_schema` (a schema, as a dictionary), `json_object` (True), `regex`, `grammar` (Lark
-    or GBNF) and `choice` (a list of texts) says what the whole text has to be; only a text that
-    ends with "stop" is whole.
+    Methods take `max_new` (also `max_tokens`, `max_new_tokens`; default 64), `stop` (a string or
+    several), `logprobs` (number of top tokens to return with each), and the fields of `Sampling`:
+    temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
+    logit_bias, processors. One of `json_schema` (a dictionary), `json_object` (True), `regex`,
+    `grammar` (Lark or GBNF) and `choice` (a list of texts) constrains the output, which is complete
+    only if it ends with "stop".
 
-    Every method raises UsageError when an argument cannot be used or the model is closed.
+    Every method raises UsageError when an argument is invalid or the model is closed.
 
     Attributes:
         model: weights and ModelSpec.
-        session: what generates, in token ids.
-        tokenizer: text to ids and back.
-        sampling_defaults: sampling settings of generation_config.json; the methods' arguments are
-            stronger, and `temperature=0` wants none of it.
+        session: generates, in token ids.
+        sampling_defaults: from generation_config.json; arguments override them, and `temperature=0`
+            all of them.
     """
 
     def __init__(
@@ -98,7 +96,7 @@ class LanguageModel:
 
     @property
     def kv_cache_mb(self) -> float:
-        """MiB that the KV cache takes."""
+        """MiB of the KV cache."""
         return self.session.kv_cache_bytes / (1 << 20)
 
     def generate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
@@ -112,7 +110,7 @@ class LanguageModel:
     def stream_generate(
         self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any
     ) -> TextGeneration:
-        """Return the same in pieces, as tokens are made; `result()` of it is the whole."""
+        """Return the completion in pieces, as tokens are made; its `result()` is the whole."""
         return self._begin(prompt, _with(max_new, options))
 
     def generate_batch(
@@ -131,10 +129,7 @@ class LanguageModel:
         asked: Sequence[tuple[Prompt, Mapping[str, Any]]],
         progress: Callable[[int, int], None] | None = None,
     ) -> list[Completion]:
-        """Return the same for prompts, each with options of its own; see `complete`.
-
-        `progress` is called with (done, total).
-        """
+        """Return completions of prompts, each with its options; `progress` gets (done, total)."""
         texts = []
         for number, (prompt, options) in enumerate(asked):
             try:
@@ -153,15 +148,12 @@ class LanguageModel:
     def chat(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Completion:
-        """Return the answer to a conversation, marks of channels and tool calls included.
+        """Return the answer to a conversation, with channel and tool-call markup.
 
-        Args:
-            messages: `{"role": ..., "content": ...}` each, as the model's chat template reads them.
-            tools: functions that the model may call, as JSON schemas.
-            **options: see `LanguageModel`; others are variables of the chat template.
-
-        Raises:
-            UsageError: the model has no chat template, or it refuses these messages.
+        `messages` are `{"role": ..., "content": ...}` each, as the model's chat template reads
+        them; `tools`: functions that the model may call, as JSON schemas; `options`: see
+        `LanguageModel`; others are variables of the chat template. Raises UsageError if there is no
+        template, or it refuses the messages.
         """
         return self.stream_chat(messages, tools, **options).result()
 
@@ -177,23 +169,23 @@ class LanguageModel:
         return self._begin(ids, chosen, {"style": style, "opened": opens_thoughts(text)})
 
     async def agenerate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
-        """Do `generate` without blocking the event loop; when cancelled, it ends."""
+        """Run `generate` without blocking the event loop; cancelling ends it."""
         return (await self.acomplete(prompt, **_with(max_new, options))).text
 
     async def acomplete(self, prompt: Prompt, **options: Any) -> Completion:
-        """Do `complete` without blocking the event loop; when cancelled, it ends."""
+        """Run `complete` without blocking the event loop; cancelling ends it."""
         return await _whole(self._begin(prompt, options))
 
     async def achat(
         self, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None, **options: Any
     ) -> Completion:
-        """Do `chat` without blocking the event loop; when cancelled, it ends."""
+        """Run `chat` without blocking the event loop; cancelling ends it."""
         return await _whole(self.stream_chat(messages, tools, **options))
 
     async def astream_generate(
         self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any
     ) -> AsyncIterator[str]:
-        """Do `stream_generate` without blocking the event loop."""
+        """Run `stream_generate` without blocking the event loop."""
         async for piece in _pieces(self._begin(prompt, _with(max_new, options))):
             yield piece
 
@@ -205,7 +197,7 @@ class LanguageModel:
             yield piece
 
     def close(self) -> None:
-        """Stop the threads and release the buffers, after the step that runs. Generations end."""
+        """Stop the threads and release the buffers, after the current step. Generations end."""
         self.session.close()
 
     def __enter__(self) -> "LanguageModel":
@@ -220,13 +212,6 @@ class LanguageModel:
         options: Mapping[str, Any],
         form: Mapping[str, Any] = MappingProxyType({}),
     ) -> TextGeneration:
-        """Return the completion of a prompt.
-
-        Args:
-            prompt: text, or token ids.
-            options: see the class.
-            form: the style of its answers, for constraints.
-        """
         drawn = {**options, **taken(self.sampling_defaults, options)}
         chosen, ids = Options.of(drawn), self._ids(prompt)
         self.session.check(ids)
@@ -250,7 +235,6 @@ class LanguageModel:
 
 
 def _with(max_new: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with a length, unless they have it by one of its other names."""
     is_named = "max_tokens" in options or "max_new_tokens" in options
     return options if is_named and max_new == MAX_NEW else {**options, "max_new": max_new}
 
@@ -262,7 +246,6 @@ async def _whole(text: TextGeneration) -> Completion:
 
 
 async def _pieces(text: TextGeneration) -> AsyncIterator[str]:
-    """Yield the pieces of a text; a thread waits for each."""
     try:
         while (piece := await asyncio.to_thread(next, text, None)) is not None:
             yield piece
@@ -280,26 +263,25 @@ def load(
 ) -> LanguageModel:
     """Load a model.
 
-    Its weight files stay mapped, so leave them alone: a generation raises ModelChanged if one was
-    written to, replaced or deleted. A file that is truncated while it is read ends the process with
-    SIGBUS; only the commands handle that signal.
+    Weight files stay mapped and must not change: a generation raises ModelChanged if one was
+    written to, replaced or deleted. Truncating one ends the process with SIGBUS, which only the
+    commands handle.
 
     Args:
         path: a Hugging Face directory, one with an IEBIN pair or a GGUF file, or that file; or
-            `owner/name` of a model in the Hub's cache, as `clocher pull` fetches it; None: the
-            embedded model.
-        kv_cache: dtype and size of the KV cache, instead of the settings of that.
+            `owner/name` of a model in the Hub's cache (see `clocher pull`); None: the embedded
+            model.
+        kv_cache: dtype and size of the KV cache, instead of the settings for these.
         progress, packing: called with (done, total) while kernels compile, or weights are packed.
         **settings: fields of `EngineConfig`, such as device, precision, threads, lora, draft_model,
-            batch, context, itl_ms, generation_config. Shared prefixes are computed once,
-            unless `prefix_cache=False`. Tokens are drafted and verified, which changes none of
-            them, unless `speculate="off"`.
+            batch, context, itl_ms, generation_config. Prefix caching (`prefix_cache`) and lossless
+            speculation (`speculate`) are on by default.
 
     Raises:
         ModelError: the model is missing, damaged or not supported.
         DeviceError: the device is not available.
         OutOfMemory: the model or its cache does not fit.
-        UsageError: an argument cannot be used.
+        UsageError: an argument is invalid.
     """
     where = embedded_model() if path is None else path
     check_functions(progress=progress, packing=packing)
@@ -323,12 +305,9 @@ def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> 
 def stream_generate(
     prompt: Prompt, path: str | Path | None = None, **options: Any
 ) -> Iterator[str]:
-    """Load a model and return one text in pieces; the model is closed after the last.
+    """Load a model at the first piece and yield one text in pieces. Raises UsageError.
 
-    It is loaded when the first piece is asked for.
-
-    Raises:
-        UsageError: an argument cannot be used.
+    The model is closed after the last piece.
     """
     Options.of(options)
     given, where = _text_or_ids(prompt), _usable_path(path)

@@ -1,7 +1,4 @@
-"""The processes `clocher` and `clocher-run`: streams, signals, subcommands, exit codes.
-
-Signal handlers are installed before anything slow is imported.
-"""
+"""The processes `clocher` and `clocher-run`. Signal handlers precede any slow import."""
 
 import gc
 import os
@@ -12,7 +9,7 @@ from contextlib import suppress
 from clocher_runtime.signals import cause_of, ignore, listen, restore
 
 _COLLECT_AFTER = 50_000
-"""Objects that may be made before the collector looks for garbage."""
+"""Objects made before a garbage collection."""
 
 
 def clocher(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
     before = listen()
     if owns_process:
-        # Modules stay: looking for garbage among them takes 0.05 s of a start. `run` enables it.
+        # Modules stay: collecting among them takes 0.05 s of a start. `run` enables it.
         gc.disable()
         gc.set_threshold(_COLLECT_AFTER)
         _open_standard_streams()
@@ -70,7 +67,6 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
 
 
 def _answer(words: Sequence[str], name: str) -> tuple[str | None, int]:
-    """Do what the arguments say; return what standard output still gets, and the code."""
     try:
         # Most of a short run: a signal may well arrive here.
         from clocher_runtime.command.clocher_run import command
@@ -83,7 +79,7 @@ def _answer(words: Sequence[str], name: str) -> tuple[str | None, int]:
 
 
 def _interrupted(signal: BaseException) -> tuple[str | None, int]:
-    """Return the line, unless it would go to a terminal, and the code of a run that ended so."""
+    """Return the output line (none for a terminal) and exit code of an interrupted run."""
     from clocher_runtime.command.jsonline import error_line, to_json
     from clocher_runtime.exit_codes import exit_code
 
@@ -92,7 +88,6 @@ def _interrupted(signal: BaseException) -> tuple[str | None, int]:
 
 
 def _emit(text: str, name: str = "clocher-run") -> bool:
-    """Write a line to standard output; say whether it could be written."""
     if sys.stdout is None:
         return False
     try:
@@ -121,7 +116,7 @@ def _flush() -> None:
 
 
 def _flush_errors() -> None:
-    """Leave nothing for a standard error that is gone: Python would exit with a code of its own."""
+    """Discard output for a closed standard error, for which Python would change the exit code."""
     if sys.stderr is None:
         return
     try:
@@ -131,7 +126,6 @@ def _flush_errors() -> None:
 
 
 def _open_standard_streams() -> None:
-    """Put the null device where a standard stream is closed."""
     for number in range(3):
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""Exit codes of the commands, and the one map from exceptions to them."""
+"""Exit codes of the commands, and the mapping from exceptions."""
 
 import errno
 from enum import IntEnum
@@ -36,11 +36,7 @@ _CODES: tuple[tuple[type[BaseException], ExitCode], ...] = (
 
 
 def told(error: BaseException) -> BaseException:
-    """Return an error as it is to be reported.
-
-    Threads are started and libraries loaded in many places, by other libraries too, and Python has
-    no class of its own for a system that refuses one for want of memory.
-    """
+    """Map a refused thread to DeviceError, refused memory to OutOfMemory; return others as is."""
     if isinstance(error, RuntimeError) and str(error) == "can't start new thread":
         return errors.DeviceError(
             "the system gives this process no more threads; lower --threads, or raise its limit of "
@@ -58,7 +54,7 @@ def told(error: BaseException) -> BaseException:
 
 
 def _lacks_memory(error: OSError | ImportError) -> bool:
-    # The loader of shared libraries says so in words only.
+    # The dynamic loader reports it in its message only.
     return getattr(error, "errno", None) == errno.ENOMEM or any(
         words in str(error) for words in ("failed to map segment", "annot allocate memory")
     )

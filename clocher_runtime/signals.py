@@ -1,7 +1,6 @@
-"""SIGINT and SIGTERM as exceptions, so that a run that is stopped still reports it.
+"""SIGINT and SIGTERM as exceptions, so that an interrupted run still reports.
 
-The first of them is raised in the main thread; the second one ends the process at once, as it would
-have done without this module. It imports nothing that takes time: it has to be there first.
+The second signal ends the process. Imports nothing slow, as it has to be first.
 """
 
 import os
@@ -24,11 +23,10 @@ class Terminated(KeyboardInterrupt):
 
 
 class _Interrupted(KeyboardInterrupt):
-    """SIGINT arrived.
+    """SIGINT arrived. CPython may note a plain KeyboardInterrupt as unhandled.
 
-    Not a plain KeyboardInterrupt: if one passes through code that was compiled from a string, as
-    the methods of every dataclass are, CPython remembers it as unhandled and later ends the process
-    by SIGINT, whatever its exit code was to be.
+    It does if one crosses code compiled from a string, such as dataclass methods, and then exits by
+    SIGINT, whatever the exit code was to be.
     """
 
 
@@ -36,10 +34,7 @@ _Interrupted.__name__ = KeyboardInterrupt.__name__
 
 
 def listen() -> list[tuple[int, Any]]:
-    """Raise KeyboardInterrupt on SIGINT and `Terminated` on SIGTERM, the first time.
-
-    A signal that the process was started to ignore stays ignored, as `nohup` and shells want it.
-    """
+    """Raise KeyboardInterrupt on SIGINT, `Terminated` on SIGTERM, once; ignored signals stay so."""
     _received.clear()
     before: list[tuple[int, Any]] = []
     for number in _BOTH:
@@ -57,11 +52,7 @@ def listen() -> list[tuple[int, Any]]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Return the signal behind an exception, or the exception.
-
-    C code that meets an exception in a place where it expects another one, as in the middle of an
-    import, may raise one of its own instead.
-    """
+    """Return the signal behind an exception, which C code may have replaced; else the exception."""
     return _received[0] if _received else error
 
 
@@ -80,7 +71,7 @@ def ignore(before: list[tuple[int, Any]]) -> None:
 
 
 def _unraisable(args: "UnraisableHookArgs") -> None:
-    """Send a signal again that arrived in a finaliser, where Python drops what is raised."""
+    """Resend a signal that arrived in a finaliser, where Python drops exceptions."""
     if args.exc_value not in _received:
         _hooks[0](args)
         return

@@ -1,1 +1,1 @@
-"""Clocher inside other people's programs."""
+"""Clocher inside other programs."""

@@ -3,11 +3,8 @@ r"""Clocher as a model of lm-evaluation-harness (`pip install lm_eval`), in this
     python -m clocher_runtime.adapters.lm_eval_model --model clocher \
         --model_args pretrained=path/to/model,threads=8 --batch_size 8 --tasks hellaswag
 
-The harness knows a model by the name that its module registers, and looks for no entry points: this
-module has to be imported, which running it does, and in a program
-`import clocher_runtime.adapters.lm_eval_model` before `lm_eval.simple_evaluate(model="clocher")`.
-
-Source: lm-evaluation-harness 0.4, docs/model_guide.md.
+The model is registered when this module is imported; do so before
+`lm_eval.simple_evaluate(model="clocher")`. Source: lm-evaluation-harness 0.4, docs/model_guide.md.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,14 +27,11 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 
 @register_model("clocher")
 class ClocherLM(LM):  # type: ignore[misc]
-    """A loaded model, scored and sampled token by token like any other of the harness.
+    """A loaded model for the harness. Raises UsageError, ClocherError.
 
-    `pretrained`: directory or GGUF file of the model, or its owner/name in the Hub's cache;
-    `batch_size`: texts scored or generated side by side; "auto": `max_batch_size`, or 8;
-    `max_gen_toks`: tokens of an answer, unless the task says otherwise; `device`: "auto", "cpu" or
-    "cuda". The harness says "cuda:0" where no device was given; like its own models, this one
-    takes what there is then; `max_batch_size`: what "auto" means; `**session`: other arguments of
-    `load`. Raises UsageError, ClocherError.
+    `pretrained`: directory, GGUF file or owner/name in the Hub's cache; `batch_size`: "auto" for
+    `max_batch_size` or 8; `device`: "auto", "cpu" or "cuda" ("cuda:0", the harness's default, means
+    "auto"); `**session`: arguments of `load`.
     """
 
     def __init__(
@@ -66,7 +60,7 @@ class ClocherLM(LM):  # type: ignore[misc]
 
     @property
     def tokenizer_name(self) -> str:
-        """Name of the tokenizer, for the harness's cache of requests."""
+        """Tokenizer name, for the harness's request cache."""
         return f"clocher-{self.model.tokenizer.vocab_size}"
 
     def apply_chat_template(
@@ -78,13 +72,13 @@ class ClocherLM(LM):  # type: ignore[misc]
         )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return what the harness keys its cache by: the model has one template or none."""
+        """Return the harness's cache key; a model has one template or none."""
         return "" if chat_template else None
 
     def loglikelihood(
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Return the log probability of each continuation, and whether greedy decoding makes it."""
+        """Return log probability, and whether greedy decoding yields it, of each continuation."""
         pairs = [self._scorer.pair(*request.args) for request in requests]
         found = [tuple(each) for each in self._scores(pairs, "loglikelihood", disable_tqdm)]
         self._keep("loglikelihood", requests, found)
@@ -101,7 +95,7 @@ class ClocherLM(LM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return how texts go on until a stop string."""
+        """Return continuations up to a stop string."""
         asked = []
         for request in requests:
             context, settings = request.args
@@ -118,13 +112,11 @@ class ClocherLM(LM):  # type: ignore[misc]
             return list(self._scorer.scores(pairs, progress))
 
     def _keep(self, name: str, requests: Sequence[Any], found: Sequence[Any]) -> None:
-        """Let the harness store what was found, if it was asked to."""
         for request, result in zip(requests, found, strict=True):
             self.cache_hook.add_partial(name, request.args, result)
 
 
 def _batch(given: int | str, most: int | None) -> int:
-    """Return the number of texts side by side."""
     if given == "auto":
         return most or _AUTO_BATCH
     if str(given).isdigit() and int(given):
@@ -133,7 +125,6 @@ def _batch(given: int | str, most: int | None) -> int:
 
 
 def _options(settings: Mapping[str, Any], longest: int) -> dict[str, Any]:
-    """Return our names of a task's settings of generation."""
     settings = dict(settings)
     lengths = [settings.pop(name, None) for name in _LENGTHS]
     until, draws = settings.pop("until", None), settings.pop("do_sample", None)

@@ -26,12 +26,9 @@ METHOD = "clocher"
 
 @register_quantization_config(METHOD)
 class ClocherConfig(QuantizationConfigMixin):
-    """Which format the linear layers of a model get; written into its config.json.
+    """Format of a model's linear layers, stored in config.json. Raises FormatError, UsageError.
 
-    `fmt`: name of the format, short or whole: "int4_g128", "int8", "mxfp4"; `act_prec`: "int8",
-    "fp32" or "": see `clocher_kernels.linear`; `modules_to_not_convert`: names of layers that stay;
-    None: the head, as transformers has it; `**kwargs`: what transformers stores beside, its
-    method's name. Raises FormatError, UsageError.
+    `fmt`: such as "int4_g128"; `modules_to_not_convert`: None leaves the head alone.
     """
 
     def __init__(
@@ -53,7 +50,7 @@ class ClocherConfig(QuantizationConfigMixin):
 
 @register_quantizer(METHOD)
 class ClocherQuantizer(HfQuantizer):
-    """Puts `QuantLinear` in the place of linear layers: rounded from floats, or as stored."""
+    """Replaces linear layers by `QuantLinear`: rounded from floats, or as stored."""
 
     quantization_config: ClocherConfig
 
@@ -66,7 +63,6 @@ class ClocherQuantizer(HfQuantizer):
         return bool(should_convert_module(name, kept))
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Make room for stored planes; floats are loaded as they are and rounded later."""
         if not self.pre_quantized:
             return
         config = self.quantization_config
@@ -82,7 +78,6 @@ class ClocherQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **kwargs: Any
     ) -> PreTrainedModel:
-        """Round the linear layers, one after the other."""
         if not self.pre_quantized:
             config = self.quantization_config
             quantize_linears(
@@ -94,12 +89,12 @@ class ClocherQuantizer(HfQuantizer):
         return model
 
     def is_serializable(self) -> bool:
-        """Return that a model can be saved: its planes are buffers."""
+        """Whether it can be saved: yes, planes are buffers."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """Whether gradients go through it: the ops have none."""
+        """Whether gradients flow through it: no."""
         return False
 
     @property

@@ -1,1 +1,1 @@
-"""Settings: declared once, read from flags, variables, a file or keywords, handed on as a whole."""
+"""Settings: declared once; read from flags, variables, a file or keywords."""

@@ -1,11 +1,6 @@
-"""`EngineConfig`: everything that decides how a model is loaded, planned, bound and stepped.
+"""`EngineConfig`: the only place for defaults, ranges, help lines and variables.
 
-One frozen record is made from flags, variables, a file or keywords of the Python API, checked, and
-handed on as a whole. Every default, range, help line and variable stands here and nowhere else.
-
-A hint is a setting that is checked and accepted, and that this version does not act on. A hint
-that asks for something else than what happens anyway is listed under `hints_ignored`. When a later
-version acts on a hint, it becomes a field.
+A hint is a setting that is accepted but not acted on.
 """
 
 from collections.abc import Mapping
@@ -52,17 +47,12 @@ PRECISIONS = (
     "mxfp4w",
     "ternaryw",
 )
-"""What float weights can be cast to or quantised as when a model is loaded."""
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
-"""How keys and values can be stored."""
 NUMERICS = ("precision", "kv_dtype")
-"""Settings that say how numbers are stored."""
 EXACT = {"kv_dtype": "f32"}
-"""What differs from the defaults where the quality of a model is measured."""
+"""Overrides for measuring the quality of a model."""
 ACT_PRECISIONS = ("int8", "fp8", "fp16", "bf16", "fp32")
-"""What activations can be rounded to."""
 KV_ALIASES = {"int8": "i8", "fp8": "e4m3", "fp16": "f16", "fp32": "f32"}
-"""What others call them."""
 _PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES, also=KV_ALIASES)
 _ACT_PREC = one_of(*ACT_PRECISIONS)
 _DEVICE = one_of("auto", "cpu", "cuda", "ze")
@@ -70,7 +60,6 @@ _BACKEND = one_of("cpu", "cuda", "reference", "stub")
 _ISA = one_of("avx512vnni", "avx512", "avxvnni", "avx2", "neon_i8mm", "neon_dotprod", "generic")
 _PLACEMENT = one_of("auto", "compact", "scatter")
 SPECULATE = ("auto", "off", "suffix", "draft")
-"""What drafts tokens."""
 _SPECULATE = one_of(*SPECULATE)
 _ATTN = attention()
 _DIFFUSION = diffusion()
@@ -81,16 +70,9 @@ _PAGES = integer(1, (1 << 31) - 1)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How a model is loaded and stepped, fully decided. A None stands for what help says.
+    """Resolved settings of a model. For None see each field's help. Raises UsageError.
 
-    Attributes:
-        isa: None takes the best. It holds for the process (engine.backends.hand_on).
-        tile_table: None leaves tiles to the formulas.
-        given: field -> how it was set by a flag, a variable or a file; others are absent.
-        hints_ignored: "source=value" of what was given and this version does not act on.
-
-    Raises:
-        UsageError: a value is not what its field takes.
+    `given`: field -> what set it; `hints_ignored`: "source=value" of hints without effect.
     """
 
     command: ClassVar[str] = "load"
@@ -325,11 +307,7 @@ HINTS: Mapping[str, Setting] = {hint.env[0].lower().removeprefix("ie_"): hint fo
 
 
 def config_of(keywords: Mapping[str, Any], where: str) -> EngineConfig:
-    """Return the configuration that keywords of the Python API stand for.
-
-    Raises:
-        UsageError: a keyword is no setting, or a value is not what it takes.
-    """
+    """Return the configuration for keywords of the Python API. Raises UsageError."""
     known = {name for name, _ in every(EngineConfig)} - _NOT_KEYWORDS
     if unknown := sorted(set(keywords) - known):
         raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")

@@ -1,7 +1,4 @@
-"""A setting: a field of a config record, and all the ways to give it.
-
-The parser, the help text, the checks of the Python API and docs/cli.md come from its metadata.
-"""
+"""A setting: a config field and all ways to give it; also the source of help and docs/cli.md."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -14,17 +11,9 @@ from clocher_runtime.config.values import Value
 class Setting:
     """How one setting is given.
 
-    Attributes:
-        group: heading of the help text that its flag is listed under.
-        takes: what its flag, its variables and its keyword accept.
-        help: one phrase.
-        flag: "--name", or "" without one. The flag of a setting that takes 0 or 1 takes no value.
-        env: environment variables, the strongest first. A flag has one with its own name: that of
-            `--max-new` is CLOCHER_MAX_NEW. Names without a prefix are those that the CLI was
-            promised to read; the others of that kind belong to the make targets (bench.variables).
-        idle: values of a hint, or of a setting that is not always acted on, that ask for nothing
-            else than what happens anyway.
-        only: commands that have it; empty: all. A keyword of the Python API it is in any case.
+    `env`: variables, the strongest first; each flag also has one of its own name (`--max-new`:
+    CLOCHER_MAX_NEW). `idle`: values that ask for what happens anyway. `only`: commands that have
+    it; empty: all. The flag of a 0/1 setting takes no value.
     """
 
     group: str
@@ -37,7 +26,7 @@ class Setting:
 
 
 class Given(NamedTuple):
-    """How a field was set: the flag or variable, and the text it was given."""
+    """How a field was set: the flag or variable, and its text."""
 
     source: str
     raw: str
@@ -52,7 +41,7 @@ class Given(NamedTuple):
 
 
 class GivenInFile(Given):
-    """The same of a file: its source is the file and the key."""
+    """A setting from a file; the source names the file and the key."""
 
     __slots__ = ()
 
@@ -80,13 +69,13 @@ def _field(
 
 
 def redefault(config: type[Any], name: str, default: Any) -> Any:
-    """Declare a field of a subclass that differs from its base's in the default only."""
+    """Declare a field of a subclass with a new default."""
     metadata = config.__dataclass_fields__[name].metadata
     return field(default=default, metadata=metadata)
 
 
 def every(config: type[Any]) -> Iterator[tuple[str, Setting]]:
-    """Yield all settings of a config record by the name of their field."""
+    """Yield the settings of a config record by field name."""
     for each in fields(config):
         if setting := each.metadata.get("setting"):
             yield each.name, _named(each.name, setting) if setting.flag else setting
@@ -108,7 +97,6 @@ def defaults(config: type[Any]) -> dict[str, Any]:
 
 
 def _named(name: str, setting: Setting) -> Setting:
-    """Return a setting with the flag and the variable of its name."""
     env = dict.fromkeys((f"CLOCHER_{name.upper()}", *setting.env))
     return replace(setting, flag=f"--{name.replace('_', '-')}", env=tuple(env))
 
@@ -116,6 +104,6 @@ def _named(name: str, setting: Setting) -> Setting:
 def unmet(
     given: Mapping[str, Given], settings: Mapping[str, Setting], names: Collection[str]
 ) -> tuple[str, ...]:
-    """Return what was given of some settings as "source=value", but for what asks for nothing."""
+    """Return settings that were given and have no effect, as "source=value"."""
     found = [(setting, given[n]) for n, setting in settings.items() if n in names and n in given]
     return tuple(str(how) for setting, how in found if how.raw not in setting.idle)

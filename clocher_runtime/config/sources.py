@@ -10,9 +10,8 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Given, GivenInFile, Setting, declared
 
 MAX_BYTES = 1 << 20
-"""Of a settings file."""
 
-# Products are accumulated in fp32 whatever the weights are, so asking for it is no ignored hint.
+# Matmuls accumulate in fp32 in any case, so a setting that asks for it is not ignored.
 _HOST_MATH = "fp32"
 _FILE = declared(EngineConfig)["config"]
 
@@ -21,20 +20,14 @@ Config = TypeVar("Config", bound=EngineConfig)
 
 
 class Sources(NamedTuple):
-    """What a configuration is made from.
-
-    Attributes:
-        flags: name of a setting -> what its flag was given; flags that were not given are absent.
-        environ: environment variables. One that is set to nothing counts as not set.
-        in_file: name of a setting -> what a file says; None reads the file of `--config`.
-    """
+    """What was given, by setting name; `in_file` None reads the file of `--config`."""
 
     flags: Mapping[str, str]
     environ: Mapping[str, str]
     in_file: Mapping[str, GivenInFile] | None = None
 
     def only(self, settings: Mapping[str, Setting]) -> "Sources":
-        """Return what says some settings; nothing else of the environment is in it."""
+        """Return only what concerns some settings."""
         variables = {name for setting in settings.values() for name in setting.env}
         return Sources(
             {name: raw for name, raw in self.flags.items() if name in settings},
@@ -46,13 +39,9 @@ class Sources(NamedTuple):
 def settle(
     kind: type[Config], sources: Sources, hints: Mapping[str, Setting] = MappingProxyType({})
 ) -> Config:
-    """Return a configuration: flag, variable, file, default.
+    """Return a configuration: flag, variable, file, default. Raises UsageError.
 
-    A value that a stronger source overrides is not looked at.
-
-    Raises:
-        UsageError: a value is not what its flag, variable or key takes, two flags exclude each
-            other, or the file of `--config` is not one.
+    An overridden value is not checked.
     """
     table = {**declared(kind), **hints}
     in_file = with_file(sources, table).in_file or {}
@@ -81,11 +70,7 @@ def settle(
 
 
 def with_file(sources: Sources, known: Collection[str]) -> Sources:
-    """Return the same with the file of `--config` read.
-
-    Raises:
-        UsageError: the file cannot be read, or has something that is no setting.
-    """
+    """Read the file of `--config`. Raises UsageError."""
     if sources.in_file is not None:
         return sources
     named = sources_of("config", _FILE, sources.flags, sources.environ, {})
@@ -104,24 +89,21 @@ def sources_of(
     environ: Mapping[str, str],
     in_file: Mapping[str, Given],
 ) -> list[Given]:
-    """Return the flag, the variables and the key of the file that are set, the strongest first."""
+    """Return the flag, variables and file key that are set, the strongest first."""
     found = [Given(setting.flag, flags[name])] if name in flags else []
     found += [Given(var, environ[var]) for var in setting.env if environ.get(var)]
     return found + ([in_file[name]] if name in in_file else [])
 
 
 def unprefixed(config: EngineConfig) -> list[str]:
-    """Return a message for each variable without a prefix that is read.
-
-    Such a name may have been set for another program.
-    """
+    """Return a warning for each unprefixed variable in use: another program may have set it."""
     given = [str(each) for each in config.given.values() if each.is_variable]
     names = [each for each in given if not each.startswith(("CLOCHER_", "IE_"))]
     return [f"{each} is read from the environment" for each in names]
 
 
 def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
-    """Settle settings that exclude each other: the stronger source wins, a tie is an error."""
+    """Settle exclusive settings: the stronger source wins, a tie is an error."""
     present = sorted((name for name in names if name in given), key=lambda n: _rank(given[n]))
     if len(present) < 2:
         return
@@ -133,16 +115,11 @@ def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Giv
 
 
 def _rank(given: Given) -> int:
-    """Return 0 for a flag, 1 for a variable, 2 for a key of the file."""
     return 2 if isinstance(given, GivenInFile) else int(given.is_variable)
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Return the content of a TOML file.
-
-    Raises:
-        UsageError: it cannot be read, is larger than 1 MiB, or is not TOML.
-    """
+    """Return the content of a TOML file of at most 1 MiB. Raises UsageError."""
     import tomllib  # late: few runs have a file
 
     try:
@@ -160,13 +137,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def setting_texts(table: Mapping[str, Any], known: Collection[str], where: str) -> dict[str, str]:
-    """Return name -> the text that a flag would have been given.
-
-    True and false become 1 and 0, a list its elements with commas between them.
-
-    Raises:
-        UsageError: a name is not known, or a value is a table, a date or a time.
-    """
+    """Return name -> the text its flag would get (lists joined by commas). Raises UsageError."""
     unknown = sorted(set(table) - set(known))
     if unknown:
         raise UsageError(

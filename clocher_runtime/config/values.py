@@ -1,4 +1,4 @@
-"""What a setting takes, as text or as a Python value: strict, and able to say what it expects."""
+"""Types of settings: strict parsing of text and Python values, with their descriptions."""
 
 import operator
 import os
@@ -23,15 +23,10 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A kind of value.
+    """A type of value: converts Python values (`accept`) and text (`from_text`).
 
-    Attributes:
-        metavar: its place holder in help.
-        takes: what is accepted, as a noun phrase.
-        accept: returns a Python value as this kind of value; raises ValueError, or UsageError with
-            a reason of its own.
-        from_text: text to what `accept` takes; raises the same.
-        unset: the value of a setting that was not given, unless it has a default.
+    Both raise ValueError, or UsageError with a reason of their own. `takes` is a noun phrase;
+    `unset` the default, unless the setting has one.
     """
 
     metavar: str
@@ -41,20 +36,12 @@ class Value:
     unset: Any = None
 
     def read(self, source: str, raw: str) -> Any:
-        """Return the value that a flag or variable named `source` was given.
-
-        Raises:
-            UsageError: the text is not what this kind takes.
-        """
+        """Parse the text of the flag or variable `source`. Raises UsageError."""
         quoted = repr(raw if len(raw) <= 60 else f"{raw[:60]}...")
         return self._told(source, quoted, self.takes, lambda: self.accept(self.from_text(raw)))
 
     def check(self, name: str, value: object) -> Any:
-        """Return the value of a keyword of the Python API.
-
-        Raises:
-            UsageError: it is not what this kind takes.
-        """
+        """Return the value of a Python keyword. Raises UsageError."""
         takes = "True or False" if self.metavar == "0|1" else self.takes
         return self._told(name, shown(value), takes, lambda: self.accept(value))
 
@@ -69,7 +56,7 @@ class Value:
 
 
 def shown(value: object) -> str:
-    """Return a value as an error message shows it, in a few words whatever it is."""
+    """Return a short form of any value for error messages."""
     try:
         return reprlib.repr(value)
     except Exception:  # of any class, even a number: one of many thousand digits
@@ -127,7 +114,7 @@ def number(low: float, high: float) -> Value:
 
 
 def one_of(*names: str, also: Mapping[str, str] = MappingProxyType({})) -> Value:
-    """Take one of some names, and what others call them: another name -> the one it stands for."""
+    """Take one of some names, or an alias (`also`: alias -> name)."""
     known = {**also, **{name: name for name in names}}
 
     def accept(value: object) -> str:
@@ -223,7 +210,6 @@ def _int(raw: str) -> int:
 
 
 def _such(value: Any, good: object) -> Any:
-    """Return a value if it is good."""
     if not good:
         raise ValueError(shown(value))
     return value

@@ -1,4 +1,4 @@
-"""How a rule is asked for: its name, and its numbers behind a colon."""
+"""Parsing of a rule: its name, and its numbers after a colon."""
 
 import re
 from typing import NamedTuple
@@ -7,11 +7,7 @@ from clocher_kernels.errors import UsageError
 
 
 class _Takes(NamedTuple):
-    """What the numbers of a rule are when they are left out, and what they may be.
-
-    Attributes:
-        counts: which of them are whole, and at least 1.
-    """
+    """Default numbers of a rule and their ranges; those in `counts` are integers >= 1."""
 
     usual: tuple[float, ...]
     lowest: float
@@ -29,16 +25,15 @@ _RULES = {
     "canvas": _Takes((0.1, 48), 0, 1024, counts=(1,)),
 }
 WORDS = ("auto", "off", "lossless")
-"""What may be asked for instead of a rule."""
+"""Values besides the rules."""
 
 RULES = tuple(_RULES)
-"""Names of the rules of `diffusion.rules`."""
 USUAL = {name: ",".join(f"{number:g}" for number in takes.usual) for name, takes in _RULES.items()}
-"""Rule -> its numbers where none are given."""
+"""Rule -> its default numbers."""
 
 
 def parse(text: str) -> tuple[str, tuple[float, ...]]:
-    """Return name and numbers of "threshold:0.9", or its usual numbers. Raises UsageError."""
+    """Return name and numbers of "threshold:0.9", or of a name alone. Raises UsageError."""
     name, colon, rest = text.partition(":")
     takes = _RULES.get(name)
     if takes is None:

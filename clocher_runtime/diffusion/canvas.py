@@ -1,4 +1,4 @@
-"""The block of a text that is being denoised."""
+"""The block of a sequence that is being denoised."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,23 +10,16 @@ from clocher_runtime.models.spec import BlockDiffusion
 Array = np.ndarray
 
 Draw = Callable[[Array, int], int]
-"""Returns the token drawn from logits [V] fp32, in which the mask is -inf, for a position."""
+"""Returns the token drawn for a position from logits [V] fp32, in which the mask is -inf."""
 
 
 class Canvas:
-    """The active block of one sequence: what is known of it, and masks.
+    """The active block of one sequence: known ids and masks; empty between blocks.
 
-    Blocks begin at multiples of their size. The first ids of the first block are the end of the
-    prompt, which no rule changes.
-
-    Attributes:
-        ids: of the active block; none: the next forward begins a block.
-        painted: what the model sees of it, under a rule that shows it noise.
-        fixed: how many ids are the prompt's, or were given away.
-        forwards: forwards over the active block; `edited` of these since it has had no mask.
-        settled: whether the last one changed nothing, or was the last that may.
-        top: top-1 tokens of the forward before, under a rule that shows noise.
-        logits: [V] fp32 of each position of the block when its token was written, where wanted.
+    `painted`: what the model sees, under a rule that uses noise; `fixed`: leading ids of the
+    prompt, or delivered; `edited`: forwards since the last mask was filled; `settled`: the last
+    forward changed nothing, or was the last allowed; `top`: the previous top-1 tokens; `logits`:
+    [V] fp32 of each position when its token was written, where wanted.
     """
 
     def __init__(self, blocks: BlockDiffusion, rule: Rule, vocabulary: int, seed: int) -> None:
@@ -45,7 +38,7 @@ class Canvas:
         return self._blocks.context == "block"
 
     def begin(self, known: Sequence[int]) -> None:
-        """Begin a block with the ids that are known of it, if none is active."""
+        """Begin a block with its known ids, if none is active."""
         if not self.ids:
             self.ids = [*known, *[self._blocks.mask] * (self.size - len(known))]
             self.fixed = len(known)
@@ -66,12 +59,9 @@ class Canvas:
         return [] if self.waits else self.painted or self.ids
 
     def see(self, logits: Array, draw: Draw | None = None, keep: bool = False) -> None:
-        """Write what the rule takes of a forward.
+        """Write what the rule commits; `keep` also stores the logits of written tokens.
 
-        Args:
-            logits: [B, V] fp32, of what was shown; of the last token before it, if none was.
-            draw: see there; None: the top-1 tokens.
-            keep: whether logits are wanted of what is written.
+        `logits`: [B, V] fp32, or [1, V] of the last token before the block. `draw` None: top-1.
         """
         waits, temperature = self.waits, 1.0
         asked = np.arange(self.size) == 0 if waits else self._asked()
@@ -105,7 +95,6 @@ class Canvas:
                 self.logits[int(at)] = logits[row].copy()
 
     def _asked(self) -> Array:
-        """Return the positions whose tokens a rule may write after this forward, [B] bool."""
         own = self._own()
         is_open = own & (np.array(self.ids) == self._blocks.mask)
         if self.rule.forwards or not is_open.any():
@@ -116,7 +105,6 @@ class Canvas:
         return asked
 
     def _write(self, chosen: Array, chance: Array, entropy: Array) -> Array:
-        """Write over masks, and over tokens of a rule that edits; return where, [B] bool."""
         ids, own = np.array(self.ids), self._own()
         is_open = own & (ids == self._blocks.mask)
         changes = own & ~is_open & (ids != chosen)
@@ -128,7 +116,7 @@ class Canvas:
         return wrote
 
     def _paint(self, top: Array, chosen: Array, chance: Array, entropy: Array) -> Array:
-        """Paint what the next forward sees, or write the whole block; return where, [B] bool."""
+        """Set what the next forward sees, or write the whole block; return where, [B] bool."""
         own = self._own()
         before, self.top = self.top, top[own]
         if self.forwards == self.rule.forwards or is_calm(self.top, before, entropy[own]):
@@ -143,17 +131,16 @@ class Canvas:
         return none
 
     def _own(self) -> Array:
-        """Return which positions a rule may write, [B] bool."""
         return np.arange(self.size) >= max(self.fixed, self._blocks.shift)
 
     def _noise(self) -> Array:
-        """Return random ids but the mask, [B]; the same ones for a seed, a block and a forward."""
+        """Return random ids without the mask, [B], deterministic in seed, block and forward."""
         rng = np.random.default_rng([self._seed, self.begun, self.forwards])
         ids = rng.integers(0, self._vocabulary - 1, self.size)
         return ids + (ids >= self._blocks.mask)
 
     def sure(self) -> list[int]:
-        """Return the ids that follow the known ones and will not change any more."""
+        """Return the ids that follow the known ones and are final."""
         open_ = (at for at in range(self.fixed, self.size) if self.ids[at] == self._blocks.mask)
         end = next(open_, self.size)
         if self.rule.edits and not (end == self.size and self.settled):

@@ -1,7 +1,6 @@
-"""Rules of block diffusion: which positions of a block take the token that a forward chose.
+"""Rules of block diffusion: which positions of a block take the token a forward chose.
 
-A rule is a pure function of what one forward found out about a block. It never sees the mask id
-among the chosen tokens: the caller leaves the mask out before it chooses.
+Rules are pure functions of one forward's results; the caller excludes the mask id.
 
 | rule | writes |
 | --- | --- |
@@ -11,15 +10,11 @@ among the chosen tokens: the caller leaves the mask out before it chooses.
 | `factor:F` | the n best open positions, the largest n with (n + 1)(1 - p_n) < F, at least one |
 | `entropy:E` | open positions in order of entropy while their sum without the largest is <= E |
 | `joint:T,E` | `threshold:T`, and tokens written before where another one has p > E |
-| `canvas:E,N` | everything at the end, which comes when the canvas is calm, or after N forwards |
+| `canvas:E,N` | all at the end: when the canvas is calm, or after N forwards; noise until then |
 
-Before its end `canvas` shows the model drawn tokens where `entropy:E` takes them, and noise
-elsewhere.
-
-Sources: static and dynamic, SDAR (Cheng et al. 2025) and LLaDA; threshold and factor, Fast-dLLM (Wu
-et al. 2025); entropy, Ben-Hamu et al. 2025 (EB-sampler), over the entropy of the whole
-distribution; joint, LLaDA2.1; canvas, DiffusionGemma as transformers has it, without its
-self-conditioning.
+Sources: SDAR (Cheng et al. 2025), LLaDA (static, dynamic); Fast-dLLM (Wu et al. 2025; threshold,
+factor); Ben-Hamu et al. 2025 (EB-sampler; over the whole distribution's entropy); LLaDA2.1 (joint);
+DiffusionGemma in transformers, without self-conditioning (canvas).
 """
 
 from collections.abc import Callable
@@ -39,14 +34,9 @@ _CALM = 0.005  # mean entropy of a canvas that has come to its end, in nats
 
 
 class View(NamedTuple):
-    """What a forward found out about a block of B positions.
+    """Results of a forward over B positions, [B] bool or f64; `entropy` is in nats.
 
-    Attributes:
-        is_open: [B] bool, positions that hold the mask.
-        chance: [B] f64, probability of the chosen token, 0 to 1.
-        entropy: [B] f64, of the whole distribution, in nats.
-        changes: [B] bool, positions that were written in this block and for which another token
-            was chosen now.
+    `chance`: probability of the chosen token; `changes`: written, but another one was chosen.
     """
 
     is_open: Array
@@ -56,7 +46,7 @@ class View(NamedTuple):
 
 
 def static(view: View, steps: int) -> Array:
-    """Return the positions to write, [B] bool: a fixed share of the block, the surest first."""
+    """Return the positions to write, [B] bool: a fixed share of the block, highest p first."""
     return _best(view, -(-len(view.is_open) // steps))
 
 
@@ -81,7 +71,7 @@ def factor(view: View, limit: float) -> Array:
 
 
 def entropy(view: View, bound: float) -> Array:
-    """Return open positions by rising entropy while the sum but for the largest is in bounds."""
+    """Return open positions by rising entropy while their sum but for the largest is <= bound."""
     places = np.flatnonzero(view.is_open)
     ranked = places[np.argsort(view.entropy[places], kind="stable")]
     before = np.cumsum(view.entropy[ranked]) - view.entropy[ranked]  # the last is the largest
@@ -91,18 +81,18 @@ def entropy(view: View, bound: float) -> Array:
 
 
 def joint(view: View, least: float, least_edit: float) -> Array:
-    """Return what `threshold` does, and written positions where another token is likely enough."""
+    """Return what `threshold` does, and written positions where another p > `least_edit`."""
     fresh = threshold(view, least) if view.is_open.any() else np.zeros_like(view.is_open)
     return fresh | (view.changes & (view.chance > least_edit))
 
 
 def temperature_of(done: int, forwards: int) -> float:
-    """Return the temperature of a canvas's next forward, which cools down from the first one on."""
+    """Return the temperature of a canvas's next forward, which falls with each."""
     return _COOLEST + (_HOTTEST - _COOLEST) * (forwards - done) / forwards
 
 
 def is_calm(top: Array, before: Array | None, entropy: Array) -> bool:
-    """Return whether a canvas has come to its end."""
+    """Return whether a canvas is finished."""
     stable = before is not None and np.array_equal(top, before)
     return stable and float(entropy.mean()) < _CALM
 
@@ -120,13 +110,10 @@ def _best(view: View, count: int) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A rule with its numbers.
+    """A rule and its numbers; `write` returns the positions to write, [B] bool.
 
-    Attributes:
-        text: as it was asked for.
-        write: returns the positions to write, [B] bool.
-        edits: whether it changes what it has written, so that a block is sure at its end only.
-        forwards: that a canvas of noise may take; 0: blocks are of masks.
+    `edits`: it rewrites tokens, so blocks are final only at their end; `forwards`: limit for a
+    canvas of noise, 0 if blocks are of masks.
     """
 
     text: str
@@ -149,7 +136,7 @@ _WRITES: dict[str, Callable[..., Array]] = {
 
 
 def rule_of(text: str) -> Rule:
-    """Return the rule that a text such as "threshold:0.9" stands for. Raises UsageError."""
+    """Return the rule of a text such as "threshold:0.9". Raises UsageError."""
     name, numbers = parse(text)
     return Rule(
         text,

@@ -1,1 +1,1 @@
-"""Ids in, ids out: loading, sessions, back ends, time and what a machine has."""
+"""Token ids in, token ids out: loading, sessions, back ends, timing."""

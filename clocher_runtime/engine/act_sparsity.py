@@ -1,8 +1,6 @@
-"""Activation thresholds: which small inputs of matmuls are dropped. A lossy variant of a model.
+"""Lossy activation sparsity as in TEAL (arXiv 2408.14690): small inputs of matmuls are dropped.
 
-Thresholds come from the distribution of each input over a calibration text, in the manner of TEAL
-(arXiv 2408.14690), the same share for every matrix; or from each token itself. What of a token is
-dropped depends on nothing but the token, so prompts, batches and drafts give the same bits.
+What is dropped from a token depends only on it, so batches and drafts change nothing.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +20,11 @@ from clocher_runtime.models.build import PAGE_CELLS, page_table
 from clocher_runtime.models.spec import ModelSpec
 
 THRESHOLD = "act.threshold."
-"""How the names of thresholds begin."""
 KEPT = ".kept"
 LEAST_TOKENS, MOST_TOKENS = 64, 2048
-"""Tokens of a calibration text that are needed, and that are looked at."""
+"""Calibration tokens: required, and used at most."""
 _SEQUENCE = 256
-"""Tokens of a piece, whatever the chunk of a session is, so that thresholds are the same."""
+"""Tokens per calibration forward; fixed, so that thresholds do not depend on the session."""
 _ADAPTIVE: Mapping[str, Attr] = {"most": 1.0, "least": 0.5}
 _KINDS = ("", "topk", "threshold")
 _PLACES = ("q", "k", "v", "o", "gate", "up", "down")
@@ -35,12 +32,9 @@ _PLACES = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclass(frozen=True, slots=True)
 class ActSparsity:
-    """How inputs are chosen.
+    """Which inputs are dropped: a calibrated share `drop`, or below an absolute `threshold`.
 
-    Attributes:
-        drop: share of each input below its threshold, which calibration sets; None: no such.
-        threshold: absolute, of all inputs; None: no such.
-        attrs: of `drop_small`, if each token has a threshold of its own.
+    `attrs`: of `drop_small`, for thresholds per token.
     """
 
     drop: float | None = None
@@ -116,16 +110,7 @@ def _is_gate_or_up(call: Call) -> bool:
 
 
 def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longest: int) -> None:
-    """Set the thresholds of a Plan so that a share of each input over a text is below them.
-
-    Args:
-        executor: bound to the Plan of `drop_inputs`, before its first step.
-        ids: the text's tokens; pieces of it are computed, each from position 0.
-        longest: tokens that its KV cache has room for.
-
-    Raises:
-        UsageError: there are too few tokens, or no such ones.
-    """
+    """Calibrate the Plan's thresholds to drop a share of each input. Raises UsageError."""
     if ids is None or len(ids) < LEAST_TOKENS:
         raise UsageError(
             f"act_sparsity {drop:g} needs a calibration text of at least {LEAST_TOKENS} tokens, "
@@ -151,7 +136,6 @@ def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longes
 
 
 def _stage(executor: Executor, first: int, part: np.ndarray, longest: int) -> None:
-    """Write the inputs of the tokens of a text from its token `first`."""
     places = np.arange(first, first + len(part), dtype=np.int32)
     executor.array("ids")[: len(part)] = part
     executor.array("positions")[: len(part)] = places

@@ -1,4 +1,4 @@
-"""Checks of what callers of the Python API pass: numbers, token ids, settings."""
+"""Checks of Python API arguments: numbers, token ids, settings."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from clocher_runtime.config.values import as_integer, as_number, shown
 
 
 def whole(name: str, value: object, least: int | None = None, most: int | None = None) -> int:
-    """Return an integer argument in a range; True and 1.0 are none. Raises UsageError."""
+    """Return an integer in a range; True and 1.0 are refused. Raises UsageError."""
     number = as_integer(value)
     low = number is None or (least is not None and number < least)
     if number is None or low or (most is not None and number > most):
@@ -22,20 +22,20 @@ def whole(name: str, value: object, least: int | None = None, most: int | None =
 
 
 def one_of(name: str, value: object, known: Collection[str]) -> str:
-    """Return an argument that is one of some words. Raises UsageError."""
+    """Return an argument that is one of the known words. Raises UsageError."""
     if not isinstance(value, str) or value not in known:
         raise UsageError(f"{name} is {shown(value)}; known: {', '.join(known)}")
     return value
 
 
 def refuse_unknown(given: Mapping[str, object], known: Collection[str], where: str) -> None:
-    """Fail if an option by keyword is not known. Raises UsageError."""
+    """Raise UsageError for an unknown keyword option."""
     if unknown := sorted(set(given) - set(known)):
         raise UsageError(f"{where} has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
 
 
 def listed(value: object, expected: str) -> list[Any]:
-    """Return the items of a sequence; text, bytes, mappings are none. Raises UsageError."""
+    """Return a sequence's items; strings, bytes, mappings are refused. Raises UsageError."""
     sequence = hasattr(value, "__len__") and hasattr(value, "__getitem__")
     if sequence and not isinstance(value, str | bytes | bytearray | memoryview | Mapping):
         try:
@@ -62,7 +62,7 @@ def token_ids(prompt: object) -> list[int]:
 
 
 def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str) -> list[int]:
-    """Return the ids of a prompt that can be generated from; see `token_ids`. Raises UsageError."""
+    """Return the ids of a prompt that fits the context; see `token_ids`. Raises UsageError."""
     ids = token_ids(prompt)
     if not ids:
         raise UsageError("no tokens; give it at least one")
@@ -78,7 +78,7 @@ def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str) -> list
 
 
 def for_each_prompt(given: object, read: Callable[[Any], list[int]]) -> list[list[int]]:
-    """Return the ids of the prompts of a call, one list for each. Raises UsageError."""
+    """Return one list of ids per prompt. Raises UsageError."""
     prompts = listed(given, "a list of prompts, each a list of token ids")
     if not prompts:
         raise UsageError("0 prompts; give at least one")
@@ -92,7 +92,7 @@ def for_each_prompt(given: object, read: Callable[[Any], list[int]]) -> list[lis
 
 
 Processor = Callable[[list[int], np.ndarray], np.ndarray]
-"""Takes the ids so far and logits [V] fp32 that it may write to; returns logits."""
+"""Takes the ids so far and logits [V] fp32, which it may write to; returns logits."""
 
 _REAL = (
     ("temperature", "a number, at least 0", 0.0, float(np.finfo(np.float32).max)),
@@ -106,19 +106,13 @@ _REAL = (
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How the next token is chosen; greedy by default.
+    """How the next token is chosen; greedy (temperature 0) by default.
 
-    Attributes:
-        temperature: 0 is greedy.
-        top_k: keep the k most likely tokens; 0 keeps all.
-        top_p: keep the shortest run of most likely tokens with this probability.
-        seed: the same seed draws the same tokens, whatever the batch.
-        min_p: drop tokens less likely than this share of the most likely one; before top_k.
-        repetition_penalty: divides positive logits of tokens in the text, multiplies negative ones.
-        presence_penalty: taken from the logits of tokens that were made.
-        frequency_penalty: taken once for each time that a token was made.
-        logit_bias: token -> what is added to its logit.
-        processors: change the logits, in their order.
+    Penalties, biases, processors act first. `top_k` 0 keeps all; `top_p` keeps the smallest set of
+    that probability; `min_p` drops tokens below this share of the top-1's, before top_k.
+    `repetition_penalty` divides positive logits of tokens in the sequence and multiplies negative
+    ones; `presence_penalty` is subtracted once from generated tokens, `frequency_penalty` per
+    occurrence. A seed draws the same tokens in any batch.
     """
 
     temperature: float = 0.0
@@ -154,20 +148,19 @@ class Sampling:
 
     @property
     def on_host(self) -> bool:
-        """Whether it wants more than the sampling op of a Plan does."""
+        """Whether it needs more than the Plan's sampling op does."""
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(penalties or self.min_p or self.logit_bias or self.processors)
 
 
 def check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
-    """Refuse biases of ids that are no tokens. Raises UsageError."""
+    """Refuse biases of ids outside the vocabulary. Raises UsageError."""
     for token in biases:
         if token >= vocab_size:
             raise UsageError(f"logit_bias of token {token}; the last one is {vocab_size - 1}")
 
 
 def _biases(value: object) -> dict[int, float]:
-    """Return biases by token."""
     if not isinstance(value, Mapping):
         raise UsageError(f"logit_bias is {shown(value)}; expected token ids with numbers")
     biases = {}
@@ -180,7 +173,7 @@ def _biases(value: object) -> dict[int, float]:
 
 
 def check_functions(**functions: object) -> None:
-    """Refuse what is neither a function nor None. Raises UsageError."""
+    """Refuse anything but functions and None. Raises UsageError."""
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise UsageError(f"{name} is {shown(function)}; expected a function or None")

@@ -1,4 +1,4 @@
-"""What `--attn` of a session comes to: what was read, and what "auto" proposes."""
+"""What attention read with `--attn`, and what "auto" proposes."""
 
 from typing import NamedTuple
 
@@ -10,29 +10,26 @@ from clocher_runtime.models.selection import PAGE_CELLS
 from clocher_runtime.models.spec import ModelSpec
 
 WORTH = 0.15
-"""Share of what a step reads, beyond which reading fewer keys and values is proposed."""
+"""Share of a step's reads above which reading fewer keys and values is proposed."""
 PROPOSED = 2048
-"""Tokens that a proposal reads."""
 
 
 class PagesRead(NamedTuple):
-    """Pages that attention has read, and that there were to be read, over layers and heads."""
+    """Pages that attention read, and pages available, summed over layers and heads."""
 
     listed: int
     seen: int
 
     def share(self, before: "PagesRead") -> float:
-        """Return which share has been read since an earlier state; 1 of nothing."""
+        """Return the share read since an earlier state; 1 if there was nothing to read."""
         seen = self.seen - before.seen
         return (self.listed - before.listed) / seen if seen else 1.0
 
 
 class StepBytes(NamedTuple):
-    """What a step of one sequence reads at a full context, in bytes.
+    """Bytes that a step of one sequence reads at a full context.
 
-    Attributes:
-        windows, whole: keys and values of layers that see a window or a chunk; of the others.
-        fewer: of the others with `PROPOSED` tokens, and the bounds of all pages.
+    `windows`: KV of layers with a window or chunk; `whole`: of others; `fewer`: if sparse.
     """
 
     weights: int
@@ -42,18 +39,18 @@ class StepBytes(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Keys and values that could be left out, of everything."""
+        """Share of all reads that could be left out."""
         return self.whole / max(1, self.weights + self.windows + self.whole)
 
     @property
     def gain(self) -> float:
-        """How much faster a step would be that is bound by memory."""
+        """Speedup of a memory-bound step."""
         rest = self.weights + self.windows
         return (rest + self.whole) / max(1, rest + self.fewer)
 
 
 def step_bytes(spec: ModelSpec, weights: int, context: int, cache_dtype: str) -> StepBytes:
-    """Return what a step reads, of so many bytes of weights and a full context in tokens."""
+    """Return what a step reads, given the bytes of weights and a full context in tokens."""
     line = spec.num_kv_heads * spec.head_dim
     scales = 8 * spec.num_kv_heads if cache_dtype == "i8" else 0
     cell = 2 * line * STORAGE[cache_dtype].itemsize + scales
@@ -70,7 +67,6 @@ def step_bytes(spec: ModelSpec, weights: int, context: int, cache_dtype: str) ->
 
 
 def _proposal(found: StepBytes, sizes: Sizes, backend: str) -> str:
-    """Return what "auto" says of a session, which reads everything: one sentence."""
     share = f"keys and values are {found.share:.0%} of what a step reads at {sizes.context} tokens"
     if found.share <= WORTH or found.gain <= 1 or backend not in SPARSE_ON:
         return f"attention: {share}; all of them are read"
@@ -82,12 +78,7 @@ def _proposal(found: StepBytes, sizes: Sizes, backend: str) -> str:
 
 
 class AttentionReads:
-    """What attention reads of the cache of a session.
-
-    Attributes:
-        mode: "dense", or what selects pages.
-        proposal: with "auto": whether reading less would pay, as a sentence; else empty.
-    """
+    """What attention reads of a KV cache; `proposal`: with "auto", whether less would pay."""
 
     def __init__(self, bound: Bound) -> None:
         sizes, config, model, self.proposal = bound.sizes, bound.config, bound.model, ""
@@ -100,7 +91,7 @@ class AttentionReads:
 
     @property
     def pages(self) -> PagesRead:
-        """Pages that were read since the session began; none where all are."""
+        """Pages read since the session began; (0, 0) where all are read."""
         if self.mode == "dense":
             return PagesRead(0, 0)
         listed, seen = self._executor.fetch(COUNTS, self._tokens).sum(axis=(0, 1)).tolist()

@@ -1,4 +1,4 @@
-"""Which back ends exist, which one a run gets and why. The one door to cpu_fallback and cuda."""
+"""The back ends, and the choice among them. The only module that imports cpu_fallback and cuda."""
 
 import os
 import sys
@@ -19,12 +19,7 @@ Progress = Callable[[int, int], None]
 
 
 def choose(device: str) -> tuple[str, str]:
-    """Return the back end for a device flag, and the reason for the choice.
-
-    Raises:
-        DeviceError: a device asked for by name is not available.
-        UsageError: the name is not known.
-    """
+    """Return the back end of `--device`, and why. Raises DeviceError, UsageError."""
     _DEVICES.check("device", device)
     if device == "cpu":
         return "cpu", "asked for by --device cpu"
@@ -43,13 +38,9 @@ def choose(device: str) -> tuple[str, str]:
 
 
 def hand_on(isa: str | None, tile_table: Path | None) -> None:
-    """Give the back ends what they take from the environment; None leaves it as it is.
+    """Apply instruction set and tile table to the back ends; None changes nothing.
 
-    Kernels are compiled for one instruction set per process, so it is read where the CPU back end
-    is imported; processes that this one starts have it too.
-
-    Raises:
-        UsageError: this process has compiled kernels for another instruction set.
+    Child processes inherit the instruction set. UsageError: kernels were compiled for another.
     """
     if tile_table is not None:
         os.environ["CLOCHER_TILE_TABLE"] = str(tile_table)
@@ -65,21 +56,21 @@ def hand_on(isa: str | None, tile_table: Path | None) -> None:
 
 
 def gpu() -> dict[str, str | int]:
-    """Return what is known about the current GPU: name, driver, clocks, memory."""
+    """Return name, driver, clocks and memory of the current GPU."""
     from clocher_kernels.cuda.probe import describe
 
     return asdict(describe())
 
 
 class Reader(Protocol):
-    """A buffer that is read to learn how fast memory is."""
+    """A buffer that is read to measure memory bandwidth."""
 
     def gbps(self, threads: int, at_least: float) -> float:
-        """Read it with some threads for some seconds and return 10^9 bytes a second."""
+        """Return the bandwidth in GB/s (10^9) of reading it for at least `at_least` seconds."""
 
 
 def reader(backend: str, nbytes: int) -> Reader | None:
-    """Return a buffer of so many bytes; None for back ends without a reader. Raises OSError."""
+    """Return a buffer of `nbytes`; None for back ends without a reader. Raises OSError."""
     if backend != "cpu":
         return None
     from cpu_fallback.team.bandwidth import Reader as CpuReader
@@ -89,7 +80,7 @@ def reader(backend: str, nbytes: int) -> Reader | None:
 
 
 def acted_on(executor: Executor) -> frozenset[str]:
-    """Return the fields of the CPU team's hints that change what an executor does."""
+    """Return the CPU hints that change what an executor does."""
     names: frozenset[str] = getattr(executor, "acted_on", frozenset())
     return names
 
@@ -98,14 +89,8 @@ def acted_on(executor: Executor) -> frozenset[str]:
 class BackEnd:
     """A way to execute Plans.
 
-    Attributes:
-        activations: precision of activations that a run may ask for -> type; the first is the
-            default.
-        cache_dtype: storage of the KV cache unless a run asks for another.
-        chunk: tokens of a prefill step unless a run asks for another number.
-        on_host: whether the buffers of a Plan are in the memory of the host.
-        rounds: precisions to which what matmuls read is rounded and kept in fp32; in others
-            activations are stored.
+    `activations`: precision -> type, the default first; `rounds`: precisions to which matmul inputs
+    are rounded but kept in fp32; `on_host`: whether buffers are in host memory.
     """
 
     activations: Mapping[str, str]
@@ -116,7 +101,7 @@ class BackEnd:
 
     @property
     def default_act_prec(self) -> str:
-        """The precision of activations unless a run asks for another."""
+        """The precision of activations unless a run sets another."""
         return next(iter(self.activations))
 
 
@@ -124,7 +109,7 @@ _ROUNDED = {"bf16": "bf16", "fp16": "f16", "fp8": "e4m3"}
 _ROUNDS = frozenset({"int8", *_ROUNDED})
 
 BACK_ENDS: Mapping[str, BackEnd] = {
-    # Unless it is asked for, int8 is for integer weights; what meets float weights stays fp32.
+    # By default int8 is for integer weights only; activations of float weights stay fp32.
     "cpu": BackEnd(activations={"int8": "i8", "fp32": "f32", **_ROUNDED}, rounds=_ROUNDS),
     "reference": BackEnd(activations={"fp32": "f32", "int8": "i8", **_ROUNDED}, rounds=_ROUNDS),
     "cuda": BackEnd(
@@ -136,7 +121,6 @@ BACK_ENDS: Mapping[str, BackEnd] = {
     ),
     "stub": BackEnd(activations={"none": "f32"}, chunk=4096, on_host=False),
 }
-"""The back ends by name."""
 
 
 def make_executor(
@@ -151,12 +135,9 @@ def make_executor(
 ) -> Executor:
     """Bind a Plan to the back end of a configuration.
 
-    Args:
-        copied: weights to copy from the mapped file into large pages, if they are not packed.
-        progress: called with (done, total) while kernels compile, or weights go to the GPU.
-        packing: called with (done, total) while the CPU back end packs weights, if they are many.
-        beside: an executor of the same back end whose threads, or stream, this one uses too. They
-            step in turns, and this one is closed first.
+    `copied`: unpacked weights to copy into large pages; `progress`, `packing`: called with (done,
+    total) while kernels compile or weights are uploaded, and while many weights are packed;
+    `beside`: shares its threads or stream, and is closed after this one.
     """
     executor: Executor
     if config.backend == "cpu":
@@ -188,7 +169,6 @@ def make_executor(
 
 
 def _hints(config: EngineConfig, copied: frozenset[str]) -> Any:
-    """Return what a configuration asks of the CPU team."""
     from cpu_fallback.team.hints import Hints
     from cpu_fallback.team.placement import Placement
 
@@ -206,14 +186,14 @@ def _hints(config: EngineConfig, copied: frozenset[str]) -> Any:
 
 
 def fetch_ahead(nbytes: int) -> None:
-    """Let the CPU back end ask for the memory of packed weights while something else goes on."""
+    """Let the CPU back end allocate memory for packed weights in the background."""
     from cpu_fallback.team.large_pages import fetch_ahead
 
     fetch_ahead(nbytes)
 
 
 def suffix_automaton() -> Any:
-    """Return the class that drafts the next tokens of a text from the text itself."""
+    """Return the suffix-automaton class that drafts from the sequence itself."""
     from cpu_fallback.drafts.automaton import SuffixAutomaton
 
     return SuffixAutomaton

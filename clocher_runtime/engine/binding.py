@@ -1,4 +1,4 @@
-"""A model bound to a back end: its Plan, what executes it, and the pages of its KV cache."""
+"""A model bound to a back end: its Plan, executor and KV pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,13 +22,7 @@ from clocher_runtime.models.inventory import in_scope
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A model that can be stepped.
-
-    Attributes:
-        sizes: how large its Plan is.
-        act_prec: what matmuls read: "int8" if some are of integers and none was asked for.
-        scope_is_kept: whether just the weights that were asked for are packed.
-    """
+    """A model that can be stepped; `scope_is_kept`: exactly the requested weights are packed."""
 
     model: Model
     config: EngineConfig
@@ -51,10 +45,7 @@ def bind(
 ) -> Bound:
     """Bind a model to the back end of a configuration. Raises UsageError, OutOfMemory.
 
-    Args:
-        sizes: how large its Plan is.
-        calibration: token ids that the thresholds of `act_sparsity` are taken from.
-        progress, packing, beside: see `make_executor`.
+    `calibration`: token ids, see `act_sparsity`; for the others see `make_executor`.
     """
     backend, scoped = config.backend, config.pretranspose
     known, formats, spec = BACK_ENDS[backend], model.formats, model.spec
@@ -97,7 +88,6 @@ def bind(
 def _pages(
     model: Model, config: EngineConfig, sizes: Sizes, executor: Executor, act_prec: str
 ) -> KvPages:
-    """Return the pages of the cache, named for all that keys depend on."""
     spec, formats = model.spec, sorted(model.formats.items())
     salt = f"{spec} {formats} {sizes.cache_dtype} {act_prec} {config.act_sparsity}"
     if sizes.selection is not None:  # keys of all but the first layer depend on what was read
@@ -114,7 +104,6 @@ def _pages(
 
 
 def _act_prec(plan: Plan, stored: str) -> str:
-    """Return what matmuls read: "int8" if the Plan rounds nothing and has integer ones."""
     if any(call.op == "fake_quantize" for call in plan.calls):
         return stored
     integer = any(has_codes(call) for call in plan.calls)
@@ -122,7 +111,6 @@ def _act_prec(plan: Plan, stored: str) -> str:
 
 
 def _check_room(on_host: bool, buffers: int, tables: int) -> None:
-    """Refuse before anything is allocated that the machine does not have."""
     # The GPU's memory is checked where it is known.
     require(
         buffers + tables if on_host else tables,

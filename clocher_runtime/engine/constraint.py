@@ -1,4 +1,4 @@
-"""Constraints: which tokens are allowed next, after each token that was made."""
+"""Constraints: which tokens are allowed next."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,41 +10,26 @@ from clocher_runtime.engine.arguments import listed
 
 
 class Constraint(Protocol):
-    """Follows one sequence. It belongs to one prompt of one call, from the first made token on.
-
-    It is called in a step of the session, and all others wait meanwhile. What it raises ends its
-    call, and no other.
-    """
+    """Follows the generated tokens of one prompt; its exceptions end that call only."""
 
     def fill(self, mask: np.ndarray) -> None:
-        """Write which tokens may come next; calling it twice gives the same.
-
-        Args:
-            mask: [W] u32 as `ops.sampling.sample` takes it, written as a whole.
-        """
+        """Write the allowed tokens to `mask` [W] u32, all of it; see `ops.sampling.sample`."""
 
     def take(self, token: int) -> None:
-        """Go on with a token that was drawn, be it one that ends the sequence."""
+        """Advance by a token that was drawn, which may be one that ends the sequence."""
 
     def undo(self, count: int) -> None:
         """Take back the last tokens, which were only tried."""
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may follow: the sequence ends without a token that says so."""
+        """Whether nothing may follow: the sequence ends without a stop token."""
 
 
 def one_for_each(
     given: Sequence[Constraint | None] | None, prompts: int, masks: np.ndarray
 ) -> list[Constraint | None]:
-    """Return the constraint of each prompt of a call, None for all if none are given.
-
-    Args:
-        masks: [C, W] u32, where they are to write; empty: the back end takes no masks.
-
-    Raises:
-        UsageError: there are more or fewer, or the back end takes none.
-    """
+    """Return a constraint or None per prompt; `masks` [C, W] u32. Raises UsageError."""
     if given is None:
         return [None] * prompts
     found: list[Constraint | None] = listed(given, "a list of constraints, one for each prompt")

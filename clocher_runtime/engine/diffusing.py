@@ -1,4 +1,4 @@
-"""How a session decodes a model that denoises blocks of masks, and the requests that do so."""
+"""How a session decodes a block-diffusion model, and the requests that do so."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,19 +17,14 @@ from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
 from clocher_runtime.speculation.draft import Draft
 
 MODES = (*WORDS, *RULES)
-"""What may be asked for; a rule may have its numbers behind a colon."""
+"""Values of `--diffusion`; a rule may be followed by a colon and its numbers."""
 _USUAL_RULE = "threshold:0.9"
 _WHOLE_BLOCKS = b"\xff"  # no sequence has such a salt
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LookAhead(Request):
-    """Decodes a block model losslessly: a forward drafts a block and verifies the one before.
-
-    Attributes:
-        blocks: of the model.
-        drafted: what was chosen for the masks of the last forward, to be verified.
-    """
+    """Decodes a block model losslessly: a forward drafts a block and verifies the previous one."""
 
     blocks: BlockDiffusion
     drafted: Sequence[int] = ()
@@ -39,7 +34,7 @@ class LookAhead(Request):
         return Snapshot(self.forwards, self.drafted)
 
     def look_ahead(self, room: int) -> None:
-        """Send what the last forward drafted, and masks to draft from in this one."""
+        """Queue the last forward's draft for verification, and masks to draft from."""
         most = min(room, self.budget - self.made - 1)
         drafted = list(self.drafted[: max(0, most)])
         self.draft = Draft(drafted, [0] * len(drafted))
@@ -47,10 +42,10 @@ class LookAhead(Request):
         self.masks = [self.blocks.mask] * block if block > 1 else ()
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
-        """Verify the draft; keep what was chosen for the masks if all of it was accepted."""
+        """Verify the draft; keep what was chosen for the masks only if all of it was accepted."""
         made = Request.advance(self, sampled, logits)
         if made:
-            # The first mask stands where the text itself went on, and has to agree with it.
+            # The first mask stands at the sequence's own next position, and has to agree with it.
             ahead = sampled[len(sampled) - len(self.masks) :]
             whole = self.kept == len(self.draft.tokens)
             right = whole and bool(ahead) and ahead[0] == self.ids[-1]
@@ -78,7 +73,7 @@ class Denoise(Request):
 
     @property
     def text_end(self) -> int:
-        """Tokens of the text before the active block."""
+        """Tokens before the active block."""
         return len(self.ids) // self.canvas.size * self.canvas.size
 
     @property
@@ -102,17 +97,13 @@ class Denoise(Request):
         return (len(self.masks) or 1) if count == self.waiting_tokens else 0
 
     def begin_block(self) -> None:
-        """Lay out the block that the next forwards denoise."""
         self.canvas.begin(self.ids[self.text_end :])
         self.masks = self.canvas.shown
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
-        """Write into the block what its rule takes; return the tokens that are final then.
+        """Write the tokens that the rule commits; return those that are now final.
 
-        Args:
-            sampled: what the device drew; only whether the logits were finite counts.
-            logits: [B, V] fp32, of each position; [1, V], of the last before it, if the block waits
-                for its first token.
+        `logits`: [B, V] fp32, or [1, V] of the last token before the block, to draw its first.
         """
         self.is_faulty = NO_TOKEN in sampled
         canvas, made = self.canvas, list[Token]()
@@ -131,7 +122,6 @@ class Denoise(Request):
         return made
 
     def _draw(self) -> Draw | None:
-        """Return what draws the tokens of a forward; None: the top-1 tokens are taken."""
         sampling, prompt, canvas = self.sampling, len(self.ids) - self.made, self.canvas
         first = self.text_end - prompt  # a position is drawn with its own number
         if canvas.rule.forwards:  # the rule has temperatures of its own, and draws each time anew
@@ -144,13 +134,7 @@ class Denoise(Request):
 
 @dataclass(frozen=True, slots=True)
 class Diffusing:
-    """How blocks are decoded.
-
-    Attributes:
-        blocks: of the model.
-        vocabulary: ids of the model.
-        rule: what a forward commits; None: it drafts a block and verifies the one before.
-    """
+    """How blocks are decoded; `rule` None: lossless, a forward drafts a block and verifies one."""
 
     blocks: BlockDiffusion
     vocabulary: int
@@ -158,11 +142,10 @@ class Diffusing:
 
     @property
     def name(self) -> str:
-        """What it is called in reports."""
+        """Name in reports."""
         return "lossless" if self.rule is None else self.rule.text
 
     def request(self, longest: int, fields: dict[str, Any]) -> Request:
-        """Return the request of a prompt. Raises UsageError."""
         constraint, ids = fields["constraint"], fields["ids"]
         if self.rule is None:
             if constraint is None or hasattr(constraint, "undo"):
@@ -188,24 +171,24 @@ class Diffusing:
 
 
 def width_of(blocks: Diffusing | None) -> int:
-    """Return the tokens and output rows that a sequence may take in a forward: two blocks, or 0."""
+    """Return the tokens and output rows of a sequence in a forward: two blocks, or 0."""
     return 0 if blocks is None else 2 * blocks.blocks.block
 
 
 def usual_width(spec: ModelSpec) -> int:
-    """Return the same of a session with default settings."""
+    """Return `width_of` a session with default settings."""
     return width_of(diffusing(spec, "auto", "auto"))
 
 
 def longest_text(blocks: Diffusing | None, cells: int) -> int:
-    """Return the longest text in a context of so many cells: of whole blocks under a rule."""
+    """Return the longest sequence for a context of `cells`; whole blocks under a rule."""
     if blocks is None or blocks.rule is None:
         return cells
     return cells // blocks.blocks.block * blocks.blocks.block
 
 
 def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
-    """Return how a call decodes blocks, if not as its session; None: not. Raises UsageError."""
+    """Return how a call decodes blocks, if unlike its session; else None. Raises UsageError."""
     if asked is None or (session is None and asked in ("auto", "off")):
         return session
     if session is None:
@@ -216,7 +199,7 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
 
 
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
-    """Return how a session decodes blocks; None: token after token. Raises UsageError."""
+    """Return how a session decodes blocks; None: autoregressively. Raises UsageError."""
     blocks = spec.diffusion
     if blocks is None:
         if asked in ("auto", "off"):
@@ -235,7 +218,7 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
 
 
 def among(blocks: BlockDiffusion, vocabulary: int, asked: str) -> Diffusing | None:
-    """Return how blocks are decoded as one of `MODES` says; None: not at all. Raises UsageError."""
+    """Return the decoding that one of `MODES` names; None for none. Raises UsageError."""
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(

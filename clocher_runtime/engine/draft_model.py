@@ -1,13 +1,7 @@
-"""A small model that drafts what a larger one of the same vocabulary makes next.
+"""A small model of the same vocabulary that drafts for a larger one (Leviathan et al. 2023).
 
-It has a Plan and a KV cache of its own and is stepped by the same threads, or on the same stream,
-between the forwards of the larger one. It draws with the seeds, numbers and temperatures of the
-requests, so where the models agree they draw alike. Only the tokens of the sequence keep their
-keys: after a rejected token fewer cells count, and the next tokens are written over the rest.
-
-Speculation asks it (`speculation.model_gate`); its time is inside the steps that it drafts for.
-
-Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, 2023.
+It has its own Plan and KV cache and runs between the target's forwards, on its threads or stream,
+with the same seeds and temperatures. Rejected tokens' KV cells are overwritten.
 """
 
 from collections.abc import Sequence
@@ -30,7 +24,7 @@ from clocher_runtime.speculation.track import first_class
 
 
 class DraftModel:
-    """Drafts for sequences side by side, of a larger model with `vocabulary` ids."""
+    """Drafts for sequences of a larger model with `vocabulary` ids, side by side."""
 
     def __init__(self, bound: Bound, vocabulary: int) -> None:
         self._executor, self.pages = bound.executor, bound.pages
@@ -41,10 +35,7 @@ class DraftModel:
         self.costs = ForwardCosts(bound.executor.plan.tokens)
 
     def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "SequenceReader":
-        """Return what reads the sequence of a prompt; what the host adds to a sampling is left out.
-
-        It finds only cached pages of the same salt.
-        """
+        """Return a reader of a prompt's sequence, without the host-side options of its sampling."""
         return SequenceReader(self, ids, sampling, salt)
 
     def draft(self, readers: Sequence["SequenceReader"], depth: int, most: int) -> list[list[int]]:
@@ -68,7 +59,6 @@ class DraftModel:
         return [reader.drafted if reader in ready else [] for reader in readers]
 
     def _draft(self, parts: list[Part], ready: list["SequenceReader"], depth: int) -> None:
-        """Read, and draft for those that were read to their end, which stand first."""
         drawn = [self._step(*self._inputs.stage(parts))]
         for request, count in parts:
             self.pages.commit(request, request.cells + count)
@@ -76,13 +66,12 @@ class DraftModel:
         for number in range(1, depth if ready else 1):
             if number == 1 and sum(count for _, count in parts) != size:
                 self._stage_after([reader.request for reader in ready], drawn[0])
-            # Otherwise the device goes on with its own tokens.
+            # Otherwise the device continues with its own tokens.
             drawn.append(self._step(size, size))
         for place, reader in enumerate(ready):
             reader.take([tokens[place] for tokens in drawn], self._vocabulary)
 
     def _stage_after(self, requests: list[Request], drafted: list[int]) -> None:
-        """Write a step of the first draft token of each sequence."""
         for request, token in zip(requests, drafted, strict=True):
             request.ids.append(max(token, 0))
             request.made += 1
@@ -92,7 +81,6 @@ class DraftModel:
             request.made -= 1
 
     def _step(self, tokens: int, rows: int) -> list[int]:
-        """Execute what was staged; return what was drawn."""
         began = self._now()
         self._executor.step(tokens, rows)
         drawn: list[int] = self._executor.fetch("sampled", rows).tolist() if rows else []
@@ -101,25 +89,24 @@ class DraftModel:
         return drawn
 
     def admit(self, request: Request) -> bool:
-        """Give a sequence a slot and what the cache has of it; return whether there is room."""
+        """Give a sequence a slot and its cached prefix; return whether there is room."""
         if not self.slots or not self.pages.admit(request, self.slots[-1]):
             return False
         self.slots.pop()
         return True
 
     def reset(self) -> None:
-        """Forget all sequences, when none is read any more: what was noted may be half of it."""
+        """Forget all sequences."""
         self.slots = list(range(self._count))[::-1]
         self.pages.reset()
 
     def warm(self) -> None:
-        """Compile everything, and learn what steps cost."""
+        """Compile everything, and measure what steps cost."""
         self._executor.warm()
         self._blank(1)
         self.costs.measure(self._blank)
 
     def _blank(self, tokens: int) -> int:
-        """Execute a step of tokens that belong to no sequence; return its time in nanoseconds."""
         rows = min(tokens, self._executor.plan.rows)
         counts = [1] * (rows - 1) + [tokens - rows + 1]
         ids = [(7919 * i + 1) % self.known_ids for i in range(tokens)]
@@ -133,15 +120,12 @@ class DraftModel:
         return self._now() - began
 
     def close(self) -> None:
-        """Release the buffers; before those are whose threads it uses."""
+        """Release the buffers; to be called before the target, whose threads it uses, is closed."""
         self._executor.close()
 
 
 class SequenceReader:
-    """What a draft model has read of a sequence, the keys of `request`, and drafted after it.
-
-    All drafted tokens but the last one have keys.
-    """
+    """What a draft model has read and drafted; all drafted tokens but the last have keys."""
 
     __slots__ = ("_is_lost", "_model", "drafted", "request")
 
@@ -184,14 +168,14 @@ class SequenceReader:
         return request.waiting_tokens
 
     def take(self, drawn: list[int], vocabulary: int) -> None:
-        """Note what the model drew after the sequence, as far as these are tokens."""
+        """Note the tokens the model drew, up to the first outside the vocabulary."""
         end = next((i for i, t in enumerate(drawn) if not 0 <= t < vocabulary), len(drawn))
         self.drafted = drawn[:end]
-        # A model that computes NaN would be asked again and again, and nothing learnt.
+        # A model that computes NaN would be asked again and again, without result.
         self._is_lost = not end
 
     def leave(self) -> None:
-        """Give slot and pages back; if the sequence goes on, it is read again."""
+        """Give slot and pages back; if the sequence continues, it is read again."""
         request = self.request
         self.drafted = []
         if request.slot >= 0:
@@ -200,7 +184,7 @@ class SequenceReader:
 
 
 def speculator_of(mode: str, rows: int, model: DraftModel | None) -> Speculator:
-    """Return what drafts the tokens of a session."""
+    """Return the drafter of a session's tokens."""
 
     def drafters() -> list[SuffixDrafter]:
         automaton = suffix_automaton()()
@@ -219,7 +203,7 @@ def speculates(config: EngineConfig) -> bool:
 
 
 def check_draft(draft: Model | None, mode: str) -> None:
-    """Refuse a draft model that is not asked, or its absence. Raises UsageError."""
+    """Raise UsageError for an unused draft model, or a missing one."""
     if draft is None:
         if mode == "draft":
             raise UsageError(

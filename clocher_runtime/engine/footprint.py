@@ -1,7 +1,4 @@
-"""How large a session is: its sizes, and the memory that they and the weights take.
-
-What a listing of models promises and what a session asks for before it allocates come from here.
-"""
+"""The sizes of a session, and the memory that it and its weights take."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
@@ -26,9 +23,8 @@ from clocher_runtime.speculation.speculator import rows_for
 
 DEFAULT_CONTEXT = 4096
 ACT_GROUP = 128
-"""Columns per scale of int8 activations."""
 PROGRAM_BYTES = 128 << 20
-"""What Python, its libraries and the compiled kernels take beside any model: measured, rounded."""
+"""Measured, rounded: Python, its libraries and the compiled kernels."""
 SPARSE_ON = ("cpu", "cuda", "reference")
 """Back ends that read lists of pages."""
 
@@ -36,12 +32,7 @@ SPARSE_ON = ("cpu", "cuda", "reference")
 def sizes_of(
     spec: ModelSpec, config: EngineConfig, *, speculates: bool = False, width: int = 0
 ) -> Sizes:
-    """Return the sizes of a session. Raises UsageError.
-
-    Args:
-        speculates: whether tokens are drafted, and forwards have a row for each.
-        width: tokens and rows that a sequence takes in a forward which denoises blocks; 0: none.
-    """
+    """Return a session's sizes; `width`: block-diffusion tokens per forward. Raises UsageError."""
     known, batch, longest = BACK_ENDS[config.backend], config.batch, spec.max_positions
     context = min(longest, DEFAULT_CONTEXT) if config.context is None else config.context
     if context > longest:
@@ -78,13 +69,12 @@ def draft_config(config: EngineConfig, sizes: Sizes, spec: ModelSpec) -> EngineC
 
 
 def whole_layers(spec: ModelSpec) -> int:
-    """Return how many layers see everything."""
+    """Return how many layers have full attention."""
     chunks = spec.chunks or (0,) * len(spec.windows)
     return sum(not window and not chunk for window, chunk in zip(spec.windows, chunks, strict=True))
 
 
 def _selection(spec: ModelSpec, config: EngineConfig) -> Selection | None:
-    """Return which pages a session reads; None: all."""
     attn, selection = config.attn, parse_selection(config.attn)
     if selection is None:
         return None
@@ -102,7 +92,7 @@ def _selection(spec: ModelSpec, config: EngineConfig) -> Selection | None:
 
 
 def with_codes(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
-    """Return a Plan whose matmuls with integer weights of a scope take int8 activations."""
+    """Return a Plan whose matmuls with integer weights in `scope` take int8 activations."""
     within = {name: fmt for name, fmt in formats.items() if name in scope}
     return quantize_activations(plan, within, ACT_GROUP)
 
@@ -113,28 +103,19 @@ def packed_names(plan: Plan) -> set[str]:
 
 
 def expected_bytes(spec: ModelSpec, weights: int) -> int:
-    """Return what a run would take of a model that is not there yet, but for `weights` bytes."""
+    """Return the memory of a run of a model not yet downloaded, given the bytes of its weights."""
     empty = {name: Destined(fmt, 0, made=False) for name, fmt in _plain(spec).items()}
     return footprint(spec, empty).total + weights
 
 
 def _plain(spec: ModelSpec) -> dict[str, Format]:
-    """Return formats of a model's matrices for what does not depend on them."""
     stored = parse_format("bf16")
     return {name: stored for name, need in inventory(spec).items() if need.kind != "vector"}
 
 
 @dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes of memory that a run on the CPU takes.
-
-    Attributes:
-        mapped: weights that are read where they lie in their file, by way of the page cache.
-        made: weights that are decoded or converted at load.
-        packed: weights that are packed before the first step, beside those that were made; those
-            of which zeros are skipped are packed twice.
-        kv, buffers: the KV cache; other buffers and the rotary tables.
-    """
+    """Bytes of a run on the CPU: weights used in place, decoded and packed; KV; buffers."""
 
     mapped: int
     made: int
@@ -144,7 +125,7 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it, and the program."""
+        """All of it, with the program."""
         weights = self.mapped + self.made + self.packed
         return weights + self.kv + self.buffers + PROGRAM_BYTES
 
@@ -152,7 +133,7 @@ class Footprint:
 def footprint(
     spec: ModelSpec, weights: Mapping[str, Destined], context: int | None = None
 ) -> Footprint:
-    """Return what a run of one sequence takes on the CPU with its defaults. Raises UsageError."""
+    """Return what a run of one sequence takes on the CPU with defaults. Raises UsageError."""
     formats = {name: each.format for name, each in weights.items() if each.format is not None}
     width = usual_width(spec)
     sizes = sizes_of(spec, EngineConfig(context=context), speculates=not width, width=width)
@@ -169,13 +150,13 @@ def footprint(
 
 
 def kv_bytes_per_token(spec: ModelSpec) -> int:
-    """Return the bytes that a token takes of the CPU's KV cache, until a window is full."""
+    """Return the KV bytes per token on the CPU, while windows are not full."""
     sizes = sizes_of(spec, EngineConfig(context=1))
     return kv_cache_bytes(spec, replace(sizes, pages=1, window_pages=0)) // PAGE_CELLS
 
 
 def kv_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
-    """Return the memory of the KV cache of a session, tables and scales included."""
+    """Return the bytes of a session's KV cache, tables and scales included."""
     return _state_bytes(lay_out(spec, _plain(spec), sizes))
 
 

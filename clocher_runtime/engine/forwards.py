@@ -1,4 +1,4 @@
-"""A forward over the tokens of a step: drafts, inputs, and what was drawn."""
+"""Execution of a step: drafts, inputs, and the tokens that were drawn."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ Part = tuple[Request, int]
 
 
 class StepInputs:
-    """The live input buffers of an executor, but for the page tables."""
+    """The live input buffers of an executor, without the page tables."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -36,7 +36,7 @@ class StepInputs:
         self._write = stager()(self._arrays).write
 
     def stage(self, parts: Sequence[Part]) -> tuple[int, int]:
-        """Write a step; return its tokens and output rows."""
+        """Write the inputs of a step; return its tokens and output rows."""
         start = row = masks = 0
         for request, count in parts:
             written = 0
@@ -69,7 +69,7 @@ class StepInputs:
         return start, row
 
     def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
-        """Let the masks of a request see each other, and the tokens of a block if they do so."""
+        """Let the masks of a request, and the tokens of its block where needed, see each other."""
         ends, total = self._arrays["ends"], count + drafted
         if isinstance(request, Denoise):
             if request.canvas.whole_blocks:
@@ -83,16 +83,13 @@ class StepInputs:
 
 
 Rows = tuple[Request, slice]
-"""A request, and its output rows of a forward."""
+"""A request, and its output rows in a forward."""
 _BARE_EVERY = 32
-"""Forwards that could draft blocks, of which one does not, for comparison."""
+"""One in so many forwards drafts no blocks, for comparison."""
 
 
 class Done(NamedTuple):
-    """What a forward has done: tokens computed, output rows by request, what each request made.
-
-    `logits` [R, V] fp32 are valid until the next forward; None if they were not wanted.
-    """
+    """Result of a forward; `logits` [R, V] fp32, if wanted, are valid until the next one."""
 
     tokens: int
     rows: list[Rows]
@@ -104,11 +101,7 @@ class Done(NamedTuple):
 class Forwards:
     """Executes the steps of a scheduler.
 
-    Attributes:
-        times, sums: how long forwards take, and what all of them add up to.
-        decoded: forwards that went on with sequences, once for each sequence in them.
-        costs: what forwards take that could draft blocks and do not.
-        denoising: forwards and tokens of sequences whose blocks are denoised.
+    `decoded` counts decoding forwards per sequence; `costs`: times without block drafts.
     """
 
     def __init__(
@@ -124,20 +117,20 @@ class Forwards:
 
     @property
     def counts(self) -> Counts:
-        """Forwards and their tokens, where nothing is drafted."""
+        """Counts of forwards and tokens outside speculation."""
         return Counts(forwards=self.decoded, tokens=self.sums.decode_tokens)
 
     def forget(self, request: Request | None = None) -> None:
-        """Write all inputs of the next forward anew, with a request only if it was in the last."""
+        """Rewrite all inputs in the next forward; with a request, if the last one had it."""
         if request is None or request in self._staged:
             self._staged = []
 
     def blank(self, tokens: int = 1) -> int:
-        """Execute a step of tokens that belong to no sequence; return its time in nanoseconds."""
+        """Execute a step of tokens that belong to no sequence; return nanoseconds."""
         self._staged = []
         logits = self._executor.plan.buffers.get("logits")
         vocabulary = logits.shape[1] if logits else 1
-        # Of many kinds: tokens that are alike would read the same experts.
+        # Varied ids: equal tokens would all read the same experts.
         ids = [(7919 * i + 1) % vocabulary for i in range(tokens)]
         blank = Score(ids=ids, queue=OutputQueue(1), scored=lambda position, logits: None)
         began = self.times.now()
@@ -146,7 +139,7 @@ class Forwards:
         return self.times.now() - began
 
     def warm(self) -> None:
-        """Execute steps, so that what they need is there, and learn what drafts cost."""
+        """Warm up, and measure what drafts cost."""
         self.blank()
         if self.speculator is not None:
             self.speculator.costs.measure(self.blank)
@@ -157,7 +150,7 @@ class Forwards:
         return self._inputs.stage(parts)
 
     def run(self, parts: list[Part]) -> Done:
-        """Execute a forward and put what it made into the output queues."""
+        """Execute a forward and put its tokens into the output queues."""
         decodes = sum(request.decodes for request, _ in parts)
         prompt = sum(count for request, count in parts if not request.decodes)
         only_decodes, speculator = decodes == len(parts), self.speculator
@@ -192,12 +185,11 @@ class Forwards:
         return Done(tokens, wanted, made, logits, NO_TOKEN in sampled)
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
-        """Return the tokens of a step without drafts, and how many of them it has room for."""
+        """Return the tokens of a step without drafts, and how many draft tokens fit."""
         plan, base = self._executor.plan, sum(count for _, count in parts)
         return base, min(plan.rows - len(parts), plan.tokens - base)
 
     def _draft(self, parts: list[Part]) -> None:
-        """Let the requests of a forward that only decodes have something drafted."""
         assert self.speculator is not None
         requests, pending = [], []
         for request, _ in parts:
@@ -214,7 +206,6 @@ class Forwards:
                 request.draft = draft
 
     def _look_ahead(self, parts: list[Part]) -> None:
-        """Let block models verify their last block and draft the next."""
         ahead = [request for request, _ in parts if isinstance(request, LookAhead)]
         self._ahead += bool(ahead)
         if not ahead or not self._trial.is_on or self._is_bare:
@@ -229,11 +220,9 @@ class Forwards:
 
     @property
     def _is_bare(self) -> bool:
-        """Whether this forward only tells what one takes that drafts no blocks."""
         return self._ahead % _BARE_EVERY == 2
 
     def _judge(self, sequences: int, made: int, ns: int) -> None:
-        """Learn what a forward took that may have drafted blocks; stop doing so where it loses."""
         if self._is_bare or not self._trial.is_on:
             self.costs.note(sequences, ns)
         if not self._is_bare or not self._trial.is_on:
@@ -241,19 +230,18 @@ class Forwards:
             self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
 
     def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
-        """Write the inputs of a step, unless the device goes on by itself; return its size."""
+        """Write the inputs of a step, unless the device continues by itself; return its size."""
         requests = [request for request, _ in parts]
         alone = only_decodes and all(not r.behind and r.waiting_tokens == 1 for r in requests)
         if alone and self._staged == requests and not self._pages.changed:
             return len(parts), len(parts)
         size = self.stage(parts)
-        # After each token a constraint allows others, which only the host knows.
+        # Constraints change after each token, which only the host knows.
         goes_on = alone and all(r.constraint is None for r in requests)
         self._staged = requests if goes_on else []
         return size
 
     def _span(self, parts: list[Part], prompt: int, decodes: int) -> AbstractContextManager[Tally]:
-        """Return the span that measures a step, if one of its calls wants that."""
         for request, _ in parts:
             if request.queue.window is not None:
                 kind: SpanKind = "prefill" if prompt else "decode"
@@ -263,7 +251,6 @@ class Forwards:
     def _verify(
         self, wanted: list[Rows], sampled: list[int], logits: np.ndarray | None, drafts: bool
     ) -> dict[Request, list[Token]]:
-        """Return what each request has made, and put it into its output queue."""
         made: dict[Request, list[Token]] = {}
         for request, rows in wanted:
             drawn, queue = sampled[rows], request.queue
@@ -294,7 +281,6 @@ class Forwards:
 
 
 def _rows(parts: list[Part]) -> Iterator[Rows]:
-    """Yield the requests of a step and their output rows."""
     start = 0
     for request, count in parts:
         if rows := request.rows(count):
@@ -303,7 +289,7 @@ def _rows(parts: list[Part]) -> Iterator[Rows]:
 
 
 def _notify(made: dict[Request, list[Token]]) -> None:
-    """Tell callers how many tokens the step made for them; their errors end their own call."""
+    """Tell callers how many tokens they got; their errors end their own call."""
     if all(request.queue.after_token is None for request in made):
         return
     counts: Counter[OutputQueue] = Counter()

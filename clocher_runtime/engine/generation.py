@@ -1,4 +1,4 @@
-"""A call's tokens, as its caller takes them."""
+"""The tokens of a call, as an iterator."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -8,10 +8,9 @@ from clocher_runtime.engine.step_lock import StepLock
 
 
 class Generation(Iterator[Token]):
-    """The tokens of a call as they are asked for. Threads may share it.
+    """The tokens of a call as they are requested; `close` or dropping it ends the call.
 
-    Dropping it, or `close`, ends the generation. `begin` checks the call and submits its requests;
-    `end` is called once after the last token, and raises if what was made is not to be trusted.
+    `begin` checks and submits; `end` runs after the last token, raises if the result is invalid.
     """
 
     def __init__(
@@ -23,7 +22,6 @@ class Generation(Iterator[Token]):
         self._joining = threading.Lock()
 
     def __next__(self) -> Token:
-        """Return the next token. Raises UsageError, ClocherError."""
         if self._is_over:
             raise StopIteration
         queue = self.begin()
@@ -44,7 +42,7 @@ class Generation(Iterator[Token]):
         raise StopIteration
 
     def poll(self) -> list[Token] | None:
-        """Return tokens that are made, without a step; None after the last. Raises ClocherError."""
+        """Return available tokens without a step; None after the last. Raises ClocherError."""
         queue = self.begin()
         tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
         if tokens or not queue.is_over:
@@ -58,11 +56,11 @@ class Generation(Iterator[Token]):
         return None
 
     def snapshot(self, sequence: int = 0) -> Snapshot | None:
-        """Return where a sequence stands; None: no blocks of it are denoised."""
+        """Return the state of a sequence whose blocks are denoised; None for others."""
         return None if self._queue is None else self._queue.snapshots.get(sequence)
 
     def begin(self) -> OutputQueue:
-        """Join the steps now, not when the first token is asked for. Raises UsageError."""
+        """Submit the requests now instead of at the first token. Raises UsageError."""
         with self._joining:
             if self._queue is None:
                 try:
@@ -82,6 +80,5 @@ class Generation(Iterator[Token]):
             self._lock.let_go(self._queue)
 
     def __del__(self) -> None:
-        """End a generation that was dropped."""
         if getattr(self, "_queue", None) is not None:
             self.close()

@@ -1,4 +1,4 @@
-"""The KV cache as a caller of the Python API asks for it, and the memory that it takes."""
+"""Public KV-cache configuration, and the memory it takes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +18,11 @@ from clocher_runtime.engine.load import describe
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
-    """How large the KV cache of a model is to be: `load(..., kv_cache=KVCacheConfig(...))`.
+    """Size of a model's KV cache, for `load(..., kv_cache=KVCacheConfig(...))`.
 
-    Layers, heads and their width are those of the model.
-
-    Attributes:
-        dtype: f32, bf16, f16, e4m3, e5m2 or i8; None: the back end's.
-        context: longest sequence in tokens; None: the model's, at most 4096.
-        batch: sequences generated side by side.
-        pages: pages of 64 tokens that all sequences share; None: `batch` whole contexts.
+    `dtype`: f32, bf16, f16, e4m3, e5m2 or i8, None for the default; `context`: maximum sequence
+    length in tokens, None for the model's, at most 4096; `batch`: sequences side by side; `pages`:
+    shared pages of 64 tokens, None for `batch` full contexts.
     """
 
     dtype: str | None = None
@@ -39,14 +35,8 @@ class KVCacheConfig:
     ) -> float:
         """Return the MiB that `load(path, device=device, kv_cache=self)` allocates for the cache.
 
-        No weight is read. It is `kv_cache_mb` of the loaded model, and of the JSON line of a run.
-        Where `attn` chooses pages by their keys, bounds of these are kept. Without a path it is the
-        embedded model.
-
-        Raises:
-            ModelError: the model is missing, damaged or not supported.
-            DeviceError: the device is not available.
-            UsageError: a size is out of range, or an argument cannot be used.
+        Reads no weights. Without a path: the embedded model. An `attn` that selects pages adds
+        their bounds. Raises ModelError, DeviceError, UsageError.
         """
         backend, _ = choose(device)
         checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))
@@ -58,13 +48,13 @@ class KVCacheConfig:
             checkpoint.close()
 
     def options(self) -> dict[str, Any]:
-        """Return the same as fields of `EngineConfig`."""
+        """Return these settings as fields of `EngineConfig`."""
         sizes = {"context": self.context, "batch": self.batch, "kv_pages": self.pages}
         return {"kv_dtype": self.dtype, **sizes}
 
 
 def with_kv_cache(settings: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
-    """Return keywords of `load`, with those of a cache's configuration. Raises UsageError."""
+    """Merge a cache configuration into the keywords of `load`. Raises UsageError."""
     if config is None:
         return dict(settings)
     if not isinstance(config, KVCacheConfig):

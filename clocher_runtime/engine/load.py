@@ -1,4 +1,4 @@
-"""From a checkpoint to a Model: check every tensor, decode the vectors, requantise if asked."""
+"""From a checkpoint to a Model: check tensors, decode vectors, convert if requested."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -40,13 +40,10 @@ _ROWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that is ready to be planned.
+    """A model ready to be planned: matrices (in place where possible) and fp32 vectors.
 
-    Attributes:
-        weights: QuantTensors (matrices, in place where possible) and fp32 arrays (vectors).
-        precision: what the matrices are stored as, the largest share of bytes first.
-        bytes_per_token: weight bytes that one token reads.
-        obeyed: whether the precision that was asked for changed a matrix, or all linears had it.
+    `precision`: matrix formats, the most bytes first; `bytes_per_token`: weight bytes a token
+    reads; `obeyed`: the requested precision changed a matrix, or all linears had it.
     """
 
     spec: ModelSpec
@@ -63,19 +60,10 @@ class Model:
 
 
 def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
-    """Load the tensors of a checkpoint.
+    """Load a checkpoint. Raises UsageError, UnsupportedModel, FormatError, OutOfMemory.
 
-    Args:
-        checkpoint: opened Hugging Face directory or IEBIN pair.
-        precision: None keeps every tensor as stored. "fp32", "bf16", "fp16" cast the float
-            matrices. The names in `WEIGHT_ONLY`, such as "int8w" (int8 per row), quantise the
-            float linears of the blocks by rounding; embedding, head, router and vectors stay.
-            Tensors that are quantised already are never touched.
-
-    Raises:
-        UsageError: the precision is not known.
-        UnsupportedModel, FormatError: the checkpoint is not one that Clocher can run.
-        OutOfMemory: what is decoded or converted does not fit in memory.
+    `precision` None keeps tensors as stored; "fp32", "bf16", "fp16" cast float matrices; names in
+    `WEIGHT_ONLY` quantise the float linears of the blocks. Quantised tensors never change.
     """
     refuse_in_window("load weights")
     if precision is not None:
@@ -111,7 +99,6 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
 def _obeyed(
     precision: str, needs: Mapping[str, Need], becomes: Mapping[str, "Destined"], stored: Checkpoint
 ) -> bool:
-    """Return whether a precision changes a matrix, or all linears have it already."""
     matrices = {name: each.format for name, each in becomes.items() if each.format is not None}
     if any(fmt is not stored.tensors[name].format for name, fmt in matrices.items()):
         return True
@@ -121,13 +108,7 @@ def _obeyed(
 
 @dataclass(frozen=True, slots=True)
 class Destined:
-    """What a tensor becomes when a model is loaded.
-
-    Attributes:
-        format: of a matrix; None: fp32, of a vector.
-        nbytes: its size then.
-        made: whether it is computed into memory of its own; else it stays in the mapped file.
-    """
+    """What a tensor becomes at load; `format` None: an fp32 vector; `made`: not read in place."""
 
     format: Format | None
     nbytes: int
@@ -135,7 +116,7 @@ class Destined:
 
 
 def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
-    """Return a checkpoint's model and what it reads. Raises UnsupportedModel, FormatError."""
+    """Return a checkpoint's model and tensors to read. Raises UnsupportedModel, FormatError."""
     spec = head_as_stored(model_spec(checkpoint), checkpoint)
     needs = inventory(spec)
     _account(spec, needs, checkpoint)
@@ -154,7 +135,7 @@ def destined(
     checkpoint: Checkpoint,
     precision: str | None = None,
 ) -> dict[str, Destined]:
-    """Return what `load_model` will make of each tensor, from what the files say of it."""
+    """Return what `load_model` will make of each tensor, from headers alone."""
     found = {}
     for name, need in needs.items():
         stored = checkpoint.tensors[name]
@@ -170,20 +151,16 @@ def destined(
 
 
 def model_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Return a checkpoint's model, by its configs alone. Raises UnsupportedModel, FormatError."""
+    """Return a checkpoint's model from its configs alone. Raises UnsupportedModel, FormatError."""
     spec = spec_from_config(checkpoint.config)
-    # Chat models list there all that end a turn.
+    # Chat models list all end-of-turn tokens there.
     ends = read_as(given(checkpoint.generation_config), Ends, "generation_config.json")
     more = ends.eos_ids(spec.vocab_size)
     return replace(spec, eos_ids=tuple(dict.fromkeys((*spec.eos_ids, *more))))
 
 
 def head_as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
-    """Return a model whose embedding is its head only if no other head is stored.
-
-    A checkpoint may say `tie_word_embeddings` and have an `lm_head.weight` all the same: often a
-    copy, but after some trainings or quantisations another matrix, which transformers then uses.
-    """
+    """Untie embedding and head if the checkpoint stores a different head, as transformers does."""
     both = {EMBED, HEAD} <= set(checkpoint.names)
     if not spec.tied or not both or _same_planes(checkpoint, EMBED, HEAD):
         return spec
@@ -191,7 +168,6 @@ def head_as_stored(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
 
 
 def _same_planes(checkpoint: Checkpoint, name: str, other: str) -> bool:
-    """Return whether two tensors are stored alike; reading stops at the first difference."""
     one, two = checkpoint.tensors[name], checkpoint.tensors[other]
     if (one.shape, one.format) != (two.shape, two.format):
         return False
@@ -204,7 +180,6 @@ def _same_planes(checkpoint: Checkpoint, name: str, other: str) -> bool:
 
 
 def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that lacks a tensor, or has one that the model would ignore."""
     names = set(checkpoint.names)
     missing = [name for name in needs if name not in names]
     if missing == [HEAD]:
@@ -229,7 +204,7 @@ def _account(spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint)
 
 
 def _bias_of_zeros(checkpoint: Checkpoint, name: str) -> bool:
-    """Return whether a tensor adds nothing: AutoGPTQ gave every linear a bias, even of zeros."""
+    """Return whether a tensor is an all-zero bias; AutoGPTQ gives every linear one."""
     is_bias = name.endswith(".bias") and len(checkpoint.shape(name)) == 1
     return is_bias and not checkpoint.tensor(name).decode().any()
 
@@ -244,7 +219,6 @@ def _vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
 
 
 def _target(need: Need, stored: Format, precision: str | None, ternarize: bool) -> Format:
-    """Return the format that a matrix is used in: the very one that it is stored in, or another."""
     name = stored.name
     if isinstance(stored, Float):
         if ternarize and need.kind == "linear":
@@ -265,7 +239,7 @@ def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
 
 
 def bytes_per_token(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
-    """Return the bytes of weights, from those of each tensor, that one token reads."""
+    """Return the weight bytes read per token, from the bytes of each tensor."""
     total = 0
     for name in inventory(spec):
         nbytes = sizes[name]

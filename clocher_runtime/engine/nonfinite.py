@@ -1,8 +1,4 @@
-"""Which op of a step made NaN or infinity first, and whether a weight is to blame.
-
-A step looks at its logits only: sampling marks a row in which one is not finite. What went wrong is
-found afterwards, by executing the step again call by call.
-"""
+"""Which op of a step first made NaN or infinity, found by executing it again call by call."""
 
 from collections.abc import Iterable
 from contextlib import closing
@@ -22,12 +18,9 @@ _PIECE = 1 << 20
 def explain(
     executor: Executor, weights: Weights, act_prec: str, steps: Iterable[tuple[int, int]]
 ) -> NonFinite:
-    """Execute steps again and return the error that says what went wrong in them.
+    """Execute steps again and return the error that explains their non-finite logits.
 
-    Args:
-        executor: what executed them; what the cache holds of earlier tokens must be as it was.
-        weights, act_prec: what it was bound to.
-        steps: counts of tokens and output rows; the inputs of a step are staged when it is taken.
+    `steps` stages inputs and yields counts of tokens and rows; earlier KV must be unchanged.
     """
     for tokens, rows in steps:
         if (found := _first(executor, tokens, rows)) is not None:
@@ -45,7 +38,7 @@ def explain(
 
 
 def _first(executor: Executor, tokens: int, rows: int) -> tuple[Call, str, int] | None:
-    """Return the first call that wrote something that is not finite, its place, and the token."""
+    """Return the first call with a non-finite output, its place, and the token."""
     plan, counts = executor.plan, {"M": tokens, "R": rows}
     weight, known = "", frozenset(plan.weights)
     with closing(executor.walk(tokens, rows)) as calls:
@@ -68,7 +61,6 @@ def _first(executor: Executor, tokens: int, rows: int) -> tuple[Call, str, int] 
 
 
 def _reason(call: Call, weights: Weights, act_prec: str) -> str:
-    """Say whether a weight of the call is to blame, and what to do."""
     for name in call.args.values():
         if count := _non_finite(weights[name]) if name in weights else 0:
             return (
@@ -81,7 +73,6 @@ def _reason(call: Call, weights: Weights, act_prec: str) -> str:
 
 
 def _non_finite(weight: np.ndarray | QuantTensor) -> int:
-    """Return how many stored values are NaN or infinite."""
     if isinstance(weight, np.ndarray):
         return int((~np.isfinite(weight)).sum())
     count = 0

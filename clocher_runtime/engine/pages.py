@@ -1,20 +1,10 @@
-"""Pages of the KV cache: which sequence holds which, and which still hold a prefix seen before.
+"""KV-cache pages: which sequence holds which, and which still hold a known prefix.
 
-The cache of a layer is a pool of pages; a page holds `PAGE_CELLS` cells of one sequence. Layers
-that see everything share one pool and one page table. Layers with a sliding window share another:
-pages behind the window are given back, so a long sequence holds few of them.
-
-A page that is full is named by the 128-bit hash of all ids up to its end. When no sequence uses it
-any more it stays where it is, and a sequence with the same prefix finds it by that name and
-computes nothing. Pages are taken from the unused: first what has no name, then the least recently
-used. Nothing is ever copied.
-
-A prefix is found only where its last window is there too. Of the pages that fall behind a window
-those are kept longer that lie before a place where sequences were seen to part; the others go
-first, so a small pool of windows serves long sequences.
-
-Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with
-PagedAttention, 2023; chained hashes of pages as in vLLM.
+Full pages are keyed by a 128-bit hash of all ids up to their end, chained as in vLLM (Kwon et al.
+2023), and stay findable when unused; blank pages are taken first, then least recently used ones.
+Layers with a sliding window have a pool of their own: pages behind the window are released. A
+prefix counts only where its last window is cached, so window pages before a point where sequences
+diverged are kept longer.
 """
 
 from collections import OrderedDict
@@ -28,11 +18,11 @@ from clocher_runtime.models.build import PAGE_CELLS
 
 _KEY_BYTES = 16
 NO_PAGE = -1
-"""Entry of a page table where there is none: what is written there is dropped."""
+"""Page-table entry for no page: what is written there is dropped."""
 
 
 class PageStats(NamedTuple):
-    """The pages of a pool: blank, unused but named, and in use. They add up to all of them."""
+    """Pages of a pool: blank, unused but findable, in use."""
 
     blank: int
     cached: int
@@ -72,7 +62,7 @@ class PagePool:
         return PageStats(self.available - cached, cached, used)
 
     def take(self) -> int:
-        """Take an unused page; what it was named for is forgotten. There must be one."""
+        """Take an unused page and forget its key. There must be one."""
         first = next(iter(self._unused), None)
         if self._touched < self.count and (first is None or first in self._names):
             page = self._touched
@@ -85,7 +75,7 @@ class PagePool:
         return page
 
     def find(self, key: bytes, ids: bytes) -> int | None:
-        """Return the page with this name and these ids; None if there is none."""
+        """Return the page with this key and these ids; None if there is none."""
         page = self._pages.get(key)
         return page if page is not None and self._names[page][1] == ids else None
 
@@ -94,12 +84,12 @@ class PagePool:
         return self._users[page] == 0
 
     def share(self, page: int) -> None:
-        """Become one more user of a page."""
+        """Add a user to a page."""
         self._users[page] += 1
         self._unused.pop(page, None)
 
     def release(self, page: int, soon: bool = False) -> None:
-        """Use a page no more; with `soon` it is the next to be taken, named or not."""
+        """Remove a user from a page; with `soon` it is the next to be taken, findable or not."""
         self._users[page] -= 1
         if not self._users[page]:
             self._unused[page] = None
@@ -107,7 +97,7 @@ class PagePool:
                 self._unused.move_to_end(page, last=False)
 
     def name(self, page: int, key: bytes, ids: bytes) -> None:
-        """Name a full page in use, unless there is one with its content already."""
+        """Register a full page in use, unless its content is registered already."""
         if key not in self._pages and page not in self._names:
             self._names[page], self._pages[key] = (key, ids), page
 
@@ -120,16 +110,10 @@ class PagePool:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What the cache knows of a sequence.
+    """A sequence as the cache knows it: `ids`, of which the first `cells` have keys.
 
-    Attributes:
-        ids: its tokens so far; those from `cells` on have no keys yet.
-        salt: sequences share pages only with those that have the same one.
-        slot: its row of the page tables; -1: it has none, and no pages.
-        cells: tokens whose keys are in the cache.
-        held: block -> page, for each group of layers.
-        parts: block from which nothing was known: other sequences share those before.
-        keys: names of its blocks as far as they were needed, each with its ids.
+    `salt`: pages are shared within it; `slot`: row of the page tables, -1 for none; `held`: block
+    -> page by group of layers; `parts`: first block not found in the cache; `keys`: of its blocks.
     """
 
     ids: list[int]
@@ -142,29 +126,22 @@ class Sequence:
 
 
 class _Group(NamedTuple):
-    """Layers that share a page table [S, B] and a pool; `window` is 0 where they see everything."""
+    """Layers that share a page table [S, B] and a pool; `window` 0: full attention."""
 
     table: np.ndarray
     pool: PagePool
     window: int
 
     def first_block(self, cell: int) -> int:
-        """Return the first block that the token of a cell sees."""
         return max(0, cell - self.window + 1) // PAGE_CELLS if self.window else 0
 
 
 class KvPages:
-    """The page tables of a Plan, and the sequences that own what they name.
+    """The page tables of a Plan, and the sequences that own the pages in them.
 
-    Args:
-        table: [S, B] i32, the live page table of layers that see everything, and `pages` of their
-            pool; None: the Plan keeps nothing of earlier tokens.
-        window_table: the same of layers with a window of `window` tokens, if there are any.
-        salt: what the content of a page depends on besides ids: model, KV type.
-        reuse: find pages of earlier sequences.
-
-    Attributes:
-        changed: a table was written to; cleared when tables are handed to a device.
+    `table` [S, B] i32 and `pages` belong to full-attention layers (None: no KV cache), the others
+    to layers with a window; `salt`: what contents depend on besides ids; `reuse`: prefix caching;
+    `changed`: a table was written to since it was sent to the device.
     """
 
     def __init__(
@@ -186,12 +163,12 @@ class KvPages:
 
     @property
     def keeps(self) -> bool:
-        """Whether the Plan keeps anything of earlier tokens."""
+        """Whether the Plan has a KV cache."""
         return bool(self._groups)
 
     @property
     def used(self) -> int:
-        """Pages that sequences hold."""
+        """Pages held by sequences."""
         return sum(group.pool.used for group in self._groups)
 
     @property
@@ -205,7 +182,7 @@ class KvPages:
         return sum(group.pool.named for group in self._groups)
 
     def reset(self) -> None:
-        """Forget everything, when no sequence is left: what was noted may be half of it."""
+        """Forget everything, once no sequence is left: state may be half-written."""
         self._groups = [group._replace(pool=PagePool(group.pool.count)) for group in self._groups]
         for group in self._groups:
             group.table[...] = NO_PAGE
@@ -256,7 +233,7 @@ class KvPages:
         return True
 
     def commit(self, sequence: Sequence, cells: int) -> None:
-        """Note that the keys of a sequence are in the cache up to `cells`."""
+        """Record that the keys of a sequence are in the cache up to `cells`."""
         before, sequence.cells = sequence.cells // PAGE_CELLS, cells
         full = cells // PAGE_CELLS
         if full == before:
@@ -274,9 +251,9 @@ class KvPages:
                 self.changed = True
 
     def release(self, sequence: Sequence, forget: bool = False) -> None:
-        """Take slot and pages from a sequence; full pages can still be found unless `forget`."""
+        """Take slot and pages from a sequence; full pages stay findable unless `forget`."""
         for group, held in zip(self._groups, sequence.held, strict=True):
-            # The end first: a prefix is of use to more sequences, and is kept longer.
+            # The end first: a prefix serves more sequences, and is kept longer.
             for block in sorted(held, reverse=True):
                 if forget:
                     group.pool.forget(held[block])
@@ -286,7 +263,7 @@ class KvPages:
         sequence.held, sequence.slot, sequence.cells = (), -1, 0
 
     def _known(self, sequence: Sequence) -> int:
-        """Return how many blocks at the beginning of a sequence can be had without computing."""
+        """Return how many leading blocks of a sequence are cached."""
         blocks = 0
         for block in range((len(sequence.ids) - 1) // PAGE_CELLS):
             if self._groups[0].pool.find(*self._key(sequence, block)) is None:
@@ -302,7 +279,7 @@ class KvPages:
         return blocks
 
     def _key(self, sequence: Sequence, block: int) -> tuple[bytes, bytes]:
-        """Return the name of a block, which stands for all ids up to its end, and its own ids."""
+        """Return the key of a block, the hash of all ids up to its end, and its own ids."""
         keys = sequence.keys
         while len(keys) <= block:
             start = len(keys) * PAGE_CELLS
@@ -320,13 +297,10 @@ def _digest(*parts: bytes) -> bytes:
 
 
 def window_pages(window: int, chunk: int, slots: int, context: int, others: int) -> int:
-    """Return the pages that layers with a window need.
+    """Return the pages that layers with a window need, for `slots` sequences.
 
-    Args:
-        window, chunk: tokens that they see, and tokens of a step.
-        slots, context: sequences side by side, and cells of each.
-        others: pages of the layers that see everything. For the ends of prefixes there are a 64th
-            of them more, or one window, and at most a quarter.
+    `window`, `chunk`, `context`: tokens; `others`: full-attention pages. Ends of prefixes get 1/64
+    of these, or one window, at most 1/4.
     """
     most = -(-context // PAGE_CELLS)
     live = min(most, -(-(window + chunk) // PAGE_CELLS) + 1)

@@ -1,8 +1,4 @@
-"""What a run does to memory: peak resident set size, the work-touch, and how fast it can be read.
-
-A token reads every weight once, and the keys and values of the tokens before it. If all of that
-fits in a cache, the cache is the limit, so what is read to learn it is as large as that.
-"""
+"""Memory of a run: peak resident set size, work-touch, read bandwidth."""
 
 import resource
 import sys
@@ -29,11 +25,7 @@ def _getrusage_bytes() -> int:
 def rss_peak_bytes(
     status: Path = Path("/proc/self/status"), fallback: Callable[[], int] = _getrusage_bytes
 ) -> int:
-    """Return the peak resident set size of this process in bytes; 0 where no source knows it.
-
-    Sources, in order: `VmHWM` of the status file (kB), then `getrusage`, whose `ru_maxrss` is in
-    kB on Linux and in bytes on macOS.
-    """
+    """Return the peak resident set size in bytes, of `VmHWM` or getrusage; 0 if unknown."""
     try:
         for line in status.read_text(encoding="ascii", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -53,18 +45,18 @@ def rss_peak_mib() -> float:
 
 
 MOST_BYTES = 256 << 20
-"""Read at most to learn how fast memory is; more than most caches hold."""
+"""Read at most to measure bandwidth; more than most caches hold."""
 _SECONDS = 0.1
 
 
 def working_set(model: "Model") -> int:
-    """Return the bytes of the weights that tokens read, of the experts all."""
+    """Return the bytes of the weights that tokens read, with all experts."""
     total = sum(weight.nbytes for weight in model.weights.values())
     return total if model.spec.tied else total - model.weights[EMBED].nbytes
 
 
 def memory_reader(nbytes: int, backend: str = "cpu") -> Reader | None:
-    """Return a buffer as large as a working set, or as `MOST_BYTES` if that is less."""
+    """Return a buffer as large as a working set, at most `MOST_BYTES`."""
     nbytes = min(nbytes, MOST_BYTES)
     left = available()
     if left is not None and left < 2 * nbytes:
@@ -76,7 +68,7 @@ def memory_reader(nbytes: int, backend: str = "cpu") -> Reader | None:
 
 
 def read_gbps(nbytes: int, threads: int, backend: str = "cpu") -> float | None:
-    """Return how fast a working set is read by some threads, in 10^9 bytes a second."""
+    """Return the bandwidth of reading a working set with some threads, in GB/s (10^9)."""
     buffer = memory_reader(nbytes, backend)
     try:
         return None if buffer is None else buffer.gbps(threads, _SECONDS)

@@ -1,4 +1,4 @@
-"""What callers ask a session for, and the queue where its tokens are put."""
+"""Requests to a session, and the queue of their tokens."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -22,14 +22,10 @@ Finish = Literal["", "stop", "length"]
 
 @dataclass(slots=True)
 class Token:
-    """One generated token of the prompt `sequence` of a call.
+    """One generated token of prompt number `sequence` of a call.
 
-    Attributes:
-        finish: why nothing follows: "stop" if the id or a constraint ends the sequence, "length" if
-            as many as were asked for are made, or the context is full; "" if something follows.
-        logits: what it was drawn from, [V] fp32, if they were asked for.
-        cached: with the first token, tokens of the prompt that were found in the cache.
-        forwards: with the last token, forwards that the tokens of the sequence took.
+    `finish`: "stop", "length", or "" if more follow; `logits` [V] fp32 if requested; `cached`:
+    prompt tokens found in the cache, with the first token; `forwards` taken, with the last.
     """
 
     sequence: int
@@ -41,16 +37,11 @@ class Token:
 
     @property
     def last(self) -> bool:
-        """Whether nothing follows."""
         return bool(self.finish)
 
 
 class Snapshot(NamedTuple):
-    """A sequence whose blocks are denoised, after some forwards.
-
-    `open`: ids behind it that are not final: the rest of the block, masks included, or what
-    lossless decoding verifies next.
-    """
+    """A denoised sequence after some forwards; `open`: trailing ids that are not final."""
 
     forwards: int
     open: Sequence[int]
@@ -58,14 +49,9 @@ class Snapshot(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class OutputQueue:
-    """Where the tokens of a call are put until its caller takes them.
+    """Where the tokens of a call wait for its caller.
 
-    Attributes:
-        open: requests of the call that have not ended.
-        window, after_token, logits: see `Session.generate`.
-        snapshots: by index, of sequences whose blocks are denoised.
-        error: what ended the call early.
-        left: the caller has gone.
+    `open`: unfinished requests; `error`: what ended the call early; `left`: the caller has gone.
     """
 
     open: int
@@ -79,29 +65,23 @@ class OutputQueue:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more is put into it."""
+        """Whether nothing more will be added."""
         return self.left or self.error is not None or not self.open
 
     @property
     def has_news(self) -> bool:
-        """Whether there is something to take, or nothing will ever be."""
+        """Whether there is something to take, or nothing will follow."""
         return bool(self.tokens) or self.is_over
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Request(Cached):
-    """A sequence of a call that makes one token after the other, with drafts or without.
+    """A sequence of a call that generates autoregressively, with drafts or without.
 
-    Attributes:
-        index: which prompt of the call it is.
-        budget: tokens to make; `made` so far stand at the end of `ids`.
-        stop: ids that end it.
-        track: what is drafted for it; None: nothing is.
-        forwards: that could have made tokens.
-        found: tokens that were in the cache when it ran for the first time; None before.
-        draft: tokens that the step verifies, and `kept`: how many of them were accepted.
-        masks: tokens computed behind the text and the draft, which see each other.
-        is_faulty: its logits were not finite.
+    `index`: of its prompt; `budget`: tokens to generate, of which the `made` last of `ids` exist;
+    `track`: its speculation; `found`: cached tokens, None before it first ran; `draft`: tokens to
+    verify, of which `kept` were accepted; `masks`: after the draft, see each other; `is_faulty`:
+    its logits were not finite.
     """
 
     reuses_cache: ClassVar[bool] = True
@@ -128,43 +108,41 @@ class Request(Cached):
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens that have to be computed before the next one can be drawn."""
+        """Tokens to compute before the next one can be drawn."""
         return len(self.ids) - self.cells
 
     @property
     def decodes(self) -> bool:
-        """Whether it goes on from the last token made."""
         return self.made > 0 and self.waiting_tokens == 1
 
     @property
     def behind(self) -> int:
-        """Tokens behind the text in the forward that computes the last of it."""
+        """Extra tokens in the forward that computes the last of its ids."""
         return len(self.draft.tokens) + len(self.masks)
 
     @property
     def wants_logits(self) -> bool:
-        """Whether the logits of its rows are needed on the host."""
+        """Whether its logits are needed on the host."""
         return self.queue.logits or self.sampling.on_host
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """Where it stands; None: no blocks are denoised."""
         return None
 
     def rows(self, count: int) -> int:
-        """Return the output rows of a step that computes so many tokens of the text."""
+        """Output rows of a step that computes `count` of its tokens."""
         return 1 + self.behind if count == self.waiting_tokens else 0
 
     def least_rows(self, count: int) -> int:
-        """Return the output rows that such a step needs at least, drafts left out."""
+        """Output rows such a step needs at least, without drafts."""
         return max(1, len(self.masks))
 
     def taken(self, count: int) -> int:
-        """Return the tokens of such a step, drafts left out."""
+        """Tokens of such a step, without drafts."""
         return count + (len(self.masks) if count == self.waiting_tokens else 0)
 
     def piece(self, room: int, rows: int) -> int | None:
-        """Return how many tokens of the text a step with this room computes; None: none."""
+        """Return how many of its tokens a step with this room computes; None: none."""
         count = self.waiting_tokens
         if count + len(self.masks) <= room:
             return count if count or self.masks else None
@@ -172,10 +150,9 @@ class Request(Cached):
         return count if count > 0 else None
 
     def restrict(self, masks: np.ndarray) -> int:
-        """Write which tokens may come next, and after each draft token; return how many masks.
+        """Write masks [C, W] u32 for the next token and after each draft token; return how many.
 
-        The draft is cut where a token of it is not allowed, or the sequence may end. An error of
-        the constraint ends the call. `masks` is [C, W] u32, written from the first on.
+        The draft is cut at a token that is not allowed. An error ends the call.
         """
         constraint = self.constraint
         if constraint is None or self.queue.is_over:
@@ -201,7 +178,6 @@ class Request(Cached):
         return written
 
     def sample(self, logits: np.ndarray) -> int:
-        """Return the token that the host draws from logits, [V] fp32."""
         mask = None
         if self.constraint is not None:
             mask = np.zeros(words_for(logits.size), np.uint32)
@@ -210,13 +186,9 @@ class Request(Cached):
         return sample_on_host(logits, self.ids, prompt, self.made, self.sampling, mask)
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
-        """Go on with the tokens that were drawn, as far as the draft had them right; return them.
+        """Take the drawn tokens as far as the draft was right; return them.
 
-        An error of what the caller gave ends the call; `is_faulty`: the logits were not finite.
-
-        Args:
-            sampled: what the device drew after the text, and after each token of the draft.
-            logits: what from, [1 + draft, V] fp32, if they are wanted.
+        `logits`: [1 + draft, V] fp32 if wanted. Errors of the caller's functions end the call.
         """
         made: list[Token] = []
         self.kept, drafted = 0, self.draft.tokens
@@ -240,7 +212,7 @@ class Request(Cached):
         return made
 
     def take(self, token: int, logits: np.ndarray | None) -> Token:
-        """Go on with a token that was drawn. Raises UsageError."""
+        """Append a token that was drawn. Raises UsageError."""
         if token < 0:
             raise UsageError(
                 f"after {self.made} tokens the constraint allows no token of this model; it has to "
@@ -259,11 +231,10 @@ class Request(Cached):
         return Token(self.index, token, finish, logits, cached, self.forwards if finish else 0)
 
     def committed(self) -> None:
-        """Note that the keys of the step are in the cache: its draft is of the past."""
         self.draft, self.kept = NO_DRAFT, 0
 
     def leave(self) -> None:
-        """Hold no draft any more; the request may run again later."""
+        """Drop the draft; the request may run again later."""
         self.draft = NO_DRAFT
         if self.track is not None and self.track.reader is not None:
             self.track.reader.leave()
@@ -275,7 +246,7 @@ Take = Callable[[int, np.ndarray], None]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Score(Request):
-    """A sequence whose logits are handed over, position by position; nothing is made."""
+    """A sequence whose logits are delivered by position; nothing is generated."""
 
     reuses_cache: ClassVar[bool] = False
 
@@ -295,7 +266,7 @@ class Score(Request):
         return min(self.waiting_tokens, room, rows) or None
 
     def score(self, logits: np.ndarray) -> bool:
-        """Hand over the logits of the last tokens computed, [T, V]; return whether all are done."""
+        """Deliver the logits [T, V] of the last tokens computed; return whether all are done."""
         try:
             for position, row in enumerate(logits, self.cells - len(logits)):
                 self.scored(position, row)

@@ -1,4 +1,4 @@
-"""Sampling on the host, where a request wants more than the sampling op of a Plan can do."""
+"""Host-side sampling, for requests beyond the Plan's sampling op."""
 
 from collections.abc import Sequence
 
@@ -20,16 +20,8 @@ def sample_on_host(
 ) -> int:
     """Return a token drawn from logits, [V] fp32. Raises UsageError.
 
-    In this order: penalties, biases, processors; tokens that are not allowed are dropped; then,
-    unless greedy, min_p, and what the sampling op does. The same seed, number of tokens and logits
-    give the same token.
-
-    Args:
-        ids: tokens so far, the first `prompt` of the prompt; `made` have been drawn.
-        mask: [W] u32, which tokens are allowed; None: all.
-
-    Source: repetition penalty, Keskar et al. 2019 (CTRL); presence and frequency penalties, OpenAI
-    API reference; min_p, Nguyen et al. 2024.
+    Order: penalties (CTRL, OpenAI), biases, processors, `mask` [W] u32; then, unless greedy, min_p
+    (Nguyen et al. 2024) and the sampling op's steps. Deterministic in seed, `made` and logits.
     """
     row = logits.astype(np.float32, copy=True)
     if sampling.repetition_penalty != 1:

@@ -1,9 +1,7 @@
-"""How a model wants its tokens sampled: generation_config.json, in one rule for all.
+"""A model's own sampling defaults, from a generation_config.json with `do_sample`.
 
-With `do_sample` true, its values are the defaults of runs, chats, servers and the Python API; what
-a caller says is stronger, field by field, and a temperature of 0 wants none of them. Without it
-nothing is taken from the file, and each keeps the defaults of its own. A value that the file leaves
-out is none of transformers' hidden ones (top_k 50 there), as in vLLM.
+Explicit settings override single fields; a temperature of 0 overrides all. As in vLLM, absent
+fields have no hidden defaults.
 """
 
 from collections.abc import Mapping
@@ -18,10 +16,9 @@ if TYPE_CHECKING:
 
 FILE = "generation_config.json"
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What is taken from the file."""
 
 CHAT_TEMPERATURE = 0.7
-"""Of a conversation, in a terminal or on the page, with a model that says nothing of drawing."""
+"""For conversations with a model that has no sampling defaults."""
 
 _NOTHING: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 
@@ -39,7 +36,7 @@ class _Settings(Struct):
 
 
 def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
-    """Return how a model wants to be sampled, by name; {}: greedily. Raises FormatError."""
+    """Return a model's sampling defaults by name; {} for greedy. Raises FormatError."""
     settings = given(checkpoint.generation_config)
     if not read_as(settings, _Settings, FILE).do_sample:
         return {}
@@ -52,14 +49,14 @@ def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
 
 
 def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:
-    """Return those of a model's defaults that a caller does not override with `said`."""
+    """Return the model's defaults that a caller does not override."""
     if said.get("temperature") == 0:
         return {}
     return {name: value for name, value in defaults.items() if said.get(name) is None}
 
 
 def told(values: Mapping[str, float]) -> str:
-    """Return the message about values that came from the file, "" for none."""
+    """Return the message about values taken from the file, "" for none."""
     if not values:
         return ""
     listed = ", ".join(f"{name} {value:g}" for name, value in values.items())

@@ -1,13 +1,8 @@
-"""The step loop that all callers of a session share: what is computed in the next step.
+"""The step loop that all callers of a session share.
 
-A step takes first one token of each sequence that is being decoded, then pieces of prompts, oldest
-first, as many tokens as the Plan has room for, and while sequences decode only so many that the
-step is expected to end in time. Requests join and leave between steps. If the cache is out of
-pages, the newest sequence gives its own back and waits; what it had is found in the cache, or
-computed, again.
-
-A token's logits depend on nothing but its own sequence, so neither company nor preemption changes
-what a request gets.
+A step takes one token of each decoding sequence, then pieces of prompts, oldest first, within the
+expected step time. When pages run out, the newest sequence is preempted. Logits depend only on
+their own sequence, so batching and preemption do not change results.
 """
 
 from collections import deque
@@ -28,12 +23,9 @@ _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
 
 
 class Scheduler:
-    """Requests, and the steps that serve them. Callers see to it that one step runs at a time.
+    """Requests, and the steps that serve them; callers run one step at a time.
 
-    Attributes:
-        kv_hits, kv_misses: keys found in the cache by all tokens; tokens that were computed.
-        reused: tokens that were found in the cache instead.
-        preempted: how often a sequence had to give its pages back.
+    `kv_hits`, `kv_misses`: keys found by tokens, tokens computed; `reused`: prefix-cache tokens.
     """
 
     def __init__(self, bound: Bound, speculator: Speculator | None = None) -> None:
@@ -48,17 +40,17 @@ class Scheduler:
 
     @property
     def sums(self) -> StepSums:
-        """What all steps add up to."""
+        """Totals over all steps."""
         return self.forwards.sums
 
     @property
     def times(self) -> StepTimes:
-        """How long steps take."""
+        """Expected step times."""
         return self.forwards.times
 
     @property
     def speculator(self) -> Speculator | None:
-        """What drafts tokens."""
+        """The drafter, if any."""
         return self.forwards.speculator
 
     @property
@@ -76,7 +68,7 @@ class Scheduler:
         return self.pages.stats()
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Put the requests of a call at the end of those that wait. Raises SessionBusy."""
+        """Queue the requests of a call. Raises SessionBusy."""
         queue = requests[0].queue
         for other in {r.queue for r in (*self._running, *self._waiting)}:
             if (queue.window or other.window) and queue.window is not other.window:
@@ -109,7 +101,7 @@ class Scheduler:
         self.rest()
 
     def sweep(self) -> None:
-        """Let requests go whose callers have left, or whose call has failed."""
+        """Remove requests whose callers have left, or whose call has failed."""
         for request in [r for r in self._running if r.queue.is_over]:
             self._retire(request)
         if any(r.queue.is_over for r in self._waiting):
@@ -130,7 +122,6 @@ class Scheduler:
         self.rest()
 
     def _reset(self, error: BaseException) -> None:
-        """End every call, and trust nothing that was noted of them."""
         for request in (*self._running, *self._waiting):
             request.queue.error = error
         self._running, self._waiting = [], deque()
@@ -142,11 +133,10 @@ class Scheduler:
         self.rest()
 
     def _choose(self) -> list[Part]:
-        """Return the requests of the next step and how many tokens each computes."""
         decoding = sum(r.waiting_tokens + len(r.masks) for r in self._running if r.decodes)
         room = self._executor.plan.tokens - decoding
         if decoding and (self._waiting or not all(r.decodes for r in self._running)):
-            # New requests would wait for ever if the decoding ones needed all of the time.
+            # New requests would starve if the decoding ones used all of the time.
             limit = max(self.itl_ms, _WITH_PROMPTS * self.times.expected_ms(decoding))
             room = min(room, max(self.times.most(limit) - decoding, _LEAST_PIECE))
         rows = self._executor.plan.rows
@@ -182,7 +172,6 @@ class Scheduler:
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
-        """Get pages for the next tokens of a request, from the newest if there are none left."""
         while not self.pages.reserve(request, request.cells + request.taken(count)):
             newest = self._running[-1]
             self._retire(newest)
@@ -193,7 +182,6 @@ class Scheduler:
         return True
 
     def _retire(self, request: Request, forget: bool = False) -> None:
-        """Take slot and pages from a request that runs."""
         self._running.remove(request)
         self._slots.append(request.slot)
         self.pages.release(request, forget)
@@ -201,7 +189,6 @@ class Scheduler:
         self.forwards.forget(request)
 
     def _serve(self, parts: list[Part]) -> None:
-        """Execute a step, note what is in the cache now, and let go what has ended."""
         done = self.forwards.run(parts)
         if self.pages.keeps:
             self.kv_misses += done.tokens
@@ -217,7 +204,6 @@ class Scheduler:
             self._fail([request for request, _ in parts if request.is_faulty])
 
     def _deliver(self, done: Done) -> None:
-        """Hand logits over to requests that score; let those go that have ended."""
         for request, rows in done.rows:
             if request.queue.is_over or request.is_faulty:
                 continue
@@ -231,7 +217,6 @@ class Scheduler:
                 self._retire(request)
 
     def _fail(self, requests: list[Request]) -> None:
-        """End the calls of requests whose logits were not finite."""
         for request in requests:
             request.is_faulty = False
             if request.queue.is_over:
@@ -243,7 +228,7 @@ class Scheduler:
         self.forwards.forget()
 
     def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
-        """Stage all tokens of a request again, step by step; yield their counts and of rows."""
+        """Stage all tokens of a request again, step by step; yield counts of tokens and rows."""
         slot, plan = request.slot, self._executor.plan
         self.pages.release(request, forget=True)
         if not self.pages.admit(request, slot, reuse=False):

@@ -1,4 +1,4 @@
-"""A session: one Plan bound to one back end, shared by all who generate. It knows ids, not text."""
+"""A session: one Plan bound to one back end, shared by all callers. Token ids only."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,22 +43,10 @@ from clocher_runtime.speculation.track import Track
 class Session:
     """A model bound to a back end. Any number of threads and generations share its steps.
 
-    A thread that waits for a token does the next step for all, or waits while another does it. A
-    generation that was dropped leaves before the next step.
-
-    Args:
-        draft: a small model of the same vocabulary that drafts tokens, with "auto" or "draft".
-        calibration: token ids that the thresholds of `act_sparsity` are taken from.
-        progress, packing: called with (done, total), the first while kernels compile or weights are
-            copied, the second while weights are packed, if they are many.
-
-    Attributes:
-        act_prec, speculate: what matmuls read, and what drafts tokens, once all is decided.
-        changed: what became of a weight file while it was in use, with `keep_mapped`; else "".
-
-    Raises:
-        UsageError: a size is out of range, or two settings exclude each other.
-        OutOfMemory: the KV cache, the buffers or the packed weights do not fit in memory.
+    A thread that waits for a token runs the next step for all, or waits while another does. `draft`
+    is a model of the same vocabulary; `calibration`: see `act_sparsity`; `progress` and `packing`
+    get (done, total) while kernels compile or weights are copied, and packed; `changed`: what
+    happened to a weight file, with `keep_mapped`. Raises UsageError, OutOfMemory.
     """
 
     def __init__(
@@ -118,7 +106,7 @@ class Session:
 
     @property
     def acted_on(self) -> frozenset[str]:
-        """Settings that change what happens; "pretranspose" if it was obeyed."""
+        """Settings that have an effect; "pretranspose" if it was obeyed."""
         return acted_on(self.executor) | ({"pretranspose"} if self._scope_is_kept else set())
 
     @property
@@ -128,12 +116,12 @@ class Session:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence: the context, unless the KV cache holds less."""
+        """Maximum sequence length: the context, or less if the KV cache is smaller."""
         return self._longest
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Memory of the KV cache, tables and scales included."""
+        """Bytes of the KV cache, tables and scales included."""
         buffers = self.executor.plan.buffers.values()
         return sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
 
@@ -148,14 +136,14 @@ class Session:
         return self.scheduler.kv_misses
 
     def speculation(self, before: Counts | None = None) -> Account:
-        """Return what speculation came to, since an earlier state of its counts."""
+        """Return speculation figures, since an earlier state of its counts."""
         speculator = self.scheduler.speculator
         if speculator is None:
             return Account(self.scheduler.forwards.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
 
     def page_stats(self) -> list[PageStats]:
-        """Count the pages of each pool: blank, cached, in use; those of calls that left are not."""
+        """Count the pages of each pool, without those of calls that left."""
         with self._lock.taken("page_stats"):
             self.scheduler.sweep()
             return self.scheduler.page_stats()
@@ -170,18 +158,18 @@ class Session:
             self.synchronize()
 
     def work_touch(self, bytes_per_token: int, stride: int) -> Touch | None:
-        """Return a work-touch of weights on a device, else None. Raises SessionBusy, UsageError."""
+        """Return a work-touch of device weights, else None. Raises SessionBusy, UsageError."""
         with self._lock.taken("work_touch"):
             make = getattr(self.executor, "work_touch", None)
             touch: Touch | None = make(bytes_per_token, stride) if make else None
             return touch
 
     def synchronize(self) -> None:
-        """Wait until the device has done all steps."""
+        """Wait until the device has finished all steps."""
         self.executor.synchronize()
 
     def close(self) -> None:
-        """End all generations after the step that runs; release all. Raises SessionBusy."""
+        """End all generations after the current step; release everything. Raises SessionBusy."""
         if self._lock.close():
             if self._draft_model is not None:
                 self._draft_model.close()
@@ -197,32 +185,15 @@ class Session:
         after_token: Callable[[int], None] | None = None,
         **more: Any,
     ) -> Generation:
-        """Generate tokens for some prompts.
+        """Generate tokens for prompts, given as token ids; yields them in step order.
 
-        It joins the steps of the session when its first token is asked for, and leaves when the
-        last one is made, or it is closed or dropped. While others step, its tokens are made too.
-        Every step is one span of `window`, "prefill" if it has tokens of a prompt, else "decode".
+        It joins the steps at its first token. `stop_ids` None takes the model's. Each step is one
+        span of `window`, "prefill" if it has prompt tokens, else "decode", inside which
+        `after_token` gets the number of tokens made. `more`: logits (bool); salt (str), within
+        which cached pages are shared; constraints, one or None per prompt; diffusion (str).
 
-        Args:
-            prompts: token ids of each prompt, at least one each.
-            max_new: tokens to generate for each prompt; fewer where the context ends.
-            sampling: how tokens are chosen; greedy by default.
-            stop_ids: ids that end a sequence; None: the model's; empty: none.
-            window: measures the steps; no other generation may run beside a measured one.
-            after_token: called inside the span with the number of tokens that the step made.
-            **more: logits (bool): give each token the logits that it was drawn from; salt (str):
-                find only cached pages of the same salt; constraints: of each prompt or None, each
-                of one call only; diffusion (str): how blocks are denoised, if not as usual.
-
-        Returns:
-            Tokens, in the order of their steps. What is wrong shows when the first is asked for.
-
-        Raises:
-            SessionBusy: a measured generation beside another, or a call from within a step.
-            UsageError: no prompt, an empty or too long one, an id that is no token; closed.
-            NonFinite: a step gave logits that are NaN or infinite.
-            ModelChanged: a weight file is another one since it was loaded; looked for before the
-                first step and after the last one.
+        Raises SessionBusy (beside a measured generation or within a step), UsageError, NonFinite,
+        ModelChanged (checked before the first step and after the last).
         """
         call = _Call(**more)
 
@@ -262,25 +233,20 @@ class Session:
         self._usable_ids(prompt)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the logits after each token of one sequence, [T, V] fp32; see `score`."""
+        """Return the logits after each token of a sequence, [T, V] fp32; see `score`."""
         out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
         self.score(ids, out.__setitem__)
         return out
 
     def score(self, ids: Sequence[int], take: Take) -> None:
-        """Hand over the logits after each token of one sequence; see `scoring`."""
+        """Deliver the logits after each token of a sequence; see `scoring`."""
         for _ in self.scoring(ids, take):
             pass
 
     def scoring(self, ids: Sequence[int], take: Take) -> Generation:
-        """Hand over the logits after each token of one sequence while steps are done.
+        """Call `take` with each position and its logits [V] fp32, valid during the call.
 
-        Each token sees those before it, also where blocks see themselves. The generation has no
-        token, and ends when the last position has been handed over; see `generate` for errors.
-
-        Args:
-            ids: the sequence.
-            take: called with each position in order, and logits [V] fp32 that are valid meanwhile.
+        The generation yields no tokens. Tokens see only earlier ones, also in block models.
         """
         if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")
@@ -294,10 +260,7 @@ class Session:
         return Generation(begin, self._lock, self._check_files)
 
     def step(self) -> bool:
-        """Do the next step for all who generate; return whether there is more to do.
-
-        For one loop that serves many, with `Generation.poll`. Raises SessionBusy, UsageError.
-        """
+        """Run the next step for all callers; return whether there is more to do."""
         with self._lock.taken("step"):
             self.scheduler.step()
             return not self.scheduler.is_idle
@@ -305,7 +268,6 @@ class Session:
     def _track(
         self, ids: list[int], sampling: Sampling, salt: bytes, constraint: Constraint | None
     ) -> Track | None:
-        """Return what is to be drafted for a sequence; None if nothing is."""
         speculator = self.scheduler.speculator
         if speculator is None or not (constraint is None or hasattr(constraint, "undo")):
             return None
@@ -315,7 +277,6 @@ class Session:
         return track
 
     def _check_files(self) -> None:
-        """Raise ModelChanged if a weight file is another one now, or note it and go on."""
         try:
             self.model.checkpoint.check_unchanged()
         except ModelChanged as error:
@@ -329,7 +290,6 @@ class Session:
             self.scheduler.submit(requests)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the ids of the prompts of a call, one list for each."""
         return for_each_prompt(given, self._usable_ids)
 
     def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
@@ -339,8 +299,6 @@ class Session:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Call:
-    """Options of a call; see `Session.generate`."""
-
     logits: bool = False
     salt: str = ""
     constraints: Sequence[Constraint | None] | None = None

@@ -1,8 +1,4 @@
-"""Which thread does the next step of a session: one that needs a token, while no other steps.
-
-There is no thread in the background. A thread that waits for a token does a step for all, or sleeps
-while another one does it.
-"""
+"""The step lock: a thread that waits for a token runs the next step, unless another does."""
 
 import atexit
 import os
@@ -19,19 +15,19 @@ _all: "weakref.WeakSet[StepLock]" = weakref.WeakSet()
 
 
 class StepLock:
-    """The right to work with a scheduler and its executor."""
+    """Exclusive use of a scheduler and its executor."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._renew()
         self._is_closed = False
         _all.add(self)
-        # What is registered last runs first: before memory that the executor has is given back.
+        # Registered last runs first: before the executor's memory is released.
         atexit.unregister(_at_exit)
         atexit.register(_at_exit)
 
     def _renew(self) -> None:
-        # `with` on the lock itself: Ctrl-C cannot come between taking it and being in the block.
+        # `with` on the lock itself: Ctrl-C cannot come between acquiring it and entering the block.
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._leader: int | None = None  # the thread that has the right
@@ -40,11 +36,7 @@ class StepLock:
 
     @contextmanager
     def taken(self, purpose: str) -> Iterator[None]:
-        """Hold the right while the context is open; wait while another thread has it.
-
-        Raises SessionBusy if this thread has it, UsageError if the session is closed; both name the
-        purpose.
-        """
+        """Hold the lock. Raises SessionBusy if this thread has it, UsageError if closed."""
         me = threading.get_ident()
         if self._inside == me:
             raise SessionBusy(
@@ -53,7 +45,7 @@ class StepLock:
         with self._lock:
             self._asking += 1
             try:
-                # What this thread has without being inside, Ctrl-C kept it from giving back.
+                # Held by this thread without being inside: Ctrl-C prevented the release.
                 while self._leader not in (None, me):
                     self._changed.wait()
             finally:
@@ -64,7 +56,7 @@ class StepLock:
             yield
 
     def _lead(self, me: int, purpose: str) -> None:
-        """Take the right that no other thread has; the lock is held."""
+        """Take the free step lock; the mutex is held."""
         self._leader = None
         if self._is_closed:
             raise _closed(purpose)
@@ -72,7 +64,6 @@ class StepLock:
 
     @contextmanager
     def _led(self, me: int) -> Iterator[None]:
-        """Be inside, and give the right back."""
         try:
             self._inside = me
             yield
@@ -83,13 +74,13 @@ class StepLock:
                 self._changed.notify_all()
 
     def serve(self, queue: OutputQueue) -> None:
-        """Do steps, or wait for those of others, until a queue has news. Raises SessionBusy."""
+        """Run steps, or wait for those of others, until a queue has news. Raises SessionBusy."""
         me = threading.get_ident()
         if self._inside == me:
             raise SessionBusy("generate: called from within a step of this session; return first")
         while not queue.has_news:
             with self._lock:
-                # Threads that join, leave or close come first: this one would ask again at once.
+                # Threads that join, leave or close come first: this one would reacquire at once.
                 while (self._asking or self._leader not in (None, me)) and not queue.has_news:
                     self._changed.wait()
                 if queue.has_news:
@@ -99,7 +90,7 @@ class StepLock:
                 self._scheduler.step()
 
     def let_go(self, queue: OutputQueue) -> None:
-        """Note that a queue is not read any more; its requests are freed now, or after a step."""
+        """Note that a queue is abandoned; its requests are freed now, or after the current step."""
         queue.left = True
         if not self._lock.acquire(blocking=False):
             return  # the thread that has it looks for queues that were left
@@ -111,7 +102,7 @@ class StepLock:
             self._lock.release()
 
     def close(self) -> bool:
-        """End all generations, keep the right; return whether anew. Raises SessionBusy."""
+        """End all generations, keep the lock; return whether it was open. Raises SessionBusy."""
         if self._is_closed:
             return False
         try:
@@ -125,7 +116,7 @@ class StepLock:
         return True
 
     def forked(self) -> None:
-        """Go on in the child of a fork, without the threads that stayed behind."""
+        """Reset in the child of a fork, where the other threads do not exist."""
         alone = self._leader in (None, threading.get_ident())
         self._renew()
         if not alone and not self._is_closed:
@@ -137,7 +128,7 @@ def _closed(purpose: str) -> UsageError:
 
 
 def _at_exit() -> None:
-    # A daemon thread in a step would go on in memory that the interpreter gives back.
+    # A daemon thread in a step would continue in memory that the interpreter releases.
     for lock in list(_all):
         with suppress(SessionBusy):
             lock.close()

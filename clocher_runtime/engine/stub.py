@@ -1,7 +1,4 @@
-"""The stub: a back end whose token ids depend on the prompt only, for tests of tools.
-
-It executes no call of its Plan. The model that `--stub` gives it has no layers.
-"""
+"""The stub back end: token ids depend on the prompt only, for tests of tools. Executes no calls."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -25,21 +22,21 @@ from clocher_runtime.models.spec import ModelSpec, RopeSpec
 VOCAB_SIZE = 32768
 """Ids that it draws, unless a model has fewer."""
 CONTEXT = 1 << 24
-"""Cells of a sequence. None of them is kept, so there may be many."""
+"""Cells of a sequence. None is stored, so there may be many."""
 
 
 def stub_id(prompt: Sequence[int], index: int, vocab_size: int = VOCAB_SIZE) -> int:
     """Return token `index` of the continuation of a prompt.
 
-    It is the first four bytes, big-endian, of SHA-256 over the ASCII text "<ids>:<index>" with
-    the ids in decimal and joined by commas, modulo the size of the vocabulary.
+    SHA-256 of the ASCII text "<ids>:<index>" (decimal, comma-separated), first four bytes,
+    big-endian, modulo `vocab_size`.
     """
     text = f"{','.join(map(str, prompt))}:{index}"
     return int.from_bytes(sha256(text.encode("ascii")).digest()[:4], "big") % vocab_size
 
 
 def stub_model() -> Model:
-    """Return the model of the stub: it takes any id, has no layers, and its table is not read."""
+    """Return the stub's model, which accepts any id and has no layers."""
     spec = ModelSpec(
         family="stub",
         vocab_size=1 << 31,
@@ -61,10 +58,7 @@ def stub_model() -> Model:
 
 
 class StubExecutor(ReferenceExecutor):
-    """Draws the tokens of `stub_id`, and steps the inputs on as a Plan's `advance` does.
-
-    Only the inputs of its Plan, which may be any model's, are allocated.
-    """
+    """Draws the tokens of `stub_id`; allocates only the inputs of its Plan, of any model."""
 
     name = "stub"
     isa = "none"
@@ -79,7 +73,7 @@ class StubExecutor(ReferenceExecutor):
         self._prompts: dict[int, list[int]] = defaultdict(list)
 
     def step(self, tokens: int, rows: int) -> None:
-        """Take the tokens of prompts in, and draw one for each output row."""
+        """Read prompt tokens, and draw one token for each output row."""
         ids, slots, positions, ends = map(self.array, ("ids", "slots", "positions", "ends"))
         wanted, draws = self.array("rows")[:rows], self.array("draws")[:rows]
         drawn = list(zip(wanted.tolist(), draws.tolist(), strict=True))
@@ -100,5 +94,5 @@ class StubExecutor(ReferenceExecutor):
         return self._sampled[:count]
 
     def work_touch(self, bytes_per_token: int, stride: int) -> WorkTouch:
-        """Return a work-touch that is switched off: there are no weights to touch."""
+        """Return a disabled work-touch: there are no weights."""
         return WorkTouch((), 0, stride)

@@ -1,7 +1,4 @@
-"""The strict window, and what its spans add up to. No other code in the project reads the clock.
-
-Numbers are pure functions of spans. Unknown is NaN, never 0.
-"""
+"""The strict timing window and its figures (NaN: unknown). No other module reads the clock."""
 
 import itertools
 import math
@@ -19,18 +16,12 @@ T = TypeVar("T")
 NS_PER_S = 1_000_000_000
 NS_PER_MS = 1_000_000
 SAMPLE = 1 << 16
-"""Values that a percentile is taken of, at most."""
+"""Values a percentile is computed from, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One measured step.
-
-    Attributes:
-        tokens: prompt tokens of a prefill step; tokens made by a decode step.
-        ns: duration in nanoseconds.
-        sequences: that a decode step made them for; 0: one token for each.
-    """
+    """One step of `ns` nanoseconds: prompt tokens, or tokens made for `sequences` (0: one each)."""
 
     kind: SpanKind
     tokens: int
@@ -40,21 +31,18 @@ class Span:
 
 @dataclass(slots=True)
 class Tally:
-    """What a step turns out to have done, if that is known only at its end; see `Span`."""
+    """What a step did, where known only at its end; see `Span`."""
 
     tokens: int
     sequences: int = 0
 
 
 class TimedWindow:
-    """A measurement: the steps of a run, and nothing between them.
+    """A measurement of a run's steps and nothing between them.
 
-    While a span is open, compiling, tuning, loading weights and reading files refuse to run, with
-    `name` in their messages. A step that raises leaves no span.
-
-    Args:
-        clock: returns nanoseconds that never go back.
-        synchronize: waits until the device has finished; called at both ends of a span.
+    While a span is open, compiling, tuning, loading and reading files raise, with `name` in the
+    message. A failed step leaves no span. `clock` returns monotonic ns; `synchronize` waits for the
+    device, at both ends of a span.
     """
 
     def __init__(
@@ -71,7 +59,7 @@ class TimedWindow:
 
     @contextmanager
     def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
-        """Measure one step; its tally may be given another number. Raises WindowError."""
+        """Measure one step, whose tally may be changed inside. Raises WindowError."""
         open_window(self.name)
         tally = Tally(tokens)
         try:
@@ -87,12 +75,7 @@ class TimedWindow:
 
 
 class Reservoir(Generic[T]):
-    """An even random sample of the `count` values that came: all of them while they are few.
-
-    The same values in the same order give the same sample.
-
-    Source: Vitter, Random sampling with a reservoir, 1985, algorithm R.
-    """
+    """A uniform sample of the `count` values added; deterministic (Vitter 1985, algorithm R)."""
 
     def __init__(self, size: int = SAMPLE) -> None:
         self.values: list[T] = []
@@ -101,7 +84,7 @@ class Reservoir(Generic[T]):
         self._random = random.Random(0)
 
     def add(self, value: T) -> None:
-        """Take a value."""
+        """Add a value."""
         self.count += 1
         if len(self.values) < self._size:
             self.values.append(value)
@@ -110,7 +93,7 @@ class Reservoir(Generic[T]):
 
 
 class StepTotals:
-    """What the spans of a window add up to; `decode` is a sample of the decode spans."""
+    """Totals of a window's spans; `decode` is a sample of the decode spans."""
 
     def __init__(self) -> None:
         self.forwards = self.prefill_tokens = self.prefill_ns = 0
@@ -133,14 +116,7 @@ def per_second(count: float, ns: int) -> float:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return a percentile by the nearest-rank method; NaN without values.
-
-    It is the smallest value that at least `percent` per cent of the values do not exceed: always
-    a value that was measured, never an interpolation.
-
-    Args:
-        percent: above 0, at most 100.
-    """
+    """Return a percentile (0 < percent <= 100), nearest rank, never interpolated; NaN if empty."""
     if not values:
         return math.nan
     rank = math.ceil(percent * len(values) / 100)
@@ -148,13 +124,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
-    """Return the latency of each decoded token in milliseconds.
-
-    A token's latency is the duration of the decode step that made it. The step of a batch counts
-    once for each of its tokens: every sequence waited that long. Where a step made several tokens
-    of a sequence, each has its share of the time. First tokens are made by prefill steps and are
-    counted by the time to first token instead.
-    """
+    """Return the latency in ms of each decoded token: its step's time / its tokens in that step."""
     return [
         span.ns * (span.sequences or span.tokens) / span.tokens / NS_PER_MS
         for span in spans
@@ -165,10 +135,7 @@ def token_latencies_ms(spans: Sequence[Span]) -> list[float]:
 
 @dataclass(slots=True)
 class StepSums:
-    """What the steps of a session add up to, those that are not measured too; times in ns.
-
-    A step with tokens of a prompt counts as one of them, also if others decode in it.
-    """
+    """Totals of all steps in ns; a step with any prompt tokens counts as prefill."""
 
     decode_steps: int = 0
     decode_tokens: int = 0
@@ -178,7 +145,7 @@ class StepSums:
     prompt_ns: int = 0
 
     def add(self, prompt: int, decodes: int, ns: int) -> None:
-        """Count a step of so many tokens of prompts and of sequences that are decoded."""
+        """Count a step of so many prompt tokens and decoding sequences."""
         self.decode_tokens += decodes
         if prompt:
             self.prompt_steps += 1
@@ -190,11 +157,7 @@ class StepSums:
 
 
 class StepTimes:
-    """How long steps of some number of tokens take, learnt from those that ran.
-
-    Sizes are counted in classes, four to a doubling; a class remembers an average that follows what
-    came last. Between two known classes the time is taken as a straight line.
-    """
+    """Expected step time by tokens: moving averages, four per doubling, linear between."""
 
     _NEW = 0.3  # weight of the newest time
 
@@ -203,14 +166,14 @@ class StepTimes:
         self._known: dict[int, tuple[float, float]] = {}  # class -> tokens, ns
 
     def add(self, tokens: int, ns: int) -> None:
-        """Note how long a step took."""
+        """Record the time of a step."""
         place = round(4 * math.log2(tokens))
         size, mean = self._known.get(place, (tokens, ns))
         new = self._NEW
         self._known[place] = (size + new * (tokens - size), mean + new * (ns - mean))
 
     def expected_ms(self, tokens: int) -> float:
-        """Return how long a step of so many tokens takes, 0 while nothing is known."""
+        """Return the expected time of a step of so many tokens, 0 while unknown."""
         known = [(0.0, 0.0), *sorted(self._known.values())]
         for (low, low_ns), (high, high_ns) in itertools.pairwise(known):
             if tokens <= high:

@@ -1,7 +1,4 @@
-"""The machine as sysfs describes it: how many threads a run should have, and where they should run.
-
-Without sysfs every usable CPU is a core of its own on one socket.
-"""
+"""CPU topology from sysfs; without it every usable CPU is a core of its own on one socket."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -18,14 +15,9 @@ _NODES = "sys/devices/system/node"
 
 @dataclass(frozen=True, slots=True)
 class Cpu:
-    """A CPU that this process may run on.
+    """A usable CPU. `core`, `cache`: lowest CPU of its core, and of its last-level cache.
 
-    Attributes:
-        core: the lowest number among the CPUs of its physical core.
-        rank: its place among the usable CPUs of its core; 0 unless they are siblings (SMT).
-        socket, node: number of its package, and its NUMA node.
-        cache: the lowest number among the CPUs that share its last-level cache of `cache_bytes`
-            bytes, 0 if it is not known.
+    `rank`: its place among the usable SMT siblings of its core.
     """
 
     id: int
@@ -45,19 +37,19 @@ def usable_cpus() -> frozenset[int]:
 
 
 def cpu_name(root: Path = ROOT) -> str:
-    """Return what the processor calls itself; tests pass the root of a recorded file system."""
+    """Return the processor's model name; tests use the root of a recorded file system."""
     lines = read(root / "proc/cpuinfo").splitlines()
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "unknown processor")
 
 
 def physical_cores(cpus: frozenset[int], root: Path = ROOT) -> int:
-    """Return how many physical cores lie behind some CPUs; SMT siblings count once."""
+    """Return how many physical cores the CPUs belong to."""
     return len({_siblings(cpu, root) for cpu in cpus})
 
 
 def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[Cpu, ...]:
-    """Return the CPUs by number, those that this process may run on unless some are named."""
+    """Return CPUs by number, by default those that this process may run on."""
     usable = usable_cpus() if usable is None else usable
     online = parse_cpu_list(read(root / _CPUS / "online"))
     nodes = {
@@ -77,26 +69,21 @@ def read_cpus(usable: frozenset[int] | None = None, root: Path = ROOT) -> tuple[
 
 
 def numa_nodes(root: Path = ROOT) -> int:
-    """Return how many NUMA nodes are on line; 1 where the system does not say."""
+    """Return how many NUMA nodes are online; 1 if unknown."""
     return max(1, len(parse_cpu_list(read(root / _NODES / "online"))))
 
 
 def cache_bytes(cpus: Sequence[Cpu]) -> int:
-    """Return the bytes of last-level cache that some CPUs have together, 0 if it is not known."""
+    """Return the bytes of last-level cache of some CPUs, 0 if unknown."""
     return sum({cpu.cache: cpu.cache_bytes for cpu in cpus}.values())
 
 
 def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") -> tuple[Cpu, ...]:
-    """Return CPUs in the order in which threads are given them: physical cores, then SMT siblings.
+    """Return CPUs in pinning order: physical cores, then SMT siblings. Raises UsageError.
 
-    Args:
-        affinity: "compact" takes neighbouring cores, "scatter" and "auto" one of each last-level
-            cache in turn.
-        policy: "compact" fills one socket after the other, "scatter" takes one of each socket in
-            turn, "socket:N" takes that socket only; "auto" does as `affinity` says, and fills
-            sockets for "auto".
-
-    Raises UsageError.
+    `affinity` "compact" takes neighbours, "scatter" and "auto" alternate last-level caches;
+    `policy` "compact" fills sockets, "scatter" alternates, "socket:N" uses one, "auto" follows
+    `affinity`, filling sockets for "auto".
     """
     if policy.startswith("socket:"):
         wanted = int(policy.partition(":")[2])
@@ -118,11 +105,7 @@ def in_order(cpus: Sequence[Cpu], affinity: str = "auto", policy: str = "auto") 
 
 
 def cpu_quota(root: Path = ROOT) -> float | None:
-    """Return the CPUs that control groups grant to this process; None without a limit.
-
-    The tightest limit of the process's group and of its ancestors counts, in version 2
-    (`cpu.max`) and version 1 (`cpu.cfs_quota_us` / `cpu.cfs_period_us`).
-    """
+    """Return the tightest CPU quota of this process's control groups, v1 or v2; None: no limit."""
     limits = []
     for version, group in groups("cpu", root):
         if version == 2:
@@ -136,11 +119,9 @@ def cpu_quota(root: Path = ROOT) -> float | None:
 
 
 def default_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> int:
-    """Return the thread count of a run that does not name one.
+    """Return the physical cores of `cpus`, at most the CPU quota, at least 1.
 
-    It is the number of physical cores among the usable CPUs, or those that are named, and not more
-    than the CPU quota rounded down; at least 1. A second thread on a core competes for the same
-    vector units and the same memory port, so it does not help.
+    SMT siblings share vector units and the memory port, so they are not counted.
     """
     cores = physical_cores(usable_cpus() if cpus is None else cpus, root)
     quota = cpu_quota(root)
@@ -148,7 +129,7 @@ def default_threads(root: Path = ROOT, cpus: frozenset[int] | None = None) -> in
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the CPUs of a kernel list such as "0-3,8"; empty for text that is not one."""
+    """Return the CPUs of a kernel list such as "0-3,8"; empty if malformed."""
     cpus: set[int] = set()
     try:
         for part in filter(None, text.strip().split(",")):
@@ -160,7 +141,6 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def _places(cpus: Sequence[Cpu], group: Callable[[Cpu], tuple[int, int]]) -> dict[int, int]:
-    """Return the place of each CPU among those of its group."""
     counts: dict[tuple[int, int], int] = {}
     places: dict[int, int] = {}
     for cpu in cpus:
@@ -169,14 +149,13 @@ def _places(cpus: Sequence[Cpu], group: Callable[[Cpu], tuple[int, int]]) -> dic
 
 
 def _siblings(cpu: int, root: Path) -> frozenset[int]:
-    """Return the CPUs of the physical core of a CPU."""
     topology = root / _CPUS / f"cpu{cpu}/topology"
     text = read(topology / "core_cpus_list") or read(topology / "thread_siblings_list")
     return parse_cpu_list(text) or frozenset({cpu})
 
 
 def _last_cache(cpu: int, root: Path) -> tuple[int, int]:
-    """Return the lowest CPU that shares the last-level cache of a CPU, and the cache's bytes."""
+    """Return the lowest CPU that shares a CPU's last-level cache, and the cache's bytes."""
     found = (0, 0, 0)
     for folder in sorted((root / _CPUS / f"cpu{cpu}/cache").glob("index[0-9]*")):
         level, size = read(folder / "level"), read(folder / "size")
@@ -198,12 +177,12 @@ def threads_of(config: EngineConfig) -> int:
 
 
 def usable_threads(config: EngineConfig) -> int:
-    """Return the same, at most the usable CPUs."""
+    """Return `threads_of`, at most the usable CPUs."""
     return min(threads_of(config), len(usable_cpus()))
 
 
 def pinned_cpus(config: EngineConfig) -> tuple[Cpu, ...]:
-    """Return the CPU of each thread; empty: wherever the system puts them. Raises UsageError."""
+    """Return the CPU of each thread; empty: not pinned. Raises UsageError."""
     every = read_cpus()
     copies = config.hot_replicate and len({cpu.socket for cpu in every}) > 1
     if not (config.use_affinity or config.numa_policy != "auto" or copies):

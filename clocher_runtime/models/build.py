@@ -22,17 +22,10 @@ def build_plan(
     sizes: Sizes,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
 ) -> Plan:
-    """Build the forward pass of a model.
+    """Build the forward pass of a model. Outputs: logits [R, V], sampled [R].
 
-    Args:
-        formats: format of each matrix by tensor name; a ternary one gets int8 activations.
-        room: raises unless there is memory for the bytes of the buffers and of the rotary tables;
-            called before the tables are made.
-
-    Returns:
-        The Plan. Inputs: ids, slots, positions, ends, ancestors, pages, rows, masked, temperature,
-        top_k, top_p, seeds, draws, allowed, and window_pages if these layers have a table of their
-        own. Outputs: logits [R, V], sampled [R].
+    `formats`: by tensor name; ternary matrices get int8 activations. `room(buffers, tables)` gets
+    bytes before the rotary tables are made, and raises if memory is short.
     """
     plan = lay_out(spec, formats, sizes)
     room(plan.scratch_bytes(), table_bytes(spec, sizes.context))
@@ -46,12 +39,11 @@ def build_plan(
 
 
 def lay_out(spec: ModelSpec, formats: Mapping[str, Format], sizes: Sizes) -> Plan:
-    """Return the Plan of `build_plan` without its rotary tables: which buffers, and how large."""
+    """Return the Plan of `build_plan` without its rotary tables, for sizes of buffers."""
     return quantize_for_ternary(Builder(spec, formats, sizes).build(), formats)
 
 
 def _tables(spec: ModelSpec) -> dict[str, tuple[RopeSpec | None, QueryGrowth | None]]:
-    """Return what each pair of rotary tables is made of, by name, those of queries alone too."""
     found: dict[str, tuple[RopeSpec | None, QueryGrowth | None]] = {}
     for layer in range(spec.num_layers):
         for name, growth in tables_of(spec, layer).values():
@@ -60,11 +52,11 @@ def _tables(spec: ModelSpec) -> dict[str, tuple[RopeSpec | None, QueryGrowth | N
 
 
 def table_bytes(spec: ModelSpec, context: int) -> int:
-    """Return the bytes of the rotary tables for a context: cosines and sines of half a head."""
+    """Return the bytes of the rotary tables for a context."""
     halves = (rope.rotated if rope else 0 for rope, _ in _tables(spec).values())
     return sum(4 * context * (size or spec.head_dim) for size in halves)
 
 
 def page_table(slots: int, blocks: int) -> np.ndarray:
-    """Return the plain page table [S, B] i32: slot s owns pages s*B .. s*B + B - 1."""
+    """Return the identity page table [S, B] i32: slot s owns pages s*B .. s*B + B - 1."""
     return np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)

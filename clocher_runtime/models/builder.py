@@ -1,4 +1,4 @@
-"""The calls and buffers of a forward pass, layer by layer, of whatever family a ModelSpec is."""
+"""The calls and buffers of a forward pass, layer by layer, for any ModelSpec."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,19 +14,18 @@ from clocher_runtime.models.selection import PAGE_CELLS, Selection
 from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
 
 DRAWN = 8
-"""Tokens that a forward draws for a sequence at most: one, and one after each draft token."""
+"""Tokens drawn per sequence and forward: one, and one after each draft token."""
 COUNTS = "selected"
-"""Pages that attention has read, and pages that were there, where it does not read all."""
+"""Counters of pages read and pages available, where attention is sparse."""
 ONES = "norm.ones"
-"""The weights of a norm that has none."""
+"""Weights of a norm that has none."""
 _CONSTS = ("rope", ONES)
-"""How the names of tables begin."""
 
 _TOKEN_ARGS = {n: n for n in ("slots", "positions", "ends", "ancestors")}
 
 
 def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth | None]]:
-    """Return for "q" and "k" the name of a layer's tables and how they grow, if they are turned."""
+    """Return for "q" and "k" the layer's rotary table and its growth, if rotated."""
     rope, growth = spec.rope_of(layer), spec.query_growth
     if growth is not None and spec.unrotated and layer not in spec.unrotated:
         growth = None
@@ -41,18 +40,11 @@ def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth |
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Capacities of a Plan.
+    """Capacities of a Plan: tokens M of a step, `rows` R with logits, `slots` sequences.
 
-    Attributes:
-        tokens: M, of a step.
-        rows: R, tokens of a step whose logits are wanted.
-        slots: sequences side by side.
-        context: longest sequence.
-        cache_dtype: storage of the KV cache: f32, bf16, f16, e4m3, e5m2 or i8.
-        pages: of the KV cache of each layer; 0: `slots` whole contexts.
-        window_pages: pages of layers with a sliding window, which have a page table of their own;
-            0: they have the others' table and number of pages.
-        selection: the pages that layers without a window read; None: all.
+    `context`: maximum sequence length; `cache_dtype`: f32, bf16, f16, e4m3, e5m2 or i8; `pages` per
+    layer, 0 for `slots` full contexts; `window_pages` 0: layers with a window share the page table;
+    `selection`: pages that the other layers read, None for all.
     """
 
     tokens: int
@@ -69,17 +61,17 @@ class Sizes:
 
     @property
     def blocks(self) -> int:
-        """Pages of a whole context."""
+        """Pages of a full context."""
         return -(-self.context // PAGE_CELLS)
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence: the context, unless the KV cache holds less."""
+        """Maximum sequence length: the context, or less if the KV cache is smaller."""
         return min(self.context, self.pages * PAGE_CELLS)
 
 
 class Builder:
-    """Collects them; `build` returns the Plan, all fp32 and without the rotary tables."""
+    """Builds a Plan in fp32, without the rotary tables."""
 
     def __init__(self, spec: ModelSpec, formats: Mapping[str, Format], sizes: Sizes) -> None:
         self.spec, self.formats, self.sizes = spec, formats, sizes
@@ -93,7 +85,7 @@ class Builder:
         spec, hidden = self.spec, self.spec.hidden_size
         self._inputs()
         self._scratch("h", hidden)
-        # The stream holds what the model's does, divided by the factor of what is added to it.
+        # The residual stream is stored divided by the residual factor.
         scale = spec.embedding_scale / spec.residual_scale
         self._call("embed", {"ids": "ids", "table": EMBED, "y": "h"}, scale=scale)
         for layer, window in enumerate(spec.windows):
@@ -103,7 +95,7 @@ class Builder:
         self._buffer("logits", (self.rows, spec.vocab_size), "f32", "R", "output")
         self._buffer("sampled", (self.rows,), "i32", "R", "output")
         self._call("gather_rows", {"x": "h", "rows": "rows", "y": "last"})
-        # A buffer of its own: what only matmuls read may be stored in fewer bits.
+        # A separate buffer: what only matmuls read may be stored in fewer bits.
         self._buffer("last.normed", (self.rows, hidden), "f32", "R")
         self._norm("last", NORM, "last.normed", self._stream_eps())
         head = ("last.normed", head_name(spec), "logits")
@@ -136,7 +128,7 @@ class Builder:
             ("draws", "i32"),
         ):
             self._buffer(name, (self.rows,), dtype, "R", "input")
-        # The last of the inputs: what of it is new is sent with them. Rows that score need none.
+        # The last input: only its new part is sent. Rows that score need none.
         masks = min(self.rows, DRAWN * self.sizes.slots)
         self._buffer("allowed", (masks, words_for(self.spec.vocab_size)), "u32", "", "input")
 
@@ -176,7 +168,6 @@ class Builder:
         self._adding(y, f"{prefix}o_proj.weight", layer, "attention", spec.o_bias)
 
     def _turn_heads(self, layer: int, prefix: str) -> None:
-        """Normalise and rotate queries and keys."""
         spec, turned = self.spec, tables_of(self.spec, layer)
         for name in "qk":
             if spec.qk_norm in ("heads", "rows"):
@@ -191,7 +182,6 @@ class Builder:
         self._call("rope", args, head=self.spec.head_dim if head is None else head)
 
     def _latent(self, x: str, layer: int, prefix: str, mla: MlaSpec) -> None:
-        """Compute queries, keys and values by way of short vectors."""
         spec, heads, bias = self.spec, self.spec.num_heads, self.spec.qkv_bias
         source, query = x, f"{prefix}q_proj.weight"
         if mla.query_rank:
@@ -219,7 +209,6 @@ class Builder:
             self._call("resize_heads", {"x": values, "y": "v"}, heads=heads)
 
     def _entering(self, norm: str) -> str:
-        """Return what goes into attention or MLP: the normalised stream, or the stream itself."""
         if not self.spec.pre_norms:
             return "h"
         self._scratch("x", self.spec.hidden_size)
@@ -227,7 +216,6 @@ class Builder:
         return "x"
 
     def _adding(self, x: str, weight: str, layer: int, place: str, bias: bool) -> None:
-        """Project what attention or MLP computed, and add it to the stream."""
         if not self.spec.post_norms:
             self._linear(x, weight, "h", bias=bias, residual="h")
             return
@@ -237,7 +225,6 @@ class Builder:
         self._norm("added", norm, "h", residual="h")
 
     def _stream_eps(self) -> float:
-        """Return the eps of a norm of the stream, which is smaller than the model's by a factor."""
         return self.spec.norm_eps / self.spec.residual_scale**2
 
     def _cache(self, layer: int, window: int) -> dict[str, str]:
@@ -262,7 +249,6 @@ class Builder:
         scale: float,
         selection: Selection,
     ) -> str:
-        """List the pages that each token of a layer reads; return the buffer of the lists."""
         heads, dim = self.spec.num_kv_heads, self.spec.head_dim
         self._buffer("listed", (self.tokens, heads, -(-self.sizes.blocks // WORD)), "u64", "M")
         self._buffer(COUNTS, (self.tokens, heads, 2), "i64", "M", "state")
@@ -376,7 +362,6 @@ class Builder:
         self.buffers[name] = Buffer(shape, dtype, rows, role)
 
     def _call(self, op: str, args: Mapping[str, str], **attrs: Attr) -> None:
-        """Append a call; note the weights it reads."""
         for name in args.values():
             if name not in self.buffers and not name.startswith(_CONSTS):
                 self.weights[name] = None

@@ -1,8 +1,4 @@
-"""config.json, field by field: what every family has, kinds of layers, BitNet.
-
-A `Struct` says of each field its type, its range and its default. Null counts as left out, as
-transformers writes it for unset fields, except where a family says otherwise.
-"""
+"""config.json fields common to all families, layer types, BitNet settings. Null: absent."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -38,28 +34,22 @@ ACTIVATIONS: Mapping[str, Act] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
-"""Names in configs, as transformers has them, of the activations that there are."""
+"""Activation names in transformers configs."""
 
 
 class Ends(Struct):
-    """The tokens that end a text, of config.json and of generation_config.json."""
+    """End-of-text tokens, of config.json and of generation_config.json."""
 
     eos_token_id: _TokenId | list[_TokenId] = []
 
     def eos_ids(self, vocab_size: int) -> tuple[int, ...]:
-        """Return those that the vocabulary has."""
+        """Return those within the vocabulary."""
         ids = self.eos_token_id
         return tuple(i for i in (ids if isinstance(ids, list) else [ids]) if i < vocab_size)
 
 
 class BlockDiffusionFields(Struct, forbid_unknown_fields=True):
-    """`block_diffusion` of a config.json, which any family may have.
-
-    Attributes:
-        context: see `BlockDiffusion`.
-        shift: whether the logits of a position are those of the next one (Fast-dLLM v2).
-        sub_block_size: positions that are denoised together; None: the whole block.
-    """
+    """`block_diffusion` of a config.json, of any family; see `BlockDiffusion`."""
 
     block_size: BlockSize
     mask_token_id: MaskId
@@ -97,7 +87,7 @@ class Decoder(Ends, kw_only=True):
     block_diffusion: BlockDiffusionFields | None = None
 
     def spec(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        """Return the model: these fields, and what the family adds."""
+        """Return the ModelSpec from these fields and the family's own."""
         heads, rope = self.num_attention_heads, self.rope()
         positions = self.max_position_embeddings
         if rope.kind == "dynamic":  # a longer context only changes its base
@@ -123,7 +113,7 @@ class Decoder(Ends, kw_only=True):
         return ModelSpec(family=family, **{**fields, **more})
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return how it denoises blocks, if it does. Raises FormatError, UnsupportedModel."""
+        """Return the block diffusion settings, if any. Raises FormatError, UnsupportedModel."""
         stated = self.block_diffusion
         if stated is None:
             return None
@@ -157,7 +147,7 @@ class Decoder(Ends, kw_only=True):
         return int(self.head_dim or max(self.hidden_size // self.num_attention_heads, 1))
 
     def rope(self, layer_type: str = LAYER_TYPES[1]) -> RopeSpec:
-        """Return the rotary embedding of a type of layer."""
+        """Return the rotary embedding of a layer type."""
         name = "rope_scaling" if self.rope_parameters is None else "rope_parameters"
         stated = getattr(self, name)
         if stated is None and self.ROPE is not None:
@@ -193,13 +183,9 @@ def read_config(config: Mapping[str, Any], kind: type[_D]) -> _D:
 def layer_windows(
     types: list[Any] | None, layers: int, window: int | None, default: tuple[str, ...]
 ) -> tuple[int, ...]:
-    """Return the window of each layer from `layer_types`, or from the family's own pattern.
+    """Return the window of each layer. Raises FormatError, UnsupportedModel.
 
-    Args:
-        window: visible keys of a sliding layer, the query included; None: nothing slides.
-        default: layer type of each layer without `layer_types`.
-
-    Raises FormatError, UnsupportedModel.
+    `default`: type of each layer; `window` includes the query; None: no layer slides.
     """
     types = list(default) if types is None else types
     if len(types) != layers:
@@ -218,13 +204,7 @@ class _OnlineNorm(Struct):
 
 
 def bitnet_settings(config: Decoder) -> dict[str, Any]:
-    """Read what a BitNet quantization_config changes in the graph.
-
-    Returns:
-        Keyword arguments of ModelSpec: ternarize, input_norm_eps.
-
-    Source: transformers BitNetQuantConfig.
-    """
+    """Return ModelSpec keywords of a BitNetQuantConfig (transformers)."""
     settings, where = config.quantization_config, f"{WHERE}: quantization_config"
     if settings is None or settings.get("quant_method") != "bitnet":
         return {}

@@ -1,11 +1,6 @@
-"""Types of the fields of a config.json: what is larger is damaged, or an attack. And its RoPE.
+"""Types and limits of config.json fields, and RoPE in both of its spellings.
 
-A rotary embedding has two spellings. Old: `rope_theta` and `partial_rotary_factor` beside
-`rope_scaling` {"type" or "rope_type", ...}. New (transformers 5): `rope_parameters` with all of it,
-and for models whose layers differ one such object for each type of layer.
-
-Source: transformers modeling_rope_utils; YaRN is Peng et al. 2023 (arXiv 2309.00071), LongRoPE Ding
-et al. 2024 (arXiv 2402.13753).
+Source: transformers modeling_rope_utils; YaRN (arXiv 2309.00071), LongRoPE (2402.13753).
 """
 
 from collections.abc import Mapping
@@ -20,7 +15,7 @@ from clocher_runtime.models.spec import RopeSpec
 
 WHERE = "config.json"
 
-# No dimension of a model is larger; keeps products far from overflow.
+# Above any real dimension; keeps products far from overflow.
 Size = Annotated[int, Meta(ge=1, le=1 << 24)]
 Heads = Annotated[int, Meta(ge=1, le=4096)]
 Layers = Annotated[int, Meta(ge=1, le=1024)]
@@ -29,15 +24,14 @@ MaskId = Annotated[int, Meta(ge=0, le=1 << 24)]
 BlockSize = Annotated[int, Meta(ge=2, le=64)]
 LayerNumber = Annotated[int, Meta(ge=0, le=1024)]
 Epsilon = Annotated[float, Meta(ge=1e-12, le=1.0)]
-# Wide of everything published, and so narrow that no table of angles overflows or divides by zero.
+# Beyond everything published, but no table of angles overflows or divides by zero.
 Theta = Annotated[float, Meta(ge=1.001, le=1e12)]
 Fraction = Annotated[float, Meta(gt=0.0, le=1.0)]
-# Factors of embeddings, residuals, logits; caps.
 Factor = Annotated[float, Meta(ge=1e-6, le=1e6)]
 
 KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _OTHER_NAMES = {"su": "longrope", "mrope": "default"}
-"""Older names: Phi-3 says "su", and in text alone Qwen's three-dimensional positions are plain."""
+"""Older names: Phi-3's "su"; for text alone, Qwen's three-dimensional positions are plain."""
 
 _Rotations = Annotated[float, Meta(ge=1e-3, le=1e6)]
 _Magnitude = Annotated[float, Meta(ge=0.0, le=100.0)]
@@ -88,17 +82,9 @@ def read_rope(
     positions: int,
     original: int | None = None,
 ) -> RopeSpec:
-    """Read a rotary embedding.
+    """Read a rotary embedding. Raises UnsupportedModel, FormatError.
 
-    Args:
-        scaling: the object that says how it is stretched; None: it is not.
-        theta: base frequency, if the object has none.
-        part: fraction of a head that is rotated, if the object has none.
-        original: `original_max_position_embeddings`, if it stands beside the object.
-
-    Raises:
-        UnsupportedModel: a way of stretching that is not known.
-        FormatError: a field is missing, of the wrong type or out of range.
+    `theta`, `part` (rotated fraction of a head) and `original` apply where `scaling` lacks them.
     """
     fields = given(scaling or {})
     base = read_as({"rope_theta": theta, "partial_rotary_factor": part, **fields}, _Base, where)
@@ -161,7 +147,7 @@ def _yarn(fields: Mapping[str, Any], where: str, known: int) -> dict[str, Any]:
 
 
 def magnitude(factor: float, mscale: float = 1.0) -> float:
-    """Return what YaRN multiplies attention by, for a context that is stretched by a factor."""
+    """Return YaRN's attention factor for a context stretched by `factor`."""
     return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
 
 

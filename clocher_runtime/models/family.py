@@ -1,8 +1,4 @@
-"""What a family of models is: how its config.json is read, and what its files call the tensors.
-
-Everywhere else a tensor has one name, that of `inventory`. A `From` says where a family's files
-have it: under another name, as some rows of a larger tensor, or as a tensor for each expert.
-"""
+"""A model family: how its config.json is read, and how its files name `inventory`'s tensors."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +12,7 @@ from clocher_runtime.models.spec import MlaSpec, ModelSpec
 
 Config = Mapping[str, Any]
 Rows = slice | np.ndarray | None
-"""Of a tensor, in the order in which they are wanted; None: all as they are."""
+"""Rows of a tensor, in the order wanted; None: all as they are."""
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _ENDINGS = (".weight", ".bias")
@@ -24,11 +20,9 @@ _ENDINGS = (".weight", ".bias")
 
 @dataclass(frozen=True, slots=True)
 class From:
-    """Where a family's files have a tensor.
+    """Where a family's files have a tensor: its name without suffix, "{e}" for the expert.
 
-    Attributes:
-        name: of theirs, within the layer, without ending; "{e}": the number of each expert.
-        rows: which of its rows: "all", or a key of `rows_of`.
+    `rows`: "all", or a key of `rows_of`.
     """
 
     name: str
@@ -37,10 +31,9 @@ class From:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family: what reads its config.json, and where its tensors come from.
+    """A family; `tensors`: name within a layer (in full outside), without suffix -> origins.
 
-    `tensors`: name within a layer, or in full outside of them, without ".weight" or ".bias" ->
-    origin; two origins for rows that alternate. What is left out has its own name.
+    Two origins are for alternating rows. Absent names are unchanged.
     """
 
     read: Callable[[Config], ModelSpec]
@@ -49,13 +42,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows of a tensor of a file, and where they go.
-
-    Attributes:
-        rows: of it, of each matrix if they are several.
-        expert: where in a stack of matrices they go; None: the tensor is the stack, or no stack.
-        places: rows of the model's tensor that they become; None: all.
-    """
+    """Rows of a file's tensor, and where they go: `places` (None: all) of matrix `expert`."""
 
     name: str
     rows: Rows = None
@@ -64,13 +51,13 @@ class Piece:
 
 
 def names_of(family: Family, source: str, need: Need) -> Iterator[tuple[str, bool]]:
-    """Yield the names that a tensor of the model has in the files of a family."""
+    """Yield a model tensor's names in the files of a family."""
     for name, rows, _, _ in _named(family, source, need):
         yield name, rows != "all"
 
 
 def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator[Piece]:
-    """Yield what a tensor of the model is made of, in the files of a family."""
+    """Yield the pieces of a model tensor in the files of a family."""
     for name, rows, expert, places in _named(family, source, need):
         yield Piece(name, rows_of(spec, rows, source, need), expert, places)
 
@@ -78,7 +65,6 @@ def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator
 def _named(
     family: Family, source: str, need: Need
 ) -> Iterator[tuple[str, str, int | None, slice | None]]:
-    """Yield the fields of each piece, its rows by the name that `rows_of` knows."""
     match = _LAYER.fullmatch(source)
     layer, rest = match.groups() if match else ("", source)
     prefix = f"model.layers.{layer}." if match else ""
@@ -99,11 +85,10 @@ def _named(
 
 
 def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
-    """Return rows of a tensor that a family's files have in one piece, or in another order.
+    """Return rows of a tensor that a family's files have fused or in another order.
 
-    Args:
-        kind: "all"; "q", "k", "v" of a fused projection; "first", "second" half; "paired", for the
-            halves of heads whose rotated pairs are neighbours; "mla_..." of latent attention.
+    `kind`: "all"; "q", "k", "v"; "first", "second" half; "paired" heads, whose rotated pairs are
+    neighbours; "mla_..." of latent attention.
     """
     count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -144,7 +129,7 @@ def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
 
 
 def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
-    """Return where experts come from whose three matrices are tensors of their own."""
+    """Return the origins of experts stored as three tensors each."""
     return {
         "mlp.experts.gate_up_proj": (From(gate), From(up)),
         "mlp.experts.down_proj": (From(down),),
@@ -152,10 +137,10 @@ def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
 
 
 FUSED_QKV = {f"self_attn.{n}_proj": (From("self_attn.qkv_proj", n),) for n in "qkv"}
-"""One projection for queries, keys and values."""
+"""A fused projection for queries, keys and values."""
 
 
 def fused_mlp(name: str, prefix: str = "mlp.") -> dict[str, tuple[From, ...]]:
-    """Return where gate and up of an MLP come from that are halves of one tensor."""
+    """Return the origins of gate and up projections that are halves of one tensor."""
     halves = (("gate", "first"), ("up", "second"))
     return {f"{prefix}{part}_proj": (From(name, half),) for part, half in halves}

@@ -1,4 +1,4 @@
-"""Which tensors a model has: names as Hugging Face spells them, kind and logical shape."""
+"""A model's tensors: Hugging Face name, kind and logical shape."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,21 +12,12 @@ SCOPES = {
     "wxh": ("linear", "router"),
     "all": ("head", "linear", "router"),
 }
-"""Scope of prepacking -> kinds of the matrices in it."""
 EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One tensor that a model reads.
-
-    Attributes:
-        kind: "linear" weights of the blocks (what `--precision int8w` quantises), other matrices
-            ("embedding", "head", "router"), or a "vector" that is decoded to fp32.
-        shape: logical shape.
-        offset: added to what a vector holds.
-        scale: what the sum is multiplied by.
-    """
+    """One tensor that a model reads; a "vector" becomes fp32, (stored + offset) * scale."""
 
     kind: Literal["linear", "embedding", "head", "router", "vector"]
     shape: tuple[int, ...]
@@ -40,12 +31,12 @@ class Need:
 
 
 def head_name(spec: ModelSpec) -> str:
-    """Return the tensor that the head multiplies by."""
+    """Return the name of the head's matrix."""
     return EMBED if spec.tied else HEAD
 
 
 def in_scope(spec: ModelSpec, scope: str) -> frozenset[str]:
-    """Return the matrices that a scope of prepacking stands for; an embedding may be the head."""
+    """Return the matrices of a prepacking scope; an embedding may be the head."""
     needs = inventory(spec)
     needs[head_name(spec)] = Need("head", needs[head_name(spec)].shape)
     return frozenset(name for name, need in needs.items() if need.kind in SCOPES[scope])
@@ -57,14 +48,14 @@ def layer_name(layer: int, name: str) -> str:
 
 
 def mlp_norm_name(spec: ModelSpec) -> str:
-    """Return the norm of what goes into an MLP; Llama names it after what stands before it."""
+    """Return the name of the norm before an MLP; Llama names it after the preceding attention."""
     return f"{'pre_feedforward' if spec.post_norms else 'post_attention'}_layernorm.weight"
 
 
 def inventory(spec: ModelSpec) -> dict[str, Need]:
     """Return every tensor that a model of this spec reads."""
     hidden = spec.hidden_size
-    # What a factor of the logits would multiply, this does before the head.
+    # The factor of the logits is applied before the head.
     norm = Need("vector", (hidden,), spec.norm_offset, spec.logit_scale)
     needs = {EMBED: Need("embedding", (spec.vocab_size, hidden)), NORM: norm}
     if not spec.tied:

@@ -8,15 +8,10 @@ from clocher_runtime.models.spec import QueryGrowth, RopeSpec
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.ndarray:
-    """Return the angle per position of each pair, [pairs] fp32; half as many as rotated values.
+    """Return the angle per position of each rotated pair, [pairs] fp32 (arXiv 2104.09864).
 
-    Where the frequencies depend on the length of a text (dynamic, longrope), that of the longest
-    one counts from its first token on, so a token's key does not depend on when it was computed.
-
-    Args:
-        context: longest text; 0: not longer than in training.
-
-    Source: Su et al. 2021 (arXiv 2104.09864); the others as transformers' rope functions.
+    Where frequencies depend on length (dynamic, longrope), that of `context` (the longest; 0: as in
+    training) applies from the first token, so keys do not depend on when they were made.
     """
     size = spec.rotated or head_dim
     pairs = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
@@ -43,12 +38,7 @@ def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.n
 def rope_tables(
     spec: RopeSpec | None, head_dim: int, positions: int, growth: QueryGrowth | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosines and sines [positions, pairs] fp32, attention factor included.
-
-    Args:
-        spec: the embedding; None: nothing is rotated.
-        growth: with it the tables are those of queries that grow with their position, too.
-    """
+    """Return cosines and sines [positions, pairs] fp32, attention factor and growth included."""
     if spec is None:
         cos = np.ones((positions, head_dim // 2), np.float32)
         sin = np.zeros_like(cos)
@@ -68,7 +58,6 @@ def rope_tables(
 
 
 def _llama3(spec: RopeSpec, plain: np.ndarray, stretched: np.ndarray) -> np.ndarray:
-    """Stretch long wavelengths, keep short ones, blend between."""
     wavelength = 2 * np.pi / plain
     longest = spec.original_positions / spec.low_freq_factor
     shortest = spec.original_positions / spec.high_freq_factor

@@ -1,4 +1,4 @@
-"""What `--attn` says: which pages of the cache attention reads, as arguments of `select_pages`."""
+"""Parsing of `--attn`: which KV pages attention reads."""
 
 import re
 from typing import TYPE_CHECKING, NamedTuple
@@ -9,7 +9,6 @@ if TYPE_CHECKING:  # a command line is read without it
     from clocher_kernels.plan import Attr
 
 PAGE_CELLS = 64
-"""Cells of a KV page."""
 LAST_PAGES = 2
 """Pages at the end that are always read: `ops.selection.LAST_PAGES`."""
 LEAST_BUDGET = 4 * PAGE_CELLS
@@ -23,7 +22,7 @@ TAKES = (
 
 
 class Selection(NamedTuple):
-    """Pages that a token reads; see `ops.selection.select_pages` for what the numbers mean."""
+    """Pages that a token reads; the numbers are those of `ops.selection.select_pages`."""
 
     name: str
     first: int = 1
@@ -34,7 +33,7 @@ class Selection(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether pages are chosen for their keys, so that bounds of these are kept."""
+        """Whether pages are chosen by their keys, which needs bounds of these."""
         return bool(self.budget or self.margin or self.mass)
 
     @property
@@ -44,7 +43,7 @@ class Selection(NamedTuple):
 
 
 def parse_selection(text: str) -> Selection | None:
-    """Return what `--attn` selects; None: everything is read. Raises UsageError."""
+    """Return what `--attn` selects; None: dense. Raises UsageError."""
     if text in _WORDS:
         return None
     kind, _, rest = text.partition(":")

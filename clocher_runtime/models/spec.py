@@ -1,4 +1,4 @@
-"""A model as data. A family turns config.json into a ModelSpec; `build` turns that into a Plan."""
+"""A model as data: a family turns config.json into a ModelSpec, `build` that into a Plan."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,10 @@ Act = Literal["silu", "gelu", "gelu_tanh", "relu2"]
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding: base frequency and how it is stretched to long contexts.
+    """Rotary embedding and its long-context variant, in the terms of transformers.
 
-    Attributes:
-        kind: "default", "linear" (positions / factor), "dynamic" (a base that grows with the
-            context), "llama3", "yarn" or "longrope" (a factor for each pair).
-        original_positions: context of the training before stretching; all but default and linear.
-        attention_factor: multiplies cosines and sines; yarn and longrope, 1 elsewhere.
-        rotated: values of a head that are rotated, the first ones; 0 for all.
-        short_factors: longrope's factor of each pair, in a context of at most `original_positions`.
-        long_factors: the same in a longer one.
+    `rotated`: leading values of a head, 0 for all; `original_positions`: the training context;
+    `attention_factor` multiplies cosines and sines; longrope has a factor per pair.
     """
 
     theta: float
@@ -37,9 +31,9 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class QueryGrowth:
-    """Queries grow with their position p, by 1 + strength ln(1 + floor((p + after) / every)).
+    """Queries grow with position p by 1 + strength ln(1 + floor((p + after) / every)).
 
-    Source: Nakanishi 2025 (arXiv 2501.19399), as Llama 4 and Ministral 3 have it.
+    Source: Nakanishi 2025 (arXiv 2501.19399), as in Llama 4 and Ministral 3.
     """
 
     strength: float
@@ -49,19 +43,12 @@ class QueryGrowth:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoeSpec:
-    """Mixture of experts: a gated MLP each, of which a router chooses some for every token.
+    """Mixture of experts: gated MLPs, of which a router chooses `active` for every token.
 
-    Attributes:
-        experts, active: their number, and of those that a token has.
-        inner: size of their hidden layers.
-        act: "silu", or "clamped" (gpt-oss) with `limit` and `alpha`.
-        score, normalise, factor, groups, group_top, group_best: of the op `route`.
-        router_bias, expert_bias: the router is, the experts' are linears with biases.
-        choice_bias: a bias that is added for the choice alone (DeepSeek-V3).
-        scale_inputs: a weight multiplies what goes into an expert, not what comes out (Llama 4).
-        shared: size of the hidden layer of the MLP that every token has besides; 0 for none.
-        shared_gate: it is multiplied by the sigmoid of a linear of the token (Qwen2-MoE).
-        dense_layers: layers that have the dense MLP instead.
+    `inner`, `shared`: intermediate sizes of an expert and of the shared expert; `act` "clamped" has
+    `limit` and `alpha` (gpt-oss); `score` to `group_best` are those of the op `route`;
+    `choice_bias`: for the choice alone (DeepSeek-V3); `scale_inputs`: weights multiply inputs, not
+    outputs (Llama 4); `shared_gate`: a sigmoid (Qwen2-MoE); `dense_layers`: layers without experts.
     """
 
     experts: int
@@ -87,17 +74,11 @@ class MoeSpec:
 
 @dataclass(frozen=True, slots=True)
 class MlaSpec:
-    """Latent attention: keys and values of all heads are linear in one short vector of a token.
+    """Latent attention, DeepSeek-V2 (arXiv 2405.04434), section 2.1.
 
-    A head of queries and keys is `rotated` values, of which all heads share the key's, and then
-    `plain` ones; a head of values has `value`.
-
-    Attributes:
-        query_rank: size of the vector that queries are made of; 0: of the token itself.
-        rank: size of the vector that keys and values are made of; `norm_eps` of both.
-        paired: in files, the values that are rotated together are neighbours.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2.1.
+    Keys and values are linear in a vector of `rank` values per token, queries in one of
+    `query_rank` (0: in the token). Heads of queries and keys have `rotated` values, keys' shared
+    by all, then `plain` ones. `paired`: rotated pairs are neighbours in files.
     """
 
     query_rank: int
@@ -111,16 +92,10 @@ class MlaSpec:
 
 @dataclass(frozen=True, slots=True)
 class BlockDiffusion:
-    """How a model that denoises blocks of masks does so.
+    """How a model denoises blocks of masks.
 
-    Attributes:
-        block: positions of a block; blocks begin at its multiples.
-        mask: id of the mask.
-        context: what the keys of finished blocks were computed with: "causal", as of any decoder,
-            or "block", where the tokens of a block see each other.
-        shift: logits of a position are of the next one, so that the first token of a block comes
-            from the last before it.
-        part: a block is denoised in parts of so many positions, one after the other.
+    `context`: keys of finished blocks are "causal", or see their "block"; `shift`: logits predict
+    the next position; `part`: positions denoised together.
     """
 
     block: int
@@ -132,37 +107,24 @@ class BlockDiffusion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer.
+    """A decoder-only transformer. Zero means none, unless stated.
 
     Attributes:
-        family: name of the row of `families.FAMILIES`.
         windows: visible keys of each layer, the query included; 0 for all.
-        chunks: positions of the chunks that a layer's tokens cannot look out of; 0 for one; () for
-            no layer.
-        rope: of all layers but those that follow.
-        window_rope: of layers with a window, if they have their own (Gemma 3).
-        unrotated: layers without a rotary embedding.
-        query_growth: of queries with their position; of `unrotated` layers alone if there are any.
-        act: activation of the dense gated MLP.
-        moe: mixture of experts instead of the dense MLP.
-        mla: how queries, keys and values are made, if not by one linear each; `head_dim` is then
-            that of queries and keys.
-        pre_norms: RMSNorm of what goes into attention and MLP.
-        post_norms: RMSNorm of what they add (Gemma 2, OLMo 2).
-        norm_offset: what is added to the weights of norms (Gemma: 1).
-        qk_norm: RMSNorm of queries and keys: of each head, or of "rows" as a whole, before RoPE; or
-            without weights of each head "after" it.
+        chunks: attention chunk of each layer in positions; () for no layer.
+        window_rope: of layers with a window, if different (Gemma 3).
+        query_growth: of `unrotated` layers alone if there are any.
+        mla: latent attention; `head_dim` is then that of queries and keys.
+        pre_norms, post_norms: RMSNorm of the inputs, and of the outputs, of attention and MLP.
+        norm_offset: added to the weights of norms (Gemma: 1).
+        qk_norm: before RoPE, of each head, or of "rows" as a whole; or, without weights, "after".
         sinks: one extra logit per head in the softmax (gpt-oss).
         sub_norms: RMSNorm before the attention and MLP output projections (BitNet).
-        input_norm_eps: eps of an RMSNorm inside each ternary linear (`use_rms_norm`), 0 for none.
-        ternarize: float weights of the block linears are ternarised at load (BitNet "online").
-        attention_scale: factor of the dot products of queries and keys; 0 for head_dim^-0.5.
-        attention_softcap, logit_softcap: limits of tanh capping; 0 for none.
-        embedding_scale, logit_scale: factors of embeddings and of logits.
-        residual_scale: factor of what attention and MLP add to the residual stream.
-        tied: the head is the embedding table.
-        eos_ids: tokens that end a sequence.
-        diffusion: how it denoises blocks, if it was trained to.
+        input_norm_eps: of an RMSNorm inside each ternary linear (`use_rms_norm`).
+        ternarize: float linears of the blocks are ternarised at load (BitNet "online").
+        attention_scale: factor of query-key dot products; 0 for head_dim^-0.5.
+        attention_softcap, logit_softcap: limits of tanh capping.
+        residual_scale: factor of attention and MLP outputs.
     """
 
     family: str

@@ -1,12 +1,7 @@
-"""The regular expressions that split text before it is tokenised, of the models that are known.
+"""Known pre-tokenisation regular expressions that run in linear time.
 
-The library's engine backtracks. These take time that grows with the text and not with its square,
-which was measured on the worst texts for them; any other expression is taken for hostile, and runs
-where it can be ended (see `text_process`).
-
-A name that stands for several expressions is applied one after the other.
-
-Source: the tokenizer.json files of the models; llama.cpp's llama-vocab.cpp for a pre-type.
+Measured on their worst texts; any other runs in a process that can be killed (`text_process`).
+Source: the models' tokenizer.json files; llama.cpp's llama-vocab.cpp.
 """
 
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -49,13 +44,13 @@ _DEEPSEEK_LETTERS = (
     "\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3\U000104d8-\U000104fb"
     "\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df\U0001e900-\U0001e943"
 )
-"""Letters that have case, of the Unicode of that time."""
+"""Cased letters, of the Unicode version of that time."""
 
 DEEPSEEK_LLM = (
     _LINES,
     rf"\s?[{_DEEPSEEK_LETTERS}]+",
     "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    # Theirs is \s+$, whose time is a square. A match never begins within spaces.
+    # The original is \s+$, which is quadratic. A match never begins within spaces.
     r"(?<!\s)\s+$",
     "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+",
     r"\p{N}+",
@@ -80,4 +75,3 @@ KNOWN = frozenset(
         _WORDS + r"|\p{N}{1,3}" + _REST,  # Clocher's own models
     )
 )
-"""Texts of expressions, compared as they are."""

@@ -1,10 +1,10 @@
-"""Metrics for Prometheus, from the JSON lines of runs. docs/monitoring describes them."""
+"""Metrics for Prometheus, from the JSON lines of runs. See docs/monitoring."""
 
 from clocher_kernels.errors import UsageError
 
 
 def require_prometheus_client() -> None:
-    """Fail, before anything is read, where `exporter` could not be imported; raises UsageError."""
+    """Raise UsageError early if prometheus-client is missing."""
     try:
         import prometheus_client  # noqa: F401
     except ImportError:

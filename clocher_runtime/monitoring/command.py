@@ -79,8 +79,6 @@ def export(report: Report, source: Path, port: int, address: str, once: bool) ->
 
 
 class _Intake:
-    """Hands lines over, and says once for each reason why one does not count."""
-
     def __init__(self, metrics: "RunMetrics", report: Report) -> None:
         self.metrics = metrics
         self._report = report

@@ -1,4 +1,4 @@
-"""Totals of all runs, as metrics of prometheus-client, and the server that shows them."""
+"""Totals of all runs as metrics of prometheus-client, and their server."""
 
 import threading
 from collections import Counter
@@ -33,18 +33,13 @@ _LABELS = Configuration._fields
 
 
 class _Series(NamedTuple):
-    """Numbers of one configuration: sums, those of the last run, the largest."""
-
     totals: Counter[str]
     last: dict[str, float]
     most: dict[str, float]
 
 
 class RunMetrics(Collector):
-    """Takes lines and collects metrics; one thread may do each.
-
-    The number of series is bounded: `MAX_CONFIGURATIONS`, `MAX_BUILDS`, `MAX_ERROR_TYPES`.
-    """
+    """Takes lines and collects metrics, with a bounded number of series; one thread may do each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -56,7 +51,7 @@ class RunMetrics(Collector):
         self._series: dict[Configuration, _Series] = {}
 
     def take(self, line: bytes | None) -> Rejected | None:
-        """Count a line, None being one that was too long to read; return why it does not count."""
+        """Count a line (None: too long to read); return why it is rejected, if it is."""
         why = None
         try:
             if line is None:

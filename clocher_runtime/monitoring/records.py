@@ -1,4 +1,4 @@
-"""What one JSON line says about a run, checked: lines come from files that nobody vouches for."""
+"""Checked parsing of one JSON line about a run; the input is untrusted."""
 
 import math
 import re
@@ -11,9 +11,9 @@ from clocher_runtime.disk.strict_json import parse_object
 
 HARNESS_SCHEMA = "clocher.bench/1"
 STATUSES = ("ok", "error", "void", "warmup")
-"""How a run can end. Void and warm-up are words of the harness; only "ok" measures."""
+"""How a run can end; void and warm-up come from the harness. Only "ok" is measured."""
 REASONS = ("bad_field", "not_json", "too_long", "too_many", "unknown_schema")
-"""Why a line is not counted. "too_many": more configurations than are kept apart."""
+"""Why a line is not counted. "too_many": the limit of configurations is reached."""
 MAX_LABEL_CHARS = 120
 _LARGEST = 2.0**63
 _ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9]{0,39}")
@@ -28,7 +28,7 @@ class Rejected(Exception):
 
 
 class Field(NamedTuple):
-    """A number of the JSON line and the metric that it feeds."""
+    """A number of the JSON line and its metric."""
 
     key: str  # "a.b" is key b of the object a
     metric: str  # without the "_total" of a counter
@@ -70,11 +70,11 @@ GAUGES = (
     Field("speculation.tokens_per_pass", "ie_tokens_per_pass", 1, "Of a forward, last run."),
     Field("coverage", "ie_coverage_ratio", 1, "Bytes touched / size of the weights, last run."),
 )
-"""Of the last run; absent where that run could not know it."""
+"""Of the last run; absent where unknown."""
 
 
 class Configuration(NamedTuple):
-    """What makes the numbers of two runs not comparable: the labels of series."""
+    """Labels of series: what makes two runs incomparable."""
 
     label: str
     model: str
@@ -87,7 +87,7 @@ class Configuration(NamedTuple):
 
 
 class Build(NamedTuple):
-    """What ran, and on what: the labels of ie_build_info."""
+    """Labels of ie_build_info."""
 
     version: str
     commit: str
@@ -108,7 +108,7 @@ class Run(NamedTuple):
 
 
 def read_line(data: bytes) -> Run:
-    """Return what a line of `clocher-run` or of the harness says; raises Rejected."""
+    """Parse a line of `clocher-run` or of the harness. Raises Rejected."""
     try:
         line = parse_object(data, "line")
     except FormatError as error:
@@ -174,7 +174,7 @@ def _text(line: Mapping[str, Any], key: str) -> str:
         return str(value)[:MAX_LABEL_CHARS]
     if not isinstance(value, str):
         raise Rejected("bad_field", f"{key} is {type(value).__name__}, expected text")
-    # Some characters are invisible, and some move the cursor of who reads the metrics.
+    # Invisible characters, and ones that move a terminal's cursor.
     shown = value[:MAX_LABEL_CHARS]
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
 

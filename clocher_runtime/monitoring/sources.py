@@ -1,4 +1,4 @@
-"""Lines from a stream, from a file that grows, or from the files of a directory."""
+"""Lines from a stream, a growing file, or the files of a directory."""
 
 import os
 import stat
@@ -14,7 +14,7 @@ _CHUNK = 1 << 20
 
 
 class LineSplitter:
-    """Cuts bytes into lines; of a line that is too long it keeps nothing."""
+    """Cuts bytes into lines; drops lines that are too long."""
 
     def __init__(self, limit: int = MAX_LINE_BYTES) -> None:
         self._limit = limit
@@ -22,7 +22,7 @@ class LineSplitter:
         self._skipping = False
 
     def feed(self, data: bytes) -> Iterator[bytes | None]:
-        """Yield the lines that data completes, without blank ones; None is one too long."""
+        """Yield completed lines, without blank ones; None for one too long."""
         *ended, rest = data.split(b"\n")
         for piece in ended:
             self._append(piece)
@@ -46,10 +46,7 @@ class LineSplitter:
 
 
 class FollowedFile:
-    """A file that is read as it grows, and from its start when it was replaced or cut.
-
-    `path`: of the file; it may not exist yet.
-    """
+    """A file read as it grows, anew when replaced or truncated. It may not exist yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,12 +55,12 @@ class FollowedFile:
         self._offset = 0
 
     def lines(self, last: bool = False) -> Iterator[bytes | None]:
-        """Yield the lines that were added; raises OSError."""
+        """Yield the lines that were added. Raises OSError."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
             return
-        # To open a named pipe would wait for its writer.
+        # Opening a named pipe would block until there is a writer.
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{self.path}: not a regular file; pipe it to standard input instead")
         if found.st_ino != self._inode or found.st_size < self._offset:
@@ -80,20 +77,14 @@ class FollowedFile:
 
 
 class FollowedDirectory:
-    """All files of a directory whose names end in `SUFFIXES`; new ones are found.
-
-    `path`: of the directory. What lies in directories inside it is not read.
-    """
+    """All files directly in a directory with a suffix in `SUFFIXES`; new ones are found."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._files: dict[str, FollowedFile] = {}
 
     def lines(self, last: bool = False) -> Iterator[bytes | None]:
-        """Yield the lines that were added to the files, the first `MAX_FILES` that were found.
-
-        Raises OSError: the directory cannot be read.
-        """
+        """Yield the lines added to the first `MAX_FILES` files. Raises OSError."""
         for name in sorted(os.listdir(self.path)):
             known = name in self._files or len(self._files) >= MAX_FILES
             if not known and name.endswith(SUFFIXES) and _readable(self.path / name):

@@ -1,1 +1,1 @@
-"""Draft tokens for sequences, and how many of them pay. It knows token ids and times only."""
+"""Draft tokens, and how many of them pay. Knows token ids and times only."""

@@ -1,21 +1,19 @@
-"""A draft, its acceptance rates, and the drafter that reads nothing but the sequence itself.
+"""Drafts, acceptance rates, and the drafter that reads only the sequence itself.
 
-A class of draft tokens stands for a drafter and how sure it was, such as the length of the match
-that it found. The first draft token counts whether it was verified or not: the next token tells.
-So what is not sent, because it does not pay, goes on being judged.
+A class is a drafter and its confidence. First draft tokens are judged even if not sent.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 _PRIOR = 10.0
-"""Draft tokens that the mean of the session counts as: fewer make short sequences miss early."""
+"""Weight of the session's mean, in draft tokens."""
 _DECAY = 0.97
-"""Weight of older draft tokens when another one is judged: the last 30 or so count."""
+"""Weight of older draft tokens per new one: about the last 30 count."""
 
 
 class Draft(NamedTuple):
-    """Tokens that may come next, one after the other; of each the class of its acceptance rate."""
+    """Tokens that may come next, and the acceptance class of each."""
 
     tokens: Sequence[int] = ()
     classes: Sequence[int] = ()
@@ -29,28 +27,24 @@ NO_DRAFT = Draft()
 
 
 class Drafter(Protocol):
-    """Follows one sequence and drafts how it goes on."""
+    """Follows one sequence and drafts its next tokens."""
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
-        """Return up to `most` tokens; between two calls `ids` only grows at its end."""
+        """Return up to `most` tokens; `ids` only grows between calls."""
 
 
 class Reader(Protocol):
-    """What a draft model knows of one sequence."""
+    """A draft model's state of one sequence."""
 
     def behind(self, ids: Sequence[int]) -> int:
-        """Note the sequence so far; return how many tokens are to be read before a draft, or 0."""
+        """Note the sequence so far; return how many tokens have to be read before a draft."""
 
     def leave(self) -> None:
-        """Hold nothing for the sequence any more; it may go on later."""
+        """Release the sequence's resources; it may continue later."""
 
 
 class AcceptanceRates:
-    """Of each class, the chance that a token is accepted if all before it were.
-
-    Args:
-        mean: the rates to begin with, in `mean` too as they are learnt.
-    """
+    """Of each class, the rate of acceptance after accepted tokens; updates `mean`."""
 
     def __init__(self, mean: Sequence[float]) -> None:
         self.mean = list(mean)
@@ -58,7 +52,7 @@ class AcceptanceRates:
         self._count = [_PRIOR] * len(self.mean)
 
     def note(self, kind: int, hit: bool) -> None:
-        """Learn that a token of a class was right, or wrong."""
+        """Record whether a token of a class was right."""
         hits = self._hits[kind] = self._hits[kind] * _DECAY + hit
         count = self._count[kind] = self._count[kind] * _DECAY + 1
         self.mean[kind] = hits / count
@@ -71,7 +65,7 @@ class AcceptanceRates:
                 break
 
     def along(self, classes: Sequence[int]) -> list[float]:
-        """Return the chance of each token of a draft that it and all before it are accepted."""
+        """Return for each draft token the chance that it and all before it are accepted."""
         found, chance = [], 1.0
         for kind in classes:
             chance *= self.mean[kind]
@@ -80,29 +74,20 @@ class AcceptanceRates:
 
 
 class Automaton(Protocol):
-    """A sequence, and what followed where its end stands earlier in it."""
+    """A sequence, and what followed earlier occurrences of its suffix."""
 
     def follow(self, ids: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Append ids; return what followed the longest suffix that occurred before, and its length.
-
-        That is up to `most` ids; none and 0 if the last id is new.
-        """
+        """Append ids; return up to `most` that followed the longest known suffix; its length."""
 
 
 LEVELS = 6
-"""Classes of the length of a match: 1, 2-3, 4-7, 8-15, 16-31 and longer ones."""
+"""Classes of match length: 1, 2-3, 4-7, 8-15, 16-31 and longer."""
 _LONGEST = 1 << (LEVELS - 1)
 _LEVEL_OF = [min(max(n, 1).bit_length(), LEVELS) - 1 for n in range(_LONGEST + 64)]
 
 
 class SuffixDrafter:
-    """Drafts that a sequence goes on as after the longest passage that its end repeats.
-
-    Args:
-        automaton: of an empty sequence.
-
-    Source: suffix automata as drafters, Hu et al., SAM Decoding, 2024.
-    """
+    """Drafts what followed the longest repeated suffix (Hu et al. 2024, SAM Decoding)."""
 
     def __init__(self, automaton: Automaton, kind: int) -> None:
         self._automaton, self._seen = automaton, 0
@@ -112,6 +97,6 @@ class SuffixDrafter:
         """Return what followed; see `Drafter`."""
         tokens, length = self._automaton.follow(ids[self._seen :], most)
         self._seen = len(ids)
-        # A token that is accepted makes the match longer that the next one rests on.
+        # Each accepted token lengthens the match behind the next one.
         first = min(length, _LONGEST)
         return Draft(tokens, self._classes[first : first + len(tokens)]) if tokens else NO_DRAFT

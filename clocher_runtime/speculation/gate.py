@@ -1,18 +1,12 @@
-"""How many draft tokens pay: what they may win against what a larger forward costs.
-
-A forward of M tokens takes longer than one of a single token, by how much depends on model and
-machine. A draft token that is accepted saves a forward. So the draft tokens of all sequences of a
-step are taken in the order of their chances as long as the expected tokens per time grow.
-"""
+"""How many draft tokens pay: expected gain against the cost of a larger forward."""
 
 import itertools
 from collections.abc import Callable, Sequence
 
 MARGIN = 1.05
-"""Drafts have to win more than the table of costs may be wrong by: a gain of less is worth little,
-and is a loss where a forward of two tokens was measured too fast."""
+"""Minimum gain of drafts, which covers errors of the cost table."""
 _TRUST = 0.85
-"""What counts of a chance: those that are chosen for being high were in part only lucky."""
+"""Discount on chances: those chosen for being high were partly lucky."""
 _WORSE = 1.03  # of the time that its tokens take without drafts, a window may have taken
 _HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
 _LOOK, _WINDOW = 24, 48  # forwards with drafts until these are judged, at first and then
@@ -26,19 +20,14 @@ _ASSUMED = 0.03  # of a token's time, what a further one costs until it is measu
 
 
 class ForwardCosts:
-    """The time of a forward by its tokens: measured at warm-up, then followed.
-
-    Attributes:
-        ns: of each number of tokens from 0 to `most`; the unknown ones on a line between the known.
-        known: tokens -> time, of those that were measured.
-    """
+    """Times `ns` of forwards of 0 to `most` tokens, interpolated between the `known` ones."""
 
     def __init__(self, most: int) -> None:
         self.known: dict[int, float] = {}
         self.ns = [0.0] * (most + 1)
 
     def measure(self, work: Callable[[int], int]) -> None:
-        """Measure forwards of some sizes in rounds; `work` does one and returns nanoseconds."""
+        """Measure forwards of some sizes in rounds; `work` runs one and returns nanoseconds."""
         sizes = [size for size in _SIZES if size < len(self.ns)]
         rounds = [[work(size) for size in sizes]]
         while len(rounds) < _ROUNDS and sum(map(sum, rounds)) < _LONGEST_NS:
@@ -48,7 +37,7 @@ class ForwardCosts:
         self._interpolate()
 
     def note(self, tokens: int, ns: int) -> None:
-        """Learn how long a forward took."""
+        """Record the time of a forward."""
         if not 0 < tokens < len(self.ns):
             return
         before = self.known.get(tokens)
@@ -56,13 +45,13 @@ class ForwardCosts:
             self.known[tokens] = float(ns)
             self._interpolate()
             return
-        # Other work on the machine makes some forwards last many times as long.
+        # Other load on the machine makes some forwards many times slower.
         now = self.known[tokens] = before + _NEW * (min(float(ns), 2 * before) - before)
         if abs(now - self.ns[tokens]) > 0.02 * now:
             self._interpolate()
 
     def doubt(self, base: int) -> None:
-        """Take forwards of more than `base` tokens for a little cheaper, since none was done."""
+        """Lower the times above `base` tokens a little, since no such forward ran."""
         least = self.ns[base]
         for tokens, ns in self.known.items():
             if tokens > base:
@@ -71,8 +60,7 @@ class ForwardCosts:
             self._interpolate()
 
     def _interpolate(self) -> None:
-        """Fill the table."""
-        # Fewer tokens are never more work: what was slower met a bad moment.
+        # Fewer tokens are never more work: a slower time was an outlier.
         sizes = sorted(self.known, reverse=True)
         times = itertools.accumulate((self.known[size] for size in sizes), min)
         points = list(zip(sizes, times, strict=True))[::-1]
@@ -91,12 +79,7 @@ class ForwardCosts:
 
 
 class Trial:
-    """Whether speculation wins, by what forwards with and without drafts really took.
-
-    The gate knows what a forward costs and not what drafting itself does, which on a small model is
-    more than a token. So the time of a token is compared: with drafts over some forwards in a row,
-    and of single forwards without. If drafts lose, they are tried again after ever longer pauses.
-    """
+    """Whether speculation wins, by time per token; if not, pauses it ever longer."""
 
     def __init__(self) -> None:
         self.is_on = True
@@ -104,12 +87,7 @@ class Trial:
         self._spent = self._worth = 0.0
 
     def note(self, ns: int, made: float, bare_ns: float) -> None:
-        """Learn what a forward took.
-
-        Args:
-            made: tokens for each of its sequences, on average.
-            bare_ns: time of a forward without drafts; 0: not known.
-        """
+        """Record a forward: `made` tokens per sequence; `bare_ns` without drafts, 0 if unknown."""
         self._left -= 1
         if self.is_on:
             self._spent += min(float(ns), _HELD_UP * made * bare_ns)
@@ -128,11 +106,7 @@ class Trial:
 
 
 def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
-    """Return the most tokens per time that the draft of one sequence is expected to make.
-
-    Args:
-        ns: time of a forward by how many of them it has.
-    """
+    """Return the best expected tokens per time of one draft; `ns` by number of draft tokens."""
     made, best = 1.0, 0.0
     for chance, time in zip(chances, ns[1:], strict=False):
         made += chance
@@ -142,11 +116,9 @@ def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
 
 
 def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) -> list[int]:
-    """Return how many draft tokens of each sequence make tokens fastest.
+    """Return how many draft tokens of each sequence maximise tokens per time.
 
-    Args:
-        offers: of each sequence the chances of its draft, descending.
-        ns: time of a forward by its tokens.
+    `offers`: descending chances by sequence; `ns`: time of a forward by its tokens.
     """
     counts = [0] * len(offers)
     if not 0 < base < len(ns) or not ns[base]:
@@ -173,14 +145,10 @@ def draft_depth(
     entries: Sequence[float],
     steps: Sequence[float],
 ) -> int:
-    """Return how many tokens of a draft model make tokens fastest; 0: none of them pay.
+    """Return how many tokens of a draft model maximise tokens per time; 0: none pay.
 
-    Args:
-        mine: of each sequence the chances of these tokens; none where they cannot be had.
-        others: the chances of what is sent of it otherwise.
-        ns: time of a forward by its tokens.
-        entries: of each sequence, what is paid once, as far as this forward has to bear it.
-        steps: what a further token for each of so many sequences takes.
+    `mine`, `others`: chances by sequence of the model's tokens, and of those sent otherwise;
+    `entries`: this forward's part of one-time costs; `steps`: time by number of sequences.
     """
     if not 0 < base < len(ns) or not ns[base] or not steps[1]:
         return 0
@@ -201,6 +169,6 @@ def draft_depth(
 def worth_asking(
     mine: Sequence[Sequence[float]], others: Sequence[Sequence[float]], count: int
 ) -> list[int]:
-    """Return the sequences of which so many tokens of a draft model win more than the others."""
+    """Return the sequences where `count` tokens of a draft model beat the others."""
     pairs = zip(mine, others, strict=True)
     return [i for i, (own, other) in enumerate(pairs) if sum(own[:count]) > sum(other)]

@@ -1,14 +1,7 @@
-"""When a draft model is asked, and how deep: its tokens take time, which has to be won back.
+"""When a draft model is asked, and how deep: where the expected gain exceeds its cost.
 
-Cost and expected gain are compared before it is asked, so a model that is too slow or drafts badly
-costs nothing but a look now and then: a hundredth of the time at most. A look asks for one token
-more than would pay, and learns whether that was accepted. So the gate opens again when the text
-becomes easier. Before anything is known, the first `_TRIES` drafts of a session are verified
-whatever they promise.
-
-A sequence that the model has not read yet, such as a long prompt, is read in pieces, none of which
-takes longer than a forward; that it pays is expected if later drafts win it back within `_HORIZON`
-forwards.
+Else it is probed for 1 % of the time at most; the first `_TRIES` drafts are always verified. An
+unread prompt is read in pieces, if drafts repay it within `_HORIZON` forwards.
 """
 
 from bisect import bisect_right
@@ -23,11 +16,11 @@ _HORIZON = 32
 _LOOKS = 0.01  # of the time; what is not used of it is kept for so many forwards' worth
 _LEAST_PIECE = 16  # tokens
 _TRIES, _TRIED = 8, 3
-"""Drafts that are verified to learn what they are worth, and the tokens of each."""
+"""Drafts verified unconditionally, and the tokens of each."""
 
 
 class DraftModel(Protocol):
-    """A model that drafts for many sequences side by side; `costs`: time of a step by tokens."""
+    """Drafts for many sequences side by side; `costs`: time of a step by tokens."""
 
     costs: ForwardCosts
 
@@ -50,7 +43,7 @@ class DraftModelGate:
 
     @property
     def step_ns(self) -> float:
-        """Time of a step of one token of the model in nanoseconds; 0 if it is not known."""
+        """Time of a one-token step of the model in nanoseconds; 0 if unknown."""
         steps = self.model.costs.ns
         return steps[1] if len(steps) > 1 else 0.0
 
@@ -61,13 +54,7 @@ class DraftModelGate:
         base: int,
         ns: Sequence[float],
     ) -> bool:
-        """Give sequences a better offer, if the model has one; return whether it was asked.
-
-        Args:
-            pending: the sequences; their tracks have what others offer.
-            taken: the chances of what is sent of that.
-            ns: time of a forward by its tokens.
-        """
+        """Make better offers than the chances `taken`; return whether the model was asked."""
         if base >= len(ns):
             return False
         steps = self.model.costs.ns
@@ -93,7 +80,7 @@ class DraftModelGate:
         else:
             asked = sorted((i for i, tokens in enumerate(behind) if tokens), key=behind.__getitem__)
             del asked[1:]
-            # Reading for a look that can then not be paid would be for nothing.
+            # Otherwise the read would serve a probe that cannot be afforded.
             price = sum(_time(steps, behind[i]) for i in asked)
             paid = sum(_time(steps, min(behind[i], piece)) for i in asked)
         tries = self._tries > 0 and all(pending[i].most == MAX_DRAFT for i in asked)
@@ -111,7 +98,6 @@ class DraftModelGate:
         return True
 
     def _offer(self, pending: Pending, tokens: Sequence[int], taken: float, tries: bool) -> None:
-        """Offer a draft if it is tried, or expects more than what is sent otherwise."""
         count, track = min(len(tokens), pending.most), pending.track
         draft = Draft(tokens[:count], self._classes[:count])
         if tries and tokens:
@@ -122,11 +108,9 @@ class DraftModelGate:
 
 
 def _forwards_left(pending: Pending) -> int:
-    """Return how many forwards the sequence has that may win back what it takes to read it."""
     return _HORIZON if pending.most == MAX_DRAFT else pending.most
 
 
 def _time(steps: Sequence[float], tokens: int) -> float:
-    """Return how long reading some tokens takes."""
     most = len(steps) - 1
     return steps[tokens] if tokens <= most else steps[most] * tokens / most

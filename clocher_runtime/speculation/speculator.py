@@ -1,4 +1,4 @@
-"""The drafts of all sequences of a session: which drafter, what is sent, what was accepted."""
+"""The drafts of all sequences of a session: drafter, tokens sent, tokens accepted."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,15 +23,9 @@ def rows_for(sequences: int) -> int:
 
 @dataclass(slots=True)
 class Counts:
-    """What speculation came to.
+    """Speculation counters, per sequence and forward; `sent`: forwards that verified a draft.
 
-    Attributes:
-        forwards: of sequences; each sequence in a forward counts.
-        tokens: that they made.
-        sent: forwards that verified a draft.
-        drafted, accepted: draft tokens; `by_source` of each source.
-        without_draft: forwards for which there was no draft.
-        not_worth: forwards whose draft was not worth verifying, or during a pause.
+    `without_draft`, `not_worth`: forwards without a draft, or with one not worth verifying.
     """
 
     forwards: int = 0
@@ -56,13 +50,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """What speculation came to, for people.
-
-    Attributes:
-        counts: of drafts and forwards.
-        cost_of_8: time of a forward of 8 tokens over that of one; NaN if it is not known.
-        cost_of_draft: the same of a token of the draft model; NaN without one.
-    """
+    """Speculation figures; costs of 8 tokens, and of a draft-model token, in forwards of one."""
 
     counts: Counts
     cost_of_8: float = math.nan
@@ -70,18 +58,18 @@ class Account:
 
     @property
     def acceptance(self) -> float:
-        """Share of the draft tokens that were accepted; NaN without any."""
+        """Acceptance rate; NaN without draft tokens."""
         counts = self.counts
         return counts.accepted / counts.drafted if counts.drafted else math.nan
 
     @property
     def tokens_per_forward(self) -> float:
-        """Tokens that a sequence got from a forward; NaN without forwards."""
+        """Tokens per sequence and forward; NaN without forwards."""
         return self.counts.tokens / self.counts.forwards if self.counts.forwards else math.nan
 
     @property
     def reason(self) -> str:
-        """Why drafts were verified, or were not."""
+        """Why drafts were verified, or not."""
         counts = self.counts
         if not counts.forwards:
             return "no forward only decoded"
@@ -106,7 +94,7 @@ class Account:
 def account(
     costs: ForwardCosts, now: Counts, before: Counts | None = None, draft_ns: float = 0.0
 ) -> Account:
-    """Return the figures of what was counted after an earlier state."""
+    """Return the figures counted since an earlier state."""
     ns, since = costs.ns, now.since(before or Counts())
     if len(ns) <= DRAWN or ns[1] <= 0:
         return Account(since)
@@ -114,13 +102,7 @@ def account(
 
 
 class Speculator:
-    """Drafts for the sequences of a session.
-
-    Args:
-        make: returns the drafters of a new sequence.
-        rows: output rows of a forward.
-        gate: of a draft model, if there is one.
-    """
+    """Drafts for a session's sequences; `make` returns the drafters of a new one."""
 
     def __init__(
         self,
@@ -142,7 +124,7 @@ class Speculator:
         return Track(self._make(), AcceptanceRates(self._rates.mean))
 
     def draft(self, pending: Sequence[Pending], base: int, rows: int) -> list[Draft]:
-        """Return what to send of each sequence of a step."""
+        """Return the draft tokens to send for each sequence of a step."""
         ns = self.costs.ns[: base + rows + 1]
         offers = [track.draft(ids, most, ns[base:]) for track, ids, most in pending]
         counts = choose(offers, base, ns)
@@ -166,7 +148,7 @@ class Speculator:
         return [each.track.sent for each in pending]
 
     def judge(self, sequences: int, tokens: int, ns: int) -> None:
-        """Learn what a forward took that only decoded."""
+        """Record the time of a decode-only forward."""
         if not self.trial.is_on:
             self.counts.forwards += sequences
             self.counts.tokens += tokens
@@ -175,12 +157,12 @@ class Speculator:
         self.trial.note(ns, tokens / sequences, self.costs.ns[sequences] if known else 0.0)
 
     def reset(self) -> None:
-        """Forget all sequences, when what was noted of them may be half of it."""
+        """Forget all sequences, as their state may be half-written."""
         if self._gate is not None:
             self._gate.model.reset()
 
     def learn(self, track: Track, tokens: Sequence[int], verified: int) -> None:
-        """Compare what was drafted with the tokens that came, of which `verified` were sent."""
+        """Compare drafts with the tokens that came, of which `verified` were sent."""
         counts, sent = self.counts, track.sent
         counts.forwards += 1
         counts.tokens += len(tokens)

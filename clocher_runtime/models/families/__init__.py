@@ -1,7 +1,4 @@
-"""Model families, one module each: how a config.json becomes a ModelSpec, with what defaults.
-
-Adding one is adding a module and a line of `FAMILIES`.
-"""
+"""Model families, from config.json to ModelSpec: one module and one line of `FAMILIES` each."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -75,7 +72,7 @@ _WRAPPERS: Mapping[str, str] = MappingProxyType(
         "Mistral3ForConditionalGeneration": "MistralForCausalLM",
     }
 )
-"""Models that see pictures, too -> the one of text in them, described by `text_config`."""
+"""Multimodal architecture -> its text model, described by `text_config`."""
 _SHARED = (
     "quantization_config",
     "eos_token_id",
@@ -83,7 +80,7 @@ _SHARED = (
     "pad_token_id",
     "generation_config",
 )
-"""What of the whole model's config counts for the text, unless its own says so."""
+"""Fields of the whole model's config that apply to the text, unless its own sets them."""
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,7 +98,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     known = _by_model_type(str(inner.get("model_type")).removesuffix("_text"))
     name = known if known in FAMILIES else _WRAPPERS.get(names[0], names[0])
     outer = {key: config[key] for key in _SHARED if config.get(key) is not None}
-    # transformers ties a model of several kinds by its own setting, not by that of the text.
+    # transformers ties multimodal models by the outer setting.
     if "tie_word_embeddings" in config:
         outer["tie_word_embeddings"] = config["tie_word_embeddings"]
         inner = {key: value for key, value in inner.items() if key != "tie_word_embeddings"}
@@ -148,19 +145,17 @@ def _architectures(config: Mapping[str, Any]) -> list[str]:
 
 
 def _with_head(name: str) -> str:
-    """Return the architecture of a model that was saved without its head: "LlamaModel"."""
+    """Return "LlamaForCausalLM" for "LlamaModel", a model saved without its head."""
     whole = f"{name.removesuffix('Model')}ForCausalLM"
     return whole if name.endswith("Model") and whole in FAMILIES else name
 
 
 def _by_model_type(name: str) -> str:
-    """Return the architecture that a model type names: "GptOss.." for "gpt_oss"; or the name."""
     wanted = name.replace("_", "").removesuffix("text") + "forcausallm"
     return next((known for known in FAMILIES if known.lower() == wanted), name)
 
 
 def _nearest(name: str) -> str:
-    """Return a clause on the known architecture that is spelled most like this one."""
     from difflib import get_close_matches
 
     found = get_close_matches(name, FAMILIES, 1, 0.5)
@@ -168,5 +163,4 @@ def _nearest(name: str) -> str:
 
 
 def _families() -> list[str]:
-    """Return the known architectures without what all their names end with."""
     return sorted(name.removesuffix("ForCausalLM") for name in FAMILIES)

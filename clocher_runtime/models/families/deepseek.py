@@ -41,11 +41,9 @@ class _DeepSeek(Decoder, kw_only=True):
 
     @property
     def dim(self) -> int:
-        """Values of a head that are rotated, which is what the embedding is read for."""
         return self.qk_rope_head_dim
 
     def deepseek(self, family: str, moe: dict[str, Any], paired: bool = True) -> ModelSpec:
-        """Return the model: what both have, and how the family chooses experts."""
         size, value = self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
         if value > size:
             raise UnsupportedModel(
@@ -85,12 +83,10 @@ class _DeepSeek(Decoder, kw_only=True):
         )
 
     def groups(self, best: int) -> dict[str, int]:
-        """Return from how many groups of experts a token chooses."""
         experts, active = self.n_routed_experts, self.num_experts_per_tok or 0
         return expert_groups(experts, active, self.n_group, self.topk_group, best)
 
     def _stretched(self) -> float:
-        """Return what YaRN multiplies queries and keys by, each."""
         rope = self.rope_scaling if self.rope_parameters is None else self.rope_parameters
         fields = given(rope or {})
         if fields.get("rope_type", fields.get("type", "default")) == "default":
@@ -128,18 +124,14 @@ class _V2(_DeepSeek, kw_only=True):
 
 
 def deepseek_v2(config: Config) -> ModelSpec:
-    """DeepSeek-V2: latent attention, and experts by a softmax over all of them.
-
-    Source: DeepSeek-V2 (arXiv 2405.04434), section 2. A `q_lora_rank` of null (V2-Lite) means
-    queries of the token itself.
-    """
+    """DeepSeek-V2 (arXiv 2405.04434, section 2): latent attention, softmax over all experts."""
     methods = ("greedy", "group_limited_greedy")
     method = one_of(config, "topk_method", methods[0], methods, WHERE)
     read = read_config(config, _V2)
     if "q_lora_rank" in config and config["q_lora_rank"] is None:
         read.q_lora_rank = None
     groups = read.groups(1) if method == methods[1] else {}
-    # transformers ignores norm_topk_prob here; the published models say false.
+    # transformers ignores norm_topk_prob here; the published models set false.
     return read.deepseek("deepseek_v2", {"score": "softmax", **groups})
 
 
@@ -164,10 +156,7 @@ class _V3(_DeepSeek, kw_only=True):
 
 
 def deepseek_v3(config: Config) -> ModelSpec:
-    """DeepSeek-V3 and R1: sigmoid scores, a bias that balances the choice, groups of experts.
-
-    Source: DeepSeek-V3 (arXiv 2412.19437), section 2.1.
-    """
+    """DeepSeek-V3, R1 (arXiv 2412.19437, section 2.1): sigmoid scores, choice bias, groups."""
     read = read_config(config, _V3)
     if "q_lora_rank" in config and config["q_lora_rank"] is None:
         read.q_lora_rank = None

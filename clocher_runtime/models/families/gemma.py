@@ -1,4 +1,4 @@
-"""Gemma 1, 2 and 3, of text."""
+"""Gemma 1, 2 and 3, text only."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -12,7 +12,7 @@ from clocher_runtime.models.spec import ModelSpec
 
 
 class _Gemma(Decoder, kw_only=True):
-    """Attributes: norm_offset: what is added to stored norms; GGUF files hold the sum."""
+    """`norm_offset`: added to stored norms; GGUF files hold the sum."""
 
     ACTIVATION: ClassVar[str] = "gelu_pytorch_tanh"
 
@@ -29,7 +29,6 @@ class _Gemma(Decoder, kw_only=True):
     use_bidirectional_attention: bool = False
 
     def gemma(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        """Return the model: what all Gemmas have, and what the family adds."""
         if self.use_bidirectional_attention:
             raise UnsupportedModel(
                 f"{WHERE}: use_bidirectional_attention is true; Clocher's attention is causal, and "
@@ -45,11 +44,8 @@ class _Gemma(Decoder, kw_only=True):
 
 
 def gemma(config: Config) -> ModelSpec:
-    """Gemma: GELU, norms around 1, embeddings times the root of their size.
-
-    Source: Gemma (arXiv 2403.08295), section 2.
-    """
-    # The first files said "gelu" where the model was trained with the approximation.
+    """Gemma (arXiv 2403.08295, section 2): GELU, norms around 1, scaled embeddings."""
+    # The first configs said "gelu" though the model was trained with the approximation.
     if config.get("hidden_activation") is None:
         config = {**config, "hidden_act": "gelu_pytorch_tanh"}
     return read_config(config, _Gemma).gemma("gemma")
@@ -71,14 +67,12 @@ class _Gemma2(_Gemma, kw_only=True):
     attn_logit_softcapping: Factor | None = None
 
     def windows(self) -> tuple[int, ...]:
-        """Return the window of each layer: all slide but every second (Gemma 3: sixth)."""
         layers, every = self.num_hidden_layers, self.sliding_window_pattern or self.PATTERN
         pattern = tuple(LAYER_TYPES[(i + 1) % every == 0] for i in range(layers))
         window = self.sliding_window
         return layer_windows(self.layer_types, layers, window, pattern)
 
     def gemma2(self, family: str, **more: Any) -> ModelSpec:
-        """Return the model: what Gemma 2 and 3 have, and what the family adds."""
         return self.gemma(
             family,
             self.windows(),
@@ -91,10 +85,7 @@ class _Gemma2(_Gemma, kw_only=True):
 
 
 def gemma2(config: Config) -> ModelSpec:
-    """Gemma 2: norms on both sides, capped logits, every second layer with a window.
-
-    Source: Gemma 2 (arXiv 2408.00118), section 2.
-    """
+    """Gemma 2 (arXiv 2408.00118, section 2): post-norms, capped logits, alternating windows."""
     caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
     return read_config({**caps, **config}, _Gemma2).gemma2("gemma2")
 
@@ -109,10 +100,7 @@ class _Gemma3(_Gemma2, kw_only=True):
 
 
 def gemma3(config: Config) -> ModelSpec:
-    """Gemma 3: norms of queries and keys, and another rotation where a window is.
-
-    Source: Gemma 3 (arXiv 2503.19786), section 2.
-    """
+    """Gemma 3 (arXiv 2503.19786, section 2): QK norms, own RoPE for sliding layers."""
     read = read_config(config, _Gemma3)
     local = {**config, "rope_theta": read.rope_local_base_freq, "rope_scaling": None}
     window_rope = read_config(local, _Gemma3).rope(LAYER_TYPES[0])

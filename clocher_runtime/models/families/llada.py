@@ -1,4 +1,4 @@
-"""LLaDA2: experts, and blocks of masks that are denoised."""
+"""LLaDA2: experts and block diffusion."""
 
 from typing import Annotated
 
@@ -50,18 +50,13 @@ class _Llada2(Decoder, kw_only=True):
     mask_token_id: MaskId = 156895
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return what the family's own fields say, as `block_diffusion` would."""
         size, mask = self.block_size, self.mask_token_id
         self.block_diffusion = BlockDiffusionFields(size, mask, "block")
         return super().diffusion()
 
 
 def llada2_moe(config: Config) -> ModelSpec:
-    """LLaDA2: sigmoid scores in groups of experts as DeepSeek-V3, half of each head rotated.
-
-    Source: "LLaDA2.0: Scaling Up Diffusion Language Models to 100B" (2025), and the forward that
-    dInfer publishes.
-    """
+    """LLaDA2.0 (2025; forward as in dInfer): DeepSeek-V3's routing, half of each head rotated."""
     read = read_config(config, _Llada2)
     if read.norm_head:
         raise UnsupportedModel(f"{WHERE}: norm_head is true; Clocher's head has no norm of its own")

@@ -1,4 +1,4 @@
-"""Llama, and what is built like it: SmolLM3, Phi, BitNet, OLMo and Granite."""
+"""Llama and its relatives: SmolLM3, Phi, BitNet, OLMo and Granite."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -91,13 +91,10 @@ class _Phi3(Decoder, kw_only=True):
 
 
 def phi3(config: Config) -> ModelSpec:
-    """Phi-3, Phi-4 and their minis: fused projections, LongRoPE, a part of each head rotated.
-
-    Source: Phi-3 (arXiv 2404.14219), section 2.
-    """
+    """Phi-3, Phi-4 (arXiv 2404.14219, section 2): fused projections, LongRoPE, partial rotation."""
     read = read_config(config, _Phi3)
     rope = read.rope_scaling if read.rope_parameters is None else read.rope_parameters
-    # The first files of the long models called their scaling so.
+    # The first long-context configs used this name.
     if rope is not None and "short_factor" in rope and rope.get("type") == "yarn":
         read = read_config({**config, "rope_scaling": {**rope, "type": "longrope"}}, _Phi3)
     window = read.sliding_window or 0
@@ -121,10 +118,7 @@ class _BitNet(Decoder, kw_only=True):
 
 
 def bitnet(config: Config) -> ModelSpec:
-    """BitNet b1.58: ternary linears with int8 activations, sub-norms, squared ReLU.
-
-    Source: Ma et al. 2025, BitNet b1.58 2B4T (arXiv 2504.12285).
-    """
+    """BitNet b1.58 (arXiv 2504.12285): ternary linears, int8 activations, sub-norms, ReLU^2."""
     read = read_config(config, _BitNet)
     return read.spec("bitnet", sub_norms=True, **bitnet_settings(read))
 
@@ -137,7 +131,6 @@ class _Olmo2(Decoder, kw_only=True):
     rms_norm_eps: Epsilon = 1e-5
 
     def olmo(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        """Return the model: what both have, and what the family adds."""
         return self.spec(
             family,
             windows,
@@ -149,10 +142,7 @@ class _Olmo2(Decoder, kw_only=True):
 
 
 def olmo2(config: Config) -> ModelSpec:
-    """OLMo 2: norms of what attention and MLP add, and of whole queries and keys.
-
-    Source: 2 OLMo 2 Furious (arXiv 2501.00656), section 2.1.
-    """
+    """OLMo 2 (arXiv 2501.00656, section 2.1): post-norms only, norms of whole queries and keys."""
     return read_config(config, _Olmo2).olmo("olmo2")
 
 
@@ -163,7 +153,7 @@ class _Olmo3(_Olmo2, kw_only=True):
 
 
 def olmo3(config: Config) -> ModelSpec:
-    """OLMo 3: OLMo 2 with three layers of four sliding, which have the plain rotation."""
+    """OLMo 3: OLMo 2 where three of four layers slide, with the plain rotation."""
     read = read_config(config, _Olmo3)
     layers = read.num_hidden_layers
     pattern = tuple(LAYER_TYPES[(i + 1) % 4 == 0] for i in range(layers))
@@ -186,7 +176,6 @@ class _Granite(Decoder, kw_only=True):
     attention_multiplier: Factor = 1.0
 
     def granite(self, family: str, **more: Any) -> ModelSpec:
-        """Return the model: what all Granites have, and what the family adds."""
         return self.spec(
             family,
             embedding_scale=self.embedding_multiplier,
@@ -198,7 +187,7 @@ class _Granite(Decoder, kw_only=True):
 
 
 def granite(config: Config) -> ModelSpec:
-    """Granite 3: Llama with a factor for embeddings, residuals, attention and logits."""
+    """Granite 3: Llama with factors for embeddings, residuals, attention and logits."""
     read = read_config(config, _Granite)
     return read.granite("granite", mlp_bias=read.mlp_bias)
 
@@ -211,7 +200,7 @@ class _Hybrid(_Granite, kw_only=True):
 
 
 def granite_hybrid(config: Config) -> ModelSpec:
-    """Granite 4 without Mamba layers and experts: Granite 3 in other tensors."""
+    """Granite 4 without Mamba layers and experts: Granite 3 with other tensor names."""
     read = read_config(config, _Hybrid)
     kinds = {"attention", "full_attention"}
     if read.layer_types is None or not kinds.issuperset(map(str, read.layer_types)):

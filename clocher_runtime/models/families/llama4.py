@@ -1,4 +1,4 @@
-"""Llama 4, of text."""
+"""Llama 4, text only."""
 
 from typing import Annotated, Any
 
@@ -51,10 +51,7 @@ class _Llama4(Decoder, kw_only=True):
 
 
 def llama4(config: Config) -> ModelSpec:
-    """Llama 4: experts whose inputs are weighed, chunks, and layers without a rotation.
-
-    Source: transformers Llama4TextModel.
-    """
+    """Llama 4 (transformers Llama4TextModel): scaled expert inputs, chunks, layers without RoPE."""
     read = read_config(config, _Llama4)
     layers, step = read.num_hidden_layers, read.interleave_moe_layer_step
     plain = unrotated(read.no_rope_layers or None, read.no_rope_layer_interval, layers)
@@ -81,7 +78,6 @@ def llama4(config: Config) -> ModelSpec:
 
 
 def _chunks(read: _Llama4, plain: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the chunk of each layer: of those that are rotated, unless the config lists types."""
     layers, size = range(read.num_hidden_layers), read.attention_chunk_size or 0
     types = read.layer_types
     if types is None:

@@ -1,4 +1,4 @@
-"""Mistral and Mixtral, with Ministral 3, whose queries grow with their position."""
+"""Mistral, Mixtral and Ministral 3."""
 
 from typing import Annotated, Any
 
@@ -12,7 +12,7 @@ from clocher_runtime.models.spec import ModelSpec, MoeSpec, QueryGrowth
 
 
 class _Mistral(Decoder, kw_only=True):
-    """No linear of attention has a bias, whatever `attention_bias` says."""
+    """Attention linears never have a bias, whatever `attention_bias` says."""
 
     intermediate_size: Size = 14336
     num_key_value_heads: Heads | None = 8
@@ -20,13 +20,12 @@ class _Mistral(Decoder, kw_only=True):
     sliding_window: Size | None = 4096
 
     def mistral(self, family: str, **more: Any) -> ModelSpec:
-        """Return the model: what all Mistrals have, and what the family adds."""
         windows = (self.sliding_window or 0,) * self.num_hidden_layers
         return self.spec(family, windows, qkv_bias=False, o_bias=False, **more)
 
 
 def mistral(config: Config) -> ModelSpec:
-    """Mistral: Llama with a sliding window on every layer; a `sliding_window` of null is none."""
+    """Mistral: Llama with a sliding window on every layer, none if `sliding_window` is null."""
     return read_config(config, _Mistral).mistral("mistral")
 
 
@@ -39,10 +38,7 @@ class _Mixtral(_Mistral, kw_only=True):
 
 
 def mixtral(config: Config) -> ModelSpec:
-    """Mixtral: experts, weighed by the softmax over those that are chosen.
-
-    Source: Jiang et al. 2024 (arXiv 2401.04088).
-    """
+    """Mixtral (arXiv 2401.04088): experts weighted by the softmax over the chosen ones."""
     read = read_config(config, _Mixtral)
     experts = read.num_local_experts
     return read.mistral(
@@ -82,7 +78,7 @@ _YARN = {
 
 
 def ministral3(config: Config) -> ModelSpec:
-    """Ministral 3: Mistral with YaRN, and queries that grow beyond the context of the training."""
+    """Ministral 3: Mistral with YaRN, and queries that grow beyond the training context."""
     if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
         config = {**config, "rope_parameters": _YARN}
     read = read_config(config, _Ministral3)

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts."""
+"""Qwen2 and Qwen3, dense and MoE, and block-diffusion models made from them."""
 
 from typing import Annotated, Any
 
@@ -64,14 +64,13 @@ class _Sdar(_Qwen3, kw_only=True):
     mask_token_id: MaskId = 151669
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return what the family's own fields say, as `block_diffusion` would."""
         size, mask = self.block_size, self.mask_token_id
         self.block_diffusion = BlockDiffusionFields(size, mask, "block")
         return super().diffusion()
 
 
 def sdar(config: Config) -> ModelSpec:
-    """SDAR: Qwen3 that denoises blocks, whose tokens see each other (Cheng et al. 2025)."""
+    """SDAR: Qwen3 with block diffusion and attention within blocks (Cheng et al. 2025)."""
     read = read_config(config, _Sdar)
     return read.spec("sdar", read.windows(), qk_norm="heads")
 
@@ -82,7 +81,6 @@ class _FastDllm(_Qwen2, kw_only=True):
     mask_token_id: MaskId = 151665
 
     def diffusion(self) -> BlockDiffusion | None:
-        """Return what the family's own fields say, as `block_diffusion` would."""
         self.block_diffusion = BlockDiffusionFields(
             self.bd_size,
             self.mask_token_id,
@@ -94,7 +92,7 @@ class _FastDllm(_Qwen2, kw_only=True):
 
 
 def fast_dllm(config: Config) -> ModelSpec:
-    """Fast-dLLM v2: Qwen2 that denoises blocks in parts, with shifted logits (Wu et al. 2025)."""
+    """Fast-dLLM v2: Qwen2 with block diffusion in sub-blocks, shifted logits (Wu et al. 2025)."""
     read = read_config(config, _FastDllm)
     return read.spec("fast_dllm", read.windows(), qkv_bias=True, o_bias=False)
 
@@ -114,7 +112,6 @@ class _Experts(_Qwen2, kw_only=True):
     norm_topk_prob: bool = False
 
     def experts(self, **more: Any) -> MoeSpec:
-        """Return the experts, which every `decoder_sparse_step`-th layer has if not listed."""
         layers, step = range(self.num_hidden_layers), self.decoder_sparse_step
         dense = (i for i in layers if i in (self.mlp_only_layers or ()) or (i + 1) % step)
         experts = self.num_local_experts or self.num_experts  # transformers 5 writes the former
@@ -143,7 +140,7 @@ class _Qwen2Moe(_Experts, kw_only=True):
 
 
 def qwen2_moe(config: Config) -> ModelSpec:
-    """Qwen2-MoE: experts, and one that every token has, weighed by a sigmoid."""
+    """Qwen2-MoE: experts, and a shared expert gated by a sigmoid."""
     read = read_config(config, _Qwen2Moe)
     shared = read.shared_expert_intermediate_size
     moe = read.experts(shared=shared, shared_gate=True)
@@ -161,10 +158,7 @@ class _Qwen3Moe(_Experts, kw_only=True):
 
 
 def qwen3_moe(config: Config) -> ModelSpec:
-    """Qwen3-MoE: Qwen3 with experts in most layers.
-
-    Source: Qwen3 Technical Report (arXiv 2505.09388), section 2.
-    """
+    """Qwen3-MoE (arXiv 2505.09388, section 2): Qwen3 with experts in most layers."""
     read = read_config(config, _Qwen3Moe)
     window = read.sliding_window if read.use_sliding_window else None
     return read.spec(
