@@ -78,14 +78,14 @@ OPTIONS: Mapping[str, tuple[Setting, Any]] = {
         64,
     ),
 }
-"""Settings of the harness itself, and their defaults, by name."""
+"""Settings of the harness itself, and their defaults."""
 
 _PASSED = {"prompts": "prompts_file", "rounds": "rounds", "model-dir": "model_dir"}
 _PASSED |= {"device": "device"}
 
 
 class Job(NamedTuple):
-    """What a call of the harness asks for: a plan, and the result file."""
+    """A plan and the result file."""
 
     plan: Plan
     out: Path
@@ -97,17 +97,9 @@ def prepare(
     environ: Mapping[str, str],
     config: Path | None,
 ) -> Job:
-    """Return what to run: flag, then variable, then file, then default.
+    """Return the job: flags win over variables, variables over the TOML file.
 
-    Args:
-        given: name in `OPTIONS` -> what its flag was given.
-        engine_flags: the same for settings of the engine.
-        environ: environment variables.
-        config: TOML file: names of `OPTIONS`, and a table `engine` with settings of the engine.
-
-    Raises:
-        UsageError: a value is not what it should be, or a name is not known.
-        ModelNotFound: there is no such model.
+    `given` are the harness's own flags by name in `OPTIONS`, `engine_flags` those of the engine.
     """
     document = {} if config is None else read_toml(config)
     engine = document.pop("engine", {})
@@ -142,7 +134,7 @@ def prepare(
 
 
 def measure(job: Job, console: Console) -> int:
-    """Run a job, write its files, print its table and return the exit code."""
+    """Run a job, write its files, print its table; return the exit code."""
     try:
         job.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,7 +157,7 @@ def measure(job: Job, console: Console) -> int:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print two result files beside each other and return the exit code."""
+    """Print two result files side by side; return the exit code."""
     found = compared.pairs(*(compared.group(read_rows(path)) for path in (before, after)))
     if not found:
         raise UsageError(f"{before} and {after} have no label in common: nothing to compare")
@@ -182,7 +174,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Print what contradicts itself in a result file and return the exit code."""
+    """Print the contradictions in a result file; return the exit code."""
     cells = compared.group(read_rows(path))
     found = compared.problems(cells)
     for problem in found:

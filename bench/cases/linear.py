@@ -86,7 +86,6 @@ def main(
 def _compared(
     problem: Problem, names: tuple[str, ...], threads: int, reader: Reader, rounds: int
 ) -> dict[str, Row]:
-    """Return a row for each engine, or the reason why it could not run."""
     weights = problem.weights()
     exact = exact_product(problem, weights)
     made: dict[str, Engine] = {}

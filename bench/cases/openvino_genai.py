@@ -13,7 +13,7 @@ from bench.ops.experiment import NotMeasured
 
 
 def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
-    """Return tokens a second of one test after a warm-up, and the version of OpenVINO GenAI."""
+    """Return tokens per second of one test after a warm-up, and the version."""
     try:
         import numpy as np
         import openvino_genai as genai

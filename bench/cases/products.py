@@ -1,8 +1,4 @@
-"""One matrix product by several engines: Clocher and torch, with the same weights.
-
-Each engine has several matrices of the same shape, more than a cache holds, and multiplies all of
-them in one measurement.
-"""
+"""One matmul by several engines, each over more copies of the weight than a cache holds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +24,7 @@ _MAX_COPIES = 64
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Y = X W^T for X [M, K] and so many copies of W [N, K] in a format."""
+    """Y = X W^T for X [M, K] and `copies` of W [N, K] in a format."""
 
     format: str
     n: int
@@ -63,14 +59,10 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Subject):
-    """A contestant, which multiplies all matrices in a run.
+    """An engine that multiplies all matrices in a run.
 
-    Attributes:
-        first: returns the product with the first matrix, fp32 [M, N].
-        tolerance: of its error, root mean square relative to that of the product.
-        products: of a run.
-        nbytes: of the weights that a run reads.
-        note: how its numbers differ from the exact ones.
+    `first` returns the product with the first matrix, fp32 [M, N]; `tolerance` bounds its relative
+    RMS error.
     """
 
     first: Callable[[], np.ndarray]
@@ -102,11 +94,7 @@ def exact_product(problem: Problem, weights: list[QuantTensor]) -> np.ndarray:
 def clocher(
     problem: Problem, weights: list[QuantTensor], threads: int, act_group: int | None = ACT_GROUP
 ) -> Engine:
-    """Return Clocher's CPU back end.
-
-    `act_group` is the columns per scale of int8 activations, where the weights are integers; None
-    keeps them fp32.
-    """
+    """Return Clocher's CPU back end; `act_group` None keeps activations fp32."""
     buffers = {"x": Buffer((problem.m, problem.k), "f32", "M", "input")}
     calls = []
     op = "bsr_linear" if isinstance(weights[0].format, Bsr) else "linear"
@@ -140,7 +128,7 @@ def clocher(
 
 
 def cached(problem: Problem, weights: list[QuantTensor], threads: int) -> Engine:
-    """Return Clocher's back end with weights that are decoded ahead, kept as fp32 in memory."""
+    """Return Clocher's back end with weights decoded ahead to fp32."""
     count = Problem.filling("f32", problem.n, problem.k, problem.m, problem.nbytes).copies
     decoded = [encode(weight.decode(), parse_format("f32")) for weight in weights[:count]]
     return clocher(replace(problem, format="f32", copies=count), decoded, threads)
@@ -223,4 +211,4 @@ ENGINES: Mapping[str, Callable[[Problem, list[QuantTensor], int], Engine]] = {
     "cached": cached,
     "torch": torch_cpu,
 }
-"""Contestants by name; the first is compared with the others."""
+"""Engines by name; the first is compared with the others."""

@@ -1,4 +1,4 @@
-"""The op table at real models' sizes, timed with a cold cache; and linear beside its peers."""
+"""The op table at real models' sizes with a cold cache; linear beside its peers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
