@@ -45,7 +45,7 @@ class CallTime:
     """One call of the Plan in one step; times in ns of the step.
 
     `spans` are start and end of each launch on each thread [launches, threads, 2], `waits` each
-    thread's arrival [launches, threads]. `nbytes` must move at least.
+    thread's arrival [launches, threads]. `nbytes` is the least it must move.
     """
 
     name: str

@@ -126,7 +126,7 @@ class Trial(OpRun):
     def _comparable(
         self, name: str, got: torch.Tensor, expected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return both as fp32, or as stored integers that must be equal to the reference's."""
+        """Return both as fp32 or stored integers; under `EXACT` the reference is rounded first."""
         got = got.cpu()
         if expected.dtype.kind != "f":  # a cache of bf16 among them
             wide = got.view(torch.int16) if got.is_floating_point() else got

@@ -1,4 +1,4 @@
-"""One op of the op table, ready to be timed on a back end, and whether it is right there."""
+"""One op of the op table, ready to be timed on a back end and compared with the reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Subject):
-    """An op on a back end, the cost of a call, and facts: where it runs, if it is `correct`."""
+    """An op on a back end, its cost per call, and facts: device, `correct`."""
 
     cost: Cost
     facts: Facts
@@ -68,7 +68,7 @@ def cost_of(op: OpRun) -> Cost:
 
 
 def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
-    """Compare what an op wrote with the reference: whether it is `correct`, and its errors."""
+    """Return whether outputs are `correct`, and their errors."""
     expected = op.run(ReferenceExecutor)
     facts: Facts = {"correct": True, "rms_error": 0.0, "max_error": 0.0}
     limit = op.spec.allowed(op.case)

@@ -1,7 +1,6 @@
 """The cases of the op table at the sizes of real models that it names.
 
-Whatever a case says of formats, attributes and optional parameters stays; its sizes become those
-of a model. An op that names none keeps its cases, so a new op is there at once.
+Formats, attributes and optional parameters stay; an op without real sizes keeps its cases.
 """
 
 from dataclasses import replace
@@ -31,7 +30,7 @@ def real_cases() -> list[tuple[OpSpec, Case]]:
 
 
 def resized(spec: OpSpec, case: Case, real: Real) -> Case:
-    """Return a case with other sizes, and what follows from them."""
+    """Return a case with other sizes, and the attributes that depend on them."""
     attrs, sizes = dict(case.attrs), dict(real.sizes)
     if "group" in attrs:
         sizes["B"] = groups_of(sizes[spec.param("x").letters[-1]], int(attrs["group"]))

@@ -1,4 +1,4 @@
-"""A report as sections and tables, its two forms, Markdown and one HTML file, and its one chart."""
+"""A report as Markdown and as one HTML file, and its chart."""
 
 import hashlib
 import io
@@ -22,11 +22,11 @@ _RC = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 _COLOUR, _LIMIT = "#0072b2", "#777777"
 
 Bar = tuple[str, float, float, float]
-"""A name, a ratio, and the ends of its interval."""
+"""Name, ratio, ends of its interval."""
 
 
 class Section(NamedTuple):
-    """A part of a report: a heading, paragraphs, tables. In text, `...` is code."""
+    """Heading, paragraphs, tables; in text, `...` is code."""
 
     title: str
     text: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Section(NamedTuple):
 
 
 def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return a report as Markdown; the paragraphs of the intro are Markdown already."""
+    """Return a report as Markdown; the intro is Markdown already."""
     parts = [f"# {_line(title)}", *intro]
     for section in sections:
         parts += [f"{'#' * section.level} {_line(section.title)}", *map(_line, section.text)]
@@ -44,7 +44,7 @@ def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> s
 
 
 def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return a report as one HTML file, also well-formed XML, that loads nothing."""
+    """Return a report as one self-contained HTML file, also well-formed XML."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -56,12 +56,9 @@ def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
 
 
 def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
-    """Return ratios as SVG, a line for each; 1 is where neither side wins.
+    """Return ratios as an SVG bar chart around 1; UsageError without matplotlib.
 
     It ends with digests of its data and of itself: the rest depends on the version of matplotlib.
-
-    Raises:
-        UsageError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -99,7 +96,7 @@ def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
 
 
 def is_current(picture: str, title: str, label: str, bars: Sequence[Bar]) -> bool:
-    """Return whether a picture is the chart of these data, as it was drawn."""
+    """Return whether a picture is the unmodified chart of these data."""
     drawn, _, end = picture.rpartition("\n<!-- ")
     return end == f"{_seal(title, label, list(bars))} {_seal(drawn)} -->\n"
 
@@ -109,12 +106,11 @@ def _seal(*data: object) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return text that may stand in XML once it is escaped."""
     return text.translate(_CONTROL)
 
 
 def _kind(cell: str) -> str:
-    """Return the class of a cell: a mark, a number, or nothing."""
+    """Return the CSS class of a cell: a mark, a number, or ""."""
     return _CLASSES.get(cell) or ("number" if is_figure(cell) else "")
 
 
@@ -125,7 +121,7 @@ def _markdown_table(table: Table) -> str:
 
 
 def _line(text: str) -> str:
-    """Return one line of Markdown: what looks like HTML, a link or emphasis is text."""
+    """Escape one line for Markdown."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"([<>*_\[\]\\])", _escaped, part)
