@@ -1,4 +1,4 @@
-"""The control groups that this process is in, as the kernel's files describe them."""
+"""The control groups of this process, as the kernel's files describe them."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -8,15 +8,11 @@ ROOT = Path("/")
 
 
 def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
-    """Yield the group of this process and those above it, as (version of cgroups, directory).
+    """Yield this process's group and its ancestors, as (version of cgroups, directory).
 
-    The limits of all of them hold. Where the path of the group is not visible, as in most
-    containers, the mounted root is that group. A directory need not exist, nor have the files of
-    the controller.
-
-    Args:
-        controller: as version 1 calls it: "cpu", "memory".
-        root: root of the file system.
+    The limits of all apply; directories and files may be missing. If the group's path is not
+    visible, as in most containers, the mounted root is the group. `controller` is version 1's name:
+    "cpu".
     """
     mounts = root / "sys/fs/cgroup"
     for line in read(root / "proc/self/cgroup").splitlines():
@@ -30,7 +26,7 @@ def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
 
 
 def read(path: Path) -> str:
-    """Return the text of a small file of the kernel, "" if it cannot be read."""
+    """Return the text of a small kernel file, "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

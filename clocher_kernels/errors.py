@@ -1,6 +1,6 @@
-"""The errors Clocher raises on purpose. They know nothing of processes or exit codes.
+"""The errors Clocher raises on purpose, independent of processes and exit codes.
 
-Every message says what was wrong, what was found, what was expected, and what to do next.
+Each message has the problem, the found and the expected value, and the next step.
 """
 
 
@@ -9,15 +9,15 @@ class ClocherError(Exception):
 
 
 class UsageError(ClocherError):
-    """A flag, an environment variable or an argument has a value that cannot be used."""
+    """A flag, an environment variable or an argument has an unusable value."""
 
 
 class SessionBusy(UsageError):
-    """A session was asked for something while a generation has it."""
+    """A session is in use by another generation."""
 
 
 class ModelError(ClocherError):
-    """A model is missing, unreadable or not one that Clocher knows."""
+    """A model is missing, unreadable or unsupported."""
 
 
 class ModelNotFound(ModelError):
@@ -29,18 +29,17 @@ class FormatError(ModelError):
 
 
 class ModelChanged(ModelError):
-    """A file of a model is no longer the one that was loaded: written to, replaced or gone."""
+    """A model file was modified, replaced or removed after loading."""
 
 
 class UnsupportedModel(ModelError):
-    """The file is sound, but its architecture or one of its settings is not known."""
+    """The file is sound, but its architecture or one of its settings is not supported."""
 
 
 class NonFinite(ModelError):
-    """A forward pass made NaN or infinity: a weight holds one, or a value overflowed.
+    """A forward pass produced NaN or infinity: from a weight, or by overflow.
 
-    Attributes:
-        sequence: index of the prompt that it happened to, in the call that generated.
+    `sequence` is the index of the prompt within the call.
     """
 
     def __init__(self, message: str, sequence: int = 0) -> None:
@@ -57,12 +56,12 @@ class UnsupportedOp(ClocherError):
 
 
 class DeviceError(ClocherError):
-    """A device or back end that was asked for by name is not available."""
+    """The requested device or back end is not available."""
 
 
 class OutOfMemory(ClocherError):
-    """The memory that a request needs is not there."""
+    """Not enough memory."""
 
 
 class WindowError(ClocherError):
-    """Something that must not happen inside a timed window was asked for while one is open."""
+    """A forbidden action was attempted inside a timed window."""

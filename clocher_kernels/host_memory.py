@@ -1,7 +1,6 @@
-"""How much memory this process may still take, and the refusal to take more.
+"""How much memory this process may still take, checked before large allocations.
 
-A process that goes beyond the limit of its control group is killed, without a word, by a signal
-that it cannot catch. So whoever is about to take much memory asks here first.
+Beyond its control group's limit the process would be killed by SIGKILL, without a message.
 """
 
 from pathlib import Path
@@ -14,17 +13,13 @@ _FILES = {
     2: ("memory.max", "memory.current", ""),
 }
 _RECLAIMED = ("inactive_file", "active_file")
-"""What counts as used by a group and is given up before anybody is killed: the page cache."""
+"""Page cache: counted as used by a group, but reclaimed before processes are killed."""
 
 
 def available(root: Path = ROOT) -> int | None:
-    """Return the bytes that can be taken, None where nothing says so.
+    """Return the bytes that can be allocated, None if unknown.
 
-    It is what the machine has available (`MemAvailable`), or what the limits of the control groups
-    of this process leave, whichever is less.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
+    The lesser of the machine's `MemAvailable` and what the control groups' limits leave.
     """
     known = [_left(version, group) for version, group in groups("memory", root)]
     kib = _fields(read(root / "proc/meminfo")).get("MemAvailable:")
@@ -33,16 +28,9 @@ def available(root: Path = ROOT) -> int | None:
 
 
 def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
-    """Refuse to take what is not there.
+    """Raise OutOfMemory if fewer than `nbytes` are available.
 
-    Args:
-        nbytes: to be taken.
-        what: what for, as the beginning of a sentence: "packed weights need".
-        instead: what to do about it.
-        root: root of the file system; tests pass a recorded tree.
-
-    Raises:
-        OutOfMemory: the machine, or a control group, has less.
+    `what` begins the message: "packed weights need"; `instead` is the next step.
     """
     left = available(root)
     if left is not None and nbytes > left:
@@ -52,7 +40,7 @@ def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
 
 
 def _left(version: int, group: Path) -> int | None:
-    """Return what the limit of a group leaves; None without one."""
+    """Return what the limit of a group leaves; None without a limit."""
     limit, used, prefix = _FILES[version]
     most, now = read(group / limit), read(group / used)
     if not (most.isdigit() and now.isdigit()):
@@ -62,6 +50,6 @@ def _left(version: int, group: Path) -> int | None:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Return the numbers of lines like "name 123" or "name: 123 kB"."""
+    """Parse lines like "name 123" or "name: 123 kB"."""
     pairs = (line.split()[:2] for line in text.splitlines())
     return {p[0]: int(p[1]) for p in pairs if len(p) == 2 and p[1].isdigit()}

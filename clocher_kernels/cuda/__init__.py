@@ -1,5 +1,4 @@
-"""The CUDA back end: Triton and CuPy kernels, and one CUDA graph per step.
+"""The CUDA back end: Triton and CuPy kernels, one CUDA graph per step.
 
-Importing this package needs neither a GPU nor torch nor Triton; its modules need both libraries but
-no GPU.
+The package imports without GPU, torch or Triton; its modules need both libraries but no GPU.
 """

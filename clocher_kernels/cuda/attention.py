@@ -1,12 +1,9 @@
-"""Attention over the paged cache: a kernel for few tokens, one for chunks of many.
+"""Attention over the paged cache (online softmax): a kernel for few tokens, one for prefill chunks.
 
-Both walk blocks of keys with a running maximum and sum (online softmax) for a tile of rows; a row
-is a query head of a token, and the heads that share a key/value head share what is loaded. Which
-blocks a token's keys are cut into, and in which order they are summed, follows from its own
-position and end alone, so its result does not depend on the other tokens of the step. The kernel
-for few tokens takes the nodes of a tree's path as if nothing lay between them: what a path gives is
-what its tokens give one after another, bit for bit. Where pages are listed it takes tokens of any
-number, since neighbours list different pages, and walks the list of each.
+A row is a query head of a token; the heads of a key/value head share loads. The blocks and the
+summation order of a token's keys depend on its own position and end alone, so its result does not
+depend on the batch. The kernel for few tokens treats a tree path as contiguous: bit for bit the
+result of sequential decoding. It also takes any number of tokens where pages are listed.
 """
 
 from typing import Any
@@ -46,12 +43,9 @@ def attention(
     softcap: float = 0.0,
     **tensors: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.attention.attention`.
+    """Lower `ops.attention.attention`; UnsupportedOp if listed pages are not whole blocks.
 
     `pages` may be cut to the blocks that the step can reach; results do not depend on where.
-
-    Raises:
-        UnsupportedOp: pages are listed that are not whole blocks.
     """
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
@@ -148,10 +142,7 @@ def _prefill(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Return (rows, keys of a block, warps) for a chunk: what 255 registers hold without spilling.
-
-    A tile has more rows if the heads of a group are more.
-    """
+    """Return (rows, keys per block, warps) for a chunk: what fits in 255 registers."""
     if width > 128:
         return 32, 32, 8
     return (64, 32, 4) if width <= 64 else (64, 16, 8)

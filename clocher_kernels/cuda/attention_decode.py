@@ -1,4 +1,4 @@
-"""Attention of few tokens: the keys of each are split over programs, and the last to end adds up.
+"""Attention of few tokens: the keys of each are split over programs; the last to end combines.
 
 Source: Dao et al. 2022 (arXiv 2205.14135); split keys: Dao et al. 2023, "Flash-Decoding".
 """
@@ -28,10 +28,10 @@ from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
 
 DECODE_TOKENS = 32
-"""Steps of at most this many tokens split the keys of each token over programs."""
+"""Steps of up to this many tokens split the keys of each token over programs."""
 
 _LEAST = 16
-"""Keys of a block at least: what the tensor cores take."""
+"""Least keys of a block: the tensor cores' minimum."""
 _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
 
@@ -47,7 +47,7 @@ def _decode(
     CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one token to one of at most RUNS runs of its keys; the last to end adds up."""
+    """Attend from one token to one of at most RUNS runs of its keys; the last to end combines."""
     start(PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = within(tl.load(ends + token), CELLS + 1)
@@ -156,10 +156,7 @@ def _combine(
     GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial results of all splits, and write the heads of a group.
-
-    They are read from L2, where what other multiprocessors wrote is to be found.
-    """
+    """Combine the splits' partial results, read from L2, and write the heads of a group."""
     lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
     live = lane < GROUP
     split = tl.arange(0, SPLITS)[:, None]
@@ -188,11 +185,7 @@ def _combine(
 def few_tokens(
     tensors: Mapping[str, Any], constants: Mapping[str, Any], device: Device
 ) -> list[Launch]:
-    """Return the launches for some tokens; tensors and constants are those of both kernels.
-
-    Raises:
-        UnsupportedOp: pages are listed that are not whole blocks.
-    """
+    """Return the launches for few tokens; UnsupportedOp if listed pages are not whole blocks."""
     heads, page, lanes, width = (constants[name] for name in ("HEADS", "PAGE", "LANES", "WIDTH"))
     listed, words = tensors.get("listed"), 0
     splits, block = _splits(heads), _block(width, constants["KV"])
@@ -237,13 +230,10 @@ def few_tokens(
 
 
 def _splits(heads: int) -> int:
-    """Return into how many runs the keys of a token are split at most.
-
-    About two programs for each multiprocessor of a large GPU, for one token.
-    """
+    """Return the most splits of a token's keys: two programs per multiprocessor of a large GPU."""
     return min(max(triton.next_power_of_2(256 // heads + 1) // 2, 8), 64)
 
 
 def _block(width: int, kv_dtype: str) -> int:
-    """Return the keys of a block for few tokens: at most 16 KB of keys."""
+    """Return the keys of a block: at most 16 KB."""
     return min(64, max(16, (4096 if kv_dtype == "f32" else 8192) // width))

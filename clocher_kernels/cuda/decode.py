@@ -1,4 +1,4 @@
-"""Turn words of prepacked weights (`prepack` has the layouts) into values."""
+"""Turn words of prepacked weights (layouts: `prepack`) into values."""
 
 import triton
 import triton.language as tl
@@ -46,7 +46,7 @@ def _eight(w, first: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr, DTYPE
 
 @triton.jit
 def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return codes 0..15, FP4 values (not scaled) or digits of words i32 [BN, BW], in their order.
+    """Return codes 0..15, unscaled FP4 values or digits of words i32 [BN, BW], in order.
 
     A word has 16 ternary digits, or 8 elements of the others.
     """

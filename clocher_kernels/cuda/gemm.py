@@ -1,9 +1,8 @@
-"""Products for more than 32 tokens: tiles, with weights decoded in the kernel.
+"""Matmuls for more than 32 tokens: tiles, with weights decoded in the kernel.
 
-A program owns a tile of W's rows and tokens, and walks along K in steps that do not depend on M.
-The weights are the left operand, so that tensor cores can take them from registers, straight from
-the decoder. Operands have the type of the activations (fp16, bf16, or fp32 without tensor cores),
-sums are fp32.
+A program owns a tile of W's rows and tokens and walks along K in steps that do not depend on M.
+Weights are the left operand: tensor cores take them from registers, straight from the decoder.
+Operands have the activations' type (fp16, bf16, or fp32 without tensor cores), sums are fp32.
 """
 
 from typing import NamedTuple
@@ -23,7 +22,7 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 
 @triton.jit
 def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
-    """Decode loaded weights to [BN, BK], without scale and zero, in the type of the operands."""
+    """Decode loaded weights to [BN, BK] in the operands' type, without scale and zero point."""
     if CODE == "int4" or CODE == "mxfp4" or CODE == "ternary":
         return decode_words(held, CODE, OPERAND)
     elif CODE == "float":
@@ -34,7 +33,6 @@ def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _scale(at, mask, CODE: tl.constexpr):
-    """Load scales as fp32."""
     scale = tl.load(at, mask, 0)
     if CODE == "mxfp4":
         # e8m0 is the exponent of an fp32 number; 2^-127 is a subnormal one.
@@ -111,7 +109,7 @@ def _gemm(
 
 
 class Tile(NamedTuple):
-    """How a GEMM is cut: rows of W, tokens and columns of a step; warps of a program."""
+    """GEMM tiling: rows of W, tokens and columns of a step; warps of a program."""
 
     bn: int
     bm: int
@@ -135,7 +133,7 @@ TL_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16
 
 
 def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
-    """Return the type that tiles are multiplied in: that of the activations."""
+    """Return the type of matmul operands: that of the activations."""
     # Triton's interpreter cannot multiply bf16.
     return torch.float32 if x_dtype == torch.bfloat16 and not device.asm else x_dtype
 

@@ -1,8 +1,7 @@
-"""Mixture of experts: a router, and two passes over the weights of the experts that `route` chose.
+"""Mixture of experts: the router, and two kernels over the weights of the experts it chose.
 
-A program multiplies some rows of the experts that one token has chosen, so nothing is gathered,
-sorted or reduced afterwards, and a token's result does not depend on the other tokens. The experts
-are the router's own, which names none that does not exist, so they are not checked again.
+A program multiplies some rows of one token's experts: no gather, sort or reduction follows, and a
+token's result does not depend on the batch. Expert ids come from `route` and are not checked.
 """
 
 from typing import Any
@@ -119,7 +118,7 @@ def _launch(
 ) -> list[Launch]:
     """Return the launch of a kernel that streams the chosen experts' rows.
 
-    Tokens come first: those that share an expert read its rows at about the same time.
+    Tokens come first in the grid: those that share an expert read its rows at about the same time.
     """
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
@@ -145,11 +144,7 @@ def moe_gate_up(
     group: int = 0,
     **given: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_gate_up`.
-
-    Raises:
-        UnsupportedOp: int8 activations, or an activation that it does not know.
-    """
+    """Lower `ops.moe.moe_gate_up`; UnsupportedOp for int8 x or an unknown activation function."""
     if x_scale is not None:
         raise no_codes("moe_gate_up", w)
     if act not in ("clamped", "silu"):
@@ -168,11 +163,7 @@ def moe_down(
     group: int = 0,
     **given: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_down`.
-
-    Raises:
-        UnsupportedOp: int8 activations.
-    """
+    """Lower `ops.moe.moe_down`; UnsupportedOp for int8 activations."""
     if x_scale is not None:
         raise no_codes("moe_down", w)
     return _launch(_down, x, ids, w, device, **given, BA=triton.next_power_of_2(ids.shape[1]))
@@ -183,7 +174,7 @@ _SCORES = ("chosen", "softmax", "sigmoid")
 
 @triton.jit
 def _first_largest(values, free, index, LAST: tl.constexpr):
-    """Return the largest of the values that are free, and the first index that has it."""
+    """Return the largest of the free values, and its first index."""
     largest = tl.max(tl.where(free, values, float("-inf")), axis=0)
     return largest, tl.min(tl.where(free & (values == largest), index, LAST), axis=0)
 
@@ -193,7 +184,7 @@ def _open_experts(
     ranks, expert, E: tl.constexpr,
     GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Return whether each expert is in one of the groups that are chosen from."""
+    """Return whether each expert is in one of the selected groups."""
     group = expert // (E // GROUPS)
     number = tl.arange(0, BG)
     best = tl.full((BG,), float("-inf"), tl.float32)
@@ -276,10 +267,9 @@ def route(
     device: Device,
     **given: Any,
 ) -> list[Launch]:
-    """Lower `ops.moe.route`; a program is a token, equal experts rank by their number.
+    """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score.
 
-    Raises:
-        UnsupportedOp: scores that it does not know.
+    Ties rank by expert number.
     """
     if score not in _SCORES:
         raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")

@@ -39,7 +39,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 Planes = dict[str, torch.Tensor]
 
 VECTOR = 16
-"""Bytes that a lane loads at once; rows of packed weights are whole vectors."""
+"""Bytes that a lane loads at once; packed rows are whole vectors."""
 
 # Words that are changed at a time: with at most 8 temporaries of this size, 64 MB.
 _PIECE = 1 << 21
@@ -55,12 +55,9 @@ def prepack(tensor: QuantTensor, device: Device) -> DeviceTensor:
 
 
 def rearrange(fmt: Format, shape: tuple[int, ...], planes: Planes) -> DeviceTensor:
-    """Return a tensor whose canonical planes are already on the device, in the kernels' layout.
+    """Rearrange planes on the device, in place where possible, for the kernels.
 
-    The planes given may be overwritten.
-
-    Raises:
-        UnsupportedOp: no kernel reads the format.
+    UnsupportedOp if no kernel reads the format.
     """
     change = REARRANGE.get(type(fmt))
     return DeviceTensor(shape, fmt, planes if change is None else change(fmt, planes, shape))
@@ -125,11 +122,11 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
     Bsr: _bsr,
     Ggml: _ggml,
 }
-"""Format class -> what rearranges its planes; the others are read as they are stored."""
+"""Format class -> rearrangement of its planes; other formats are read as stored."""
 
 
 def _whole_vectors(rows: torch.Tensor, width: int = VECTOR, fill: int = 0) -> torch.Tensor:
-    """View bytes [..., B] as words, after padding rows to whole vectors of `width` bytes."""
+    """View bytes [..., B] as words, with rows padded to whole vectors of `width` bytes."""
     missing = -rows.shape[-1] % width
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
@@ -149,7 +146,7 @@ def _pair_nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
-    """Spread the four nibbles of each half over the places that the kernels' masks expect."""
+    """Spread the four nibbles of each half to the places that the kernels' masks expect."""
     # (shift left, bits that it puts in place); negative shifts go right.
     moves = (
         (12, 0x8000),

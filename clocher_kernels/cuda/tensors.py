@@ -1,4 +1,4 @@
-"""Tensors on the device: the stored planes as torch tensors, and the copy that puts them there."""
+"""Tensors on the device, and views of stored planes as torch tensors."""
 
 import warnings
 from collections.abc import Mapping
@@ -43,7 +43,7 @@ class DeviceTensor:
 
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """View a stored NumPy array as the torch type of a dtype name, on the CPU, without a copy."""
+    """View a NumPy array as torch type `dtype`, on the CPU, without a copy."""
     array = np.ascontiguousarray(array)
     if dtype in ("bf16", "f16"):
         array = array.view(np.int16)
@@ -57,6 +57,6 @@ def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 
 def planes_as_torch(tensor: QuantTensor) -> dict[str, torch.Tensor]:
-    """View the planes of a stored tensor as torch tensors on the CPU, without a copy."""
+    """View a tensor's planes as torch tensors on the CPU, without a copy."""
     expected = tensor.format.planes(tensor.shape)
     return {name: as_torch(tensor.planes[name], p.dtype) for name, p in expected.items()}

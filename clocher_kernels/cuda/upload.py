@@ -26,11 +26,7 @@ def host_bytes(weights: Mapping[str, Weight]) -> int:
 
 
 def check_memory(weights: int, buffers: int, free: int) -> None:
-    """Refuse a model that the device has no room for; all sizes are bytes.
-
-    Raises:
-        OutOfMemory: it does not fit.
-    """
+    """Raise OutOfMemory if a model does not fit; sizes in bytes."""
     needed = weights + buffers + _RESERVE_BYTES
     if needed > free:
         raise OutOfMemory(
@@ -43,11 +39,10 @@ def check_memory(weights: int, buffers: int, free: int) -> None:
 def place(
     weights: Mapping[str, Weight], device: Device, progress: Progress | None = None
 ) -> dict[str, Placed]:
-    """Return the weights on the device, in the layout that the kernels read.
+    """Return the weights on the device, in the kernels' layout.
 
-    A tensor is copied in pieces: while one piece travels from a pinned buffer, the next is read
-    from the file into the other. The rearrangement then runs on the device. What is on the device
-    already is passed through. `progress` gets (bytes copied, bytes in all).
+    One piece is copied from a pinned buffer while the next is read from the file into the other.
+    Weights already on the device stay. `progress` gets (bytes copied, total bytes).
     """
     copier = _Copier(device, host_bytes(weights), progress)
     placed: dict[str, Placed] = {}
@@ -63,7 +58,7 @@ def place(
 
 
 class _Copier:
-    """Copies host tensors through two pinned buffers; on a device without a GPU, just copies."""
+    """Copies host tensors through two pinned buffers; without a GPU, directly."""
 
     def __init__(self, device: Device, total: int, progress: Progress | None) -> None:
         self._device, self._total, self._progress = device, total, progress

@@ -1,7 +1,7 @@
-"""The kernels as torch ops: `torch.ops.clocher.*` for tensors of CPUs and GPUs, and `QuantLinear`.
+"""The kernels as torch ops, `torch.ops.clocher.*` on CPUs and GPUs, and `QuantLinear`.
 
-Importing this package registers the ops. They have fake kernels, so `torch.compile(fullgraph=True)`
-and CUDA graphs take them; they have no gradients.
+Importing registers the ops, with fake kernels for `torch.compile(fullgraph=True)` and CUDA graphs;
+they have no gradients.
 """
 
 from clocher_kernels.torch.custom_ops import OPS

@@ -1,7 +1,6 @@
-"""Tensors of torch as what kernels take: NumPy views on the CPU, rearranged planes on a GPU.
+"""Torch tensors as kernel arguments: NumPy views on the CPU, rearranged planes on a GPU.
 
-What is made of a tensor is kept as long as the tensor object lives, and made again if it was
-written to since. A view made anew for each call is another object, and everything is made again.
+Results are cached by tensor object until it dies or is written to; a new view is a new object.
 """
 
 from collections.abc import Callable, MutableMapping, Sequence
@@ -32,13 +31,13 @@ TYPES = {
     "u64": torch.int64,
     "i64": torch.int64,
 }
-"""Element type -> torch's; codes of 8-bit floats are bytes."""
+"""Element type -> torch dtype; 8-bit floats are bytes."""
 
 
 def as_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    """View a CPU tensor as the NumPy array of an element type, without a copy.
+    """View a CPU tensor as a NumPy array of an element type, without a copy.
 
-    It keeps the tensor's memory alive and not the tensor object.
+    The array keeps the tensor's memory alive, not the tensor object.
     """
     bits = tensor.detach()
     if bits.dtype in (torch.bfloat16, torch.float16):
@@ -56,13 +55,7 @@ def from_numpy(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Kept:
-    """What was made of tensors.
-
-    Attributes:
-        states: of the tensors when it was made.
-        value: what was made.
-        bound: what was bound to it on the CPU.
-    """
+    """A cached result: states of its tensors, value, and ops bound to it on the CPU."""
 
     states: tuple[tuple[int, int], ...]
     value: Any
@@ -70,9 +63,9 @@ class Kept:
 
 
 def state_of(tensor: torch.Tensor, live: bool = False) -> tuple[int, int]:
-    """Return what changes when a tensor gets other memory, or is written to unless that is seen.
+    """Return a state that changes with the tensor's memory, and on writes unless `live`.
 
-    A tensor that was made in inference mode does not count what is written to it.
+    Writes to tensors made in inference mode are not counted.
     """
     return tensor.data_ptr(), 0 if live or tensor.is_inference() else tensor._version
 
@@ -83,13 +76,9 @@ _kept: MutableMapping[torch.Tensor, dict[Any, Kept]] = WeakTensorKeyDictionary()
 def kept(
     tensors: Sequence[torch.Tensor], what: object, make: Callable[[], Any], *, live: bool = False
 ) -> Kept:
-    """Return what is made of some tensors, by the life of the first.
+    """Return the cached result of `make` for `what` and these tensors, kept while the first lives.
 
-    Args:
-        tensors: what it is made of.
-        what: tells it from other things that are made of them.
-        make: makes it.
-        live: it is a view that sees what is written to the tensors.
+    `live`: the result is a view that sees writes to the tensors.
     """
     states = tuple([state_of(t, live) for t in tensors])
     key = (what, tuple(id(t) for t in tensors[1:]))
@@ -103,15 +92,9 @@ def kept(
 def planes_of(
     planes: Sequence[torch.Tensor], name: str, shape: Sequence[int]
 ) -> tuple[Format, dict[str, torch.Tensor]]:
-    """Return the format of a matrix and its planes by name, checked.
+    """Return a matrix's format and its planes by name.
 
-    Args:
-        planes: in the order of the format.
-        name: of the format.
-        shape: logical shape.
-
-    Raises:
-        ShapeError: the planes are not those of this format and shape, or they are not contiguous.
+    ShapeError if the planes do not fit format and logical shape, or are not contiguous.
     """
     fmt, shape = parse_format(name), tuple(shape)
     if isinstance(fmt, Bsr) and len(planes) > 1:
