@@ -4,13 +4,14 @@ A Plan has a capacity of M tokens and R output rows. A step may use fewer: of a 
 dimension is "M" or "R", the step's token or row count. Decode, chunked prefill and batches share
 one Plan; no op's result for a token depends on the others.
 
-Each token has four integers (inputs of every Plan): slots its sequence: a row of the page table
-positions its position: the RoPE angle, and the cache cell unless it is a tree node ends keys 0 ..
-end-1 of its slot are committed and visible (subject to the window) ancestors 64-bit mask over cells
-end .. end+63: bit i set makes cell end+i visible A causal token has end = position + 1 and no
-ancestors; a token of a block-diffusion block has end = end of the block. A node of a speculative
-tree has end = number of committed keys and a bit for each ancestor and for itself; its own bit is
-its highest, and that cell stores its key.
+Each token has four integers (inputs of every Plan):
+    slots      its sequence: a row of the page table
+    positions  its position: the RoPE angle, and the cache cell unless it is a tree node
+    ends       keys 0 .. end-1 of its slot are committed and visible (subject to the window)
+    ancestors  64-bit mask over cells end .. end+63: bit i set makes cell end+i visible
+A causal token has end = position + 1 and no ancestors; a token of a block-diffusion block has end =
+end of the block. A node of a speculative tree has end = number of committed keys and a bit for each
+ancestor and for itself; its own bit is its highest, and that cell stores its key.
 """
 
 from collections.abc import Generator, Mapping
