@@ -22,7 +22,6 @@ from clocher_runtime.config.sources import sources_of
 MAX_CELLS = 10_000
 
 DEFAULT = "default"
-"""Value of a sweep that leaves a setting alone."""
 
 ALIASES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "act_quant": ("act_prec", {"none": DEFAULT}),
@@ -136,11 +135,7 @@ def command_of(settings: Mapping[str, str], sweep: str, runs: int) -> str:
 
 
 def content_key(cell: Cell, cwd: Path, machine: str) -> str:
-    """Return the SHA-256 of everything that a cell's numbers depend on.
-
-    It covers the settings, the bytes of the prompts file, name, size and mtime of the model's
-    files, the source of the packages, and the machine.
-    """
+    """Return the SHA-256 of settings, prompts, model file facts, package source and machine."""
     config = cell.config()
     content = {
         "settings": dict(cell.settings),

@@ -74,11 +74,7 @@ class ResultCell:
 
 
 def group(rows: Sequence[Row]) -> list[ResultCell]:
-    """Group rows into cells, in order of appearance.
-
-    Of cells with one label but different content (code or files changed in between) the last is
-    kept.
-    """
+    """Group rows into cells, in order; of equal labels with different content the last is kept."""
     cells: dict[str, ResultCell] = {}
     for row in rows:
         cells.setdefault(row["key"], ResultCell(row["key"], row["label"])).rows.append(row)
@@ -107,11 +103,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def problems(cells: Sequence[ResultCell]) -> list[str]:
-    """Return the faults of a result file; empty if it has none.
-
-    No process may fail, and every process of a cell, warm-ups included, must generate the same
-    tokens.
-    """
+    """Return a file's faults: failed processes, or different tokens within a cell."""
     found = []
     for cell in cells:
         tokens = {r["tokens_sha256"] for r in cell.rows if r.get("tokens_sha256")}
@@ -216,7 +208,6 @@ def _spelled(found: Ratio | None) -> str:
 
 
 def _acted_on(cell: ResultCell) -> Mapping[str, str]:
-    """Return the swept settings that the engine acted on."""
     ignored = {text.partition("=")[0] for text in cell.ignored}
     return {
         name: raw

@@ -159,10 +159,7 @@ def rows_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def report(out: Path, folders: Sequence[Path], names: Sequence[str], said: str = "") -> bool:
-    """Write suite.json and suite.md of one or several calls; return whether all is well.
-
-    ValueError if a folder has no results, or the calls ran on different GPUs.
-    """
+    """Write suite.json and suite.md of some calls, on one GPU; return whether all is well."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for folder in folders:
         found = rows_in(folder)

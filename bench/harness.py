@@ -97,10 +97,7 @@ def prepare(
     environ: Mapping[str, str],
     config: Path | None,
 ) -> Job:
-    """Return the job: flags win over variables, variables over the TOML file.
-
-    `given` are the harness's own flags by name in `OPTIONS`, `engine_flags` those of the engine.
-    """
+    """Return the job: flags win over variables, variables over the TOML file."""
     document = {} if config is None else read_toml(config)
     engine = document.pop("engine", {})
     if not isinstance(engine, dict):

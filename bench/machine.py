@@ -20,11 +20,7 @@ _IDLE, _IOWAIT, _STEAL = 3, 4, 7
 
 
 class Reading(NamedTuple):
-    """Counters of the machine; None where it has none.
-
-    `busy_s` counts all processes on the usable CPUs, `own_s` this process and its ended children.
-    `quota_s` is the time for which a control group was throttled.
-    """
+    """Counters of the machine, None where it has none; `own_s` includes ended children."""
 
     seconds: float
     busy_s: float | None
@@ -123,7 +119,6 @@ def describe() -> dict[str, Any]:
 
 
 def _cpu_times(root: Path, cpus: frozenset[int]) -> tuple[int, int] | None:
-    """Return the busy and the stolen ticks of some CPUs."""
     busy = stolen = 0
     seen = False
     for line in _read(root / "proc/stat").splitlines():

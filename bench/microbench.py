@@ -20,7 +20,6 @@ from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_runtime.engine.topology import default_threads
 
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
-"""Results for the table that conftest.py prints."""
 
 _MOST_S = 0.1
 _LEAST_ROUNDS = 5

@@ -1,7 +1,4 @@
-"""Result rows: how they are stored, read, and shown in tables.
-
-The harness appends JSON lines; cases write a list. `KINDS` has the columns shown of each `kind`.
-"""
+"""Result rows: how they are stored, read, and shown in tables (`KINDS` has the columns)."""
 
 import io
 import json
@@ -28,7 +25,6 @@ SCHEMA = "clocher.bench/1"
 MARKS: Mapping[str, str] = {"pass": "✓", "fail": "✗", "undecided": "?"}
 STATUSES = ("ok", "void", "warmup", "error")
 FOLDER = Path(__file__).with_name("results")
-"""The source of docs/PERFORMANCE.md."""
 
 MAX_BYTES = 64 << 20
 _BAR = " | "
@@ -201,10 +197,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a harness file; UsageError if it is not one.
-
-    A last line without a newline, left by a killed harness, is ignored.
-    """
+    """Return a harness file's rows, without an unterminated last line, or UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

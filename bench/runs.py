@@ -82,11 +82,7 @@ class Harness:
     _patience_s: float = field(default=0.0, init=False)
 
     def run(self, plan: Plan) -> list[Row]:
-        """Run missing rows in turns and return all rows of the file.
-
-        The order of cells rotates by one each round. With more than one run, each cell starts with
-        a warm-up process that does not count.
-        """
+        """Run missing rows in rotating order, with a warm-up per cell; return all rows."""
         rows = read_rows(self.path) if self.path.exists() else []
         done = {(row["key"], row["run"]) for row in rows if row["status"] == "ok"}
         missing = {
@@ -136,7 +132,6 @@ class Harness:
         return made
 
     def _wait_for_quiet(self, plan: Plan) -> None:
-        """Wait while other processes use the machine, within `patience_s`."""
         said = False
         while self._patience_s > 0:
             before = machine.read()

@@ -94,11 +94,7 @@ class Process:
         self._ns += time.perf_counter_ns() - start
 
     def generate(self, ids: Sequence[int], tokens: int, touch: Touch | None = None) -> Row:
-        """Generate greedily with the window open.
-
-        Return the `ids`, (strict, kernel) ns of `prefill` and `decode`, and `token_ns` of each
-        step.
-        """
+        """Generate greedily; return ids and (strict, kernel) ns of prefill, decode and steps."""
         session, touch = self.engine.session, touch or self.touch(self.config.bytes_per_token)
         window = TimedWindow("strict", synchronize=session.synchronize)
         walk, self._ns = touch if touch.bytes_per_token else None, 0

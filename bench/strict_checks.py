@@ -112,10 +112,7 @@ def linear(launches: Sequence[Launch]) -> Check:
 
 
 def within_bandwidth(launches: Sequence[Launch]) -> Check:
-    """The implied memory traffic is within the bandwidth.
-
-    Up to one cache's worth of a token's bytes may still be cached from the token before.
-    """
+    """The implied traffic, less one cache's worth per token, is within the bandwidth."""
     name, first = "bytes a second within the measured bandwidth", launches[0]
     per_token, cache = first["bytes_per_token"] + first["touch_bytes_read"], first["cache_bytes"]
     if per_token <= cache:
@@ -176,10 +173,7 @@ def share_of_limit(launches: Sequence[Launch], nbytes: int) -> Ratio:
 
 
 def row(launches: Sequence[Launch], test: str, name: str, tokens: int) -> dict[str, Any]:
-    """Return a result row of a test, "pp" or "tg", with llama-bench's keys.
-
-    The interval is over processes, each the median of its rounds.
-    """
+    """Return a row of test "pp" or "tg" with llama-bench's keys; its interval is over processes."""
     samples = [[strict for strict, _ in each["tests"][test]] for each in launches]
     kernels = [median(kernel for _, kernel in each["tests"][test]) for each in launches]
     alone = [tokens * 1e9 / ns for ns in kernels if ns]

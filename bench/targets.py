@@ -120,11 +120,7 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
 
 
 def bench(call: Call, device: str = "", again: bool = True) -> int:
-    """Run the harness, then what VERIFY, VERIFY_HF_IDS and REPORT ask for.
-
-    Return the first exit code that is not 0; 9 if nothing could be measured or decided. `again`
-    False keeps existing results.
-    """
+    """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code."""
     if again and call.results.exists():
         os.replace(call.results, call.results.with_stem("bench.previous"))
     chosen = [f"--device={device}"] if device else []

@@ -18,10 +18,7 @@ OF_MAKE: Mapping[str, str] = {
 
 
 def of_program(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with make's variables under the program's names.
-
-    The program's own variable wins; an empty one is unset. UsageError for a bad value.
-    """
+    """Return an environment with make's variables under the program's names, which win."""
     found = dict(environ)
     for variable, name in OF_MAKE.items():
         raw = found.pop(variable, "")

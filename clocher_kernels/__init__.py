@@ -1,7 +1,4 @@
-"""Shared by all back ends: errors, formats, the op table with its NumPy references, the Plan.
-
-`quantize` and `linear` take NumPy arrays; `clocher_kernels.torch` has the same for torch.
-"""
+"""Shared by all back ends: errors, formats, op table with NumPy references, Plan, `linear`."""
 
 from typing import TYPE_CHECKING, Any
 

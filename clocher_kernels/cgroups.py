@@ -4,15 +4,13 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-"""Root of the file system; tests pass a recorded tree instead."""
 
 
 def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
-    """Yield this process's group and its ancestors, as (version of cgroups, directory).
+    """Yield the (cgroup version, directory) of this process's group and its ancestors.
 
-    The limits of all apply; directories and files may be missing. If the group's path is not
-    visible, as in most containers, the mounted root is the group. `controller` is version 1's name:
-    "cpu".
+    The limits of all apply; a directory may be missing. In most containers the mounted root is the
+    group. `controller` is version 1's name, such as "cpu".
     """
     mounts = root / "sys/fs/cgroup"
     for line in read(root / "proc/self/cgroup").splitlines():
@@ -34,7 +32,6 @@ def read(path: Path) -> str:
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """Yield a group's directory and those above it, up to the mount."""
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for length in range(len(parts), -1, -1):
         yield mount.joinpath(*parts[:length])

@@ -1,8 +1,4 @@
-"""Element types: their NumPy storage, and conversion to fp32 and back.
-
-bf16 and fp8, which NumPy lacks, are held as unsigned integers. Everything is little-endian. Large
-arrays are converted in pieces that stay in cache.
-"""
+"""Element types, their little-endian NumPy storage (bf16, fp8: unsigned), and fp32 conversion."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -125,10 +121,7 @@ SMALLEST: dict[str, float] = {
 
 
 def to_f32(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert an array stored as `STORAGE[dtype]` to fp32 of the same shape.
-
-    "f32" returns the array itself. FormatError for an unknown dtype or another storage type.
-    """
+    """Convert stored values to fp32, f32 without a copy; FormatError if the storage is wrong."""
     array = np.asarray(array)
     if dtype not in STORAGE or array.dtype != STORAGE[dtype]:
         raise _not_stored(array.dtype, dtype)

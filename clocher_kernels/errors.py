@@ -1,7 +1,4 @@
-"""The errors Clocher raises on purpose, independent of processes and exit codes.
-
-Each message has the problem, the found and the expected value, and the next step.
-"""
+"""The errors Clocher raises on purpose: problem, found and expected value, next step."""
 
 
 class ClocherError(Exception):
@@ -37,10 +34,7 @@ class UnsupportedModel(ModelError):
 
 
 class NonFinite(ModelError):
-    """A forward pass produced NaN or infinity: from a weight, or by overflow.
-
-    `sequence` is the index of the prompt within the call.
-    """
+    """A forward pass produced NaN or infinity for the prompt with index `sequence` in the call."""
 
     def __init__(self, message: str, sequence: int = 0) -> None:
         super().__init__(message)

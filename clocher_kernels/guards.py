@@ -1,7 +1,4 @@
-"""The flag "a timed window is open", which forbids compiling, tuning, loading and reading.
-
-It is in the lowest layer, so that kernels can check it without the runtime.
-"""
+"""The flag "a timed window is open", which forbids compiling, tuning, loading and reading."""
 
 from clocher_kernels.errors import WindowError
 

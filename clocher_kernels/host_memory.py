@@ -1,7 +1,4 @@
-"""How much memory this process may still take, checked before large allocations.
-
-Beyond its control group's limit the process would be killed by SIGKILL, without a message.
-"""
+"""Available memory, checked before large allocations: beyond a cgroup's limit SIGKILL follows."""
 
 from pathlib import Path
 
@@ -17,10 +14,7 @@ _RECLAIMED = ("inactive_file", "active_file")
 
 
 def available(root: Path = ROOT) -> int | None:
-    """Return the bytes that can be allocated, None if unknown.
-
-    The lesser of the machine's `MemAvailable` and what the control groups' limits leave.
-    """
+    """Return the allocatable bytes, by `MemAvailable` and cgroup limits; None if unknown."""
     known = [_left(version, group) for version, group in groups("memory", root)]
     kib = _fields(read(root / "proc/meminfo")).get("MemAvailable:")
     known.append(None if kib is None else kib << 10)
@@ -28,10 +22,7 @@ def available(root: Path = ROOT) -> int | None:
 
 
 def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
-    """Raise OutOfMemory if fewer than `nbytes` are available.
-
-    `what` begins the message: "packed weights need"; `instead` is the next step.
-    """
+    """Raise OutOfMemory, "`what` ... `instead`", if fewer than `nbytes` are available."""
     left = available(root)
     if left is not None and nbytes > left:
         raise OutOfMemory(
@@ -40,7 +31,6 @@ def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
 
 
 def _left(version: int, group: Path) -> int | None:
-    """Return what the limit of a group leaves; None without a limit."""
     limit, used, prefix = _FILES[version]
     most, now = read(group / limit), read(group / used)
     if not (most.isdigit() and now.isdigit()):

@@ -100,10 +100,7 @@ class Executor(Protocol):
         """Execute a step call by call, yielding each executed call, to locate a fault."""
 
     def upload(self, masks: int | None = None) -> None:
-        """Send the changed inputs to the device before the next step.
-
-        `masks`: how many of the sampling op's masks, None: all.
-        """
+        """Send changed inputs, with the first `masks` sampling masks or all, to the device."""
         return
 
     def fetch(self, name: str, count: int) -> np.ndarray:

@@ -59,7 +59,6 @@ def break_even(densities: Sequence[float], times: Sequence[float], dense: float)
 
 
 def _engine(weight: QuantTensor, tokens: int, threads: int) -> Engine:
-    """Return an engine that multiplies tokens by copies of a weight, with fp32 activations."""
     copies = min(_MAX_COPIES, -(-_BYTES // weight.nbytes))
     problem = Problem(weight.format.name, *weight.shape, tokens, copies)
     made = clocher(problem, copies_of(weight, copies), threads, None)

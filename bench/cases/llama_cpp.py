@@ -24,7 +24,6 @@ TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 _TIMEOUT_S = 3600
 
 OWN = (sys.executable, "-m", "bench.cases.llama_cpp")
-"""llama-bench's work through llama-cpp-python."""
 
 
 class Test(NamedTuple):
@@ -74,7 +73,6 @@ class LlamaCpp:
 
 
 def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
-    """Return tokens per second of one test after a warm-up, and the version."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

@@ -13,7 +13,6 @@ from bench.ops.experiment import NotMeasured
 
 
 def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
-    """Return tokens per second of one test after a warm-up, and the version."""
     try:
         import numpy as np
         import openvino_genai as genai

@@ -59,11 +59,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Subject):
-    """An engine that multiplies all matrices in a run.
-
-    `first` returns the product with the first matrix, fp32 [M, N]; `tolerance` bounds its relative
-    RMS error.
-    """
+    """An engine; `first` is X W^T of the first matrix, fp32, within relative RMS `tolerance`."""
 
     first: Callable[[], np.ndarray]
     tolerance: float

@@ -67,10 +67,7 @@ class CallTime:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A measured step, ns from the token before to this one.
-
-    `late_ns`: time before a thread began or after it was done, mean over threads.
-    """
+    """A measured step; `late_ns` is idle time at its start and end, mean over threads."""
 
     ns: int
     compiled_ns: int
@@ -160,7 +157,6 @@ class Profiler:
         return Step(ns, end, late, tuple(calls))
 
     def _costs(self, tokens: int, rows: int) -> list[int]:
-        """Return the bytes of each call, from the buffers after a step."""
         plan, count = self._executor.plan, {"M": tokens, "R": rows}
         costs = []
         for call in plan.calls:

@@ -58,10 +58,7 @@ def read(files: Sequence[Path]) -> None:
 
 
 def run(command: Sequence[str], modules: str | None = None) -> None:
-    """Run a process to its end; NotMeasured if it cannot run or fails.
-
-    `modules` replaces Python's cache of compiled modules.
-    """
+    """Run a process with a Python cache of `modules`; NotMeasured if it cannot run or fails."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PYTHONPYCACHEPREFIX": modules} if modules else {}
     try:

@@ -1,7 +1,4 @@
-"""Run one part of the GPU suite in this process: PART FILE [--dry-run] [TEXT...].
-
-The file gets a JSON line before each item and one per row.
-"""
+"""Run one part of the GPU suite in this process: PART FILE [--dry-run] [TEXT...]."""
 
 import gc
 import json

@@ -52,11 +52,7 @@ class Cache:
 
 
 def use(archives: Sequence[Path]) -> Cache:
-    """Let this process and its children use the kernels that fit this Triton.
-
-    All are unpacked beside the first archive, which need not exist. ValueError if its name does not
-    end in .tar.xz, or a file is no archive.
-    """
+    """Let this process and its children use archived kernels; ValueError if one is no .tar.xz."""
     if not archives[0].name.endswith(SUFFIX):
         raise ValueError(f"{archives[0]}: expected a name that ends in {SUFFIX}")
     triton = metadata.distribution("triton")

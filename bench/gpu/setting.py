@@ -18,7 +18,6 @@ Call = Callable[[], object]
 Prepare = Callable[[], tuple[int, Sequence[Call]]]
 """Returns the bytes of one call, and calls that each use their own copy of the weights."""
 Item = tuple[str, Callable[["Setting"], Iterable[Row]]]
-"""Name and function."""
 
 cuda: Any = torch.cuda  # has no types
 
@@ -162,10 +161,7 @@ class Setting:
         return rows
 
     def measured(self, us: Sequence[float], nbytes: int) -> Row:
-        """Return time, bandwidth and its share of the copy's; nothing in a dry run.
-
-        A row above both bandwidths fails: it is a measuring error.
-        """
+        """Return time, bandwidth and its share of the copy's; a row above both bandwidths fails."""
         if self.dry:
             return {}
         middle, most = statistics.median(us), max(self.bandwidths)

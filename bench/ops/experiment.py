@@ -1,7 +1,4 @@
-"""The skeleton of a case: options, subjects run in turns, rows, a table, a JSON file, an exit code.
-
-Ratios are of medians, with an interval from resampled rounds. Columns are in `bench.record.KINDS`.
-"""
+"""The skeleton of a case: options, subjects run in turns, rows, table, JSON file, exit code."""
 
 import os
 import re
@@ -43,8 +40,6 @@ class NotMeasured(Exception):
 
 
 class _New(click.Path):
-    """A writable output file, checked before anything is measured."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(super().convert(value, param, ctx))
         if not path.parent.is_dir():
@@ -125,11 +120,7 @@ MIB = click.option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is timed: ours on a CPU or a GPU, or a peer's.
-
-    `run` makes `calls` calls and returns when they are done; `awake` is a context in which threads
-    do not fall asleep between runs.
-    """
+    """What is timed; `run` makes `calls` calls, `awake` keeps its threads awake between runs."""
 
     run: Callable[[], object]
     calls: int = 1
@@ -262,8 +253,6 @@ def _spelled(kind: str) -> str:
 
 
 class _Command(click.Command):
-    """A command that remembers its arguments."""
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[__name__] = list(args)
         return super().parse_args(ctx, args)

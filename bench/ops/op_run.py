@@ -19,11 +19,7 @@ def name_of(spec: OpSpec, case: Case) -> str:
 
 
 class OpRun:
-    """The inputs and the Plan of one case.
-
-    `salt` is added to the name that seeds the inputs; `change` maps (name, value) of an input to
-    the value to use.
-    """
+    """The inputs and the Plan of one case; `salt` varies the seed, `change` an input's value."""
 
     def __init__(
         self,

@@ -1,7 +1,4 @@
-"""The cases of the op table at the sizes of real models that it names.
-
-Formats, attributes and optional parameters stay; an op without real sizes keeps its cases.
-"""
+"""The cases of the op table at the real sizes that it names, or unchanged without any."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase

@@ -170,11 +170,7 @@ def baseline(results: tuple[Path, ...], out: Path | None) -> None:
 def write_report(
     files: Sequence[ResultFile], folder: Path, title: str, tokens_max: int | None = None
 ) -> Path:
-    """Write report.html, report.md and report.json; return the HTML file.
-
-    `folder` must exist. `tokens_max` limits the token ids shown of a prompt. UsageError if no file
-    has rows.
-    """
+    """Write report.html, report.md and report.json to an existing folder; return the HTML file."""
     cells = [_cell(file, cell, tokens_max) for file in files for cell in _cells(file)]
     whole = [*sections(files), *_outputs(cells)]
     intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
@@ -227,7 +223,6 @@ def _section(file: ResultFile) -> Section:
 
 
 def _outputs(cells: Sequence[Row]) -> list[Section]:
-    """Return the generated text, once for all cells that agree."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         for number, output in enumerate(cell["outputs"], 1):

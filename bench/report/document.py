@@ -56,10 +56,7 @@ def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
 
 
 def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
-    """Return ratios as an SVG bar chart around 1; UsageError without matplotlib.
-
-    It ends with digests of its data and of itself: the rest depends on the version of matplotlib.
-    """
+    """Return ratios as SVG bars, with digests of data and SVG; UsageError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -110,7 +107,6 @@ def _clean(text: str) -> str:
 
 
 def _kind(cell: str) -> str:
-    """Return the CSS class of a cell: a mark, a number, or ""."""
     return _CLASSES.get(cell) or ("number" if is_figure(cell) else "")
 
 
@@ -121,7 +117,6 @@ def _markdown_table(table: Table) -> str:
 
 
 def _line(text: str) -> str:
-    """Escape one line for Markdown."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"([<>*_\[\]\\])", _escaped, part)

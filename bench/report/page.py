@@ -157,11 +157,7 @@ def _starts(files: Sequence[ResultFile]) -> list[Row]:
 
 
 def add(path: Path, folder: Path) -> Path:
-    """Copy a result file into the folder, without this machine's directories; return the copy.
-
-    Date, machine and model make its name, so adding it again replaces it. UsageError if it is no
-    result file, has no valid row, or lacks machine or date.
-    """
+    """Copy a result file, without local directories, under a name from date, machine and model."""
     file = read_file(path)
     if not file.rows or not isinstance(file.rows[0].get("machine"), dict):
         raise UsageError(

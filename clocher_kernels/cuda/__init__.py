@@ -1,4 +1,1 @@
-"""The CUDA back end: Triton and CuPy kernels, one CUDA graph per step.
-
-The package imports without GPU, torch or Triton; its modules need both libraries but no GPU.
-"""
+"""The CUDA back end: Triton and CuPy kernels, one CUDA graph per step; no GPU needed to import."""

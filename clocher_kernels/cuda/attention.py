@@ -1,9 +1,7 @@
 """Attention over the paged cache (online softmax): a kernel for few tokens, one for prefill chunks.
 
-A row is a query head of a token; the heads of a key/value head share loads. The blocks and the
-summation order of a token's keys depend on its own position and end alone, so its result does not
-depend on the batch. The kernel for few tokens treats a tree path as contiguous: bit for bit the
-result of sequential decoding. It also takes any number of tokens where pages are listed.
+Blocks and summation order of a token's keys depend on its own position and end alone: a result does
+not depend on the batch, and a tree path's equals sequential decoding, bit for bit.
 """
 
 from typing import Any

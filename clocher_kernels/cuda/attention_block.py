@@ -50,11 +50,7 @@ def cells_at(
     pages, cell0, cell, seen, head,
     POOL: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Return the index of (page, head, cell in page) of a block of cells, int64.
-
-    `pages` is the slot's row of the page table; it holds the first cell and every `seen` one.
-    ONE_PAGE: all are in the first one's page.
-    """
+    """Return the index of (page, head, cell in page) of cells, int64; ONE_PAGE: all in one."""
     if ONE_PAGE:
         page = tl.load(pages + cell0 // PAGE)
     else:
@@ -65,10 +61,7 @@ def cells_at(
 
 @triton.jit
 def path_cells(place, end, tree, length):
-    """Return the cells of places in position order: committed ones, then the nodes of a path.
-
-    `length` is the number of ancestor bits up to the highest.
-    """
+    """Return cells in position order: committed ones, then the path's nodes in `length` bits."""
     cell, node = place, end
     for bit in range(0, length):
         there = ((tree >> bit) & 1).to(tl.int32)
@@ -184,10 +177,7 @@ def count_bits(x):
 def write_heads(
     out, top, total, acc, sinks, query_head, live, DIM: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Divide by the sum of weights, sink included, and write the live rows [ROWS].
-
-    Rows that saw nothing become zeros.
-    """
+    """Divide by the sum of weights, sink included; write the live rows, 0 if nothing seen."""
     if sinks is not None:
         sink = tl.load(sinks + query_head, live, other=0.0) * 1.4426950408889634
         highest = tl.maximum(top, sink)
@@ -210,7 +200,6 @@ def pages_seen(ends, ancestors, token, CELLS: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _below(count):
-    """Return uint64 words with the lowest `count` bits set."""
     few = tl.minimum(tl.maximum(count, 0), 63).to(tl.uint64)
     ones = (few * 0 + 1 << few) - 1
     return ones | (tl.where(count > 63, 1, 0).to(tl.uint64) << 63)

@@ -31,7 +31,6 @@ DECODE_TOKENS = 32
 """Steps of up to this many tokens split the keys of each token over programs."""
 
 _LEAST = 16
-"""Least keys of a block: the tensor cores' minimum."""
 _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
 
@@ -235,5 +234,4 @@ def _splits(heads: int) -> int:
 
 
 def _block(width: int, kv_dtype: str) -> int:
-    """Return the keys of a block: at most 16 KB."""
     return min(64, max(16, (4096 if kv_dtype == "f32" else 8192) // width))

@@ -1,7 +1,6 @@
 """The `bsr_linear` op: y = x W^T over the stored blocks of block-sparse rows.
 
-A program owns whole sums of some rows of one row of blocks. Power-of-two blocks of at least 16
-bytes across are read by whole vectors. Blocks of codes have a scale per row, applied to the sums.
+A program owns whole sums of rows. Blocks of codes have a scale per row, applied to the sums.
 """
 
 from dataclasses import dataclass
@@ -34,8 +33,7 @@ def _gemv(
 ):  # fmt: skip
     """Multiply floats or int8: a turn takes BLOCKS blocks, ACROSS * EACH rows, COLS columns.
 
-    A thread reads LANE columns of EACH rows, which share its reads of x. K, C, COLS and LANE count
-    loaded elements: weights, or words of four.
+    A thread reads LANE columns of EACH rows. K, C, COLS and LANE count weights, or words of four.
     """
     PER_ROW: tl.constexpr = COLS // LANE
     CHUNKS: tl.constexpr = BLOCKS * ACROSS * PER_ROW
@@ -231,7 +229,6 @@ def gemv_tile(block: tuple[int, int], lane: int, tokens: int) -> GemvTile:
 
 
 def _lane(width: int, element: int, k: int) -> int:
-    """Return how many columns of whole bytes a thread reads at once: at most 16 bytes."""
     lane = 16 // element
     while width % lane or k % lane:
         lane //= 2
@@ -239,7 +236,6 @@ def _lane(width: int, element: int, k: int) -> int:
 
 
 def _gemv_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
-    """Return the launch for up to 8 tokens of floats or int8."""
     x, values, code = given["x"], given["values"], given["CODE"]
     lane = _lane(block[1], values.element_size(), given["K"])
     tile = gemv_tile(block, lane, given["M"])
@@ -255,7 +251,6 @@ def _gemv_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
 
 
 def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
-    """Return the launch for up to 8 tokens of prepacked int4."""
     x, words, m = given["x"], given["values"].shape[-1], given["M"]
     lane = 8 * min(words, 4)
     tile = gemv_tile(block, lane, m)
@@ -268,7 +263,6 @@ def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
 
 
 def _gemm_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
-    """Return the launch for any number of tokens."""
     operand, code = operand_type(given["x"].dtype, device), given["CODE"]
     widest = 32 if operand == torch.float32 else 128
     rows = min(max(16, triton.next_power_of_2(block[0])), 64)

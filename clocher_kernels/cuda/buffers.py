@@ -18,8 +18,7 @@ _MASKS = "allowed"
 def activation_types(plan: Plan, act: str) -> dict[str, str]:
     """Return the element type of each buffer for activations "f16", "bf16" or "f32".
 
-    Only scratch buffers that are read, and only by parameters that may be narrow (matmuls, gates),
-    are activations. The residual stream, q, k, v, logits and inputs of quantisers stay fp32.
+    The residual stream, q, k, v, logits and inputs of quantisers stay fp32.
     """
     wide, read = set(), set()
     for call in plan.calls:
@@ -50,10 +49,9 @@ def allocate(plan: Plan, types: Mapping[str, str], device: Device) -> dict[str, 
 
 
 class InputBlock:
-    """The inputs of a Plan in one block, uploaded by one copy.
+    """The inputs of a Plan in one block, uploaded by one copy; the large sampling masks come last.
 
-    The host writes the NumPy arrays `host`; kernels read and advance `tensors`. The sampling masks,
-    larger than all the rest, come last: few steps need some.
+    The host writes the NumPy arrays `host`; kernels read and advance `tensors`.
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:

@@ -1,8 +1,7 @@
 """Decode int8 and fp8 weights in registers, to fp32 or to pairs of fp16 in 32 bits.
 
-No fp8 conversions of newer architectures are used: e5m2 is the upper half of fp16, e4m3 an fp16
-whose exponent is off by 8. Codes come out divided by their `unit`, a power of two, so that fp16
-sums stay in range. MATH "pairs" multiplies a thread's chunk in packed fp16, else "fp32".
+e5m2 is the upper half of fp16, e4m3 an fp16 whose exponent is off by 8. Codes come out divided by
+their `unit`, a power of two, so that fp16 sums (MATH "pairs") stay in range.
 """
 
 import triton

@@ -87,10 +87,7 @@ def split4(words):
 
 @triton.jit
 def _load(x, k, inside, K: tl.constexpr, COUNT: tl.constexpr):
-    """Load x[k .. k + COUNT - 1], 0 beyond K: [L, BM, 1, COUNT].
-
-    x points to the tokens' first elements [1, BM, 1], read where `inside`; k is [L, 1, 1].
-    """
+    """Load x[k .. k + COUNT - 1], 0 beyond K: [L, BM, 1, COUNT] for k [L, 1, 1]."""
     at = k[:, :, :, None] + tl.arange(0, COUNT)[None, None, None, :]
     to = tl.max_contiguous(x[:, :, :, None] + at, (2, 1, 1, COUNT))
     return tl.load(to, (at < K) & inside[:, :, :, None], other=0.0)
@@ -130,10 +127,7 @@ def _unpack(pair):
 
 @triton.jit
 def _pairs(w, low, high, FORMAT: tl.constexpr):
-    """Return the four pairs of 4-bit words, for mxfp4 2^14 times too small.
-
-    `low` and `high` hold the zero point of int4.
-    """
+    """Return the four pairs of 4-bit words, for mxfp4 2^14 times too small."""
     # The tuples of types stay where they are: Triton 3.9 wraps the elements of a named one.
     if FORMAT == "int4":
         return tl.inline_asm_elementwise(
@@ -164,10 +158,7 @@ def _load_pairs(x, k, inside, K: tl.constexpr):
 
 @triton.jit
 def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """Add a 4-bit word times four pairs of activations to pairs of partial sums.
-
-    HALF scales mxfp4 weights to half their value; else they stay 2^14 times too small.
-    """
+    """Add a 4-bit word times four pairs of activations; mxfp4 is 2^14 times too small, or HALF."""
     low, high = _zero_pairs(zero)
     p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
     if FORMAT == "mxfp4" and HALF:

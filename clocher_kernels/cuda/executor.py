@@ -108,10 +108,7 @@ class CudaExecutor:
         return self._inputs.host[name]
 
     def upload(self, masks: int | None = None) -> None:
-        """Let the next step begin with a copy of the host inputs, and the first masks or all.
-
-        DeviceError in a forked child; OutOfMemory if an earlier step ran out of memory.
-        """
+        """Let the next step copy the inputs and the first masks or all; may raise OutOfMemory."""
         self._refuse_lost()
         self._fresh, self._masks = True, masks
 
@@ -141,7 +138,6 @@ class CudaExecutor:
         return values
 
     def _key(self, tokens: int, rows: int) -> tuple[Key, bool]:
-        """Return a step's bucket and whether all its rows are greedy; send new inputs."""
         self._refuse_lost()
         if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(

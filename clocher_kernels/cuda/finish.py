@@ -17,10 +17,9 @@ def finish(
     total, bias, times, residual, y, m, n, kept,
     N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Write y[m, n] where `kept`.
+    """Write y[m, n] where `kept`; m (tokens) and n (of N rows) broadcast to `total`, fp32.
 
-    m (tokens) and n (of N rows) broadcast to the shape of `total`, fp32. `bias` [N], `times`
-    [tokens, F] (F is N or 1) and `residual` may be None. CAP is the cap of ACT "tanh".
+    `bias` [N], `times` [tokens, F] (F is N or 1) and `residual` may be None; CAP is for "tanh".
     """
     at = m * N + n
     if bias is not None:
@@ -55,10 +54,7 @@ class Tail:
         return replace(self, times=times, residual=residual)
 
     def given(self, op: str, y: torch.Tensor, rows: int) -> dict[str, Any]:
-        """Return the arguments of `finish` for a launch.
-
-        UnsupportedOp for an unknown activation, ShapeError if `times` has a wrong width.
-        """
+        """Return the arguments of `finish`; UnsupportedOp for an unknown activation function."""
         if self.activation != "none":
             check_activation(op, self.activation)
         wide = 0 if self.times is None else self.times.shape[1]
@@ -72,4 +68,3 @@ class Tail:
 
 
 PLAIN = Tail()
-"""The epilogue that stores plain sums."""

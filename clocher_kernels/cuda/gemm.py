@@ -1,8 +1,7 @@
 """Matmuls for more than 32 tokens: tiles, with weights decoded in the kernel.
 
-A program owns a tile of W's rows and tokens and walks along K in steps that do not depend on M.
-Weights are the left operand: tensor cores take them from registers, straight from the decoder.
-Operands have the activations' type (fp16, bf16, or fp32 without tensor cores), sums are fp32.
+Steps along K do not depend on M. Weights are the left operand, which tensor cores take from
+registers. Operands have the activations' type, sums are fp32.
 """
 
 from typing import NamedTuple

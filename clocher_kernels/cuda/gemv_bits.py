@@ -19,10 +19,7 @@ from clocher_kernels.cuda.tiles import gemv_tile
 
 @triton.jit
 def load_vectors(w, v, V: tl.constexpr):
-    """Load vectors v of the rows at w: i32 [L, 1, R, 4]; beyond V the last repeats.
-
-    Repeats are harmless (activations are 0 there) and cheaper than a mask.
-    """
+    """Load vectors v of rows at w: i32 [L, 1, R, 4]; beyond V, where x is 0, the last repeats."""
     at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, 4))
     return tl.load(to, eviction_policy="evict_first")

@@ -45,7 +45,6 @@ def _load_scales(
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of the chunks that begin in columns k, of ROWS rows."""
     factors = ()
     for r in tl.static_range(ROWS):
         row = tl.minimum(n0 + r, N - 1) // SCALE_ROWS
@@ -90,10 +89,7 @@ def _turn(
 
 @triton.jit
 def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
-    """Join `count` (a power of two) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...].
-
-    Reshaped to [L, count] they are in order. (Triton 3.4 has no recursive functions.)
-    """
+    """Join `count` (2^n) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...] in order."""
     level = ()
     for i in tl.static_range(count):
         level = level + (tl.expand_dims(parts[first + i * step], 1),)
@@ -187,10 +183,7 @@ class Tile(NamedTuple):
 
 
 def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens: int = 1) -> Tile:
-    """Choose the tile; `key` is the weight's in the user's table.
-
-    Only `rows`, which changes no sum, may depend on the number of tokens.
-    """
+    """Choose the tile; only `rows`, which changes no sum, may depend on the number of tokens."""
     # 16 bytes, or what keeps rows aligned and chunks within a group.
     lane = 16 // held.data.element_size()
     while k % lane or held.span % lane:
@@ -209,11 +202,7 @@ def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens
 
 
 def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
-    """Return "pairs" (packed fp16) or "fp32".
-
-    Pairs need `words`, four codes at a time. e5m2 has too wide a range for fp16 sums, bf16
-    activations for fp16 itself.
-    """
+    """Return "pairs" (packed fp16) or "fp32": e5m2 and bf16 exceed fp16's range."""
     return "pairs" if words and x_dtype == torch.float16 and code in ("int8", "e4m3") else "fp32"
 
 

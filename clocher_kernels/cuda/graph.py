@@ -18,10 +18,9 @@ def bucket(value: int, sizes: Sequence[int]) -> int:
 
 
 def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
-    """Return the token counts that steps are captured for, ascending.
+    """Return the captured token counts, ascending; a step is padded with copies of its last token.
 
-    Powers of two up to `rows` (batches) and from 16 on (prompt chunks), and the capacity. A step in
-    between is padded with copies of its last token, which store the same values again.
+    Powers of two up to `rows` (batches) and from 16 on (prompt chunks), and the capacity.
     """
     sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, tokens, *PROMPT_TOKENS}
     return tuple(sorted(m for m in sizes if m <= tokens))

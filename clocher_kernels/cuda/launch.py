@@ -91,10 +91,7 @@ def launch(
     /,
     **given: Any,
 ) -> Launch:
-    """Return a launch; arguments in capitals are constants, None is an absent tensor.
-
-    KeyError for a missing constant, TypeError for an unknown parameter.
-    """
+    """Return a launch; arguments in capitals are constants, None is an absent tensor."""
     names = kernel.arg_names
     if unknown := given.keys() - set(names):
         raise TypeError(f"{kernel} has no parameter {', '.join(sorted(unknown))}")

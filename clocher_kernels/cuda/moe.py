@@ -116,10 +116,7 @@ def _down(
 def _launch(
     kernel: Any, x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device, **given: Any
 ) -> list[Launch]:
-    """Return the launch of a kernel that streams the chosen experts' rows.
-
-    Tokens come first in the grid: those that share an expert read its rows at about the same time.
-    """
+    """Return the launch for the chosen experts' rows; tokens come first to share reads."""
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
     tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=1, copies=chosen, device=device)
@@ -184,7 +181,6 @@ def _open_experts(
     ranks, expert, E: tl.constexpr,
     GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Return whether each expert is in one of the selected groups."""
     group = expert // (E // GROUPS)
     number = tl.arange(0, BG)
     best = tl.full((BG,), float("-inf"), tl.float32)
@@ -267,10 +263,7 @@ def route(
     device: Device,
     **given: Any,
 ) -> list[Launch]:
-    """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score.
-
-    Ties rank by expert number.
-    """
+    """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score."""
     if score not in _SCORES:
         raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
     (m, experts), chosen = logits.shape, ids.shape[1]

@@ -55,10 +55,7 @@ def prepack(tensor: QuantTensor, device: Device) -> DeviceTensor:
 
 
 def rearrange(fmt: Format, shape: tuple[int, ...], planes: Planes) -> DeviceTensor:
-    """Rearrange planes on the device, in place where possible, for the kernels.
-
-    UnsupportedOp if no kernel reads the format.
-    """
+    """Rearrange planes on the device, partly in place; UnsupportedOp if no kernel reads them."""
     change = REARRANGE.get(type(fmt))
     return DeviceTensor(shape, fmt, planes if change is None else change(fmt, planes, shape))
 

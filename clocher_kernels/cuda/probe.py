@@ -8,10 +8,7 @@ LOWEST_CAPABILITY = 80
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The current GPU: capability (90 for sm_90), SMs, memory and highest clocks.
-
-    Without NVML the driver's version is "" and the clocks are 0.
-    """
+    """The current GPU: capability (90 for sm_90), SMs, memory, clocks (0 without NVML)."""
 
     name: str
     capability: int
@@ -23,10 +20,7 @@ class Gpu:
 
 
 def no_driver() -> str:
-    """Return why there is no GPU driver or device, else "".
-
-    It asks the driver library: a machine without a GPU never imports torch.
-    """
+    """Return why there is no GPU driver or device, else ""; needs no torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,7 +1,4 @@
-"""CUDA C++ kernels, compiled by NVRTC through CuPy: the work-touch.
-
-Importing needs neither CuPy nor a GPU.
-"""
+"""CUDA C++ kernels, compiled by NVRTC through CuPy, which is imported on use: the work-touch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +10,6 @@ from clocher_kernels.errors import DeviceError, ModelError
 from clocher_kernels.guards import refuse_in_window
 
 OPTIONS = ("--std=c++14",)
-"""NVRTC options besides the architecture."""
 
 _THREADS = 256
 _LINE_BYTES = 64
@@ -28,9 +24,8 @@ def source(name: str = "work_touch") -> str:
 class DeviceWorkTouch:
     """Reads device memory with a stride for every generated token; see `probes.WorkTouch`.
 
-    Token count and checksum live on the device, so CUDA graph replays continue them.
-    `bytes_per_token` 0 disables the touch; `stream` None is torch's current one. DeviceError
-    without CuPy, ModelError if there is nothing to touch or a buffer is not contiguous.
+    Counters live on the device, so CUDA graph replays continue them. DeviceError without CuPy,
+    ModelError if there is nothing to touch or a buffer is not contiguous.
     """
 
     def __init__(

@@ -72,11 +72,7 @@ def _largest(
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest logit of a row and the lowest id that has it: the greedy token.
-
-    If a logit is not finite, or none is allowed, the largest is NaN, there is no token, and the
-    other launches skip the row.
-    """
+    """Find a row's largest logit and its lowest id, the greedy token; NaN if not finite."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
@@ -117,7 +113,6 @@ def _fill_bins(
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count tokens and sum weights per bin; find the bins of the cuts."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
@@ -270,7 +265,6 @@ def sample_greedy(**given: Any) -> list[Launch]:
 
 @triton.jit
 def _best(x, token, V: tl.constexpr):
-    """Return the largest of some logits and its lowest token."""
     top = tl.max(x)
     return top, tl.min(tl.where(x == top, token, V))
 
@@ -307,11 +301,7 @@ def _top_tokens(
 
 
 def top_tokens(*, logits: torch.Tensor, candidates: torch.Tensor, device: Device) -> list[Launch]:
-    """Lower `ops.top_tokens.top_tokens`, in one launch.
-
-    A program finds the K best of its block, the last one the K best of those. If a logit is not
-    finite there are none.
-    """
+    """Lower `ops.top_tokens.top_tokens` in one launch; none if a logit is not finite."""
     (rows, vocabulary), kept = logits.shape, candidates.shape[1]
     programs = triton.cdiv(vocabulary, _BLOCK)
     shape = (rows, programs * kept)

@@ -8,10 +8,7 @@ LARGEST_F16 = tl.constexpr(65504.0)
 
 @triton.jit
 def start(PDL: tl.constexpr):
-    """Wait for the predecessor, and let the successor start its own wait.
-
-    Before it only weights and tables may be read.
-    """
+    """Wait for the predecessor, release the successor; before it read only weights, tables."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

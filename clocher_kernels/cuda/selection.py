@@ -115,10 +115,7 @@ def _ranked(score):
 
 @triton.jit
 def _cut(rank, weight, goal, BITS: tl.constexpr):
-    """Return the highest rank whose pages, with all above, weigh `goal`; 0 if none.
-
-    BITS of its 32 are found at a time; sums over fewer pages are never larger, rounded or not.
-    """
+    """Return the highest rank whose pages, with all above, weigh `goal`; 0 if none."""
     way = tl.arange(0, 1 << BITS).to(tl.uint32)
     cut = tl.min(way)
     for turn in range(0, 32 // BITS):
@@ -200,10 +197,7 @@ def select_pages(
     bounds: Tensor | None = None,
     **tokens_of: Tensor,
 ) -> list[Launch]:
-    """Lower `ops.selection.select_pages`; ShapeError if arguments do not fit together.
-
-    `pages` may be cut to the blocks that the step can reach.
-    """
+    """Lower `ops.selection.select_pages`; `pages` may be cut to the blocks in reach."""
     tokens, blocks = len(q), pages.shape[1]
     _, heads, words = listed.shape
     if words * WORD < blocks:

@@ -96,10 +96,7 @@ class Vectors:
 
 
 def vectors_of(w: DeviceTensor) -> Vectors:
-    """Return the vector view of prepacked weights.
-
-    UnsupportedOp if the format has none, ShapeError if rows are not whole vectors.
-    """
+    """Return the vector view of prepacked weights; UnsupportedOp or ShapeError if there is none."""
     fmt, planes, k = w.format, w.planes, w.shape[-1]
     if isinstance(fmt, Mxfp4):
         return Vectors("mxfp4", 32, planes["blocks"], planes["scales"], group=BLOCK)
@@ -124,7 +121,6 @@ def vectors_of(w: DeviceTensor) -> Vectors:
 
 
 def _group(group: int | str, k: int) -> int:
-    """Return the columns that share a scale, 0 if the row has one."""
     return 0 if isinstance(group, str) or group >= k else group
 
 

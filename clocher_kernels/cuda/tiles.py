@@ -45,10 +45,7 @@ Table = dict[str, dict[int, Tile]]
 
 
 def tuned(key: str, tokens: int, capability: int) -> Tile | None:
-    """Return the user's tile for a weight key and 1 to 8 tokens, else None.
-
-    UsageError if the table is unreadable or for another architecture; the interpreter (0) has none.
-    """
+    """Return the user's tile for a weight and 1 to 8 tokens, else None; UsageError if invalid."""
     path = os.environ.get(VARIABLE)
     if not capability or not path:
         return None
@@ -75,10 +72,7 @@ def _users(path: str, capability: int) -> Table:
 
 
 def parse(text: bytes, source: str) -> tuple[int, Table]:
-    """Return the capability (90 for sm_90) and the tiles of a table.
-
-    UsageError if it is invalid, or would make a result depend on its batch.
-    """
+    """Return a table's capability (90 for sm_90) and tiles; UsageError if it is invalid."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:

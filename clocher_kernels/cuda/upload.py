@@ -39,10 +39,9 @@ def check_memory(weights: int, buffers: int, free: int) -> None:
 def place(
     weights: Mapping[str, Weight], device: Device, progress: Progress | None = None
 ) -> dict[str, Placed]:
-    """Return the weights on the device, in the kernels' layout.
+    """Return the weights on the device, in the kernels' layout, reading ahead while copying.
 
-    One piece is copied from a pinned buffer while the next is read from the file into the other.
-    Weights already on the device stay. `progress` gets (bytes copied, total bytes).
+    `progress` gets (bytes copied, total bytes).
     """
     copier = _Copier(device, host_bytes(weights), progress)
     placed: dict[str, Placed] = {}
@@ -58,8 +57,6 @@ def place(
 
 
 class _Copier:
-    """Copies host tensors through two pinned buffers; without a GPU, directly."""
-
     def __init__(self, device: Device, total: int, progress: Progress | None) -> None:
         self._device, self._total, self._progress = device, total, progress
         self._done = 0

@@ -1,7 +1,6 @@
 """Single ops on the CPU: bound once to a weight, then run for any number of tokens.
 
-A bound op is a `CpuExecutor` with a Plan of one op. All share a thread team and the memory of their
-inputs and outputs, so a layer costs only its packed weight and a tape.
+A bound op is a `CpuExecutor` with a Plan of one op; all share threads, inputs and outputs.
 """
 
 import os
@@ -33,17 +32,13 @@ from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.team.team import aligned
 
 Bound = dict[Any, "BoundOp"]
-"""Ops bound to a weight or a cache, by op, capacity, threads, settings and arrays."""
 
 _FEW, _MANY = 16, 256
 """Capacities of Plans in tokens; more tokens are split."""
 
 
 class Host:
-    """A thread team (calling thread included), its shared buffers, and its lock.
-
-    `runtime` None: the team has threads of its own.
-    """
+    """A thread team (calling thread included), its shared buffers, and its lock."""
 
     def __init__(self, threads: int, runtime: OpenMP | None = None) -> None:
         self.lock = threading.RLock()
@@ -80,10 +75,7 @@ def host(threads: int | None = None, runtime: OpenMP | None = None) -> Host:
 
 
 class BoundOp:
-    """An op with its weights and settings, for any number of tokens.
-
-    `values` are matrices, vectors and the arrays used in place.
-    """
+    """An op with its weights, settings and in-place arrays (`values`), for any number of tokens."""
 
     def __init__(self, spec: OpSpec, plan: Plan, values: Mapping[str, Value], team: Host) -> None:
         self._team, self._values = team, dict(values)
@@ -134,13 +126,8 @@ def bind(
     """Return an op bound to its weights, for any number of tokens.
 
     Matrices, vectors and caches are used in place and must not change while `bound`, the cache of
-    bound ops, is kept. `more` has sizes that no argument has. `act_prec` "" is int8 for integer
-    weights.
-
-    Raises:
-        ShapeError: an array does not fit the contract.
-        UnsupportedOp: there is no kernel for this format.
-        UsageError: a setting cannot be used.
+    bound ops, is kept. `more` has sizes that no argument has. ShapeError, UnsupportedOp or
+    UsageError for bad arguments.
     """
     attrs = checked_attributes(spec, attrs)
     one_of_act_prec(act_prec)

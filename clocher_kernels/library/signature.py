@@ -18,9 +18,7 @@ from clocher_kernels.plan import Attr, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
 LIBRARY = ("linear", "bsr_linear", "route", "moe_gate_up", "moe_down", "attention", "kv_append")
-"""The ops available alone."""
 ACT_GROUP = 128
-"""Columns per scale of int8 activations."""
 ACT_PREC = ("", "int8", "fp32")
 """Activations of integer weights; "" is the back end's default."""
 _HALF = {"I": "J"}
@@ -72,10 +70,7 @@ def facts(name: str) -> Facts:
 def sizes_of(
     spec: OpSpec, shapes: Mapping[str, Sequence[int]], more: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the sizes of a call's dimension letters; ShapeError if arguments do not fit.
-
-    `shapes` are by parameter, logical for a matrix; `more` has the sizes of `untold` letters.
-    """
+    """Return the sizes of a call's dimension letters; ShapeError if arguments do not fit."""
     sizes = dict(more)
     for param in facts(spec.name).given:
         shape = shapes.get(param.name)
@@ -110,11 +105,7 @@ def op_plan(
     attrs: Mapping[str, Attr],
     act_prec: str,
 ) -> Plan:
-    """Return the Plan of one op, with quantisation of its activations if needed.
-
-    Ternary weights get BitNet's quantisation; other integer weights, if `act_prec` is "int8", a
-    scale per `ACT_GROUP` columns. `sizes` has M at capacity.
-    """
+    """Return the Plan of one op, with quantisation of its activations if needed; M at capacity."""
     # Arrays that have a shape and a type and no memory.
     values: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), STORAGE[dtype]), shapes[name])

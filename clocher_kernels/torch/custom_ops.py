@@ -69,7 +69,6 @@ def _takes_codes(spec: OpSpec) -> bool:
 
 
 def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dict[str, Any]:
-    """Return the present arguments of a call by name."""
     names = [p.name for p in facts(spec.name).given]
     whole = {**dict(zip(names, positional, strict=False)), **named}
     return {name: value for name, value in whole.items() if value is not None}
@@ -101,10 +100,7 @@ def _fake(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
 
 
 def typed(spec: OpSpec, param: Param, tensor: torch.Tensor, attrs: Arguments) -> tuple[Any, str]:
-    """Return a tensor in a type of the contract, and the type's name.
-
-    Floats may be fp32, fp16 or bf16; the contract's fp32 is converted to.
-    """
+    """Return a float tensor in the contract's type, and the type's name."""
     known = param.dtypes or (str(attrs["kv_dtype"]),)
     for dtype in known:
         if tensor.dtype == TYPES[dtype]:

@@ -53,10 +53,7 @@ def _key(name: str, positional: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def repeat(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the outputs of a call if a like one was kept; else an empty list.
-
-    `positional` is as in torch's dispatcher; `named` has no defaults.
-    """
+    """Return the outputs of a call if a like one was kept; else an empty list."""
     found = _ready.get(_key(name, positional))  # type: ignore[arg-type]
     if (
         found is None
@@ -97,11 +94,7 @@ def keep(
     types: Mapping[str, str],
     outs: Sequence[tuple[str, torch.dtype]],
 ) -> None:
-    """Keep a call for repetition.
-
-    `types` has the contract's element type of each unbound argument, `outs` name and type of each
-    output.
-    """
+    """Keep a call for repetition; `types` are of unbound arguments."""
     key = _key(spec.name, positional)
     if key is None:
         return

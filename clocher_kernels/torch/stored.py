@@ -1,7 +1,4 @@
-"""Torch tensors as kernel arguments: NumPy views on the CPU, rearranged planes on a GPU.
-
-Results are cached by tensor object until it dies or is written to; a new view is a new object.
-"""
+"""Torch tensors as kernel arguments, converted once per tensor object until it is written to."""
 
 from collections.abc import Callable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -35,10 +32,7 @@ TYPES = {
 
 
 def as_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    """View a CPU tensor as a NumPy array of an element type, without a copy.
-
-    The array keeps the tensor's memory alive, not the tensor object.
-    """
+    """View a CPU tensor as a NumPy array, which keeps the memory but not the object alive."""
     bits = tensor.detach()
     if bits.dtype in (torch.bfloat16, torch.float16):
         bits = bits.view(torch.int16)
@@ -63,10 +57,7 @@ class Kept:
 
 
 def state_of(tensor: torch.Tensor, live: bool = False) -> tuple[int, int]:
-    """Return a state that changes with the tensor's memory, and on writes unless `live`.
-
-    Writes to tensors made in inference mode are not counted.
-    """
+    """Return what changes with the memory, and on writes if neither `live` nor inference mode."""
     return tensor.data_ptr(), 0 if live or tensor.is_inference() else tensor._version
 
 
@@ -76,10 +67,7 @@ _kept: MutableMapping[torch.Tensor, dict[Any, Kept]] = WeakTensorKeyDictionary()
 def kept(
     tensors: Sequence[torch.Tensor], what: object, make: Callable[[], Any], *, live: bool = False
 ) -> Kept:
-    """Return the cached result of `make` for `what` and these tensors, kept while the first lives.
-
-    `live`: the result is a view that sees writes to the tensors.
-    """
+    """Return the result of `make` for `what` and these tensors, cached while the first lives."""
     states = tuple([state_of(t, live) for t in tensors])
     key = (what, tuple(id(t) for t in tensors[1:]))
     uses = _kept.setdefault(tensors[0], {})
@@ -92,10 +80,7 @@ def kept(
 def planes_of(
     planes: Sequence[torch.Tensor], name: str, shape: Sequence[int]
 ) -> tuple[Format, dict[str, torch.Tensor]]:
-    """Return a matrix's format and its planes by name.
-
-    ShapeError if the planes do not fit format and logical shape, or are not contiguous.
-    """
+    """Return a matrix's format and planes by name; ShapeError if wrong or not contiguous."""
     fmt, shape = parse_format(name), tuple(shape)
     if isinstance(fmt, Bsr) and len(planes) > 1:
         fmt = replace(fmt, nnzb=len(planes[1]))

@@ -24,9 +24,6 @@ def team(threads: int | None = None) -> Host:
 
 
 def awake(threads: int | None = None) -> AbstractContextManager[None]:
-    """Return a context in which the team does not sleep between two calls.
-
-    It speeds up loops over ops and keeps the CPUs busy; no effect on torch's own threads.
-    """
+    """Return a context in which a team of our own does not sleep between two calls."""
     running: AbstractContextManager[None] = team(threads).executor.running()
     return running
