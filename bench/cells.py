@@ -82,10 +82,7 @@ def base_settings(
 
 
 def parse_sweep(text: str) -> list[dict[str, tuple[str, str]]]:
-    """Return the points of a sweep: name as typed -> (setting, value).
-
-    "name=value,value|name=value" is the product of all values, `MAX_CELLS` points at most.
-    """
+    """Return the points of a sweep, the product in "name=value,value|name=value", by setting."""
     axes: list[list[tuple[str, str, str, str]]] = []
     for part in filter(None, (part.strip() for part in text.split("|"))):
         typed, equals, rest = part.partition("=")

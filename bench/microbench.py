@@ -1,10 +1,7 @@
 """Every op of the op table at sizes of real models, with pytest-benchmark.
 
-    make microbench ARGS="-k cpu-linear-mxfp4"
-
-Ids are device-op-format-sizes; CUDA joins where there is a GPU. A benchmark whose first call
-differs from the reference fails. Data may stay in caches: for memory bandwidth see `python -m bench
-linear`.
+Usage: `make microbench ARGS="-k cpu-linear-mxfp4"`. A benchmark whose first call differs from the
+reference fails. Data may stay in caches: for memory bandwidth see `python -m bench linear`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,6 @@
 """What `make bench`, `bench-cuda`, `bench-report` and `bench-verify` do.
 
-Settings are environment variables: those of clocher-run (docs/cli.md), `VARIABLES` and
-`bench.variables.OF_MAKE`, all checked before anything runs. Relative paths count from
+Settings are environment variables, all checked before anything runs. Relative paths count from
 MAKE_CALLED_FROM, else the repository; a missing benchmarks/... is looked up under bench/.
 """
 

@@ -55,10 +55,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """An op of `ops.OPS`: parameter -> buffer, weight or constant name; scalar attributes.
-
-    Absent optional parameters are left out of `args`.
-    """
+    """An op of `ops.OPS`: present parameter -> buffer, weight or constant; scalar attributes."""
 
     op: str
     args: Mapping[str, str]

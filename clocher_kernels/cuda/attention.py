@@ -41,10 +41,7 @@ def attention(
     softcap: float = 0.0,
     **tensors: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.attention.attention`; UnsupportedOp if listed pages are not whole blocks.
-
-    `pages` may be cut to the blocks that the step can reach; results do not depend on where.
-    """
+    """Lower `ops.attention.attention`; `pages` may be cut to the blocks that the step can reach."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
     group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]

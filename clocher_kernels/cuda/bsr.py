@@ -1,7 +1,4 @@
-"""The `bsr_linear` op: y = x W^T over the stored blocks of block-sparse rows.
-
-A program owns whole sums of rows. Blocks of codes have a scale per row, applied to the sums.
-"""
+"""The `bsr_linear` op: y = x W^T over the stored blocks of block-sparse rows."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -264,10 +264,7 @@ def to_scale(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_each(at, inside):
-    """Load single elements [L, 1, R], 0 where not `inside` [L, 1, 1].
-
-    They are not contiguous; reshaping to one dimension, lanes first, fixes Triton's distribution.
-    """
+    """Load single elements [L, 1, R], 0 where not `inside`; one dimension fixes Triton's layout."""
     L: tl.constexpr = at.shape[0]
     R: tl.constexpr = at.shape[2]
     at = at.permute(2, 1, 0).reshape(L * R)

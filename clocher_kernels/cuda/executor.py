@@ -267,10 +267,9 @@ class CudaExecutor:
     def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
         """Fill the step up to its bucket with copies of its last token and row.
 
-        A copied token stores the same as its original in the same cell, also as a tree node. A
-        copied row belongs to a copied token while there is one, so that each advances its own
-        token. Prefill and verify steps may have fewer left than rows; the host rewrites all inputs
-        after them.
+        A copied token stores the same values in the same cell. A copied row belongs to a copied
+        token while there is one, so that each advances its own token; else the host rewrites all
+        inputs afterwards.
         """
         host = self._inputs.host
         for name, array in host.items():

@@ -1,7 +1,6 @@
-"""GEMV for 1 to 8 tokens and weights of less than a byte.
+"""GEMV for 1 to 8 tokens and weights of less than a byte; W is streamed once.
 
-A program streams a few rows of W once, for all tokens. Its lanes read adjacent 16-byte vectors of a
-row, so a token's sum has one order whatever the number of tokens.
+A token's sum has one order whatever the number of tokens.
 """
 
 import torch

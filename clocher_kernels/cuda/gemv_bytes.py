@@ -1,9 +1,7 @@
 """GEMV for 1 to 8 tokens and weights of whole bytes: floats, int8, fp8.
 
-A program owns a few rows of W and walks along K. Each thread reads 16 bytes of a row (a chunk),
-sums its products, applies the chunk's scale if rows have groups, and keeps one sum per row and
-token; threads are added up at the end. The order depends on K and the format alone, so a token's
-result is bit-identical for every M.
+A program owns a few rows of W; a thread reads 16 bytes of a row (a chunk) at a time. The summation
+order depends on K and the format alone, so a token's result is bit-identical for every M.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,8 @@
 """Where top-k and top-p cut a row of logits, without sorting it.
 
-A weight, exp((logit - largest) / temperature), is an integer number of units, so sums are exact in
-any order. Tokens and weights are summed in bins of equal logit width; only the bins that may hold a
-cut are searched by token. A rank is 64 bits: the logit's bits, order-preserving, above the inverted
-id. Ranks are unique; larger ones come first.
+Weights are integer numbers of units, so sums are exact in any order. They are summed in bins of
+equal logit width; only the bins that may hold a cut are searched by token. A rank is 64 bits: the
+logit's bits, order-preserving, above the inverted id; larger ones come first.
 """
 
 import triton
@@ -148,8 +147,7 @@ def find_cut(
 ):  # fmt: skip
     """Find the last kept token by bisection over the listed ranks of bins low .. high.
 
-    At least `need` tokens, or units of weight, are kept. Return its rank and the weight of all
-    kept.
+    At least `need` tokens or units are kept. Return its rank and the weight of all kept.
     """
     _, least, _, _ = _walk(ranks, count, low, high, KEEP_ALL, largest, temperature, BY_MASS, UNIT)
     _, _, most, _ = _walk(

@@ -1,7 +1,6 @@
 """int8 activations times ternary weights, bit-identical to the reference.
 
-Sums are exact in any order. The epilogue rounds as the contracts say: products are kept apart from
-later sums, which the compiler would fuse into one rounding.
+Products are kept apart from later sums, which the compiler would fuse into one rounding.
 """
 
 import torch

@@ -124,8 +124,7 @@ _RESIDENT_WARPS = 12
 """Warps per multiprocessor (16 would fit), each with 2 x 8 loads of 512 bytes in flight."""
 
 _LANES = (16, 8, 32, 64, 128)
-"""Vectors read side by side. Fewer: more lanes share activations; but rows must be read in pieces
-of at least 128 bytes, and more pieces make more warps."""
+"""Vectors read side by side, at least 128 bytes of a row; fewer reuse activations more."""
 
 _WORTH = {8: 1.0, 4: 0.9, 2: 0.75}
 """Rows of a lane -> relative value: more rows reuse loaded activations more."""

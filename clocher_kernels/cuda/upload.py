@@ -39,10 +39,7 @@ def check_memory(weights: int, buffers: int, free: int) -> None:
 def place(
     weights: Mapping[str, Weight], device: Device, progress: Progress | None = None
 ) -> dict[str, Placed]:
-    """Return the weights on the device, in the kernels' layout, reading ahead while copying.
-
-    `progress` gets (bytes copied, total bytes).
-    """
+    """Return the weights on the device, in the kernels' layout; `progress` gets (bytes, total)."""
     copier = _Copier(device, host_bytes(weights), progress)
     placed: dict[str, Placed] = {}
     for name, weight in weights.items():

@@ -45,11 +45,8 @@ def format_of(name: str | Format) -> Format:
 def quantize(values: np.ndarray, fmt: str | Format) -> QuantTensor:
     """Return a float matrix [N, K], or experts [E, N, K], in a format, rounded to nearest.
 
-    `fmt` may be a short name, see `format_of`.
-
-    Raises:
-        FormatError: no format has this name, or it cannot hold a value.
-        ShapeError: it cannot hold this shape.
+    `fmt` may be a short name, see `format_of`. FormatError for an unknown one or a value that it
+    cannot hold, ShapeError for a shape that it cannot hold.
     """
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         got = values.dtype if isinstance(values, np.ndarray) else type(values).__name__
@@ -79,11 +76,8 @@ def linear(
     first call packs w and compiles kernels if needed; both live as long as `w`, which must not
     change. Pass the same `bias` each time. `act_prec` "int8" or "" rounds the activations of
     integer weights to int8, a scale per 128 columns; "fp32" does not. Calls from several threads
-    are serialised.
-
-    Raises:
-        ShapeError: the arrays do not fit together.
-        UnsupportedOp: there is no kernel for the format.
+    are serialised. ShapeError if arrays do not fit together, UnsupportedOp without a kernel for the
+    format.
     """
     if not isinstance(w, QuantTensor) or len(w.shape) != 2:
         raise UsageError("w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize")

@@ -1,7 +1,4 @@
-"""Single ops on the CPU: bound once to a weight, then run for any number of tokens.
-
-A bound op is a `CpuExecutor` with a Plan of one op; all share threads, inputs and outputs.
-"""
+"""Single ops on the CPU: `CpuExecutor`s with a Plan of one op, bound once to a weight."""
 
 import os
 import threading

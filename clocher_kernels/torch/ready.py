@@ -1,8 +1,4 @@
-"""Repeated CPU calls: a few comparisons, then only the kernels.
-
-Each call compares what the caller may change: weight tensors (object, address, version), settings,
-types, row shapes and torch's thread count. Any difference takes the full path.
-"""
+"""Repeated CPU calls: compare what the caller may change, then run only the kernels."""
 
 import os
 import weakref
