@@ -22,7 +22,7 @@ from clocher_runtime.quality.statistics import (
 
 SPEED = "tps_true"
 
-# Columns of the CSV file before those of the line, and the keys of the line that are no scalars.
+# Columns of the CSV file before those of the line, and non-scalar keys of the line.
 _COLUMNS = ("label", "key", "run", "attempt", "order", "status", "started", "elapsed_s")
 _NOT_SCALAR = ("outputs", "gpu", "work_touch", "hints_ignored")
 _MEDIANS = ("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms", "bytes_per_token")

@@ -41,7 +41,7 @@ BUDGET = 520.0
 """Seconds of a call; the limits of its parts add up to no more."""
 
 PARTS = {
-    "machine": Part(0, 40, 40),  # a machine that has just started has a cold disk
+    "machine": Part(0, 40, 40),  # a freshly started machine has a cold disk
     "smoke": Part(0, 75, 60),
     "ceilings": Part(0, 35, 30),
     "parity": Part(1, 480, 480),
@@ -123,7 +123,7 @@ def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) 
 
 def run(command: Sequence[str], log: Path, path: Path, deadline: float, item: float) -> int | None:
     """Run Python; return its exit code, None after a timeout."""
-    # What computes on the CPU is small, and many processes run side by side.
+    # CPU work is small, and many processes run side by side.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "2")
     given: dict[str, Any] = {"env": {**os.environ, **threads}, "start_new_session": True}
     with log.open("ab") as output:

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __package__ in (None, ""):  # python bench/harness.py: modules are found from the root, not here
+if __package__ in (None, ""):  # python bench/harness.py: import from the root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import click
@@ -113,7 +113,7 @@ def prepare(
     for name, (setting, _) in OPTIONS.items():
         if sources := sources_of(name, setting, given, environ, own):
             values[name] = setting.takes.read(sources[0].source, sources[0].raw)
-    # A benchmark generates as many tokens as it was asked for.
+    # A benchmark generates the full number of tokens.
     settings = base_settings({"ignore_eos": "1", **engine_flags}, environ, theirs)
     host = machine.describe()["host_sha256"]
     cells = make_cells(settings, values["sweep"], values["label"])

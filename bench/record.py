@@ -187,7 +187,7 @@ def write_json(path: Path, rows: Sequence[Row]) -> None:
 def append_row(path: Path, row: Row) -> None:
     """Append a row as a line and flush it to disk."""
     with path.open("ab+") as file:
-        # A line that a killed harness left open is not continued by this one.
+        # Do not continue an unterminated line of a killed harness.
         if file.tell() and not _ends_a_line(file):
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)

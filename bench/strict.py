@@ -98,7 +98,7 @@ class Process:
         session, touch = self.engine.session, touch or self.touch(self.config.bytes_per_token)
         window = TimedWindow("strict", synchronize=session.synchronize)
         walk, self._ns = touch if touch.bytes_per_token else None, 0
-        if self._call is not None:  # the one compiled call of a step, below everything public
+        if self._call is not None:  # the compiled call of a step, below the public API
             self._team._lead = self._timed
         try:
             stream = session.generate([ids], tokens, Sampling(), frozenset(), window, walk)
@@ -178,7 +178,7 @@ class Process:
             "read": lambda: reader.gbps(self.engine.threads),
         }
         read = turns(runs, task["rounds"], task.get("rest_s", 0.05))["read"]
-        # The round that comes first is thrown away, here as there.
+        # The first round is discarded, as in llama-bench.
         return {
             "tests": {name: found[1:] for name, found in tests.items()},
             "token_ns": [ns for each in token_ns[1:] for ns in each],

@@ -47,7 +47,7 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
 }
 """Variable -> type, default, help."""
 
-# Variables of clocher-run whose values are paths of files or folders to be read.
+# Variables of clocher-run whose values are input paths.
 _PATHS = ("MODEL_DIR", "PROMPTS", "CLOCHER_TILE_TABLE")
 _GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
 
@@ -197,7 +197,7 @@ def report(call: Call) -> int:
 def bench_verify(call: Call) -> int:
     """Check the last results, or REPORT_PATH and STRICT_REPORT_PATH."""
     path = call.values["REPORT_PATH"] or call.results
-    # Beside a report lies the result file that it shows.
+    # The result file is next to its report.
     code = verify(call, path if path.suffix == ".jsonl" else path.with_name(RESULTS))
     strict = call.values["STRICT_REPORT_PATH"]
     return code or (ExitCode.OK if strict is None else verify_strict(strict))

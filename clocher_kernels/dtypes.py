@@ -62,7 +62,7 @@ class _Minifloat:
         table = self.values()
         largest = table[np.isfinite(table)].max()
         smallest_normal = np.float32(2.0 ** (1 - self.bias))
-        # Adding this makes the fp32 unit round off at the step of the subnormals.
+        # Adding this rounds fp32 at the subnormal step.
         magic = np.float32(2.0 ** (1 - self.bias - m + 23))
 
         shift = 23 - m
@@ -131,7 +131,7 @@ def to_f32(array: np.ndarray, dtype: str) -> np.ndarray:
         return bits.view(np.float32)
     if dtype in _TABLES:
         return look_up(_TABLES[dtype], array)
-    with np.errstate(invalid="ignore"):  # a signalling NaN of fp16, of which Arm takes note
+    with np.errstate(invalid="ignore"):  # a signalling NaN of fp16 warns on Arm
         return array.astype(np.float32, copy=False)
 
 

@@ -187,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
     ids = token_stream(tokenizer, files, end if isinstance(end, int) else 0)
     print(f"{len(files)} files, {len(ids)} tokens, mask token id {mask_id}", file=sys.stderr)
 
-    # The row of a token that no text holds was never trained: the mean is a neutral start.
+    # The row of a token absent from all text was never trained: the mean is a neutral start.
     embedding = weights["model.embed_tokens.weight"]
     embedding[mask_id] = embedding.mean(0)
     for tensor in weights.values():

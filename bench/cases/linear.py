@@ -106,7 +106,7 @@ def _compared(
         rows[name] |= {**share, "us": median(took[name]) / engine.products * 1e6}
         rows[name] |= {"samples": took[name], "note": "; ".join(notes)}
         if name != names[0] and names[0] in made:
-            # A product a second; cached weights may be fewer copies of the matrix.
+            # In matmuls per second: cached weights may have fewer copies of the matrix.
             speeds = {each: [made[each].products / s for s in took[each]] for each in made}
             rows[name] |= over(speeds[names[0]], speeds[name])
     return rows

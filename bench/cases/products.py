@@ -108,7 +108,7 @@ def clocher(
         plan = quantize_activations(plan, formats, act_group)
         if has_codes(plan.calls[-1]):
             tolerance, note = 0.03, f"int8 activations, groups of {act_group}"
-    # A team that is free to use fewer threads would make "2 threads" mean something else.
+    # A dynamic team could use fewer threads than the result says.
     executor = CpuExecutor(plan, tensors, threads, hints=Hints(adaptive=False))
     executor.array("x")[...] = problem.x()
     return Engine(

@@ -112,7 +112,7 @@ class Profiler:
         found = []
         start = time.perf_counter_ns()
         for _ in stream:
-            # Nothing more between two steps: threads that wait for long fall asleep.
+            # Nothing else between two steps: threads that wait for long fall asleep.
             found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
             start = time.perf_counter_ns()
         costs = self._costs(1, 1)

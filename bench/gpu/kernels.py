@@ -23,7 +23,7 @@ from typing import Any
 
 SUFFIX = ".tar.xz"
 _SMS, _SHORT, _TIGHT = 132, 16, 9
-_NEEDED = (".cubin", ".json")  # the rest (PTX, the IRs, the source) is for people
+_NEEDED = (".cubin", ".json")  # the rest (PTX, the IRs, the source) is for debugging
 
 
 def tar(files: Iterable[tuple[str, Path]], preset: int = 1) -> bytes:
@@ -47,7 +47,7 @@ class Cache:
         """Return (name in an archive, file) of what a launch needs: new files, or all."""
         found = [f for f in self.path.rglob("[!.]*") if f.suffix in _NEEDED]
         found = [f for f in found if known or f not in self.known]
-        found.sort(key=lambda file: (file.suffix, file.name, file))  # alike files pack best
+        found.sort(key=lambda file: (file.suffix, file.name, file))  # similar files compress best
         return [(f"cache/{self.path.name}/{file.relative_to(self.path)}", file) for file in found]
 
 
@@ -71,7 +71,7 @@ def use(archives: Sequence[Path]) -> Cache:
         except tarfile.TarError as error:
             raise ValueError(f"{archive} cannot be unpacked: {error}") from None
     groups = list(path.glob("*/__grp__*.json"))
-    for group in groups:  # it names files by absolute paths; one that is missing makes it corrupt
+    for group in groups:  # it has absolute paths; a missing file makes it corrupt
         noted = json.loads(group.read_text(encoding="utf-8"))
         files = {name: group.parent / name for name in noted["child_paths"]}
         noted["child_paths"] = {name: str(file) for name, file in files.items() if file.exists()}

@@ -60,7 +60,7 @@ def _contender(setting: Setting, spec: OpSpec, case: Case) -> tuple[int, Sequenc
     nbytes = cost(spec, {**outputs, **trial.values}, case.attrs).bytes
     first = trial.tensors()
     copies = [{n: _clone(v) for n, v in first.items()} for _ in range(setting.copies(nbytes))]
-    setting.timer.synchronize()  # kernels that start early read weights without waiting
+    setting.timer.synchronize()  # kernels that start early prefetch weights
     return nbytes, [partial(execute, trial.launches(tensors)) for tensors in copies]
 
 

@@ -128,7 +128,7 @@ class Trial(OpRun):
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return both as fp32 or stored integers; under `EXACT` the reference is rounded first."""
         got = got.cpu()
-        if expected.dtype.kind != "f":  # a cache of bf16 among them
+        if expected.dtype.kind != "f":  # includes bf16 caches
             wide = got.view(torch.int16) if got.is_floating_point() else got
             return wide.numpy().view(expected.dtype), expected
         if name in self.types and self.limit == EXACT:
@@ -138,7 +138,7 @@ class Trial(OpRun):
     def _rounded(self, name: str, value: Value) -> Value:
         if name not in self.types or isinstance(value, QuantTensor):
             return value
-        if value.dtype == np.int8:  # codes are what they are
+        if value.dtype == np.int8:  # codes need no rounding
             del self.types[name]
             return value
         return torch.from_numpy(value.copy()).to(self.types[name]).float().numpy()

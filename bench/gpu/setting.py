@@ -19,13 +19,13 @@ Prepare = Callable[[], tuple[int, Sequence[Call]]]
 """Returns the bytes of one call, and calls that each use their own copy of the weights."""
 Item = tuple[str, Callable[["Setting"], Iterable[Row]]]
 
-cuda: Any = torch.cuda  # has no types
+cuda: Any = torch.cuda  # untyped
 
 _LARGE, _TINY = 1 << 30, 4096
-_MARGIN = 1.05  # a row may exceed the measured bandwidth by this much
-_COLD = 5  # copies of the weights come to more than this many L2 caches
+_MARGIN = 1.05  # tolerance of a row over the measured bandwidth
+_COLD = 5  # copies of the weights exceed this many L2 caches
 _MOST_COPIES, _CALLS, _ROUNDS = 64, 20, 15
-_HEAD_START_CYCLES = 2_000_000  # the host queues a whole round meanwhile
+_HEAD_START_CYCLES = 2_000_000  # the host queues a whole round during this delay
 
 
 def reason(error: BaseException) -> str:
@@ -56,7 +56,7 @@ class Timer:
         for turn in range(0 if self.dry else _ROUNDS):
             cuda._sleep(_HEAD_START_CYCLES)
             first = turn % max(len(order), 1)
-            for name in order[first:] + order[:first]:  # neighbours change
+            for name in order[first:] + order[:first]:  # rotate the order
                 start, end = (cuda.Event(enable_timing=True) for _ in "se")
                 start.record()
                 graphs[name][0]()

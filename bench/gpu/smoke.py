@@ -60,7 +60,7 @@ def _machine(setting: Setting) -> list[Row]:
 
 def _model(setting: Setting, name: str) -> list[Row]:
     """Compare greedy ids and fp32 logits with the CPU's, then logits with fp16 activations."""
-    from clocher_runtime.checkpoints import open_checkpoint  # late: kernels need no runtime
+    from clocher_runtime.checkpoints import open_checkpoint  # lazy: kernels need no runtime
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.config.engine import EngineConfig
     from clocher_runtime.engine.load import load_model

@@ -123,7 +123,7 @@ def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTens
         dtype = TORCH_DTYPES[plane.dtype]
         if dtype.is_floating_point:
             planes[name] = (setting.randn(*plane.shape) * shape[-1] ** -0.5).to(dtype)
-        else:  # below 120 no code of fp8 is NaN
+        else:  # no fp8 code below 120 is NaN
             planes[name] = setting.integers(plane.shape, 120, dtype)
     return rearrange(fmt, shape, planes)
 

@@ -70,7 +70,7 @@ class Listed(click.ParamType):
     def of(cls, known: Iterable[str]) -> "Listed":
         """Return the type of a list of known names."""
         names = tuple(known)
-        # Of a name that is not known, `index` raises ValueError.
+        # `index` raises ValueError for an unknown name.
         return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
 
 
@@ -174,7 +174,7 @@ def limit_note(percent: float) -> str:
 
 def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
     """Return the model of a directory, or the embedded one."""
-    from clocher_runtime.checkpoints import open_checkpoint  # late: tables need no checkpoint
+    from clocher_runtime.checkpoints import open_checkpoint  # lazy: tables need no checkpoint
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.engine.load import load_model
 

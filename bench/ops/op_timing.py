@@ -45,7 +45,7 @@ def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
     """Return an op on one of `DEVICES`, compared with its reference."""
     op = OpRun(spec, case)
     cost = cost_of(op)
-    # A call that is over at once would measure how long it takes to wake the team.
+    # A very short call would measure waking the team.
     calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(cost.bytes, 1)))
     facts = {
         "op": spec.name,
@@ -76,7 +76,7 @@ def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
         if limit == EXACT or expected[name].dtype.kind != "f":
             facts["correct"] &= bool(np.array_equal(got[name], expected[name]))
             continue
-        if not np.isfinite(got[name]).all():  # and errors that are not numbers are not JSON
+        if not np.isfinite(got[name]).all():  # NaN and infinity are not JSON
             facts |= {"correct": False, "rms_error": None, "max_error": None}
             break
         rms, largest = error(got[name], expected[name])
@@ -87,7 +87,7 @@ def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
 
 
 def _on_cpu(op: OpRun, threads: int, calls: int, cost: Cost, facts: Facts) -> Timed:
-    # A team that is free to use fewer threads would make "2 threads" mean something else.
+    # A dynamic team could use fewer threads than the result says.
     hints = Hints(adaptive=False)
     plan = op.plan
     executor = CpuExecutor(plan, op.weights, threads, hints=hints)

@@ -8,7 +8,7 @@ from clocher_kernels.ops.contract import Case, Real
 from clocher_kernels.ops.quantize import groups_of
 
 _PAGE = 16  # cells of a page in every case
-_KIND = {"aligned", "wide"}  # what the ids of cases say of sizes that are replaced
+_KIND = {"aligned", "wide"}  # words of case ids about replaced sizes
 
 
 def real_cases() -> list[tuple[OpSpec, Case]]:

@@ -94,7 +94,7 @@ def run(
       5  a file cannot be written
       else that of bench.harness
     """
-    # Flags of the harness come behind "--", which click takes away.
+    # Flags of the harness follow "--", which click removes.
     results = [Path(text) for text in takewhile(lambda text: not text.startswith("-"), arguments)]
     flags = arguments[len(results) :]
     if results and flags:

@@ -13,7 +13,7 @@ from bench.record import MARKS, Table, is_figure
 from clocher_kernels.errors import UsageError
 
 _CLASSES = {mark: status for status, mark in MARKS.items()}
-# What may not stand in XML; a result file can hold any text.
+# Characters not allowed in XML; a result file can hold any text.
 _CONTROL = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF} - {10},
     "\N{REPLACEMENT CHARACTER}",
@@ -126,7 +126,7 @@ def _line(text: str) -> str:
 
 def _escaped(match: re.Match[str]) -> str:
     found = match[1]
-    # Brackets are common in intervals, and are a link only before a parenthesis.
+    # Brackets are common in intervals, and a link only before a parenthesis.
     if found in "[]":
         after = match.string[match.end() : match.end() + 1]
         return f"\\{found}" if after == "(" else found

@@ -62,7 +62,7 @@ def attention(
         "WORK": work_type(kv_dtype, device),
     }
     tensors |= {"q": q, "y": y}
-    # Neighbours list different pages; an fp32 cache needs more registers than a tile leaves.
+    # Adjacent tokens list different pages; an fp32 cache needs more registers than a tile has.
     if "listed" in tensors or len(q) <= DECODE_TOKENS or kv_dtype == "f32":
         return few_tokens(tensors, constants, device)
     tokens, lanes = len(q), constants["LANES"]
@@ -120,7 +120,7 @@ def _prefill(
                 cell0, mine[:, None], first[:, None], end[:, None], tree[:, None],
                 position[:, None], lowest, highest, branch, BLOCK, WINDOW, CHUNK,
             )  # fmt: skip
-            # Between the windows of distant tokens there may be anything.
+            # Between the windows of distant tokens there may be any cells.
             if WINDOW > 0 or CHUNK > 0:
                 seen = tl.max(visible.to(tl.int32), 0) > 0
             cell = cell0 + tl.arange(0, BLOCK)

@@ -111,7 +111,7 @@ def attend_block(
         logits = SOFTCAP * tanh(or_nan(logits) * (1.0 / SOFTCAP))
     logits = tl.where(visible, logits, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
-    # Where nothing was seen yet, infinity minus infinity would be NaN.
+    # If nothing was seen yet, infinity minus infinity would be NaN.
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(top - base)
     weight = tl.exp2(logits - base[:, None])

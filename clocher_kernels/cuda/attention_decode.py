@@ -56,7 +56,7 @@ def _decode(
     last = end + count_bits(tree.to(tl.uint64, bitcast=True))
     first, nearest = 0, 0
     if WINDOW > 0 or CHUNK > 0:
-        # Places are positions, unless a tree's contradict its end: then its nodes are counted.
+        # Places are positions, unless a tree node's position contradicts its end: then nodes count.
         keys = position % CHUNK + 1 if CHUNK > 0 else WINDOW
         keys = tl.minimum(keys, WINDOW) if WINDOW > 0 else keys
         first, nearest = tl.maximum(position - keys + 1, 0), last - keys
@@ -98,7 +98,7 @@ def _decode(
     if listed is not None:
         begin = split * per_split
         stop = tl.minimum(begin + per_split, listed_blocks)
-        # The word of the first page, without the pages before it.
+        # The word of the first page, without earlier pages.
         page = begin // PARTS
         current = tl.sum((upto <= page).to(tl.int32))
         left = tl.sum(tl.where(word == current, bits, 0))
@@ -107,7 +107,7 @@ def _decode(
     for place0 in range(begin, stop, BLOCK if listed is None else 1):
         cell0 = place0
         if listed is not None:
-            # Pages that are not seen come last and are not reached.
+            # Unseen pages come last and are not reached.
             while (left == 0) & (current < WORDS - 1):
                 current += 1
                 left = tl.load(words + current).to(tl.uint64, bitcast=True)
@@ -195,7 +195,7 @@ def few_tokens(
                 f"attention: no CUDA kernel reads lists of pages of {page} cells; expected a "
                 f"multiple of {_LEAST}; read all pages"
             )
-    # A window is this many blocks, a tree's cells included; what sees more has longer runs.
+    # A window spans this many blocks, tree cells included; tokens that see more have longer runs.
     least = min((keys for keys in (constants["WINDOW"], constants["CHUNK"]) if keys), default=0)
     runs = min(splits, triton.cdiv(least + 64 + block - 1, block)) if least else splits
     own = {
@@ -215,7 +215,7 @@ def few_tokens(
         "totals": device.scratch("attention_totals", (results,), torch.float32),
         "arrivals": device.scratch("attention_arrivals", (DECODE_TOKENS * heads,), torch.int32),
     }
-    # Blocks beyond the page table cannot be seen, so that their runs need no programs.
+    # Blocks beyond the page table are not visible: their runs need no programs.
     reach = min(runs, triton.cdiv(constants["CELLS"], block))
     launches = []
     for begin in range(0, len(tensors["q"]), DECODE_TOKENS):

@@ -76,7 +76,7 @@ class InputBlock:
             self.host[name] = self._bytes[piece].view(storage).reshape(buffer.shape)
             dtype = TORCH_DTYPES[buffer.dtype]
             self.tensors[name] = self._block[piece].view(dtype).view(buffer.shape)
-        # Two pinned copies: one may still be on its way while the host fills the other.
+        # Two pinned copies: one may still be in flight while the host fills the other.
         self._pinned: list[torch.Tensor] = []
         self._sent: list[torch.cuda.Event] = []
         if device.torch_device == "cuda":

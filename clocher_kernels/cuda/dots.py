@@ -128,7 +128,7 @@ def _unpack(pair):
 @triton.jit
 def _pairs(w, low, high, FORMAT: tl.constexpr):
     """Return the four pairs of 4-bit words, for mxfp4 2^14 times too small."""
-    # The tuples of types stay where they are: Triton 3.9 wraps the elements of a named one.
+    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
     if FORMAT == "int4":
         return tl.inline_asm_elementwise(
             _INT4_PAIRS,
@@ -307,7 +307,7 @@ def vector_dot(
             needs 4-bit weights, fp16 activations and groups of whole words.
         ASM: inline assembly is allowed.
     """
-    # What surely shares a scale: a vector, else eight columns, else two.
+    # Weights that surely share a scale: a vector, else eight columns, else two.
     VECTOR: tl.constexpr = GROUP % WEIGHTS == 0
     EIGHT: tl.constexpr = not VECTOR and GROUP % 8 == 0
     STEP: tl.constexpr = 8 if WEIGHTS > 8 else WEIGHTS

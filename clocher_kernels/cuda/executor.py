@@ -124,7 +124,7 @@ class CudaExecutor:
         """Execute a step call by call without a graph, yielding each executed call."""
         lowered = self._lowered(*self._key(tokens, rows))
         while True:
-            with self._on_stream():  # lowering fills memory that the launches use
+            with self._on_stream():  # lowering initialises memory that the launches use
                 call, launches = next(lowered, (None, []))
                 execute(launches)
             if call is None:
@@ -254,7 +254,7 @@ class CudaExecutor:
         self._refuse_lost()
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
-            # The launches run once before they are captured; what they step on is put back.
+            # The launches run once before capture; restore the inputs that they advance.
             stepped = [*self._inputs.tensors, *self._counters]
             kept = {name: self._values[name].clone() for name in stepped}
             launches = self.lower(key, greedy)
@@ -282,7 +282,7 @@ class CudaExecutor:
             host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)  # of None it does nothing
+        return torch.cuda.stream(self._stream)  # does nothing for None
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
@@ -312,7 +312,7 @@ if hasattr(os, "register_at_fork"):
 def compile_side_by_side(launches: Sequence[Launch]) -> None:
     """Compile kernels in threads, or load them from Triton's cache; run nothing."""
     mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:  # Triton before 3.4; capture compiles them one by one
+    if mode is None:  # Triton before 3.4; capture compiles serially
         return
 
     def compile_all() -> None:
@@ -321,7 +321,7 @@ def compile_side_by_side(launches: Sequence[Launch]) -> None:
                 arguments = {**launch.args, **launch.constants, **options(launch)}
                 launch.kernel.warmup(grid=launch.grid, **arguments)
 
-    # A kernel that does not compile leaves the mode on in the context, so it gets one of its own.
+    # A kernel that fails to compile leaves the mode on in its context, so use a copy.
     copy_context().run(compile_all)
 
 
@@ -338,5 +338,5 @@ def _longest(inputs: Mapping[str, np.ndarray], tokens: int) -> int:
     """Return the most cells that one of the step's tokens may read."""
     if "ends" not in inputs:
         return 1
-    # A node of a tree sees its own cell last, as many beyond the end as its highest bit says.
+    # A tree node sees its own cell last, as far beyond the end as its highest bit.
     return int(inputs["ends"][:tokens].max()) + int(inputs["ancestors"][:tokens].max()).bit_length()

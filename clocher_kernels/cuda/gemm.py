@@ -34,7 +34,7 @@ def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
 def _scale(at, mask, CODE: tl.constexpr):
     scale = tl.load(at, mask, 0)
     if CODE == "mxfp4":
-        # e8m0 is the exponent of an fp32 number; 2^-127 is a subnormal one.
+        # e8m0 is the exponent of an fp32 number; 2^-127 is subnormal.
         exponent = scale.to(tl.int32)
         bits = tl.where(exponent == 0, 0x400000, exponent << 23)
         return bits.to(tl.float32, bitcast=True)
@@ -92,7 +92,7 @@ def _gemm(
         if SPAN == 0:
             total = tl.dot(wt, xt, total, input_precision="ieee")
         elif SPAN % BK == 0:
-            # Codes are exact in the operands' type; the sum is what is scaled.
+            # Codes are exact in the operands' type; the sum is scaled.
             part = tl.dot(wt, xt, input_precision="ieee")
             total += part * _scale(scales + group, grouped, CODE)
         else:
@@ -148,7 +148,7 @@ def gemm(
     """Lower `ops.linear.linear` for any number of tokens."""
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
-    # Groups that no step of 16 columns fits in are scaled before the product, which wants fp32.
+    # Groups that fit no step of 16 columns are scaled before the matmul, which needs fp32.
     operand = torch.float32 if held.span % 16 else operand_type(x.dtype, device)
     tile = tile_for(operand, held.span, m, n, k, device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}

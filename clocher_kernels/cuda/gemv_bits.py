@@ -48,7 +48,7 @@ def stream_rows(
         zero = tl.load(zeros + row).to(tl.int32)
     lane = (tl.arange(0, L) % BV)[:, None, None]
     total = tl.zeros((L, BM, R), tl.float32)
-    # The next turn's weights are on their way while this turn's are multiplied.
+    # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
     start(PDL)
     for first in range(0, V, BV):
@@ -90,7 +90,7 @@ def _gemv_bits(
     BN: tl.constexpr = L // BV * R
     first = tl.program_id(0) * BN
     m = tl.arange(0, BM)[None, :, None]
-    # In 64 bits from the start rows share an address; with eight tokens that makes ptxas spill.
+    # 64-bit row numbers share one address; with eight tokens ptxas would spill.
     row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)

@@ -182,7 +182,7 @@ class Tile(NamedTuple):
 
 def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens: int = 1) -> Tile:
     """Choose the tile; only `rows`, which changes no sum, may depend on the number of tokens."""
-    # 16 bytes, or what keeps rows aligned and chunks within a group.
+    # 16 bytes, or less to keep rows aligned and chunks within a group.
     lane = 16 // held.data.element_size()
     while k % lane or held.span % lane:
         lane //= 2

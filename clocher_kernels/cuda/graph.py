@@ -54,7 +54,7 @@ def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> C
         execute(launches)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads of this process do on the GPU meanwhile may not break the capture.
+        # GPU work of other threads of this process must not break the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             execute(launches)
 

@@ -55,7 +55,7 @@ def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.co
     rounded = value.to(tl.int32, bitcast=True)
     rounded += ((rounded >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
     normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # The sum rounds off at the step of the subnormals, and its last bits are the code.
+    # The sum rounds at the subnormal step, and its last bits are the code.
     subnormal = (value + MAGIC).to(tl.int32, bitcast=True) & ((1 << (MANTISSA + 1)) - 1)
     code = tl.where(value < SMALLEST_NORMAL, subnormal, normal)
     code = tl.where(nan, (1 << (EXPONENT + MANTISSA)) - 1, code)
@@ -75,7 +75,7 @@ def narrow(x, KV: tl.constexpr):
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
         return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif KV == "f16":
-        # Finite values stay finite; infinity and NaN are what they were.
+        # Finite values stay finite; infinity and NaN are kept.
         largest = tl.where(x < 0, -65504.0, 65504.0)
         magnitude = tl.abs(x)
         over = (magnitude > 65504.0) & (magnitude < float("inf"))

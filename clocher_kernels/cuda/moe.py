@@ -60,7 +60,7 @@ def _gate_up(
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
-        hidden = tl.where(odd, float("nan"), hidden)  # clamping lost it
+        hidden = tl.where(odd, float("nan"), hidden)  # clamping lost NaN
     else:
         hidden = activate(gate, ACT) * up
     i = rows_of(first // 2, L // BV, 1, R // 2)
@@ -80,7 +80,7 @@ def _down(
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BN
     start(PDL)
-    # The chosen experts work at the same time, L lanes each.
+    # The chosen experts run in parallel, L lanes each.
     lane = tl.arange(0, BA * L)[:, None, None]
     chosen = lane // L < A
     at = m * A + lane // L

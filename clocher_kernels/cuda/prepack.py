@@ -41,7 +41,7 @@ Planes = dict[str, torch.Tensor]
 VECTOR = 16
 """Bytes that a lane loads at once; packed rows are whole vectors."""
 
-# Words that are changed at a time: with at most 8 temporaries of this size, 64 MB.
+# Words changed at a time: at most 8 temporaries of this size, 64 MB.
 _PIECE = 1 << 21
 
 
@@ -105,7 +105,7 @@ def _bsr(fmt: Bsr, planes: Planes, shape: tuple[int, ...]) -> Planes:
     if fmt.inner != "int4":
         return planes
     width = VECTOR // 2 if fmt.block[1] <= VECTOR else VECTOR
-    # What is added beside a block must be zero, for it meets activations: code 8.
+    # Padding beside a block meets activations, so it must decode to zero: code 8.
     words = _whole_vectors(planes["codes"], width, 0x88)
     for piece in words.view(-1).split(_PIECE):
         piece.copy_(_pair_nibbles(piece))
@@ -144,7 +144,7 @@ def _pair_nibbles(words: torch.Tensor) -> torch.Tensor:
 
 def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
     """Spread the four nibbles of each half to the places that the kernels' masks expect."""
-    # (shift left, bits that it puts in place); negative shifts go right.
+    # (shift left, result bits); negative shifts go right.
     moves = (
         (12, 0x8000),
         (4, 0x7000),

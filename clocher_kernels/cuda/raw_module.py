@@ -57,7 +57,7 @@ class DeviceWorkTouch:
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._state = torch.zeros(len(_STATE), dtype=torch.int64, device=device)
-        # Where the counters are written: what reads them must come after.
+        # Readers of the counters must synchronise with this stream.
         self._stream = stream or torch.cuda.current_stream(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         reads = -(-bytes_per_token // stride)

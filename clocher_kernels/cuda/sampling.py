@@ -131,9 +131,9 @@ def _fill_bins(
     at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
     counts += row * BINS
     bin_masses += row * BINS
-    # Of a temperature that is none nothing is sure; a bin that is none must not be counted in.
+    # An invalid temperature may give a negative bin: keep it within bounds.
     which = tl.maximum(bin_of(x, top, heat), 0)
-    # Most tokens are in the last bin: they weigh nothing, and no cut needs their number.
+    # Most tokens are in the last bin: they weigh nothing, and no cut needs their count.
     weighs = (at < V) & (which < BINS - 1)
     tl.atomic_add(counts + which, 1, weighs, sem="relaxed")
     tl.atomic_add(bin_masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")

@@ -8,11 +8,11 @@ logit's bits, order-preserving, above the inverted id; larger ones come first.
 import triton
 import triton.language as tl
 
-# The last bin holds weights that are rounded to nothing.
+# The last bin holds weights that round to zero.
 BINS = tl.constexpr(2048)
-# Natural logarithms that the other bins span: exp(-32) is less than half a unit of 2^-44.
+# Range of the other bins in natural logs: exp(-32) is less than half a unit of 2^-44.
 _SPAN = tl.constexpr(32.0)
-# Listed tokens that are looked at together.
+# Listed tokens processed together.
 _LISTED = tl.constexpr(512)
 KEEP_ALL = tl.constexpr(-(1 << 63))
 _LARGEST_RANK = tl.constexpr((1 << 63) - 1)
@@ -37,7 +37,7 @@ def without_forbidden(
     """Set logits that the row's mask does not allow to minus infinity."""
     mask = tl.load(masked + row)
     words = allowed + (tl.minimum(mask, C) - 1).to(tl.int64) * W + token // 32
-    # Of a row without a mask nothing is read.
+    # Rows without a mask read nothing.
     word = tl.load(words, token < tl.where(mask > 0, V, 0), other=-1)
     return tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
 
@@ -94,7 +94,7 @@ def find_bins(counts, masses, k, p):
     last = tl.where(k_bin < 0, BINS, k_bin)
     k_need = k - tl.sum(tl.where(bin_ < last, count, 0))
     k_above = tl.sum(tl.where(bin_ < last, mass, 0))
-    # What top-k keeps weighs at least k_above, and at most that and the whole bin.
+    # The weight kept by top-k is between k_above and k_above plus the whole bin.
     least = share_of(p, k_above)
     most = share_of(p, k_above + tl.sum(tl.where(bin_ == k_bin, mass, 0)))
     p_low = tl.sum((mass_to < least).to(tl.int32))

@@ -170,7 +170,7 @@ def _list_pages(
     chosen = (number < seen) & ((number < FIRST) | (number >= old))
     if scores is not None:
         chosen |= _choice(scores + pair * BLOCKS, number, old, FIRST, COUNT, MARGIN, MASS, BITS)
-    # A page table that is cut leaves words over.
+    # A shortened page table leaves words over.
     bits = chosen.to(tl.int64) << (number % 64).to(tl.int64)
     word, rest = tl.arange(0, WIDTH // 64), tl.arange(0, REST)
     out = listed + pair * WORDS

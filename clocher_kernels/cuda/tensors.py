@@ -50,7 +50,7 @@ def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     elif dtype in ("u32", "u64"):
         array = array.view(f"i{array.itemsize}")
     with warnings.catch_warnings():
-        # torch has no read-only tensors; nobody writes to the view of a mapped file.
+        # torch has no read-only tensors; the view of a mapped file is never written.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
     return tensor.view(TORCH_DTYPES[dtype])

@@ -38,7 +38,7 @@ and.b32 c, c, 0x03030303;
 dp4a.s32.s32 $0, c, $5, t;
 }""")
 
-# $0 = $5 - the sum of 16 int8: what codes 0..2 count too much.
+# $0 = $5 - the sum of 16 int8: the offset of codes 0..2.
 _LESS16 = tl.constexpr("""{
 .reg .b32 t, o;
 mov.b32 o, 0xffffffff;
@@ -138,7 +138,7 @@ def linear_ternary(
         copies=1,
         device=device,
         key=f"{w.format.name}/{n}x{k}",
-        most=8 if m <= 2 else 2,  # what registers have room for
+        most=8 if m <= 2 else 2,  # limited by registers
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     stored = {"w": w.planes["codes"], "multiplier": w.planes["scale"]}

@@ -171,7 +171,7 @@ def gemv_tile(
     """
     together = 1 << (tokens - 1).bit_length()
     if device.capability == 0:
-        # Triton's interpreter pays for programs, not for their size.
+        # Triton's interpreter costs time per program, whatever its size.
         return GemvTile(1, 8, together, 16)
     found = tuned(key, tokens, device.capability)
     if found is not None:

@@ -16,7 +16,7 @@ Placed = DeviceTensor | torch.Tensor
 Progress = Callable[[int, int], None]
 
 _STAGING_BYTES = 32 << 20
-# Left for Triton's modules, the CUDA context and the temporaries of the rearrangement.
+# Reserved for Triton's modules, the CUDA context and rearrangement temporaries.
 _RESERVE_BYTES = 512 << 20
 
 
@@ -70,7 +70,7 @@ class _Copier:
             target.copy_(source)
             self._report(source.nbytes)
             return target
-        # A tensor of the file may be a scalar plane or have an odd size: bytes fit all.
+        # Planes may be scalar or of odd size: bytes fit all.
         pieces = zip(
             source.reshape(-1).view(torch.uint8).split(_STAGING_BYTES),
             target.reshape(-1).view(torch.uint8).split(_STAGING_BYTES),

@@ -165,7 +165,7 @@ def _bind(
     plan = op_plan(
         spec, shapes, dtypes, formats, {**sizes, "M": capacity}, attrs, act_prec or "int8"
     )
-    # Another object than the caller's, so that what is bound goes when the caller's does.
+    # A copy, so that bound ops are freed with the caller's object.
     own = {
         name: QuantTensor(v.shape, v.format, v.planes) if isinstance(v, QuantTensor) else v
         for name, v in kept.items()

@@ -106,7 +106,7 @@ def op_plan(
     act_prec: str,
 ) -> Plan:
     """Return the Plan of one op, with quantisation of its activations if needed; M at capacity."""
-    # Arrays that have a shape and a type and no memory.
+    # Arrays with shape and type but no memory.
     values: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), STORAGE[dtype]), shapes[name])
         for name, dtype in dtypes.items()

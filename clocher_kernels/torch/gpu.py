@@ -88,7 +88,7 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
         if name not in values:
             dtype = own.get(name, TYPES[buffer.dtype])
             values[name] = torch.empty(buffer.shape, dtype=dtype, device=lead.device)
-    if len(plan.calls) > 1:  # it is quantised first, from fp32
+    if len(plan.calls) > 1:  # quantised first, from fp32
         first = plan.calls[0].args["x"]
         values[first] = values[first].float()
     for each in plan.calls:

@@ -98,7 +98,7 @@ class QuantLinear(torch.nn.Module):
         """Return [..., N] of x [..., K], in x's type: fp32, fp16 or bf16."""
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
-        # A weight leaves little of Python in the caches: each line here costs a microsecond or two.
+        # Streaming a weight evicts Python from the caches: each line here costs 1-2 microseconds.
         buffers, shape = self._buffers, [self.out_features, self.in_features]
         planes, bias = [buffers[name] for name in self._names], buffers["bias"]
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)

@@ -19,7 +19,7 @@ _ready: dict[tuple[Any, ...], "Ready"] = {}
 """By op, first plane, tokens and activation type; entries are removed with the plane."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ready.clear)  # their teams stayed in the parent
+    os.register_at_fork(after_in_child=_ready.clear)  # threads do not survive a fork
 
 
 class Ready(NamedTuple):
@@ -79,7 +79,7 @@ def repeat(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> li
 
 
 def _forget(key: tuple[Any, ...], _: object, kept: dict[tuple[Any, ...], Ready] = _ready) -> None:
-    kept.pop(key, None)  # an argument, for the module may be cleared already
+    kept.pop(key, None)  # an argument: the module may be cleared already
 
 
 def keep(
