@@ -10,10 +10,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 
 
 class ReferenceExecutor(Executor):
-    """Execute a Plan with the op table's NumPy references: slow, simple, always available.
-
-    `weights` has a QuantTensor for each "matrix" parameter, an fp32 array for each "vector".
-    """
+    """Execute a Plan with the op table's NumPy references: slow, simple, always available."""
 
     name = "reference"
     isa = "numpy"

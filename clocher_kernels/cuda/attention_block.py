@@ -1,7 +1,6 @@
 """One block of keys and values for a tile of rows: the step of online softmax.
 
-Keys and values are multiplied as bf16 or fp16, which hold them exactly. The fp32 operand is split
-in two such numbers, rounded value and remainder: fp32 accuracy for two tensor-core instructions.
+Keys and values are multiplied as exact bf16 or fp16; the fp32 operand is split in two of these.
 """
 
 import triton

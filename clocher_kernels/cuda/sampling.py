@@ -1,7 +1,6 @@
 """Sample the next tokens in a few launches of fixed size.
 
-A row takes four: the largest logit (enough for greedy rows), the bins, the cuts, the draw. Scratch
-memory carries state between them; a row's last program does what needs the whole row.
+A row takes four: the largest logit (enough for greedy rows), the bins, the cuts, the draw.
 """
 
 from typing import Any

@@ -1,7 +1,6 @@
 """Bounds of the keys of pages, and the lists of pages that tokens read.
 
-One program scores some pages for a token and key/value head, another lists them, so a list depends
-on its own query alone. The best pages are found by bisecting the scores, without sorting.
+A list depends on its own query alone; the best pages are found by bisecting the scores.
 """
 
 import triton
