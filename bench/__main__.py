@@ -17,11 +17,10 @@ CASES = {
     "start": ("bench.cases.start", "from the command to the first token"),
     "ptq_calib": ("bench.ptq_calib", "cosine of min-max INT8, and a gate"),
 }
-"""Name -> the module with its `main`, and what it measures."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what the first word names."""
+    """Run the case that the first argument names."""
     name, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
         click.echo("Usage: python -m bench CASE [FLAGS]; each CASE has --help.\n")

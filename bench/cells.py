@@ -1,4 +1,4 @@
-"""What a harness runs: cells, each a configuration of the engine, and the sweep they come from."""
+"""Cells, each one engine configuration, and the sweep they come from."""
 
 import hashlib
 import itertools
@@ -22,7 +22,6 @@ from clocher_runtime.config.sources import sources_of
 MAX_CELLS = 10_000
 
 DEFAULT = "default"
-"""Value of a sweep that leaves a setting alone."""
 
 ALIASES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "act_quant": ("act_prec", {"none": DEFAULT}),
@@ -37,10 +36,7 @@ _MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One configuration: all settings that were given, and of them those of the sweep, as text.
-
-    `key` is the SHA-256 of its content, see `content_key`.
-    """
+    """One configuration as text: all given settings, and those of the sweep."""
 
     label: str
     swept: Mapping[str, str]
@@ -59,7 +55,7 @@ class Cell:
         return found
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of the process: no setting is in it but those of the cell."""
+        """Return the process environment; it has no engine settings but those of the cell."""
         variables = {variable for setting in ALL.values() for variable in setting.env}
         found = {name: value for name, value in environ.items() if name not in variables}
         for name, raw in self.settings.items():
@@ -76,11 +72,7 @@ class Cell:
 def base_settings(
     flags: Mapping[str, str], environ: Mapping[str, str], in_file: Mapping[str, Given]
 ) -> dict[str, str]:
-    """Return every setting that was given, by its strongest source, as text.
-
-    Raises:
-        UsageError: as `resolve`.
-    """
+    """Return every setting that was given, by its strongest source, as text."""
     config = resolve(flags, environ, in_file)
     found = {name: given.raw for name, given in config.given.items()}
     for name, setting in HINTS.items():
@@ -90,14 +82,7 @@ def base_settings(
 
 
 def parse_sweep(text: str) -> list[dict[str, tuple[str, str]]]:
-    """Return the points of a sweep: name as typed -> (name of the setting, value), by point.
-
-    Args:
-        text: "name=value,value|name=value": the product of all values is run.
-
-    Raises:
-        UsageError: a name or a value is not known, or there are more than `MAX_CELLS` points.
-    """
+    """Return the points of a sweep, the product in "name=value,value|name=value", by setting."""
     axes: list[list[tuple[str, str, str, str]]] = []
     for part in filter(None, (part.strip() for part in text.split("|"))):
         typed, equals, rest = part.partition("=")
@@ -125,11 +110,7 @@ def parse_sweep(text: str) -> list[dict[str, tuple[str, str]]]:
 
 
 def make_cells(settings: Mapping[str, str], sweep: str, label: str) -> list[Cell]:
-    """Return the cells of a sweep, or the one cell without one.
-
-    Raises:
-        UsageError: as `parse_sweep`, or a setting of a cell excludes another.
-    """
+    """Return the cells of a sweep, or one cell without a sweep."""
     cells = []
     for point in parse_sweep(sweep):
         swept = {name: raw for name, raw in point.values() if raw != DEFAULT}
@@ -142,7 +123,7 @@ def make_cells(settings: Mapping[str, str], sweep: str, label: str) -> list[Cell
 
 
 def command_of(settings: Mapping[str, str], sweep: str, runs: int) -> str:
-    """Return a command that runs a sweep: variables, the harness, then flags of the engine."""
+    """Return a command that runs a sweep: variables, the harness, then engine flags."""
     cell = Cell("", {}, settings)
     words = [f"{name}={raw}" for name, raw in cell.environment({}).items()]
     words += ["python", "-m", "bench.harness", "--runs", str(runs)]
@@ -151,15 +132,7 @@ def command_of(settings: Mapping[str, str], sweep: str, runs: int) -> str:
 
 
 def content_key(cell: Cell, cwd: Path, machine: str) -> str:
-    """Return the SHA-256 of what a cell's numbers depend on.
-
-    It covers the settings, the bytes of the prompts file, name, size and time of the model's files,
-    the source of the packages, and the machine.
-
-    Raises:
-        ModelNotFound: there is no such model.
-        UsageError: the prompts file cannot be read.
-    """
+    """Return the SHA-256 of settings, prompts, model file facts, package source and machine."""
     config = cell.config()
     content = {
         "settings": dict(cell.settings),
@@ -172,11 +145,7 @@ def content_key(cell: Cell, cwd: Path, machine: str) -> str:
 
 
 def prompts_sha256(config: RunConfig) -> str | None:
-    """Return the SHA-256 of the prompts file; None without one.
-
-    Raises:
-        UsageError: it cannot be read.
-    """
+    """Return the SHA-256 of the prompts file; None without one."""
     if config.prompts_file is None:
         return None
     try:
@@ -188,7 +157,7 @@ def prompts_sha256(config: RunConfig) -> str | None:
 
 @cache
 def code_sha256() -> str:
-    """Return the SHA-256 of the source of the packages."""
+    """Return the SHA-256 of the packages' source."""
     digest = hashlib.sha256()
     root = Path(clocher_runtime.__file__).parents[1]
     for package in (Path(clocher_kernels.__file__).parent.name, "clocher_runtime", "cpu_fallback"):
@@ -220,5 +189,5 @@ def _model_files(config: RunConfig, cwd: Path) -> list[tuple[str, int, int]]:
 
 
 def source_names(name: str) -> set[str]:
-    """Return what a setting can be called in `hints_ignored`: its flag and its variables."""
+    """Return a setting's names in `hints_ignored`: its flag and its variables."""
     return {ALL[name].flag, *ALL[name].env} if name in ALL else {name}

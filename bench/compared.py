@@ -1,4 +1,4 @@
-"""What rows of the harness say together: cells, their speeds, ratios, contradictions, tables."""
+"""Rows of the harness combined: cells, speeds, ratios, contradictions, tables."""
 
 import csv
 import io
@@ -22,7 +22,7 @@ from clocher_runtime.quality.statistics import (
 
 SPEED = "tps_true"
 
-# Columns of the CSV file before those of the line, and the keys of the line that are no scalars.
+# Columns of the CSV file before those of the line, and non-scalar keys of the line.
 _COLUMNS = ("label", "key", "run", "attempt", "order", "status", "started", "elapsed_s")
 _NOT_SCALAR = ("outputs", "gpu", "work_touch", "hints_ignored")
 _MEDIANS = ("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms", "bytes_per_token")
@@ -41,7 +41,7 @@ _MEMORY = (
 
 @dataclass(frozen=True, slots=True)
 class ResultCell:
-    """The rows of one cell, in order; `key` identifies it, `label` is what it is called."""
+    """The rows of one cell, in order."""
 
     key: str
     label: str
@@ -49,18 +49,18 @@ class ResultCell:
 
     @property
     def good(self) -> list[Row]:
-        """Rows that count, by number of the run; of a number that was run twice the last."""
+        """Valid rows, by run number; the last of repeated runs."""
         kept = {row["run"]: row for row in self.rows if row["status"] == "ok"}
         return [kept[run] for run in sorted(kept)]
 
     @property
     def ignored(self) -> list[str]:
-        """Swept settings that the engine did not act on."""
+        """Swept settings that the engine ignored."""
         return sorted({str(name) for row in self.rows for name in row.get("ignored") or ()})
 
     @property
     def swept(self) -> Mapping[str, str]:
-        """Settings that make it different from its neighbours."""
+        """Settings that differ from the neighbouring cells."""
         return dict(self.rows[0].get("swept") or {})
 
     def count(self, status: str) -> int:
@@ -68,22 +68,13 @@ class ResultCell:
         return sum(row["status"] == status for row in self.rows)
 
     def values(self, key: str = SPEED, runs: set[int] | None = None) -> list[float]:
-        """Return a number of the line for each row that counts, where it is known.
-
-        Args:
-            key: of the line.
-            runs: numbers of runs to take; None: all.
-        """
+        """Return a field of the JSON line for each valid row that has it; `runs` None means all."""
         found = [row["line"].get(key) for row in self.good if runs is None or row["run"] in runs]
         return [float(value) for value in found if is_number(value) and value > 0]
 
 
 def group(rows: Sequence[Row]) -> list[ResultCell]:
-    """Return the cells of some rows, in the order in which they appear.
-
-    Of cells with one label but different content (code or files changed in between) the last one
-    is returned.
-    """
+    """Group rows into cells, in order; of equal labels with different content the last is kept."""
     cells: dict[str, ResultCell] = {}
     for row in rows:
         cells.setdefault(row["key"], ResultCell(row["key"], row["label"])).rows.append(row)
@@ -91,7 +82,7 @@ def group(rows: Sequence[Row]) -> list[ResultCell]:
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows flat: those of the row, swept settings, state, then scalars of the line."""
+    """Write rows flat: row fields, swept settings, machine state, scalars of the line."""
     lines = [row["line"] or {} for row in rows]
     swept, state = (list(dict.fromkeys(n for r in rows for n in r[k])) for k in ("swept", "state"))
     keys = list(dict.fromkeys(k for line in lines for k in line if k not in _NOT_SCALAR))
@@ -112,11 +103,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def problems(cells: Sequence[ResultCell]) -> list[str]:
-    """Return what is wrong with a result file; empty if nothing is.
-
-    No process may have failed, and every process of a cell must have generated the same tokens,
-    the one that only warmed the caches included.
-    """
+    """Return a file's faults: failed processes, or different tokens within a cell."""
     found = []
     for cell in cells:
         tokens = {r["tokens_sha256"] for r in cell.rows if r.get("tokens_sha256")}
@@ -129,12 +116,12 @@ def problems(cells: Sequence[ResultCell]) -> list[str]:
 
 
 def unmeasured(cells: Sequence[ResultCell]) -> list[str]:
-    """Return the labels of cells that have no run that counts."""
+    """Return the labels of cells without a valid run."""
     return [cell.label for cell in cells if not cell.good]
 
 
 def beside(base: ResultCell, cell: ResultCell) -> tuple[Ratio | None, str]:
-    """Return ratio and verdict of a cell of the same file, by number of the run."""
+    """Return ratio and verdict against a cell of the same file, paired by run number."""
     if base.swept != cell.swept and _acted_on(base) == _acted_on(cell):
         return None, "the engine does the same as in the first row"
     common = {r["run"] for r in base.good} & {r["run"] for r in cell.good}
@@ -147,7 +134,7 @@ def beside(base: ResultCell, cell: ResultCell) -> tuple[Ratio | None, str]:
 def pairs(
     before: Sequence[ResultCell], after: Sequence[ResultCell]
 ) -> list[tuple[ResultCell, ResultCell]]:
-    """Return cells with one label; two files of one cell each are a pair whatever their labels."""
+    """Return cells with the same label; two files of one cell each always pair."""
     if len(before) == len(after) == 1:
         return [(before[0], after[0])]
     later = {cell.label: cell for cell in after}
@@ -155,13 +142,13 @@ def pairs(
 
 
 def compare_files(old: ResultCell, new: ResultCell) -> Ratio | None:
-    """Return the speed of a cell over that of another file; None where no run of one counts."""
+    """Return the speed ratio of cells of two files; None if either has no valid run."""
     a, b = old.values(), new.values()
     return apart_ratio(b, a) if a and b else None
 
 
 def cells_tables(cells: Sequence[ResultCell]) -> tuple[Table, Table]:
-    """Return the speeds of the cells of a file, each beside the first, and their memory."""
+    """Return tables of a file's cells: speeds beside the first cell's, and memory."""
     rows = [_cell_row(cells[0], cell) for cell in cells]
     return table(*_SPEED, rows), table(*_MEMORY, rows)
 
@@ -209,7 +196,7 @@ def _spelled_runs(values: Sequence[float]) -> str:
 
 
 def spelled(found: Estimate) -> str:
-    """Return a value, and its interval in brackets if there is one."""
+    """Return a value, with its interval in brackets if it has one."""
     ends = f" [{figure(found.low)}, {figure(found.high)}]" if found.known else ""
     return f"{figure(found.value)}{ends}"
 
@@ -221,7 +208,6 @@ def _spelled(found: Ratio | None) -> str:
 
 
 def _acted_on(cell: ResultCell) -> Mapping[str, str]:
-    """Return the swept settings that the engine acts on."""
     ignored = {text.partition("=")[0] for text in cell.ignored}
     return {
         name: raw

@@ -10,6 +10,6 @@ _CELLS = "{name} | {us_per_call:.1f} | {megabytes:.2f} | {gbps:.2f} | {gflops:.2
 
 
 def pytest_terminal_summary(config: pytest.Config) -> None:
-    """Print what was measured, with what pytest-benchmark's own table leaves out."""
+    """Print the results that pytest-benchmark's own table leaves out."""
     if rows := config.stash.get(ROWS, []):
         print_table(table(_HEADS, _CELLS, rows).on_terminal())

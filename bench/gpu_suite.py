@@ -29,7 +29,7 @@ from bench.gpu.__main__ import NO_DEVICE, note, rows_of
 
 
 class Part(NamedTuple):
-    """The call that a part belongs to, and the time limits of it and of one of its items."""
+    """The call that a part belongs to, and time limits of it and of one item."""
 
     call: int
     seconds: float
@@ -38,10 +38,10 @@ class Part(NamedTuple):
 
 CALLS = (0, 1, 2)
 BUDGET = 520.0
-"""Seconds that a call may take; the limits of its parts come to no more."""
+"""Seconds of a call; the limits of its parts add up to no more."""
 
 PARTS = {
-    "machine": Part(0, 40, 40),  # a machine that has just started has a cold disk
+    "machine": Part(0, 40, 40),  # a freshly started machine has a cold disk
     "smoke": Part(0, 75, 60),
     "ceilings": Part(0, 35, 30),
     "parity": Part(1, 480, 480),
@@ -69,7 +69,7 @@ _PATH = click.Path(path_type=Path)
 @click.option("--merge", "folders", multiple=True, type=_PATH, help="put these calls together")
 @click.option("--cache", "caches", multiple=True, type=_PATH, help="archive of compiled kernels")
 def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) -> None:
-    """Run the parts, one after another, and print the report."""
+    """Run the parts in order and print the report."""
     out.mkdir(parents=True, exist_ok=True)
     try:
         cache = kernels.use(given["caches"]) if given["caches"] else None
@@ -94,7 +94,7 @@ def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) ->
 
 
 def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) -> None:
-    """Run a part, anew after what ends it early, and note what did."""
+    """Run a part, restart it after a crash or timeout, and record the cause."""
     slack, path = _DRY_SLACK if dry else 1, out / f"{name}.jsonl"
     item_seconds = PARTS[name].item_seconds * slack
     deadline = time.monotonic() + min(left, PARTS[name].seconds * slack)
@@ -122,8 +122,8 @@ def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) 
 
 
 def run(command: Sequence[str], log: Path, path: Path, deadline: float, item: float) -> int | None:
-    """Run Python; return its exit code, None if it or an item of it took too long."""
-    # What computes on the CPU is small, and many processes run side by side.
+    """Run Python; return its exit code, None after a timeout."""
+    # CPU work is small, and many processes run side by side.
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "2")
     given: dict[str, Any] = {"env": {**os.environ, **threads}, "start_new_session": True}
     with log.open("ab") as output:
@@ -144,7 +144,7 @@ def run(command: Sequence[str], log: Path, path: Path, deadline: float, item: fl
 
 
 def rows_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return what the parts in a folder have found so far."""
+    """Return the rows of the parts in a folder."""
     parts = {path.stem: rows_of(path) for path in sorted(folder.glob("*.jsonl"))}
     if (log := folder / "parity.log").exists():
         text, rows = log.read_text(errors="replace"), []
@@ -159,11 +159,7 @@ def rows_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def report(out: Path, folders: Sequence[Path], names: Sequence[str], said: str = "") -> bool:
-    """Write suite.json and suite.md of one or several calls; return whether all is well.
-
-    Raises:
-        ValueError: a folder has no results, or the calls ran on different GPUs.
-    """
+    """Write suite.json and suite.md of some calls, on one GPU; return whether all is well."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for folder in folders:
         found = rows_in(folder)
@@ -182,7 +178,6 @@ def report(out: Path, folders: Sequence[Path], names: Sequence[str], said: str =
 
 
 def _page(parts: dict[str, list[dict[str, Any]]], said: str) -> Iterator[str]:
-    """Return a table of each part, and what is wrong or was not measured."""
     yield f"# GPU suite\n\n{said}"
     for name, rows in parts.items():
         counts = Counter(row["status"] for row in rows)

@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-if __package__ in (None, ""):  # python bench/harness.py: modules are found from the root, not here
+if __package__ in (None, ""):  # python bench/harness.py: import from the root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import click
@@ -78,14 +78,14 @@ OPTIONS: Mapping[str, tuple[Setting, Any]] = {
         64,
     ),
 }
-"""Settings of the harness itself, and their defaults, by name."""
+"""Settings of the harness itself, and their defaults."""
 
 _PASSED = {"prompts": "prompts_file", "rounds": "rounds", "model-dir": "model_dir"}
 _PASSED |= {"device": "device"}
 
 
 class Job(NamedTuple):
-    """What a call of the harness asks for: a plan, and the result file."""
+    """A plan and the result file."""
 
     plan: Plan
     out: Path
@@ -97,18 +97,7 @@ def prepare(
     environ: Mapping[str, str],
     config: Path | None,
 ) -> Job:
-    """Return what to run: flag, then variable, then file, then default.
-
-    Args:
-        given: name in `OPTIONS` -> what its flag was given.
-        engine_flags: the same for settings of the engine.
-        environ: environment variables.
-        config: TOML file: names of `OPTIONS`, and a table `engine` with settings of the engine.
-
-    Raises:
-        UsageError: a value is not what it should be, or a name is not known.
-        ModelNotFound: there is no such model.
-    """
+    """Return the job: flags win over variables, variables over the TOML file."""
     document = {} if config is None else read_toml(config)
     engine = document.pop("engine", {})
     if not isinstance(engine, dict):
@@ -124,7 +113,7 @@ def prepare(
     for name, (setting, _) in OPTIONS.items():
         if sources := sources_of(name, setting, given, environ, own):
             values[name] = setting.takes.read(sources[0].source, sources[0].raw)
-    # A benchmark generates as many tokens as it was asked for.
+    # A benchmark generates the full number of tokens.
     settings = base_settings({"ignore_eos": "1", **engine_flags}, environ, theirs)
     host = machine.describe()["host_sha256"]
     cells = make_cells(settings, values["sweep"], values["label"])
@@ -142,7 +131,7 @@ def prepare(
 
 
 def measure(job: Job, console: Console) -> int:
-    """Run a job, write its files, print its table and return the exit code."""
+    """Run a job, write its files, print its table; return the exit code."""
     try:
         job.out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -165,7 +154,7 @@ def measure(job: Job, console: Console) -> int:
 
 
 def compare(before: Path, after: Path) -> int:
-    """Print two result files beside each other and return the exit code."""
+    """Print two result files side by side; return the exit code."""
     found = compared.pairs(*(compared.group(read_rows(path)) for path in (before, after)))
     if not found:
         raise UsageError(f"{before} and {after} have no label in common: nothing to compare")
@@ -182,7 +171,7 @@ def compare(before: Path, after: Path) -> int:
 
 
 def verify(path: Path) -> int:
-    """Print what contradicts itself in a result file and return the exit code."""
+    """Print the contradictions in a result file; return the exit code."""
     cells = compared.group(read_rows(path))
     found = compared.problems(cells)
     for problem in found:

@@ -1,4 +1,4 @@
-"""What else the machine did during a run: stolen time, throttling, work of others."""
+"""What disturbed the machine during a run: steal time, throttling, other processes."""
 
 import hashlib
 import os
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from clocher_runtime.engine.topology import cpu_name, numa_nodes, usable_cpus
 
 STEAL_LIMIT, OTHERS_LIMIT, QUOTA_LIMIT = 1.0, 5.0, 1.0
-"""Per cent of the CPU time, of the same, and of the run's time, beyond which it does not count."""
+"""Limits in % for a valid run: of CPU time for the first two, of the run's time for the last."""
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _ROOT, _THROTTLES = Path("/"), "cpu[0-9]*/thermal_throttle/*_throttle_count"
@@ -20,15 +20,7 @@ _IDLE, _IOWAIT, _STEAL = 3, 4, 7
 
 
 class Reading(NamedTuple):
-    """Counters of the machine at one moment; None: it does not have them.
-
-    Attributes:
-        busy_s: time that the usable CPUs worked, for any process.
-        stolen_s: time in which the hypervisor ran another machine on them.
-        own_s: CPU time of this process and of its children that have ended.
-        throttles: thermal throttling events of all CPUs.
-        quota_s: time for which a control group was kept off the CPUs.
-    """
+    """Counters of the machine, None where it has none; `own_s` includes ended children."""
 
     seconds: float
     busy_s: float | None
@@ -39,7 +31,7 @@ class Reading(NamedTuple):
 
 
 class State(NamedTuple):
-    """What happened to the machine during a run, per cent of its CPU time; None: not known."""
+    """Disturbances during a run in % of its CPU time; None: unknown."""
 
     steal_percent: float | None
     others_percent: float | None
@@ -49,7 +41,7 @@ class State(NamedTuple):
     load1: float
 
     def disturbances(self, elapsed_s: float, others_limit: float = OTHERS_LIMIT) -> list[str]:
-        """Return the reasons for which a run of this length does not count."""
+        """Return the reasons why a run of this length is void."""
         why = []
         if (self.steal_percent or 0) > STEAL_LIMIT:
             why.append(f"steal: {self.steal_percent:.1f} % of CPU time (limit {STEAL_LIMIT:g} %)")
@@ -66,7 +58,7 @@ class State(NamedTuple):
 
 
 def read(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> Reading:
-    """Read the counters of some CPUs, by default of those that this process may use."""
+    """Read the counters of some CPUs; default: those that this process may use."""
     times = _cpu_times(root, usable_cpus() if cpus is None else cpus)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     counts = [
@@ -85,7 +77,7 @@ def read(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> Reading:
 
 
 def between(before: Reading, after: Reading, cpus: int, root: Path = _ROOT) -> State:
-    """Return what happened on so many CPUs between two readings."""
+    """Return the state of `cpus` CPUs between two readings."""
 
     def passed(name: str) -> Any:
         a, b = getattr(after, name), getattr(before, name)
@@ -105,13 +97,13 @@ def between(before: Reading, after: Reading, cpus: int, root: Path = _ROOT) -> S
 
 
 def since(before: Reading) -> tuple[float, State]:
-    """Return the seconds since a reading, and what happened on the usable CPUs meanwhile."""
+    """Return the seconds since a reading, and the state of the usable CPUs meanwhile."""
     after = read()
     return after.seconds - before.seconds, between(before, after, len(usable_cpus()))
 
 
 def describe() -> dict[str, Any]:
-    """Return what the machine is, without naming it."""
+    """Describe the machine without its name."""
     cpus = len(usable_cpus())
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     name = hashlib.sha256(f"{platform.node()}|{cpu_name()}|{cpus}|{memory}".encode())
@@ -127,7 +119,6 @@ def describe() -> dict[str, Any]:
 
 
 def _cpu_times(root: Path, cpus: frozenset[int]) -> tuple[int, int] | None:
-    """Return the busy and the stolen ticks of some CPUs."""
     busy = stolen = 0
     seen = False
     for line in _read(root / "proc/stat").splitlines():
@@ -159,7 +150,6 @@ def _quota_s(root: Path) -> float | None:
 
 
 def _field(path: Path, name: str) -> int | None:
-    """Return the number behind a name in a file of such lines."""
     for line in _read(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():

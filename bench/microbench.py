@@ -1,12 +1,7 @@
 """Every op of the op table at sizes of real models, with pytest-benchmark.
 
-    make microbench ARGS="-k cpu-linear-mxfp4"
-    python -m pytest bench/microbench.py [-k WORDS] [--benchmark-json FILE]
-
-An id spells device, op, formats and sizes: cpu-linear-mxfp4-m1-n4096-k2880. CUDA joins where there
-is a GPU. A benchmark whose first call does not give what the reference gives fails. The table and
-`extra_info` of the JSON have bytes, flops, gbps, gflops, correct and the errors. Inputs and weights
-stay in caches as far as they fit: for the bandwidth of memory see `python -m bench linear`.
+Usage: `make microbench ARGS="-k cpu-linear-mxfp4"`. A benchmark whose first call differs from the
+reference fails. Data may stay in caches: for memory bandwidth see `python -m bench linear`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,14 +17,13 @@ from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_runtime.engine.topology import default_threads
 
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
-"""What was measured, for the table that conftest.py prints."""
 
 _MOST_S = 0.1
 _LEAST_ROUNDS = 5
 
 
 def parameters(devices: Sequence[str]) -> list[Any]:
-    """Return (op, case, device) for pytest, where a device has a kernel for the case."""
+    """Return (op, case, device) for pytest, where the device has a kernel."""
     return [
         pytest.param(spec, case, device, id=f"{device}-{spec.name}-{case.id}")
         for device in devices
@@ -54,7 +48,7 @@ def subject(spec: OpSpec, case: Case, device: str) -> Iterator[Timed]:
 @pytest.mark.benchmark(max_time=_MOST_S, min_rounds=_LEAST_ROUNDS, disable_gc=True)
 @pytest.mark.parametrize(("spec", "case", "device"), parameters(usable_devices()))
 def test_op(subject: Timed, benchmark: Any, request: pytest.FixtureRequest) -> None:
-    """Time an op, then fail if its first call was wrong."""
+    """Time an op; fail if its first call was wrong."""
     benchmark.extra_info |= subject.facts
     with subject.awake():
         benchmark(subject.run)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-if __package__ in (None, ""):  # python bench/ptq_calib.py: modules are found from the root
+if __package__ in (None, ""):  # python bench/ptq_calib.py: import from the root
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 import click

@@ -1,8 +1,4 @@
-"""The one result record: a row is a dict; how rows are stored, read, and shown in tables.
-
-A row says its `kind`, which is the case that made it, and its `command`. The harness appends lines
-of JSON; cases write a list. `KINDS` declares the columns that the terminal and reports show.
-"""
+"""Result rows: how they are stored, read, and shown in tables (`KINDS` has the columns)."""
 
 import io
 import json
@@ -29,7 +25,6 @@ SCHEMA = "clocher.bench/1"
 MARKS: Mapping[str, str] = {"pass": "✓", "fail": "✗", "undecided": "?"}
 STATUSES = ("ok", "void", "warmup", "error")
 FOLDER = Path(__file__).with_name("results")
-"""Result files that docs/PERFORMANCE.md is made of."""
 
 MAX_BYTES = 64 << 20
 _BAR = " | "
@@ -91,11 +86,11 @@ KINDS: Mapping[str, Kind] = {
         "{note}",
     ),
 }
-"""Kinds that a report knows; rows of others are shown with what they hold."""
+"""Kinds known to reports; other rows show their short values."""
 
 _OLD = {"roofline": "linear", "fused": "linear"}
 _OF_OPS = {"bsr_linear": "block_sparse", "model": "peers", "linear": "linear"}
-"""Kinds of older files, whose rows have none, by their `op`."""
+"""Kinds of older files without `kind`, by their `op`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +101,7 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
     def on_terminal(self, title: str = "", **looks: Any) -> rich.table.Table:
-        """Return it for the terminal; `looks` is what `rich.table.Table` takes."""
+        """Return it for the terminal; `looks` goes to `rich.table.Table`."""
         made = rich.table.Table(title=title, **looks)
         for index, heading in enumerate(self.head):
             figures = all(is_figure(line[index]) or not line[index] for line in self.rows)
@@ -118,7 +113,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class ResultFile:
-    """A result file; `date` and `machine` are "" where nothing tells them."""
+    """A result file; unknown `date` or `machine` is ""."""
 
     name: str
     kind: str
@@ -128,19 +123,16 @@ class ResultFile:
 
     @property
     def command(self) -> str:
-        """What made it, without directories; "" if it does not say so."""
+        """The command that wrote it, without directories; "" if unknown."""
         said = self.rows[0].get("command") if self.rows else None
         return without_places(said) if isinstance(said, str) else ""
 
 
 def table(heads: str, cells: str, rows: Iterable[Row]) -> Table:
-    """Return a table of rows, without the columns that no row fills.
+    """Return a table of rows, without empty columns.
 
-    Args:
-        heads: what the columns are called: "format | GB/s".
-        cells: what they show of a row, as `str.format` takes it: "{format} | {gbps:.1f}"; a row
-            that lacks it, or holds something else, leaves a cell empty.
-        rows: of the table.
+    `heads` are the headings, "format | GB/s"; `cells` the format strings, "{format} | {gbps:.1f}".
+    A row without the value leaves its cell empty.
     """
     lines = [[_cell(shown, row) for shown in cells.split(_BAR)] for row in rows]
     names = heads.split(_BAR)
@@ -152,7 +144,7 @@ def table(heads: str, cells: str, rows: Iterable[Row]) -> Table:
 
 
 def table_of(kind: str, rows: Sequence[Row]) -> Table:
-    """Return the table of rows of a kind; of one that is not known, all short values."""
+    """Return the table of rows of a kind; of an unknown one, all short values."""
     if kind in KINDS and KINDS[kind].heads:
         return table(KINDS[kind].heads, KINDS[kind].cells, rows)
     keys = dict.fromkeys(
@@ -166,36 +158,36 @@ def table_of(kind: str, rows: Sequence[Row]) -> Table:
 
 
 def print_table(made: rich.table.Table) -> None:
-    """Print a table, wide where there is no terminal to fit it to."""
+    """Print a table; wide if stdout is no terminal."""
     console = Console()
     (console if console.is_terminal else Console(width=140)).print(made)
 
 
 def is_figure(cell: str) -> bool:
-    """Whether a cell holds a number, perhaps with its interval, and nothing else."""
+    """Whether a cell is a number, perhaps with its interval."""
     return bool(_FIGURE.fullmatch(cell))
 
 
 def figure(value: float) -> str:
-    """Return a number with four digits that count."""
+    """Return a number with four significant digits."""
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def is_number(value: object) -> bool:
-    """Whether a value of a row is a finite number; true and false are none."""
+    """Whether a value is a finite number; booleans are not."""
     return not isinstance(value, bool) and isinstance(value, int | float) and abs(value) < 1e300
 
 
 def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """Write rows as a JSON list, a row a line; the file appears whole or not at all."""
+    """Write rows as a JSON list, one a line, atomically."""
     lines = ",\n".join(json.dumps(row, allow_nan=False) for row in rows)
     write_file(path, f"[\n{lines}\n]\n".encode())
 
 
 def append_row(path: Path, row: Row) -> None:
-    """Append a row as a line; it is on disk when this returns."""
+    """Append a row as a line and flush it to disk."""
     with path.open("ab+") as file:
-        # A line that a killed harness left open is not continued by this one.
+        # Do not continue an unterminated line of a killed harness.
         if file.tell() and not _ends_a_line(file):
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
@@ -205,13 +197,7 @@ def append_row(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a result file of the harness.
-
-    A last line without its end, which a killed harness leaves, does not count.
-
-    Raises:
-        UsageError: the file cannot be read, or has a line that is not a row of this schema.
-    """
+    """Return a harness file's rows, without an unterminated last line, or UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -222,11 +208,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def read_file(path: Path) -> ResultFile:
-    """Return a result file: JSON of a case, or JSONL of the harness.
-
-    Raises:
-        UsageError: it cannot be read, or is not what a bench writes.
-    """
+    """Return a result file (JSON or JSONL); UsageError if it is not one."""
     if path.suffix == ".jsonl":
         rows = read_rows(path)
         date = next((str(row["started"])[:10] for row in rows if row.get("started")), "")
@@ -250,11 +232,7 @@ def read_file(path: Path) -> ResultFile:
 
 
 def read_folder(folder: Path = FOLDER) -> list[ResultFile]:
-    """Return every result file of a folder, by name.
-
-    Raises:
-        UsageError: the folder is not there, or a file is not a result file.
-    """
+    """Return every result file of a folder, by name; UsageError if one is invalid."""
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such directory; give one with result files")
     paths = (path for path in folder.iterdir() if path.suffix in (".json", ".jsonl"))
@@ -273,7 +251,7 @@ def machine_text(machine: object) -> str:
 
 
 def without_places(command: str) -> str:
-    """Return a command whose paths have lost their directories; "" if it is none."""
+    """Return a command with paths cut to file names; "" if it is none."""
     try:
         words = shlex.split(command)
     except ValueError:

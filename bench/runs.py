@@ -1,4 +1,4 @@
-"""Running cells: fresh processes in turns, a row each, void ones repeated, what is done kept."""
+"""Run cells in fresh processes, in turns; void runs are repeated, finished ones kept."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _GLANCE_S = 0.5
 
 
 class Child(NamedTuple):
-    """What a process left behind: its JSON line, the end of its errors, the machine's state."""
+    """The result of a process: its JSON line, the end of stderr, the machine's state."""
 
     exit_code: int
     line: dict[str, Any] | None
@@ -39,16 +39,10 @@ class Child(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to run.
+    """What to run: `runs` valid processes of each cell.
 
-    Attributes:
-        cells: configurations, each with its key.
-        runs: processes of each that must count.
-        retries: how often a void run is repeated.
-        others_limit: per cent of CPU time that other processes may take.
-        tokens_max: token ids of each prompt that the first row of a cell keeps.
-        patience_s: how long, in all, to wait for a quiet machine before runs.
-        command: that runs it, for the rows.
+    `others_limit` is in % of CPU time. `tokens_max`: prompt token ids kept in a cell's first row.
+    `patience_s`: total time to wait for a quiet machine.
     """
 
     cells: Sequence[Cell]
@@ -61,7 +55,7 @@ class Plan:
 
 
 def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
-    """Run the process of a cell, with bare steps unless it says how tokens are drafted."""
+    """Run the process of a cell, without drafting unless the cell sets it."""
     bare = [] if "speculate" in cell.settings else ["--speculate=off"]
     before = machine.read()
     done = subprocess.run(
@@ -79,14 +73,7 @@ def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
 
 @dataclass(slots=True)
 class Harness:
-    """Runs a plan into a result file.
-
-    Attributes:
-        path: the result file; rows that it has already are not run again.
-        say: is given what goes on.
-        launch: runs the process of a cell; tests pass their own.
-        rest_s: see `REST_S`.
-    """
+    """Runs a plan into the result file `path`; `say` prints progress."""
 
     path: Path
     say: Callable[[str], None]
@@ -95,11 +82,7 @@ class Harness:
     _patience_s: float = field(default=0.0, init=False)
 
     def run(self, plan: Plan) -> list[Row]:
-        """Run what is missing, in turns, and return all rows of the file.
-
-        In every round each cell runs once, and the order turns by one from round to round. With
-        more than one run, each cell starts with a process that warms caches and does not count.
-        """
+        """Run missing rows in rotating order, with a warm-up per cell; return all rows."""
         rows = read_rows(self.path) if self.path.exists() else []
         done = {(row["key"], row["run"]) for row in rows if row["status"] == "ok"}
         missing = {
@@ -149,7 +132,6 @@ class Harness:
         return made
 
     def _wait_for_quiet(self, plan: Plan) -> None:
-        """Wait while others use the machine, as long as there is patience left."""
         said = False
         while self._patience_s > 0:
             before = machine.read()
@@ -164,7 +146,7 @@ class Harness:
 
 
 def judge(child: Child, plan: Plan, number: int) -> tuple[str, list[str]]:
-    """Return the status of a run, and why."""
+    """Return the status of a run and its reasons."""
     if child.exit_code or child.line is None or child.line.get("status") != "ok":
         message = (child.line or {}).get("message") or child.error or "it wrote no JSON line"
         return "error", [f"exit code {child.exit_code}: {message}"]
@@ -176,7 +158,7 @@ def judge(child: Child, plan: Plan, number: int) -> tuple[str, list[str]]:
 
 @cache
 def build() -> dict[str, Any]:
-    """Return version, commit and source of what is measured."""
+    """Return version, commit and source hash of the engine."""
 
     def git(*arguments: str) -> str | None:
         command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
@@ -196,7 +178,7 @@ def build() -> dict[str, Any]:
 
 
 def _facts(cell: Cell, child: Child, plan: Plan, first: bool) -> Row:
-    """Return a row without what its place in the order says."""
+    """Return a row without its run number and status."""
     config, line = cell.config(), child.line or {}
     outputs = line.get("outputs") or []
     ids = [output["token_ids"] for output in outputs]

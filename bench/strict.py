@@ -63,17 +63,17 @@ from cpu_fallback.team.bandwidth import Reader
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = ROOT / "tests/data/valid.txt"
 CHECKED_TOKENS, CHECKED_BYTES = 8, 1 << 16
-"""Of the run whose checksum is verified; the bytes where the settings ask for no work-touch."""
+"""Tokens of the run whose checksum is verified; bytes per token if no work-touch is set."""
 
 _CHARS_PER_TOKEN, _SPANS, _BATCHES = 12, 500, 7
 _OWN = ("model", "format", "act_prec", "kv_dtype", "device", "isa", "threads", "bytes_per_token")
 
 Task = dict[str, Any]
-"""Of a process: flags, prompt_tokens P, tokens N, depth D, rounds, mib, text, launched_ns."""
+"""Flags of a process, prompt_tokens P, tokens N, depth D, rounds, mib, text, launched_ns."""
 
 
 class Process:
-    """What one process measures."""
+    """The measurements of one process."""
 
     def __init__(self, task: Task, config: RunConfig, engine: Engine) -> None:
         self.task, self.config, self.engine = task, config, engine
@@ -95,15 +95,11 @@ class Process:
         self._ns += time.perf_counter_ns() - start
 
     def generate(self, ids: Sequence[int], tokens: int, touch: Touch | None = None) -> Row:
-        """Generate greedily with the window open.
-
-        Returns:
-            The `ids` made; (strict, kernel) ns of `prefill` and `decode`; `token_ns` of each step.
-        """
+        """Generate greedily; return ids and (strict, kernel) ns of prefill, decode and steps."""
         session, touch = self.engine.session, touch or self.touch(self.config.bytes_per_token)
         window = TimedWindow("strict", synchronize=session.synchronize)
         walk, self._ns = touch if touch.bytes_per_token else None, 0
-        if self._call is not None:  # the one compiled call of a step, below everything public
+        if self._call is not None:  # the compiled call of a step, below the public API
             self._team._lead = self._timed
         try:
             stream = session.generate([ids], tokens, Sampling(), frozenset(), window, walk)
@@ -120,7 +116,7 @@ class Process:
         return {"ids": made, "prefill": prefill, "decode": decode, "token_ns": token_ns}
 
     def end_to_end(self, start_ns: int) -> Row:
-        """Generate from text to text, and return the three windows in ns."""
+        """Generate from text to text; return the three windows in ns."""
         ids = self.prompt()[: max(self.task["depth"], 1)]
         made = self.generate(ids, self.task["tokens"] + 1)
         if self.engine.tokenizer is not None:
@@ -132,10 +128,7 @@ class Process:
         }
 
     def prompt(self) -> list[int]:
-        """Return as many ids as the longest prompt has: of the text, over and over.
-
-        A model without a tokenizer gets ids at random, always the same.
-        """
+        """Return the longest prompt: the text repeated; fixed random ids without a tokenizer."""
         count = max(self.task["prompt_tokens"], self.task["depth"], 1)
         session: Any = self.engine.session
         if self.engine.tokenizer is None:
@@ -186,7 +179,7 @@ class Process:
             "read": lambda: reader.gbps(self.engine.threads),
         }
         read = turns(runs, task["rounds"], task.get("rest_s", 0.05))["read"]
-        # The round that comes first is thrown away, here as there.
+        # The first round is discarded, as in llama-bench.
         return {
             "tests": {name: found[1:] for name, found in tests.items()},
             "token_ns": [ns for each in token_ns[1:] for ns in each],
@@ -207,7 +200,7 @@ class Process:
         return {**walk, "got": touch.checksum, "expected": expected}
 
     def measuring_ns(self) -> float:
-        """Return what the window and the watch of the kernels cost a step, in ns."""
+        """Return the cost per step of the window and the kernel timers, in ns."""
         window = TimedWindow("nothing", synchronize=self.engine.session.synchronize)
         costs = []
         for _ in range(_BATCHES):
@@ -220,11 +213,7 @@ class Process:
 
 
 def measure(task: Task) -> Row:
-    """Return everything that one process measured.
-
-    Raises:
-        ClocherError: the model cannot be run like this.
-    """
+    """Return all measurements of one process."""
     longest = max(task["prompt_tokens"], task["depth"] + 2 * task["tokens"]) + 2
     bare = {"speculate": "off", "context": str(longest)}
     config = resolve({**task["flags"], **bare}, of_program(os.environ))
@@ -263,7 +252,7 @@ def measure(task: Task) -> Row:
 
 
 def child(text: str) -> int:
-    """Measure as a JSON text says; print a JSON line, of an error too."""
+    """Run a task given as JSON; print a JSON line, also for an error."""
     try:
         print(json.dumps(measure(json.loads(text))))
     except (ClocherError, MemoryError) as error:
@@ -272,7 +261,7 @@ def child(text: str) -> int:
 
 
 def launch(task: Task) -> Launch:
-    """Run one process and return what it measured; end with its code if it could not."""
+    """Run one process and return its measurements; exit with its code if it failed."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     code = "import sys; from bench.strict import child; sys.exit(child(sys.argv[1]))"
     command = [sys.executable, "-c", code, json.dumps(task)]
@@ -289,7 +278,7 @@ def launch(task: Task) -> Launch:
 
 
 def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> list[Row]:
-    """Return the rows of a result file: the contract first, then the tests."""
+    """Return the rows of a result file: the contract, then the tests."""
     first = launches[0]
     command = shlex.join(["python", "-m", "bench.strict", *sys.argv[1:]])
     shared: Row = {"kind": "strict", "command": command} | {key: first[key] for key in _OWN}
@@ -330,7 +319,7 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
 
 
 def tg_name(task: Mapping[str, Any]) -> str:
-    """Return what llama-bench calls the decode test."""
+    """Return llama-bench's name of the decode test."""
     return f"tg{task['tokens']}" + (f" @ d{task['depth']}" if task["depth"] else "")
 
 

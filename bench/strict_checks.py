@@ -1,4 +1,4 @@
-"""What has to hold of a strict measurement: pure functions of what its processes measured."""
+"""The checks of a strict measurement, as pure functions of its processes' results."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -13,19 +13,19 @@ Launch = Mapping[str, Any]
 Status = Literal["pass", "fail", "undecided"]
 
 LINEAR_WITHIN = 0.02
-"""Share by which 2N tokens may differ from N tokens and the N after them."""
+"""Allowed relative difference between 2N tokens and N tokens plus the N after them."""
 
 READ_LOOP_ERROR = 1.05
-"""A product may draw so much more than the read loop, which is not perfect either."""
+"""Allowed ratio of a matmul's bandwidth to the read loop's, which is not perfect either."""
 
 MEASURING_COSTS = 0.005
-"""Share of a step that the window and the watch of the kernels may cost."""
+"""Share of a step that the window and the kernel timers may cost."""
 
 _WIDEST, _INDEX = 0.1, 1 << 20
 
 
 class Check(NamedTuple):
-    """A line of the contract; "undecided" where noise, or what is not known, hides the answer."""
+    """A line of the contract; "undecided" where noise or missing data hides the answer."""
 
     name: str
     status: Status
@@ -33,7 +33,7 @@ class Check(NamedTuple):
 
 
 def checks(launches: Sequence[Launch], why_void: Sequence[str] = ()) -> list[Check]:
-    """Return every check of some processes; `why_void` is what disturbed the machine meanwhile."""
+    """Return every check; `why_void` lists disturbances of the machine."""
     timed = [linear(launches), within_bandwidth(launches)]
     if why_void:  # disturbed times prove nothing
         timed = [
@@ -58,7 +58,7 @@ def checks(launches: Sequence[Launch], why_void: Sequence[str] = ()) -> list[Che
 
 
 def same_ids(launches: Sequence[Launch]) -> Check:
-    """Timed, untimed, continued and other processes' generations have the same token ids."""
+    """All generations, timed or not, in all processes, have the same token ids."""
     name = "same token ids as an untimed run"
     wrong = sorted({run for each in launches for run, same in each["same_ids"].items() if not same})
     texts = {each["tokens_sha256"] for each in launches}
@@ -70,7 +70,7 @@ def same_ids(launches: Sequence[Launch]) -> Check:
 
 
 def one_step_for_each_token(launches: Sequence[Launch]) -> Check:
-    """No token was made outside a step of the window, and no step made none."""
+    """Every token was made by one step of the window, and each step made one."""
     tokens, steps = (sum(each[key] for each in launches) for key in ("tokens", "steps"))
     return Check(
         "one step of the window for each token", _of(tokens == steps), f"{steps} steps, {tokens}"
@@ -78,7 +78,7 @@ def one_step_for_each_token(launches: Sequence[Launch]) -> Check:
 
 
 def nested(launches: Sequence[Launch]) -> Check:
-    """Kernels take no longer than the strict window, which takes no longer than end to end."""
+    """Kernel time <= strict window <= end to end."""
     name = "synchronised: kernels ≤ strict ≤ end to end"
     if not all(each["kernels_known"] for each in launches):
         return Check(name, "undecided", "this executor does not show its compiled call")
@@ -96,7 +96,7 @@ def nested(launches: Sequence[Launch]) -> Check:
 
 
 def linear(launches: Sequence[Launch]) -> Check:
-    """2N tokens take the time of N tokens and of the N after them."""
+    """2N tokens take the time of N tokens plus the N after them."""
     tg, after, double = (
         [strict for each in launches for strict, _ in each["tests"][test]]
         for test in ("tg", "after", "double")
@@ -112,10 +112,7 @@ def linear(launches: Sequence[Launch]) -> Check:
 
 
 def within_bandwidth(launches: Sequence[Launch]) -> Check:
-    """What memory must have delivered is no more than it can.
-
-    Of what a token reads, at most one cache's worth can still lie there from the token before.
-    """
+    """The implied traffic, less one cache's worth per token, is within the bandwidth."""
     name, first = "bytes a second within the measured bandwidth", launches[0]
     per_token, cache = first["bytes_per_token"] + first["touch_bytes_read"], first["cache_bytes"]
     if per_token <= cache:
@@ -131,7 +128,7 @@ def within_bandwidth(launches: Sequence[Launch]) -> Check:
 
 
 def touched(launches: Sequence[Launch]) -> Check:
-    """The work-touch read the bytes that it says: its checksum is the sum by NumPy."""
+    """The work-touch's checksum equals the sum by NumPy."""
     name = "work-touch checksum is the sum by NumPy"
     for sums in (each["checksum"] for each in launches):
         if sums["got"] != sums["expected"]:
@@ -141,7 +138,7 @@ def touched(launches: Sequence[Launch]) -> Check:
 
 
 def touched_sum(files: Sequence[np.ndarray], tokens: int, per_token: int, stride: int) -> int:
-    """Return the checksum of a work-touch, straight from its definition in docs/json-line.md."""
+    """Return the checksum of a work-touch by its definition in docs/json-line.md."""
     ring = sum(file.size for file in files)
     ends = np.cumsum([file.size for file in files])
     total, reads = 0, -(-per_token // stride)
@@ -157,10 +154,7 @@ def touched_sum(files: Sequence[np.ndarray], tokens: int, per_token: int, stride
 
 
 def cost_of_measuring(launches: Sequence[Launch]) -> Check:
-    """The window and the watch of the kernels take a negligible part of a step.
-
-    More of it does not make a speed wrong, only lower than it is.
-    """
+    """Measuring takes a negligible part of a step; it can only make a speed too low."""
     cost = median(each["measuring_ns"] for each in launches)
     step = median(ns for each in launches for ns in each["token_ns"])
     status: Status = "pass" if cost <= MEASURING_COSTS * step else "undecided"
@@ -169,7 +163,7 @@ def cost_of_measuring(launches: Sequence[Launch]) -> Check:
 
 
 def share_of_limit(launches: Sequence[Launch], nbytes: int) -> Ratio:
-    """Return the rate of reading so many bytes a token over the bandwidth."""
+    """Return the rate of reading `nbytes` a token over the bandwidth."""
     rates, reads = [], []
     for each in launches:
         per_step = len(each["token_ns"]) / max(len(each["tests"]["tg"]), 1)
@@ -179,10 +173,7 @@ def share_of_limit(launches: Sequence[Launch], nbytes: int) -> Ratio:
 
 
 def row(launches: Sequence[Launch], test: str, name: str, tokens: int) -> dict[str, Any]:
-    """Return a result row of a test, "pp" or "tg", its keys named as llama-bench names them.
-
-    The unit of the interval is the process: the median of its rounds.
-    """
+    """Return a row of test "pp" or "tg" with llama-bench's keys; its interval is over processes."""
     samples = [[strict for strict, _ in each["tests"][test]] for each in launches]
     kernels = [median(kernel for _, kernel in each["tests"][test]) for each in launches]
     alone = [tokens * 1e9 / ns for ns in kernels if ns]
@@ -205,7 +196,7 @@ def row(launches: Sequence[Launch], test: str, name: str, tokens: int) -> dict[s
 
 
 def tables(rows: Sequence[Row]) -> tuple[Table, Table, Table]:
-    """Return the windows, the tests and the checks of a strict measurement."""
+    """Return the tables of windows, tests and checks."""
     contract, *tests = rows
     windows = [
         {"name": name.replace("_", " "), "cold": cold, "warm": warm, "tokens": contract["tokens"]}

@@ -1,12 +1,7 @@
 """What `make bench`, `bench-cuda`, `bench-report` and `bench-verify` do.
 
-    python -m bench.targets bench|bench-cuda|bench-report|bench-verify [FLAGS OF bench.harness]
-
-Settings are environment variables: those of clocher-run (docs/cli.md), those of `VARIABLES`, and
-`bench.variables.OF_MAKE`.
-All are checked before anything runs. A relative path counts from the directory that make was called
-in (MAKE_CALLED_FROM), else from the root of the repository; a path under benchmarks/ that is not
-there is looked up under bench/.
+Settings are environment variables, all checked before anything runs. Relative paths count from
+MAKE_CALLED_FROM, else the repository; a missing benchmarks/... is looked up under bench/.
 """
 
 import json
@@ -50,23 +45,16 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
     "HF_TOPK": (integer(1, 1000), "", "candidates of each step to compare"),
     "HF_LOGITS_TOL": (number(0, 1e6), "", "allowed difference of logits"),
 }
-"""Variable -> what it takes, its default, what it does."""
+"""Variable -> type, default, help."""
 
-# Variables of clocher-run whose values are paths of files or folders to be read.
+# Variables of clocher-run whose values are input paths.
 _PATHS = ("MODEL_DIR", "PROMPTS", "CLOCHER_TILE_TABLE")
 _GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
 
 
 @dataclass(slots=True)
 class Call:
-    """A call of make.
-
-    Attributes:
-        environ: its environment; paths in it have been resolved.
-        values: value of each of `VARIABLES`, None where it is neither set nor has a default.
-        flags: flags for the harness.
-        run: runs a command and returns its exit code; tests pass their own.
-    """
+    """A call of make: environment with resolved paths, values of `VARIABLES`, harness flags."""
 
     environ: dict[str, str]
     values: dict[str, Any] = field(default_factory=dict)
@@ -75,7 +63,7 @@ class Call:
 
     @property
     def folder(self) -> Path:
-        """Return the folder of results and report."""
+        """Folder of results and report."""
         return Path(self.values["REPORT_ROOT"])
 
     @property
@@ -84,12 +72,12 @@ class Call:
         return self.folder / RESULTS
 
     def python(self, *words: object, python: object = sys.executable) -> int:
-        """Run Python with some arguments from the root, and return its exit code."""
+        """Run Python from the repository root; return its exit code."""
         return self.run([str(python), *map(str, words)], cwd=ROOT, env=self.environ)
 
 
 def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
-    """Return the path that a variable means; one of an output need not exist."""
+    """Return the path that a variable means; an output need not exist."""
     typed = Path(raw).expanduser()
     tried = [Path(os.path.normpath(base / typed)) for base in dict.fromkeys([called_from, ROOT])]
     old = ROOT / "benchmarks"
@@ -106,11 +94,7 @@ def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
 
 
 def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
-    """Check all variables and resolve all paths.
-
-    Raises:
-        UsageError: a variable is not what it should be: its name, its value and what it takes.
-    """
+    """Check all variables and resolve all paths; UsageError names a bad one."""
     resolve({}, of_program(environ))
     raws = {name: environ.get(name) or default for name, (_, default, _) in VARIABLES.items()}
     values: dict[str, Any] = {
@@ -135,16 +119,7 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
 
 
 def bench(call: Call, device: str = "", again: bool = True) -> int:
-    """Run the harness, then what VERIFY, VERIFY_HF_IDS and REPORT ask for.
-
-    Args:
-        call: of make.
-        device: device to run on; "" leaves it to the engine.
-        again: measure anew; else what the result file has already is not run again.
-
-    Returns:
-        The exit code: the first that is not 0; 9 if nothing could be measured or decided.
-    """
+    """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code."""
     if again and call.results.exists():
         os.replace(call.results, call.results.with_stem("bench.previous"))
     chosen = [f"--device={device}"] if device else []
@@ -161,16 +136,12 @@ def bench(call: Call, device: str = "", again: bool = True) -> int:
 
 
 def verify(call: Call, results: Path) -> int:
-    """Check a result file; the exit code is 9 where the machine was disturbed in every run."""
+    """Check a result file; exit code 9 if every run was disturbed."""
     return call.python("-m", "bench.harness", "--verify", results)
 
 
 def verify_strict(path: Path) -> int:
-    """Print the checks of a report of bench.strict that do not hold.
-
-    Raises:
-        UsageError: it is no such report.
-    """
+    """Print the failed checks of a bench.strict report; UsageError if it is none."""
     try:
         rows = json.loads(path.read_bytes())
         checks = [check for row in rows for check in row.get("checks", [])]
@@ -188,7 +159,7 @@ def verify_strict(path: Path) -> int:
 
 
 def verify_ids(call: Call, device: str) -> int:
-    """Generate once more with a trace, and compare it with Hugging Face transformers."""
+    """Generate again with a trace and compare it with Hugging Face transformers."""
     trace = call.folder / "trace.jsonl"
     topk = call.values["HF_TOPK"]
     engine = [sys.executable, "-m", "clocher_runtime.cli", "--ignore-eos", "--rounds", "1"]
@@ -209,7 +180,7 @@ def verify_ids(call: Call, device: str) -> int:
 
 
 def report(call: Call) -> int:
-    """Run the report script on the result file, and bring docs/PERFORMANCE.md up to date."""
+    """Write the report of the result file and update docs/PERFORMANCE.md."""
     script = call.values["REPORT_SCRIPT"]
     if not script.is_file():
         raise UsageError(f"REPORT_SCRIPT: got {str(script)!r}, expected a file that is there")
@@ -224,16 +195,16 @@ def report(call: Call) -> int:
 
 
 def bench_verify(call: Call) -> int:
-    """Check the results of the last bench, or of REPORT_PATH and STRICT_REPORT_PATH."""
+    """Check the last results, or REPORT_PATH and STRICT_REPORT_PATH."""
     path = call.values["REPORT_PATH"] or call.results
-    # Beside a report lies the result file that it shows.
+    # The result file is next to its report.
     code = verify(call, path if path.suffix == ".jsonl" else path.with_name(RESULTS))
     strict = call.values["STRICT_REPORT_PATH"]
     return code or (ExitCode.OK if strict is None else verify_strict(strict))
 
 
 def bench_report(call: Call) -> int:
-    """Write the report; what is measured already is not run again."""
+    """Write the report; existing results are kept."""
     call.values["REPORT"] = True
     return bench(call, again=False)
 
@@ -256,7 +227,7 @@ def _say(message: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a target and return its exit code."""
+    """Run a target; return its exit code."""
     name, *flags = sys.argv[1:] if argv is None else argv
     try:
         return TARGETS[name](set_up(os.environ, flags))

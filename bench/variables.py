@@ -1,8 +1,4 @@
-"""Variables without a prefix that make's targets take, by the names that the program knows them by.
-
-A name such as BATCH may stand in an environment for anything. So the program reads CLOCHER_BATCH,
-and whoever calls make, or a program of this folder, gives it BATCH.
-"""
+"""Unprefixed variables of make's targets, and their CLOCHER_ names in the program."""
 
 from collections.abc import Mapping
 
@@ -19,17 +15,10 @@ OF_MAKE: Mapping[str, str] = {
     "MAX_NEW": "max_new",
     "WARMUP_TOKENS": "warmup",
 }
-"""Variable -> setting."""
 
 
 def of_program(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which the program finds what make's variables say.
-
-    A variable of the program's own is stronger. One that is set to nothing counts as not set.
-
-    Raises:
-        UsageError: a value is not what its setting takes.
-    """
+    """Return an environment with make's variables under the program's names, which win."""
     found = dict(environ)
     for variable, name in OF_MAKE.items():
         raw = found.pop(variable, "")

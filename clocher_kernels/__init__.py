@@ -1,8 +1,4 @@
-"""What every back end shares: errors, formats, the op table with its NumPy references, the Plan.
-
-`quantize` and `linear` are the kernels for NumPy arrays; `clocher_kernels.torch` is the
-same for torch.
-"""
+"""Shared by all back ends: errors, formats, op table with NumPy references, Plan, `linear`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Load what needs Numba when it is asked for."""
+    """Import `quantize` and `linear`, which need Numba, on first use."""
     if name in ("linear", "quantize"):
         from clocher_kernels.library import arrays
 

@@ -1,22 +1,16 @@
-"""The control groups that this process is in, as the kernel's files describe them."""
+"""The control groups of this process, as the kernel's files describe them."""
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
-"""Root of the file system; tests pass a recorded tree instead."""
 
 
 def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
-    """Yield the group of this process and those above it, as (version of cgroups, directory).
+    """Yield the (cgroup version, directory) of this process's group and its ancestors.
 
-    The limits of all of them hold. Where the path of the group is not visible, as in most
-    containers, the mounted root is that group. A directory need not exist, nor have the files of
-    the controller.
-
-    Args:
-        controller: as version 1 calls it: "cpu", "memory".
-        root: root of the file system.
+    The limits of all apply; a directory may be missing. In most containers the mounted root is the
+    group. `controller` is version 1's name, such as "cpu".
     """
     mounts = root / "sys/fs/cgroup"
     for line in read(root / "proc/self/cgroup").splitlines():
@@ -30,7 +24,7 @@ def groups(controller: str, root: Path = ROOT) -> Iterator[tuple[int, Path]]:
 
 
 def read(path: Path) -> str:
-    """Return the text of a small file of the kernel, "" if it cannot be read."""
+    """Return the text of a small kernel file, "" if it cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:
@@ -38,7 +32,6 @@ def read(path: Path) -> str:
 
 
 def _ancestors(mount: Path, path: str) -> Iterator[Path]:
-    """Yield a group's directory and those above it, up to the mount."""
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     for length in range(len(parts), -1, -1):
         yield mount.joinpath(*parts[:length])

@@ -1,9 +1,4 @@
-"""Element types: how each is held in a NumPy array, and how it becomes fp32 and back.
-
-NumPy has no bf16 and no fp8, so those are held as the unsigned integers of the same width.
-Everything is little-endian and computed in fp32. Large arrays are converted in pieces that stay in
-cache.
-"""
+"""Element types, their little-endian NumPy storage (bf16, fp8: unsigned), and fp32 conversion."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +21,7 @@ STORAGE: dict[str, np.dtype] = {
     "u32": np.dtype(np.uint32),
     "u64": np.dtype(np.uint64),
 }
-"""Name of an element type -> NumPy dtype that holds its bytes."""
+"""Element type -> NumPy dtype that holds its bytes."""
 
 _PIECE = 1 << 17
 
@@ -35,9 +30,8 @@ _PIECE = 1 << 17
 class _Minifloat:
     """A float of at most 8 bits: one sign bit, the exponent, the mantissa.
 
-    Attributes:
-        specials: how the largest exponent is used: "none" for numbers only, "nan" if its largest
-            mantissa is NaN (the "fn" types), "ieee" for infinity and NaN.
+    The largest exponent (`specials`) is used by "none" for numbers, by "nan" for NaN in its largest
+    mantissa (the "fn" types), by "ieee" for infinity and NaN.
     """
 
     exponent_bits: int
@@ -68,7 +62,7 @@ class _Minifloat:
         table = self.values()
         largest = table[np.isfinite(table)].max()
         smallest_normal = np.float32(2.0 ** (1 - self.bias))
-        # Adding this makes the fp32 unit round off at the step of the subnormals.
+        # Adding this rounds fp32 at the subnormal step.
         magic = np.float32(2.0 ** (1 - self.bias - m + 23))
 
         shift = 23 - m
@@ -94,11 +88,11 @@ _E5M2 = _Minifloat(5, 2, "ieee")
 _E2M1 = _Minifloat(2, 1, "none")
 
 E4M3_VALUES = _E4M3.values()
-"""Value of each e4m3 (fn flavour) code, fp32 [256]."""
+"""Value of each e4m3fn code, fp32 [256]."""
 E5M2_VALUES = _E5M2.values()
 """Value of each e5m2 code, fp32 [256]."""
 E2M1_VALUES = _E2M1.values()
-"""Value of each FP4 e2m1 code, fp32 [16]: 0, .5, 1, 1.5, 2, 3, 4, 6 and their negatives."""
+"""Value of each FP4 e2m1 code, fp32 [16]."""
 E8M0_VALUES = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.nan).astype(np.float32)
 """Value of each e8m0 code, fp32 [256]: 2^(code - 127), and NaN for 255."""
 
@@ -127,18 +121,7 @@ SMALLEST: dict[str, float] = {
 
 
 def to_f32(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert a stored array to fp32.
-
-    Args:
-        array: elements as `STORAGE[dtype]` holds them.
-        dtype: name in `STORAGE`.
-
-    Returns:
-        fp32 of the same shape. For "f32" it is the array itself.
-
-    Raises:
-        FormatError: the name is unknown, or the array is not of its storage type.
-    """
+    """Convert stored values to fp32, f32 without a copy; FormatError if the storage is wrong."""
     array = np.asarray(array)
     if dtype not in STORAGE or array.dtype != STORAGE[dtype]:
         raise _not_stored(array.dtype, dtype)
@@ -148,22 +131,16 @@ def to_f32(array: np.ndarray, dtype: str) -> np.ndarray:
         return bits.view(np.float32)
     if dtype in _TABLES:
         return look_up(_TABLES[dtype], array)
-    with np.errstate(invalid="ignore"):  # a signalling NaN of fp16, of which Arm takes note
+    with np.errstate(invalid="ignore"):  # a signalling NaN of fp16 warns on Arm
         return array.astype(np.float32, copy=False)
 
 
 def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Convert fp32 to a stored float type, rounding to nearest, ties to even.
+    """Convert fp32 to a stored float type of the same shape, rounding to nearest even.
 
-    fp8 saturates at its largest finite value, infinities included; f16 and bf16 overflow to
-    infinity as IEEE 754 says. e8m0 takes the nearest power of two (a tie goes up), drops the sign
-    and saturates at both ends. NaN stays NaN.
-
-    Returns:
-        `STORAGE[dtype]` of the same shape. For "f32" it may be the input itself.
-
-    Raises:
-        FormatError: the name is not that of a float type.
+    fp8 saturates, infinities included; f16 and bf16 overflow to infinity (IEEE 754). e8m0 takes the
+    nearest power of two (a tie goes up), drops the sign and saturates at both ends. NaN stays NaN.
+    "f32" may return the input itself. FormatError if the type is no float.
     """
     values = np.asarray(values, dtype=np.float32)
     if dtype not in LARGEST:
@@ -190,8 +167,7 @@ def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
 def encode_e2m1(values: np.ndarray) -> np.ndarray:
     """Convert fp32 to FP4 e2m1 codes 0..15, u8 of the same shape, one code a byte.
 
-    Nearest, ties to even, saturating at 6. Bit 3 is the sign, kept for values that round to zero.
-    There is no NaN to give; callers refuse it before.
+    Nearest even, saturating at 6; bit 3 is the sign, also of zero. Callers must reject NaN.
     """
     values = np.asarray(values, dtype=np.float32, order="C")
     out = np.empty(values.shape, np.uint8)

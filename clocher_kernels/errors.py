@@ -1,7 +1,4 @@
-"""The errors Clocher raises on purpose. They know nothing of processes or exit codes.
-
-Every message says what was wrong, what was found, what was expected, and what to do next.
-"""
+"""The errors Clocher raises on purpose: problem, found and expected value, next step."""
 
 
 class ClocherError(Exception):
@@ -9,15 +6,15 @@ class ClocherError(Exception):
 
 
 class UsageError(ClocherError):
-    """A flag, an environment variable or an argument has a value that cannot be used."""
+    """A flag, an environment variable or an argument has an unusable value."""
 
 
 class SessionBusy(UsageError):
-    """A session was asked for something while a generation has it."""
+    """A session is in use by another generation."""
 
 
 class ModelError(ClocherError):
-    """A model is missing, unreadable or not one that Clocher knows."""
+    """A model is missing, unreadable or unsupported."""
 
 
 class ModelNotFound(ModelError):
@@ -29,19 +26,15 @@ class FormatError(ModelError):
 
 
 class ModelChanged(ModelError):
-    """A file of a model is no longer the one that was loaded: written to, replaced or gone."""
+    """A model file was modified, replaced or removed after loading."""
 
 
 class UnsupportedModel(ModelError):
-    """The file is sound, but its architecture or one of its settings is not known."""
+    """The file is sound, but its architecture or one of its settings is not supported."""
 
 
 class NonFinite(ModelError):
-    """A forward pass made NaN or infinity: a weight holds one, or a value overflowed.
-
-    Attributes:
-        sequence: index of the prompt that it happened to, in the call that generated.
-    """
+    """A forward pass produced NaN or infinity for the prompt with index `sequence` in the call."""
 
     def __init__(self, message: str, sequence: int = 0) -> None:
         super().__init__(message)
@@ -57,12 +50,12 @@ class UnsupportedOp(ClocherError):
 
 
 class DeviceError(ClocherError):
-    """A device or back end that was asked for by name is not available."""
+    """The requested device or back end is not available."""
 
 
 class OutOfMemory(ClocherError):
-    """The memory that a request needs is not there."""
+    """Not enough memory."""
 
 
 class WindowError(ClocherError):
-    """Something that must not happen inside a timed window was asked for while one is open."""
+    """A forbidden action was attempted inside a timed window."""

@@ -1,8 +1,4 @@
-"""One flag, "a timed window is open", checked by the doors that must stay shut while it is.
-
-Compiling, tuning, loading weights and reading files call `refuse_in_window`. The flag lives at the
-bottom layer so that kernels need not import the runtime to honour it.
-"""
+"""The flag "a timed window is open", which forbids compiling, tuning, loading and reading."""
 
 from clocher_kernels.errors import WindowError
 
@@ -10,11 +6,7 @@ _open_window: str | None = None
 
 
 def open_window(name: str) -> None:
-    """Mark a timed window as open.
-
-    Raises:
-        WindowError: one is open already; windows never nest.
-    """
+    """Mark a timed window as open; WindowError if one is: windows never nest."""
     global _open_window
     if _open_window is not None:
         raise WindowError(
@@ -31,14 +23,7 @@ def close_window() -> None:
 
 
 def refuse_in_window(action: str) -> None:
-    """Raise if a timed window is open.
-
-    Args:
-        action: what was about to happen, as a phrase: "compile a kernel".
-
-    Raises:
-        WindowError: a window is open.
-    """
+    """Raise WindowError if a window is open; `action` is a phrase: "compile a kernel"."""
     if _open_window is not None:
         raise WindowError(
             f"refused to {action} while the timed window {_open_window!r} is open; "

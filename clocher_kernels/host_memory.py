@@ -1,8 +1,4 @@
-"""How much memory this process may still take, and the refusal to take more.
-
-A process that goes beyond the limit of its control group is killed, without a word, by a signal
-that it cannot catch. So whoever is about to take much memory asks here first.
-"""
+"""Available memory, checked before large allocations: beyond a cgroup's limit SIGKILL follows."""
 
 from pathlib import Path
 
@@ -14,18 +10,11 @@ _FILES = {
     2: ("memory.max", "memory.current", ""),
 }
 _RECLAIMED = ("inactive_file", "active_file")
-"""What counts as used by a group and is given up before anybody is killed: the page cache."""
+"""Page cache: counted as used by a group, but reclaimed before processes are killed."""
 
 
 def available(root: Path = ROOT) -> int | None:
-    """Return the bytes that can be taken, None where nothing says so.
-
-    It is what the machine has available (`MemAvailable`), or what the limits of the control groups
-    of this process leave, whichever is less.
-
-    Args:
-        root: root of the file system; tests pass a recorded tree.
-    """
+    """Return the allocatable bytes, by `MemAvailable` and cgroup limits; None if unknown."""
     known = [_left(version, group) for version, group in groups("memory", root)]
     kib = _fields(read(root / "proc/meminfo")).get("MemAvailable:")
     known.append(None if kib is None else kib << 10)
@@ -33,17 +22,7 @@ def available(root: Path = ROOT) -> int | None:
 
 
 def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
-    """Refuse to take what is not there.
-
-    Args:
-        nbytes: to be taken.
-        what: what for, as the beginning of a sentence: "packed weights need".
-        instead: what to do about it.
-        root: root of the file system; tests pass a recorded tree.
-
-    Raises:
-        OutOfMemory: the machine, or a control group, has less.
-    """
+    """Raise OutOfMemory, "`what` ... `instead`", if fewer than `nbytes` are available."""
     left = available(root)
     if left is not None and nbytes > left:
         raise OutOfMemory(
@@ -52,7 +31,6 @@ def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
 
 
 def _left(version: int, group: Path) -> int | None:
-    """Return what the limit of a group leaves; None without one."""
     limit, used, prefix = _FILES[version]
     most, now = read(group / limit), read(group / used)
     if not (most.isdigit() and now.isdigit()):
@@ -62,6 +40,6 @@ def _left(version: int, group: Path) -> int | None:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """Return the numbers of lines like "name 123" or "name: 123 kB"."""
+    """Parse lines like "name 123" or "name: 123 kB"."""
     pairs = (line.split()[:2] for line in text.splitlines())
     return {p[0]: int(p[1]) for p in pairs if len(p) == 2 and p[1].isdigit()}

@@ -1,18 +1,17 @@
 """The Plan: a forward pass as a flat list of op calls over named, statically shaped buffers.
 
-A Plan is built once for a capacity of M tokens and R output rows. A step may fill fewer: buffers
-whose leading dimension is "M" or "R" are then used up to the step's token or row count. Decode,
-chunked prefill and batches are the same Plan with other counts, and no op's result for one token
-depends on the others.
+A Plan has a capacity of M tokens and R output rows. A step may use fewer: of a buffer whose leading
+dimension is "M" or "R", the step's token or row count. Decode, chunked prefill and batches share
+one Plan; no op's result for a token depends on the others.
 
-Each token carries four integers (inputs of every Plan):
-    slots      which sequence it belongs to; selects a row of the page table
+Each token has four integers (inputs of every Plan):
+    slots      its sequence: a row of the page table
     positions  its position: the RoPE angle, and the cache cell unless it is a tree node
     ends       keys 0 .. end-1 of its slot are committed and visible (subject to the window)
     ancestors  64-bit mask over cells end .. end+63: bit i set makes cell end+i visible
-A causal token has end = position + 1 and no ancestors. A token of a block-diffusion block has end =
-end of the block. A node of a speculative tree has end = number of committed keys and one bit for
-each ancestor and for itself; its own bit is its highest bit, and that cell is where its key goes.
+A causal token has end = position + 1 and no ancestors; a token of a block-diffusion block has end =
+end of the block. A node of a speculative tree has end = number of committed keys and a bit for each
+ancestor and for itself; its own bit is its highest, and that cell stores its key.
 """
 
 from collections.abc import Generator, Mapping
@@ -32,14 +31,11 @@ Attr = int | float | str | bool
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named array of the Plan.
+    """A named array of the Plan; `shape` is its capacity.
 
-    Attributes:
-        shape: capacity, in elements.
-        dtype: name in `dtypes.STORAGE`.
-        rows: "M" or "R" when the leading dimension counts the step's tokens or output rows.
-        role: "input" is written by the host before a step, "state" survives between steps,
-            "scratch" does not, "output" is read by the host after a step.
+    `rows` is "M" or "R" if the leading dimension counts tokens or output rows. Role "input" is
+    written by the host before a step, "state" survives steps, "scratch" does not, "output" is read
+    after.
     """
 
     shape: tuple[int, ...]
@@ -59,14 +55,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One op call.
-
-    Attributes:
-        op: name in `ops.OPS`.
-        args: formal parameter -> buffer, weight or constant name; absent optional parameters are
-            left out.
-        attrs: scalar settings.
-    """
+    """An op of `ops.OPS`: present parameter -> buffer, weight or constant; scalar attributes."""
 
     op: str
     args: Mapping[str, str]
@@ -75,15 +64,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A forward pass.
+    """A forward pass for up to `tokens` (M) tokens and `rows` (R) output rows per step.
 
-    Attributes:
-        tokens: capacity M in tokens per step.
-        rows: capacity R in output rows per step.
-        buffers: every buffer by name.
-        consts: fp32 tables computed when the Plan was built (RoPE cosines and sines).
-        weights: names of the weights it reads; the executor is given the tensors.
-        calls: the op calls, in order.
+    `consts` are fp32 tables computed with the Plan (RoPE), `weights` names; `calls` are in order.
     """
 
     tokens: int
@@ -99,12 +82,7 @@ class Plan:
 
 
 class Executor(Protocol):
-    """What executes a Plan. As it stands, buffers are the host's and a step returns when done.
-
-    Attributes:
-        plan: what is executed.
-        isa: instruction set of the kernels.
-    """
+    """What executes a Plan. The defaults suit host buffers and synchronous steps."""
 
     plan: Plan
     isa: str
@@ -116,14 +94,10 @@ class Executor(Protocol):
         """Execute the Plan for the first `tokens` tokens and `rows` output rows."""
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call and yield each that was executed, to look for a fault."""
+        """Execute a step call by call, yielding each executed call, to locate a fault."""
 
     def upload(self, masks: int | None = None) -> None:
-        """Hand the inputs that were written over to the device, before the next step.
-
-        Args:
-            masks: how many of the masks of the sampling op, from the first on; None: all.
-        """
+        """Send changed inputs, with the first `masks` sampling masks or all, to the device."""
         return
 
     def fetch(self, name: str, count: int) -> np.ndarray:
@@ -131,7 +105,7 @@ class Executor(Protocol):
         return self.array(name)[:count]
 
     def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of any fp32 buffer as they are now."""
+        """Return the current first rows of any fp32 buffer."""
         return self.array(name)[:count]
 
     def synchronize(self) -> None:
@@ -139,11 +113,11 @@ class Executor(Protocol):
         return
 
     def warm(self) -> None:
-        """Compile and capture what steps of any size need."""
+        """Compile and capture for steps of any size."""
         return
 
     def running(self) -> AbstractContextManager[object]:
-        """Keep what executes steps awake between them, while the context is open."""
+        """Keep the threads that execute steps awake between them."""
         return nullcontext()
 
     def close(self) -> None:

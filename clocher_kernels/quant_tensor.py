@@ -1,4 +1,4 @@
-"""A tensor is a logical shape, a format, and the planes (arrays) that the format names."""
+"""A tensor: a logical shape, a format, and the planes (arrays) that the format names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,13 +11,10 @@ from clocher_kernels.formats.base import Format
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class QuantTensor:
-    """A tensor as it is stored.
+    """A stored tensor.
 
-    Attributes:
-        shape: logical shape, [N, K] for a matrix or [E, N, K] for experts; never the packed shape.
-        format: the codec that knows what the bytes mean.
-        planes: the stored arrays by plane name ("data", "codes", "scales", "zeros", ...). They may
-            be read-only views of a memory-mapped file.
+    `shape` is logical: [N, K], or [E, N, K] for experts. `planes` by name ("data", "codes",
+    "scales", "zeros", ...) may be read-only views of a mapped file.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +45,7 @@ class QuantTensor:
         return self.format.decode(self.planes, self.shape)
 
     def cut(self, axis: int, start: int, stop: int) -> "QuantTensor":
-        """Return a part of the tensor, contiguous; see `Format.cut`."""
+        """Return a contiguous part of the tensor; see `Format.cut`."""
         shape = list(self.shape)
         shape[axis] = stop - start
         planes = self.format.cut(self.planes, self.shape, axis, start, stop)
@@ -56,7 +53,7 @@ class QuantTensor:
         return QuantTensor(tuple(shape), self.format, kept)
 
     def check(self) -> None:
-        """Raise FormatError if a stored code is one that the format forbids."""
+        """Raise FormatError if a stored code is forbidden by the format."""
         self.format.check(self.planes, self.shape)
 
     def __repr__(self) -> str:

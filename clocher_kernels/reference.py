@@ -1,4 +1,4 @@
-"""The reference executor: walk a Plan in NumPy, one op reference after another."""
+"""The reference executor: run a Plan in NumPy, op by op."""
 
 from collections.abc import Generator, Mapping
 
@@ -10,12 +10,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 
 
 class ReferenceExecutor(Executor):
-    """Execute a Plan with the NumPy references of the op table. Slow, obvious, always available.
-
-    Args:
-        plan: what to execute.
-        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector".
-    """
+    """Execute a Plan with the op table's NumPy references: slow, simple, always available."""
 
     name = "reference"
     isa = "numpy"
@@ -40,7 +35,7 @@ class ReferenceExecutor(Executor):
             pass
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call and yield each that was executed."""
+        """Execute a step call by call, yielding each executed call."""
         count = {"M": tokens, "R": rows}
         for call in self.plan.calls:
             values = {}

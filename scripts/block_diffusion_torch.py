@@ -1,9 +1,8 @@
-"""A Llama forward in torch with a free attention mask: what block-diffusion training runs on.
+"""A Llama forward in torch with a free attention mask, for block-diffusion training.
 
-One sequence is laid out as streams of the same length that share their positions: noisy streams
-(some tokens are the mask token) and one clean stream. A noisy row sees its own block of its own
-stream and the clean tokens of earlier blocks; a clean row sees the clean tokens before it and
-itself, so that the clean stream stays the ordinary autoregressive model (context "causal").
+A sequence is laid out as streams that share their positions: noisy ones (some tokens are the mask
+token) and a clean one. A noisy row sees its own block and the clean tokens of earlier blocks; a
+clean row is causal, so the clean stream stays the ordinary autoregressive model.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class BadInput(ValueError):
-    """What the user gave cannot be used; the text says why and what to do."""
+    """Unusable user input; the text has the reason and the next step."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,7 @@ _UNSUPPORTED = (
 
 
 def read_shape(config: dict[str, object]) -> Shape:
-    """The shape of a plain Llama model; BadInput for what this forward does not compute."""
+    """The shape of a plain Llama model; BadInput if this forward cannot compute it."""
     for name, only, why in _UNSUPPORTED:
         if config.get(name, None if name == "model_type" else only) != only:
             raise BadInput(f"{name} is {config.get(name)!r}; {why}")
@@ -166,11 +165,11 @@ def stream_mask(length: int, block: int, noisy: int) -> torch.Tensor:
 
 
 def noise(rows: int, length: int, block: int, generator: torch.Generator) -> torch.Tensor:
-    """Bool [rows, length]: the tokens that the first noisy stream masks.
+    """Bool [rows, length]: the tokens that the first noisy stream masks; the second masks the rest.
 
-    Half of the blocks are as the decoder first meets them: all masked, or all but the first
-    token. In the others each token is masked with probability t, drawn from U(.3, 1) evenly over
-    the blocks of a row (antithetic). The second stream masks exactly the other tokens.
+    Half of the blocks are as the decoder first sees them: all masked, or all but the first token.
+    In the others each token is masked with probability t from U(.3, 1), stratified over a row's
+    blocks (antithetic).
     """
     blocks = length // block
     spread = (torch.rand(rows, 1, generator=generator) + torch.arange(blocks) / blocks) % 1.0
@@ -202,11 +201,10 @@ def losses(
     mask_id: int,
     confidence: float,
 ) -> Losses:
-    """Both objectives of one batch; ids [N, T] clean, masked [N, T] of the first noisy stream.
+    """Both objectives of a batch; ids [N, T] clean, masked [N, T] of the first noisy stream.
 
-    Masks are complementary, so every token is a target of the noisy streams exactly once and the
-    plain mean over tokens stands in for CE/t (whose weights even out what one random mask leaves
-    out). `confidence` weighs the entropy at positions whose best token is right (LLaDA2).
+    Masks are complementary: every token is a noisy target exactly once, so the plain mean replaces
+    CE/t. `confidence` weighs the entropy at positions whose best token is right (LLaDA2).
     """
     length = ids.shape[1]
     streams = [torch.where(masked, mask_id, ids), torch.where(masked, ids, mask_id), ids]

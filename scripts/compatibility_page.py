@@ -1,7 +1,4 @@
-"""The page docs/compatibility.md: what docs/compatibility.json has, as tables.
-
-The rows are written by the parity tests, see `Row` in tests/compatibility.py.
-"""
+"""Render docs/compatibility.md from docs/compatibility.json (`Row` in tests/compatibility.py)."""
 
 import json
 from collections.abc import Iterable
@@ -15,7 +12,7 @@ NOT_TRIED: dict[str, str] = dict.fromkeys(
     "no library that is installed here has it; tests/test_block_families.py compares random models "
     "with a forward written out",
 )
-"""Families and readers without a row, each with the reason; tests fail on one that is missing."""
+"""Families and readers without a row -> reason; tests fail on a missing one."""
 
 INTRO = """# What loads, and how exactly
 
@@ -71,12 +68,7 @@ LAYOUTS_OF_TESTS = "the test, in the layout"
 
 
 def render(rows: list[Row], table: Any) -> str:
-    """Return the page.
-
-    Args:
-        rows: docs/compatibility.json.
-        table: makes a Markdown table of a head and rows.
-    """
+    """Return the page; `table` makes a Markdown table of a head and rows."""
     floats = [row for row in rows if row["reader"] == "float"]
     ggml = [row for row in rows if row["reader"].startswith("gguf ")]
     pairs = [row for row in rows if row["writer"] == LAYOUTS_OF_TESTS]
@@ -125,7 +117,7 @@ def render(rows: list[Row], table: Any) -> str:
 
 
 def together(rows: list[Row]) -> list[Row]:
-    """Return rows with those that differ only in the format in one, unless ids were compared."""
+    """Merge rows that differ only in the format, unless ids were compared."""
     found: dict[tuple[str, ...], Row] = {}
     for row in rows:
         key = tuple(row[name] for name in ("reader", "writer", "family", "reference"))
@@ -139,20 +131,20 @@ def together(rows: list[Row]) -> list[Row]:
 
 
 def order(row: Row) -> tuple[str, ...]:
-    """Return where a row stands: files of libraries before those of tests."""
+    """Return a row's sort key: files of libraries before those of tests."""
     by_test = str(row["writer"].startswith("the test"))
     return by_test, row["reader"], row["writer"], row["format"], row["family"]
 
 
 def family(row: Row) -> str:
-    """Return a family's short name, with what sets the row apart."""
+    """Return a family's short name, with the row's distinction."""
     name = row["family"].removesuffix("ForCausalLM")
     apart = row["format"].partition(", ")[2] if row["reader"] == "float" else ""
     return f"{name}, {apart}" if apart else name
 
 
 def numbers(row: Row) -> tuple[str, str, str]:
-    """Return the cells of how many, how far and how many with the same ids."""
+    """Return the cells: count, difference, count with the same ids."""
     same = "not compared" if row["same_ids"] is None else f"{row['same_ids']} of {row['models']}"
     return str(row["models"]), difference(row), same
 
@@ -176,7 +168,7 @@ def pair_table(rows: list[Row], table: Any) -> str:
 
 
 def made_line(rows: list[Row]) -> str:
-    """Return what the rows have in common."""
+    """Return the facts that all rows share."""
     dates = sorted({row["date"] for row in rows})
     kinds = ", ".join(f"`{name}`" for name in sorted({row["isa"] for row in rows}))
     return f"Made from {dates[0]} to {dates[-1]}, instruction sets {kinds}; {len(rows)} rows."

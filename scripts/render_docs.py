@@ -122,14 +122,14 @@ def shape(param: Param) -> str:
 
 
 def error(spec: OpSpec) -> str:
-    """Return the tolerance of an op, and those of cases that have their own."""
+    """Return the tolerance of an op, and those of cases with their own."""
     limits = dict.fromkeys(spec.allowed(case) for case in spec.cases)
     spelled = ("exact" if each == EXACT else f"{each.rms:g} / {each.max:g}" for each in limits)
     return " or ".join(spelled)
 
 
 def read_docstring(spec: OpSpec) -> tuple[list[str], str, list[str]]:
-    """Return what a reference computes, the names of its settings, and its source."""
+    """Return a reference's definition, its settings' names, and its source."""
     doc = inspect.cleandoc(spec.reference.__doc__ or "").split("\n\n")
     text = [each for each in doc if not each.startswith(("Args:", "Source:"))]
     params = {p.name for p in spec.params}

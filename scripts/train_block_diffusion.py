@@ -90,7 +90,7 @@ def source_files(paths: list[Path]) -> list[tuple[str, str]]:
 
 
 def without_held_out(files: list[tuple[str, str]], held_out: str) -> list[tuple[str, str]]:
-    """The files that the held-out text has neither a heading nor a third of the lines of."""
+    """Drop files whose heading, or over a third of whose lines, the held-out text contains."""
     known = {line for line in held_out.splitlines() if len(line) >= 24}
     kept = []
     for name, text in files:
@@ -148,7 +148,7 @@ def save_model(
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what torch frees: each step would ask the kernel for it all again."""
+    """Tell glibc to keep freed memory, so that steps need not fault it in again."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
@@ -187,7 +187,7 @@ def train(args: argparse.Namespace) -> None:
     ids = token_stream(tokenizer, files, end if isinstance(end, int) else 0)
     print(f"{len(files)} files, {len(ids)} tokens, mask token id {mask_id}", file=sys.stderr)
 
-    # The row of a token that no text holds was never trained: the mean is a neutral start.
+    # The row of a token absent from all text was never trained: the mean is a neutral start.
     embedding = weights["model.embed_tokens.weight"]
     embedding[mask_id] = embedding.mean(0)
     for tensor in weights.values():
@@ -250,7 +250,7 @@ def train(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    """The command; a user's mistake is one line and status 2."""
+    """Run the command; a user's mistake is one line and status 2."""
     try:
         train(arguments().parse_args())
     except BadInput as error:

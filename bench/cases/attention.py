@@ -39,7 +39,7 @@ _TOKEN = ("slots", "positions", "ends", "ancestors")
 
 
 class Step:
-    """A step that attends and does nothing else; its tokens are the last ones of the context."""
+    """A step that only attends; its tokens are the last ones of the context."""
 
     def __init__(self, model: str, kv: str, context: int, tokens: int, threads: int) -> None:
         heads, kv_heads, dim, window = SHAPES[model]

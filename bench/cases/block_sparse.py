@@ -42,7 +42,7 @@ _DENSE["int4"] = "int4_sym_g32_f16"
 def sparse_weight(
     shape: tuple[int, int], block: tuple[int, int], inner: str, sparsity: float
 ) -> QuantTensor:
-    """Return a random weight of which so many blocks are zero."""
+    """Return a random weight with this share of zero blocks."""
     rng = np.random.default_rng(1)
     grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
     kept = np.zeros(grid[0] * grid[1], bool)
@@ -59,7 +59,6 @@ def break_even(densities: Sequence[float], times: Sequence[float], dense: float)
 
 
 def _engine(weight: QuantTensor, tokens: int, threads: int) -> Engine:
-    """Return what multiplies tokens by copies of a weight, with fp32 activations."""
     copies = min(_MAX_COPIES, -(-_BYTES // weight.nbytes))
     problem = Problem(weight.format.name, *weight.shape, tokens, copies)
     made = clocher(problem, copies_of(weight, copies), threads, None)
@@ -98,7 +97,7 @@ def main(
     threads: int,
     rounds: int,
 ) -> Iterator[Row]:
-    """Yield rows for each block shape: the dense product, then one for each sparsity."""
+    """Yield rows for each block shape: the dense matmul, then one for each sparsity."""
     size = shape[0]
     values = np.random.default_rng(2).standard_normal(size, dtype=np.float32)
     dense = encode(values, parse_format(_DENSE[inner]))

@@ -86,7 +86,6 @@ def main(
 def _compared(
     problem: Problem, names: tuple[str, ...], threads: int, reader: Reader, rounds: int
 ) -> dict[str, Row]:
-    """Return a row for each engine, or the reason why it could not run."""
     weights = problem.weights()
     exact = exact_product(problem, weights)
     made: dict[str, Engine] = {}
@@ -107,7 +106,7 @@ def _compared(
         rows[name] |= {**share, "us": median(took[name]) / engine.products * 1e6}
         rows[name] |= {"samples": took[name], "note": "; ".join(notes)}
         if name != names[0] and names[0] in made:
-            # A product a second; cached weights may be fewer copies of the matrix.
+            # In matmuls per second: cached weights may have fewer copies of the matrix.
             speeds = {each: [made[each].products / s for s in took[each]] for each in made}
             rows[name] |= over(speeds[names[0]], speeds[name])
     return rows

@@ -24,11 +24,10 @@ TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 _TIMEOUT_S = 3600
 
 OWN = (sys.executable, "-m", "bench.cases.llama_cpp")
-"""llama-bench's work through llama-cpp-python."""
 
 
 class Test(NamedTuple):
-    """Reading ("pp") or generating ("tg") so many tokens, after `depth` that do not count."""
+    """Read ("pp") or generate ("tg") this many tokens, after `depth` that do not count."""
 
     kind: str
     tokens: int
@@ -36,7 +35,7 @@ class Test(NamedTuple):
 
 
 def parsed(test: str) -> Test:
-    """Return what a name such as "pp512" or "tg24@d4000" (TEST) asks for."""
+    """Parse a test's name, such as "pp512" or "tg24@d4000"."""
     found = re.fullmatch(TEST, test)
     assert found is not None, test
     return Test(found[1] or found[3], int(found[2] or found[4]), int(found[5] or 0))
@@ -44,12 +43,7 @@ def parsed(test: str) -> Test:
 
 @dataclass(slots=True)
 class LlamaCpp:
-    """A GGUF file run by llama.cpp, one test a call.
-
-    Attributes:
-        command: llama-bench and its own arguments, or None for llama-cpp-python.
-        about: what llama.cpp says of itself and the model, after a run.
-    """
+    """A GGUF file run by llama.cpp; `command` is None for llama-cpp-python."""
 
     command: Sequence[str] | None
     gguf: Path
@@ -57,11 +51,7 @@ class LlamaCpp:
     about: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, test: str) -> float:
-        """Return the tokens a second of a test such as "pp128", "tg64" or "tg24@d4000".
-
-        Raises:
-            NotMeasured: llama.cpp cannot be run, or not with this model.
-        """
+        """Return tokens per second of a test; NotMeasured if llama.cpp cannot run it."""
         kind, tokens, depth = parsed(test)
         sizes = ["-p", "0", "-n", str(tokens)] if kind == "tg" else ["-p", str(tokens), "-n", "0"]
         sizes += ["-d", str(depth)] if depth else []
@@ -83,7 +73,6 @@ class LlamaCpp:
 
 
 def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
-    """Return tokens a second of one test after a warm-up, and the version of llama-cpp-python."""
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:

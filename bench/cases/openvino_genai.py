@@ -13,7 +13,6 @@ from bench.ops.experiment import NotMeasured
 
 
 def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
-    """Return tokens a second of one test after a warm-up, and the version of OpenVINO GenAI."""
     try:
         import numpy as np
         import openvino_genai as genai
@@ -34,7 +33,7 @@ def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -
     settings.do_sample, settings.ignore_eos = False, True
     settings.max_new_tokens = settings.min_new_tokens = 1 if prompt else generated + 1
     length = prompt or max(depth, 1)
-    # Small ids: each vocabulary has them.
+    # Small ids exist in every vocabulary.
     ids = (np.arange(length, dtype=np.int64) * 31 + 1) % 200
     tokens = genai.TokenizedInputs(Tensor(ids[None]), Tensor(np.ones((1, length), np.int64)))
 

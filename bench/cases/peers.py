@@ -57,7 +57,7 @@ def compare(
     reader: Reader,
     rounds: int,
 ) -> Iterator[Row]:
-    """Yield a row for each test and contestant, beside what the reader reads in the same rounds."""
+    """Yield a row for each test and engine, beside the read bandwidth of the same rounds."""
     missing = {}
     for name, peer in peers.items():
         try:
@@ -126,7 +126,7 @@ def _peers(
 
 
 def _found_here() -> tuple[str, ...]:
-    """Return the peers that need no program of the caller's."""
+    """Return the peers that are installed as Python packages."""
     try:
         metadata.version("openvino-genai")
     except metadata.PackageNotFoundError:

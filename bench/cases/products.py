@@ -1,8 +1,4 @@
-"""One matrix product by several engines: Clocher and torch, with the same weights.
-
-Each engine has several matrices of the same shape, more than a cache holds, and multiplies all of
-them in one measurement.
-"""
+"""One matmul by several engines, each over more copies of the weight than a cache holds."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,7 +24,7 @@ _MAX_COPIES = 64
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Y = X W^T for X [M, K] and so many copies of W [N, K] in a format."""
+    """Y = X W^T for X [M, K] and `copies` of W [N, K] in a format."""
 
     format: str
     n: int
@@ -63,15 +59,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine(Subject):
-    """A contestant, which multiplies all matrices in a run.
-
-    Attributes:
-        first: returns the product with the first matrix, fp32 [M, N].
-        tolerance: of its error, root mean square relative to that of the product.
-        products: of a run.
-        nbytes: of the weights that a run reads.
-        note: how its numbers differ from the exact ones.
-    """
+    """An engine; `first` is X W^T of the first matrix, fp32, within relative RMS `tolerance`."""
 
     first: Callable[[], np.ndarray]
     tolerance: float
@@ -102,11 +90,7 @@ def exact_product(problem: Problem, weights: list[QuantTensor]) -> np.ndarray:
 def clocher(
     problem: Problem, weights: list[QuantTensor], threads: int, act_group: int | None = ACT_GROUP
 ) -> Engine:
-    """Return Clocher's CPU back end.
-
-    `act_group` is the columns per scale of int8 activations, where the weights are integers; None
-    keeps them fp32.
-    """
+    """Return Clocher's CPU back end; `act_group` None keeps activations fp32."""
     buffers = {"x": Buffer((problem.m, problem.k), "f32", "M", "input")}
     calls = []
     op = "bsr_linear" if isinstance(weights[0].format, Bsr) else "linear"
@@ -124,7 +108,7 @@ def clocher(
         plan = quantize_activations(plan, formats, act_group)
         if has_codes(plan.calls[-1]):
             tolerance, note = 0.03, f"int8 activations, groups of {act_group}"
-    # A team that is free to use fewer threads would make "2 threads" mean something else.
+    # A dynamic team could use fewer threads than the result says.
     executor = CpuExecutor(plan, tensors, threads, hints=Hints(adaptive=False))
     executor.array("x")[...] = problem.x()
     return Engine(
@@ -140,7 +124,7 @@ def clocher(
 
 
 def cached(problem: Problem, weights: list[QuantTensor], threads: int) -> Engine:
-    """Return Clocher's back end with weights that are decoded ahead, kept as fp32 in memory."""
+    """Return Clocher's back end with weights decoded ahead to fp32."""
     count = Problem.filling("f32", problem.n, problem.k, problem.m, problem.nbytes).copies
     decoded = [encode(weight.decode(), parse_format("f32")) for weight in weights[:count]]
     return clocher(replace(problem, format="f32", copies=count), decoded, threads)
@@ -223,4 +207,4 @@ ENGINES: Mapping[str, Callable[[Problem, list[QuantTensor], int], Engine]] = {
     "cached": cached,
     "torch": torch_cpu,
 }
-"""Contestants by name; the first is compared with the others."""
+"""Engines by name; the first is compared with the others."""

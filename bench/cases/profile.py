@@ -42,14 +42,10 @@ _OUTSIDE = ("embed", "gather_rows", "sample", "advance")
 
 @dataclass(frozen=True, slots=True)
 class CallTime:
-    """One call of the Plan in one step.
+    """One call of the Plan in one step; times in ns of the step.
 
-    Attributes:
-        name: the op, and the weight that it multiplies by, without the layer.
-        layer: None before the first and after the last.
-        spans: start and end of each launch on each thread, ns of the step [launches, threads, 2].
-        waits: when each thread arrived at each of its launches [launches, threads].
-        nbytes: bytes that it must move at least.
+    `spans` are start and end of each launch on each thread [launches, threads, 2], `waits` each
+    thread's arrival [launches, threads]. `nbytes` is the least it must move.
     """
 
     name: str
@@ -60,25 +56,18 @@ class CallTime:
 
     @property
     def ns(self) -> float:
-        """Time in kernels, the mean over threads."""
+        """Time in kernels, mean over threads."""
         return float((self.spans[..., 1] - self.spans[..., 0]).sum(axis=0).mean())
 
     @property
     def waiting_ns(self) -> float:
-        """Time at barriers before its launches, the mean over threads."""
+        """Time at barriers before its launches, mean over threads."""
         return float((self.spans[..., 0] - self.waits).sum(axis=0).mean())
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A measured step.
-
-    Attributes:
-        ns: time from the token before to this one.
-        compiled_ns: of that, in the compiled call.
-        late_ns: time for which a thread had not begun, or was done, the mean over threads.
-        calls: in the order of the Plan.
-    """
+    """A measured step; `late_ns` is idle time at its start and end, mean over threads."""
 
     ns: int
     compiled_ns: int
@@ -95,7 +84,7 @@ def label(call: Call) -> str:
 
 
 def layer_of(call: Call) -> int | None:
-    """Return the layer that a call's weights belong to."""
+    """Return the layer of a call's weights."""
     for name in call.args.values():
         if match := _LAYER.fullmatch(name):
             return int(match[1])
@@ -103,7 +92,7 @@ def layer_of(call: Call) -> int | None:
 
 
 class Profiler:
-    """A session whose steps are stamped."""
+    """A session whose steps are timestamped."""
 
     def __init__(self, model: Model, threads: int, context: int) -> None:
         self.model = model
@@ -116,21 +105,21 @@ class Profiler:
         self._stamps = self._executor.stamps
 
     def decode(self, tokens: int, depth: int) -> list[Step]:
-        """Generate tokens after a prompt of `depth`, and return the steps but for the first few."""
+        """Generate tokens after a prompt of `depth`; return all steps but the first few."""
         prompt = self._prompt(depth)
         stream = self.session.generate([prompt], tokens + _WARM_STEPS + 1, stop_ids=frozenset())
         next(stream)
         found = []
         start = time.perf_counter_ns()
         for _ in stream:
-            # Nothing more between two steps: threads that wait for long fall asleep.
+            # Nothing else between two steps: threads that wait for long fall asleep.
             found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
             start = time.perf_counter_ns()
         costs = self._costs(1, 1)
         return [self._step(ns, times, costs) for ns, times in found[_WARM_STEPS:]]
 
     def prefill(self, tokens: int, times: int) -> list[Step]:
-        """Read a prompt several times and return its last step each time."""
+        """Prefill a prompt several times; return the last step of each."""
         found = []
         for _ in range(times + 1):
             stream = self.session.generate([self._prompt(tokens)], 1, stop_ids=frozenset())
@@ -168,7 +157,6 @@ class Profiler:
         return Step(ns, end, late, tuple(calls))
 
     def _costs(self, tokens: int, rows: int) -> list[int]:
-        """Return the bytes of each call, from what the buffers hold after a step."""
         plan, count = self._executor.plan, {"M": tokens, "R": rows}
         costs = []
         for call in plan.calls:
@@ -190,10 +178,7 @@ def median_step(steps: Sequence[Step]) -> Step:
 
 
 def rows_of(steps: Sequence[Step], read_gbps: float) -> list[Row]:
-    """Return a row for each kind of call, by its share, then waiting, walking and outside.
-
-    Every figure is the median over the steps.
-    """
+    """Return a row for each kind of call, by share; then waiting and outside. Medians of steps."""
     whole = median(step.ns for step in steps)
     kinds = list(dict.fromkeys(call.name for call in steps[0].calls))
     rows: list[Row] = []
@@ -225,7 +210,6 @@ def rows_of(steps: Sequence[Step], read_gbps: float) -> list[Row]:
 
 
 def _note(nbytes: int, percent: float) -> str:
-    """Say how near the limit a call is, unless its bytes may lie in a cache."""
     said = (f"{percent:.0f} % of the limit", limit_note(percent))
     return ": ".join(filter(None, said)) if nbytes >= _BEYOND_CACHES else ""
 

@@ -32,11 +32,7 @@ _CACHES = ("warm", "cold")
 
 
 def files_of(model_dir: Path) -> list[Path]:
-    """Return the files that hold the weights of a model's directory.
-
-    Raises:
-        UsageError: there are none.
-    """
+    """Return the weight files of a model directory; UsageError if there are none."""
     found = sorted(path for path in model_dir.glob("*") if path.suffix in _WEIGHTS)
     if not found:
         raise UsageError(f"{model_dir}: no {' or '.join(_WEIGHTS)} file; give a model's directory")
@@ -44,7 +40,7 @@ def files_of(model_dir: Path) -> list[Path]:
 
 
 def timed(work: Callable[[], object], files: Sequence[Path], cache: str) -> float:
-    """Return the seconds of a run; before it the pages of cold files are dropped."""
+    """Return the seconds of a run; drops the pages of cold files first."""
     for path in files if cache == "cold" else ():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -53,7 +49,7 @@ def timed(work: Callable[[], object], files: Sequence[Path], cache: str) -> floa
 
 
 def read(files: Sequence[Path]) -> None:
-    """Read files from their beginnings to their ends, into the same memory."""
+    """Read whole files into the same memory."""
     block = bytearray(_BLOCK)
     for path in files:
         with path.open("rb", buffering=0) as file:
@@ -62,11 +58,7 @@ def read(files: Sequence[Path]) -> None:
 
 
 def run(command: Sequence[str], modules: str | None = None) -> None:
-    """Run a process to its end; `modules` is where Python keeps compiled modules, if not as usual.
-
-    Raises:
-        NotMeasured: it cannot be run, or fails.
-    """
+    """Run a process with a Python cache of `modules`; NotMeasured if it cannot run or fails."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     env |= {"PYTHONPYCACHEPREFIX": modules} if modules else {}
     try:
@@ -86,7 +78,7 @@ def run(command: Sequence[str], modules: str | None = None) -> None:
 def main(
     model_dir: Path, llama_bench: str | None, caches: Sequence[str], threads: int, rounds: int
 ) -> Iterator[Row]:
-    """Yield a row for each state of the cache and each contestant."""
+    """Yield a row for each state of the cache and each engine."""
     files, gguf = files_of(model_dir), model_dir / "model.gguf"
     ours = [sys.executable, "-m", "clocher_runtime.cli", "--model-dir", str(model_dir)]
     ours += ["--prompt-ids", "1", "--max-new", "1", "--speculate", "off", "--threads", str(threads)]

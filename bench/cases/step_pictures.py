@@ -12,7 +12,7 @@ _SHADES = ("#e4572e", "#e8703a", "#ec8a48", "#efa158", "#f0b56b", "#dd6b3d", "#d
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A part of the time: its name, ns, its parts in order, and what a tooltip adds."""
+    """A time span: name, ns, its parts in order, and extra tooltip text."""
 
     name: str
     value: float
@@ -21,12 +21,12 @@ class Frame:
 
 
 def depth(frame: Frame) -> int:
-    """Return how many levels a frame has."""
+    """Return the number of levels of a frame."""
     return 1 + max((depth(part) for part in frame.inner), default=0)
 
 
 def svg(root: Frame, title: str) -> str:
-    """Return the picture of a frame, the outermost at the top."""
+    """Return the picture of a frame, outermost at the top."""
     height = _TITLE + _ROW * depth(root) + _MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '

@@ -1,7 +1,4 @@
-"""Run one part of the GPU suite in this process: PART FILE [--dry-run] [TEXT...].
-
-`python -m bench.gpu_suite` runs all. The file gets a line of JSON before each item and per row.
-"""
+"""Run one part of the GPU suite in this process: PART FILE [--dry-run] [TEXT...]."""
 
 import gc
 import json
@@ -12,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 LOST, NO_DEVICE = 3, 4
-"""Exit codes: the GPU stopped answering, so a new process goes on; there is no usable GPU."""
+"""Exit codes: the GPU stopped answering (retry in a new process); there is no usable GPU."""
 
 PARTS = {
     "machine": "smoke:machine_items",
@@ -22,23 +19,23 @@ PARTS = {
     "ops": "ops:items",
     "peers": "ops:peer_items",
 }
-"""What makes the items of a part: module and function. A part imports nothing else."""
+"""Part -> module and function that make its items."""
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a part's file; the last may be half written."""
+    """Return the rows of a part's file, without a half-written last line."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def note(path: Path, *rows: dict[str, Any]) -> None:
-    """Add rows to a part's file."""
+    """Append rows to a part's file."""
     with path.open("a", encoding="utf-8") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
 
 
 def main(part: str, path: Path, dry: bool, only: list[str]) -> int:
-    """Run the items that the file does not list, and return the exit code."""
+    """Run the items that the file does not list yet; return the exit code."""
     os.environ["TRITON_INTERPRET"] = str(int(dry))  # read when triton is imported
     done = {row["item"] for row in rows_of(path)}
     try:

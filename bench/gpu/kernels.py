@@ -1,11 +1,9 @@
-"""Compile the kernels that the suite launches on a machine without a GPU, and carry them there.
+"""Compile the suite's kernels without a GPU, into an archive for `--cache` of the suite.
 
     python -m bench.gpu.kernels build/kernels.tar.xz [CAPABILITY, 90 if not given] [TEXT]
 
-With a TEXT only items whose name contains it. Run it with the Python and the Triton wheel of the
-GPU's machine: Triton looks a kernel up by a hash over its sources and libtriton.so. The archive has
-what a launch needs of each, machine code and description; `--cache` of the suite unpacks it beside
-itself, to build/kernels/SHA/.
+Needs the Python and the Triton wheel of the GPU's machine: Triton finds a kernel by a hash over its
+sources and libtriton.so. TEXT filters items by name.
 """
 
 import hashlib
@@ -25,11 +23,11 @@ from typing import Any
 
 SUFFIX = ".tar.xz"
 _SMS, _SHORT, _TIGHT = 132, 16, 9
-_NEEDED = (".cubin", ".json")  # the rest (PTX, the IRs, the source) is for people
+_NEEDED = (".cubin", ".json")  # the rest (PTX, the IRs, the source) is for debugging
 
 
 def tar(files: Iterable[tuple[str, Path]], preset: int = 1) -> bytes:
-    """Return a compressed archive of files, given by their names in it; presets are those of xz."""
+    """Return an xz archive of files by their names in it."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w:xz", preset=preset) as packed:
         for name, path in files:
@@ -39,29 +37,22 @@ def tar(files: Iterable[tuple[str, Path]], preset: int = 1) -> bytes:
 
 @dataclass(frozen=True)
 class Cache:
-    """A folder that Triton reads and writes in this run, and what was in it at first."""
+    """Triton's cache folder in this run, and its initial content."""
 
     path: Path
     said: str
     known: frozenset[Path]
 
     def files(self, known: bool = False) -> list[tuple[str, Path]]:
-        """Return what a launch needs and was not there, or all: name in an archive, and file."""
+        """Return (name in an archive, file) of what a launch needs: new files, or all."""
         found = [f for f in self.path.rglob("[!.]*") if f.suffix in _NEEDED]
         found = [f for f in found if known or f not in self.known]
-        found.sort(key=lambda file: (file.suffix, file.name, file))  # alike files pack best
+        found.sort(key=lambda file: (file.suffix, file.name, file))  # similar files compress best
         return [(f"cache/{self.path.name}/{file.relative_to(self.path)}", file) for file in found]
 
 
 def use(archives: Sequence[Path]) -> Cache:
-    """Let this process and its children use the kernels that are for this Triton.
-
-    Args:
-        archives: the first names the folder that all are unpacked to; it may not be there yet.
-
-    Raises:
-        ValueError: the name of the first does not end in .tar.xz, or one is no archive.
-    """
+    """Let this process and its children use archived kernels; ValueError if one is no .tar.xz."""
     if not archives[0].name.endswith(SUFFIX):
         raise ValueError(f"{archives[0]}: expected a name that ends in {SUFFIX}")
     triton = metadata.distribution("triton")
@@ -80,7 +71,7 @@ def use(archives: Sequence[Path]) -> Cache:
         except tarfile.TarError as error:
             raise ValueError(f"{archive} cannot be unpacked: {error}") from None
     groups = list(path.glob("*/__grp__*.json"))
-    for group in groups:  # it names files by absolute paths; one that is missing makes it corrupt
+    for group in groups:  # it has absolute paths; a missing file makes it corrupt
         noted = json.loads(group.read_text(encoding="utf-8"))
         files = {name: group.parent / name for name in noted["child_paths"]}
         noted["child_paths"] = {name: str(file) for name, file in files.items() if file.exists()}
@@ -93,7 +84,7 @@ def use(archives: Sequence[Path]) -> Cache:
 
 
 def main(out: Path, capability: int = 90, only: str = "") -> int:
-    """Compile in a process for each CPU; return the exit code."""
+    """Compile with one process per CPU; return the exit code."""
     os.environ.pop("TRITON_INTERPRET", None)
     used, count = use([out]), os.cpu_count() or 1
     with multiprocessing.get_context("spawn").Pool(count) as pool:
@@ -105,7 +96,7 @@ def main(out: Path, capability: int = 90, only: str = "") -> int:
 
 
 def _compile_shard(capability: int, shard: int, shards: int, only: str) -> list[str]:
-    """Compile every n-th item's launches; return what could not be."""
+    """Compile every n-th item's launches; return the failures."""
     from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
     from triton.runtime import driver  # type: ignore[import-untyped]
 
@@ -126,7 +117,7 @@ def _compile_shard(capability: int, shard: int, shards: int, only: str) -> list[
 
 
 def _items(capability: int) -> Iterator[tuple[str, Callable[[], Sequence[Any]]]]:
-    """Return what the parts launch, by name: the op table, its real sizes, whole models."""
+    """Return all launches by name: the op table, its real sizes, whole models."""
     from bench.gpu import steps
     from bench.gpu.parity import Trial, activations
     from bench.gpu.setting import Setting, Timer

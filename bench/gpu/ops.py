@@ -1,4 +1,4 @@
-"""The op table at real models' sizes, timed with a cold cache; and linear beside its peers."""
+"""The op table at real models' sizes with a cold cache; linear beside its peers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -60,7 +60,7 @@ def _contender(setting: Setting, spec: OpSpec, case: Case) -> tuple[int, Sequenc
     nbytes = cost(spec, {**outputs, **trial.values}, case.attrs).bytes
     first = trial.tensors()
     copies = [{n: _clone(v) for n, v in first.items()} for _ in range(setting.copies(nbytes))]
-    setting.timer.synchronize()  # kernels that start early read weights without waiting
+    setting.timer.synchronize()  # kernels that start early prefetch weights
     return nbytes, [partial(execute, trial.launches(tensors)) for tensors in copies]
 
 

@@ -1,7 +1,7 @@
 """One case of an op on a device against its reference: for `pytest -m gpu`, smoke and timing.
 
-Outputs are NaN before each run; a second run and the replay of a CUDA graph must give the same
-bits; a token alone must give the bits that it gives in a batch of up to eight.
+Outputs are NaN before each run. A second run and a CUDA graph replay must give the same bits; so
+must a token alone and in a batch of up to eight.
 """
 
 import math
@@ -29,7 +29,7 @@ Tensors = dict[str, Any]
 
 
 def judge(limit: Tolerance, got: np.ndarray, expected: np.ndarray) -> Row:
-    """Compare an output, fp32 or stored integers, with its reference; NaN never passes."""
+    """Compare an output (fp32 or stored integers) with its reference; NaN always fails."""
     if limit == EXACT or got.dtype.kind != "f":
         wrong = int(np.count_nonzero(got != expected))
         return {"status": "failed", "reason": f"{wrong} values differ"} if wrong else _OK
@@ -41,7 +41,7 @@ def judge(limit: Tolerance, got: np.ndarray, expected: np.ndarray) -> Row:
 
 
 def activations(spec: OpSpec, case: Case) -> list[str]:
-    """Return how the activations of a case may be stored; bf16 is tried on small batches."""
+    """Return the activation types to try; bf16 only for small batches."""
     if "cuda" in case.missing or not spec.narrow:
         return [] if "cuda" in case.missing else ["f32"]
     few = case.sizes.get("M", 1) in (1, 2)
@@ -49,7 +49,7 @@ def activations(spec: OpSpec, case: Case) -> list[str]:
 
 
 class Trial(OpRun):
-    """One case with its activations stored in one type."""
+    """One case with one activation type."""
 
     def __init__(self, setting: Setting, spec: OpSpec, case: Case, act: str) -> None:
         self.setting, self.act = setting, act
@@ -63,7 +63,7 @@ class Trial(OpRun):
         return self.setting.lower(self.spec.name, **arguments)
 
     def check(self) -> Row:
-        """Run the kernels and compare what they write with the reference and with itself."""
+        """Run the kernels; compare outputs with the reference and with a second run."""
         tensors = self.tensors()
         kept = {name: tensors[name].clone() for name in self.written}
         launches = self.launches(tensors)
@@ -126,9 +126,9 @@ class Trial(OpRun):
     def _comparable(
         self, name: str, got: torch.Tensor, expected: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return both as fp32 or as stored integers; equality is asked of rounded references."""
+        """Return both as fp32 or stored integers; under `EXACT` the reference is rounded first."""
         got = got.cpu()
-        if expected.dtype.kind != "f":  # a cache of bf16 among them
+        if expected.dtype.kind != "f":  # includes bf16 caches
             wide = got.view(torch.int16) if got.is_floating_point() else got
             return wide.numpy().view(expected.dtype), expected
         if name in self.types and self.limit == EXACT:
@@ -138,7 +138,7 @@ class Trial(OpRun):
     def _rounded(self, name: str, value: Value) -> Value:
         if name not in self.types or isinstance(value, QuantTensor):
             return value
-        if value.dtype == np.int8:  # codes are what they are
+        if value.dtype == np.int8:  # codes need no rounding
             del self.types[name]
             return value
         return torch.from_numpy(value.copy()).to(self.types[name]).float().numpy()

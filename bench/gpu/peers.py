@@ -1,7 +1,7 @@
-"""Other libraries' products beside ours; none of them has to be installed.
+"""Other libraries' matmuls beside ours; none has to be installed.
 
-A maker returns one weight [N, K]: what multiplies x [M, K] by it, the type of x, the weight's bytes
-and its decoded values. A peer that is off by more than 5 % is called wrongly and not measured.
+A maker returns, for a weight [N, K]: the function that multiplies x [M, K] by it, x's type, the
+weight's bytes and its decoded values. A peer that is off by more than 5 % is not measured.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ Made = tuple[Callable[[Tensor], Tensor], torch.dtype, int, Tensor]
 
 
 def contender(setting: Setting, name: str, n: int, k: int, m: int) -> Prepare:
-    """Return what a peer does before a race of products of M tokens."""
+    """Return the setup of a peer for a race at M tokens."""
 
     def prepare() -> tuple[int, Sequence[Call]]:
         run, dtype, nbytes, dense = PEERS[name](setting, n, k)
@@ -39,7 +39,7 @@ def _cublas(setting: Setting, n: int, k: int) -> Made:
 
 
 def _int4(setting: Setting, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes 0..15, scales of groups of 64, and what they decode to with a zero of 8."""
+    """Return codes 0..15, scales of groups of 64, and their values with a zero point of 8."""
     codes = setting.integers((n, k), 16, torch.uint8)
     scales = ((setting.randn(n, k // _GROUP).abs() + 0.5) * (k**-0.5 / 5)).to(dtype)
     return codes, scales, (codes.float() - 8) * scales.float().repeat_interleave(_GROUP, 1)

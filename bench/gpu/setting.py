@@ -1,4 +1,4 @@
-"""What every item of a part is given: the device, the timer and the measured bandwidth."""
+"""What every item of a part gets: the device, the timer and the measured bandwidth."""
 
 import statistics
 import zlib
@@ -13,22 +13,19 @@ from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, current_dev
 from clocher_kernels.cuda.lowering import LOWER
 
 Row = dict[str, Any]
-"""A result. Its status is "ok", "failed", "crashed", "timeout" or "not measured"; all but "ok" have
-a reason."""
+"""A result; status "ok", or "failed", "crashed", "timeout", "not measured" with a reason."""
 Call = Callable[[], object]
 Prepare = Callable[[], tuple[int, Sequence[Call]]]
-"""Makes a contender of a race: the bytes that one call moves, and calls that each use their own
-copy of the weights. Whatever it raises is the reason why it is not measured."""
+"""Returns the bytes of one call, and calls that each use their own copy of the weights."""
 Item = tuple[str, Callable[["Setting"], Iterable[Row]]]
-"""Name, and what is done."""
 
-cuda: Any = torch.cuda  # has no types
+cuda: Any = torch.cuda  # untyped
 
 _LARGE, _TINY = 1 << 30, 4096
-_MARGIN = 1.05  # a row may exceed the measured bandwidth by this much
-_COLD = 5  # copies of the weights come to more than this many L2 caches
+_MARGIN = 1.05  # tolerance of a row over the measured bandwidth
+_COLD = 5  # copies of the weights exceed this many L2 caches
 _MOST_COPIES, _CALLS, _ROUNDS = 64, 20, 15
-_HEAD_START_CYCLES = 2_000_000  # the host queues a whole round meanwhile
+_HEAD_START_CYCLES = 2_000_000  # the host queues a whole round during this delay
 
 
 def reason(error: BaseException) -> str:
@@ -38,12 +35,12 @@ def reason(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Timer:
-    """Times CUDA graphs; in a dry run, without a GPU, it calls everything once."""
+    """Times CUDA graphs; a dry run, without a GPU, calls everything once."""
 
     dry: bool
 
     def race(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, list[float] | str]:
-        """Return the microseconds of a call in each round, or why there are none, by name."""
+        """Return the microseconds of a call in each round, or the error, by name."""
         results: dict[str, list[float] | str] = {}
         graphs: dict[str, tuple[Call, int]] = {}
         for name, calls in contenders.items():
@@ -59,7 +56,7 @@ class Timer:
         for turn in range(0 if self.dry else _ROUNDS):
             cuda._sleep(_HEAD_START_CYCLES)
             first = turn % max(len(order), 1)
-            for name in order[first:] + order[:first]:  # neighbours change
+            for name in order[first:] + order[:first]:  # rotate the order
                 start, end = (cuda.Event(enable_timing=True) for _ in "se")
                 start.record()
                 graphs[name][0]()
@@ -71,7 +68,7 @@ class Timer:
         return results
 
     def replay(self, calls: Sequence[Call]) -> Call:
-        """Capture the calls into one CUDA graph, after running each once; return its replay."""
+        """Capture the calls into one CUDA graph after running each once; return its replay."""
         if self.dry:
             return lambda: [call() for call in calls]
         stream, graph = cuda.Stream(), cuda.CUDAGraph()
@@ -88,14 +85,14 @@ class Timer:
         return replay
 
     def synchronize(self) -> None:
-        """Wait for the GPU; raises what has gone wrong on it."""
+        """Wait for the GPU; raises its pending errors."""
         if not self.dry:
             torch.cuda.synchronize()
 
 
 @dataclass
 class Setting:
-    """Where things are checked and timed; `random` is seeded for each item by its name."""
+    """The device and timer of items; `random` is seeded by the item's name."""
 
     device: Device
     timer: Timer
@@ -106,21 +103,21 @@ class Setting:
 
     @property
     def dry(self) -> bool:
-        """Whether there is no GPU: tiny shapes, and no number is a speed."""
+        """Whether there is no GPU: tiny shapes, no speeds."""
         return self.timer.dry
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Return normal numbers on the device."""
+        """Return normal random numbers on the device."""
         place = self.device.torch_device
         return torch.randn(shape, generator=self.random, device=place).to(dtype)
 
     def integers(self, shape: Sequence[int], end: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return integers below `end` on the device."""
+        """Return random integers below `end` on the device."""
         given = {"generator": self.random, "dtype": dtype, "device": self.device.torch_device}
         return torch.randint(end, tuple(shape), **given)
 
     def copies(self, nbytes: int) -> int:
-        """Return how many copies of a weight a race rotates through, so that none is cached."""
+        """Return how many copies of a weight a race rotates through to miss the cache."""
         return 1 if self.dry else min(_COLD * self.l2_bytes // max(nbytes, 1) + 1, _MOST_COPIES)
 
     def lower(self, op: str, **arguments: object) -> list[Launch]:
@@ -129,7 +126,7 @@ class Setting:
         return launches
 
     def bandwidth(self, size: int) -> list[Row]:
-        """Time copies and reads of some bytes."""
+        """Time copies and reads of `size` bytes."""
         made = [self.integers((2, size // 4), 2, torch.int32) for _ in range(self.copies(size))]
         copies = [partial(pair[0].copy_, pair[1]) for pair in made]
         reads = [partial(torch.amax, pair[0]) for pair in made]
@@ -137,13 +134,13 @@ class Setting:
         return self.race(racing, size=size)
 
     def measure_bandwidth(self) -> None:
-        """Measure what this process's rows are shares of, once; it also warms the GPU up."""
+        """Measure the bandwidth that rows refer to, once; also warms up the GPU."""
         if not any(self.bandwidths):
             copied, read = self.bandwidth(_TINY if self.dry else _LARGE)
             self.bandwidths = copied.get("gbs", 0.0), read.get("gbs", 0.0)
 
     def race(self, contenders: Mapping[str, Prepare], **facts: object) -> list[Row]:
-        """Time contenders in turns and return a row for each, with some facts in all rows."""
+        """Time contenders in turns; return a row for each, with `facts` in all rows."""
         sizes: dict[str, int] = {}
         calls: dict[str, Sequence[Call]] = {}
         times: dict[str, list[float] | str] = {}
@@ -164,10 +161,7 @@ class Setting:
         return rows
 
     def measured(self, us: Sequence[float], nbytes: int) -> Row:
-        """Return time, bandwidth and its share of the copy's bandwidth; nothing in a dry run.
-
-        What is faster than both copies and reads is no measurement, so it fails.
-        """
+        """Return time, bandwidth and its share of the copy's; a row above both bandwidths fails."""
         if self.dry:
             return {}
         middle, most = statistics.median(us), max(self.bandwidths)

@@ -1,4 +1,4 @@
-"""The first minutes: the machine, whether anything works at all, and how fast its memory is."""
+"""First checks: the machine, tiny models, memory bandwidth."""
 
 import platform
 import shutil
@@ -25,12 +25,12 @@ _LOGIT_RMS = 0.02
 
 
 def machine_items(dry: bool) -> list[Item]:
-    """Return the item that says what the numbers were measured on."""
+    """Return the item that describes the machine."""
     return [("machine", _machine)]
 
 
 def ceiling_items(dry: bool) -> list[Item]:
-    """Return the items that measure how fast this GPU copies and reads."""
+    """Return the items that measure copy and read bandwidth."""
     sizes = (4096,) if dry else _SIZES
     return [(f"bandwidth-{size}", partial(Setting.bandwidth, size=size)) for size in sizes]
 
@@ -59,8 +59,8 @@ def _machine(setting: Setting) -> list[Row]:
 
 
 def _model(setting: Setting, name: str) -> list[Row]:
-    """Compare greedy ids and logits in fp32 with the CPU's, then logits with fp16 activations."""
-    from clocher_runtime.checkpoints import open_checkpoint  # late: kernels need no runtime
+    """Compare greedy ids and fp32 logits with the CPU's, then logits with fp16 activations."""
+    from clocher_runtime.checkpoints import open_checkpoint  # lazy: kernels need no runtime
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.config.engine import EngineConfig
     from clocher_runtime.engine.load import load_model

@@ -1,4 +1,4 @@
-"""Whole models at published shapes with random weights, stepped by a session: what a user gets."""
+"""Whole models at published shapes with random weights, stepped by a session."""
 
 import statistics
 import time
@@ -77,7 +77,7 @@ class Made:
     checkpoint: Checkpoint = _NO_FILES
 
     def nbytes(self, batch: int, context: int) -> int:
-        """Return what a decode step has to read: weights of the batch's experts, keys, values."""
+        """Return the bytes of a decode step: weights of the batch's experts, keys, values."""
         moe, total = self.spec.moe, 0.0
         for name, weight in self.weights.items():
             share = 1.0
@@ -117,19 +117,18 @@ def _session(
 
 
 def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTensor:
-    """Return a weight of finite values in the kernels' layout."""
+    """Return a finite random weight in the kernels' layout."""
     planes = {}
     for name, plane in fmt.planes(shape).items():
         dtype = TORCH_DTYPES[plane.dtype]
         if dtype.is_floating_point:
             planes[name] = (setting.randn(*plane.shape) * shape[-1] ** -0.5).to(dtype)
-        else:  # below 120 no code of fp8 is NaN
+        else:  # no fp8 code below 120 is NaN
             planes[name] = setting.integers(plane.shape, 120, dtype)
     return rearrange(fmt, shape, planes)
 
 
 def _measure(setting: Setting, shape: Shape) -> list[Row]:
-    """Time prompts, and the steps that follow them."""
     setting.measure_bandwidth()
     session, made = _session(setting, shape, setting.dry)
     rows, salt = list[Row](), count(1)
@@ -156,7 +155,7 @@ def _measure(setting: Setting, shape: Shape) -> list[Row]:
 def _generate(
     session: Session, batch: int, length: int, new: int, salt: int
 ) -> tuple[float, float]:
-    """Return the microseconds until every prompt has a token, and of a step after that."""
+    """Return microseconds until every prompt has a token, and of a step after that."""
     size = session.model.spec.vocab_size
     prompts = [[(7919 * i + 31 * salt + 7 * b) % size for i in range(length)] for b in range(batch)]
     began, first = time.perf_counter(), 0.0

@@ -1,1 +1,1 @@
-"""What the benches of ops and models share: the skeleton of a bench, its products and its ops."""
+"""Shared by the benches: the skeleton of a case, matmuls and ops."""

@@ -1,9 +1,4 @@
-"""The skeleton of a case: options, contestants in turns, rows, a table, a JSON file, an exit code.
-
-What is compared runs in turns (`clocher_runtime.quality.turns`); a ratio is that of medians, with
-an interval that draws whole rounds anew. A case declares its options and yields rows; `experiment`
-makes a command of it. Columns are those of `bench.record.KINDS`.
-"""
+"""The skeleton of a case: options, subjects run in turns, rows, table, JSON file, exit code."""
 
 import os
 import re
@@ -35,18 +30,16 @@ if TYPE_CHECKING:
 Key = TypeVar("Key")
 
 REST_S = 0.05
-"""Pause between two contestants: thread pools spin for a while after their work."""
+"""Pause between two subjects: thread pools spin for a while after their work."""
 
 _ABOVE_LIMIT = 105.0
 
 
 class NotMeasured(Exception):
-    """A contestant that cannot run here; its text is the reason."""
+    """A subject cannot run here; the text is the reason."""
 
 
 class _New(click.Path):
-    """A file that can be written, which is known before anything is measured."""
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         path = Path(super().convert(value, param, ctx))
         if not path.parent.is_dir():
@@ -55,12 +48,7 @@ class _New(click.Path):
 
 
 class Listed(click.ParamType):
-    """Comma-separated values.
-
-    Args:
-        read: makes a value of a text; raises ValueError.
-        expected: what is wanted, for the error.
-    """
+    """Comma-separated values; `read` parses one, or raises ValueError."""
 
     name = "list"
 
@@ -70,7 +58,7 @@ class Listed(click.ParamType):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> tuple[Any, ...]:
-        """Read a list; a default may be read already."""
+        """Parse a list; a default may be parsed already."""
         if not isinstance(value, str):
             return tuple(value)
         try:
@@ -82,7 +70,7 @@ class Listed(click.ParamType):
     def of(cls, known: Iterable[str]) -> "Listed":
         """Return the type of a list of known names."""
         names = tuple(known)
-        # Of a name that is not known, `index` raises ValueError.
+        # `index` raises ValueError for an unknown name.
         return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
 
 
@@ -119,7 +107,6 @@ def _default_counts() -> str:
 
 
 TEAMS = click.option("--threads", type=COUNTS, default=_default_counts, show_default="1 and all")
-"""Some sizes of the team of threads, side by side."""
 TEAM = click.option(
     "--threads", type=click.IntRange(1), default=default_threads, show_default="all usable cores"
 )
@@ -133,14 +120,7 @@ MIB = click.option(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What is timed: ours on a CPU or a GPU, or a peer's.
-
-    Attributes:
-        run: makes `calls` calls and returns when they are done.
-        calls: how many.
-        awake: a context in which threads wait for the next run without falling asleep.
-        close: releases it.
-    """
+    """What is timed; `run` makes `calls` calls, `awake` keeps its threads awake between runs."""
 
     run: Callable[[], object]
     calls: int = 1
@@ -148,7 +128,7 @@ class Subject:
     close: Callable[[], object] = lambda: None
 
     def seconds(self, at_least: float = 0.0) -> float:
-        """Return the seconds of a call; runs are repeated until `at_least` seconds have passed."""
+        """Return the seconds of a call, repeated until `at_least` seconds have passed."""
         with self.awake():
             return seconds(self.run, at_least) / self.calls
 
@@ -156,12 +136,12 @@ class Subject:
 def turns(
     runs: Mapping[Key, Callable[[], float]], rounds: int, rest_s: float = REST_S
 ) -> dict[Key, list[float]]:
-    """Return what each contestant measured in each round; one more round comes first."""
+    """Return each subject's measurements by round, after a discarded warm-up round."""
     return in_turns(runs, rounds, lambda done, name: time.sleep(rest_s))
 
 
 def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
-    """Return the seconds of one call; it is repeated until `at_least` seconds have passed."""
+    """Return the seconds of one call, repeated until `at_least` seconds have passed."""
     calls = 0
     start = time.perf_counter()
     while True:
@@ -173,20 +153,20 @@ def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
 
 
 def of_read(speeds: Sequence[float], reads: Sequence[float]) -> Row:
-    """Return what a row says of speeds beside the read bandwidth of the same rounds, in GB/s."""
+    """Return row fields for speeds beside the read bandwidth of the same rounds, GB/s."""
     share = ratio(speeds, reads)
     row = {"gbps": median(speeds), "read_gbps": median(reads), "pct_of_limit": 100 * share.value}
     return row | {"pct_low": 100 * share.low, "pct_high": 100 * share.high}
 
 
 def over(ours: Sequence[float], theirs: Sequence[float]) -> Row:
-    """Return what a row says of a ratio of speeds of the same rounds."""
+    """Return row fields for a ratio of speeds of the same rounds."""
     found = ratio(ours, theirs)
     return {"ratio": found.value, "ratio_low": found.low, "ratio_high": found.high}
 
 
 def limit_note(percent: float) -> str:
-    """Return a warning where a speed is above the limit that memory sets, else ""."""
+    """Return a warning if a speed is above the memory limit, else ""."""
     if percent <= _ABOVE_LIMIT:
         return ""
     return "above the limit: the weights lie in a cache, or the limit was read too low"
@@ -194,7 +174,7 @@ def limit_note(percent: float) -> str:
 
 def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
     """Return the model of a directory, or the embedded one."""
-    from clocher_runtime.checkpoints import open_checkpoint  # late: tables need no checkpoint
+    from clocher_runtime.checkpoints import open_checkpoint  # lazy: tables need no checkpoint
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.engine.load import load_model
 
@@ -214,14 +194,10 @@ def experiment(
     rounds: int | None = None,
     good: Callable[[Row], bool] = lambda row: row.get("correct", True),
 ) -> Callable[[Callable[..., Iterable[Row]]], click.Command]:
-    """Return a decorator that makes a command of what yields rows.
+    """Return a decorator that makes a command of a generator of rows.
 
-    Args:
-        kind: the name of the case, and of its rows.
-        text: its help.
-        title: of the table, filled in from the first row.
-        rounds: how often things are measured, unless --rounds says otherwise; None: no such option.
-        good: whether a row is as it should be; the command exits with 1 if one is not.
+    `kind` names the case and its rows, `title` is formatted from the first row; `rounds` None omits
+    --rounds. The command exits with 1 if a row is not `good`.
     """
 
     def decorate(measure: Callable[..., Iterable[Row]]) -> click.Command:
@@ -268,7 +244,7 @@ def table(
 
 
 def _spelled(kind: str) -> str:
-    """Return the command as it was given; paths lose their folders, for rows are published."""
+    """Return the command as given, with paths cut to file names: rows are published."""
     words = []
     for word in click.get_current_context().meta[__name__]:
         name, equals, value = word.rpartition("=")
@@ -277,8 +253,6 @@ def _spelled(kind: str) -> str:
 
 
 class _Command(click.Command):
-    """A command that remembers how it was called."""
-
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[__name__] = list(args)
         return super().parse_args(ctx, args)

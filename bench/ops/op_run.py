@@ -19,14 +19,7 @@ def name_of(spec: OpSpec, case: Case) -> str:
 
 
 class OpRun:
-    """The inputs and the Plan of one case.
-
-    Args:
-        spec: the op.
-        case: sizes and settings.
-        salt: added to the name that seeds the inputs.
-        change: takes the name and the value of each input and returns the value to use.
-    """
+    """The inputs and the Plan of one case; `salt` varies the seed, `change` an input's value."""
 
     def __init__(
         self,
@@ -61,7 +54,7 @@ class OpRun:
         return {name: executor.array(name).copy() for name in self.written}
 
     def run(self, make: Callable[[Plan, Mapping[str, Value]], Any]) -> Arrays:
-        """Make an executor, run the whole case on it, and return what it wrote."""
+        """Make an executor, run the whole case on it, and return its outputs."""
         executor = make(self.plan, self.weights)
         try:
             self.fill(executor)
@@ -71,7 +64,7 @@ class OpRun:
             executor.close()
 
     def alone(self) -> str:
-        """Return "M" or "R" if the op's outputs are rows that a step can compute one at a time."""
+        """Return "M" or "R" if the op's outputs are independent rows, else ""."""
         leads = {self.plan.buffers[name].rows for name in self.written}
         lead = leads.pop()
         count = {"M": self.plan.tokens, "R": self.plan.rows, "": 1}[lead]

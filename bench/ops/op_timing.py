@@ -1,4 +1,4 @@
-"""One op of the op table, ready to be timed on a back end, and whether it is right there."""
+"""One op of the op table, ready to be timed on a back end and compared with the reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Subject):
-    """An op on a back end, the cost of a call, and facts: where it runs, if it is `correct`."""
+    """An op on a back end, its cost per call, and facts: device, `correct`."""
 
     cost: Cost
     facts: Facts
@@ -45,7 +45,7 @@ def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
     """Return an op on one of `DEVICES`, compared with its reference."""
     op = OpRun(spec, case)
     cost = cost_of(op)
-    # A call that is over at once would measure how long it takes to wake the team.
+    # A very short call would measure waking the team.
     calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(cost.bytes, 1)))
     facts = {
         "op": spec.name,
@@ -68,7 +68,7 @@ def cost_of(op: OpRun) -> Cost:
 
 
 def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
-    """Compare what an op wrote with the reference: whether it is `correct`, and its errors."""
+    """Return whether outputs are `correct`, and their errors."""
     expected = op.run(ReferenceExecutor)
     facts: Facts = {"correct": True, "rms_error": 0.0, "max_error": 0.0}
     limit = op.spec.allowed(op.case)
@@ -76,7 +76,7 @@ def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
         if limit == EXACT or expected[name].dtype.kind != "f":
             facts["correct"] &= bool(np.array_equal(got[name], expected[name]))
             continue
-        if not np.isfinite(got[name]).all():  # and errors that are not numbers are not JSON
+        if not np.isfinite(got[name]).all():  # NaN and infinity are not JSON
             facts |= {"correct": False, "rms_error": None, "max_error": None}
             break
         rms, largest = error(got[name], expected[name])
@@ -87,7 +87,7 @@ def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
 
 
 def _on_cpu(op: OpRun, threads: int, calls: int, cost: Cost, facts: Facts) -> Timed:
-    # A team that is free to use fewer threads would make "2 threads" mean something else.
+    # A dynamic team could use fewer threads than the result says.
     hints = Hints(adaptive=False)
     plan = op.plan
     executor = CpuExecutor(plan, op.weights, threads, hints=hints)

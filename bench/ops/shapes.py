@@ -1,8 +1,4 @@
-"""The cases of the op table at the sizes of real models that it names.
-
-Whatever a case says of formats, attributes and optional parameters stays; its sizes become those
-of a model. An op that names none keeps its cases, so a new op is there at once.
-"""
+"""The cases of the op table at the real sizes that it names, or unchanged without any."""
 
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -12,7 +8,7 @@ from clocher_kernels.ops.contract import Case, Real
 from clocher_kernels.ops.quantize import groups_of
 
 _PAGE = 16  # cells of a page in every case
-_KIND = {"aligned", "wide"}  # what the ids of cases say of sizes that are replaced
+_KIND = {"aligned", "wide"}  # words of case ids about replaced sizes
 
 
 def real_cases() -> list[tuple[OpSpec, Case]]:
@@ -31,7 +27,7 @@ def real_cases() -> list[tuple[OpSpec, Case]]:
 
 
 def resized(spec: OpSpec, case: Case, real: Real) -> Case:
-    """Return a case with other sizes, and what follows from them."""
+    """Return a case with other sizes, and the attributes that depend on them."""
     attrs, sizes = dict(case.attrs), dict(real.sizes)
     if "group" in attrs:
         sizes["B"] = groups_of(sizes[spec.param("x").letters[-1]], int(attrs["group"]))

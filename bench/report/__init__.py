@@ -1,1 +1,1 @@
-"""Result files as tables and pictures: on the terminal, as Markdown, as one HTML file."""
+"""Result files as tables and charts: on the terminal, as Markdown, as one HTML file."""

@@ -41,8 +41,6 @@ _TEXT_CHARS = 400
 
 
 class _Command(click.Command):
-    """A command whose help is a raw docstring."""
-
     def __init__(self, *arguments: Any, **options: Any) -> None:
         text = (options.pop("help") or "").replace("\\b\n", "\b\n")
         super().__init__(*arguments, help=text, **options)
@@ -55,7 +53,7 @@ def main() -> None:
 
 @contextmanager
 def _failing() -> Iterator[None]:
-    """End with the code of what went wrong."""
+    """Turn errors into exit codes."""
     try:
         yield
     except ClocherError as error:
@@ -96,7 +94,7 @@ def run(
       5  a file cannot be written
       else that of bench.harness
     """
-    # Flags of the harness come behind "--", which click takes away.
+    # Flags of the harness follow "--", which click removes.
     results = [Path(text) for text in takewhile(lambda text: not text.startswith("-"), arguments)]
     flags = arguments[len(results) :]
     if results and flags:
@@ -172,17 +170,7 @@ def baseline(results: tuple[Path, ...], out: Path | None) -> None:
 def write_report(
     files: Sequence[ResultFile], folder: Path, title: str, tokens_max: int | None = None
 ) -> Path:
-    """Write report.html, report.md and report.json; return the HTML file.
-
-    Args:
-        files: what it is about.
-        folder: it exists.
-        title: of the report.
-        tokens_max: token ids of a prompt that are shown; None: all that the files hold.
-
-    Raises:
-        UsageError: no file has rows.
-    """
+    """Write report.html, report.md and report.json to an existing folder; return the HTML file."""
     cells = [_cell(file, cell, tokens_max) for file in files for cell in _cells(file)]
     whole = [*sections(files), *_outputs(cells)]
     intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
@@ -201,11 +189,7 @@ def write_report(
 
 
 def sections(files: Sequence[ResultFile]) -> list[Section]:
-    """Return a section for each file, with what its rows say.
-
-    Raises:
-        UsageError: no file has rows.
-    """
+    """Return a section for each file; UsageError if no file has rows."""
     found = [_section(file) for file in files if file.rows]
     if not found:
         names = ", ".join(file.name for file in files)
@@ -239,7 +223,6 @@ def _section(file: ResultFile) -> Section:
 
 
 def _outputs(cells: Sequence[Row]) -> list[Section]:
-    """Return what was generated, once for all cells that agree."""
     found: dict[tuple[str, str, str], list[str]] = {}
     for cell in cells:
         for number, output in enumerate(cell["outputs"], 1):
@@ -281,7 +264,6 @@ def _cells(file: ResultFile) -> list[Any]:
 
 
 def _plain(shown: str) -> str:
-    """Return text of a result file without anything that a cell would take for markup."""
     return " ".join(shown.replace("`", "'").split())
 
 

@@ -1,4 +1,4 @@
-"""A report as sections and tables, its two forms, Markdown and one HTML file, and its one chart."""
+"""A report as Markdown and as one HTML file, and its chart."""
 
 import hashlib
 import io
@@ -13,7 +13,7 @@ from bench.record import MARKS, Table, is_figure
 from clocher_kernels.errors import UsageError
 
 _CLASSES = {mark: status for status, mark in MARKS.items()}
-# What may not stand in XML; a result file can hold any text.
+# Characters not allowed in XML; a result file can hold any text.
 _CONTROL = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF} - {10},
     "\N{REPLACEMENT CHARACTER}",
@@ -22,11 +22,11 @@ _RC = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
 _COLOUR, _LIMIT = "#0072b2", "#777777"
 
 Bar = tuple[str, float, float, float]
-"""A name, a ratio, and the ends of its interval."""
+"""Name, ratio, ends of its interval."""
 
 
 class Section(NamedTuple):
-    """A part of a report: a heading, paragraphs, tables. In text, `...` is code."""
+    """Heading, paragraphs, tables; in text, `...` is code."""
 
     title: str
     text: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Section(NamedTuple):
 
 
 def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return a report as Markdown; the paragraphs of the intro are Markdown already."""
+    """Return a report as Markdown; the intro is Markdown already."""
     parts = [f"# {_line(title)}", *intro]
     for section in sections:
         parts += [f"{'#' * section.level} {_line(section.title)}", *map(_line, section.text)]
@@ -44,7 +44,7 @@ def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> s
 
 
 def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
-    """Return a report as one HTML file, also well-formed XML, that loads nothing."""
+    """Return a report as one self-contained HTML file, also well-formed XML."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -56,13 +56,7 @@ def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
 
 
 def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
-    """Return ratios as SVG, a line for each; 1 is where neither side wins.
-
-    It ends with digests of its data and of itself: the rest depends on the version of matplotlib.
-
-    Raises:
-        UsageError: matplotlib is not installed.
-    """
+    """Return ratios as SVG bars, with digests of data and SVG; UsageError without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -99,7 +93,7 @@ def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
 
 
 def is_current(picture: str, title: str, label: str, bars: Sequence[Bar]) -> bool:
-    """Return whether a picture is the chart of these data, as it was drawn."""
+    """Return whether a picture is the unmodified chart of these data."""
     drawn, _, end = picture.rpartition("\n<!-- ")
     return end == f"{_seal(title, label, list(bars))} {_seal(drawn)} -->\n"
 
@@ -109,12 +103,10 @@ def _seal(*data: object) -> str:
 
 
 def _clean(text: str) -> str:
-    """Return text that may stand in XML once it is escaped."""
     return text.translate(_CONTROL)
 
 
 def _kind(cell: str) -> str:
-    """Return the class of a cell: a mark, a number, or nothing."""
     return _CLASSES.get(cell) or ("number" if is_figure(cell) else "")
 
 
@@ -125,7 +117,6 @@ def _markdown_table(table: Table) -> str:
 
 
 def _line(text: str) -> str:
-    """Return one line of Markdown: what looks like HTML, a link or emphasis is text."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"([<>*_\[\]\\])", _escaped, part)
@@ -135,7 +126,7 @@ def _line(text: str) -> str:
 
 def _escaped(match: re.Match[str]) -> str:
     found = match[1]
-    # Brackets are common in intervals, and are a link only before a parenthesis.
+    # Brackets are common in intervals, and a link only before a parenthesis.
     if found in "[]":
         after = match.string[match.end() : match.end() + 1]
         return f"\\{found}" if after == "(" else found

@@ -1,4 +1,4 @@
-"""docs/PERFORMANCE.md and its plot: what people ask first, from the result files of a folder."""
+"""docs/PERFORMANCE.md and its plot, from the result files of a folder."""
 
 import json
 import re
@@ -24,31 +24,27 @@ _INTRO = (
 )
 _TITLE, _LABEL = "Clocher beside llama.cpp, same weights", "times as fast, 95 % interval"
 SHOWN = {"llama-1b-int4": "Q4_0", "llama-1b-ternary": "TQ2_0", "gpt-oss-20b-8l": "MXFP4"}
-"""Models of the plot, and what llama.cpp stores their weights as; each decodes and reads."""
+"""Models of the plot -> their weight type in llama.cpp."""
 
 _PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")
 _STORED = re.compile(r"\b(I?Q\d\w*|TQ\d\w*|BF16|F16|MXFP4)")
 
 
 class Page(NamedTuple):
-    """What is written: the text of the page, and the bars of its plot."""
+    """The text of the page and the bars of its plot."""
 
     text: str
     bars: Sequence[Bar]
 
     def stale(self, page: Path, plots: Path) -> list[str]:
-        """Return the files that are not what they should be, those that should not be included."""
+        """Return the files that differ or should not exist."""
         found = [] if _content(page) == self.text else [page.name]
         if self.bars and not is_current(_content(_plot(plots)), _TITLE, _LABEL, self.bars):
             found.append(_plot(plots).name)
         return found + [path.name for path in _gone(plots)]
 
     def write(self, page: Path, plots: Path) -> None:
-        """Write what is not current, and remove plots that are no more. Each file appears whole.
-
-        Raises:
-            UsageError: a plot is to be drawn, and matplotlib is not installed.
-        """
+        """Write outdated files, each atomically, and remove obsolete plots."""
         plots.mkdir(parents=True, exist_ok=True)
         if self.bars and not is_current(_content(_plot(plots)), _TITLE, _LABEL, self.bars):
             write_file(_plot(plots), chart(_TITLE, _LABEL, self.bars).encode())
@@ -58,11 +54,7 @@ class Page(NamedTuple):
 
 
 def render(folder: Path) -> Page:
-    """Return the page of a folder of result files.
-
-    Raises:
-        UsageError: the folder or a file in it cannot be used.
-    """
+    """Return the page of a folder of result files; UsageError if one is invalid."""
     files = read_folder(folder)
     peers = _peers(files)
     sections = [
@@ -165,18 +157,7 @@ def _starts(files: Sequence[ResultFile]) -> list[Row]:
 
 
 def add(path: Path, folder: Path) -> Path:
-    """Copy a result file into the folder, without directories of this machine.
-
-    The copy is named by date, machine and model of the measurement, so that the same file again
-    replaces it.
-
-    Returns:
-        The copy.
-
-    Raises:
-        UsageError: it is not a result file, holds nothing that counts, or says not where and when
-            it was measured.
-    """
+    """Copy a result file, without local directories, under a name from date, machine and model."""
     file = read_file(path)
     if not file.rows or not isinstance(file.rows[0].get("machine"), dict):
         raise UsageError(
@@ -198,7 +179,7 @@ def add(path: Path, folder: Path) -> Path:
 
 
 def without_directories(value: Any) -> Any:
-    """Return a value in which absolute paths have lost their directories."""
+    """Return a value with absolute paths cut to file names."""
     if isinstance(value, str):
         return _PATH.sub(r"\1", value)
     if isinstance(value, list):

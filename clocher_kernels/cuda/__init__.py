@@ -1,5 +1,1 @@
-"""The CUDA back end: Triton and CuPy kernels, and one CUDA graph per step.
-
-Importing this package needs neither a GPU nor torch nor Triton; its modules need both libraries but
-no GPU.
-"""
+"""The CUDA back end: Triton and CuPy kernels, one CUDA graph per step; no GPU needed to import."""

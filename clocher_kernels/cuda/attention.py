@@ -1,12 +1,7 @@
-"""Attention over the paged cache: a kernel for few tokens, one for chunks of many.
+"""Attention over the paged cache (online softmax): a kernel for few tokens, one for prefill chunks.
 
-Both walk blocks of keys with a running maximum and sum (online softmax) for a tile of rows; a row
-is a query head of a token, and the heads that share a key/value head share what is loaded. Which
-blocks a token's keys are cut into, and in which order they are summed, follows from its own
-position and end alone, so its result does not depend on the other tokens of the step. The kernel
-for few tokens takes the nodes of a tree's path as if nothing lay between them: what a path gives is
-what its tokens give one after another, bit for bit. Where pages are listed it takes tokens of any
-number, since neighbours list different pages, and walks the list of each.
+Blocks and summation order of a token's keys depend on its own position and end alone: a result does
+not depend on the batch, and a tree path's equals sequential decoding, bit for bit.
 """
 
 from typing import Any
@@ -46,13 +41,7 @@ def attention(
     softcap: float = 0.0,
     **tensors: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.attention.attention`.
-
-    `pages` may be cut to the blocks that the step can reach; results do not depend on where.
-
-    Raises:
-        UnsupportedOp: pages are listed that are not whole blocks.
-    """
+    """Lower `ops.attention.attention`; `pages` may be cut to the blocks that the step can reach."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
     group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]
@@ -73,7 +62,7 @@ def attention(
         "WORK": work_type(kv_dtype, device),
     }
     tensors |= {"q": q, "y": y}
-    # Neighbours list different pages; an fp32 cache needs more registers than a tile leaves.
+    # Adjacent tokens list different pages; an fp32 cache needs more registers than a tile has.
     if "listed" in tensors or len(q) <= DECODE_TOKENS or kv_dtype == "f32":
         return few_tokens(tensors, constants, device)
     tokens, lanes = len(q), constants["LANES"]
@@ -131,7 +120,7 @@ def _prefill(
                 cell0, mine[:, None], first[:, None], end[:, None], tree[:, None],
                 position[:, None], lowest, highest, branch, BLOCK, WINDOW, CHUNK,
             )  # fmt: skip
-            # Between the windows of distant tokens there may be anything.
+            # Between the windows of distant tokens there may be any cells.
             if WINDOW > 0 or CHUNK > 0:
                 seen = tl.max(visible.to(tl.int32), 0) > 0
             cell = cell0 + tl.arange(0, BLOCK)
@@ -148,10 +137,7 @@ def _prefill(
 
 
 def _tile(width: int) -> tuple[int, int, int]:
-    """Return (rows, keys of a block, warps) for a chunk: what 255 registers hold without spilling.
-
-    A tile has more rows if the heads of a group are more.
-    """
+    """Return (rows, keys per block, warps) for a chunk: what fits in 255 registers."""
     if width > 128:
         return 32, 32, 8
     return (64, 32, 4) if width <= 64 else (64, 16, 8)

@@ -1,8 +1,6 @@
-"""One block of keys and values, for a tile of rows: the step of online softmax.
+"""One block of keys and values for a tile of rows: the step of online softmax.
 
-Keys and values are multiplied as bf16 or fp16 numbers that hold them exactly. The other factor,
-fp32, goes in as two of these numbers, its rounding and what that left over, so that products are
-as good as fp32 ones at the price of two instructions of the tensor cores.
+Keys and values are multiplied as exact bf16 or fp16; the fp32 operand is split in two of these.
 """
 
 import triton
@@ -16,10 +14,7 @@ NEVER = tl.constexpr(0x7FFFFFFF)
 
 
 def work_type(kv_dtype: str, device: Device) -> tl.dtype:
-    """Return the type in which keys and values are multiplied; it holds each of them exactly.
-
-    The interpreter has no bf16 arithmetic and takes fp32 instead.
-    """
+    """Return the type that holds keys and values exactly in matmuls; fp32 in the interpreter."""
     if kv_dtype in ("f16", "e4m3", "e5m2"):
         return tl.float16
     return tl.bfloat16 if kv_dtype in ("bf16", "i8") and device.asm else tl.float32
@@ -35,7 +30,7 @@ def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr, WORK: tl.con
 
 @triton.jit
 def _in_two(x, WORK: tl.constexpr):
-    """Round fp32 to WORK, and round what that left over."""
+    """Split fp32 into WORK and the remainder."""
     high = x.to(WORK)
     return high, (x - high.to(tl.float32)).to(WORK)
 
@@ -54,11 +49,7 @@ def cells_at(
     pages, cell0, cell, seen, head,
     POOL: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Return the index of (page, head, cell in page) of a block of cells, int64.
-
-    `pages` is the slot's row of the page table and holds the block's first cell, and each that is
-    `seen`. ONE_PAGE: all of them are in the first one's page.
-    """
+    """Return the index of (page, head, cell in page) of cells, int64; ONE_PAGE: all in one."""
     if ONE_PAGE:
         page = tl.load(pages + cell0 // PAGE)
     else:
@@ -69,11 +60,7 @@ def cells_at(
 
 @triton.jit
 def path_cells(place, end, tree, length):
-    """Return the cells of places in the order of positions: committed ones, then a path's nodes.
-
-    So the sums of a path have the order that they have when its tokens are no tree. `length` is
-    the ancestor mask's bits up to the highest.
-    """
+    """Return cells in position order: committed ones, then the path's nodes in `length` bits."""
     cell, node = place, end
     for bit in range(0, length):
         there = ((tree >> bit) & 1).to(tl.int32)
@@ -91,7 +78,7 @@ def _load(cache, at, seen, DIM: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def _widen(stored, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr):
-    """Turn stored keys or values into WORK; fp8 is divided by its unit."""
+    """Convert stored keys or values to WORK; fp8 is divided by its unit."""
     if KV == "e4m3" or KV == "e5m2":
         return to_f16(stored, KV, ASM)
     elif KV == "i8":
@@ -106,12 +93,11 @@ def attend_block(
     DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
     SOFTCAP: tl.constexpr, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Take a block of keys and values into the state of a tile.
+    """Update a tile's online softmax with a block of keys and values.
 
-    The state is the largest logit so far, in units of log 2 (top), the sum of weights (total), both
-    [ROWS], and the weighted sum of values (acc) [ROWS, WIDTH]. The query is in two parts, `at` are
-    cells in the cache [BLOCK], `visible` says what a row sees [ROWS, BLOCK]; it must be `seen`.
-    A row that sees none of the block keeps its state, bit for bit.
+    State: the largest logit in units of log 2 (top) and the sum of weights (total), both [ROWS],
+    and the weighted sum of values (acc) [ROWS, WIDTH]. `at` are cache cells [BLOCK]; `visible`
+    [ROWS, BLOCK] implies `seen`. A row that sees none of the block keeps its state, bit for bit.
     """
     k_stored = _load(k_cache, at, seen, DIM, WIDTH)
     v_stored = _load(v_cache, at, seen, DIM, WIDTH)
@@ -124,7 +110,7 @@ def attend_block(
         logits = SOFTCAP * tanh(or_nan(logits) * (1.0 / SOFTCAP))
     logits = tl.where(visible, logits, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
-    # Where nothing was seen yet, infinity minus infinity would be NaN.
+    # If nothing was seen yet, infinity minus infinity would be NaN.
     base = tl.where(higher == float("-inf"), 0.0, higher)
     fade = tl.exp2(top - base)
     weight = tl.exp2(logits - base[:, None])
@@ -138,7 +124,7 @@ def attend_block(
 
 @triton.jit
 def in_table(tree, end, CELLS: tl.constexpr):
-    """Return an ancestor mask without the cells beyond the page table; 0 <= end <= CELLS."""
+    """Drop ancestor bits of cells beyond the page table; 0 <= end <= CELLS."""
     room = tl.minimum(CELLS - end, 63).to(tl.int64)
     return tl.where(CELLS - end < 64, tree & ((tl.full((), 1, tl.int64) << room) - 1), tree)
 
@@ -148,11 +134,11 @@ def visible_cells(
     cell0, mine, first, end, tree, position, lowest, highest, branch,
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Return which rows see which cells of a block, [ROWS, BLOCK], and which may be read, [BLOCK].
+    """Return which rows see which cells [ROWS, BLOCK], and which may be read [BLOCK].
 
-    A row that takes part (`mine`) sees the committed cells first .. end - 1 and those of its
-    ancestor mask. `lowest`, `highest` and `branch` are the least first, the greatest end, and the
-    least end of the rows that have ancestors, over all rows.
+    An active row (`mine`) sees the committed cells first .. end - 1 and those of its ancestor mask.
+    `lowest`, `highest`, `branch`: over all rows, the least first, the greatest end, and the least
+    end of rows with ancestors.
     """
     cell = cell0 + tl.arange(0, BLOCK)
     seen = (cell >= lowest) & (cell < highest)
@@ -165,10 +151,7 @@ def visible_cells(
 
 @triton.jit
 def _sees_tree(cell, end, tree, position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
-    """Return whether a row sees cells by its ancestor mask.
-
-    Later bits of the mask lie between an ancestor and the token, so they count its distance.
-    """
+    """Return whether a row sees cells by its ancestor mask; later bits count as distance."""
     bit = cell - end
     inside = (bit >= 0) & (bit < 64)
     later = tree.to(tl.uint64, bitcast=True) >> tl.where(inside, bit, 0).to(tl.uint64)
@@ -182,7 +165,7 @@ def _sees_tree(cell, end, tree, position, WINDOW: tl.constexpr, CHUNK: tl.conste
 
 @triton.jit
 def count_bits(x):
-    """Return the number of set bits of 64-bit integers, by sums of 2, 4 and 8 neighbours."""
+    """Return the number of set bits of 64-bit integers."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
     x = (x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F
@@ -193,10 +176,7 @@ def count_bits(x):
 def write_heads(
     out, top, total, acc, sinks, query_head, live, DIM: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Divide by the sum of weights, with the sink in it, and write the live rows [ROWS] of heads.
-
-    Rows that saw nothing become zeros.
-    """
+    """Divide by the sum of weights, sink included; write the live rows, 0 if nothing seen."""
     if sinks is not None:
         sink = tl.load(sinks + query_head, live, other=0.0) * 1.4426950408889634
         highest = tl.maximum(top, sink)
@@ -219,7 +199,6 @@ def pages_seen(ends, ancestors, token, CELLS: tl.constexpr, PAGE: tl.constexpr):
 
 @triton.jit
 def _below(count):
-    """Return words, uint64, whose lowest bits are set."""
     few = tl.minimum(tl.maximum(count, 0), 63).to(tl.uint64)
     ones = (few * 0 + 1 << few) - 1
     return ones | (tl.where(count > 63, 1, 0).to(tl.uint64) << 63)
@@ -227,18 +206,18 @@ def _below(count):
 
 @triton.jit
 def run_of(begin, end, word):
-    """Return the bits of pages begin .. end - 1 in words by their numbers, uint64."""
+    """Return the bits of pages begin .. end - 1 in words by index, uint64."""
     return _below(end - 64 * word) & ~_below(begin - 64 * word)
 
 
 @triton.jit
 def load_words(words, word, begin, end, WORDS: tl.constexpr):
-    """Return words of a list by their numbers, uint64: its pages begin .. end - 1."""
+    """Return list words by index, uint64, cut to pages begin .. end - 1."""
     stored = tl.load(words + word, word < WORDS, other=0)
     return stored.to(tl.uint64, bitcast=True) & run_of(begin, end, word)
 
 
 @triton.jit
 def lowest(bits):
-    """Return the number of the lowest bit of a word that is not zero."""
+    """Return the index of the lowest set bit of a non-zero word."""
     return count_bits(~bits & (bits - 1))

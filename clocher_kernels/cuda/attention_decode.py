@@ -1,4 +1,4 @@
-"""Attention of few tokens: the keys of each are split over programs, and the last to end adds up.
+"""Attention of few tokens: the keys of each are split over programs; the last to end combines.
 
 Source: Dao et al. 2022 (arXiv 2205.14135); split keys: Dao et al. 2023, "Flash-Decoding".
 """
@@ -28,10 +28,9 @@ from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
 
 DECODE_TOKENS = 32
-"""Steps of at most this many tokens split the keys of each token over programs."""
+"""Steps of up to this many tokens split the keys of each token over programs."""
 
 _LEAST = 16
-"""Keys of a block at least: what the tensor cores take."""
 _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
 
@@ -47,7 +46,7 @@ def _decode(
     CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one token to one of at most RUNS runs of its keys; the last to end adds up."""
+    """Attend from one token to one of at most RUNS runs of its keys; the last to end combines."""
     start(PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = within(tl.load(ends + token), CELLS + 1)
@@ -57,7 +56,7 @@ def _decode(
     last = end + count_bits(tree.to(tl.uint64, bitcast=True))
     first, nearest = 0, 0
     if WINDOW > 0 or CHUNK > 0:
-        # Places are positions, unless a tree's contradict its end: then its nodes are counted.
+        # Places are positions, unless a tree node's position contradicts its end: then nodes count.
         keys = position % CHUNK + 1 if CHUNK > 0 else WINDOW
         keys = tl.minimum(keys, WINDOW) if WINDOW > 0 else keys
         first, nearest = tl.maximum(position - keys + 1, 0), last - keys
@@ -99,7 +98,7 @@ def _decode(
     if listed is not None:
         begin = split * per_split
         stop = tl.minimum(begin + per_split, listed_blocks)
-        # The word of the first page, without the pages before it.
+        # The word of the first page, without earlier pages.
         page = begin // PARTS
         current = tl.sum((upto <= page).to(tl.int32))
         left = tl.sum(tl.where(word == current, bits, 0))
@@ -108,7 +107,7 @@ def _decode(
     for place0 in range(begin, stop, BLOCK if listed is None else 1):
         cell0 = place0
         if listed is not None:
-            # Pages that are not seen come last and are not reached.
+            # Unseen pages come last and are not reached.
             while (left == 0) & (current < WORDS - 1):
                 current += 1
                 left = tl.load(words + current).to(tl.uint64, bitcast=True)
@@ -156,10 +155,7 @@ def _combine(
     GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Add up the partial results of all splits, and write the heads of a group.
-
-    They are read from L2, where what other multiprocessors wrote is to be found.
-    """
+    """Combine the splits' partial results, read from L2, and write the heads of a group."""
     lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
     live = lane < GROUP
     split = tl.arange(0, SPLITS)[:, None]
@@ -188,11 +184,7 @@ def _combine(
 def few_tokens(
     tensors: Mapping[str, Any], constants: Mapping[str, Any], device: Device
 ) -> list[Launch]:
-    """Return the launches for some tokens; tensors and constants are those of both kernels.
-
-    Raises:
-        UnsupportedOp: pages are listed that are not whole blocks.
-    """
+    """Return the launches for few tokens; UnsupportedOp if listed pages are not whole blocks."""
     heads, page, lanes, width = (constants[name] for name in ("HEADS", "PAGE", "LANES", "WIDTH"))
     listed, words = tensors.get("listed"), 0
     splits, block = _splits(heads), _block(width, constants["KV"])
@@ -203,7 +195,7 @@ def few_tokens(
                 f"attention: no CUDA kernel reads lists of pages of {page} cells; expected a "
                 f"multiple of {_LEAST}; read all pages"
             )
-    # A window is this many blocks, a tree's cells included; what sees more has longer runs.
+    # A window spans this many blocks, tree cells included; tokens that see more have longer runs.
     least = min((keys for keys in (constants["WINDOW"], constants["CHUNK"]) if keys), default=0)
     runs = min(splits, triton.cdiv(least + 64 + block - 1, block)) if least else splits
     own = {
@@ -223,7 +215,7 @@ def few_tokens(
         "totals": device.scratch("attention_totals", (results,), torch.float32),
         "arrivals": device.scratch("attention_arrivals", (DECODE_TOKENS * heads,), torch.int32),
     }
-    # Blocks beyond the page table cannot be seen, so that their runs need no programs.
+    # Blocks beyond the page table are not visible: their runs need no programs.
     reach = min(runs, triton.cdiv(constants["CELLS"], block))
     launches = []
     for begin in range(0, len(tensors["q"]), DECODE_TOKENS):
@@ -237,13 +229,9 @@ def few_tokens(
 
 
 def _splits(heads: int) -> int:
-    """Return into how many runs the keys of a token are split at most.
-
-    About two programs for each multiprocessor of a large GPU, for one token.
-    """
+    """Return the most splits of a token's keys: two programs per multiprocessor of a large GPU."""
     return min(max(triton.next_power_of_2(256 // heads + 1) // 2, 8), 64)
 
 
 def _block(width: int, kv_dtype: str) -> int:
-    """Return the keys of a block for few tokens: at most 16 KB of keys."""
     return min(64, max(16, (4096 if kv_dtype == "f32" else 8192) // width))

@@ -1,9 +1,4 @@
-"""The `bsr_linear` op: y = x W^T over the stored blocks of block-sparse rows.
-
-A program owns some rows of one row of blocks, and so their whole sums: nothing is added up between
-programs. Blocks of any size work; sides that are powers of two, of at least 16 bytes across, are
-read by whole vectors. Blocks of codes have a scale per row, which multiplies the sums of codes.
-"""
+"""The `bsr_linear` op: y = x W^T over the stored blocks of block-sparse rows."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +30,7 @@ def _gemv(
 ):  # fmt: skip
     """Multiply floats or int8: a turn takes BLOCKS blocks, ACROSS * EACH rows, COLS columns.
 
-    A thread reads LANE columns of EACH rows, which share what it reads of x. K, C, COLS and LANE
-    count loaded elements: weights, or words of four.
+    A thread reads LANE columns of EACH rows. K, C, COLS and LANE count weights, or words of four.
     """
     PER_ROW: tl.constexpr = COLS // LANE
     CHUNKS: tl.constexpr = BLOCKS * ACROSS * PER_ROW
@@ -101,7 +95,7 @@ def _gemv_int4(
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Multiply prepacked int4: the same, in tiles [lanes, BM, EACH] and vectors of LANE weights."""
+    """Multiply prepacked int4, in tiles [lanes, BM, EACH] and vectors of LANE weights."""
     LANES: tl.constexpr = BLOCKS * ACROSS * PER_ROW
     WORDS: tl.constexpr = LANE // 8
     lane = tl.arange(0, LANES)[:, None, None]
@@ -194,10 +188,10 @@ def _gemm(
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """How a block-sparse GEMV is cut; all sizes are powers of two.
+    """The tiling of a block-sparse GEMV; all sizes are powers of two.
 
-    A program reads `blocks` blocks at once, `cols` columns of each; `across` of a block's rows are
-    dealt out to threads, which read `lane` columns of `each` rows.
+    A program reads `cols` columns of `blocks` blocks at once; threads share out `across` rows of a
+    block and read `lane` columns of `each` rows.
     """
 
     blocks: int
@@ -209,16 +203,16 @@ class GemvTile:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels call its blocks and rows."""
+        """The kernels' names of its blocks and rows."""
         return {"BLOCKS": self.blocks, "ACROSS": self.across, "EACH": self.each}
 
     def grid(self, rows: int, block: tuple[int, int]) -> tuple[int, int]:
-        """Return the programs: rows of blocks, and parts of a block's rows."""
+        """Return (rows of blocks, parts of a block's rows)."""
         return triton.cdiv(rows, block[0]), triton.cdiv(block[0], self.across * self.each)
 
 
 def gemv_tile(block: tuple[int, int], lane: int, tokens: int) -> GemvTile:
-    """Choose the tile for 1 to 8 tokens. Only `each`, which changes no sum, depends on them."""
+    """Choose the tile for 1 to 8 tokens, which affect only `each`: no sum changes."""
     height, width = block
     warps = 2
     threads = 32 * warps
@@ -232,7 +226,6 @@ def gemv_tile(block: tuple[int, int], lane: int, tokens: int) -> GemvTile:
 
 
 def _lane(width: int, element: int, k: int) -> int:
-    """Return how many columns of whole bytes a thread can read at once: at most 16 bytes."""
     lane = 16 // element
     while width % lane or k % lane:
         lane //= 2
@@ -240,7 +233,6 @@ def _lane(width: int, element: int, k: int) -> int:
 
 
 def _gemv_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
-    """Return the launch for at most 8 tokens of floats or int8."""
     x, values, code = given["x"], given["values"], given["CODE"]
     lane = _lane(block[1], values.element_size(), given["K"])
     tile = gemv_tile(block, lane, given["M"])
@@ -256,7 +248,6 @@ def _gemv_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
 
 
 def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
-    """Return the launch for at most 8 tokens of prepacked int4."""
     x, words, m = given["x"], given["values"].shape[-1], given["M"]
     lane = 8 * min(words, 4)
     tile = gemv_tile(block, lane, m)
@@ -269,7 +260,6 @@ def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
 
 
 def _gemm_launch(given: dict[str, Any], block: tuple[int, int], device: Device) -> Launch:
-    """Return the launch for any number of tokens."""
     operand, code = operand_type(given["x"].dtype, device), given["CODE"]
     widest = 32 if operand == torch.float32 else 128
     rows = min(max(16, triton.next_power_of_2(block[0])), 64)

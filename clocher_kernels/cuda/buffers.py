@@ -1,4 +1,4 @@
-"""The Plan's buffers on the device: their types, their memory, and the block that inputs share."""
+"""The Plan's buffers on the device: types, memory, and the block shared by inputs."""
 
 from collections.abc import Mapping
 
@@ -16,11 +16,9 @@ _MASKS = "allowed"
 
 
 def activation_types(plan: Plan, act: str) -> dict[str, str]:
-    """Return the element type of each buffer when activations are stored as "f16", "bf16" or "f32".
+    """Return the element type of each buffer for activations "f16", "bf16" or "f32".
 
-    A scratch buffer is an activation if it is read, and every parameter that it is passed as may be
-    narrow: those of matrix products and gates. The residual stream, queries, keys, values and
-    logits stay fp32, and what is quantised, so that its integers are those of the other back ends.
+    The residual stream, q, k, v, logits and inputs of quantisers stay fp32.
     """
     wide, read = set(), set()
     for call in plan.calls:
@@ -42,7 +40,7 @@ def buffer_bytes(plan: Plan, types: Mapping[str, str]) -> int:
 
 
 def allocate(plan: Plan, types: Mapping[str, str], device: Device) -> dict[str, torch.Tensor]:
-    """Return zeroed device memory for every buffer that is no input."""
+    """Return zeroed device memory for every non-input buffer."""
     return {
         name: torch.zeros(buffer.shape, dtype=TORCH_DTYPES[types[name]], device=device.torch_device)
         for name, buffer in plan.buffers.items()
@@ -51,13 +49,9 @@ def allocate(plan: Plan, types: Mapping[str, str], device: Device) -> dict[str, 
 
 
 class InputBlock:
-    """The inputs of a Plan in one block, so that one copy takes them to the device.
+    """The inputs of a Plan in one block, uploaded by one copy; the large sampling masks come last.
 
-    The masks of the sampling op, larger than all the rest, come last: few steps need some.
-
-    Attributes:
-        host: NumPy arrays by name; what the host writes.
-        tensors: the device's arrays by name; what kernels read, and step on.
+    The host writes the NumPy arrays `host`; kernels read and advance `tensors`.
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
@@ -82,7 +76,7 @@ class InputBlock:
             self.host[name] = self._bytes[piece].view(storage).reshape(buffer.shape)
             dtype = TORCH_DTYPES[buffer.dtype]
             self.tensors[name] = self._block[piece].view(dtype).view(buffer.shape)
-        # Two pinned copies: one may still be on its way while the host fills the other.
+        # Two pinned copies: one may still be in flight while the host fills the other.
         self._pinned: list[torch.Tensor] = []
         self._sent: list[torch.cuda.Event] = []
         if device.torch_device == "cuda":
@@ -91,11 +85,7 @@ class InputBlock:
         self._turn = 0
 
     def upload(self, masks: int | None = None) -> None:
-        """Send what the host wrote, in the order of the current stream.
-
-        Args:
-            masks: how many of the masks, from the first on; None: all.
-        """
+        """Copy the inputs, with the first `masks` masks or all, on the current stream."""
         end = self._size if masks is None else self._masks_at + masks * self._mask_bytes
         if not self._pinned:
             self._block[:end].copy_(torch.from_numpy(self._bytes[:end]))

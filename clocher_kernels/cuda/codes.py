@@ -1,12 +1,7 @@
-"""What the bytes of int8 and fp8 weights mean, in registers.
+"""Decode int8 and fp8 weights in registers, to fp32 or to pairs of fp16 in 32 bits.
 
-Two forms: an fp32 value per code, and a 32-bit register that holds two fp16 values (a pair), for
-packed arithmetic. No form uses the fp8 conversions of newer architectures: e5m2 is the upper half
-of an fp16 number, e4m3 is one whose exponent is off by 8, so shifts and masks do.
-
-Codes come out divided by their `unit`, a power of two, so that fp16 sums stay far from its limits.
-Products of a chunk, the columns of a row that one thread reads at once, are made in packed fp16
-(MATH "pairs", words of four codes) or in "fp32".
+e5m2 is the upper half of fp16, e4m3 an fp16 whose exponent is off by 8. Codes come out divided by
+their `unit`, a power of two, so that fp16 sums (MATH "pairs") stay in range.
 """
 
 import triton
@@ -45,12 +40,7 @@ prmt.b32 $1, $2, 0, 0x3424;
 
 
 def unit(code: str, math: str) -> float:
-    """Return what decoded weights must be multiplied by.
-
-    Args:
-        code: "float", "int8", "e4m3", ...
-        math: "pairs" if they come from `pairs` or `to_f16`, "fp32" if from `to_f32`.
-    """
+    """Return what decoded weights must be multiplied by; `math` is "pairs" or "fp32"."""
     if code == "int8":
         return 128.0 if math == "pairs" else 1.0
     return 256.0 if code == "e4m3" else 1.0
@@ -58,7 +48,7 @@ def unit(code: str, math: str) -> float:
 
 @triton.jit
 def _f16_bits(code, CODE: tl.constexpr):
-    """Turn fp8 codes (0..255, int32) into the bits of fp16 values, int32."""
+    """Turn fp8 codes (0..255, int32) into fp16 bits, int32."""
     if CODE == "e4m3":
         return ((code & 0x80) << 8) | ((code & 0x7F) << 7)
     else:
@@ -67,7 +57,7 @@ def _f16_bits(code, CODE: tl.constexpr):
 
 @triton.jit
 def to_f16(code, CODE: tl.constexpr, ASM: tl.constexpr):
-    """Decode int8 or fp8 codes of any shape into fp16, divided by the code's unit."""
+    """Decode int8 or fp8 codes of any shape to fp16, divided by the code's unit."""
     if ASM and CODE == "int8":
         return tl.inline_asm_elementwise(_INT8, "=r,=r,r", [code], tl.float16, True, 4)
     elif ASM and CODE == "e4m3":
@@ -98,7 +88,7 @@ def _as_pair(low, high):
 
 @triton.jit
 def halves(pair):
-    """Unpack int32 registers into the two fp32 values they hold."""
+    """Unpack int32 registers into two fp32 values."""
     low = pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
     return low, high
@@ -135,7 +125,7 @@ def fma_pairs(a, b, c, ASM: tl.constexpr):
 
 @triton.jit
 def quarters(v, LANES: tl.constexpr):
-    """Split [LANES * 4] into the first, second, third and fourth element of each lane, [LANES]."""
+    """Split [LANES * 4] into the four elements of each lane, [LANES] each."""
     even, odd = tl.split(tl.reshape(v, (LANES, 2, 2)))
     v0, v2 = tl.split(even)
     v1, v3 = tl.split(odd)
@@ -146,7 +136,7 @@ def quarters(v, LANES: tl.constexpr):
 def weight_factors(
     row, LANES: tl.constexpr, CODE: tl.constexpr, MATH: tl.constexpr, ASM: tl.constexpr
 ):
-    """Turn what was loaded of a row into the factors of `dot`, a tuple."""
+    """Turn a row's loaded weights into the factors of `dot`, a tuple."""
     if MATH == "pairs":
         low, high = pairs(row, CODE, ASM)
         return quarters(low, LANES) + quarters(high, LANES)
@@ -156,7 +146,7 @@ def weight_factors(
 
 @triton.jit
 def token_factors(x, LANES: tl.constexpr, MATH: tl.constexpr):
-    """Turn what was loaded of a token into the factors of `dot`, a tuple."""
+    """Turn a token's loaded activations into the factors of `dot`, a tuple."""
     if MATH == "pairs":
         low, high = x.to(tl.int32), (x >> 32).to(tl.int32)
         return quarters(low, LANES) + quarters(high, LANES)
@@ -169,7 +159,7 @@ def dot(
     w, x, at: tl.constexpr,
     LANES: tl.constexpr, LANE: tl.constexpr, MATH: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Sum the products of each lane's chunk: x with the factors w[at], w[at + 1], ..."""
+    """Sum the products of each lane's chunk: x with w[at], w[at + 1], ..."""
     if MATH == "pairs":
         # One chain of packed multiply-adds, then fp32.
         total = tl.zeros((LANES,), tl.int32)

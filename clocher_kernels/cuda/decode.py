@@ -1,4 +1,4 @@
-"""Turn words of prepacked weights (`prepack` has the layouts) into values."""
+"""Turn words of prepacked weights (layouts: `prepack`) into values."""
 
 import triton
 import triton.language as tl
@@ -46,10 +46,7 @@ def _eight(w, first: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr, DTYPE
 
 @triton.jit
 def decode_words(w, CODE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return codes 0..15, FP4 values (not scaled) or digits of words i32 [BN, BW], in their order.
-
-    A word has 16 ternary digits, or 8 elements of the others.
-    """
+    """Return 16 ternary digits, or 8 codes or FP4 values, per word i32 [BN, BW], in order."""
     if CODE == "ternary":
         even, odd = _eight(w, 0, 2, CODE, DTYPE), _eight(w, 1, 2, CODE, DTYPE)
         return tl.join(even, odd).reshape(w.shape[0], w.shape[1] * 16)

@@ -1,19 +1,16 @@
 """Dot products of 16-byte vectors of stored weights with activations, in registers.
 
-A lane reads one vector of a row at a time: four 32-bit words, 4 to 64 weights. Tiles are
-[L, BM, R]: L lanes, BM tokens, R rows of W that a lane works on; weights have BM = 1, activations
-R = 1. Which rows and columns a lane reads is the caller's choice.
+A lane reads one vector of a row at a time: four 32-bit words, 4 to 64 weights. Tiles are [L, BM,
+R]: L lanes, BM tokens, R rows of W per lane; weights have BM = 1, activations R = 1.
 
-Threads must get lanes, and registers the rest. Triton deals out the dimension with the most
-neighbours in memory first, then the others: before 3.9 from the first on, since from the last.
-Loads say what comes second by claiming two neighbours along lanes (`max_contiguous`). The claim is
-not true and does no harm: only the first dimension, four or more neighbours, is read at once.
+Threads must get lanes, and registers the rest. Triton distributes the dimension with the most
+contiguous elements first, then the others (from the first on before 3.9, from the last since).
+Loads therefore claim two contiguous elements along lanes (`max_contiguous`): untrue but harmless,
+as only the first dimension, with four or more, is vectorised.
 
-4-bit weights times fp16 activations use packed arithmetic: a word becomes four registers of two
-exact fp16 values (pairs), products are summed in fp16 over 16 weights and in fp32 beyond. Eight
-products must stay below 65504, so activations of more than about 1000 need fp32 or bf16; experts in
-mxfp4 take any. All other combinations convert to fp32 and use fp32 multiply-adds; so does the plain
-twin.
+4-bit weights times fp16 activations use packed arithmetic: a word becomes four pairs of exact fp16
+values, summed in fp16 over 16 weights and in fp32 beyond. Eight products must stay below 65504, so
+activations above about 1000 need fp32 or bf16; mxfp4 experts take any. All else uses fp32.
 """
 
 import triton
@@ -90,10 +87,7 @@ def split4(words):
 
 @triton.jit
 def _load(x, k, inside, K: tl.constexpr, COUNT: tl.constexpr):
-    """Load x[k .. k + COUNT - 1], 0 beyond K: [L, BM, 1, COUNT].
-
-    x points to the tokens' first elements [1, BM, 1]; those `inside` exist; k is [L, 1, 1].
-    """
+    """Load x[k .. k + COUNT - 1], 0 beyond K: [L, BM, 1, COUNT] for k [L, 1, 1]."""
     at = k[:, :, :, None] + tl.arange(0, COUNT)[None, None, None, :]
     to = tl.max_contiguous(x[:, :, :, None] + at, (2, 1, 1, COUNT))
     return tl.load(to, (at < K) & inside[:, :, :, None], other=0.0)
@@ -133,11 +127,8 @@ def _unpack(pair):
 
 @triton.jit
 def _pairs(w, low, high, FORMAT: tl.constexpr):
-    """Return the four pairs of 4-bit words, those of mxfp4 2^14 times too small.
-
-    `low` and `high` hold the zero point of int4.
-    """
-    # The tuples of types stay where they are: Triton 3.9 wraps the elements of a named one.
+    """Return the four pairs of 4-bit words, for mxfp4 2^14 times too small."""
+    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
     if FORMAT == "int4":
         return tl.inline_asm_elementwise(
             _INT4_PAIRS,
@@ -167,10 +158,7 @@ def _load_pairs(x, k, inside, K: tl.constexpr):
 
 @triton.jit
 def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """Add a 4-bit word times four pairs of activations to pairs of partial sums.
-
-    With HALF weights of mxfp4 become half of what they are, else they stay 2^14 times too small.
-    """
+    """Add a 4-bit word times four pairs of activations; mxfp4 is 2^14 times too small, or HALF."""
     low, high = _zero_pairs(zero)
     p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
     if FORMAT == "mxfp4" and HALF:
@@ -188,11 +176,11 @@ def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
 
 @triton.jit
 def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
-    """Multiply blocks of 32 weights, not scaled, by fp16 activations, in pairs.
+    """Multiply blocks of 32 unscaled weights by fp16 activations, in pairs.
 
-    Weights are 2^14 times too small. If all activations of a block are below 2, they make up for
-    it, exactly; else the block's sum does, and what it lost is small beside the largest activation.
-    So no activation of fp16 overflows, and none is lost because others are large.
+    Weights are 2^14 times too small. If all activations of a block are below 2 they are scaled up,
+    exactly; else the block's sum is, with an error small beside the largest activation. No fp16
+    activation overflows or is lost beside larger ones.
     """
     xs = _load_pairs(x, k, tokens, K)
     for c in tl.static_range(1, 4):
@@ -228,7 +216,7 @@ def _add_halves(pair):
 
 @triton.jit
 def _element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
-    """Return weight J of each vector in fp32, not scaled."""
+    """Return weight J of each vector, fp32, unscaled."""
     if FORMAT == "int4":
         return (int4_code(words[J // 8], J % 8) - zero).to(tl.float32)
     elif FORMAT == "mxfp4":
@@ -249,7 +237,7 @@ def _element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
 
 @triton.jit
 def _eight(word, zero, FORMAT: tl.constexpr):
-    """Return the weights of 4-bit words in fp32, not scaled; mxfp4 is 2^14 times too small."""
+    """Return the weights of 4-bit words, fp32, unscaled; mxfp4 is 2^14 times too small."""
     low, high = _zero_pairs(zero)
     p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
     v0, v1 = _unpack(p0)
@@ -267,7 +255,7 @@ def _zero_pairs(zero):
 
 @triton.jit
 def to_scale(stored, FORMAT: tl.constexpr):
-    """Return stored scales in fp32; those of mxfp4 are powers of two, code 0 a subnormal one."""
+    """Return stored scales in fp32; mxfp4's are powers of two, code 0 a subnormal."""
     if FORMAT == "mxfp4":
         return tl.maximum(stored.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
     else:
@@ -276,10 +264,7 @@ def to_scale(stored, FORMAT: tl.constexpr):
 
 @triton.jit
 def _load_each(at, inside):
-    """Load single elements [L, 1, R], 0 where not `inside` [L, 1, 1].
-
-    They are no neighbours; one dimension, lanes first, leaves Triton no choice of what threads get.
-    """
+    """Load single elements [L, 1, R], 0 where not `inside`; one dimension fixes Triton's layout."""
     L: tl.constexpr = at.shape[0]
     R: tl.constexpr = at.shape[2]
     at = at.permute(2, 1, 0).reshape(L * R)
@@ -309,21 +294,20 @@ def vector_dot(
 
     Args:
         x: pointers to the tokens' activations [1, BM, 1].
-        tokens: which of them exist [1, BM, 1].
+        tokens: valid tokens [1, BM, 1].
         k: the vectors' first columns [L, 1, 1].
-        words: the vectors, four words [L, 1, R]. Beyond K they may be any weights.
+        words: the vectors, four words [L, 1, R]; any values beyond K.
         scales: pointers to the rows' scales [L, 1, R]; unused if GROUP is 0.
-        zeros: the same for zero points; None if all groups have `zero`.
-        zero: int4's zero point of each row, [L, 1, R] or [1, 1, 1]; other formats ignore it.
-        K: columns.
-        GROUP: columns that share a scale, an even number; 0 leaves the scale to the caller.
+        zeros: pointers to zero points; None if all groups have `zero`.
+        zero: int4's zero point of each row, [L, 1, R] or [1, 1, 1].
+        GROUP: columns that share a scale, even; 0 leaves the scale to the caller.
         FORMAT: "int4", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
         WEIGHTS: weights of a vector.
-        PAIRS: packed arithmetic: "words", "blocks" (mxfp4 only) or "" for none; needs 4-bit
-            weights, fp16 activations and groups of whole words. `Vectors.pairs` has the choice.
+        PAIRS: packed arithmetic, see `Vectors.pairs`: "words", "blocks" (mxfp4) or "" for none;
+            needs 4-bit weights, fp16 activations and groups of whole words.
         ASM: inline assembly is allowed.
     """
-    # What surely shares a scale: a vector, else eight columns, else two.
+    # Weights that surely share a scale: a vector, else eight columns, else two.
     VECTOR: tl.constexpr = GROUP % WEIGHTS == 0
     EIGHT: tl.constexpr = not VECTOR and GROUP % 8 == 0
     STEP: tl.constexpr = 8 if WEIGHTS > 8 else WEIGHTS

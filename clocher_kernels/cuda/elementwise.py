@@ -1,4 +1,4 @@
-"""Norms, embedding, rotary embedding, copies of rows and heads, and inputs that step on."""
+"""Norms, embedding, RoPE, copies of rows and heads, and the on-device advance of inputs."""
 
 from typing import Any
 
@@ -109,11 +109,7 @@ def _embed(
 def embed(
     *, ids: torch.Tensor, table: DeviceTensor, y: torch.Tensor, scale: float = 1.0, device: Device
 ) -> list[Launch]:
-    """Lower `ops.elementwise.embed` for plain floats, int8, fp8 and int4.
-
-    Raises:
-        UnsupportedOp: a table of another format.
-    """
+    """Lower `ops.elementwise.embed` for floats, int8, fp8 and int4; else UnsupportedOp."""
     if not isinstance(table.format, Float | Int8 | Fp8 | Int4):
         raise UnsupportedOp(
             f"the CUDA back end has no embed for a {table.format.name} table; it has it for float, "

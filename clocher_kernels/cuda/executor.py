@@ -29,7 +29,7 @@ from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.plan import Call, Plan
 
 Key = tuple[int, int, int]
-"""Tokens, output rows and cache cells that a step is captured for."""
+"""Tokens, output rows and cache cells of a captured step."""
 _MOST_COMPILERS = 16
 _executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 
@@ -37,22 +37,16 @@ _executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 class CudaExecutor:
     """Execute a Plan as CUDA graphs, one for each bucket of (tokens, output rows, cache cells).
 
-    Positions, tokens and draws step on on the device; the host sends inputs when it has new ones
-    (`upload`) and reads results when it wants them (`fetch`). `step` puts a graph on the stream.
-
-    Args:
-        plan: what to execute.
-        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector", or what
-            `upload.place` made of them.
-        activations: storage of activations between matrix products: "f16", "bf16" or "f32".
-        device: None: the current GPU.
-        progress: called with (bytes copied, bytes in all) while weights are copied.
-        beside: another one on whose stream the steps are put, in order with its own.
+    Positions, tokens and draws advance on the device; the host sends new inputs with `upload` and
+    reads results with `fetch`. `weights` has a QuantTensor for each "matrix", an fp32 array for
+    each "vector", or the results of `upload.place`. `activations` between matmuls are "f16", "bf16"
+    or "f32". `device` None is the current GPU. `progress` gets (bytes copied, total bytes).
+    `beside`: an executor whose stream is shared.
 
     Raises:
         OutOfMemory: weights and buffers do not fit; nothing stays allocated.
         ShapeError: an array does not fit its op.
-        UnsupportedOp: there is no kernel for an op, or for an op with a format.
+        UnsupportedOp: no kernel for an op, or for its format.
     """
 
     name = "cuda"
@@ -114,21 +108,12 @@ class CudaExecutor:
         return self._inputs.host[name]
 
     def upload(self, masks: int | None = None) -> None:
-        """Let the next step begin with sending what the host wrote, and the first masks or all.
-
-        Raises:
-            DeviceError: this process was forked from the one that made the executor.
-            OutOfMemory: the device ran out of memory in an earlier step.
-        """
+        """Let the next step copy the inputs and the first masks or all; may raise OutOfMemory."""
         self._refuse_lost()
         self._fresh, self._masks = True, masks
 
     def step(self, tokens: int, rows: int) -> None:
-        """Put a step for the first `tokens` tokens and `rows` output rows on the stream.
-
-        Raises:
-            ShapeError: more than the Plan's capacity.
-        """
+        """Launch a step for `tokens` tokens and `rows` output rows; ShapeError beyond capacity."""
         key = self._key(tokens, rows)
         if key not in self._graphs:
             self._prepare(*key)
@@ -136,10 +121,10 @@ class CudaExecutor:
         self._longest += 1 if rows else 0
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
-        """Execute a step call by call, without a graph, and yield each that was executed."""
+        """Execute a step call by call without a graph, yielding each executed call."""
         lowered = self._lowered(*self._key(tokens, rows))
         while True:
-            with self._on_stream():  # lowering fills memory that the launches use
+            with self._on_stream():  # lowering initialises memory that the launches use
                 call, launches = next(lowered, (None, []))
                 execute(launches)
             if call is None:
@@ -147,13 +132,12 @@ class CudaExecutor:
             yield call
 
     def peek(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of a buffer as they are now, fp32."""
+        """Return the current first rows of a buffer, fp32."""
         self.synchronize()
         values: np.ndarray = self._values[name][:count].float().cpu().numpy()
         return values
 
     def _key(self, tokens: int, rows: int) -> tuple[Key, bool]:
-        """Return the bucket of a step, and whether its rows are all greedy; send new inputs."""
         self._refuse_lost()
         if not (0 < tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(
@@ -195,7 +179,7 @@ class CudaExecutor:
                     self._prepare(key, greedy)
 
     def buckets(self) -> list[Key]:
-        """Return every (tokens, output rows, cache cells) that steps are captured for."""
+        """Return every bucket that steps are captured for."""
         return [
             (wide, high, cells)
             for wide in self._token_buckets
@@ -213,11 +197,7 @@ class CudaExecutor:
             return DeviceWorkTouch(planes, bytes_per_token, stride, self._stream)
 
     def running(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: a GPU needs no thread kept awake.
-
-        Raises:
-            DeviceError: this process was forked from the one that made the executor.
-        """
+        """Return an empty context: a GPU has no threads to keep awake. DeviceError after a fork."""
         self._refuse_lost()
         return nullcontext()
 
@@ -231,7 +211,7 @@ class CudaExecutor:
         self._pinned.clear()
 
     def lower(self, key: Key, greedy: bool = False) -> list[Launch]:
-        """Return the launches of a step; if all rows have temperature 0, only what they need."""
+        """Return the launches of a step; `greedy` needs fewer."""
         return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
 
     def _lowered(self, key: Key, greedy: bool) -> Generator[tuple[Call, list[Launch]], None, None]:
@@ -258,7 +238,7 @@ class CudaExecutor:
             yield call, table[call.op](**arguments, **call.attrs, device=self.device)
 
     def forsake(self) -> None:
-        """Make the child of a fork leave the device alone: no step finds a graph there."""
+        """Detach a forked child from the device: no step finds a graph there."""
         self._lost_to_fork, self._graphs = self._graphs, {}
 
     def _refuse_lost(self) -> None:
@@ -274,7 +254,7 @@ class CudaExecutor:
         self._refuse_lost()
         refuse_in_window("capture a CUDA graph")
         with self._out_of_memory(), self._on_stream():
-            # The launches run once before they are captured; what they step on is put back.
+            # The launches run once before capture; restore the inputs that they advance.
             stepped = [*self._inputs.tensors, *self._counters]
             kept = {name: self._values[name].clone() for name in stepped}
             launches = self.lower(key, greedy)
@@ -285,12 +265,11 @@ class CudaExecutor:
                 self._values[name].copy_(tensor)
 
     def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
-        """Fill the step up to its bucket with copies of its last token and its last row.
+        """Fill the step up to its bucket with copies of its last token and row.
 
-        A copied token stores what its original does in the same cell, also as a node of a tree. A
-        copied row belongs to a copied token as long as there is one: in a step that goes on by
-        itself each then steps its own token on. Prefill and verify steps may have fewer left than
-        rows; the host writes all inputs again after them.
+        A copied token stores the same values in the same cell. A copied row belongs to a copied
+        token while there is one, so that each advances its own token; else the host rewrites all
+        inputs afterwards.
         """
         host = self._inputs.host
         for name, array in host.items():
@@ -303,11 +282,11 @@ class CudaExecutor:
             host["rows"][rows:high] = np.minimum(tokens + np.arange(high - rows), wide - 1)
 
     def _on_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)  # of None it does nothing
+        return torch.cuda.stream(self._stream)  # does nothing for None
 
     @contextmanager
     def _out_of_memory(self) -> Iterator[None]:
-        """Turn the device's failure to allocate into an error that says what to do."""
+        """Turn the device's allocation failure into an OutOfMemory with a next step."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -331,9 +310,9 @@ if hasattr(os, "register_at_fork"):
 
 
 def compile_side_by_side(launches: Sequence[Launch]) -> None:
-    """Compile the kernels of launches in threads, or load them from Triton's cache; run nothing."""
+    """Compile kernels in threads, or load them from Triton's cache; run nothing."""
     mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:  # Triton before 3.4; capture compiles them one by one
+    if mode is None:  # Triton before 3.4; capture compiles serially
         return
 
     def compile_all() -> None:
@@ -342,12 +321,12 @@ def compile_side_by_side(launches: Sequence[Launch]) -> None:
                 arguments = {**launch.args, **launch.constants, **options(launch)}
                 launch.kernel.warmup(grid=launch.grid, **arguments)
 
-    # A kernel that does not compile leaves the mode on in the context, so it gets one of its own.
+    # A kernel that fails to compile leaves the mode on in its context, so use a copy.
     copy_context().run(compile_all)
 
 
 def _cache_cells(plan: Plan) -> tuple[int, int]:
-    """Return the cells of a page and of a whole sequence; (1, 1) without a cache."""
+    """Return the cells of a page and of a sequence; (1, 1) without a cache."""
     for call in plan.calls:
         if call.op == "attention":
             page = plan.buffers[call.args["k_cache"]].shape[2]
@@ -356,8 +335,8 @@ def _cache_cells(plan: Plan) -> tuple[int, int]:
 
 
 def _longest(inputs: Mapping[str, np.ndarray], tokens: int) -> int:
-    """Return the number of cells that the longest of the step's tokens may read."""
+    """Return the most cells that one of the step's tokens may read."""
     if "ends" not in inputs:
         return 1
-    # A node of a tree sees its own cell last, as many beyond the end as its highest bit says.
+    # A tree node sees its own cell last, as far beyond the end as its highest bit.
     return int(inputs["ends"][:tokens].max()) + int(inputs["ancestors"][:tokens].max()).bit_length()

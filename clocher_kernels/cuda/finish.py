@@ -1,7 +1,4 @@
-"""What follows the sums of a product: y = activation(sum + bias) * times + residual.
-
-Every kernel of a product ends with `finish`, the only place that knows what is done with the sums.
-"""
+"""The epilogue of every matmul: y = activation(sum + bias) * times + residual."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,21 +17,9 @@ def finish(
     total, bias, times, residual, y, m, n, kept,
     N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
-    """Write y[m, n] where `kept`.
+    """Write y[m, n] where `kept`; m (tokens) and n (of N rows) broadcast to `total`, fp32.
 
-    Args:
-        total: fp32, of any shape.
-        bias: of rows, or None.
-        times: what is multiplied by, of F values for a token, or None.
-        residual: what is added, or None.
-        y: of any float type.
-        m: tokens, broadcast with n to the shape of `total`.
-        n: rows.
-        kept: what is stored, of that shape.
-        N: rows of the weight.
-        F: N or 1; 0 without `times`.
-        ACT: the activation, "none" for none.
-        CAP: of "tanh".
+    `bias` [N], `times` [tokens, F] (F is N or 1) and `residual` may be None; CAP is for "tanh".
     """
     at = m * N + n
     if bias is not None:
@@ -54,7 +39,7 @@ def finish(
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """What a product ends with, by the names of `ops.linear.linear`."""
+    """The epilogue of a matmul, by the names of `ops.linear.linear`."""
 
     bias: torch.Tensor | None = None
     times: torch.Tensor | None = None
@@ -63,18 +48,13 @@ class Tail:
     cap: float = 1.0
 
     def of(self, tokens: slice) -> "Tail":
-        """Return that of some tokens."""
+        """Return the epilogue of some tokens."""
         own = (None if value is None else value[tokens] for value in (self.times, self.residual))
         times, residual = own
         return replace(self, times=times, residual=residual)
 
     def given(self, op: str, y: torch.Tensor, rows: int) -> dict[str, Any]:
-        """Return what `finish` takes of a launch.
-
-        Raises:
-            UnsupportedOp: there is no such activation.
-            ShapeError: `times` is as wide as nothing.
-        """
+        """Return the arguments of `finish`; UnsupportedOp for an unknown activation function."""
         if self.activation != "none":
             check_activation(op, self.activation)
         wide = 0 if self.times is None else self.times.shape[1]
@@ -88,4 +68,3 @@ class Tail:
 
 
 PLAIN = Tail()
-"""A product that ends with its sums."""

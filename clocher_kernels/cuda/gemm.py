@@ -1,9 +1,7 @@
-"""Products for more than 32 tokens: tiles, with weights decoded in the kernel.
+"""Matmuls for more than 32 tokens: tiles, with weights decoded in the kernel.
 
-A program owns a tile of W's rows and tokens, and walks along K in steps that do not depend on M.
-The weights are the left operand, so that tensor cores can take them from registers, straight from
-the decoder. Operands have the type of the activations (fp16, bf16, or fp32 without tensor cores),
-sums are fp32.
+Steps along K do not depend on M. Weights are the left operand, which tensor cores take from
+registers. Operands have the activations' type, sums are fp32.
 """
 
 from typing import NamedTuple
@@ -23,7 +21,7 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 
 @triton.jit
 def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
-    """Decode loaded weights to [BN, BK], without scale and zero, in the type of the operands."""
+    """Decode loaded weights to [BN, BK] in the operands' type, without scale and zero point."""
     if CODE == "int4" or CODE == "mxfp4" or CODE == "ternary":
         return decode_words(held, CODE, OPERAND)
     elif CODE == "float":
@@ -34,10 +32,9 @@ def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _scale(at, mask, CODE: tl.constexpr):
-    """Load scales as fp32."""
     scale = tl.load(at, mask, 0)
     if CODE == "mxfp4":
-        # e8m0 is the exponent of an fp32 number; 2^-127 is a subnormal one.
+        # e8m0 is the exponent of an fp32 number; 2^-127 is subnormal.
         exponent = scale.to(tl.int32)
         bits = tl.where(exponent == 0, 0x400000, exponent << 23)
         return bits.to(tl.float32, bitcast=True)
@@ -95,7 +92,7 @@ def _gemm(
         if SPAN == 0:
             total = tl.dot(wt, xt, total, input_precision="ieee")
         elif SPAN % BK == 0:
-            # Codes are exact in the operands' type; the sum is what is scaled.
+            # Codes are exact in the operands' type; the sum is scaled.
             part = tl.dot(wt, xt, input_precision="ieee")
             total += part * _scale(scales + group, grouped, CODE)
         else:
@@ -111,7 +108,7 @@ def _gemm(
 
 
 class Tile(NamedTuple):
-    """How a GEMM is cut: rows of W, tokens and columns of a step; warps of a program."""
+    """GEMM tiling: rows of W, tokens and columns of a step; warps of a program."""
 
     bn: int
     bm: int
@@ -135,7 +132,7 @@ TL_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16
 
 
 def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
-    """Return the type that tiles are multiplied in: that of the activations."""
+    """Return the type of matmul operands: that of the activations."""
     # Triton's interpreter cannot multiply bf16.
     return torch.float32 if x_dtype == torch.bfloat16 and not device.asm else x_dtype
 
@@ -151,7 +148,7 @@ def gemm(
     """Lower `ops.linear.linear` for any number of tokens."""
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
-    # Groups that no step of 16 columns fits in are scaled before the product, which wants fp32.
+    # Groups that fit no step of 16 columns are scaled before the matmul, which needs fp32.
     operand = torch.float32 if held.span % 16 else operand_type(x.dtype, device)
     tile = tile_for(operand, held.span, m, n, k, device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.bm, "BN": tile.bn, "BK": tile.bk}

@@ -1,7 +1,6 @@
-"""Products for 1 to 8 tokens and weights of less than a byte.
+"""GEMV for 1 to 8 tokens and weights of less than a byte; W is streamed once.
 
-A program streams a few rows of W once, for all tokens. Its lanes stand side by side in a row, a
-16-byte vector each, so a token's sum has one order whatever the number of tokens.
+A token's sum has one order whatever the number of tokens.
 """
 
 import torch
@@ -19,10 +18,7 @@ from clocher_kernels.cuda.tiles import gemv_tile
 
 @triton.jit
 def load_vectors(w, v, V: tl.constexpr):
-    """Load vectors v of rows that w points to, once: i32 [L, 1, R, 4]; beyond V the last repeats.
-
-    That is harmless, as activations are 0 there, and cheaper than registers cleared for a mask.
-    """
+    """Load vectors v of rows at w: i32 [L, 1, R, 4]; beyond V, where x is 0, the last repeats."""
     at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
     to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, 4))
     return tl.load(to, eviction_policy="evict_first")
@@ -37,8 +33,8 @@ def stream_rows(
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
-    BV lanes stand side by side in the same rows. `row` are numbers of rows [L, 1, R], of which w,
-    scales and zeros are all; the other arguments are those of `vector_dot`.
+    BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
+    whole tensors; the other arguments are those of `vector_dot`.
     """
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -52,7 +48,7 @@ def stream_rows(
         zero = tl.load(zeros + row).to(tl.int32)
     lane = (tl.arange(0, L) % BV)[:, None, None]
     total = tl.zeros((L, BM, R), tl.float32)
-    # The next turn's weights are on their way while this turn's are multiplied.
+    # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
     start(PDL)
     for first in range(0, V, BV):
@@ -71,13 +67,13 @@ def stream_rows(
 
 @triton.jit
 def rows_of(first, L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr):
-    """Return the rows that lanes work on, [L, R], when a program starts at row `first`."""
+    """Return the rows of each lane, [L, R], of a program that starts at row `first`."""
     return first + (tl.arange(0, L) // BV * R)[:, None] + tl.arange(0, R)[None, :]
 
 
 @triton.jit
 def add_lanes(total, BV: tl.constexpr):
-    """Add up the lanes that share rows: [L, BM, R] -> [L / BV, BM, R]."""
+    """Sum the lanes that share rows: [L, BM, R] -> [L / BV, BM, R]."""
     L: tl.constexpr = total.shape[0]
     return tl.sum(total.reshape(L // BV, BV, total.shape[1], total.shape[2]), axis=1)
 
@@ -94,7 +90,7 @@ def _gemv_bits(
     BN: tl.constexpr = L // BV * R
     first = tl.program_id(0) * BN
     m = tl.arange(0, BM)[None, :, None]
-    # In 64 bits from the start rows share an address; with eight tokens that makes ptxas spill.
+    # 64-bit row numbers share one address; with eight tokens ptxas would spill.
     row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)

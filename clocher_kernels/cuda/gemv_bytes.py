@@ -1,11 +1,7 @@
-"""Products for 1 to 8 tokens and weights of whole bytes: floats, int8, fp8.
+"""GEMV for 1 to 8 tokens and weights of whole bytes: floats, int8, fp8.
 
-A program owns a few rows of W and walks along K. Each thread reads 16 bytes of a row (a chunk: 16
-int8 or fp8 weights), sums the chunk's products on its own, applies the scale that the chunk has if
-rows are cut into groups, and keeps one sum per row and token. Threads are added up at the end.
-
-How K is divided among threads, warps and turns depends on K and the format alone, and a token's
-arithmetic on nothing but its own row of x, so its result is the same bit by bit whatever M is.
+A program owns a few rows of W; a thread reads 16 bytes of a row (a chunk) at a time. The summation
+order depends on K and the format alone, so a token's result is bit-identical for every M.
 """
 
 from typing import NamedTuple
@@ -24,14 +20,12 @@ from clocher_kernels.cuda.tiles import tuned
 
 MAX_TOKENS = 8
 MOST_SLICED = 32
-"""Tokens that are multiplied in slices of 8. Two to four passes over the weights with every
-multiprocessor's loads in flight are faster than tiles of tensor cores that leave most of them
-without work."""
+"""Tokens multiplied in slices of 8: faster than tensor-core tiles that leave most SMs idle."""
 
 
 @triton.jit
 def load_rows(w, n0, k, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, TAIL: tl.constexpr):
-    """Load columns k of ROWS rows. Rows beyond N repeat the last one; nobody stores them."""
+    """Load columns k of ROWS rows. Rows beyond N repeat the last one and are not stored."""
     rows = ()
     for r in tl.static_range(ROWS):
         row = w + tl.minimum(n0 + r, N - 1).to(tl.int64) * K
@@ -49,7 +43,6 @@ def _load_scales(
     N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Load the scales of the chunks that begin in columns k, of ROWS rows."""
     factors = ()
     for r in tl.static_range(ROWS):
         row = tl.minimum(n0 + r, N - 1) // SCALE_ROWS
@@ -94,11 +87,7 @@ def _turn(
 
 @triton.jit
 def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
-    """Join `count` (a power of two) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...].
-
-    Reshaped to [L, count] they are in order. Pairs are joined from the highest bit of the index
-    down. (Triton 3.4 has no recursive functions.)
-    """
+    """Join `count` (2^n) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...] in order."""
     level = ()
     for i in tl.static_range(count):
         level = level + (tl.expand_dims(parts[first + i * step], 1),)
@@ -184,7 +173,7 @@ def _gemv(
 
 
 class Tile(NamedTuple):
-    """How a GEMV is cut: rows of a program, weights a thread reads at once, warps on each row."""
+    """GEMV tiling: rows of a program, weights a thread reads at once, warps on each row."""
 
     rows: int
     lane: int
@@ -192,11 +181,8 @@ class Tile(NamedTuple):
 
 
 def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens: int = 1) -> Tile:
-    """Choose the tile; `key` is the weight's in the user's table.
-
-    Only `rows`, which changes no sum, may depend on the number of tokens.
-    """
-    # 16 bytes, or what keeps rows aligned and chunks within a group.
+    """Choose the tile; only `rows`, which changes no sum, may depend on the number of tokens."""
+    # 16 bytes, or less to keep rows aligned and chunks within a group.
     lane = 16 // held.data.element_size()
     while k % lane or held.span % lane:
         lane //= 2
@@ -214,11 +200,7 @@ def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens
 
 
 def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
-    """Return how products are made: "pairs" (packed fp16) or "fp32".
-
-    Pairs need `words`, four codes at a time. The range of e5m2 is too wide for sums in fp16, that
-    of bf16 activations for fp16 itself.
-    """
+    """Return "pairs" (packed fp16) or "fp32": e5m2 and bf16 exceed fp16's range."""
     return "pairs" if words and x_dtype == torch.float16 and code in ("int8", "e4m3") else "fp32"
 
 

@@ -1,4 +1,4 @@
-"""Which shapes of step exist, and the CUDA graph of each."""
+"""The step sizes that are captured, and the CUDA graph of each."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,43 +13,40 @@ _ROWS_AT_ONCE = 8
 
 
 def bucket(value: int, sizes: Sequence[int]) -> int:
-    """Return the smallest of the ascending sizes that holds a value, or the largest."""
+    """Return the smallest of the ascending sizes >= value, or the largest."""
     return next((size for size in sizes if size >= value), sizes[-1])
 
 
 def token_buckets(tokens: int, rows: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that steps are captured for, ascending.
+    """Return the captured token counts, ascending; a step is padded with copies of its last token.
 
-    Batches, up to `rows` tokens, get powers of two; so do prompt chunks from 16 tokens on, and the
-    capacity `tokens`. A step in between is filled up with copies of its last token, which compute
-    and store the same values again.
+    Powers of two up to `rows` (batches) and from 16 on (prompt chunks), and the capacity.
     """
     sizes = {m for m in DECODE_TOKENS if m < rows} | {rows, tokens, *PROMPT_TOKENS}
     return tuple(sorted(m for m in sizes if m <= tokens))
 
 
 def row_buckets(tokens: int, rows: int, most: int) -> tuple[int, ...]:
-    """Return the numbers of output rows that a step of `tokens` tokens is captured for, ascending.
+    """Return the output row counts that a step of `tokens` tokens is captured for, ascending.
 
-    A decode step has about as many rows as tokens, drafted ones and those that verify them; one
-    with prompts has a row for each sequence. Up to eight rows the head reads its weight once.
-    Only a chunk of a prompt that fills the Plan (`most` tokens) ends without a row: whatever is
-    shorter is the last of its prompt, or stands beside sequences that draw.
+    A decode step has about as many rows as tokens, drafts included; one with prompts a row per
+    sequence. Up to eight rows the head reads its weight once. Only a full chunk (`most` tokens) can
+    end without a row.
     """
     sizes = {min(tokens, rows, _ROWS_AT_ONCE), min(tokens, rows)}
     return tuple(sorted(sizes | {0} if tokens == most else sizes))
 
 
 def context_buckets(cells: int) -> tuple[int, ...]:
-    """Return the numbers of cache cells that steps are captured for, ascending."""
+    """Return the cache cell counts that steps are captured for, ascending."""
     return (*(c for c in CONTEXT_CELLS if c < cells), cells)
 
 
 def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> Callable[[], None]:
-    """Return a function that runs the launches of a step again and again, as one CUDA graph.
+    """Return a function that replays the launches of a step as one CUDA graph.
 
-    They run once first, so that every kernel is loaded before the capture. Their tensors must stay
-    alive. Without a stream (no GPU) they are executed one by one.
+    They run once first, to load every kernel. Their tensors must stay alive. Without a stream (no
+    GPU) they are executed one by one.
     """
     if stream is None:
         return lambda: execute(launches)
@@ -57,7 +54,7 @@ def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> C
         execute(launches)
         stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # What other threads of this process do on the GPU meanwhile may not break the capture.
+        # GPU work of other threads of this process must not break the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             execute(launches)
 

@@ -1,7 +1,7 @@
-"""KV cache: where a token's keys and values go, and how they are narrowed.
+"""KV cache: the cell of a token's keys and values, and narrowing to the cache's type.
 
-Narrowing is integer arithmetic on the bits of fp32, so it is exact on every architecture and in
-Triton's interpreter, and equal to `dtypes.from_f32`; but f16 saturates, see `ops.attention`.
+Narrowing is integer arithmetic on fp32 bits: exact on every architecture and in the interpreter,
+equal to `dtypes.from_f32`, but f16 saturates (see `ops.attention`).
 """
 
 import torch
@@ -15,7 +15,7 @@ from clocher_kernels.dtypes import LARGEST
 
 @triton.jit
 def tree_length(ancestors):
-    """Return the number of bits up to the highest one that is set; 0 for a token of no tree."""
+    """Return the number of bits up to the highest set one; 0 without a tree."""
     rest = ancestors.to(tl.uint64, bitcast=True)
     length = (rest * 0).to(tl.int32)
     for power in tl.static_range(5, -1, -1):
@@ -43,7 +43,7 @@ def own_cell(
 
 @triton.jit
 def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
-    """Return the codes of fp32 values: nearest, ties to even, saturating; as `dtypes` does it."""
+    """Return the codes of fp32 values: nearest even, saturating, as in `dtypes`."""
     BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
     SHIFT: tl.constexpr = 23 - MANTISSA
     SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
@@ -55,7 +55,7 @@ def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.co
     rounded = value.to(tl.int32, bitcast=True)
     rounded += ((rounded >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
     normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # The sum rounds off at the step of the subnormals, and its last bits are the code.
+    # The sum rounds at the subnormal step, and its last bits are the code.
     subnormal = (value + MAGIC).to(tl.int32, bitcast=True) & ((1 << (MANTISSA + 1)) - 1)
     code = tl.where(value < SMALLEST_NORMAL, subnormal, normal)
     code = tl.where(nan, (1 << (EXPONENT + MANTISSA)) - 1, code)
@@ -64,7 +64,7 @@ def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.co
 
 @triton.jit
 def narrow(x, KV: tl.constexpr):
-    """Round fp32 values to a KV dtype; fp8 comes as the bytes that hold it."""
+    """Round fp32 values to a KV dtype; fp8 as bytes."""
     if KV == "e4m3":
         return _minifloat(x, 4, 3, 448.0).to(tl.uint8)
     elif KV == "e5m2":
@@ -75,7 +75,7 @@ def narrow(x, KV: tl.constexpr):
         rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
         return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     elif KV == "f16":
-        # Finite values stay finite; infinity and NaN are what they were.
+        # Finite values stay finite; infinity and NaN are kept.
         largest = tl.where(x < 0, -65504.0, 65504.0)
         magnitude = tl.abs(x)
         over = (magnitude > 65504.0) & (magnitude < float("inf"))
@@ -125,7 +125,7 @@ def _kv_append(
 
 
 def cache_sizes(pages: torch.Tensor, cache: torch.Tensor) -> dict[str, int]:
-    """Return the constants of a paged cache [pool, heads, page, dim] and its page table."""
+    """Return the constexprs of a paged cache [pool, heads, page, dim] and its page table."""
     pool, heads, page, dim = cache.shape
     sizes = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": pool}
     sizes |= {"CELLS": pages.shape[1] * page, "HEADS": heads, "PAGE": page, "DIM": dim}

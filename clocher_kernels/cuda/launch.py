@@ -1,8 +1,7 @@
 """A kernel launch as data, and the device it is made for.
 
-Lowering an op call returns launches and runs nothing. The same list is then executed (on a GPU, or
-by Triton's interpreter on CPU tensors), captured into a CUDA graph, or compiled ahead of time from
-meta tensors (`aot`), so what is checked without a GPU is what runs on one.
+Lowering returns launches and runs nothing. The same list is executed (on a GPU, or interpreted on
+CPU tensors), captured into a CUDA graph, or compiled ahead of time from meta tensors (`aot`).
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,12 +19,10 @@ _HAS_PDL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What launches are made for.
+    """The target of launches.
 
-    Attributes:
-        torch_device: where tensors live: "cuda", "cpu" (interpreter) or "meta" (compile only).
-        capability: 80, 86, 89, 90, 100 or 120; 0 is Triton's interpreter.
-        sms: streaming multiprocessors.
+    `torch_device` is "cuda", "cpu" (interpreter) or "meta" (compile only); `capability` is 80, 86,
+    89, 90, 100, 120, or 0 for the interpreter.
     """
 
     torch_device: str
@@ -42,14 +39,14 @@ class Device:
 
     @property
     def pdl(self) -> bool:
-        """Whether a kernel may start before its predecessor ends (programmatic launch)."""
+        """Whether programmatic dependent launch is available."""
         return self.capability >= 90 and _HAS_PDL
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Return a zeroed array that lives as long as the device object.
 
-        Launches of one stream run one after another, so all calls that ask for the same name,
-        shape and type share it. A kernel that relies on zeros (counters) leaves zeros behind.
+        Calls with the same name, shape and type share it: launches of one stream do not overlap. A
+        kernel that relies on zeros (counters) leaves zeros behind.
         """
         key = (name, shape, dtype)
         if key not in self._scratch:
@@ -61,11 +58,7 @@ INTERPRETER = Device("cpu", 0, 4)
 
 
 def current_device() -> Device:
-    """Return the current GPU.
-
-    Raises:
-        RuntimeError: torch finds no usable GPU.
-    """
+    """Return the current GPU; RuntimeError if torch finds none."""
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     capability = properties.major * 10 + properties.minor
     return Device("cuda", capability, properties.multi_processor_count)
@@ -73,14 +66,11 @@ def current_device() -> Device:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One kernel launch: a `triton.jit` function, its programs along x, y and z, its arguments.
+    """One launch: a `triton.jit` function, its grid, its arguments.
 
-    Attributes:
-        args: run-time arguments by name; None stands for an absent tensor.
-        constants: constexpr arguments by name.
-        pdl: the kernel waits for its predecessor by itself (`gdc_wait`), so it may start early.
-        weights: weights that one thread reads per turn of the main loop; what instruction budgets
-            are counted by. 0: not a weight-streaming kernel.
+    `args` are run-time arguments (None: absent tensor), `constants` constexprs. `pdl`: the kernel
+    waits for its predecessor itself (`gdc_wait`). `weights` read per thread and turn of the main
+    loop bound instruction budgets; 0: not a weight-streaming kernel.
     """
 
     kernel: Any
@@ -101,12 +91,7 @@ def launch(
     /,
     **given: Any,
 ) -> Launch:
-    """Return a launch of a kernel whose constants are in capitals; absent tensors are None.
-
-    Raises:
-        KeyError: a constant is missing.
-        TypeError: the kernel has no such parameter.
-    """
+    """Return a launch; arguments in capitals are constants, None is an absent tensor."""
     names = kernel.arg_names
     if unknown := given.keys() - set(names):
         raise TypeError(f"{kernel} has no parameter {', '.join(sorted(unknown))}")
@@ -117,10 +102,10 @@ def launch(
 
 
 def options(launch: Launch) -> dict[str, Any]:
-    """Return the compiler's options of a launch, the same at run time and ahead of time.
+    """Return the compiler options of a launch, the same at run time and ahead of time.
 
     Two stages or more would turn 16-byte streaming loads into cp.async and lose their eviction
-    policy. Fusion of a * b + c is what the budgets count on; Triton 3.10 will not do it by default.
+    policy. The budgets need a * b + c fused; Triton 3.10 does not by default.
     """
     chosen: dict[str, Any] = {
         "num_warps": launch.num_warps,

@@ -1,4 +1,4 @@
-"""The `linear` ops: which kernel multiplies by which format, for how many tokens."""
+"""The `linear` ops: the kernel for each format and number of tokens."""
 
 from typing import Any
 
@@ -28,14 +28,10 @@ def linear(
     device: Device,
     **after: Any,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear`; `after` is what follows the sums, see `finish.Tail`.
+    """Lower `ops.linear.linear`; `after` are the fields of `finish.Tail`.
 
-    Up to `MOST_SLICED` tokens a token's sum has one order, so its result is the same bits in a
-    batch of any size.
-
-    Raises:
-        UnsupportedOp: int8 activations and weights that are not ternary, or scales for groups; or
-            an activation of the sums that is not known.
+    Up to `MOST_SLICED` tokens a result is bit-identical in any batch. UnsupportedOp for int8
+    activations with group scales or non-ternary weights, and for unknown activation functions.
     """
     tail = Tail(**after)
     if x_scale is not None:
@@ -56,11 +52,10 @@ def linear(
 def relu2_gate_up(
     *, gate: DeviceTensor, w: DeviceTensor, y: torch.Tensor, device: Device, **given: Any
 ) -> list[Launch]:
-    """Lower `ops.skip.relu2_gate_up`: two dense products, every row of both.
+    """Lower `ops.skip.relu2_gate_up` as two dense matmuls.
 
-    A program multiplies several rows of a ternary weight, so it could end early only where the
-    gates of all of them are closed: with 80 % closed at random 3 % of programs of 16 rows. And
-    columns of the product that follows lie 64 in a vector. The Plans of a GPU ask for neither.
+    Skipping does not pay: a program of 16 rows could skip only if all their gates are closed, which
+    at 80 % random sparsity 3 % of programs have. GPU Plans do not use this op.
     """
     up = device.scratch("relu2_up", tuple(y.shape), torch.float32)
     given["device"] = device
@@ -69,18 +64,14 @@ def relu2_gate_up(
 
 
 def skip_linear(*, w: DeviceTensor, group: int = 0, **given: Any) -> list[Launch]:
-    """Lower `ops.skip.skip_linear`: `linear`, every column.
-
-    Raises:
-        UnsupportedOp: weights that are not ternary, or scales for groups.
-    """
+    """Lower `ops.skip.skip_linear` as a dense `linear`; same errors."""
     if not sums_exactly(w.format, group):
         raise no_codes("skip_linear", w)
     return linear(w=w, group=group, **given)
 
 
 def no_codes(op: str, w: DeviceTensor) -> UnsupportedOp:
-    """Return the error for int8 activations that no kernel multiplies by a weight."""
+    """Return the error for int8 activations without a kernel for the weight's format."""
     return UnsupportedOp(
         f"{op}: no CUDA kernel multiplies int8 activations by the format {w.format.name}; expected "
         "ternary weights of a linear, and one scale a token; keep these activations 16-bit"

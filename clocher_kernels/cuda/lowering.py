@@ -1,4 +1,4 @@
-"""Op name -> the function that turns a call into launches; all of the back end's ops."""
+"""All ops of the back end: name -> function that lowers a call to launches."""
 
 from collections.abc import Callable
 from typing import Any, Never
@@ -35,4 +35,4 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
     "drop_small": _drop_small,
 }
 LOWER_GREEDY = {**LOWER, **sampling.LOWER_GREEDY}
-"""The same for steps whose rows all have temperature 0."""
+"""The same for steps with only greedy rows."""

@@ -1,8 +1,7 @@
-"""Mixture of experts: a router, and two passes over the weights of the experts that `route` chose.
+"""Mixture of experts: the router, and two kernels over the weights of the experts it chose.
 
-A program multiplies some rows of the experts that one token has chosen, so nothing is gathered,
-sorted or reduced afterwards, and a token's result does not depend on the other tokens. The experts
-are the router's own, which names none that does not exist, so they are not checked again.
+A program multiplies some rows of one token's experts: no gather, sort or reduction follows, and a
+token's result does not depend on the batch. Expert ids come from `route` and are not checked.
 """
 
 from typing import Any
@@ -61,7 +60,7 @@ def _gate_up(
         gate = tl.minimum(gate, LIMIT)
         up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
-        hidden = tl.where(odd, float("nan"), hidden)  # clamping lost it
+        hidden = tl.where(odd, float("nan"), hidden)  # clamping lost NaN
     else:
         hidden = activate(gate, ACT) * up
     i = rows_of(first // 2, L // BV, 1, R // 2)
@@ -81,7 +80,7 @@ def _down(
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BN
     start(PDL)
-    # The chosen experts work at the same time, L lanes each.
+    # The chosen experts run in parallel, L lanes each.
     lane = tl.arange(0, BA * L)[:, None, None]
     chosen = lane // L < A
     at = m * A + lane // L
@@ -117,10 +116,7 @@ def _down(
 def _launch(
     kernel: Any, x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device, **given: Any
 ) -> list[Launch]:
-    """Return the launch of a kernel that streams the chosen experts' rows.
-
-    Tokens come first: those that share an expert read its rows at about the same time.
-    """
+    """Return the launch for the chosen experts' rows; tokens come first to share reads."""
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
     tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=1, copies=chosen, device=device)
@@ -145,11 +141,7 @@ def moe_gate_up(
     group: int = 0,
     **given: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_gate_up`.
-
-    Raises:
-        UnsupportedOp: int8 activations, or an activation that it does not know.
-    """
+    """Lower `ops.moe.moe_gate_up`; UnsupportedOp for int8 x or an unknown activation function."""
     if x_scale is not None:
         raise no_codes("moe_gate_up", w)
     if act not in ("clamped", "silu"):
@@ -168,11 +160,7 @@ def moe_down(
     group: int = 0,
     **given: torch.Tensor,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_down`.
-
-    Raises:
-        UnsupportedOp: int8 activations.
-    """
+    """Lower `ops.moe.moe_down`; UnsupportedOp for int8 activations."""
     if x_scale is not None:
         raise no_codes("moe_down", w)
     return _launch(_down, x, ids, w, device, **given, BA=triton.next_power_of_2(ids.shape[1]))
@@ -183,7 +171,7 @@ _SCORES = ("chosen", "softmax", "sigmoid")
 
 @triton.jit
 def _first_largest(values, free, index, LAST: tl.constexpr):
-    """Return the largest of the values that are free, and the first index that has it."""
+    """Return the largest of the free values, and its first index."""
     largest = tl.max(tl.where(free, values, float("-inf")), axis=0)
     return largest, tl.min(tl.where(free & (values == largest), index, LAST), axis=0)
 
@@ -193,7 +181,6 @@ def _open_experts(
     ranks, expert, E: tl.constexpr,
     GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
 ):  # fmt: skip
-    """Return whether each expert is in one of the groups that are chosen from."""
     group = expert // (E // GROUPS)
     number = tl.arange(0, BG)
     best = tl.full((BG,), float("-inf"), tl.float32)
@@ -276,11 +263,7 @@ def route(
     device: Device,
     **given: Any,
 ) -> list[Launch]:
-    """Lower `ops.moe.route`; a program is a token, equal experts rank by their number.
-
-    Raises:
-        UnsupportedOp: scores that it does not know.
-    """
+    """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score."""
     if score not in _SCORES:
         raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
     (m, experts), chosen = logits.shape, ids.shape[1]

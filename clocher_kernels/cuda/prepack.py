@@ -39,9 +39,9 @@ from clocher_kernels.quant_tensor import QuantTensor
 Planes = dict[str, torch.Tensor]
 
 VECTOR = 16
-"""Bytes that a lane loads at once; rows of packed weights are whole vectors."""
+"""Bytes that a lane loads at once; packed rows are whole vectors."""
 
-# Words that are changed at a time: with at most 8 temporaries of this size, 64 MB.
+# Words changed at a time: at most 8 temporaries of this size, 64 MB.
 _PIECE = 1 << 21
 
 
@@ -55,13 +55,7 @@ def prepack(tensor: QuantTensor, device: Device) -> DeviceTensor:
 
 
 def rearrange(fmt: Format, shape: tuple[int, ...], planes: Planes) -> DeviceTensor:
-    """Return a tensor whose canonical planes are already on the device, in the kernels' layout.
-
-    The planes given may be overwritten.
-
-    Raises:
-        UnsupportedOp: no kernel reads the format.
-    """
+    """Rearrange planes on the device, partly in place; UnsupportedOp if no kernel reads them."""
     change = REARRANGE.get(type(fmt))
     return DeviceTensor(shape, fmt, planes if change is None else change(fmt, planes, shape))
 
@@ -111,7 +105,7 @@ def _bsr(fmt: Bsr, planes: Planes, shape: tuple[int, ...]) -> Planes:
     if fmt.inner != "int4":
         return planes
     width = VECTOR // 2 if fmt.block[1] <= VECTOR else VECTOR
-    # What is added beside a block must be zero, for it meets activations: code 8.
+    # Padding beside a block meets activations, so it must decode to zero: code 8.
     words = _whole_vectors(planes["codes"], width, 0x88)
     for piece in words.view(-1).split(_PIECE):
         piece.copy_(_pair_nibbles(piece))
@@ -125,11 +119,11 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
     Bsr: _bsr,
     Ggml: _ggml,
 }
-"""Format class -> what rearranges its planes; the others are read as they are stored."""
+"""Format class -> rearrangement of its planes; other formats are read as stored."""
 
 
 def _whole_vectors(rows: torch.Tensor, width: int = VECTOR, fill: int = 0) -> torch.Tensor:
-    """View bytes [..., B] as words, after padding rows to whole vectors of `width` bytes."""
+    """View bytes [..., B] as words, with rows padded to whole vectors of `width` bytes."""
     missing = -rows.shape[-1] % width
     if missing:
         rows = torch.nn.functional.pad(rows, (0, missing), value=fill)
@@ -149,8 +143,8 @@ def _pair_nibbles(words: torch.Tensor) -> torch.Tensor:
 
 
 def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
-    """Spread the four nibbles of each half over the places that the kernels' masks expect."""
-    # (shift left, bits that it puts in place); negative shifts go right.
+    """Spread the four nibbles of each half to the places that the kernels' masks expect."""
+    # (shift left, result bits); negative shifts go right.
     moves = (
         (12, 0x8000),
         (4, 0x7000),

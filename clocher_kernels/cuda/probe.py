@@ -1,4 +1,4 @@
-"""Whether this machine has a GPU that the CUDA back end can use. Imports nothing heavy."""
+"""Whether this machine has a usable GPU. Imports nothing heavy."""
 
 import ctypes
 from dataclasses import dataclass
@@ -8,10 +8,7 @@ LOWEST_CAPABILITY = 80
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """The GPU in use: its capability (90 for sm_90), multiprocessors, memory and highest clocks.
-
-    Without NVML the driver's version is "" and the clocks are 0.
-    """
+    """The current GPU: capability (90 for sm_90), SMs, memory, clocks (0 without NVML)."""
 
     name: str
     capability: int
@@ -23,10 +20,7 @@ class Gpu:
 
 
 def no_driver() -> str:
-    """Return why there is no GPU driver to talk to, "" if there is one with a device.
-
-    Asks the driver library itself, so that a machine without a GPU never imports torch.
-    """
+    """Return why there is no GPU driver or device, else ""; needs no torch."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -41,7 +35,7 @@ def no_driver() -> str:
 
 
 def unusable() -> str:
-    """Return why the CUDA back end cannot run here, "" if it can."""
+    """Return why the CUDA back end cannot run here, else ""."""
     reason = no_driver()
     if reason:
         return reason

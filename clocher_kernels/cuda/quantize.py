@@ -1,4 +1,4 @@
-"""Quantise activations: to int8 codes with a scale a token, or to the values of a narrower type."""
+"""Quantise activations: to int8 codes with a scale per token, or to values of a narrower type."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ _ROUND = tl.constexpr(12582912.0)
 
 @triton.jit
 def rounded_product(a, b, ASM: tl.constexpr):
-    """Multiply in fp32; the product is rounded before anything is added to it."""
+    """Multiply in fp32; the product is rounded before any addition."""
     if ASM:
         return tl.inline_asm_elementwise(
             "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1
@@ -62,11 +62,7 @@ def quantize(
     lowest: int,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.quantize.quantize`, with one scale a token.
-
-    Raises:
-        UnsupportedOp: a token has a scale for each group of columns.
-    """
+    """Lower `ops.quantize.quantize` with one scale per token; UnsupportedOp for group scales."""
     if group:
         raise UnsupportedOp(
             f"quantize: no CUDA kernel has a scale for every {group} columns; expected group 0, "
@@ -134,11 +130,7 @@ def fake_quantize(
     floor: float = 0.0,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.quantize.fake_quantize`.
-
-    Raises:
-        UnsupportedOp: it does not round to this type.
-    """
+    """Lower `ops.quantize.fake_quantize`; UnsupportedOp for an unknown dtype."""
     if dtype not in FAKE_DTYPES:
         raise UnsupportedOp(
             f"fake_quantize: no CUDA kernel for dtype={dtype!r}; there are {', '.join(FAKE_DTYPES)}"

@@ -1,7 +1,4 @@
-"""CUDA C++ kernels, compiled by NVRTC through CuPy: the work-touch.
-
-Importing this needs neither CuPy nor a GPU; making a `DeviceWorkTouch` needs both.
-"""
+"""CUDA C++ kernels, compiled by NVRTC through CuPy, which is imported on use: the work-touch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +10,6 @@ from clocher_kernels.errors import DeviceError, ModelError
 from clocher_kernels.guards import refuse_in_window
 
 OPTIONS = ("--std=c++14",)
-"""What NVRTC compiles the sources with, besides the architecture."""
 
 _THREADS = 256
 _LINE_BYTES = 64
@@ -28,18 +24,8 @@ def source(name: str = "work_touch") -> str:
 class DeviceWorkTouch:
     """Reads device memory with a stride for every generated token; see `probes.WorkTouch`.
 
-    The count of tokens and the checksum, that of `WorkTouch` over the same bytes, live on the
-    device, so each replay of a CUDA graph goes on where the last one stopped.
-
-    Args:
-        buffers: CUDA tensors, read as bytes, one after another. They are kept alive.
-        bytes_per_token: bytes that a token walks over; 0 switches the touch off.
-        stride: distance of the bytes that are read.
-        stream: where the touch runs; None: torch's current one.
-
-    Raises:
-        DeviceError: CuPy is not installed.
-        ModelError: there is nothing to touch, or a buffer is not contiguous.
+    Counters live on the device, so CUDA graph replays continue them. DeviceError without CuPy,
+    ModelError if there is nothing to touch or a buffer is not contiguous.
     """
 
     def __init__(
@@ -71,14 +57,14 @@ class DeviceWorkTouch:
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
         self._state = torch.zeros(len(_STATE), dtype=torch.int64, device=device)
-        # Where the counters are written: what reads them must come after.
+        # Readers of the counters must synchronise with this stream.
         self._stream = stream or torch.cuda.current_stream(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
         reads = -(-bytes_per_token // stride)
         self._blocks = min(-(-reads // _THREADS), 8 * sms)
 
     def __call__(self, tokens: int) -> None:
-        """Put the touch for some tokens that were just made on the stream."""
+        """Launch the touch for tokens just generated on the stream."""
         if not self.bytes_per_token or not tokens:
             return
         u32, u64 = self._cupy.uint32, self._cupy.uint64
@@ -112,7 +98,7 @@ class DeviceWorkTouch:
 
     @property
     def bytes_read(self) -> int:
-        """Bytes that had to move, counted as `WorkTouch` does. Waits for the device."""
+        """Bytes that had to move, counted as in `WorkTouch`. Waits for the device."""
         if self.stride <= _LINE_BYTES:
             return self.bytes_touched
         return self.tokens * -(-self.bytes_per_token // self.stride) * _LINE_BYTES

@@ -1,8 +1,6 @@
-"""Choose the next tokens in a few launches of fixed size.
+"""Sample the next tokens in a few launches of fixed size.
 
-A row takes four launches: the largest logit (which is all that greedy rows need), the bins, the
-cuts, the draw. What a launch leaves for the next is in scratch; the program of a row that ends last
-does the part that needs all of the row.
+A row takes four: the largest logit (enough for greedy rows), the bins, the cuts, the draw.
 """
 
 from typing import Any
@@ -59,7 +57,7 @@ def _uniform(seed, draw):
 
 @triton.jit
 def is_last(arrivals, PROGRAMS: tl.constexpr):
-    """Return whether all programs of the row have written what they have to."""
+    """Return whether all other programs of the row have finished writing."""
     tl.debug_barrier()
     last = tl.atomic_add(arrivals, 1, sem="acq_rel") == PROGRAMS - 1
     if last:
@@ -73,11 +71,7 @@ def _largest(
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find the largest logit of a row, and the lowest id that has it: what greedy rows choose.
-
-    If a logit is not finite, or none is allowed, the largest is NaN and there is no token; the
-    other launches then leave the row alone.
-    """
+    """Find a row's largest logit and its lowest id, the greedy token; NaN if not finite."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
@@ -105,7 +99,7 @@ def _block_of(
     logits, allowed, masked, row, part,
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the tokens of a part of a row, and their logits; minus infinity if not allowed."""
+    """Return the tokens of a part of a row and their logits, minus infinity if not allowed."""
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
     return at, without_forbidden(x, allowed, masked, row, at, V, C, W)
@@ -118,7 +112,6 @@ def _fill_bins(
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Count the tokens of each bin and add up their weights; find the bins that the cuts are in."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
@@ -137,9 +130,9 @@ def _fill_bins(
     at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
     counts += row * BINS
     bin_masses += row * BINS
-    # Of a temperature that is none nothing is sure; a bin that is none must not be counted in.
+    # An invalid temperature may give a negative bin: keep it within bounds.
     which = tl.maximum(bin_of(x, top, heat), 0)
-    # Most tokens are in the last bin: they weigh nothing, and no cut needs their number.
+    # Most tokens are in the last bin: they weigh nothing, and no cut needs their count.
     weighs = (at < V) & (which < BINS - 1)
     tl.atomic_add(counts + which, 1, weighs, sem="relaxed")
     tl.atomic_add(bin_masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")
@@ -163,7 +156,7 @@ def _cut(
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """List the tokens of the bins that the cuts are in, in any order, and find the cuts there."""
+    """List the tokens of the cuts' bins, in any order, and find the cuts there."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, top = tl.load(temperature + row), tl.load(largest + row)
@@ -202,7 +195,7 @@ def _draw(
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Add up kept weights by ascending id, and find where the drawn share of them is reached."""
+    """Sum kept weights by ascending id, and find where the drawn share is reached."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, top = tl.load(temperature + row), tl.load(largest + row)
@@ -232,8 +225,8 @@ def sample(
 ) -> list[Launch]:
     """Lower `ops.sampling.sample`.
 
-    What is drawn is what the reference draws, up to its rounding: weights are integers of 2^-44 of
-    the largest (of fewer, beyond 2^18 tokens), so that sums are exact in any order.
+    Draws equal the reference's up to its rounding: weights are integers of 2^-44 of the largest
+    (fewer bits beyond 2^18 tokens), so sums are exact in any order.
     """
     count, vocabulary = logits.shape
     programs, bins = triton.cdiv(vocabulary, _BLOCK), BINS.value
@@ -265,13 +258,12 @@ def sample(
 
 
 def sample_greedy(**given: Any) -> list[Launch]:
-    """Lower `ops.sampling.sample` for rows of temperature 0: the first launch is all they need."""
+    """Lower `ops.sampling.sample` for rows of temperature 0, with the first launch only."""
     return sample(**given)[:1]
 
 
 @triton.jit
 def _best(x, token, V: tl.constexpr):
-    """Return the largest of some logits, and the lowest of their tokens that has it."""
     top = tl.max(x)
     return top, tl.min(tl.where(x == top, token, V))
 
@@ -308,11 +300,7 @@ def _top_tokens(
 
 
 def top_tokens(*, logits: torch.Tensor, candidates: torch.Tensor, device: Device) -> list[Launch]:
-    """Lower `ops.top_tokens.top_tokens`, in one launch.
-
-    A program finds the K best of its block, one after another; the one that ends last finds the K
-    best of those. Where a logit is not finite the best is infinity, and then there are none.
-    """
+    """Lower `ops.top_tokens.top_tokens` in one launch; none if a logit is not finite."""
     (rows, vocabulary), kept = logits.shape, candidates.shape[1]
     programs = triton.cdiv(vocabulary, _BLOCK)
     shape = (rows, programs * kept)

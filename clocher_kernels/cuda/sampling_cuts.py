@@ -1,35 +1,31 @@
 """Where top-k and top-p cut a row of logits, without sorting it.
 
-The weight of a token, exp((logit - largest) / temperature), is rounded to an integer number of
-units: sums are then exact in any order, so a cut does not depend on how programs are scheduled.
-Tokens and weights are added up in bins of equal width of the logit; only the bins that a cut can be
-in are looked at token by token.
-
-A token's rank is a 64-bit integer: the bits of its logit, in the logit's order, above its inverted
-id. A larger rank comes first, and no two are equal.
+Weights are integer numbers of units, so sums are exact in any order. They are summed in bins of
+equal logit width; only the bins that may hold a cut are searched by token. A rank is 64 bits: the
+logit's bits, order-preserving, above the inverted id; larger ones come first.
 """
 
 import triton
 import triton.language as tl
 
-# The last bin holds weights that are rounded to nothing.
+# The last bin holds weights that round to zero.
 BINS = tl.constexpr(2048)
-# Natural logarithms that the other bins span: exp(-32) is less than half a unit of 2^-44.
+# Range of the other bins in natural logs: exp(-32) is less than half a unit of 2^-44.
 _SPAN = tl.constexpr(32.0)
-# Listed tokens that are looked at together.
+# Listed tokens processed together.
 _LISTED = tl.constexpr(512)
 KEEP_ALL = tl.constexpr(-(1 << 63))
 _LARGEST_RANK = tl.constexpr((1 << 63) - 1)
 
 
 def unit_for(vocabulary: int) -> float:
-    """Return the number of units of the largest weight: all together must fit in 62 bits."""
+    """Return the units of the largest weight; the sum over all tokens fits in 62 bits."""
     return 2.0 ** min(44, 62 - vocabulary.bit_length())
 
 
 @triton.jit
 def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
-    """Load logits of a row; what is beyond the row is minus infinity."""
+    """Load logits of a row; minus infinity beyond it."""
     x = tl.load(logits + row.to(tl.int64) * ROW + token, token < V, other=float("-inf"))
     return x.to(tl.float32)
 
@@ -38,10 +34,10 @@ def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
 def without_forbidden(
     x, allowed, masked, row, token, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr
 ):
-    """Return the logits of tokens of a row; minus infinity where its mask does not allow them."""
+    """Set logits that the row's mask does not allow to minus infinity."""
     mask = tl.load(masked + row)
     words = allowed + (tl.minimum(mask, C) - 1).to(tl.int64) * W + token // 32
-    # Of a row without a mask nothing is read.
+    # Rows without a mask read nothing.
     word = tl.load(words, token < tl.where(mask > 0, V, 0), other=-1)
     return tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
 
@@ -71,7 +67,7 @@ def _logit_of(rank):
 
 @triton.jit
 def bin_of(x, largest, temperature):
-    """Return the bins of logits; a bin's number never falls when the logit does."""
+    """Return the bins of logits, monotonic in the logit."""
     # A tiny temperature must not make infinity, which times zero is NaN.
     per_logit = tl.minimum(BINS / _SPAN / temperature, 1e30)
     distance = tl.where(x == largest, 0.0, (largest - x) * per_logit)
@@ -82,11 +78,9 @@ def bin_of(x, largest, temperature):
 def find_bins(counts, masses, k, p):
     """Find the bins of a row that the cuts are in, and set all bins to zero.
 
-    Returns:
-        (k_bin, k_need, k_above, p_low, p_high, p_above): the bin of the k-th token (-1 if top-k
-        cuts off nothing that weighs), the number of tokens kept of it, and the weight before it
-        (all, if there is no cut); the first and last bin that the cut of top-p may be in (last <
-        first if there is none), and the weight before them.
+    Return (k_bin, k_need, k_above, p_low, p_high, p_above): the bin of the k-th token (-1 if top-k
+    cuts off no weight), the tokens kept of it, the weight before it (all, without a cut); the first
+    and last bin that top-p's cut may be in (last < first if none), the weight before them.
     """
     bin_ = tl.arange(0, BINS)
     count = tl.load(counts + bin_, cache_modifier=".cg")
@@ -100,7 +94,7 @@ def find_bins(counts, masses, k, p):
     last = tl.where(k_bin < 0, BINS, k_bin)
     k_need = k - tl.sum(tl.where(bin_ < last, count, 0))
     k_above = tl.sum(tl.where(bin_ < last, mass, 0))
-    # What top-k keeps weighs at least k_above, and at most that and the whole bin.
+    # The weight kept by top-k is between k_above and k_above plus the whole bin.
     least = share_of(p, k_above)
     most = share_of(p, k_above + tl.sum(tl.where(bin_ == k_bin, mass, 0)))
     p_low = tl.sum((mass_to < least).to(tl.int32))
@@ -120,10 +114,10 @@ def _walk(
     ranks, count, low, high, middle, largest, temperature,
     BY_MASS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Look at the listed tokens of some bins.
+    """Split the listed tokens of some bins at a middle rank.
 
-    Returns the number or the weight of those of at least a middle rank, the least rank of these,
-    the largest rank of the others, and the weight of the first.
+    Return the number or the weight of those of at least `middle`, their least rank, the largest
+    rank of the others, and the weight of the first.
     """
     amount = tl.zeros((_LISTED,), tl.int64)
     weight = tl.zeros((_LISTED,), tl.int64)
@@ -151,10 +145,9 @@ def find_cut(
     ranks, count, low, high, need, largest, temperature,
     BY_MASS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Find the last token that is kept, by bisection between ranks that occur.
+    """Find the last kept token by bisection over the listed ranks of bins low .. high.
 
-    Among the `count` listed ranks, those of bins low .. high take part; at least `need` tokens, or
-    units of weight, are kept. Returns the last one's rank, and the weight of all kept ones.
+    At least `need` tokens or units are kept. Return its rank and the weight of all kept.
     """
     _, least, _, _ = _walk(ranks, count, low, high, KEEP_ALL, largest, temperature, BY_MASS, UNIT)
     _, _, most, _ = _walk(

@@ -1,4 +1,4 @@
-"""What all kernels share: early launches, indices within bounds, non-finite values, activations."""
+"""Helpers of all kernels: early launch, index bounds, non-finite values, activation functions."""
 
 import triton
 import triton.language as tl
@@ -8,10 +8,7 @@ LARGEST_F16 = tl.constexpr(65504.0)
 
 @triton.jit
 def start(PDL: tl.constexpr):
-    """Wait until the predecessor is done, and let the successor start its own wait.
-
-    What comes before it may read only what no kernel of the step writes: weights and tables.
-    """
+    """Wait for the predecessor, release the successor; before it read only weights, tables."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -19,26 +16,26 @@ def start(PDL: tl.constexpr):
 
 @triton.jit
 def within(index, COUNT: tl.constexpr):
-    """Return the numbers in 0 .. COUNT - 1 that are nearest to indices (`ops.contract`)."""
+    """Clamp indices to 0 .. COUNT - 1 (`ops.contract`)."""
     return tl.minimum(tl.maximum(index, 0), COUNT - 1)
 
 
 @triton.jit
 def or_nan(x):
-    """Return fp32 values, NaN where they are infinite."""
+    """Replace infinities by NaN, fp32."""
     return tl.where(tl.abs(x) < float("inf"), x, float("nan"))
 
 
 @triton.jit
 def saturated(x, LARGEST: tl.constexpr):
-    """Return fp32 values within +-LARGEST, NaN where they are not finite."""
+    """Clamp fp32 values to +-LARGEST; NaN where they are not finite."""
     inside = tl.minimum(tl.maximum(x, -LARGEST), LARGEST)
     return tl.where(tl.abs(x) < float("inf"), inside, float("nan"))
 
 
 @triton.jit
 def as_activation(x, y):
-    """Return fp32 values as elements of y; what fp16 cannot hold becomes its largest value."""
+    """Convert fp32 values to y's type; fp16 saturates."""
     if y.dtype.element_ty == tl.float16:
         x = saturated(x, LARGEST_F16)
     return x.to(y.dtype.element_ty)
@@ -48,8 +45,8 @@ def as_activation(x, y):
 def tanh(x):
     """Return tanh x of fp32 values, clamped to 1 beyond 7.91; NaN stays NaN.
 
-    One quotient of polynomials, as `cpu_fallback.lanes.falling.tanh`: within 6.2 units in the last
-    place, and the 2 of a GPU's fast division; a GPU's own instruction is good to 11 bits only.
+    A quotient of polynomials, as `cpu_fallback.lanes.falling.tanh`: within 6.2 ulp plus 2 of the
+    GPU's fast division; the GPU's own instruction has 11 bits only.
 
     Source: the coefficients of Eigen's `ptanh_float`, by rminimax (Filip 2018).
     """

@@ -1,8 +1,6 @@
 """Bounds of the keys of pages, and the lists of pages that tokens read.
 
-A program scores some pages for one token and key/value head, another lists them, so a list depends
-on nothing but its own query and the pages that it scores. What the best pages are is found without
-sorting: scores are bisected for the lowest one that is still listed.
+A list depends on its own query alone; the best pages are found by bisecting the scores.
 """
 
 import triton
@@ -19,7 +17,7 @@ from clocher_kernels.ops.selection import LAST_PAGES, WORD
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)
 _TILE = 2048
-"""Values that a program holds at once of the keys of a page, or of bounds of one kind."""
+"""Elements that a program holds at once of a page's keys, or of bounds of one kind."""
 
 
 @triton.jit
@@ -65,7 +63,7 @@ def _page_bounds(
 def page_bounds(
     *, pages: Tensor, k_cache: Tensor, kv_dtype: str, device: Device, **cells: Tensor
 ) -> list[Launch]:
-    """Lower `ops.selection.page_bounds`; a program whose token ends no page does nothing."""
+    """Lower `ops.selection.page_bounds`; a program whose token completes no page does nothing."""
     sizes = cache_sizes(pages, k_cache)
     width = triton.next_power_of_2(sizes["DIM"])
     kind = {"UNIT": unit(kv_dtype, "fp32"), "KV": kv_dtype}
@@ -109,17 +107,14 @@ def _score_pages(
 
 @triton.jit
 def _ranked(score):
-    """Return integers that are larger for larger fp32, uint32."""
+    """Return uint32 in the order of fp32."""
     bits = score.to(tl.uint32, bitcast=True)
     return tl.where(bits < 0x80000000, bits | 0x80000000, ~bits)
 
 
 @triton.jit
 def _cut(rank, weight, goal, BITS: tl.constexpr):
-    """Return the highest rank whose pages, with all that are above, weigh `goal`; 0 if none.
-
-    BITS of its 32 are found at a time: sums of fewer pages are never larger, rounded or not.
-    """
+    """Return the highest rank whose pages, with all above, weigh `goal`; 0 if none."""
     way = tl.arange(0, 1 << BITS).to(tl.uint32)
     cut = tl.min(way)
     for turn in range(0, 32 // BITS):
@@ -135,7 +130,7 @@ def _choice(
     FIRST: tl.constexpr, COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr,
     BITS: tl.constexpr,
 ):  # fmt: skip
-    """Return which of the pages 0 .. old - 1 are listed for their scores; first ones always are."""
+    """Return which of the pages 0 .. old - 1 are listed by score; the first ones always are."""
     there = number < tl.where(old > FIRST, old, 0)
     score = tl.load(scores + number, there, other=-_LARGEST)
     highest = tl.max(score)
@@ -165,7 +160,7 @@ def _list_pages(
     COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Write the list of a token and a key/value head, and count what is in it."""
+    """Write the page list of a token and a key/value head, and its length."""
     start(PDL)
     head, token = tl.program_id(0), tl.program_id(1)
     pair = token * HEADS + head
@@ -174,7 +169,7 @@ def _list_pages(
     chosen = (number < seen) & ((number < FIRST) | (number >= old))
     if scores is not None:
         chosen |= _choice(scores + pair * BLOCKS, number, old, FIRST, COUNT, MARGIN, MASS, BITS)
-    # A page table that is cut leaves words over.
+    # A shortened page table leaves words over.
     bits = chosen.to(tl.int64) << (number % 64).to(tl.int64)
     word, rest = tl.arange(0, WIDTH // 64), tl.arange(0, REST)
     out = listed + pair * WORDS
@@ -201,13 +196,7 @@ def select_pages(
     bounds: Tensor | None = None,
     **tokens_of: Tensor,
 ) -> list[Launch]:
-    """Lower `ops.selection.select_pages`.
-
-    `pages` may be cut to the blocks that the step can reach.
-
-    Raises:
-        ShapeError: queries do not fit the heads, or a list the page table.
-    """
+    """Lower `ops.selection.select_pages`; `pages` may be cut to the blocks in reach."""
     tokens, blocks = len(q), pages.shape[1]
     _, heads, words = listed.shape
     if words * WORD < blocks:

@@ -1,4 +1,4 @@
-"""How matrices lie in device memory: for GEMMs (`Stored`), as rows of vectors (`Vectors`)."""
+"""Matrices in device memory: for GEMMs (`Stored`), as rows of vectors (`Vectors`)."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,16 +21,12 @@ from clocher_kernels.formats.ternary import Ternary
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A matrix [N, K] as kernels see it.
+    """A matrix [N, K] as GEMM kernels see it.
 
-    Attributes:
-        code: "float", "int8", "e4m3", "e5m2", "int4", "mxfp4" or "ternary".
-        data: [N, stride] elements.
-        per: weights of an element: 1, or those of a prepacked word.
-        scales: None for floats.
-        span: columns that share a scale; 0: all of a row.
-        scale_rows: rows that share a scale if span > 0; else 1 for a scale per row, 0 for one.
-        zeros: zero points in the places of the scales, or None.
+    `code` is "float", "int8", "e4m3", "e5m2", "int4", "mxfp4" or "ternary"; `data` [N, stride]
+    holds elements of `per` weights. Scales (None for floats) and zero points are shared by `span`
+    columns (0: the row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single
+    one).
     """
 
     code: str
@@ -67,16 +63,10 @@ def stored(w: DeviceTensor) -> Stored:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """Weights [..., N, K] as the kernels see them.
+    """Weights [..., N, K] as the GEMV kernels see them.
 
-    Attributes:
-        kind: the format in `dots.vector_dot`.
-        weights: weights of a vector.
-        words: the rows as 32-bit words, whole vectors each.
-        scales: the scales; None if there are none.
-        zeros: int4's zero points; None if all are 8.
-        group: columns that share a scale; 0 if whole rows do.
-        scale_rows: 1 if each row has its own scales, 0 if a matrix has one scale.
+    `words` are rows of whole vectors, each of `weights` weights in the format `kind`. `zeros` None:
+    all are 8. `group` columns share a scale, 0: the row; `scale_rows` 0: the matrix has one scale.
     """
 
     kind: str
@@ -88,30 +78,25 @@ class Vectors:
     scale_rows: int = 1
 
     def pairs(self, x: torch.Tensor, device: Device, *, alone: bool = False) -> str:
-        """Return how weights are multiplied by fp16 activations in pairs, "" if they are not.
+        """Return how weights meet fp16 activations in pairs, "" if they do not.
 
-        "words": weights are made exact word by word. "blocks": a block's activations are scaled,
-        see `dots.vector_dot`; that pays where many rows share them, so where a program never has
-        more than one token (`alone`). The two ways differ in bits.
+        "words": exact word by word. "blocks": a block's activations are scaled (`dots.vector_dot`);
+        that pays where many rows share them, so for one token per program (`alone`). The results
+        differ in bits.
         """
         if not device.asm or self.weights != 32 or x.dtype != torch.float16 or self.group % 8:
             return ""
         return "blocks" if alone and self.kind == "mxfp4" else "words"
 
     def given(self, x: torch.Tensor, device: Device, *, alone: bool = False) -> dict[str, Any]:
-        """Return what `stream_rows` takes of a launch; see `pairs`."""
+        """Return the arguments of `stream_rows`; see `pairs`."""
         format_ = {"FORMAT": self.kind, "WEIGHTS": self.weights, "GROUP": self.group}
         format_ |= {"SCALE_ROWS": self.scale_rows, "PAIRS": self.pairs(x, device, alone=alone)}
         return {"w": self.words, "scales": self.scales, "zeros": self.zeros, **format_}
 
 
 def vectors_of(w: DeviceTensor) -> Vectors:
-    """Return the kernels' view of prepacked weights.
-
-    Raises:
-        UnsupportedOp: the format has no such view.
-        ShapeError: rows are no whole vectors.
-    """
+    """Return the vector view of prepacked weights; UnsupportedOp or ShapeError if there is none."""
     fmt, planes, k = w.format, w.planes, w.shape[-1]
     if isinstance(fmt, Mxfp4):
         return Vectors("mxfp4", 32, planes["blocks"], planes["scales"], group=BLOCK)
@@ -136,7 +121,6 @@ def vectors_of(w: DeviceTensor) -> Vectors:
 
 
 def _group(group: int | str, k: int) -> int:
-    """Return the columns that share a scale, 0 if a row has just one."""
     return 0 if isinstance(group, str) or group >= k else group
 
 

@@ -1,4 +1,4 @@
-"""Tensors on the device: the stored planes as torch tensors, and the copy that puts them there."""
+"""Tensors on the device, and views of stored planes as torch tensors."""
 
 import warnings
 from collections.abc import Mapping
@@ -43,20 +43,20 @@ class DeviceTensor:
 
 
 def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
-    """View a stored NumPy array as the torch type of a dtype name, on the CPU, without a copy."""
+    """View a NumPy array as torch type `dtype`, on the CPU, without a copy."""
     array = np.ascontiguousarray(array)
     if dtype in ("bf16", "f16"):
         array = array.view(np.int16)
     elif dtype in ("u32", "u64"):
         array = array.view(f"i{array.itemsize}")
     with warnings.catch_warnings():
-        # torch has no read-only tensors; nobody writes to the view of a mapped file.
+        # torch has no read-only tensors; the view of a mapped file is never written.
         warnings.filterwarnings("ignore", "The given NumPy array is not writable")
         tensor = torch.from_numpy(array)
     return tensor.view(TORCH_DTYPES[dtype])
 
 
 def planes_as_torch(tensor: QuantTensor) -> dict[str, torch.Tensor]:
-    """View the planes of a stored tensor as torch tensors on the CPU, without a copy."""
+    """View a tensor's planes as torch tensors on the CPU, without a copy."""
     expected = tensor.format.planes(tensor.shape)
     return {name: as_torch(tensor.planes[name], p.dtype) for name, p in expected.items()}

@@ -1,7 +1,6 @@
-"""int8 activations times ternary weights, equal to the reference.
+"""int8 activations times ternary weights, bit-identical to the reference.
 
-Sums are exact, so their order is free. What follows them is rounded as the contracts say: products
-are kept apart from the sums that use them, which the compiler would fuse into one rounding.
+Products are kept apart from later sums, which the compiler would fuse into one rounding.
 """
 
 import torch
@@ -19,10 +18,9 @@ from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.cuda.tiles import gemv_tile
 
 MAX_TOKENS = 8
-"""Tokens that a program multiplies with the weights it streams."""
+"""Tokens of a program."""
 
 _WEIGHTS = 64
-"""Ternary weights of a 16-byte vector."""
 
 # $0 = $6 + the dot product of a word of codes 0..2 with 16 int8, four words $2..$5.
 _DOT16 = tl.constexpr("""{
@@ -40,7 +38,7 @@ and.b32 c, c, 0x03030303;
 dp4a.s32.s32 $0, c, $5, t;
 }""")
 
-# $0 = $5 - the sum of 16 int8: what codes 0..2 count too much.
+# $0 = $5 - the sum of 16 int8: the offset of codes 0..2.
 _LESS16 = tl.constexpr("""{
 .reg .b32 t, o;
 mov.b32 o, 0xffffffff;
@@ -71,7 +69,7 @@ def _load16(q, m, k, inside, K: tl.constexpr):
 
 @triton.jit
 def _add_word(total, less, word, xs, ASM: tl.constexpr):
-    """Add a word's 16 products to `total`; `less` is the part that all rows have in common."""
+    """Add a word's 16 products to `total`; `less` is the part common to all rows."""
     if ASM:
         registers: tl.constexpr = "=r,r,r,r,r,r,r"
         operands = [word, xs[0], xs[1], xs[2], xs[3], total]
@@ -131,7 +129,7 @@ def linear_ternary(
     tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear` for ternary weights, and int8 activations with a scale a token."""
+    """Lower `ops.linear.linear` for ternary weights and int8 activations with a scale per token."""
     (m, k), n = x.shape, w.shape[0]
     tile = gemv_tile(
         rows=n,
@@ -140,7 +138,7 @@ def linear_ternary(
         copies=1,
         device=device,
         key=f"{w.format.name}/{n}x{k}",
-        most=8 if m <= 2 else 2,  # what registers have room for
+        most=8 if m <= 2 else 2,  # limited by registers
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     stored = {"w": w.planes["codes"], "multiplier": w.planes["scale"]}

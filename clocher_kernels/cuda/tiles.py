@@ -1,14 +1,13 @@
-"""How the work of weight-streaming kernels is cut into programs: a table, else a closed formula.
+"""Tiling of weight-streaming kernels: the user's table, else a closed formula.
 
-The table is the user's, JSON, for shapes that the formulas cut badly; nothing is timed here.
+The table is JSON, for shapes that the formulas tile badly; nothing is timed here.
 
     {"schema": 1, "capability": 90, "tiles": {KEY: {"tiles": {TOKENS: TILE, ...}}, ...}}
 
-Other members are ignored. KEY is "int4_sym_g128_f16/4096x4096": format, N and K of a weight.
-TOKENS are "1", "2", "4" and "8". A TILE has vectors and rows_of_lane (weights of less than a byte,
-`gemv_tile`) or warps and rows (weights of whole bytes, `gemv_bytes.tile_for`). The first field
-decides the order of summation, so it is the same for all tokens of a key: a token's result does not
-depend on its batch.
+KEY is "int4_sym_g128_f16/4096x4096": format, N and K; TOKENS "1", "2", "4" or "8". A TILE has
+vectors and rows_of_lane (weights of less than a byte, `gemv_tile`) or warps and rows (whole bytes,
+`gemv_bytes.tile_for`). The first field sets the summation order, so it is the same for all tokens
+of a key: a token's result does not depend on its batch. Other members are ignored.
 """
 
 import functools
@@ -30,7 +29,7 @@ from clocher_kernels.formats.int8 import Int8
 VARIABLE = "CLOCHER_TILE_TABLE"
 SCHEMA = 1
 TOKENS = (1, 2, 4, 8)
-"""Numbers of tokens that an entry has a tile for; those between use the next one."""
+"""Token counts of an entry's tiles; those between use the next one."""
 
 _MAX_BYTES = 16 << 20
 _SIZES: Mapping[str, tuple[int, ...]] = {
@@ -46,16 +45,7 @@ Table = dict[str, dict[int, Tile]]
 
 
 def tuned(key: str, tokens: int, capability: int) -> Tile | None:
-    """Return the tile that the user's table has for a weight, None if there is none.
-
-    Args:
-        key: of the weight; "" has none.
-        tokens: 1 to 8.
-        capability: of the GPU; 0, the interpreter, has no table.
-
-    Raises:
-        UsageError: the table cannot be read, or was made for another architecture.
-    """
+    """Return the user's tile for a weight and 1 to 8 tokens, else None; UsageError if invalid."""
     path = os.environ.get(VARIABLE)
     if not capability or not path:
         return None
@@ -82,11 +72,7 @@ def _users(path: str, capability: int) -> Table:
 
 
 def parse(text: bytes, source: str) -> tuple[int, Table]:
-    """Check a table; return the architecture it was made for (90 for sm_90) and its tiles.
-
-    Raises:
-        UsageError: it is no table, or one that would make a result depend on its batch.
-    """
+    """Return a table's capability (90 for sm_90) and tiles; UsageError if it is invalid."""
     try:
         table = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -135,29 +121,21 @@ def _expect(holds: bool, where: str, what: str) -> None:
 
 
 _RESIDENT_WARPS = 12
-"""Warps that a multiprocessor is given: each has 8 loads of 512 bytes in flight, twice. Registers
-have room for 16 of them or more."""
+"""Warps per multiprocessor (16 would fit), each with 2 x 8 loads of 512 bytes in flight."""
 
 _LANES = (16, 8, 32, 64, 128)
-"""Vectors that are read side by side. The fewer, the more lanes share the activations they load;
-but a row must be read in pieces of 128 bytes at least, and more of them make more warps."""
+"""Vectors read side by side, at least 128 bytes of a row; fewer reuse activations more."""
 
 _WORTH = {8: 1.0, 4: 0.9, 2: 0.75}
-"""Rows of a lane -> what it is worth: the fewer, the less often loaded activations are used."""
+"""Rows of a lane -> relative value: more rows reuse loaded activations more."""
 
 _MOST_ROWS = {1: 8, 2: 8, 4: 2, 8: 4}
-"""Tokens -> rows of a lane: what its registers have room for, and what keeps 40 KB in flight."""
+"""Tokens -> most rows of a lane: fits registers and keeps 40 KB in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class GemvTile:
-    """The tile of a program of a GEMV.
-
-    Attributes:
-        vectors: lanes that stand side by side in the same rows, reading a 16-byte vector each.
-        tokens: rows of x, a power of two.
-        rows_of_lane: rows of W that a lane works on.
-    """
+    """The tile of a GEMV program: `vectors` adjacent lanes share `rows_of_lane` rows of W."""
 
     warps: int
     vectors: int
@@ -171,7 +149,7 @@ class GemvTile:
 
     @property
     def constants(self) -> dict[str, int]:
-        """What kernels call its lanes, vectors and rows of a lane."""
+        """The kernels' names of its lanes, vectors and rows of a lane."""
         return {"L": 32 * self.warps, "BV": self.vectors, "R": self.rows_of_lane}
 
 
@@ -185,20 +163,15 @@ def gemv_tile(
     key: str = "",
     most: int = 8,
 ) -> GemvTile:
-    """Cut y = x W^T for few tokens. `vectors` decides the order of sums; no tokens change it.
+    """Choose the tile of y = x W^T for 1 to 8 tokens.
 
-    Args:
-        rows: rows of W.
-        vectors: 16-byte vectors of a row.
-        tokens: tokens that share the weights in a program, 1 to 8.
-        copies: matrices that one token is multiplied by at a time (experts).
-        device: what they run on.
-        key: of the weight in the user's table; "" if it has none.
-        most: rows of a lane that the formula may choose.
+    The tile's `vectors` set the summation order and do not depend on `tokens`. A row of W has
+    `vectors` 16-byte vectors; `copies` matrices (experts) meet one token at a time. `key` is the
+    weight's in the user's table; `most` limits rows of a lane.
     """
     together = 1 << (tokens - 1).bit_length()
     if device.capability == 0:
-        # Triton's interpreter pays for programs, not for their size.
+        # Triton's interpreter costs time per program, whatever its size.
         return GemvTile(1, 8, together, 16)
     found = tuned(key, tokens, device.capability)
     if found is not None:

@@ -16,7 +16,7 @@ Placed = DeviceTensor | torch.Tensor
 Progress = Callable[[int, int], None]
 
 _STAGING_BYTES = 32 << 20
-# Left for Triton's modules, the CUDA context and the temporaries of the rearrangement.
+# Reserved for Triton's modules, the CUDA context and rearrangement temporaries.
 _RESERVE_BYTES = 512 << 20
 
 
@@ -26,11 +26,7 @@ def host_bytes(weights: Mapping[str, Weight]) -> int:
 
 
 def check_memory(weights: int, buffers: int, free: int) -> None:
-    """Refuse a model that the device has no room for; all sizes are bytes.
-
-    Raises:
-        OutOfMemory: it does not fit.
-    """
+    """Raise OutOfMemory if a model does not fit; sizes in bytes."""
     needed = weights + buffers + _RESERVE_BYTES
     if needed > free:
         raise OutOfMemory(
@@ -43,12 +39,7 @@ def check_memory(weights: int, buffers: int, free: int) -> None:
 def place(
     weights: Mapping[str, Weight], device: Device, progress: Progress | None = None
 ) -> dict[str, Placed]:
-    """Return the weights on the device, in the layout that the kernels read.
-
-    A tensor is copied in pieces: while one piece travels from a pinned buffer, the next is read
-    from the file into the other. The rearrangement then runs on the device. What is on the device
-    already is passed through. `progress` gets (bytes copied, bytes in all).
-    """
+    """Return the weights on the device, in the kernels' layout; `progress` gets (bytes, total)."""
     copier = _Copier(device, host_bytes(weights), progress)
     placed: dict[str, Placed] = {}
     for name, weight in weights.items():
@@ -63,8 +54,6 @@ def place(
 
 
 class _Copier:
-    """Copies host tensors through two pinned buffers; on a device without a GPU, just copies."""
-
     def __init__(self, device: Device, total: int, progress: Progress | None) -> None:
         self._device, self._total, self._progress = device, total, progress
         self._done = 0
@@ -81,7 +70,7 @@ class _Copier:
             target.copy_(source)
             self._report(source.nbytes)
             return target
-        # A tensor of the file may be a scalar plane or have an odd size: bytes fit all.
+        # Planes may be scalar or of odd size: bytes fit all.
         pieces = zip(
             source.reshape(-1).view(torch.uint8).split(_STAGING_BYTES),
             target.reshape(-1).view(torch.uint8).split(_STAGING_BYTES),

@@ -1,1 +1,1 @@
-"""Single ops for other people's programs: NumPy arrays in and out, no model and no Plan."""
+"""Single ops on NumPy arrays, without a model or a Plan."""

@@ -1,4 +1,4 @@
-"""The kernels for people with NumPy arrays: `quantize` a matrix, multiply by it with `linear`."""
+"""The kernels for NumPy arrays: `quantize` a matrix, multiply by it with `linear`."""
 
 import re
 import weakref
@@ -24,14 +24,10 @@ _bound: "weakref.WeakKeyDictionary[QuantTensor, Bound]" = weakref.WeakKeyDiction
 
 
 def format_of(name: str | Format) -> Format:
-    """Return the format of a name, or of a short one.
+    """Return the format of a full or a short name; FormatError for an unknown one.
 
     Short names are int4 (64 columns per scale), int4_g<G>, int8 (a scale per row), int8_g<G> and
     fp8 (e4m3, a scale per row).
-
-    Raises:
-        FormatError: no format has this name.
-        UsageError: it is not a name.
     """
     if isinstance(name, Format):
         return name
@@ -47,15 +43,10 @@ def format_of(name: str | Format) -> Format:
 
 
 def quantize(values: np.ndarray, fmt: str | Format) -> QuantTensor:
-    """Return a matrix in a format, by rounding to nearest.
+    """Return a float matrix [N, K], or experts [E, N, K], in a format, rounded to nearest.
 
-    Args:
-        values: floats [N, K], or [E, N, K] of experts.
-        fmt: name of any format, or one of the short names of `format_of`.
-
-    Raises:
-        FormatError: no format has this name, or it cannot hold a value.
-        ShapeError: it cannot hold this shape.
+    `fmt` may be a short name, see `format_of`. FormatError for an unknown one or a value that it
+    cannot hold, ShapeError for a shape that it cannot hold.
     """
     if not isinstance(values, np.ndarray) or values.dtype.kind != "f":
         got = values.dtype if isinstance(values, np.ndarray) else type(values).__name__
@@ -81,21 +72,12 @@ def linear(
 ) -> np.ndarray:
     """Return x W^T + bias + residual on the CPU, fp32 [..., N].
 
-    The first call packs the weight, and compiles kernels if this machine has not yet; both are kept
-    as long as `w` is. Any number of threads may call; they take turns.
-
-    Args:
-        x: floats [..., K].
-        w: logical [N, K], any format, block-sparse ones too; it must not change.
-        bias: [N] fp32; it must not be replaced by another one at each call.
-        residual: floats [..., N].
-        act_prec: "int8": what integer weights multiply is rounded to int8, a scale for each 128
-            columns; "fp32": it is not; "": as "int8". Float weights always meet fp32.
-        threads: None: as many as this process may use.
-
-    Raises:
-        ShapeError: the arrays do not fit together.
-        UnsupportedOp: there is no kernel for the format.
+    x is float [..., K], residual float [..., N], bias fp32 [N], w logical [N, K] in any format. The
+    first call packs w and compiles kernels if needed; both live as long as `w`, which must not
+    change. Pass the same `bias` each time. `act_prec` "int8" or "" rounds the activations of
+    integer weights to int8, a scale per 128 columns; "fp32" does not. Calls from several threads
+    are serialised. ShapeError if arrays do not fit together, UnsupportedOp without a kernel for the
+    format.
     """
     if not isinstance(w, QuantTensor) or len(w.shape) != 2:
         raise UsageError("w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize")

@@ -1,8 +1,4 @@
-"""Single ops on the CPU: bound once for a weight, then executed on arrays of any number of tokens.
-
-A bound op is a `CpuExecutor` whose Plan is that one op. All of them share one team of threads, and
-the memory of their inputs and outputs, so that a layer costs its packed weight and a tape.
-"""
+"""Single ops on the CPU: `CpuExecutor`s with a Plan of one op, bound once to a weight."""
 
 import os
 import threading
@@ -33,19 +29,13 @@ from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.team.team import aligned
 
 Bound = dict[Any, "BoundOp"]
-"""What was bound to a weight, or to a cache: by op, capacity, threads, settings and arrays."""
 
 _FEW, _MANY = 16, 256
-"""Capacities of Plans in tokens; more tokens are taken in pieces."""
+"""Capacities of Plans in tokens; more tokens are split."""
 
 
 class Host:
-    """A team of threads, what it works on, and the lock of who works.
-
-    Args:
-        threads: size of the team, the calling thread included.
-        runtime: whose threads they are; None: the team's own.
-    """
+    """A thread team (calling thread included), its shared buffers, and its lock."""
 
     def __init__(self, threads: int, runtime: OpenMP | None = None) -> None:
         self.lock = threading.RLock()
@@ -60,7 +50,7 @@ class Host:
         self._memory: dict[str, np.ndarray] = {}
 
     def room(self, name: str, shape: tuple[int, ...], dtype: str) -> np.ndarray:
-        """Return an array for a buffer; those of one name share their memory."""
+        """Return an array for a buffer; those of one name share memory."""
         storage = STORAGE[dtype]
         nbytes = prod(shape) * storage.itemsize
         if name not in self._memory or self._memory[name].nbytes < nbytes:
@@ -74,15 +64,7 @@ def _host(threads: int, runtime: OpenMP | None, process: int) -> Host:
 
 
 def host(threads: int | None = None, runtime: OpenMP | None = None) -> Host:
-    """Return the team of a size; None: a thread for each CPU that this process may use.
-
-    Args:
-        threads: the size.
-        runtime: whose threads they are; None: the team's own.
-
-    Raises:
-        UsageError: it is not a number of threads.
-    """
+    """Return the team of a size; None: a thread per usable CPU. UsageError for a bad size."""
     threads = usable_cpus() if threads is None else threads
     if not isinstance(threads, int) or threads < 1:
         raise UsageError(f"threads is {threads!r}; expected a whole number from 1")
@@ -90,14 +72,7 @@ def host(threads: int | None = None, runtime: OpenMP | None = None) -> Host:
 
 
 class BoundOp:
-    """An op with its weights and settings, for any number of tokens.
-
-    Args:
-        spec: the op.
-        plan: of this op alone.
-        values: matrices and vectors, and the arrays that are used where they lie.
-        team: who executes it.
-    """
+    """An op with its weights, settings and in-place arrays (`values`), for any number of tokens."""
 
     def __init__(self, spec: OpSpec, plan: Plan, values: Mapping[str, Value], team: Host) -> None:
         self._team, self._values = team, dict(values)
@@ -116,12 +91,7 @@ class BoundOp:
         self._capacity = plan.tokens
 
     def run(self, values: Mapping[str, Value], tokens: int) -> dict[str, np.ndarray]:
-        """Return the outputs for some tokens.
-
-        Args:
-            values: arrays by parameter; those that were bound are left alone.
-            tokens: of this call.
-        """
+        """Return the outputs for `tokens` tokens; bound arguments among `values` are ignored."""
         capacity = self._capacity
         outs = {name: np.empty((tokens, *room.shape[1:]), room.dtype) for name, room in self._outs}
         with self._team.lock:
@@ -150,22 +120,11 @@ def bind(
     more: Mapping[str, int] | None = None,
     act_prec: str = "",
 ) -> BoundOp:
-    """Return an op with its weights, for these arguments and others of any number of tokens.
+    """Return an op bound to its weights, for any number of tokens.
 
-    Args:
-        spec: an op of `signature.LIBRARY`.
-        values: arrays and matrices by parameter, those of the contract's types. Matrices, vectors
-            and caches are used where they lie and stay as they are while `bound` is kept.
-        attrs: attributes of the call.
-        bound: what was bound before; what is bound now is added.
-        team: who executes it.
-        more: sizes that no argument tells.
-        act_prec: "int8" or "fp32"; "": int8 for what integer weights multiply.
-
-    Raises:
-        ShapeError: an array does not fit the contract.
-        UnsupportedOp: there is no kernel for this format.
-        UsageError: a setting cannot be used.
+    Matrices, vectors and caches are used in place and must not change while `bound`, the cache of
+    bound ops, is kept. `more` has sizes that no argument has. ShapeError, UnsupportedOp or
+    UsageError for bad arguments.
     """
     attrs = checked_attributes(spec, attrs)
     one_of_act_prec(act_prec)
@@ -206,7 +165,7 @@ def _bind(
     plan = op_plan(
         spec, shapes, dtypes, formats, {**sizes, "M": capacity}, attrs, act_prec or "int8"
     )
-    # Another object than the caller's, so that what is bound goes when the caller's does.
+    # A copy, so that bound ops are freed with the caller's object.
     own = {
         name: QuantTensor(v.shape, v.format, v.planes) if isinstance(v, QuantTensor) else v
         for name, v in kept.items()
@@ -215,7 +174,7 @@ def _bind(
 
 
 def stays(param: Param) -> bool:
-    """Return whether an argument is used where it lies: weights, and planes of caches."""
+    """Return whether an argument is used in place: weights and caches."""
     return param.kind in ("matrix", "vector", "inout") or "P" in param.letters
 
 
@@ -239,7 +198,6 @@ def _types(values: Mapping[str, Value]) -> tuple[str, ...]:
 
 
 def _dtype(param: Param, value: Value, attrs: Mapping[str, Attr]) -> str:
-    """Return the element type of an argument."""
     if isinstance(value, QuantTensor):
         return ""
     known = param.dtypes or (str(attrs["kv_dtype"]),)

@@ -1,4 +1,4 @@
-"""What a contract says of an op that is called alone: sizes, outputs, attributes, its Plan."""
+"""The contract of an op called alone: sizes, outputs, attributes, its Plan."""
 
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,31 +18,25 @@ from clocher_kernels.plan import Attr, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
 LIBRARY = ("linear", "bsr_linear", "route", "moe_gate_up", "moe_down", "attention", "kv_append")
-"""The ops that are offered alone, by name."""
 ACT_GROUP = 128
-"""Columns that share a scale where activations are made int8."""
 ACT_PREC = ("", "int8", "fp32")
-"""How products of integer weights take activations: "" is the back end's own way."""
+"""Activations of integer weights; "" is the back end's default."""
 _HALF = {"I": "J"}
-"""Letter of a size that is half of another's: gate and up are rows of one matrix."""
+"""Dimension letter -> the letter of twice its size: gate and up are rows of one matrix."""
 
 
 class AttrOf(NamedTuple):
-    """A scalar setting of an op: its type, and its default or `inspect.Parameter.empty`."""
+    """An op's scalar setting: its type, and its default or `inspect.Parameter.empty`."""
 
     type: type
     default: Any
 
 
 class Facts(NamedTuple):
-    """What is read off a contract once.
+    """Properties of a contract.
 
-    Attributes:
-        given: the parameters that a caller gives: all but outputs, required ones first.
-        letters: their dimension letters, by name.
-        attributes: by name: what the reference takes that is no parameter.
-        untold: letters of outputs whose sizes no argument tells; a caller names them.
-        outputs: the parameters that are returned.
+    `given` are the caller's arguments, required ones first, `letters` their dimension letters,
+    `attributes` the scalar ones. `untold` are letters of outputs that no argument has.
     """
 
     given: tuple[Param, ...]
@@ -54,7 +48,7 @@ class Facts(NamedTuple):
 
 @cache
 def facts(name: str) -> Facts:
-    """Return what the contract of an op says of a call of it alone."""
+    """Return the properties of an op's contract."""
     spec = OPS[name]
     params = sorted((p for p in spec.params if p.kind != "out"), key=lambda p: p.optional)
     outputs = tuple(p for p in spec.params if p.kind == "out")
@@ -76,16 +70,7 @@ def facts(name: str) -> Facts:
 def sizes_of(
     spec: OpSpec, shapes: Mapping[str, Sequence[int]], more: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return what the dimension letters of a call stand for.
-
-    Args:
-        spec: an op of `LIBRARY`.
-        shapes: shape of each argument by parameter; of a matrix the logical one.
-        more: sizes of the letters that are `untold`.
-
-    Raises:
-        ShapeError: an argument has other dimensions than the contract, or two do not fit together.
-    """
+    """Return the sizes of a call's dimension letters; ShapeError if arguments do not fit."""
     sizes = dict(more)
     for param in facts(spec.name).given:
         shape = shapes.get(param.name)
@@ -120,21 +105,8 @@ def op_plan(
     attrs: Mapping[str, Attr],
     act_prec: str,
 ) -> Plan:
-    """Return the Plan of one op: the call, and before it what makes its activations int8.
-
-    What ternary weights multiply is quantised as BitNet does; what other integer weights multiply
-    is int8 with a scale for each `ACT_GROUP` columns, if that is asked for.
-
-    Args:
-        spec: an op of `LIBRARY`.
-        shapes: shape of each argument that is there.
-        dtypes: element type of each argument that is no matrix.
-        formats: format of each matrix.
-        sizes: what the dimension letters stand for, M at capacity.
-        attrs: attributes of the call.
-        act_prec: "int8" or "fp32".
-    """
-    # Arrays that have a shape and a type and no memory.
+    """Return the Plan of one op, with quantisation of its activations if needed; M at capacity."""
+    # Arrays with shape and type but no memory.
     values: dict[str, Any] = {
         name: np.broadcast_to(np.zeros((), STORAGE[dtype]), shapes[name])
         for name, dtype in dtypes.items()
@@ -145,11 +117,7 @@ def op_plan(
 
 
 def checked_attributes(spec: OpSpec, attrs: Mapping[str, Attr]) -> dict[str, Attr]:
-    """Return all attributes of a call, defaults too.
-
-    Raises:
-        UsageError: one is missing, or the op has none of that name.
-    """
+    """Return all attributes, with defaults; UsageError for a missing or unknown one."""
     known = facts(spec.name).attributes
     for name in attrs.keys() - known:
         raise UsageError(f"{spec.name} has no attribute {name!r}; it has {', '.join(known)}")
@@ -166,11 +134,7 @@ def shapes_of(values: Mapping[str, np.ndarray | QuantTensor]) -> dict[str, Seque
 
 
 def one_of_act_prec(act_prec: str, names: Iterable[str] = ACT_PREC) -> str:
-    """Return a precision of activations if it is one.
-
-    Raises:
-        UsageError: it is not.
-    """
+    """Return `act_prec`; UsageError if it is not one of `names`."""
     if act_prec not in names:
         spelled = ", ".join(repr(each) for each in names)
         raise UsageError(f"act_prec is {act_prec!r}; expected one of {spelled}")

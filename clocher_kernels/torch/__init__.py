@@ -1,8 +1,4 @@
-"""The kernels as torch ops: `torch.ops.clocher.*` for tensors of CPUs and GPUs, and `QuantLinear`.
-
-Importing this package registers the ops. They have fake kernels, so `torch.compile(fullgraph=True)`
-and CUDA graphs take them; they have no gradients.
-"""
+"""Inference ops `torch.ops.clocher.*` on CPUs and GPUs, with fake kernels, and `QuantLinear`."""
 
 from clocher_kernels.torch.custom_ops import OPS
 from clocher_kernels.torch.quant_linear import QuantLinear, quantize_linears

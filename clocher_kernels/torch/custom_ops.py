@@ -1,9 +1,8 @@
 """`torch.ops.clocher`: the ops of `LIBRARY`, schemas and fake kernels made from the contracts.
 
-A matrix is three arguments: its planes as a list of tensors, its format's name and its logical
-shape. Attributes, and sizes of outputs that no argument tells, come after the star. Outputs are
-returned, in fp32 or, if the contract lets a GPU store
-them narrow, in the type of the first argument.
+A matrix is three arguments: planes (a list of tensors), format name, logical shape. Attributes and
+output sizes that no argument has follow the star. Outputs are fp32, or the first argument's type if
+the contract lets a GPU store them narrow.
 """
 
 import inspect
@@ -32,7 +31,7 @@ _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
 
 
 def schema_of(spec: OpSpec) -> str:
-    """Return an op's signature, as torch writes them."""
+    """Return an op's signature in torch's syntax."""
     mutated, args = 0, []
     for p in facts(spec.name).given:
         if p.kind == "matrix":
@@ -68,7 +67,6 @@ def _takes_codes(spec: OpSpec) -> bool:
 
 
 def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dict[str, Any]:
-    """Return the arguments of a call by name, those that are there."""
     names = [p.name for p in facts(spec.name).given]
     whole = {**dict(zip(names, positional, strict=False)), **named}
     return {name: value for name, value in whole.items() if value is not None}
@@ -85,7 +83,7 @@ def _fake(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
 def _on_cpu(
     spec: OpSpec, found: Arguments, positional: Sequence[Any], named: Arguments
 ) -> list[torch.Tensor]:
-    """Execute an op by the CPU's kernels, with as many threads as torch has."""
+    """Execute an op on the CPU, with as many threads as torch has."""
     attrs = {name: found[name] for name in facts(spec.name).attributes if name in found}
     values: dict[str, Any] = {}
     types: dict[str, str] = {}
@@ -159,8 +157,6 @@ def _run(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> list[torc
 
 
 def _register(spec: OpSpec) -> Any:
-    """Register an op with torch and return it."""
-
     def shaped(outs: list[torch.Tensor]) -> Any:
         return None if not outs else outs[0] if len(outs) == 1 else tuple(outs)
 
@@ -186,4 +182,4 @@ def _register(spec: OpSpec) -> Any:
 
 
 OPS = MappingProxyType({name: _register(CONTRACTS[name]) for name in LIBRARY})
-"""The ops by name; they are also `torch.ops.clocher.NAME`."""
+"""The ops by name, also `torch.ops.clocher.NAME`."""

@@ -1,4 +1,4 @@
-"""Library ops on a GPU: what the CUDA back end lowers their Plan to, on torch's stream."""
+"""Library ops on a GPU: their Plan lowered by the CUDA back end, on torch's stream."""
 
 from collections.abc import Mapping
 from functools import cache, lru_cache
@@ -51,15 +51,10 @@ def _plan(
 
 
 def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch.Tensor]:
-    """Put an op on the current stream and return its outputs.
+    """Launch an op on the current stream and return its outputs.
 
-    Weights are rearranged when they are seen first, which is no part of a CUDA graph: call the op
-    once before it is captured.
-
-    Args:
-        spec: the op.
-        found: arguments of `custom_ops` by name.
-        device: where the tensors are; `launch.INTERPRETER` takes those of a CPU.
+    Weights are rearranged on first use, which CUDA graphs cannot capture: call the op once before.
+    CPU tensors need the device `launch.INTERPRETER`.
     """
     attrs = checked_attributes(
         spec, {n: found[n] for n in facts(spec.name).attributes if n in found}
@@ -92,7 +87,7 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
         if name not in values:
             dtype = own.get(name, TYPES[buffer.dtype])
             values[name] = torch.empty(buffer.shape, dtype=dtype, device=lead.device)
-    if len(plan.calls) > 1:  # it is quantised first, from fp32
+    if len(plan.calls) > 1:  # quantised first, from fp32
         first = plan.calls[0].args["x"]
         values[first] = values[first].float()
     for each in plan.calls:

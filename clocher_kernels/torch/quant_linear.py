@@ -17,23 +17,13 @@ _LINEAR, _BSR_LINEAR = OPS["linear"], OPS["bsr_linear"]
 
 
 class QuantLinear(torch.nn.Module):
-    """y = x W^T + bias, W in any format; takes the place of a `torch.nn.Linear` for inference.
+    """y = x W^T + bias, W [out_features, in_features] in any format; for inference.
 
-    Its buffers are the planes of the format and `bias`, so `state_dict` has the stored bytes, and
-    loading them gives the same results. `to("cuda")` and the like move them as they are.
-
-    Args:
-        in_features: columns K of the weight.
-        out_features: rows N.
-        fmt: name of the format, short or whole: "int4_g128", "mxfp4". Block-sparse rows have as
-            many planes as values, so only `from_linear` and `from_weight` make those.
-        bias: whether there is one, fp32.
-        act_prec: "int8", "fp32" or "": see `clocher_kernels.linear`; GPUs do not make activations
-            int8 but for ternary weights.
-        device: of the buffers; "meta" for those that `load_state_dict(..., assign=True)` brings.
-
-    Raises:
-        ShapeError: the format cannot hold this shape.
+    Its buffers are the format's planes and `bias` (fp32), so `state_dict` has the stored bytes.
+    `fmt` is a short or full name; block-sparse layers come only from `from_linear` and
+    `from_weight`. `act_prec` is as in `clocher_kernels.linear`; GPUs make activations int8 only for
+    ternary weights. `device` "meta" is for `load_state_dict(..., assign=True)`. ShapeError if the
+    format cannot hold this shape.
     """
 
     def __init__(
@@ -62,13 +52,7 @@ class QuantLinear(torch.nn.Module):
     def from_weight(
         cls, w: QuantTensor, bias: torch.Tensor | None = None, *, act_prec: str = ""
     ) -> Self:
-        """Return a layer with a matrix that is quantised already.
-
-        Args:
-            w: logical [N, K].
-            bias: [N], any float.
-            act_prec: see the class.
-        """
+        """Return a layer for a quantised matrix, logical [N, K], and a float bias [N]."""
         if not isinstance(w, QuantTensor) or len(w.shape) != 2:
             raise UsageError(
                 "w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize"
@@ -85,11 +69,7 @@ class QuantLinear(torch.nn.Module):
 
     @classmethod
     def from_linear(cls, module: torch.nn.Linear, fmt: str | Format, *, act_prec: str = "") -> Self:
-        """Return a layer with the weight of another, rounded to a format; it is where that was.
-
-        Raises:
-            UsageError: it is no linear layer, or it has no values yet.
-        """
+        """Return a quantised copy of a layer, on its device; UsageError if it has no values."""
         if not isinstance(module, torch.nn.Linear):
             raise UsageError(f"module is {type(module).__name__}; expected torch.nn.Linear")
         if module.weight.is_meta:
@@ -100,7 +80,7 @@ class QuantLinear(torch.nn.Module):
         return layer.to(module.weight.device)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Move the buffers and keep their types: `half()` means activations, not scales."""
+        """Move the buffers but keep their types: `half()` is for activations, not scales."""
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             new = fn(tensor)
@@ -111,14 +91,14 @@ class QuantLinear(torch.nn.Module):
 
     @property
     def planes(self) -> list[torch.Tensor]:
-        """The stored planes in the order of the format."""
+        """The stored planes in the format's order."""
         return [getattr(self, name) for name in self._names]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return [..., N] of x [..., K], in x's type: fp32, fp16 or bf16."""
         if x.shape[-1] != self.in_features:
             raise ShapeError(f"x has shape {list(x.shape)}; expected [..., {self.in_features}]")
-        # A weight leaves little of Python in the caches: each line here costs a microsecond or two.
+        # Streaming a weight evicts Python from the caches: each line here costs 1-2 microseconds.
         buffers, shape = self._buffers, [self.out_features, self.in_features]
         planes, bias = [buffers[name] for name in self._names], buffers["bias"]
         rows = x if x.dim() == 2 else x.reshape(-1, self.in_features)
@@ -137,7 +117,7 @@ class QuantLinear(torch.nn.Module):
         return y if x.dim() == 2 else y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        """Return what `print` says of the layer."""
+        """Return the layer's description in `print`."""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"format={self.format.name}, bias={self.bias is not None}"
@@ -151,14 +131,7 @@ def quantize_linears(
     act_prec: str = "",
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> list[str]:
-    """Replace the linear layers of a model, in place, and return their names.
-
-    Args:
-        module: any model.
-        fmt: name of the format, short or whole.
-        act_prec: see `QuantLinear`.
-        wanted: takes the name of a layer and says whether it is replaced.
-    """
+    """Replace the `wanted` linear layers of a model in place; return their names."""
     found = [n for n, m in module.named_modules() if type(m) is torch.nn.Linear and wanted(n)]
     for name in found:
         layer = QuantLinear.from_linear(module.get_submodule(name), fmt, act_prec=act_prec)  # type: ignore[arg-type]

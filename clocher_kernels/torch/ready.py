@@ -1,9 +1,4 @@
-"""Calls on the CPU that were made before: a few comparisons, and then only the kernels.
-
-What a call depends on and the caller may change is compared each time: that weights are the same
-tensor objects, at the same addresses, and not written to since; settings, types and row shapes;
-and torch's number of threads. Whatever differs is for the long way.
-"""
+"""Repeated CPU calls: compare what the caller may change, then run only the kernels."""
 
 import os
 import weakref
@@ -21,25 +16,19 @@ from clocher_kernels.torch.stored import as_numpy, state_of
 
 _FEW = 16
 _ready: dict[tuple[Any, ...], "Ready"] = {}
-"""By op, first plane, and tokens and type of the activations. They go when the plane does."""
+"""By op, first plane, tokens and activation type; entries are removed with the plane."""
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_ready.clear)  # their teams stayed in the parent
+    os.register_at_fork(after_in_child=_ready.clear)  # threads do not survive a fork
 
 
 class Ready(NamedTuple):
     """A call that can be repeated.
 
-    Attributes:
-        op: bound to the weights.
-        threads: of torch's, when it was bound.
-        named: the arguments after the star.
-        given: for each argument before it, whether it is there.
-        held: what was bound and must be as it was: place of the argument, number of the plane or
-            -1 for a vector, the tensor, and its state.
-        rows: what differs from call to call: place, name, torch's type, the contract's, and the
-            shape of a row.
-        outs: name and type of each output.
+    `named` are the arguments after the star; `given` tells which of the others are present. `held`:
+    place, plane index (-1 for a vector), tensor and state of each bound argument. `rows`: place,
+    name, torch type, contract type and row shape of the others. `outs`: name and type of each
+    output.
     """
 
     op: BoundOp
@@ -60,13 +49,7 @@ def _key(name: str, positional: Sequence[Any]) -> tuple[Any, ...] | None:
 
 
 def repeat(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the outputs of a call if one like it was made before; else nothing.
-
-    Args:
-        name: of the op.
-        positional: its arguments before the star, as torch's dispatcher gives them.
-        named: those after it, without defaults.
-    """
+    """Return the outputs of a call if a like one was kept; else an empty list."""
     found = _ready.get(_key(name, positional))  # type: ignore[arg-type]
     if (
         found is None
@@ -96,7 +79,7 @@ def repeat(name: str, positional: Sequence[Any], named: Mapping[str, Any]) -> li
 
 
 def _forget(key: tuple[Any, ...], _: object, kept: dict[tuple[Any, ...], Ready] = _ready) -> None:
-    kept.pop(key, None)  # an argument, for the module may be cleared already
+    kept.pop(key, None)  # an argument: the module may be cleared already
 
 
 def keep(
@@ -107,16 +90,7 @@ def keep(
     types: Mapping[str, str],
     outs: Sequence[tuple[str, torch.dtype]],
 ) -> None:
-    """Keep a call that was made, for the next like it.
-
-    Args:
-        spec: of the op.
-        positional: its arguments before the star.
-        named: those after it.
-        op: what was bound.
-        types: the contract's element type of each argument that was not bound, by parameter.
-        outs: name and type of each output.
-    """
+    """Keep a call for repetition; `types` are of unbound arguments."""
     key = _key(spec.name, positional)
     if key is None:
         return

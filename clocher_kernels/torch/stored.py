@@ -1,8 +1,4 @@
-"""Tensors of torch as what kernels take: NumPy views on the CPU, rearranged planes on a GPU.
-
-What is made of a tensor is kept as long as the tensor object lives, and made again if it was
-written to since. A view made anew for each call is another object, and everything is made again.
-"""
+"""Torch tensors as kernel arguments, converted once per tensor object until it is written to."""
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,10 +35,7 @@ _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def as_numpy(tensor: torch.Tensor, dtype: str) -> np.ndarray:
-    """View a CPU tensor as the NumPy array of an element type, without a copy.
-
-    It keeps the tensor's memory alive and not the tensor object.
-    """
+    """View a CPU tensor as a NumPy array, which keeps the memory but not the object alive."""
     bits = tensor.detach()
     if bits.dtype in (torch.bfloat16, torch.float16):
         bits = bits.view(torch.int16)
@@ -59,13 +52,7 @@ def from_numpy(array: np.ndarray, dtype: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Kept:
-    """What was made of tensors.
-
-    Attributes:
-        states: of the tensors when it was made.
-        value: what was made.
-        bound: what was bound to it on the CPU.
-    """
+    """A cached result: states of its tensors, value, and ops bound to it on the CPU."""
 
     states: tuple[tuple[int, int], ...]
     value: Any
@@ -73,10 +60,7 @@ class Kept:
 
 
 def state_of(tensor: torch.Tensor, live: bool = False) -> tuple[int, int]:
-    """Return what changes when a tensor gets other memory, or is written to unless that is seen.
-
-    A tensor that was made in inference mode does not count what is written to it.
-    """
+    """Return what changes with the memory, and on writes if neither `live` nor inference mode."""
     return tensor.data_ptr(), 0 if live or tensor.is_inference() else tensor._version
 
 
@@ -86,14 +70,7 @@ _kept: MutableMapping[torch.Tensor, dict[Any, Kept]] = WeakTensorKeyDictionary()
 def kept(
     tensors: Sequence[torch.Tensor], what: object, make: Callable[[], Any], *, live: bool = False
 ) -> Kept:
-    """Return what is made of some tensors, by the life of the first.
-
-    Args:
-        tensors: what it is made of.
-        what: tells it from other things that are made of them.
-        make: makes it.
-        live: it is a view that sees what is written to the tensors.
-    """
+    """Return the result of `make` for `what` and these tensors, cached while the first lives."""
     states = tuple([state_of(t, live) for t in tensors])
     key = (what, tuple(id(t) for t in tensors[1:]))
     uses = _kept.setdefault(tensors[0], {})
@@ -106,16 +83,7 @@ def kept(
 def planes_of(
     planes: Sequence[torch.Tensor], name: str, shape: Sequence[int]
 ) -> tuple[Format, dict[str, torch.Tensor]]:
-    """Return the format of a matrix and its planes by name, checked.
-
-    Args:
-        planes: in the order of the format.
-        name: of the format.
-        shape: logical shape.
-
-    Raises:
-        ShapeError: the planes are not those of this format and shape, or they are not contiguous.
-    """
+    """Return a matrix's format and planes by name; ShapeError if wrong or not contiguous."""
     fmt, shape = parse_format(name), tuple(shape)
     if isinstance(fmt, Bsr) and len(planes) > 1:
         fmt = replace(fmt, nnzb=len(planes[1]))

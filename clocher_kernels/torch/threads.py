@@ -1,4 +1,4 @@
-"""Who executes ops on the CPU: the threads that torch's own ops run on, or a team beside them."""
+"""The threads of CPU ops: those of torch's own ops, or a separate team."""
 
 import os
 from contextlib import AbstractContextManager
@@ -24,10 +24,6 @@ def team(threads: int | None = None) -> Host:
 
 
 def awake(threads: int | None = None) -> AbstractContextManager[None]:
-    """Return a context in which the team does not sleep between two calls.
-
-    It pays around a loop that calls ops one after another, and costs the CPUs meanwhile. Where the
-    threads are torch's own it does nothing: they wait as they do for torch's ops.
-    """
+    """Return a context in which a team of our own does not sleep between two calls."""
     running: AbstractContextManager[None] = team(threads).executor.running()
     return running
