@@ -23,15 +23,15 @@ Each row is a model that a test wrote, or had a library write, and that Clocher 
 reference. **Difference** is the largest relative difference of logits over the models of the row:
 RMS of the difference over RMS of the logits, with fp32 activations and KV cache unless the row says
 otherwise. fp32 sums in another order differ by 1e-7 to 1e-5; a wrong scale, a swapped nibble or a
-rotated head by 1e-2 and more. **Same ids**: models whose greedy ids were all those of the reference,
-of those tried; empty: not compared."""
+rotated head by 1e-2 and more. **Same ids**: models whose greedy ids were all those of the
+reference, of those tried; empty: not compared."""
 
 FAMILIES_INTRO = """## Families
 
 Random small models (other heads, head sizes, windows, RoPE, biases, experts in each), written by
 {writers} and compared with it: a prompt of 60 tokens, whole and in chunks, then 64 greedy ids.
-**Quantised**: the largest difference over the {layouts} layouts below, in which the tests packed every
-linear but routers and the head; the reference is `transformers` with the decoded values."""
+**Quantised**: the largest difference over the {layouts} layouts below, in which the tests packed
+every linear but routers and the head; the reference is `transformers` with the decoded values."""
 
 QUANTISED_INTRO = """## Quantised checkpoints of Hugging Face
 
@@ -115,7 +115,7 @@ def file_of(row: Row) -> Row:
 
 
 def packed(row: Row, pairs: list[Row]) -> str:
-    """Return the largest difference of a family in the layouts of the tests, and what is refused."""
+    """Return the largest difference of a family in the layouts, and which are refused."""
     same = [each for each in pairs if family(each) == family(row)]
     found = [each for each in same if each["difference"] is not None]
     refused = [f"{each['format']} refused: {each['refused']}" for each in same if each["refused"]]
@@ -124,19 +124,20 @@ def packed(row: Row, pairs: list[Row]) -> str:
 
 
 def together(rows: list[Row], *apart: str) -> list[Row]:
-    """Return rows with those that differ only in the format in one.
+    """Return rows with those that differ only in family and format in one.
 
     Rows whose ids were not all the same, or not compared, are not mixed with others.
     """
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         ids = row["same_ids"] if row["same_ids"] is None else row["same_ids"] == row["models"]
-        key = *(row[name] for name in (*apart, "writer", "family", "reference")), ids
+        key = (*(row[name] for name in (*apart, "writer", "reference")), ids)
         if ids is False or ((old := found.get(key)) is None):
             found[(*key, row["format"]) if ids is False else key] = dict(row)
             continue
-        if row["format"] not in old["format"].split(", "):
-            old["format"] += f", {row['format']}"
+        for name in ("family", "format"):
+            if row[name] not in old[name].split(", "):
+                old[name] += f", {row[name]}"
         old["models"] += row["models"]
         old["same_ids"] = None if ids is None else old["same_ids"] + row["same_ids"]
         old["difference"] = max(old["difference"], row["difference"])
@@ -151,7 +152,7 @@ def order(row: Row) -> tuple[str, ...]:
 
 def family(row: Row) -> str:
     """Return a family's short name, with what sets the row apart."""
-    name = row["family"].removesuffix("ForCausalLM")
+    name = row["family"].replace("ForCausalLM", "")
     apart = row["format"].partition(", ")[2] if row["reader"] == "float" else ""
     return f"{name}, {apart}" if apart else name
 

@@ -80,12 +80,7 @@ def main(check: bool, docs: Path) -> None:
 
 def render_ops() -> str:
     """Return docs/ops.md."""
-    rows = [
-        (f"[`{spec.name}`](#{spec.name})", spec.summary, error(spec))
-        for spec in OPS.values()
-    ]
-    parts = [NOTE, OPS_INTRO, table(("op", "what it does", "error"), rows)]
-    return "\n\n".join([*parts, *map(render_op, OPS.values())]) + "\n"
+    return "\n\n".join([NOTE, OPS_INTRO, *map(render_op, OPS.values())]) + "\n"
 
 
 def render_op(spec: OpSpec) -> str:
@@ -94,7 +89,8 @@ def render_op(spec: OpSpec) -> str:
     stored = ", ".join(
         f"`{p.name}`{'?' if p.optional else ''} {p.kind} {shape(p)}" for p in spec.params
     )
-    tested = f"{stored}.{f' Settings: {settings}.' if settings else ''} {len(spec.cases)} cases"
+    tested = f"{stored}.{f' Settings: {settings}.' if settings else ''}"
+    tested += f" Error: {error(spec)}. {len(spec.cases)} cases"
     formats = {
         name
         for case in spec.cases
