@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ is compared with it, and the allowed error, relative to the RMS of the reference
 largest). The reference's docstring explains every parameter and setting.
 
 `in`, `out` and `inout` are buffers of the Plan, `matrix` a tensor in any [format](formats.md),
-`vector` decoded fp32; `?` is optional. M and R are the tokens and output rows of a step."""
+`vector` decoded; `?` is optional. M and R are the tokens and output rows of a step."""
 
 FORMATS_INTRO = """# Formats
 
@@ -102,18 +103,18 @@ def render_op(spec: OpSpec) -> str:
         *text,
         f"{tested}, {len(formats)} formats." if formats else f"{tested}.",
     ]
-    missing = dict.fromkeys(why for case in spec.cases for why in case.missing.items())
-    for backend, why in missing:
-        count = sum(case.missing.get(backend) == why for case in spec.cases)
-        parts.append(f"No {backend} kernel for {count} of them: {why}.")
+    missing = Counter(why for case in spec.cases for why in case.missing.items())
+    if missing:
+        said = " ".join(f"No {b} kernel for {n}: {why}." for (b, why), n in missing.items())
+        parts.append(said)
     return "\n\n".join([*parts, *source])
 
 
 def shape(param: Param) -> str:
     """Return a parameter's element type and dimensions."""
     stored = " or ".join(param.dtypes)
-    stored = stored or ("any format" if param.kind == "matrix" else "`kv_dtype`")
-    return f"{stored} [{', '.join(param.dims.split())}]"
+    stored = stored or ("" if param.kind == "matrix" else "kv_dtype")
+    return f"{stored}[{','.join(param.dims.split())}]"
 
 
 def error(spec: OpSpec) -> str:
