@@ -1,4 +1,4 @@
-"""What one JSON line says about a run, checked: lines come from files that nobody vouches for."""
+"""What one JSON line says about a run, checked: lines come from untrusted files."""
 
 import math
 import re
