@@ -36,7 +36,7 @@ their bytes mean. The codecs in `clocher_kernels/formats` are the definition: ke
 numbers that `decode` gives. Arrays are little-endian and in C order. N and K are the rows and
 columns of W in y = x W^T; dimensions in front of them (experts) stay in front of every plane, and G
 is the length of a group along K. Bits per weight are those of the example at
-[256, 4096]."""
+[256, 4096]. How values are encoded, and the error of it, is in the docstring of each codec."""
 
 MONITORING = "monitoring/metrics_memory.toml"
 MONITORING_NOTE = """\
@@ -47,6 +47,9 @@ _HEIGHTS = {"stat": 5, "table": 5, "timeseries": 8}
 _SCHEMA_VERSION = 39  # of Grafana's dashboards
 
 EXAMPLE_SHAPE = (256, 4096)
+
+LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
+"""How paragraphs of a codec begin that its section leaves out."""
 
 
 @click.command(help=__doc__)
@@ -141,7 +144,7 @@ def render_formats() -> str:
     for family in FAMILIES:
         codec = type(parse_format(family.examples[0]))
         doc = inspect.cleandoc(codec.__doc__ or "").split("\n\n")
-        kept = "\n\n".join(each for each in doc if not each.startswith("Attributes:"))
+        kept = "\n\n".join(each for each in doc if not each.startswith(LEFT_OUT))
         definition = re.sub(r"^", "    ", kept, flags=re.M)
         parts += [f"## {codec.__name__}", re.sub(r" +$", "", definition, flags=re.M)]
     return "\n\n".join(parts) + "\n"
