@@ -71,7 +71,7 @@ profile: $(VENV)/.installed  ## where the time of a step goes: a table, and a fl
 	@mkdir -p build
 	@$(BIN)/python -m bench profile --svg build/profile.svg $(ARGS)
 
-clean:  ## remove build products, reports and caches; .venv stays
+clean:  ## remove build outputs, reports and caches; .venv stays
 	rm -rf build dist bench/reports *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./$(VENV) -prune -o -type d -name __pycache__ -exec rm -rf {} +
 

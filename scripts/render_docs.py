@@ -5,6 +5,7 @@ import json
 import re
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,22 +22,21 @@ NOTE = "<!-- Written by scripts/render_docs.py. Edit the source that it reads, n
 
 OPS_INTRO = """# Ops
 
-An op is its contract: a NumPy reference, the cases on which every back end is compared with it,
-and the error that is allowed, relative to the RMS of the reference's output (RMS / largest).
-`clocher_kernels/ops` holds the contracts; the docstring of each reference has the meaning of every
-parameter and setting.
+An op is its contract in `clocher_kernels/ops`: a NumPy reference, the cases on which every back end
+is compared with it, and the allowed error, relative to the RMS of the reference's output (RMS /
+largest). The reference's docstring explains every parameter and setting.
 
 `in`, `out` and `inout` are buffers of the Plan, `matrix` a tensor in any [format](formats.md),
-`vector` fp32 that the loader decoded; `?` is optional. M and R are the tokens and output rows of a
-step."""
+`vector` decoded; `?` is optional. M and R are the tokens and output rows of a step."""
 
 FORMATS_INTRO = """# Formats
 
 A tensor has a logical shape and a format; the format says which arrays (planes) store it and what
 their bytes mean. The codecs in `clocher_kernels/formats` are the definition: kernels must use the
-numbers that `decode` gives. All arrays are little-endian and in C order. N and K are the rows and
-columns of a matrix W in y = x W^T; dimensions in front of them (experts) stay in front of every
-plane, and G is the length of a group along K."""
+numbers that `decode` gives. Arrays are little-endian and in C order. N and K are the rows and
+columns of W in y = x W^T; dimensions in front of them (experts) stay in front of every plane, and G
+is the length of a group along K. Bits per weight are those of the example at
+[256, 4096]. How values are encoded, and the error of it, is in the docstring of each codec."""
 
 MONITORING = "monitoring/metrics_memory.toml"
 MONITORING_NOTE = """\
@@ -47,6 +47,9 @@ _HEIGHTS = {"stat": 5, "table": 5, "timeseries": 8}
 _SCHEMA_VERSION = 39  # of Grafana's dashboards
 
 EXAMPLE_SHAPE = (256, 4096)
+
+LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
+"""How paragraphs of a codec begin that its section leaves out."""
 
 
 @click.command(help=__doc__)
@@ -81,12 +84,7 @@ def main(check: bool, docs: Path) -> None:
 
 def render_ops() -> str:
     """Return docs/ops.md."""
-    rows = [
-        (f"[`{spec.name}`](#{spec.name})", spec.summary, error(spec), str(len(spec.cases)))
-        for spec in OPS.values()
-    ]
-    parts = [NOTE, OPS_INTRO, table(("op", "what it does", "error", "cases"), rows)]
-    return "\n\n".join([*parts, *map(render_op, OPS.values())]) + "\n"
+    return "\n\n".join([NOTE, OPS_INTRO, *map(render_op, OPS.values())]) + "\n"
 
 
 def render_op(spec: OpSpec) -> str:
@@ -95,7 +93,8 @@ def render_op(spec: OpSpec) -> str:
     stored = ", ".join(
         f"`{p.name}`{'?' if p.optional else ''} {p.kind} {shape(p)}" for p in spec.params
     )
-    tested = f"{stored}.{f' Settings: {settings}.' if settings else ''} {len(spec.cases)} cases"
+    tested = f"{stored}.{f' Settings: {settings}.' if settings else ''}"
+    tested += f" Error: {error(spec)}. {len(spec.cases)} cases"
     formats = {
         name
         for case in spec.cases
@@ -107,18 +106,18 @@ def render_op(spec: OpSpec) -> str:
         *text,
         f"{tested}, {len(formats)} formats." if formats else f"{tested}.",
     ]
-    missing = dict.fromkeys(why for case in spec.cases for why in case.missing.items())
-    for backend, why in missing:
-        count = sum(case.missing.get(backend) == why for case in spec.cases)
-        parts.append(f"No {backend} kernel for {count} of them: {why}.")
+    missing = Counter(why for case in spec.cases for why in case.missing.items())
+    if missing:
+        said = " ".join(f"No {b} kernel for {n}: {why}." for (b, why), n in missing.items())
+        parts.append(said)
     return "\n\n".join([*parts, *source])
 
 
 def shape(param: Param) -> str:
     """Return a parameter's element type and dimensions."""
     stored = " or ".join(param.dtypes)
-    stored = stored or ("any format" if param.kind == "matrix" else "`kv_dtype`")
-    return f"{stored} [{', '.join(param.dims.split())}]"
+    stored = stored or ("" if param.kind == "matrix" else "kv_dtype")
+    return f"{stored}[{','.join(param.dims.split())}]"
 
 
 def error(spec: OpSpec) -> str:
@@ -140,37 +139,31 @@ def read_docstring(spec: OpSpec) -> tuple[list[str], str, list[str]]:
 
 def render_formats() -> str:
     """Return docs/formats.md."""
-    parts = [NOTE, FORMATS_INTRO, table(("names", "what they hold"), map(family_row, FAMILIES))]
+    head = ("names", "what they hold", "example", "bits per weight")
+    parts = [NOTE, FORMATS_INTRO, table(head, map(family_row, FAMILIES))]
     for family in FAMILIES:
         codec = type(parse_format(family.examples[0]))
-        definition = re.sub(r"^", "    ", inspect.cleandoc(codec.__doc__ or ""), flags=re.M)
+        doc = inspect.cleandoc(codec.__doc__ or "").split("\n\n")
+        kept = "\n\n".join(each for each in doc if not each.startswith(LEFT_OUT))
+        definition = re.sub(r"^", "    ", kept, flags=re.M)
         parts += [f"## {codec.__name__}", re.sub(r" +$", "", definition, flags=re.M)]
-        if codec.__name__ != "Bsr":
-            parts.append(example_table(family))
     return "\n\n".join(parts) + "\n"
 
 
-def family_row(family: Family) -> tuple[str, str]:
+def family_row(family: Family) -> tuple[str, ...]:
     """Return the row of a family of formats."""
-    return f"`{family.spelling}`".replace("|", "\\|"), family.summary
-
-
-def example_table(family: Family) -> str:
-    """Return the planes and the size of each documented name of a family."""
+    name = family.examples[0]
+    codec = parse_format(name)
     n, k = EXAMPLE_SHAPE
-    rows = []
-    for name in family.examples:
-        codec = parse_format(name)
-        planes = codec.planes(EXAMPLE_SHAPE)
-        stored = "; ".join(f"{p} {plane.dtype} {list(plane.shape)}" for p, plane in planes.items())
-        rows.append((f"`{name}`", stored, f"{8 * codec.nbytes(EXAMPLE_SHAPE) / (n * k):.3f}"))
-    return table(("format", f"planes of a [{n}, {k}] matrix", "bits per weight"), rows)
+    dense = not name.startswith("bsr_")
+    bits = f"{8 * codec.nbytes(EXAMPLE_SHAPE) / (n * k):.3f}" if dense else ""
+    return f"`{family.spelling}`".replace("|", "\\|"), family.summary, f"`{name}`", bits
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
-    lines = [head, ("---",) * len(head), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    first, *others = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
+    return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
 def render_rules(source: Mapping[str, Any]) -> str:

@@ -51,7 +51,7 @@ def relu2_gate_up(
         group: 0; one scale per token.
 
     Source: ReLU^2 is of "Primer" (arXiv 2109.08668); that its zeros need not be computed of "Deja
-    Vu" (arXiv 2310.17157), where they are guessed.
+    Vu" (arXiv 2310.17157), where they are predicted.
     """
     up = np.empty(y.shape, np.float32)
     linear(x=x, x_scale=x_scale, w=w, y=up, group=group)

@@ -7,7 +7,7 @@ from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value
 Array = np.ndarray
 
 _LANES = 16
-_NOT_ON = {"cuda": "only the products of the CPU skip the channels that it drops"}
+_NOT_ON = {"cuda": "only CPU matmuls skip the channels that it drops"}
 
 
 def drop_small(
