@@ -353,7 +353,7 @@ def test_guesses_are_those_of_the_window(line_of, engine):
     assert told["gate"] == {"sent": 3, "unguessed": 4, "unworthy": 0}  # three are of the warm-up
     assert told["cost_of_8"] == 1.2
     assert told["reason"] == "30 % of forwards verified drafts"
-    assert "1.60 tokens a pass" in summary(line)
+    assert "1.60 tokens per forward" in summary(line)
     assert summary({**line, "speculation": off}).count(" | ") == summary(line).count(" | ") - 1
 
 

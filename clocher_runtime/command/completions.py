@@ -238,7 +238,7 @@ def summary(line: Line) -> str:
     parts = [
         f"{line['tokens_generated']} tokens in {line['wall_time_s']:.3f} s",
         f"{line['tps_true']:.1f} tok/s",
-        *([f"{per_pass:.2f} tokens a pass"] if per_pass > 1 else []),
+        *([f"{per_pass:.2f} tokens per forward"] if per_pass > 1 else []),
         f"first token {line['ttft_ms']:.1f} ms",
         "p50 -" if isnan(p50) else f"p50 {p50:.2f} ms",
         f"{line['bytes_per_token'] / 1e6:.2f} MB/token",

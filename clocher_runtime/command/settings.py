@@ -96,7 +96,7 @@ class ChatConfig(SamplingConfig):
     command: ClassVar[str] = "chat"
 
     prompt: str | None = _chat(_TEXT, "a question: answer it once, and end")
-    system: str | None = _chat(_TEXT, "what the model is told before the conversation")
+    system: str | None = _chat(_TEXT, "the system message of the conversation")
     reasoning_effort: str | None = _chat(
         one_of("low", "medium", "high"),
         "how much the model thinks, where its chat template reads that",

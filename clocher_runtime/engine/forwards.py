@@ -113,7 +113,7 @@ class Forwards:
         self._ahead = 0  # forwards that could draft blocks
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
-        self._staged: list[Request] = []  # what the device goes on with by itself
+        self._staged: list[Request] = []  # requests whose inputs the device advances by itself
 
     @property
     def counts(self) -> Counts:

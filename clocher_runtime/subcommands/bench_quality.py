@@ -19,7 +19,7 @@ A task file has a JSON object a line, of either kind:
 
 \b
   {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}
-  {"text": "A whole text, of which perplexity is told."}
+  {"text": "A whole text, whose perplexity is computed."}
 
 A choice follows its context as it is, so it begins with a space where one belongs. Nothing is
 downloaded. Numbers are those of lm-evaluation-harness for the same texts."""

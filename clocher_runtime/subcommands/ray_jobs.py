@@ -40,7 +40,7 @@ _COMMON: tuple[Wrap, ...] = (
 _SHARED: dict[str, Any] = {
     "epilog": 'OUT_DIR/results.jsonl gets a line for each row, in order: {"row": 0, ...}, or '
     '{"row": 0, "error": ...} for one that cannot be used. Killed at any moment, the same line '
-    "goes on with the rows that are left; another model, setting or input is refused there. "
+    "computes the rows that are left; another model, setting or input is refused there. "
     "Results depend neither on the number of actors nor on --batch.",
     "exit_codes": (
         (ExitCode.OK, "done: every row has its line, some perhaps with an error"),

@@ -41,7 +41,7 @@ def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Che
         if data is not other or sizes[0] != sizes[1]:
             raise UnsupportedModel(
                 f"draft model {draft.path}: {sizes[1]} ids, and {model.path} has {sizes[0]}; "
-                f"without both tokenizers nobody knows whether they mean the same: {_NEXT}"
+                f"without both tokenizers it is unknown whether their ids mean the same: {_NEXT}"
             )
         return
     if data == other:
