@@ -16,7 +16,7 @@ from typing import Any
 import click.testing
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sessions import make_session
 from weight_files import BITNET, GPTOSS, LLAMA, ROOT, rng
@@ -235,6 +235,7 @@ BYTES = st.one_of(
 
 
 @settings(max_examples=120)
+@example(data=b"version https://git-lfs.github.com/spec/v1", dtype="u8")
 @given(data=BYTES, dtype=st.sampled_from(["u8", "e8m0", "i8", "bf16", "f16", "f32", "i32"]))
 def test_any_bytes_there_and_back(tmp_path_factory: Any, data: bytes, dtype: str) -> None:
     item = STORAGE[dtype].itemsize

@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import mmap
 import os
+import re
 import signal
 import stat
 import sys
@@ -28,7 +29,9 @@ from clocher_runtime.exit_codes import ExitCode
 _SA_SIGINFO = 4
 _ADDRESS_OFFSET = 16
 _STEP = 1 << 22
-_POINTER, _MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
+# Whole: the bytes of a weight may begin with anything.
+_POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/\S+\noid \S+\nsize \d+\n")
+_MAX_POINTER_BYTES = 1024
 _WRITTEN = "it was written to"
 _ENDS, _SAMPLES = 16, 256
 """Pages compared after a file's times changed: of each end, and in between."""
@@ -118,7 +121,7 @@ def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
 
 def _refuse_pointer(head: bytes, path: Path) -> None:
     """Refuse a Git LFS pointer."""
-    if head.startswith(_POINTER):
+    if _POINTER.match(head):
         raise ModelNotFound(
             f"{path}: a git-lfs pointer, not the file itself; run `git lfs pull` in its directory"
         )
