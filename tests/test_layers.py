@@ -288,7 +288,6 @@ def test_only_declared_libraries() -> None:
             "scripts.train_block_diffusion": ("torch",),
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.checkpoints.hf.torch_bin": ("torch",),
-            "clocher_runtime.engine.process_group": ("torch",),
             "clocher_runtime.convert.to_compressed": ("compressed",),
             "clocher_runtime.quality.report": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),

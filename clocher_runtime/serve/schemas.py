@@ -184,7 +184,7 @@ class _Message(Schema):
 
 
 class GivenMessage(_Message):
-    """What the model is told."""
+    """A system, developer or user message."""
 
     unsupported: ClassVar = {"tool_calls": (([],), "only assistants call")}
 
