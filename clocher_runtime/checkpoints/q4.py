@@ -127,11 +127,12 @@ def load_q4_planes(path: Path) -> Q4Planes:
         document = fields(parse_object(read_bytes(path, MAX_JSON_BYTES), where), where, _MANIFEST)
         names = fields(document["files"], f"{where}: files", _PLACES)
         entries = Q4Entry.read(document["tensors"], where)
-        if not all(_is_place(name) for name in names.values()):
-            raise FormatError(
-                f"{where}: files: expected places relative to the manifest, of at most "
-                f"{MAX_NAME_CHARS} characters"
-            )
+        for name in names.values():
+            if len(name) > MAX_NAME_CHARS or not name.isprintable() or os.path.isabs(name):
+                raise FormatError(
+                    f"{where}: files: expected places relative to the manifest, of at most "
+                    f"{MAX_NAME_CHARS} characters"
+                )
         if document["format"] != FORMAT or document["version"] != VERSION:
             raise FormatError(
                 f"{where}: {document['format']!r:.40} version {document['version']}; this Clocher "
@@ -216,11 +217,6 @@ def write_overlay(path: Path, entries: Sequence[Entry]) -> None:
 def _base_hash(path: Path) -> str:
     pair = path.with_name(JSON_NAME)
     return unsealed(read_bytes(pair, MAX_JSON_BYTES), str(pair))
-
-
-def _is_place(name: str) -> bool:
-    """Return whether a name can be a file path relative to the manifest."""
-    return len(name) <= MAX_NAME_CHARS and name.isprintable() and not os.path.isabs(name)
 
 
 def _map(files: Mapping[str, Path], entries: Sequence[Q4Entry]) -> dict[str, MappedFile]:

@@ -312,7 +312,7 @@ ptq_from_source = manifest_script(
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
-    from clocher_runtime.checkpoints.gguf.parts import find_gguf
+    from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
     from clocher_runtime.checkpoints.iebin import JSON_NAME
     from clocher_runtime.convert.to_iebin import refuse_hf_folder
 

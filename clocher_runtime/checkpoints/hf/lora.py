@@ -37,11 +37,10 @@ from clocher_runtime.checkpoints.checkpoint import (
     lazy_tensor,
     stored_tensor,
 )
-from clocher_runtime.checkpoints.hf.arrays import FLOATS, StoredArray
-from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG
-from clocher_runtime.checkpoints.hf.shards import HfFolder, read_safetensors
+from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors
+from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG
 from clocher_runtime.disk.safetensors_file import DTYPES
-from clocher_runtime.disk.schema import given, one_of, read_as
+from clocher_runtime.disk.strict_json import given, one_of, read_as
 from clocher_runtime.models.inventory import EMBED, HEAD
 
 WEIGHTS = "adapter_model.safetensors"

@@ -10,15 +10,14 @@ from typing import Any
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.checkpoints.arrays import records_of, refused
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
-from clocher_runtime.checkpoints.hf.checkpoint import find_hf, read_folder
-from clocher_runtime.checkpoints.hf.foreign import no_directory
-from clocher_runtime.checkpoints.hf.shards import read_shards
+from clocher_runtime.checkpoints.hf.checkpoint import read_folder
+from clocher_runtime.checkpoints.hf.shards import Arrays, StoredArray, read_shards
+from clocher_runtime.checkpoints.locate import find_hf, no_directory
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
-from clocher_runtime.disk.zip_directory import records_of, refused
 
 _PICKLE_BYTES, _PICKLE_BYTES_PER_RECORD = 1 << 17, 1 << 10
 _READ_DTYPES = {
@@ -64,24 +63,23 @@ def _read_file(path: Path) -> tuple[Arrays, MappedFile]:
             f"pip install '.[torch]' in a clone of Clocher{_WAY_OUT}"
         ) from None
     try:
-        try:
-            _check_records(file)
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except FormatError:
-            raise
-        except Exception as error:  # torch has no type for a damaged or refused file
-            reason = str(error).strip().partition("\n")[0]
-            reason = reason.partition("weights_only")[0] or "its content"
-            raise FormatError(
-                f"{path}: torch refuses the pickle ({type(error).__name__}: {reason:.200})"
-            ) from None
+        _check_records(file)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if not isinstance(state, dict) or not state:
             raise FormatError(
                 f"{path}: holds {type(state).__name__}, expected a dictionary of tensors"
             )
         return {name: _view(torch, name, value, path) for name, value in state.items()}, file
+    except UnsupportedModel:
+        raise
     except FormatError as error:
         raise FormatError(f"{error}{_WAY_OUT}") from None
+    except Exception as error:  # torch has no type for a damaged or refused file
+        reason = str(error).strip().partition("\n")[0].partition("weights_only")[0]
+        raise FormatError(
+            f"{path}: torch refuses the pickle ({type(error).__name__}: "
+            f"{reason or 'its content':.200}){_WAY_OUT}"
+        ) from None
 
 
 def _check_records(file: MappedFile) -> None:
