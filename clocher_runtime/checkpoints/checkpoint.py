@@ -91,7 +91,7 @@ class Checkpoint:
         """
         stored = self._stored(name)
         try:
-            found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
+            found = planes_of(stored)
         except (FormatError, UnsupportedModel) as error:
             raise type(error)(f"{self.path}: tensor {name!r}: {error}") from None
         planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
@@ -147,6 +147,11 @@ class Checkpoint:
                 f"tensors, such as {', '.join(self.names[:4])}"
             )
         return self.tensors[name]
+
+
+def planes_of(stored: Stored) -> Mapping[str, np.ndarray]:
+    """Return the planes of a tensor, computed if it is lazy."""
+    return stored.make() if isinstance(stored, LazyTensor) else stored.planes
 
 
 def stored_tensor(

@@ -12,6 +12,7 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Format
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, stored_tensor
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.plane_index import (
@@ -71,13 +72,8 @@ class IebinIndex:
 
     def open(self, bin_path: Path | None = None) -> Checkpoint:
         """Return the model as views of model.ie.bin, by default the one beside it."""
-        files = {"bin": MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)}
-        tensors = {}
-        for entry in self.entries:
-            where = f"{files['bin'].path}: tensor {entry.name!r}"
-            views = entry.views(files)
-            tensors[entry.name] = stored_tensor(entry.shape, entry.format, views, where)
-        return self.checkpoint(tensors, tuple(files.values()))
+        file = MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)
+        return self.checkpoint(tensors_of(self.entries, {"bin": file}), (file,))
 
     def checkpoint(
         self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
@@ -94,6 +90,15 @@ class IebinIndex:
             files=files,
             hashes={entry.name: entry.hashes for entry in self.entries},
         )
+
+
+def tensors_of(entries: Iterable[Entry], files: Mapping[str, MappedFile]) -> dict[str, QuantTensor]:
+    """Return entries' tensors as views of files of checked size."""
+    where = f"{next(iter(files.values())).path}: tensor"
+    return {
+        e.name: stored_tensor(e.shape, e.format, e.views(files), f"{where} {e.name!r}")
+        for e in entries
+    }
 
 
 def read_index(json_path: Path) -> IebinIndex:

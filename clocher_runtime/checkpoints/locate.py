@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel, UsageError
-from clocher_runtime.checkpoints.iebin import JSON_NAME
+from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_object
 
@@ -248,6 +248,8 @@ def no_model(path: Path) -> ModelError:
 def _no_model_file(path: Path) -> ModelError:
     """Return the error for a file that is not a model."""
     name = path.name.lower()
+    if name in (CONFIG, JSON_NAME, BIN_NAME, "model.safetensors.index.json"):
+        return ModelNotFound(f"{path}: one file of a model; give its directory, {path.parent}")
     with path.open("rb") as file:
         is_gguf = file.read(4) == b"GGUF"
     refused = (
@@ -269,8 +271,6 @@ def _no_model_file(path: Path) -> ModelError:
     for holds, text in refused:
         if holds:
             return UnsupportedModel(f"{path}: {text}")
-    if name in (CONFIG, JSON_NAME, "model.safetensors.index.json"):
-        return ModelNotFound(f"{path}: one file of a model; give its directory, {path.parent}")
     return ModelNotFound(
         f"{path}: not a model; give the directory of one, a GGUF file, or owner/name of a model in "
         "the Hub's cache"

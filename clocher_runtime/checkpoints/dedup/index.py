@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
@@ -11,7 +11,6 @@ from clocher_runtime.checkpoints.dedup.codec import (
     MAX_ESCAPES,
     SPLITS,
     WIDTHS,
-    Mode,
     Stream,
     exception_bits,
     splits_of,
@@ -38,8 +37,6 @@ ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
 """Raw planes are used in place, so these are aligned as in IEBIN."""
 MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
 """Decoded bytes per stored byte, and a free allowance: bounds what a small file can stand for."""
-
-PlaneMode = Literal["raw", "streams", "same"]
 
 _KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
 _FIELDS: dict[str, type] = {
@@ -75,7 +72,7 @@ class StoredPlane:
     key: str
     plane: Plane
     sha256: str
-    mode: PlaneMode = "raw"
+    mode: str = "raw"
     split: str = ""
     streams: tuple[Stream, ...] = ()
     of: int = 0
@@ -248,8 +245,7 @@ def _read_plane(value: object, at: str) -> StoredPlane:
             raise FormatError(f"{at}: builds on a base, but there is none")
         stored["streams"] = _read_streams(found, plane, at)
     tensor, key = (checked_name(found[name], at) for name in ("tensor", "plane"))
-    known: PlaneMode = mode  # type: ignore[assignment]
-    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), known, **stored)
+    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), mode, **stored)
 
 
 def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:
@@ -267,8 +263,7 @@ def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
     mode = _mode(value, _STREAM, at)
     found = fields(value, at, {"mode": str} | _STREAM[mode])
     stated = {key: found[key] for key in _STREAM[mode]}
-    known: Mode = mode  # type: ignore[assignment]
-    stream = Stream(known, bits, count, **{"table": int(mode == "const")} | stated)
+    stream = Stream(mode, bits, count, **{"table": int(mode == "const")} | stated)
     if mode == "trits" and not 2 <= stream.table <= 3:
         raise FormatError(f"{at}: trits of {stream.table} symbols, expected 2 or 3")
     if mode == "code":

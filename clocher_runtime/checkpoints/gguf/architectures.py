@@ -22,7 +22,6 @@ ROPE_FACTORS = "rope_freqs.weight"
 LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
 TABLES = (ROPE_FACTORS, LONG, SHORT)
 """RoPE tensors, not weights."""
-_GUESSES = 8
 
 
 def rope_parameters(meta: Metadata) -> dict[str, Any]:
@@ -117,25 +116,25 @@ def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
     wavelengths = 2 * np.pi / plain.astype(np.float64)
     between = (factors > 1.0001) & (factors < largest * 0.9999)
     blend = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
-    guesses = np.rint(wavelengths[between] * (3 * blend + 1))[:_GUESSES]
-    # Where no factor is between, any number of positions between the two kinds gives the table.
-    shortest = 4 * wavelengths[factors <= 1.0001].max(initial=1.0)
-    longest = wavelengths[factors >= largest * 0.9999].min(initial=float(1 << 24))
-    guesses = np.append(guesses, np.rint(np.sqrt(shortest * longest)))
-    for original in [*map(int, guesses), *(1 << power for power in range(13, 21))]:
-        spec = RopeSpec(theta, "llama3", largest, original)
-        if np.allclose(plain / inverse_frequencies(spec, meta.head_dim), factors, rtol=1e-4):
-            return {
-                "rope_type": "llama3",
-                "factor": largest,
-                "original_max_position_embeddings": original,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-            }
-    raise UnsupportedModel(
-        f"{meta.where}: {ROPE_FACTORS} are not those of Llama 3's scaling with low_freq_factor "
-        "1 and high_freq_factor 4"
-    )
+    if between.any():
+        original = np.median(wavelengths[between] * (3 * blend + 1))
+    else:  # any number of positions between the two kinds gives the table
+        shortest = 4 * wavelengths[factors <= 1.0001].max(initial=1.0)
+        longest = wavelengths[factors >= largest * 0.9999].min(initial=float(1 << 24))
+        original = np.sqrt(shortest * longest)
+    spec = RopeSpec(theta, "llama3", largest, int(np.rint(original)))
+    if not np.allclose(plain / inverse_frequencies(spec, meta.head_dim), factors, rtol=1e-4):
+        raise UnsupportedModel(
+            f"{meta.where}: {ROPE_FACTORS} are not those of Llama 3's scaling with low_freq_factor "
+            "1 and high_freq_factor 4"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": largest,
+        "original_max_position_embeddings": spec.original_positions,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -146,9 +146,13 @@ class HubFile:
     nbytes: int
     digest: str
 
+    def has_size(self, path: Path) -> bool:
+        """Return whether a file on disk has this size."""
+        return os.path.isfile(path) and os.path.getsize(path) == self.nbytes
+
     def matches(self, path: Path) -> bool:
         """Return whether a file on disk has this size and hash."""
-        if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
+        if not self.has_size(path):
             return False
         of_git = len(self.digest) == 40
         hasher = hashlib.sha1(usedforsecurity=False) if of_git else hashlib.sha256()
@@ -220,7 +224,6 @@ def plan_download(
     UsageError, ModelNotFound, OSError, ModelError.
     """
     import huggingface_hub
-    from huggingface_hub.constants import HF_HUB_CACHE
 
     with _explained(subject or repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
@@ -230,9 +233,10 @@ def plan_download(
         files = [_hub_file(i, repo) for i in info.siblings if _wanted(i.rfilename, patterns)]
         if not files:
             raise UsageError(_nothing_matches(repo, patterns, info.siblings))
-        missing = [file for file in files if not _is_there(file, directory, repo, commit)]
+    folder = directory or snapshot(HubName(repo, commit))
+    missing = [file for file in files if not (folder and file.has_size(folder / file.name))]
     nbytes = sum(file.nbytes for file in missing)
-    free = check_free((directory or Path(HF_HUB_CACHE)) / "file", nbytes)
+    free = check_free((directory or cache_directory()) / "file", nbytes)
     return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes, free)
 
 
@@ -246,37 +250,32 @@ def local_or_fetched(path: Path) -> Path:
     try:
         subject = f"{name}: no such directory; as a name on the hub"
         return plan_download(name, None, subject=subject).run()
-    except (UsageError, ConnectionError) as error:
-        import huggingface_hub
-
-        try:
-            folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=list(PATTERNS), ignore_patterns=["*/*"], local_files_only=True
-            )
-        except (ValueError, FileNotFoundError):
-            raise error from None
-        return Path(folder)
+    except (UsageError, ConnectionError):
+        if (folder := snapshot(HubName(name))) is None:
+            raise
+        return folder
 
 
 def stored_hashes(folder: Path) -> list[HubFile]:
     """Return the files of a cache snapshot or download directory with their recorded hashes."""
     kept = folder / ".cache" / "huggingface" / "download"
-    tags: dict[str, str] = {}
+    found = []
     if kept.is_dir():
         for path in sorted(kept.rglob("*.metadata")):
-            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
             with path.open("rb") as file:
                 lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
-            tags[name] = lines[1].strip() if len(lines) > 1 else ""
+            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
+            found.append((name, lines[1].strip() if len(lines) > 1 else ""))
     else:
-        for path in sorted(folder.rglob("*")):
-            if path.is_symlink():
-                tags[path.relative_to(folder).as_posix()] = os.readlink(path).rpartition("/")[2]
-    sizes = {
-        name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1
-        for name in tags
-    }
-    return [HubFile(n, sizes[n], tag) for n, tag in tags.items() if _DIGEST.fullmatch(tag)]
+        links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
+        found = [
+            (p.relative_to(folder).as_posix(), os.readlink(p).rpartition("/")[2]) for p in links
+        ]
+    return [
+        HubFile(name, path.stat().st_size if (path := folder / name).is_file() else -1, digest)
+        for name, digest in found
+        if _DIGEST.fullmatch(digest)
+    ]
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
@@ -286,16 +285,6 @@ def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["Rep
         return f"{repo}: GGUF files only; name one with --file: {', '.join(sizes)}"
     names = ", ".join(repr(item.rfilename) for item in siblings[:9])
     return f"{repo}: no file matches {', '.join(patterns)}; it has {names}"
-
-
-def _is_there(file: HubFile, directory: Path | None, repo: str, commit: str) -> bool:
-    import huggingface_hub
-
-    cached = huggingface_hub.try_to_load_from_cache
-    place = directory / file.name if directory else cached(repo, file.name, revision=commit)
-    if not isinstance(place, str | Path) or not os.path.isfile(place):
-        return False
-    return os.path.getsize(place) == file.nbytes
 
 
 def _wanted(name: str, patterns: Sequence[str]) -> bool:
