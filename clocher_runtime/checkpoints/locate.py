@@ -222,7 +222,7 @@ def no_model(path: Path) -> ModelError:
     if other := _other_program(path, names):
         return other
     if inner := repositories(path):
-        return ModelNotFound(f"{path}: a cache of the Hub; name a model of it: {_some([*inner])}")
+        return ModelNotFound(f"{path}: a cache of the Hub; name a model of it: {some([*inner])}")
     if (repo := repository_of(path / "snapshots" / "x")) and "snapshots" in names:
         return ModelNotFound(f"{path}: the Hub's folder of {repo}; give the name {repo}")
     for name in names:
@@ -240,7 +240,7 @@ def no_model(path: Path) -> ModelError:
     models = [str(path / name) for name in names[:_MOST_MODELS] if holds_model(path / name)]
     if models:
         return ModelNotFound(
-            f"{path}: no model, but {len(models)} below it: {_some(models)}; give one of them"
+            f"{path}: no model, but {len(models)} below it: {some(models)}; give one of them"
         )
     return ModelNotFound(looked + ("" if names else "; the directory is empty") + again)
 
@@ -366,6 +366,7 @@ def refuse_foreign_quantisation(config: Mapping[str, Any], where: str) -> None:
         )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
+    """Return the first names, for messages."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more

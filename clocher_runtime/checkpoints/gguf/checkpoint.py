@@ -26,14 +26,13 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
     tokenizer_config,
     tokenizer_json,
 )
-from clocher_runtime.checkpoints.locate import SUFFIX
+from clocher_runtime.checkpoints.locate import SUFFIX, some
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 
 MAX_PARTS = 1024
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
 _NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
-_SHOWN = 3
 # Keys that change the arithmetic, and the values that leave it as Clocher computes it.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
@@ -45,7 +44,9 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
 }
-_PARTLY_ROTATED, _LATENT = ("phi3",), ("deepseek2",)
+_SIZES = ("attention.value_length", "rope.dimension_count")
+_OTHER_SIZES = {"phi3": _SIZES[1:], "deepseek2": _SIZES}
+"""Sizes that are the head's, and the architectures where they need not be."""
 
 
 def find_gguf(path: Path) -> Path | None:
@@ -57,9 +58,7 @@ def find_gguf(path: Path) -> Path | None:
     except OSError as error:
         raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
     if len({_set_of(name) for name in found}) > 1:
-        raise ModelNotFound(
-            f"{path}: {len(found)} GGUF files ({', '.join(found[:_SHOWN])}); name one of them"
-        )
+        raise ModelNotFound(f"{path}: {len(found)} GGUF files ({some(found)}); name one of them")
     return path / found[0] if found else None
 
 
@@ -79,10 +78,9 @@ def open_file(path: Path) -> GgufFile:
         path.with_name(f"{match[1]}-{no:05}-of-{match[3]}{match[4]}") for no in range(1, count + 1)
     ]
     if missing := [part.name for part in paths if not os.path.isfile(part)]:
-        more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
         raise ModelNotFound(
-            f"{path}: {len(missing)} of {count} parts are missing: "
-            f"{', '.join(missing[:_SHOWN])}{more}; put all of them in {path.parent}"
+            f"{path}: {len(missing)} of {count} parts are missing: {some(missing)}; put all of "
+            f"them in {path.parent}"
         )
     return _joined([named if part == path else GgufFile(part) for part in paths])
 
@@ -160,10 +158,13 @@ def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
 
 def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     file, heads = meta.file, meta.integer("attention.head_count")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        partly = meta.arch in _PARTLY_ROTATED and key.startswith("rope")
-        if meta.arch not in _LATENT and not partly:
-            _require(meta, key)
+    for key in _SIZES:
+        got = meta.integer(key, meta.head_dim)
+        if got != meta.head_dim and key not in _OTHER_SIZES.get(meta.arch, ()):
+            raise UnsupportedModel(
+                f"{meta.where}: {meta.arch}.{key} is {got}; Clocher needs that of the keys, "
+                f"{meta.head_dim}"
+            )
     if "token_embd.weight" not in file.tensors:
         raise FormatError(f"{meta.where}: tensor 'token_embd.weight' is missing")
     config: dict[str, Any] = {
@@ -185,14 +186,6 @@ def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     if meta.arch not in ("qwen2", "qwen2moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config
-
-
-def _require(meta: Metadata, key: str) -> None:
-    if meta.integer(key, meta.head_dim) != meta.head_dim:
-        raise UnsupportedModel(
-            f"{meta.where}: {meta.arch}.{key} is {meta.integer(key)}; Clocher needs that of the "
-            f"keys, {meta.head_dim}"
-        )
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:

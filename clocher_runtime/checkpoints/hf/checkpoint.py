@@ -60,8 +60,7 @@ def read_folder(
         from clocher_runtime.checkpoints.hf import openai_layout
 
         config = openai_layout.canonical_config(config, str(directory / CONFIG))
-    check_config(config, str(directory))
-    settings = read_as(config, _Quantised, str(directory / CONFIG)).quantization_config
+    settings = check_config(config, str(directory))
     arrays, files = read(folder)
     if of_openai:
         arrays = openai_layout.canonical_arrays(arrays, config)
@@ -85,14 +84,15 @@ def read_folder(
     )
 
 
-def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json with an unsupported quantisation."""
+def check_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a config.json; refuse an unsupported one."""
     refuse_foreign_quantisation(config, where)
     settings = read_as(config, _Quantised, f"{where}: {CONFIG}").quantization_config
     if settings is not None:
         method = settings.get("quant_method")
         if not isinstance(method, str) or method not in _METHODS:
             raise unknown("quant_method", method, _METHODS, f"{where}: {SETTINGS}")
+    return settings
 
 
 def _tokenizer(folder: HfFolder, of_openai: bool) -> Path:
