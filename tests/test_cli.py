@@ -14,8 +14,8 @@ from commands import clean_environment, only_line
 
 from clocher_kernels import errors
 from clocher_runtime import cli
+from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.command import loading as engine
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import COMPILING, Console

@@ -45,12 +45,12 @@ from clocher_runtime.checkpoints.dedup.index import (
     parse_index,
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
-from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.checkpoints.plane_writer import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.config.setting import Given
 from clocher_runtime.convert.dedup import encode as encoder
-from clocher_runtime.convert.dedup.encode import Source, choose, choose_stream
+from clocher_runtime.convert.dedup.encode import choose, choose_stream
 from clocher_runtime.convert.dedup.writer import gains, plan_dedup, restore
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
@@ -80,37 +80,26 @@ def stored(dtype: str, data: np.ndarray) -> StoredPlane:
     return StoredPlane("t", "data", plane, hashlib.sha256(data.tobytes()).hexdigest())
 
 
-def written(
-    directory: Path, dtype: str, data: np.ndarray, base: np.ndarray | None = None
-) -> DedupFile:
+def written(directory: Path, dtype: str, data: np.ndarray) -> DedupFile:
     """Deduplicate one plane, write the files, and open them through their JSON."""
-    source = Source(data, base)
-    choice = choose(stored(dtype, data), source)
-    if not choice.plane.xor:
-        source = Source(data)
+    choice = choose(stored(dtype, data), data)
     regions = Places().take(choice.plane)
     files = {kind: Memory() for kind in KINDS}
-    encoder.encode(choice, source, files, regions)
+    encoder.encode(choice, data, files, regions)
     facts = {}
     for kind in KINDS:
         content = bytes(files[kind].data)
         (directory / FILE_NAMES[kind]).write_bytes(content)
         facts[kind] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
     whole = FileFacts(len(data), hashlib.sha256(data.tobytes()).hexdigest())
-    index = DedupIndex(whole, None, facts, (choice.plane,), (regions,))
-    if choice.plane.xor:
-        names = {kind: directory / FILE_NAMES[kind] for kind in KINDS}
-        shaped = np.zeros(0, np.uint8) if base is None else base.view(STORAGE[dtype])
-        return DedupFile(directory / INDEX_NAME, index, names, lambda tensor, key: shaped)
+    index = DedupIndex(whole, facts, (choice.plane,), (regions,))
     (directory / INDEX_NAME).write_bytes(index.text())
     return open_dedup(directory)
 
 
-def there_and_back(
-    directory: Path, dtype: str, data: np.ndarray, base: np.ndarray | None = None
-) -> StoredPlane:
+def there_and_back(directory: Path, dtype: str, data: np.ndarray) -> StoredPlane:
     """Return how a plane was stored, after all ways to read it gave the same bytes."""
-    dedup = written(directory, dtype, data, base)
+    dedup = written(directory, dtype, data)
     assert dedup.plane(0, verify=True).tobytes() == data.tobytes()
     dedup.verify()
     if not dedup.in_place(0):
@@ -180,12 +169,6 @@ CASES: dict[str, tuple[str, Callable[[], np.ndarray], str, str]] = {
         "streams",
         "raw",
     ),
-    "same blocks": (
-        "u8",
-        lambda: np.concatenate([rng("block").integers(0, 256, 8192, np.uint8)] * 9)[:-5],
-        "blocks",
-        "",
-    ),
     "noise": ("u8", lambda: rng("noise").integers(0, 256, LONG, np.uint8), "raw", ""),
     "int4 g32 codes": (
         "u8",
@@ -241,17 +224,6 @@ def test_any_bytes_there_and_back(tmp_path_factory: Any, data: bytes, dtype: str
     item = STORAGE[dtype].itemsize
     array = np.frombuffer(data * item, np.uint8)
     there_and_back(tmp_path_factory.mktemp("any"), dtype, array)
-
-
-@settings(max_examples=60)
-@given(data=BYTES, other=st.binary(min_size=1, max_size=4), dtype=st.sampled_from(["u8", "bf16"]))
-def test_any_bytes_over_a_base(
-    tmp_path_factory: Any, data: bytes, other: bytes, dtype: str
-) -> None:
-    array = np.frombuffer(data * 2, np.uint8)
-    base = array.copy()
-    base[:: len(other)] ^= other[0]
-    there_and_back(tmp_path_factory.mktemp("base"), dtype, array, base)
 
 
 @settings(max_examples=100)
@@ -361,75 +333,6 @@ def test_output_depends_on_the_input_alone(llama: Path, models: dict[str, Path])
         assert (llama / name).read_bytes() == (models[LLAMA.name] / name).read_bytes()
 
 
-def attention_variant(directory: Path) -> Path:
-    """Write the embedded model with int4 attention; everything else as it is."""
-    source = open_checkpoint(GPTOSS)
-    directory.mkdir()
-    fmt = parse_format("int4_sym_g32_f16")
-    with IebinWriter(directory) as writer:
-        for name in source.names:
-            tensor = source.tensor(name)
-            if "self_attn" in name and name.endswith("proj.weight"):
-                tensor = encode(tensor.decode(), fmt)
-            writer.add(name, tensor)
-        writer.commit(source.config, {}, {}, None, {"container": "none"})
-    return directory
-
-
-def test_a_variant_stores_what_differs(gptoss: Path, tmp_path: Path) -> None:
-    variant = attention_variant(tmp_path / "variant")
-    before = digest(variant / "model.ie.bin")
-    expected = open_checkpoint(variant)
-    planes = {n: expected.tensor(n).planes for n in expected.names}
-    plan_dedup(variant, gptoss).run()
-    stored_bytes = sum((variant / name).stat().st_size for name in NAMES)
-    assert stored_bytes <= 0.10 * (variant / "model.ie.bin").stat().st_size
-    (variant / "model.ie.bin").unlink()
-    # Found beside it, under whatever name.
-    moved = gptoss.rename(tmp_path / "elsewhere")
-    checkpoint = open_checkpoint(variant, verify=True)
-    for name, found in planes.items():
-        for key, plane in found.items():
-            assert np.array_equal(checkpoint.tensor(name).planes[key], plane)
-    # A base may be deduplicated itself.
-    (moved / "model.ie.bin").unlink()
-    restore(variant)
-    assert digest(variant / "model.ie.bin") == before
-    (tmp_path / "deep").mkdir()
-    away = moved.rename(tmp_path / "deep" / "base")
-    with pytest.raises(ModelNotFound, match="put it there"):
-        open_deduplicated(variant)
-    open_deduplicated(variant, away, verify=True)
-    # But it may not build on another.
-    (variant / "model.ie.bin").unlink()
-    restore(away)
-    with pytest.raises(FormatError, match="builds on a base itself"):
-        plan_dedup(away, variant)
-
-
-def test_a_fine_tuned_model_over_its_base(llama: Path, tmp_path: Path) -> None:
-    source = open_checkpoint(llama)
-    tuned = tmp_path / "tuned"
-    tuned.mkdir()
-    random = rng("tuned")
-    with IebinWriter(tuned) as writer:
-        for name in source.names:
-            tensor = source.tensor(name)
-            data = tensor.planes["data"].copy()
-            changed = random.random(data.shape) < 0.05
-            data[changed] ^= random.integers(0, 8, int(changed.sum())).astype(data.dtype)
-            writer.add(name, QuantTensor(tensor.shape, tensor.format, {"data": data}))
-        writer.commit(source.config, {}, {}, None, {"container": "none"})
-    before = digest(tuned / "model.ie.bin")
-    plan = plan_dedup(tuned, llama)
-    assert any(choice.plane.xor for choice in plan.choices)
-    assert plan.nbytes <= 0.25 * plan.index.bin.nbytes
-    plan.run()
-    (tuned / "model.ie.bin").unlink()
-    restore(tuned, llama)
-    assert digest(tuned / "model.ie.bin") == before
-
-
 def test_equal_tensors_are_stored_once(tmp_path: Path) -> None:
     data = rng("tied").integers(0, 1 << 16, (300, 64)).astype(np.uint16)
     tensor = QuantTensor((300, 64), parse_format("bf16"), {"data": data})
@@ -486,7 +389,6 @@ def test_script_there_and_back(llama: Path) -> None:
     assert script("--model-dir", llama, "--restore", "--remove-bin")[0] == 2
     assert script("--model-dir", llama, "--restore")[0] == 0
     assert digest(llama / "model.ie.bin") == before
-    assert script("--model-dir", llama, "--base", llama)[0] == 2
     assert script("--model-dir", llama.parent / "none")[0] == 3
     (llama / FILE_NAMES["masks"]).write_bytes(b"x" + (llama / FILE_NAMES["masks"]).read_bytes()[1:])
     assert script("--model-dir", llama, "--check")[0] == 3
@@ -546,7 +448,6 @@ JSON_CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "table": lambda d: code_of(d).update(table=257),
     "escapes": lambda d: code_of(d).update(escapes=1 << 50),
     "escapes less": lambda d: code_of(d).update(escapes=code_of(d)["escapes"] - 1),
-    "base": lambda d: d.update(base={"nbytes": 1, "sha256": "0" * 64, "name_hint": "../x"}),
     "huge constant": lambda d: d["planes"].append(
         {
             "tensor": "huge",
@@ -576,6 +477,9 @@ def test_other_versions_and_broken_seals_are_refused(gptoss: Path) -> None:
     with pytest.raises(FormatError, match="does not match its own SHA-256"):
         open_dedup(gptoss)
     (gptoss / INDEX_NAME).write_bytes(data)
+    reseal(gptoss, lambda d: d.update(base={"nbytes": 1, "sha256": "0" * 64, "name_hint": "x"}))
+    with pytest.raises(UnsupportedModel, match="builds on another model"):
+        open_dedup(gptoss)
     reseal(gptoss, lambda d: d.update(version=2))
     with pytest.raises(UnsupportedModel, match="version 2"):
         open_dedup(gptoss)

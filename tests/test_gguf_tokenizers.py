@@ -19,8 +19,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import generation_config
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.tokenizer import tokenizer_config, tokenizer_json
-from clocher_runtime.checkpoints.gguf.vocabulary import PRE_TYPES
+from clocher_runtime.checkpoints.gguf.tokenizer import PRE_TYPES, tokenizer_config, tokenizer_json
 from clocher_runtime.text.tokenizer import Tokenizer
 from clocher_runtime.text.tokenizer_limits import inspect
 

@@ -12,8 +12,13 @@ from huggingface_hub import constants
 
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints.hf import hub
-from clocher_runtime.checkpoints.hf.cache import published_as
-from clocher_runtime.checkpoints.hf.hub import PATTERNS, Download, local_or_fetched, plan_download
+from clocher_runtime.checkpoints.hf.hub import (
+    PATTERNS,
+    Download,
+    local_or_fetched,
+    plan_download,
+    published_as,
+)
 from clocher_runtime.convert.to_iebin import open_source
 
 __all__ = ["server"]

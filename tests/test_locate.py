@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -237,9 +236,6 @@ def quantised(method: str | None = None, **settings: object) -> Callable[[Path],
     return changed_config(quantization_config={"quant_method": method, **settings})
 
 
-LLAMA2C = struct.pack("<7i", 288, 768, 6, 6, 6, -32000, 256) + bytes(64)
-LLAMA2C_PARTS = ["a llama2.c checkpoint (a header and raw floats, no pickle)", "a GGUF file"]
-
 FOREIGN_METHODS = {
     "torchao": "torchao weights",
     "hqq": "HQQ weights",
@@ -269,9 +265,6 @@ FOREIGN_METHODS = {
         (file_of("pytorch_model.bin"), ["pickled weights", "give the directory"]),
         (file_of("model.pt"), ["pickled weights"]),
         (file_of("model.ckpt"), ["pickled weights"]),
-        (file_of("stories15M.bin", LLAMA2C), LLAMA2C_PARTS),
-        (file_of("v2.bin", b"24ka" + bytes(252)), LLAMA2C_PARTS),
-        (lambda path: file_of("stories15M.bin", LLAMA2C)(path).parent, LLAMA2C_PARTS),
         (file_of("config.json"), ["one file of a model; give its directory"]),
         (file_of("notes.txt"), ["not a model; give the directory of one"]),
         (file_of("sha256-00", b"GGUF\x03"), ["whose name does not say so", "ln -s"]),

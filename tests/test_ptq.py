@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +26,7 @@ from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel,
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
-from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
+from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.command.ptq import rules_of
 from clocher_runtime.command.script_run import needed
@@ -35,6 +34,7 @@ from clocher_runtime.convert.q4.map import load_q4_map, parse_q4_map
 from clocher_runtime.convert.q4.parts import PartsWriter, part_of
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.convert.to_iebin import convert
+from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan, build_plan, describe_source
@@ -134,9 +134,9 @@ def test_every_flag_reaches_the_weights(
     flags: Sequence[object], fmt: str, clip: str, tmp_path: Path
 ) -> None:
     arrays = {"layers.0.w": np.random.default_rng(5).standard_t(4, (16, 256)).astype(np.float32)}
-    path = tmp_path / "w.npz"
-    np.savez(path, **arrays)
-    code, output = from_npz(path, tmp_path / "q4.json", *flags)
+    code, output = quantised(
+        lambda path: open_arrays(arrays, "w"), Path("w"), tmp_path / "q4.json", *flags
+    )
     assert code == 0, output
     (entry,) = json.loads((tmp_path / "q4.json").read_text())["tensors"]
     expected = round_tensor(
@@ -145,10 +145,6 @@ def test_every_flag_reaches_the_weights(
     from clocher_runtime.convert.q4.parts import plane_hashes
 
     assert entry["format"] == fmt and entry["sha256"] == plane_hashes(expected)
-
-
-def from_npz(path: Path, out: Path, *args: object) -> tuple[int, str]:
-    return quantised(open_npz, path, out, *args)
 
 
 @pytest.mark.parametrize(
@@ -353,44 +349,19 @@ def test_a_truncated_or_flipped_bin_is_refused_or_read(tmp_path: Path) -> None:
     assert refused > 15
 
 
-def test_arrays_of_an_npz_file(tmp_path: Path) -> None:
+def test_arrays_of_any_float_type_are_taken() -> None:
     rng = np.random.default_rng(0)
     arrays = {
         "f32": rng.standard_normal((4, 32)).astype(np.float32),
         "f16": rng.standard_normal((4, 32)).astype(np.float16),
         "f64": rng.standard_normal((2, 4, 32)),
+        "big-endian": rng.standard_normal((4, 32)).astype(">f4"),
         "fortran": np.asfortranarray(rng.standard_normal((4, 32)).astype(np.float32)),
     }
-    for save in (np.savez, np.savez_compressed):
-        save(tmp_path / "w.npz", **arrays)
-        found = open_npz(tmp_path / "w.npz")
-        for name, array in arrays.items():
-            assert np.array_equal(found.tensor(name).decode(), array.astype(np.float32)), name
-
-
-def test_a_hostile_npz_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "w.npz"
-    np.savez(path, w=np.array([Evil(tmp_path / "trap")], dtype=object))
-    with pytest.raises(FormatError, match="dtype object"):
-        open_npz(path)
-    assert not (tmp_path / "trap").exists()
-    np.savez(path, w=np.arange(4))
-    with pytest.raises(FormatError, match="expected float16"):
-        open_npz(path)
-    header = (
-        b"\x93NUMPY\x01\x00\x4e\x00"
-        + b"{'descr': '<f4', 'fortran_order': False, 'shape': (99999, 99999)}".ljust(77)
-        + b"\n"
-    )
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("w.npy", header + bytes(16))
-    with pytest.raises(FormatError, match="describes another size"):
-        open_npz(path)
-    path.write_bytes(b"PK")
-    with pytest.raises(FormatError, match=r"not an \.npz file"):
-        open_npz(path)
-    with pytest.raises(ModelNotFound):
-        open_npz(tmp_path / "absent.npz")
+    found = open_arrays(arrays, "w")
+    assert found.tensors["f16"].format.name == "f16"
+    for name, array in arrays.items():
+        assert np.array_equal(found.tensor(name).decode(), array.astype(np.float32)), name
 
 
 def test_a_function_gives_weights(tmp_path: Path) -> None:
@@ -414,7 +385,7 @@ def test_a_function_gives_weights(tmp_path: Path) -> None:
     for source, message in (
         ("mine:value", "int is not a function"),
         ("nomodule:f", "nomodule"),
-        ("mine", "expected FILE.npz or module:function"),
+        ("mine", "expected module:function"),
     ):
         done = script("ptq_from_source", "--source", source, "--out", "no.json", cwd=tmp_path)
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
@@ -576,8 +547,8 @@ def test_the_loaded_manifest_is_the_one_that_was_written(tmp_path: Path) -> None
 
 
 def test_hashing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
-    np.savez(tmp_path / "w.npz", **{"model.up.weight": np.ones((1 << 10, 1 << 14), np.float32)})
-    checkpoint = open_npz(tmp_path / "w.npz")
+    (tmp_path / "w").write_bytes(bytes(64 << 20))
+    checkpoint = Checkpoint(tmp_path, "bin", {}, {}, (MappedFile(tmp_path / "w"),))
     resident = []
 
     def look(*_: object) -> None:

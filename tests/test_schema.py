@@ -6,7 +6,7 @@ import pytest
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.schema import finite, given, one_of, read_as
+from clocher_runtime.disk.strict_json import finite, given, one_of, read_as
 
 
 class Inner(Struct, forbid_unknown_fields=True):

@@ -9,7 +9,7 @@ import pytest
 
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.disk import read_ahead
+from clocher_runtime.disk import files
 from cpu_fallback.team import large_pages
 from cpu_fallback.team.large_pages import HUGE
 from cpu_fallback.tiles import tile_pack, together
@@ -97,11 +97,11 @@ def test_files_that_are_not_in_memory_are_read(
     counts: list[int] = []
     readv = os.readv
     monkeypatch.setattr(os, "readv", lambda *what: counts.append(readv(*what)) or counts[-1])
-    read_ahead.read_ahead([path])  # just written, so it is in memory
-    read_ahead.read_ahead([missing])  # whoever opens it will say so
+    files.read_ahead([path])  # just written, so it is in memory
+    files.read_ahead([missing])  # whoever opens it will say so
     assert not _reading() and not counts
-    monkeypatch.setattr(read_ahead, "_is_cached", lambda path: False)
-    read_ahead.read_ahead([path])
+    monkeypatch.setattr(files, "_is_cached", lambda path: False)
+    files.read_ahead([path])
     for thread in _reading():
         thread.join(30)
     assert sum(counts) == 20 << 20

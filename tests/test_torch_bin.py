@@ -15,7 +15,6 @@ from fuzz.hf_seeds import archive_bytes, torch_archive
 from fuzz.oracle import bounded_memory, judge
 
 from clocher_kernels.errors import FormatError, ModelError
-from clocher_runtime.checkpoints.arrays import open_npz
 from clocher_runtime.checkpoints.hf import torch_bin
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 
@@ -178,19 +177,6 @@ def test_an_odd_archive_is_refused(make: Make, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, make(records))
     with pytest.raises(FormatError, match=r"(?i)zip archive"):
         open_torch_bin(folder)
-
-
-@pytest.mark.parametrize("method", [zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA])
-def test_an_npz_that_numpy_does_not_write_is_refused(method: int, tmp_path: Path) -> None:
-    array = BytesIO()
-    np.save(array, np.ones((2, 3), np.float32))
-    with zipfile.ZipFile(tmp_path / "w.npz", "w", method) as archive:
-        archive.writestr("w.npy", array.getvalue())
-    data = bytearray((tmp_path / "w.npz").read_bytes())
-    data[45:60] = bytes(15)  # and the compressed data are damaged
-    (tmp_path / "w.npz").write_bytes(data)
-    with pytest.raises(FormatError, match="NumPy does not write"):
-        open_npz(tmp_path / "w.npz")
 
 
 def test_an_index_of_pickled_shards_is_checked(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
-from clocher_runtime.checkpoints.opening import Checkpoint
+from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import find_preset
 from clocher_runtime.engine.session import Session

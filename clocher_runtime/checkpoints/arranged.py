@@ -10,7 +10,13 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_kernels.formats import Float, Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.fp8 import BLOCK
-from clocher_runtime.checkpoints.checkpoint import LazyTensor, Stored, lazy_tensor, stored_tensor
+from clocher_runtime.checkpoints.checkpoint import (
+    LazyTensor,
+    Stored,
+    lazy_tensor,
+    planes_of,
+    stored_tensor,
+)
 from clocher_runtime.models.families import family_of, text_config
 from clocher_runtime.models.family import Piece, names_of, pieces
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
@@ -158,8 +164,7 @@ def _gathered(
 ) -> dict[str, np.ndarray]:
     planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(shape).items()}
     for part, stored in pairs:
-        source = stored.make() if isinstance(stored, LazyTensor) else stored.planes
-        picked = _picked(stored.format, source, stored.shape, part.rows, fmt)
+        picked = _picked(stored.format, planes_of(stored), stored.shape, part.rows, fmt)
         for key, plane in planes.items():
             target = plane if part.expert is None else plane[part.expert]
             lead = len(shape) - (2 if len(shape) > 1 else 1) - (part.expert is not None)

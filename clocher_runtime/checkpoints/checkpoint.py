@@ -1,17 +1,18 @@
 """The common interface of all weight containers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelError, ShapeError, UnsupportedModel
-from clocher_kernels.formats import Bsr, Format, Mxfp4
+from clocher_kernels.errors import FormatError, ModelError, ShapeError, UnsupportedModel, UsageError
+from clocher_kernels.formats import Bsr, Float, Format, Mxfp4
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.plane_index import check_hashes
+from clocher_runtime.disk.strict_json import checked_name
 
 CHECK_LIMIT_BYTES = 64 << 20
 _INDICES = ("row_ptr", "col_idx")
@@ -46,7 +47,7 @@ class Checkpoint:
     """
 
     path: Path
-    kind: Literal["hf", "bin", "iebin", "gguf", "npz", "callable"]
+    kind: Literal["hf", "bin", "iebin", "gguf", "callable"]
     config: Mapping[str, Any]
     tensors: Mapping[str, Stored]
     files: tuple[MappedFile, ...]
@@ -91,7 +92,7 @@ class Checkpoint:
         """
         stored = self._stored(name)
         try:
-            found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
+            found = planes_of(stored)
         except (FormatError, UnsupportedModel) as error:
             raise type(error)(f"{self.path}: tensor {name!r}: {error}") from None
         planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
@@ -149,6 +150,11 @@ class Checkpoint:
         return self.tensors[name]
 
 
+def planes_of(stored: Stored) -> Mapping[str, np.ndarray]:
+    """Return the planes of a tensor, computed if it is lazy."""
+    return stored.make() if isinstance(stored, LazyTensor) else stored.planes
+
+
 def stored_tensor(
     shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
 ) -> QuantTensor:
@@ -168,3 +174,42 @@ def lazy_tensor(
     except ShapeError as error:
         raise FormatError(f"{where}: {error}") from None
     return LazyTensor(shape, fmt, make)
+
+
+def open_arrays(arrays: object, where: str) -> Checkpoint:
+    """Return a checkpoint of (name, array) pairs or a mapping.
+
+    Arrays are floats [...] or `QuantTensor`s, which bf16 weights need. Raises UsageError.
+    """
+    if isinstance(arrays, Mapping):
+        arrays = arrays.items()
+    if not isinstance(arrays, Iterable):
+        raise UsageError(
+            f"{where} gave {type(arrays).__name__}; expected a dict of arrays, or (name, array) "
+            "pairs"
+        )
+    tensors: dict[str, Stored] = {}
+    for pair in arrays:
+        if not (isinstance(pair, tuple) and len(pair) == 2):
+            raise UsageError(f"{where} gave {type(pair).__name__}; expected (name, array) pairs")
+        try:
+            name = checked_name(pair[0], where)
+            if name in tensors:
+                raise FormatError(f"{where}: array {name!r} is there twice")
+            tensors[name] = _from_value(pair[1], f"{where}: array {name!r}")
+        except ModelError as error:
+            raise UsageError(str(error)) from None
+    if not tensors:
+        raise UsageError(f"{where} gave no arrays")
+    return Checkpoint(Path(), "callable", {}, tensors, ())
+
+
+def _from_value(value: object, where: str) -> Stored:
+    if isinstance(value, QuantTensor):
+        return value
+    if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or value.dtype.itemsize > 8:
+        got = f"{value.dtype} array" if isinstance(value, np.ndarray) else type(value).__name__
+        raise FormatError(f"{where}: {got}; expected an array of floats, or a QuantTensor")
+    dtype = np.float16 if value.dtype.itemsize == 2 else np.float32
+    data = value.astype(dtype, copy=False)
+    return stored_tensor(value.shape, Float(f"f{8 * data.itemsize}"), {"data": data}, where)

@@ -12,27 +12,23 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Format
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, stored_tensor
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.output_file import PARTIAL, write_file
 from clocher_runtime.disk.plane_index import (
     Entry,
     FileFacts,
     Shape,
     check_padding,
-    lines,
     place,
     read_sealed,
-    seal,
 )
-from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 
 JSON_NAME = "model.ie.json"
 BIN_NAME = "model.ie.bin"
 VOCAB_NAME = "vocab.json"
 CERTIFICATE_NAME = "model.ie.certificate.json"
-PARTIAL_NAME = BIN_NAME + PARTIAL
 FORMAT = "iebin"
 VERSION = 1
 MAX_VOCAB_BYTES = 256_000_000
@@ -76,13 +72,8 @@ class IebinIndex:
 
     def open(self, bin_path: Path | None = None) -> Checkpoint:
         """Return the model as views of model.ie.bin, by default the one beside it."""
-        files = {"bin": MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)}
-        tensors = {}
-        for entry in self.entries:
-            where = f"{files['bin'].path}: tensor {entry.name!r}"
-            views = entry.views(files)
-            tensors[entry.name] = stored_tensor(entry.shape, entry.format, views, where)
-        return self.checkpoint(tensors, tuple(files.values()))
+        file = MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)
+        return self.checkpoint(tensors_of(self.entries, {"bin": file}), (file,))
 
     def checkpoint(
         self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
@@ -101,6 +92,15 @@ class IebinIndex:
         )
 
 
+def tensors_of(entries: Iterable[Entry], files: Mapping[str, MappedFile]) -> dict[str, QuantTensor]:
+    """Return entries' tensors as views of files of checked size."""
+    where = f"{next(iter(files.values())).path}: tensor"
+    return {
+        e.name: stored_tensor(e.shape, e.format, e.views(files), f"{where} {e.name!r}")
+        for e in entries
+    }
+
+
 def read_index(json_path: Path) -> IebinIndex:
     """Read model.ie.json and check all that does not need model.ie.bin."""
     where = str(json_path)
@@ -109,7 +109,7 @@ def read_index(json_path: Path) -> IebinIndex:
     if "vocab" in document:
         vocab = FileFacts.read(document["vocab"], f"{where}: vocab", VOCAB_NAME)
         path = json_path.parent / VOCAB_NAME
-        if _facts(read_bytes(path, MAX_VOCAB_BYTES)) != vocab:
+        if facts_of(read_bytes(path, MAX_VOCAB_BYTES)) != vocab:
             raise FormatError(f"{path}: not the vocabulary that {where} describes; convert again")
     weights = FileFacts.read(document["bin"], f"{where}: bin", BIN_NAME)
     entries = Entry.read(document["tensors"], where)
@@ -129,42 +129,6 @@ def model_bytes(tensors: Iterable[tuple[Format, Shape]]) -> int:
     return ends["bin"] + _JSON_BYTES_PER_TENSOR * count
 
 
-class IebinWriter(PlaneWriter):
-    """Writes one model: `add` every tensor, then `commit`, without which all is undone."""
-
-    def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
-        """Start a model in an existing directory; `job` and `progress` as in `PlaneWriter`."""
-        super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
-        self.directory = directory
-
-    def commit(
-        self,
-        config: Mapping[str, Any],
-        generation_config: Mapping[str, Any],
-        tokenizer_config: Mapping[str, Any],
-        vocab: bytes | None,
-        source: Mapping[str, Any],
-    ) -> None:
-        """Write the document; `vocab` is tokenizer.json, `source` is informational."""
-        weights = self.sync()["bin"]
-        self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])
-        document: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
-            "config": config,
-            "generation_config": generation_config,
-            "tokenizer_config": tokenizer_config,
-        }
-        if vocab is None:
-            (self.directory / VOCAB_NAME).unlink(missing_ok=True)
-        else:
-            write_file(self.directory / VOCAB_NAME, vocab)
-            document["vocab"] = {"file": VOCAB_NAME, **_facts(vocab).document()}
-        document["bin"] = {"file": BIN_NAME, **weights.document()}
-        document["source"] = source
-        text = lines(document, "tensors", [entry.document() for entry in self.entries])
-        write_file(self.directory / JSON_NAME, seal(text.encode()))
-
-
-def _facts(data: bytes) -> FileFacts:
+def facts_of(data: bytes) -> FileFacts:
+    """Return size and hash of a file's content."""
     return FileFacts(len(data), hashlib.sha256(data).hexdigest())

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Float, Format, Int4
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, stored_tensor
-from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored
+from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin, tensors_of
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import (
@@ -127,11 +127,12 @@ def load_q4_planes(path: Path) -> Q4Planes:
         document = fields(parse_object(read_bytes(path, MAX_JSON_BYTES), where), where, _MANIFEST)
         names = fields(document["files"], f"{where}: files", _PLACES)
         entries = Q4Entry.read(document["tensors"], where)
-        if not all(_is_place(name) for name in names.values()):
-            raise FormatError(
-                f"{where}: files: expected places relative to the manifest, of at most "
-                f"{MAX_NAME_CHARS} characters"
-            )
+        for name in names.values():
+            if len(name) > MAX_NAME_CHARS or not name.isprintable() or os.path.isabs(name):
+                raise FormatError(
+                    f"{where}: files: expected places relative to the manifest, of at most "
+                    f"{MAX_NAME_CHARS} characters"
+                )
         if document["format"] != FORMAT or document["version"] != VERSION:
             raise FormatError(
                 f"{where}: {document['format']!r:.40} version {document['version']}; this Clocher "
@@ -142,7 +143,7 @@ def load_q4_planes(path: Path) -> Q4Planes:
     except ModelError as error:
         raise UsageError(str(error)) from None
     files = {key: path.parent / name for key, name in names.items()}
-    tensors = _views(entries, _map(files, entries))
+    tensors = tensors_of(entries, _map(files, entries))
     portable = {key: value for key, value in document.items() if key != "files"}
     return Q4Planes(path, files, portable, {entry.name: entry for entry in entries}, tensors)
 
@@ -177,7 +178,7 @@ def open_index(
     if not entries:
         return base
     files = _map({key: json_path.with_name(name) for key, name in Q4_NAMES.items()}, entries)
-    tensors = _views(entries, files)
+    tensors = tensors_of(entries, files)
     if verify:
         for entry in entries:
             _check(entry, tensors[entry.name], json_path)
@@ -218,11 +219,6 @@ def _base_hash(path: Path) -> str:
     return unsealed(read_bytes(pair, MAX_JSON_BYTES), str(pair))
 
 
-def _is_place(name: str) -> bool:
-    """Return whether a name can be a file path relative to the manifest."""
-    return len(name) <= MAX_NAME_CHARS and name.isprintable() and not os.path.isabs(name)
-
-
 def _map(files: Mapping[str, Path], entries: Sequence[Q4Entry]) -> dict[str, MappedFile]:
     """Map the plane files, which must be as long as the entries need."""
     mapped = {}
@@ -234,13 +230,6 @@ def _map(files: Mapping[str, Path], entries: Sequence[Q4Entry]) -> dict[str, Map
                 f"truncated or of another run; {_WRITE_AGAIN}"
             )
     return mapped
-
-
-def _views(entries: Sequence[Q4Entry], files: Mapping[str, MappedFile]) -> dict[str, QuantTensor]:
-    where = f"{files[CODES].path}: tensor"
-    return {
-        e.name: stored_tensor(e.shape, Q4_0, e.views(files), f"{where} {e.name!r}") for e in entries
-    }
 
 
 def _check(entry: Q4Entry, tensor: QuantTensor, path: Path) -> None:

@@ -30,7 +30,7 @@ def error_line(error: BaseException) -> dict[str, Any]:
 
 def to_json(line: Line) -> str:
     """Return a line as ASCII JSON on one line, NaN and infinities as null."""
-    from clocher_runtime.disk.schema import finite
+    from clocher_runtime.disk.strict_json import finite
 
     return json.dumps(finite(line), allow_nan=False)
 

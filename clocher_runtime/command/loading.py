@@ -14,7 +14,7 @@ from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.model_choice import choose_model
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.setting import Given, every, unmet
-from clocher_runtime.disk.read_ahead import read_ahead
+from clocher_runtime.disk.files import read_ahead
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, gpu, hand_on
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.sampling_defaults import sampling_defaults

@@ -12,7 +12,7 @@ from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.script_run import Report
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.schema import finite
+from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.engine.backends import choose
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.topology import default_threads

@@ -10,8 +10,7 @@ import click
 
 from clocher_kernels.errors import ModelError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import find_hf
-from clocher_runtime.checkpoints.hf.foreign import no_directory
+from clocher_runtime.checkpoints.locate import find_hf, no_directory
 from clocher_runtime.command.script_run import (
     EXIT_CODES,
     PATH,

@@ -11,13 +11,13 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Bsr, Float
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.iebin import BIN_NAME, IebinWriter
-from clocher_runtime.checkpoints.opening import open_checkpoint
+from clocher_runtime.checkpoints.iebin import BIN_NAME
+from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.convert.q4.map import NamePattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
 from clocher_runtime.disk.output_file import check_free
-from clocher_runtime.disk.plane_writer import Progress
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 """The matrices made block-sparse by default."""

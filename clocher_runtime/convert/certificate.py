@@ -15,11 +15,11 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import BIN_NAME, CERTIFICATE_NAME, JSON_NAME, read_index
+from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes, sha256_of
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import check_padding, lines, read_sealed, seal
-from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
 
 FORMAT = "iebin.certificate"

@@ -17,13 +17,13 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.metadata import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, Order, pieces, row_order
-from clocher_runtime.checkpoints.gguf.vocabulary import NORMAL
+from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
+from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
-from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.rope import inverse_frequencies

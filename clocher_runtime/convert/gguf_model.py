@@ -16,7 +16,7 @@ from clocher_kernels.formats import Ternary
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import same_type
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.gguf.vocabulary import (
+from clocher_runtime.checkpoints.gguf.tokenizer import (
     BYTE,
     CONTROL,
     NORMAL,
@@ -25,10 +25,10 @@ from clocher_runtime.checkpoints.gguf.vocabulary import (
     UNUSED,
     USER,
 )
+from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
 from clocher_runtime.convert.to_iebin import vocabulary
 from clocher_runtime.disk.output_file import check_free
-from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory

@@ -14,15 +14,14 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,
     JSON_NAME,
-    IebinWriter,
     model_bytes,
     open_iebin,
 )
+from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.random_tensors import normal_matrix, normal_vector
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
 from clocher_runtime.disk.output_file import check_free
-from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.spec import ModelSpec

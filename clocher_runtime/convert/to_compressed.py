@@ -15,10 +15,10 @@ from clocher_kernels.formats.fp8 import BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
-from clocher_runtime.checkpoints.hf.foreign import CONFIG
+from clocher_runtime.checkpoints.locate import CONFIG
+from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.convert.to_iebin import natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file
-from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import family_of
 from clocher_runtime.models.inventory import EMBED, HEAD

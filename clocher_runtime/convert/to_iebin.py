@@ -13,26 +13,24 @@ from typing import TypeVar
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.hf.checkpoint import find_hf, open_hf
-from clocher_runtime.checkpoints.hf.foreign import CONFIG, no_directory
+from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,
     JSON_NAME,
     MAX_VOCAB_BYTES,
-    PARTIAL_NAME,
-    IebinWriter,
     model_bytes,
     read_index,
 )
-from clocher_runtime.checkpoints.opening import open_checkpoint
+from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
+from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.checkpoints.q4 import Q4Planes, is_q4_planes, load_q4_planes
 from clocher_runtime.convert.q4.map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.output_file import check_free, write_file
+from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
 from clocher_runtime.disk.plane_index import dump
-from clocher_runtime.disk.plane_writer import Progress
 from clocher_runtime.engine.topology import usable_cpus
 
 T = TypeVar("T")
@@ -173,7 +171,7 @@ def plan_conversion(
     nbytes = model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
     nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
     nbytes += len(vocabulary(source) or b"")
-    partial = out_dir / PARTIAL_NAME
+    partial = out_dir / (BIN_NAME + PARTIAL)
     reclaimed = partial.stat().st_size if partial.is_file() else 0
     free = check_free(partial, nbytes, reclaimed)
     return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes, free)

@@ -13,7 +13,8 @@ import re
 import signal
 import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from clocher_kernels import host_memory
 from clocher_kernels.errors import FormatError, ModelChanged, ModelError, ModelNotFound
 from clocher_kernels.formats.base import Plane
 from clocher_kernels.guards import refuse_in_window
@@ -33,6 +35,7 @@ _STEP = 1 << 22
 _POINTER = re.compile(rb"version https://git-lfs\.github\.com/spec/\S+\noid \S+\nsize \d+\n")
 _MAX_POINTER_BYTES = 1024
 _WRITTEN = "it was written to"
+_READ_BYTES, _PROBES = 8 << 20, 16
 _ENDS, _SAMPLES = 16, 256
 """Pages compared after a file's times changed: of each end, and in between."""
 _LEAVE = "leave the files of a model alone while it is in use, and load it again"
@@ -224,6 +227,42 @@ def sha256_of(*arrays: np.ndarray) -> str:
         for piece in byte_pieces(array):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def read_ahead(paths: Sequence[Path]) -> None:
+    """Read files into the page cache in a thread, unless cached or too large (Linux)."""
+    left = host_memory.available()
+    if left is None or not hasattr(os, "RWF_NOWAIT"):
+        return
+    try:
+        absent = [path for path in paths if not _is_cached(path)]
+        if not absent or sum(os.path.getsize(path) for path in absent) > left // 2:
+            return
+    except (OSError, ModelError):
+        return
+    threading.Thread(target=_read_all, args=(absent,), name="clocher-reading", daemon=True).start()
+
+
+def _is_cached(path: Path) -> bool:
+    """Return whether evenly spread pages of a file are all in memory."""
+    with open_regular(path) as descriptor:
+        size = os.fstat(descriptor).st_size
+        for i in range(_PROBES):
+            page = [bytearray(1)]
+            try:
+                os.preadv(descriptor, page, size * i // _PROBES, os.RWF_NOWAIT)
+            except BlockingIOError:
+                return False
+    return True
+
+
+def _read_all(paths: Sequence[Path]) -> None:
+    block = bytearray(_READ_BYTES)
+    with suppress(OSError, ModelError):
+        for path in paths:
+            with open_regular(path) as descriptor:
+                while os.readv(descriptor, [block]):
+                    pass
 
 
 def _address(array: np.ndarray) -> int:

@@ -177,10 +177,8 @@ class JsonlWriter:
     def __init__(self, path: Path, source: str) -> None:
         self.lines = 0
         self._path, self._source = path, source
-        if os.path.islink(path):
-            raise UsageError(f"{source}: {path} is a link, which would be replaced; name the file")
-        if os.path.exists(path) and not os.path.isfile(path):
-            raise UsageError(f"{source}: {path} cannot be written: it is no file")
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
+            raise UsageError(f"{source}: {path} cannot be written: it is a link or no file")
         self._partial = path.with_name(path.name + PARTIAL)
         try:
             descriptor = open_locked(self._partial)

@@ -15,7 +15,7 @@ from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
 from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
-from clocher_runtime.disk.schema import given, read_as
+from clocher_runtime.disk.strict_json import given, read_as
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config

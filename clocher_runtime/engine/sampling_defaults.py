@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from msgspec import Meta, Struct
 
-from clocher_runtime.disk.schema import given, read_as
+from clocher_runtime.disk.strict_json import given, read_as
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.schema import given, one_of, read_as, shown, unknown
+from clocher_runtime.disk.strict_json import given, one_of, read_as, shown, unknown
 from clocher_runtime.models.config_fields import (
     WHERE,
     BlockSize,

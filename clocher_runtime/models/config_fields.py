@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.disk.schema import given, one_of, read_as
+from clocher_runtime.disk.strict_json import given, one_of, read_as
 from clocher_runtime.models.spec import RopeSpec
 
 WHERE = "config.json"

@@ -19,8 +19,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.schema import read_as
-from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.disk.strict_json import parse_object, read_as
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.completion import logprob_of

@@ -14,8 +14,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import JsonlWriter
-from clocher_runtime.disk.schema import finite, read_as
-from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.disk.strict_json import finite, parse_object, read_as
 
 SCHEMA = "clocher.trace/1"
 MAX_BYTES = 1 << 30

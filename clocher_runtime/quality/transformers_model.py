@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, ModelError, OutOfMemory, UsageError
-from clocher_runtime.checkpoints.hf.foreign import CONFIG
+from clocher_runtime.checkpoints.locate import CONFIG
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quality.verify import Encode
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.disk.schema import finite
+from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.quality.trace import TopLogits, Trace, top_logits
 
 SCHEMA = "clocher.verify/1"

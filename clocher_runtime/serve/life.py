@@ -15,7 +15,7 @@ from typing import Any
 import uvicorn
 
 from clocher_kernels.errors import DeviceError
-from clocher_runtime.checkpoints.hf.cache import repository_of
+from clocher_runtime.checkpoints.hf.hub import repository_of
 from clocher_runtime.command.loading import defaults_of
 from clocher_runtime.command.model_choice import ModelChoice, choose_model, converses
 from clocher_runtime.config.sources import Sources

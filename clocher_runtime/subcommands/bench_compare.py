@@ -12,8 +12,7 @@ import msgspec
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.command.script_run import PATH, Report, script
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.schema import read_as
-from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.disk.strict_json import parse_json, read_as
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.speed import Case
 from clocher_runtime.quality.statistics import apart_ratio

@@ -56,7 +56,7 @@ def quality(
     report: Report, task: Path, limit: int | None, batch: int, context: int | None, **model: Any
 ) -> None:
     """Score the items of a file and print the line."""
-    from clocher_runtime.disk.schema import finite
+    from clocher_runtime.disk.strict_json import finite
     from clocher_runtime.quality.likelihood import Scorer, read_task, score_task
 
     items = read_task(task)[:limit]

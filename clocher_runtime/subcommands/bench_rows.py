@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import mean, median, stdev
 from typing import Any
 
-from clocher_runtime.disk.schema import finite
+from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.quality.speed import Case, Runner
 from clocher_runtime.quality.statistics import median_of_runs, ratio, spread
 

@@ -8,9 +8,7 @@ import click
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.command.script_run import (
     EXIT_CODES,
-    PATH,
     Report,
-    option,
     place,
     script,
     size,
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 _NOTES = """\
 What to expect: bf16 weights shrink by about 30 %, ternary ones by 20 %, an MXFP4 model by 4 to 5 %
-(its scales), int4 codes by nothing or little. A variant with --base stores what differs.
+(its scales), int4 codes by nothing or little.
 
 Killed at any moment, it leaves model.ie.bin alone, and either the old deduplicated files, or none
 that a reader accepts, or the finished new ones. Run it again to start over."""
@@ -37,12 +35,6 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
         "Directory with model.ie.json and model.ie.bin. The output goes there, too: "
         "model.dedup.json, model.dedup.{defaults,masks,exceptions}.bin.",
     ),
-    option(
-        "--base",
-        PATH,
-        "Directory of a model that this one is a variant of: what both have in common is not "
-        "stored again. The variant can then be read only where the base is, best beside it.",
-    ),
     switch("--verify", "Read the result back and check every hash."),
     switch("--keep-anyway", "Write it even if it saves less than 3 %."),
     switch("--remove-bin", "Then delete model.ie.bin."),
@@ -51,7 +43,6 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
     examples=(
         ("Less space", "clocher dedup models/llama --verify --remove-bin"),
         ("And back", "clocher dedup models/llama --restore"),
-        ("What differs from another model", "clocher dedup models/tuned --base models/llama"),
         ("Run it", 'IE_DEDUP=1 clocher-run --model-dir models/llama --prompt "def f"'),
     ),
     epilog=_NOTES,
@@ -63,7 +54,6 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
 def dedup(
     report: Report,
     model_dir: Path,
-    base: Path | None,
     verify: bool,
     keep_anyway: bool,
     remove_bin: bool,
@@ -78,17 +68,17 @@ def dedup(
     from clocher_runtime.checkpoints.iebin import BIN_NAME
 
     if (back or check) and (remove_bin or keep_anyway or back == check):
-        raise UsageError("--restore and --check stand alone, with --base or --verify")
+        raise UsageError("--restore and --check stand alone, or with --verify")
     if back:
-        _restore(report, model_dir, base)
+        _restore(report, model_dir)
     elif check:
-        open_deduplicated(model_dir, base, verify=True)
+        open_deduplicated(model_dir, verify=True)
         report.done(f"{model_dir}: every hash is right")
-    elif not _deduplicate(report, model_dir, base, keep_anyway):
+    elif not _deduplicate(report, model_dir, keep_anyway):
         return ExitCode.REJECTED
     else:
         if verify or remove_bin:
-            open_deduplicated(model_dir, base, verify=True)
+            open_deduplicated(model_dir, verify=True)
             report.done("verified")
         if remove_bin:
             (model_dir / BIN_NAME).unlink()
@@ -100,13 +90,13 @@ COMMAND = dedup
 main = dedup.run
 
 
-def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway: bool) -> bool:
+def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
     from clocher_runtime.convert.dedup.writer import plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
     with report.progress(total) as progress:
-        plan = plan_dedup(model_dir, base, progress)
+        plan = plan_dedup(model_dir, progress)
     _table(plan)
     less = 100 * (1 - plan.nbytes / total)
     saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"
@@ -119,7 +109,7 @@ def _deduplicate(report: Report, model_dir: Path, base: Path | None, keep_anyway
     return True
 
 
-def _restore(report: Report, model_dir: Path, base: Path | None) -> None:
+def _restore(report: Report, model_dir: Path) -> None:
     from clocher_runtime.checkpoints.dedup.reader import has_dedup
     from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, read_index
     from clocher_runtime.convert.dedup.writer import restore
@@ -127,7 +117,7 @@ def _restore(report: Report, model_dir: Path, base: Path | None) -> None:
     if not has_dedup(model_dir):
         raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
     with report.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
-        nbytes = restore(model_dir, base, progress)
+        nbytes = restore(model_dir, progress)
     report.done(f"restored {BIN_NAME}, {size(nbytes)}, SHA-256 as in {JSON_NAME}")
 
 

@@ -88,8 +88,7 @@ main = models.run
 
 
 def _one_model(where: Sequence[str]) -> Path | None:
-    from clocher_runtime.checkpoints.hf.foreign import holds_model
-    from clocher_runtime.checkpoints.locate import locate
+    from clocher_runtime.checkpoints.locate import holds_model, locate
 
     paths = [locate(name) for name in where]
     for name, path in zip(where, paths, strict=True):
@@ -196,7 +195,7 @@ def _inert(text: str) -> str:
 
 
 def _remove(report: Report, name: str, yes: bool) -> int:
-    from clocher_runtime.checkpoints.hf.cache import (
+    from clocher_runtime.checkpoints.hf.hub import (
         cache_directory,
         hub_name,
         repositories,

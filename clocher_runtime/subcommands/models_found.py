@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 from clocher_kernels.errors import ClocherError, UnsupportedModel
 from clocher_kernels.host_memory import available
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.gguf.parts import SUFFIX
-from clocher_runtime.checkpoints.hf.cache import HubName, repositories, revisions
-from clocher_runtime.checkpoints.hf.foreign import holds_model, listed
-from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model
+from clocher_runtime.checkpoints.hf.hub import HubName, repositories, revisions
+from clocher_runtime.checkpoints.locate import EMBEDDED, SUFFIX, embedded_model, holds_model, listed
 from clocher_runtime.command.model_choice import converses
 from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
 from clocher_runtime.engine.load import bytes_per_token, describe, destined, label

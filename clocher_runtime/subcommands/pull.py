@@ -14,8 +14,7 @@ from clocher_runtime.command.script_run import PATH, Report, option, script, siz
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from clocher_runtime.checkpoints.hf.cache import HubName
-    from clocher_runtime.checkpoints.hf.hub import Download
+    from clocher_runtime.checkpoints.hf.hub import Download, HubName
 
 ENVIRONMENT = """\b
 Environment:
@@ -105,7 +104,7 @@ def download(
     report: Report, repo: str, revision: str, out_dir: Path, allow: tuple[str, ...]
 ) -> None:
     """Download a model, checked file by file; `clocher pull` is the same for any."""
-    from clocher_runtime.checkpoints.hf.cache import HubName
+    from clocher_runtime.checkpoints.hf.hub import HubName
 
     fetch(report, HubName(repo, revision), out_dir, allow, anyway=False)
 
@@ -115,9 +114,13 @@ def fetch(
 ) -> None:
     """Download missing files of a model, with reports; raises ModelError, UsageError, OSError."""
     from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.cache import cache_directory, snapshot
-    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
-    from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
+    from clocher_runtime.checkpoints.hf.hub import (
+        PATTERNS,
+        cache_directory,
+        plan_download,
+        snapshot,
+    )
+    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
 
     patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
     try:
@@ -146,7 +149,7 @@ def fetch(
 
 
 def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
-    from clocher_runtime.checkpoints.hf.cache import hub_name, repository_of_url
+    from clocher_runtime.checkpoints.hf.hub import hub_name, repository_of_url
 
     hub = hub_name(repository_of_url(text) or text)
     if hub is None:
@@ -159,7 +162,7 @@ def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
 
 
 def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
-    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
+    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}
     has_weights = any(name.endswith(".safetensors") for name in names)
@@ -219,8 +222,7 @@ def _refusal(report: Report, path: Path, download: "Download") -> Exception | No
 
 def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
     from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.cache import snapshot
-    from clocher_runtime.checkpoints.hf.hub import stored_hashes
+    from clocher_runtime.checkpoints.hf.hub import snapshot, stored_hashes
     from clocher_runtime.checkpoints.locate import locate
 
     folder = out_dir or snapshot(hub)

@@ -226,13 +226,11 @@ def _open(source: Path, pickled: bool = False) -> "Checkpoint":
 
 
 def _open_arrays(source: str) -> "Checkpoint":
-    from clocher_runtime.checkpoints.arrays import open_arrays, open_npz
+    from clocher_runtime.checkpoints.checkpoint import open_arrays
 
-    if source.endswith(".npz"):
-        return open_npz(Path(source))
     module, colon, function = source.partition(":")
     if not (module and colon and function):
-        raise UsageError(f"--source {source}: expected FILE.npz or module:function")
+        raise UsageError(f"--source {source}: expected module:function")
     sys.path.insert(0, os.getcwd())
     try:
         found = pkgutil.resolve_name(source)
@@ -292,27 +290,25 @@ ptq_from_bin = manifest_script(
 )
 ptq_from_source = manifest_script(
     "ptq_from_source",
-    """Quantise arrays that a Python function gives, or those of an .npz file: write a q4 manifest.
+    """Quantise arrays that a Python function gives: write a q4 manifest.
 
     The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It
-    is your code and is run as such; an .npz file is only read, and pickled objects in it are
-    refused.
+    is your code and is run as such.
     """,
     (
-        ("An archive of arrays", f"{_SOURCE} weights.npz --out quant/q4.json --bits 8"),
         (
             "A function of yours",
             f"{_SOURCE} my_weights:load --out quant/q4.json \\\n"
             "    --bits 4 --group 64 --symmetric --mse",
         ),
     ),
-    option("--source", str, "FILE.npz, or module:function (from here).", required=True),
+    option("--source", str, "module:function (from here).", required=True),
     _open_arrays,
 )
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
-    from clocher_runtime.checkpoints.gguf.parts import find_gguf
+    from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
     from clocher_runtime.checkpoints.iebin import JSON_NAME
     from clocher_runtime.convert.to_iebin import refuse_hf_folder
 

@@ -7,18 +7,17 @@ from random import Random
 
 from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
-from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
 from clocher_runtime.convert.q4.map import load_q4_map, parts_dir
 from clocher_runtime.convert.q4.parts import read_part
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import SafetensorsFile
-from clocher_runtime.disk.schema import given, read_as
-from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.disk.strict_json import given, parse_object, read_as
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config

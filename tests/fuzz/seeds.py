@@ -15,6 +15,7 @@ from clocher_kernels.formats import Bsr, Float, parse_format
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.plane_writer import PlaneWriter
 from clocher_runtime.checkpoints.q4 import (
     COMPAT_NAME,
     Q4_0,
@@ -25,7 +26,6 @@ from clocher_runtime.checkpoints.q4 import (
 )
 from clocher_runtime.convert.dedup.writer import plan_dedup
 from clocher_runtime.convert.to_iebin import convert
-from clocher_runtime.disk.plane_writer import PlaneWriter
 from clocher_runtime.quality.trace import TopLogits, Trace, write_trace
 from fuzz import hf_seeds
 from fuzz.text_seeds import Seed, json_bytes

@@ -1,7 +1,6 @@
 """Arrays <-> streams of symbols <-> bytes, for `clocher.dedup`; docs/dedup.md specifies them."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
@@ -15,7 +14,6 @@ MAX_ESCAPES = (1 << 32) - 1
 WIDTHS = (1, 2, 3, 4)
 
 Array = np.ndarray
-Mode = Literal["const", "code", "trits", "raw"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +25,7 @@ class Stream:
     `table` counts its symbols, the most frequent first; `escapes` counts stored exceptions.
     """
 
-    mode: Mode
+    mode: str
     bits: int
     count: int
     width: int = 0

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.errors import FormatError
+from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats.base import Plane
 from clocher_runtime.checkpoints.dedup.codec import (
     MAX_ESCAPES,
     SPLITS,
     WIDTHS,
-    Mode,
     Stream,
     exception_bits,
     splits_of,
@@ -36,18 +35,14 @@ KINDS = ("defaults", "masks", "exceptions")
 FILE_NAMES = {kind: f"model.dedup.{kind}.bin" for kind in KINDS}
 ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
 """Raw planes are used in place, so these are aligned as in IEBIN."""
-BLOCK_BYTES = 4096
 MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
 """Decoded bytes per stored byte, and a free allowance: bounds what a small file can stand for."""
-
-PlaneMode = Literal["raw", "streams", "blocks", "same", "base"]
 
 _KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
 _FIELDS: dict[str, type] = {
     **{"format": str, "version": int, "planes": list, "base": object, "sha256": str},
     **dict.fromkeys(("source", "files", "totals"), dict),
 }
-_BASE: dict[str, type] = {"nbytes": int, "sha256": str, "name_hint": str}
 _PLANE: dict[str, type] = {
     "shape": list,
     **dict.fromkeys(("tensor", "plane", "dtype", "sha256", "mode"), str),
@@ -55,9 +50,7 @@ _PLANE: dict[str, type] = {
 _EXTRA: dict[str, dict[str, type]] = {
     "raw": {},
     "streams": {"xor": bool, "split": str, "streams": list},
-    "blocks": {"xor": bool, "unique": int},
     "same": {"of": int},
-    "base": {},
 }
 _STREAM: dict[str, dict[str, type]] = {
     "const": {},
@@ -68,48 +61,26 @@ _STREAM: dict[str, dict[str, type]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Base(FileFacts):
-    """The model.ie.bin that a variant builds on; the hint is the name of its directory."""
-
-    name_hint: str
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return {"nbytes": self.nbytes, "sha256": self.sha256, "name_hint": self.name_hint}
-
-
-@dataclass(frozen=True, slots=True)
 class StoredPlane:
     """How one plane is stored.
 
-    `mode` is "raw", "streams" (`split` into `streams`), "blocks" (`unique` different 4 KiB blocks,
-    and which is which), "same" (as the earlier plane `of`) or "base" (as the base's plane of that
-    name). With `xor`, the plane XOR that of the base is stored. `sha256` is of the decoded bytes.
+    `mode` is "raw", "streams" (`split` into `streams`) or "same" (as the earlier plane `of`).
+    `sha256` is of the decoded bytes.
     """
 
     tensor: str
     key: str
     plane: Plane
     sha256: str
-    mode: PlaneMode = "raw"
-    xor: bool = False
+    mode: str = "raw"
     split: str = ""
     streams: tuple[Stream, ...] = ()
-    unique: int = 0
     of: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the plane, the last one zero-padded."""
-        return -(-self.plane.nbytes // BLOCK_BYTES)
 
     def parts(self) -> Iterator[tuple[str, int]]:
         """Yield file and bytes of every part, in the order in which they are stored."""
         if self.mode == "raw":
             yield "exceptions", self.plane.nbytes
-        elif self.mode == "blocks":
-            yield "masks", 4 * self.blocks
-            yield "exceptions", BLOCK_BYTES * self.unique
         for stream in self.streams:
             yield "defaults", stream.table
             yield "masks", stream.code_bytes
@@ -127,7 +98,7 @@ class StoredPlane:
             {"mode": s.mode, **{key: getattr(s, key) for key in _STREAM[s.mode]}}
             for s in self.streams
         ]
-        extra = {"xor": self.xor, "split": self.split, "streams": streams, "unique": self.unique}
+        extra = {"xor": False, "split": self.split, "streams": streams, "of": self.of}
         return {
             "tensor": self.tensor,
             "plane": self.key,
@@ -135,7 +106,7 @@ class StoredPlane:
             "shape": list(self.plane.shape),
             "sha256": self.sha256,
             "mode": self.mode,
-            **{key: (extra | {"of": self.of})[key] for key in _EXTRA[self.mode]},
+            **{key: extra[key] for key in _EXTRA[self.mode]},
         }
 
 
@@ -160,12 +131,10 @@ class Places:
 class DedupIndex:
     """model.dedup.json, validated in full.
 
-    `source` is the model.ie.bin it stands for, `base` the artifact that a variant builds on;
-    `planes` are in the order of model.ie.bin, with their parts in `regions`.
+    `source` is the model.ie.bin it stands for; `planes` are in its order, their parts in `regions`.
     """
 
     source: FileFacts
-    base: Base | None
     files: Mapping[str, FileFacts]
     planes: tuple[StoredPlane, ...]
     regions: tuple[tuple[Region, ...], ...]
@@ -181,7 +150,7 @@ class DedupIndex:
             "format": FORMAT,
             "version": VERSION,
             "source": self.source.document(),
-            "base": self.base and self.base.document(),
+            "base": None,
             "files": {kind: self.files[kind].document() for kind in KINDS},
         }
         text = lines(head, "planes", [plane.document() for plane in self.planes])
@@ -192,17 +161,14 @@ class DedupIndex:
 def parse_index(data: bytes, where: str) -> DedupIndex:
     """Parse and check model.dedup.json; raises FormatError, UnsupportedModel."""
     document = read_sealed(data, where, _KIND, _FIELDS)
-    base = None
     if document["base"] is not None:
-        found = fields(document["base"], f"{where}: base", _BASE)
-        hint = found["name_hint"]
-        if len(hint) > 255 or "/" in hint or "\0" in hint or hint in ("", ".", ".."):
-            raise FormatError(f"{where}: base: name_hint is not the name of a directory")
-        base = Base(found["nbytes"], checked_hash(found["sha256"], f"{where}: base"), hint)
+        raise UnsupportedModel(
+            f"{where}: builds on another model; make it again from its own model.ie.bin"
+        )
     source = FileFacts.read(document["source"], f"{where}: source")
     kinds = fields(document["files"], f"{where}: files", dict.fromkeys(KINDS, dict))
     files = {kind: FileFacts.read(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
-    planes = _read_planes(document["planes"], where, base is not None)
+    planes = _read_planes(document["planes"], where)
     places = Places()
     regions = tuple(places.take(plane) for plane in planes)
     for kind, end in places.ends.items():
@@ -211,7 +177,7 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
                 f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
             )
     check_expansion(planes, sum(places.ends.values()), where)
-    index = DedupIndex(source, base, files, planes, regions)
+    index = DedupIndex(source, files, planes, regions)
     totals = {"in": source.nbytes, "out": index.nbytes}
     if document["totals"] != totals:
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
@@ -227,7 +193,7 @@ def raw_planes(index: IebinIndex) -> Iterator[tuple[StoredPlane, Region]]:
 
 def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> None:
     """Refuse files that decode to far more than they hold; raises FormatError."""
-    own = sum(p.plane.nbytes for p in planes if p.mode != "base" and not p.xor)
+    own = sum(p.plane.nbytes for p in planes)
     if own > MAX_EXPANSION * stored + FREE_EXPANSION:
         raise FormatError(
             f"{where}: {own} bytes of weights in {stored}; expected at most {MAX_EXPANSION} times "
@@ -235,7 +201,7 @@ def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> N
         )
 
 
-def _read_planes(values: list[object], where: str, has_base: bool) -> tuple[StoredPlane, ...]:
+def _read_planes(values: list[object], where: str) -> tuple[StoredPlane, ...]:
     planes: list[StoredPlane] = []
     seen: set[tuple[str, str]] = set()
     for number, value in enumerate(values):
@@ -244,8 +210,6 @@ def _read_planes(values: list[object], where: str, has_base: bool) -> tuple[Stor
         if (plane.tensor, plane.key) in seen:
             raise FormatError(f"{at}: plane {plane.key!r} of {plane.tensor!r} is listed twice")
         seen.add((plane.tensor, plane.key))
-        if (plane.xor or plane.mode == "base") and not has_base:
-            raise FormatError(f"{at}: builds on a base, but there is none")
         if plane.mode == "same":
             if not 0 <= plane.of < number:
                 raise FormatError(
@@ -277,12 +241,11 @@ def _read_plane(value: object, at: str) -> StoredPlane:
         raise FormatError(f"{at}: a plane without elements")
     stored: dict[str, Any] = {key: found[key] for key in _EXTRA[mode]}
     if mode == "streams":
+        if stored.pop("xor"):
+            raise FormatError(f"{at}: builds on a base, but there is none")
         stored["streams"] = _read_streams(found, plane, at)
-    if mode == "blocks" and not 0 < found["unique"] <= -(-plane.nbytes // BLOCK_BYTES):
-        raise FormatError(f"{at}: {found['unique']} different blocks")
     tensor, key = (checked_name(found[name], at) for name in ("tensor", "plane"))
-    known: PlaneMode = mode  # type: ignore[assignment]
-    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), known, **stored)
+    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), mode, **stored)
 
 
 def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:
@@ -300,8 +263,7 @@ def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
     mode = _mode(value, _STREAM, at)
     found = fields(value, at, {"mode": str} | _STREAM[mode])
     stated = {key: found[key] for key in _STREAM[mode]}
-    known: Mode = mode  # type: ignore[assignment]
-    stream = Stream(known, bits, count, **{"table": int(mode == "const")} | stated)
+    stream = Stream(mode, bits, count, **{"table": int(mode == "const")} | stated)
     if mode == "trits" and not 2 <= stream.table <= 3:
         raise FormatError(f"{at}: trits of {stream.table} symbols, expected 2 or 3")
     if mode == "code":

@@ -1,53 +1,179 @@
-"""GGUF architectures: metadata -> config.json. Source: gguf-py, and llama.cpp's src/models."""
+"""A GGUF model's metadata -> config.json, by architecture.
 
+Source: gguf-py's constants.py; llama.cpp's llama-model.cpp and src/models.
+"""
+
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from clocher_kernels.errors import UnsupportedModel
-from clocher_runtime.checkpoints.gguf.metadata import FULL, SLIDING, Metadata, rope_parameters
+import numpy as np
+
+from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.checkpoints.gguf.blocks import F32
+from clocher_runtime.checkpoints.gguf.file import FULL, SLIDING, Metadata
+from clocher_runtime.models.rope import inverse_frequencies
+from clocher_runtime.models.spec import RopeSpec
 
 Config = dict[str, Any]
+
+ROPE_FACTORS = "rope_freqs.weight"
+LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+TABLES = (ROPE_FACTORS, LONG, SHORT)
+"""RoPE tensors, not weights."""
+
+
+def rope_parameters(meta: Metadata) -> dict[str, Any]:
+    """Return `rope_parameters` of a config.json; raises UnsupportedModel, FormatError."""
+    theta = meta.number("rope.freq_base", 10000.0)
+    rotated = meta.integer("rope.dimension_count", meta.head_dim)
+    base = {"rope_theta": theta}
+    if rotated != meta.head_dim:
+        base["partial_rotary_factor"] = rotated / meta.head_dim
+    kind = meta.file.text(f"{meta.arch}.rope.scaling.type", "linear")
+    if LONG in meta.file.tensors:
+        original = meta.integer("rope.scaling.original_context_length")
+        longrope = {
+            "rope_type": "longrope",
+            "long_factor": _table(meta, LONG, rotated // 2).tolist(),
+            "short_factor": _table(meta, SHORT, rotated // 2).tolist(),
+            "original_max_position_embeddings": original,
+        }
+        if meta.value("rope.scaling.attn_factor") is not None:
+            longrope["attention_factor"] = meta.number("rope.scaling.attn_factor")
+        return {**base, **longrope}
+    factor = 1.0
+    if kind != "none":
+        older = meta.number("rope.scale_linear", 1.0) or 1.0
+        factor = meta.number("rope.scaling.factor", older) or 1.0
+    if ROPE_FACTORS in meta.file.tensors:
+        if meta.arch == "gpt-oss" or kind == "yarn" or factor != 1.0:
+            raise UnsupportedModel(
+                f"{meta.where}: {ROPE_FACTORS} in a {meta.arch} model with rope scaling "
+                f"{kind!r:.60}; Clocher knows it from Llama 3, without other scaling"
+            )
+        return {**base, **_llama3(meta, theta)}
+    if kind in ("none", "linear"):
+        if factor == 1.0:
+            return {"rope_type": "default", **base}
+        return {"rope_type": "linear", **base, "factor": factor}
+    if kind != "yarn":
+        raise UnsupportedModel(
+            f"{meta.where}: rope scaling {kind!r:.60}; Clocher knows none, linear, yarn, "
+            f"Llama 3's ({ROPE_FACTORS}) and longrope ({LONG})"
+        )
+    return {**base, **_yarn(meta, factor)}
+
+
+def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
+    rope = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": meta.integer("rope.scaling.original_context_length"),
+        "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
+        "beta_slow": meta.number("rope.scaling.yarn_beta_slow", 1.0),
+        # Of the model, not of the file: gpt-oss alone does not round the two bounds.
+        "truncate": meta.arch != "gpt-oss",
+    }
+    scale = meta.number("rope.scaling.attn_factor", 1.0)
+    scale *= meta.number("rope.scaling.yarn_attn_factor", 1.0)
+    if scale != 1.0:
+        rope["attention_factor"] = scale * (0.1 * math.log(max(factor, 1.0)) + 1.0)
+    # llama.cpp's converter writes a tenth of it.
+    if multiplier := meta.number("rope.scaling.yarn_log_multiplier", 0.0):
+        mscale = round(10 * multiplier, 6)
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return rope
+
+
+def _table(meta: Metadata, name: str, pairs: int) -> np.ndarray:
+    info = meta.file.tensors.get(name)
+    if info is None:
+        raise FormatError(f"{meta.where}: tensor {name!r} is missing")
+    if info.kind != F32 or info.shape != (pairs,):
+        raise FormatError(
+            f"{meta.where}: {name} is {info.kind.name} {list(info.shape)}; expected f32 [{pairs}]"
+        )
+    factors = meta.file.data(name).view(np.float32).astype(np.float64)
+    if not (np.isfinite(factors).all() and factors.min() > 0):
+        raise FormatError(f"{meta.where}: {name} has a factor that is not a positive number")
+    return factors
+
+
+def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
+    """Return the Llama 3 scaling that gives the file's table of factors."""
+    factors = _table(meta, ROPE_FACTORS, meta.head_dim // 2)
+    largest = float(factors.max())
+    if factors.min() < 1 or not 1 <= theta <= 1e12:
+        raise FormatError(
+            f"{meta.where}: {ROPE_FACTORS} has a factor below 1, or the base frequency {theta} is "
+            "absurd"
+        )
+    if largest == 1:
+        return {"rope_type": "default"}
+    plain = inverse_frequencies(RopeSpec(theta), meta.head_dim)
+    wavelengths = 2 * np.pi / plain.astype(np.float64)
+    between = (factors > 1.0001) & (factors < largest * 0.9999)
+    blend = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
+    if between.any():
+        original = np.median(wavelengths[between] * (3 * blend + 1))
+    else:  # any number of positions between the two kinds gives the table
+        shortest = 4 * wavelengths[factors <= 1.0001].max(initial=1.0)
+        longest = wavelengths[factors >= largest * 0.9999].min(initial=float(1 << 24))
+        original = np.sqrt(shortest * longest)
+    spec = RopeSpec(theta, "llama3", largest, int(np.rint(original)))
+    if not np.allclose(plain / inverse_frequencies(spec, meta.head_dim), factors, rtol=1e-4):
+        raise UnsupportedModel(
+            f"{meta.where}: {ROPE_FACTORS} are not those of Llama 3's scaling with low_freq_factor "
+            "1 and high_freq_factor 4"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": largest,
+        "original_max_position_embeddings": spec.original_positions,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+    }
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
     """How an architecture's metadata become a config.
 
-    `keys`: config field -> entry, a required integer, or entry and default. `more` derives fields
+    `keys`: config field -> entry and default (None: required, an integer). `more` derives fields
     from several entries; of the entries beyond `reads`, those that change the arithmetic are
     refused.
     """
 
     name: str
-    keys: Mapping[str, str | tuple[str, int | float]] = field(default_factory=dict)
+    keys: Mapping[str, tuple[str, int | float | None]] = field(default_factory=dict)
     more: Callable[[Metadata, Config], Config] = lambda meta, config: {}
     reads: tuple[str, ...] = ()
 
     def read(self, meta: Metadata) -> Config:
         """Return the fields of `keys`."""
-        found: Config = {}
-        for name, key in self.keys.items():
-            entry, default = (key, None) if isinstance(key, str) else key
-            of_float, whole = isinstance(default, float), None if default is None else int(default)
-            found[name] = meta.number(entry, default) if of_float else meta.integer(entry, whole)
-        return found
+        return {
+            name: meta.number(entry, default)
+            if isinstance(default, float)
+            else meta.integer(entry, default)
+            for name, (entry, default) in self.keys.items()
+        }
 
     @property
     def entries(self) -> set[str]:
         """Entries that are read."""
-        keys = {key if isinstance(key, str) else key[0] for key in self.keys.values()}
-        return keys | set(self.reads)
+        return {entry for entry, _ in self.keys.values()} | set(self.reads)
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
-    if meta.integer("expert_count", 0):
-        experts = {
-            "num_local_experts": meta.integer("expert_count"),
+    if experts := meta.integer("expert_count", 0):
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "num_local_experts": experts,
             "num_experts_per_tok": meta.integer("expert_used_count"),
+            "sliding_window": meta.window or None,
         }
-        window = {"sliding_window": meta.window or None}
-        return {"architectures": ["MixtralForCausalLM"], **experts, **window}
     if meta.window:
         return {"architectures": ["MistralForCausalLM"], "sliding_window": meta.window}
     return {"mlp_bias": "blk.0.ffn_gate.bias" in meta.file.tensors}
@@ -64,12 +190,8 @@ def _no_window(meta: Metadata, config: Config) -> Config:
 
 def _gpt_oss(meta: Metadata, config: Config) -> Config:
     inner = meta.integer("expert_feed_forward_length", config["intermediate_size"])
-    return {
-        "intermediate_size": inner,
-        "num_local_experts": meta.integer("expert_count", 0),
-        "sliding_window": meta.window,
-        "layer_types": meta.layer_types(2),
-    }
+    window = {"sliding_window": meta.window, "layer_types": meta.layer_types(2)}
+    return {"intermediate_size": inner, **window}
 
 
 def _experts(meta: Metadata, config: Config) -> Config:
@@ -99,7 +221,7 @@ def _gemma3(meta: Metadata, config: Config) -> Config:
         **_scores(meta, config, 62),
         "sliding_window": window or None,
         "layer_types": meta.layer_types(6) if window else [FULL] * meta.layers,
-        "rope_parameters": _two_ropes(meta, meta.number("rope.freq_base_swa", 10000.0)),
+        "rope_parameters": _two_ropes(meta, 10000.0),
     }
 
 
@@ -108,26 +230,21 @@ def _scores(meta: Metadata, config: Config, largest: int) -> Config:
     return {"query_pre_attn_scalar": size if meta.layers == largest else meta.head_dim}
 
 
-def _two_ropes(meta: Metadata, theta: float) -> Config:
+def _two_ropes(meta: Metadata, default: float) -> Config:
     """Return the rotations; layers with a window are not stretched."""
+    theta = meta.number("rope.freq_base_swa", default)
     return {FULL: rope_parameters(meta), SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
 def _olmo(meta: Metadata, config: Config) -> Config:
     if not meta.window:
         return {}
-    theta = meta.number("rope.freq_base", 10000.0)
     return {
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": meta.window,
         "layer_types": meta.layer_types(4),
-        "rope_parameters": _two_ropes(meta, meta.number("rope.freq_base_swa", theta)),
+        "rope_parameters": _two_ropes(meta, meta.number("rope.freq_base", 10000.0)),
     }
-
-
-def _phi3(meta: Metadata, config: Config) -> Config:
-    # llama.cpp leaves the window out; the models have it.
-    return {"sliding_window": meta.window or None}
 
 
 def _granite(meta: Metadata, config: Config) -> Config:
@@ -153,7 +270,7 @@ def _granite(meta: Metadata, config: Config) -> Config:
 def _llama4(meta: Metadata, config: Config) -> Config:
     known = {"intermediate_size": meta.integer("expert_feed_forward_length")}
     known |= {"use_qk_norm": config["num_local_experts"] != 128}
-    if meta.has("attention.sliding_window") and not meta.window:
+    if meta.value("attention.sliding_window") == 0:
         plain = {"attention_chunk_size": None, "no_rope_layers": [1] * meta.layers}
         return {**known, **plain, "attn_temperature_tuning": False}
     return {**known, "attention_chunk_size": 8192, "no_rope_layer_interval": 4}
@@ -196,8 +313,8 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     }
 
 
-_ROUTED = {"num_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
-_LOCAL = {"num_local_experts": "expert_count", "num_experts_per_tok": "expert_used_count"}
+_USED = {"num_experts_per_tok": ("expert_used_count", None)}
+_ROUTED = {"num_experts": ("expert_count", None), **_USED}
 _GRANITE = Architecture(
     "GraniteForCausalLM",
     more=_granite,
@@ -209,9 +326,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "llama4": Architecture(
         "Llama4ForCausalLM",
         {
-            **_LOCAL,
-            "intermediate_size_mlp": "feed_forward_length",
-            "interleave_moe_layer_step": "interleave_moe_layer_step",
+            **{"num_local_experts": ("expert_count", None), **_USED},
+            "intermediate_size_mlp": ("feed_forward_length", None),
+            "interleave_moe_layer_step": ("interleave_moe_layer_step", None),
         },
         _llama4,
     ),
@@ -230,7 +347,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         _gemma2,
     ),
     "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, reads=("final_logit_softcapping",)),
-    "phi3": Architecture("Phi3ForCausalLM", more=_phi3),
+    # llama.cpp leaves the window out; the models have it.
+    "phi3": Architecture("Phi3ForCausalLM", more=lambda m, _: {"sliding_window": m.window or None}),
     "smollm3": Architecture("SmolLM3ForCausalLM", more=_no_window),
     "olmo2": Architecture("Olmo2ForCausalLM", more=_olmo),
     "granite": _GRANITE,
@@ -238,12 +356,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek2": Architecture(
         "DeepseekV2ForCausalLM",
         {
-            "kv_lora_rank": "attention.kv_lora_rank",
-            "v_head_dim": "attention.value_length_mla",
-            "n_routed_experts": "expert_count",
-            "num_experts_per_tok": "expert_used_count",
+            "kv_lora_rank": ("attention.kv_lora_rank", None),
+            "v_head_dim": ("attention.value_length_mla", None),
+            "n_routed_experts": ("expert_count", None),
+            **_USED,
             "n_shared_experts": ("expert_shared_count", 0),
-            "moe_intermediate_size": "expert_feed_forward_length",
+            "moe_intermediate_size": ("expert_feed_forward_length", None),
             "first_k_dense_replace": ("leading_dense_block_count", 0),
             "routed_scaling_factor": ("expert_weights_scale", 1.0),
         },
@@ -252,9 +370,8 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",
-        {"num_experts_per_tok": "expert_used_count"},
+        {"num_local_experts": ("expert_count", 0), **_USED},
         _gpt_oss,
-        reads=("expert_count",),
     ),
     **dict.fromkeys(
         ("bitnet", "bitnet-25", "bitnet-b1.58"), Architecture("BitNetForCausalLM", more=_no_window)

@@ -25,12 +25,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 
 _PIECE_BYTES = 1 << 19
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
-_LOW_NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
-_PACKING = (
-    (np.uint64(4), np.uint64(0x00FF00FF00FF00FF)),
-    (np.uint64(8), np.uint64(0x0000FFFF0000FFFF)),
-    (np.uint64(16), np.uint64(0x00000000FFFFFFFF)),
-)
+_LOW_NIBBLES = np.uint16(0x0F0F)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,21 +237,12 @@ def _halves(codes: np.ndarray) -> np.ndarray:
 
 def _neighbours(halves: np.ndarray) -> np.ndarray:
     """Turn nibbles of elements i and i + 16 into those of 2i and 2i + 1, u8 [..., 16]."""
-    words = np.ascontiguousarray(halves.view("V16")).view(np.uint64)
-    out = np.empty_like(words)
-    low, high = (_packed_nibbles(words >> np.uint64(shift)) for shift in (0, 4))
-    for half, nibbles in ((0, low), (1, high)):
-        np.bitwise_or(nibbles[..., 0], nibbles[..., 1] << np.uint64(32), out=out[..., half])
+    pairs = np.ascontiguousarray(halves.view("V16")).view(np.uint16).reshape(*halves.shape[:-1], 8)
+    out = np.empty((*halves.shape[:-1], 2), np.uint64)
+    for half, nibbles in enumerate((pairs & _LOW_NIBBLES, pairs >> np.uint16(4) & _LOW_NIBBLES)):
+        nibbles |= nibbles >> np.uint16(4)
+        out[..., half] = nibbles.astype(np.uint8).view(np.uint64)[..., 0]
     return out.view(np.uint8)
-
-
-def _packed_nibbles(words: np.ndarray) -> np.ndarray:
-    """Return the low nibbles of the eight bytes of each word in four bytes."""
-    found = words & _LOW_NIBBLES
-    for shift, mask in _PACKING:
-        found |= found >> shift
-        found &= mask
-    return found
 
 
 def _tq2_0_digits(rows: np.ndarray) -> np.ndarray:

@@ -1,20 +1,38 @@
-"""A GGUF file, or its parts, as a checkpoint; the configs follow from its metadata."""
+"""A GGUF file, or its parts, as a checkpoint; the configs follow from its metadata.
 
+llama-gguf-split makes parts `NAME-00001-of-00003.gguf`. Source: llama.cpp's gguf-split.cpp and
+llama-model-loader.cpp.
+"""
+
+import os
+import re
 from pathlib import Path
 from typing import Any
 
-from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.gguf.architectures import ARCHITECTURES, Architecture
-from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.metadata import TABLES, Metadata, rope_parameters
-from clocher_runtime.checkpoints.gguf.parts import open_file
+from clocher_runtime.checkpoints.gguf.architectures import (
+    ARCHITECTURES,
+    TABLES,
+    Architecture,
+    rope_parameters,
+)
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata, Value
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces, type_notes
-from clocher_runtime.checkpoints.gguf.tokenizer import tokenizer_config, tokenizer_json
-from clocher_runtime.checkpoints.gguf.vocabulary import has_vocabulary, stop_ids, token_id
+from clocher_runtime.checkpoints.gguf.tokenizer import (
+    has_vocabulary,
+    stop_ids,
+    token_id,
+    tokenizer_config,
+    tokenizer_json,
+)
+from clocher_runtime.checkpoints.locate import SUFFIX, some
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 
+MAX_PARTS = 1024
+_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
+_NO, _COUNT, _TENSORS = "split.no", "split.count", "split.tensors.count"
 # Keys that change the arithmetic, and the values that leave it as Clocher computes it.
 _NEUTRAL: dict[str, tuple[float, ...]] = {
     **dict.fromkeys(("attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale"), (0,)),
@@ -26,7 +44,80 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
 }
-_PARTLY_ROTATED, _LATENT = ("phi3",), ("deepseek2",)
+_SIZES = ("attention.value_length", "rope.dimension_count")
+_OTHER_SIZES = {"phi3": _SIZES[1:], "deepseek2": _SIZES}
+"""Sizes that are the head's, and the architectures where they need not be."""
+
+
+def find_gguf(path: Path) -> Path | None:
+    """Return the path of a GGUF file (its first part), or of the only model in a directory."""
+    if not os.path.isdir(path):
+        return path if path.suffix.lower() == SUFFIX else None
+    try:
+        found = sorted(name for name in os.listdir(path) if name.lower().endswith(SUFFIX))
+    except OSError as error:
+        raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
+    if len({_set_of(name) for name in found}) > 1:
+        raise ModelNotFound(f"{path}: {len(found)} GGUF files ({some(found)}); name one of them")
+    return path / found[0] if found else None
+
+
+def open_file(path: Path) -> GgufFile:
+    """Open a file, and all other parts if it is one of several."""
+    named = GgufFile(path)
+    count = named.integer(_COUNT, 1)
+    if count <= 1:
+        return named
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[3]) != count or count > MAX_PARTS:
+        raise FormatError(
+            f"{path}: {_COUNT} says that it is one of {count} parts; expected at most {MAX_PARTS} "
+            f"and a name like NAME-00001-of-{count:05}{SUFFIX}, which the others follow from"
+        )
+    paths = [
+        path.with_name(f"{match[1]}-{no:05}-of-{match[3]}{match[4]}") for no in range(1, count + 1)
+    ]
+    if missing := [part.name for part in paths if not os.path.isfile(part)]:
+        raise ModelNotFound(
+            f"{path}: {len(missing)} of {count} parts are missing: {some(missing)}; put all of "
+            f"them in {path.parent}"
+        )
+    return _joined([named if part == path else GgufFile(part) for part in paths])
+
+
+def _set_of(name: str) -> tuple[str, ...]:
+    match = _PART.fullmatch(name)
+    return (match[1], match[3], match[4]) if match else (name,)
+
+
+def _joined(parts: list[GgufFile]) -> GgufFile:
+    first = parts[0]
+    total = first.integer(_TENSORS)
+    for no, part in enumerate(parts):
+        for key, expected in ((_NO, no), (_COUNT, len(parts))):
+            if (got := part.integer(key)) != expected:
+                raise FormatError(
+                    f"{part.file.path}: {key} is {got}; expected {expected}, as its name says"
+                )
+        for key in part.keys:
+            if key != _NO and not _agree(first.value(key), part.value(key)):
+                raise FormatError(
+                    f"{part.file.path}: metadata {key!r} is {part.value(key)!r:.60}, in "
+                    f"{first.file.path.name} {first.value(key)!r:.60}: parts of two models?"
+                )
+        if no:
+            first.attach(part)
+    if len(first.tensors) != total or total > MAX_TENSORS:
+        raise FormatError(
+            f"{first.file.path}: {len(first.tensors)} tensors in {len(parts)} parts; {_TENSORS} "
+            f"says {total}, and the limit is {MAX_TENSORS}"
+        )
+    return first
+
+
+def _agree(ours: Value | None, theirs: Value | None) -> bool:
+    """Return whether two values agree; arrays, and what the first part lacks, count as equal."""
+    return not isinstance(ours, str | int | float) or ours == theirs
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:
@@ -67,10 +158,13 @@ def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
 
 def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     file, heads = meta.file, meta.integer("attention.head_count")
-    for key in ("attention.value_length", "rope.dimension_count"):
-        partly = meta.arch in _PARTLY_ROTATED and key.startswith("rope")
-        if meta.arch not in _LATENT and not partly:
-            _require(meta, key)
+    for key in _SIZES:
+        got = meta.integer(key, meta.head_dim)
+        if got != meta.head_dim and key not in _OTHER_SIZES.get(meta.arch, ()):
+            raise UnsupportedModel(
+                f"{meta.where}: {meta.arch}.{key} is {got}; Clocher needs that of the keys, "
+                f"{meta.head_dim}"
+            )
     if "token_embd.weight" not in file.tensors:
         raise FormatError(f"{meta.where}: tensor 'token_embd.weight' is missing")
     config: dict[str, Any] = {
@@ -92,14 +186,6 @@ def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     if meta.arch not in ("qwen2", "qwen2moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     return config
-
-
-def _require(meta: Metadata, key: str) -> None:
-    if meta.integer(key, meta.head_dim) != meta.head_dim:
-        raise UnsupportedModel(
-            f"{meta.where}: {meta.arch}.{key} is {meta.integer(key)}; Clocher needs that of the "
-            f"keys, {meta.head_dim}"
-        )
 
 
 def generation_config(file: GgufFile) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Source: ggml's docs/gguf.md, versions 2 and 3. Stricter: no arrays of arrays, no
 bytes, and at most `MAX_TENSORS` tensors, `MAX_FIELDS` entries and `MAX_STRINGS` strings in arrays.
 """
 
+import math
 import struct
 from array import array
 from collections.abc import Mapping
@@ -24,6 +25,7 @@ MAX_STRINGS = 1 << 20
 MAX_TEXT_BYTES = 1 << 24
 MAX_ALIGNMENT = 1 << 16
 MAX_RANK = 4
+SLIDING, FULL = "sliding_attention", "full_attention"
 
 _BOOL, _STRING, _ARRAY = 7, 8, 9
 _NUMBERS: Mapping[int, np.dtype[Any]] = {
@@ -184,6 +186,49 @@ class GgufFile:
         return value
 
 
+class Metadata:
+    """A file's entries without the architecture prefix; `window` is 0 for full attention."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self.file, self.where = file, str(file.file.path)
+        self.arch = file.text("general.architecture")
+        self.layers = self.integer("block_count")
+        heads = self.integer("attention.head_count")
+        size = self.integer("embedding_length") // max(heads, 1)
+        self.head_dim = self.integer("attention.key_length", size)
+        self.window = self.integer("attention.sliding_window", 0)
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """Return an integer; see `GgufFile.integer`, also for the methods below."""
+        return self.file.integer(f"{self.arch}.{key}", default)
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Return a number."""
+        return self.file.number(f"{self.arch}.{key}", default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """Return a bool."""
+        return self.file.flag(f"{self.arch}.{key}", default)
+
+    def value(self, key: str) -> Any:
+        """Return a value of any type, None without one."""
+        return self.file.value(f"{self.arch}.{key}")
+
+    def layer_types(self, every: int) -> list[str]:
+        """Return the layer types: all but every n-th have a window, unless a list says which."""
+        key = "attention.sliding_window_pattern"
+        value = self.value(key)
+        value = every if value is None else value
+        if isinstance(value, np.ndarray) and len(value) == self.layers:
+            return [SLIDING if slides else FULL for slides in value]
+        if isinstance(value, np.ndarray) or not isinstance(value, int) or value < 1:
+            raise UnsupportedModel(
+                f"{self.where}: {key} is {value!r:.60}; Clocher knows a number of layers and "
+                f"a list of {self.layers}"
+            )
+        return [SLIDING if (layer + 1) % value else FULL for layer in range(self.layers)]
+
+
 class _Header:
     """Cursor over the header; every read is bounded by `_take`."""
 
@@ -232,18 +277,17 @@ class _Header:
                 nbytes = kind.row_bytes(shape[-1])
             except FormatError as error:
                 raise FormatError(f"{where}: {error}") from None
-            for dim in shape[:-1]:
-                nbytes *= dim
-            nbytes += kind.tail
+            nbytes = nbytes * math.prod(shape[:-1]) + kind.tail
             last = offset + nbytes
             end = -(-last // alignment) * alignment
             tensors[name] = GgufTensor(kind, shape, start + offset, nbytes)
-        held, told = self._file.nbytes, f"{self._where}: "
-        described = f"the header describes {start + last} bytes, the file has {held}"
-        if entries and held < start + last:
-            raise FormatError(f"{told}truncated: {described}; download it again")
-        if entries and held > start + end:
-            raise FormatError(f"{told}{described}: trailing data")
+        held = self._file.nbytes
+        if entries and not start + last <= held <= start + end:
+            state = "truncated" if held < start + last else "trailing data"
+            raise FormatError(
+                f"{self._where}: {state}: the header describes {start + last} bytes, the file has "
+                f"{held}; download it again"
+            )
         return tensors
 
     def _field(self, where: str) -> _Field:
@@ -286,8 +330,7 @@ class _Header:
                 f"{where} has a string that goes beyond the end of the file ({limit})"
             )
         offset, self._at = self._at, at
-        found = np.frombuffer(starts, np.int64) if count else np.empty(0, np.int64)
-        return _Field(_STRING, offset, at - offset, count, found)
+        return _Field(_STRING, offset, at - offset, count, np.array(starts, np.int64))
 
     def _entry(self) -> tuple[str, GgmlType, tuple[int, ...], int]:
         name = self._name("a tensor name")

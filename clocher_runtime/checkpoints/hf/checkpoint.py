@@ -12,31 +12,22 @@ from clocher_kernels.formats import Float, Mxfp4, Ternary
 from clocher_kernels.formats.fp8 import BLOCK, Scope
 from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
-from clocher_runtime.checkpoints.hf.arrays import (
+from clocher_runtime.checkpoints.hf.shards import (
     FLOATS,
     SETTINGS,
+    HfFolder,
     Source,
     StoredArray,
     Tensors,
+    Weights,
     fp8_tensor,
+    read_safetensors,
+    read_shards,
 )
-from clocher_runtime.checkpoints.hf.compressed import read_compressed
-from clocher_runtime.checkpoints.hf.foreign import (
-    CONFIG,
-    SUBFOLDERS,
-    foreign_quantisation,
-)
-from clocher_runtime.checkpoints.hf.openai_layout import (
-    canonical_arrays,
-    canonical_config,
-    is_openai,
-    tokenizer_above,
-)
-from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
-from clocher_runtime.checkpoints.hf.shards import HfFolder, Weights, read_safetensors, read_shards
+from clocher_runtime.checkpoints.locate import CONFIG, refuse_foreign_quantisation
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES
-from clocher_runtime.disk.schema import read_as, unknown
+from clocher_runtime.disk.strict_json import read_as, unknown
 from clocher_runtime.models.families import family_of, text_config
 
 _MAX_TEMPLATE_BYTES = 1_000_000
@@ -49,12 +40,6 @@ class _Quantised(Struct):
     quantization_config: dict[str, Any] | None = None
 
 
-def find_hf(path: Path) -> Path | None:
-    """Return the directory with config.json: the path itself or one of `SUBFOLDERS` in it."""
-    folders = (path / folder for folder in SUBFOLDERS)
-    return next((folder for folder in folders if os.path.isfile(folder / CONFIG)), None)
-
-
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory."""
     return read_folder(
@@ -65,18 +50,20 @@ def open_hf(directory: Path) -> Checkpoint:
 
 
 def read_folder(
-    directory: Path, kind: Literal["hf", "bin"], read: Callable[["HfFolder"], Weights]
+    directory: Path, kind: Literal["hf", "bin"], read: Callable[[HfFolder], Weights]
 ) -> Checkpoint:
     """Return the checkpoint of a directory; `read` returns its arrays and the mapped files."""
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
-    if of_openai := is_openai(config):
-        config = canonical_config(config, str(directory / CONFIG))
-    check_config(config, str(directory))
-    settings = read_as(config, _Quantised, str(directory / CONFIG)).quantization_config
+    of_openai = "model_type" not in config and "experts_per_token" in config
+    if of_openai:
+        from clocher_runtime.checkpoints.hf import openai_layout
+
+        config = openai_layout.canonical_config(config, str(directory / CONFIG))
+    settings = check_config(config, str(directory))
     arrays, files = read(folder)
     if of_openai:
-        arrays = canonical_arrays(arrays, config)
+        arrays = openai_layout.canonical_arrays(arrays, config)
     try:
         stored, notes = logical_tensors(arrays, settings)
     except UnsupportedModel:
@@ -90,23 +77,29 @@ def read_folder(
         config=text_config(config),
         generation_config=folder.optional_json("generation_config.json"),
         tokenizer_config=_tokenizer_config(folder),
-        tokenizer_json=tokenizer_above(directory, of_openai) or folder.member("tokenizer.json"),
+        tokenizer_json=_tokenizer(folder, of_openai),
         tensors=tensors,
         files=files,
         notes=(*notes, *more),
     )
 
 
-def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse a config.json with an unsupported quantisation."""
-    foreign = foreign_quantisation(config, where)
-    if foreign is not None:
-        raise foreign
+def check_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a config.json; refuse an unsupported one."""
+    refuse_foreign_quantisation(config, where)
     settings = read_as(config, _Quantised, f"{where}: {CONFIG}").quantization_config
     if settings is not None:
         method = settings.get("quant_method")
         if not isinstance(method, str) or method not in _METHODS:
             raise unknown("quant_method", method, _METHODS, f"{where}: {SETTINGS}")
+    return settings
+
+
+def _tokenizer(folder: HfFolder, of_openai: bool) -> Path:
+    """Return tokenizer.json, which OpenAI keeps above `original/`."""
+    above = folder.directory.parent / "tokenizer.json"
+    own = os.path.lexists(folder.directory / "tokenizer.json")
+    return above if of_openai and not own and above.is_file() else folder.member("tokenizer.json")
 
 
 def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
@@ -214,19 +207,29 @@ def _fp8(source: Source) -> Tensors:
     return tensors
 
 
-def _auto_round(source: Source) -> Tensors:
-    source.choice("data_type", "int", ("int",))
-    known = ("auto_round:auto_gptq", "auto_round:auto_awq")
-    packing = source.choice("packing_format", "left out", known, "export it as auto_gptq")
-    return read_gptq(source) if packing == known[0] else read_awq(source)
+def _packed(source: Source) -> Tensors:
+    """Read GPTQ or AWQ, also under the name that AutoRound gives them."""
+    from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
+
+    method = source.settings["quant_method"]
+    if method == "auto-round":
+        source.choice("data_type", "int", ("int",))
+        known = ("auto_round:auto_gptq", "auto_round:auto_awq")
+        packing = source.choice("packing_format", "left out", known, "export it as auto_gptq")
+        method = packing.removeprefix("auto_round:auto_")
+    return read_gptq(source) if method == "gptq" else read_awq(source)
+
+
+def _compressed(source: Source) -> Tensors:
+    from clocher_runtime.checkpoints.hf.compressed import read_compressed
+
+    return read_compressed(source)
 
 
 _METHODS: dict[str, Callable[[Source], Tensors]] = {
     "mxfp4": _mxfp4,
     "bitnet": _bitnet,
     "fp8": _fp8,
-    "gptq": read_gptq,
-    "awq": read_awq,
-    "auto-round": _auto_round,
-    "compressed-tensors": read_compressed,
+    **dict.fromkeys(("gptq", "awq", "auto-round"), _packed),
+    "compressed-tensors": _compressed,
 }

@@ -21,38 +21,39 @@ A linear belongs to the config group that describes its arrays exactly; the regu
 Source: compressed-tensors src/compressed_tensors/{compressors,quantization}.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any
 
 import numpy as np
 from msgspec import Meta, Struct
 
-from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_kernels.formats import Float, Int4, Int8, Mxfp4, mxfp4
+from clocher_kernels.formats import Int8, Mxfp4, mxfp4
 from clocher_kernels.formats.fp8 import BLOCK, Scope
 from clocher_kernels.formats.scaling import Group
-from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
-from clocher_runtime.checkpoints.hf.arrays import (
+from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_runtime.checkpoints.hf.packed_words import (
+    Make,
+    PackedLinear,
+    activation_order,
+    note_floats,
+    row_bytes,
+    transposed_bytes,
+    unpacked,
+)
+from clocher_runtime.checkpoints.hf.shards import (
     FLOATS,
     REQUANTISE,
     SETTINGS,
     Source,
     StoredArray,
     Tensors,
-    activation_order,
-    by_column,
     columns_per_group,
     fp8_tensor,
-    note_floats,
-    signed,
-    transposed_bytes,
-    unpacked,
 )
 from clocher_runtime.disk.safetensors_file import DTYPES
-from clocher_runtime.disk.schema import given, one_of, read_as, unknown
+from clocher_runtime.disk.strict_json import given, one_of, read_as, unknown
 
 _PACKED, _INT, _FLOAT, _NAIVE = (f"{kind}-quantized" for kind in ("pack", "int", "float", "naive"))
 _MXFP4 = "mxfp4-pack-quantized"
@@ -212,57 +213,27 @@ def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
             f"codes packed as [{n}, {width}]"
         )
     groups, columns = _check_groups(scheme, linear, n, k)
-    zeros = None
-    if columns is not None or bits == 4:
-        zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
+    zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
     if zeros is None:
         linear.refuse_zeros()
-    if columns is not None:
-        return _unordered(
-            linear, (n, k), columns, partial(unpacked, words.array, bits), zeros, bits
-        )
-    if bits == 4 and k % 2:
-        raise UnsupportedModel(f"{words.where}: {k} columns, expected an even number")
-    dtype = DTYPES[linear.scale.dtype]
-    fmt: Int4 | Int8 = Int8(scheme.scope, dtype)
-    if bits == 4:  # which has no scale for a whole matrix: every row repeats it
-        fmt = Int4(scheme.symmetric, scheme.group or "row", dtype)
-    shape = fmt.planes((n, k))["scales"].shape
-
-    def make() -> Mapping[str, np.ndarray]:
-        codes = np.ascontiguousarray(words.array).view(np.uint8)[:, : k * bits // 8]
-        scales = linear.scale.array
-        if isinstance(fmt, Int8):
-            return {"codes": signed(codes), "scales": scales.reshape(shape)}
-        scales = np.broadcast_to(scales.reshape(-1, groups), (n, groups)).reshape(shape)
-        planes = {"codes": codes, "scales": scales}
-        return planes if zeros is None else {**planes, "zeros": zeros().reshape(shape)}
-
-    return lazy_tensor((n, k), fmt, make, words.where)
+    return _codes(scheme, linear, (n, k), lambda: row_bytes(words.array), zeros, columns)
 
 
-def _unordered(
+def _codes(
+    scheme: _Scheme,
     linear: _Linear,
     shape: tuple[int, int],
-    columns: np.ndarray,
-    codes: Callable[[], np.ndarray],
-    zeros: Callable[[], np.ndarray] | None,
-    bits: int,
+    codes: Make,
+    zeros: Make | None,
+    columns: np.ndarray | None,
 ) -> Stored:
-    """Return a linear with any column order in f32; codes are offset 8 or 128, zeros 8."""
-
-    def make() -> Mapping[str, np.ndarray]:
-        scales = to_f32(linear.scale.array, DTYPES[linear.scale.dtype])
-        middle = np.full(scales.shape, 1 << (bits - 1), np.uint8)
-        found = codes()[:, : shape[1]]
-        return {"data": by_column(found, middle if zeros is None else zeros(), scales, columns)}
-
-    return lazy_tensor(shape, Float("f32"), make, linear.weight.where)
+    dtype, scale = DTYPES[linear.scale.dtype], linear.scale.array
+    symmetric, scope = scheme.symmetric, scheme.scope
+    args = (linear.weight.where, shape, scheme.bits, symmetric, scope, dtype, codes, zeros)
+    return PackedLinear(*args, lambda: scale, columns).tensor()
 
 
-def _packed_zeros(
-    scheme: _Scheme, linear: _Linear, n: int, groups: int
-) -> Callable[[], np.ndarray]:
+def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> Make:
     """Return a function that computes the zero points plus 8, u8 [N, G]."""
     zero = linear.zero
     if zero is None:
@@ -272,7 +243,7 @@ def _packed_zeros(
         one = zero.array.reshape(1, 1).view(np.uint8)
         return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
     zero.expect(("I32",), (-(-n // 8), groups))
-    return lambda: unpacked(transposed_bytes(zero.array).view(np.int32), 4).T[:n]
+    return lambda: unpacked(transposed_bytes(zero.array), 4).T[:n]
 
 
 def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
@@ -282,8 +253,8 @@ def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
     linear.refuse_zeros()
     codes = linear.weight.array
     if columns is not None:
-        middle = np.uint8(0x80)
-        return _unordered(linear, (n, k), columns, lambda: codes.view(np.uint8) ^ middle, None, 8)
+        flip = np.uint8(0x80)
+        return _codes(scheme, linear, (n, k), lambda: codes.view(np.uint8) ^ flip, None, columns)
     fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
     shape = fmt.planes((n, k))["scales"].shape
     planes = {"codes": codes, "scales": linear.scale.array.reshape(shape)}

@@ -1,7 +1,10 @@
-"""Download models from the Hugging Face hub with huggingface_hub, and check them.
+"""Models of the Hugging Face hub: names, the local cache, and downloads that are checked.
 
-The library is imported late because it is slow to load. Its own variables apply (HF_ENDPOINT,
-HF_TOKEN, ...). Source: https://huggingface.co/docs/huggingface_hub/guides/download.
+    CACHE/models--OWNER--NAME/refs/REVISION          holds a commit
+    CACHE/models--OWNER--NAME/snapshots/COMMIT/FILE  a link to what was downloaded
+
+huggingface_hub is imported late because it is slow to load. Its own variables apply (HF_HUB_CACHE,
+HF_ENDPOINT, HF_TOKEN, ...). Source: https://huggingface.co/docs/huggingface_hub/guides.
 """
 
 import fnmatch
@@ -10,28 +13,129 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelNotFound, UsageError
-from clocher_runtime.checkpoints.hf.cache import REPO, published_as
 from clocher_runtime.disk.output_file import check_free
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
+MAIN = "main"
 PATTERNS = (
     *("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*", "README.md", "USAGE_POLICY"),
     *("model*.safetensors", "adapter_model.safetensors"),
 )
 """Downloaded by default: safetensors only; pickled files are never needed."""
 
-_REPO = re.compile(REPO, re.ASCII)
+_REPO = r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}"
+_NAME = re.compile(
+    rf"(?P<repo>{_REPO})(?:@(?P<revision>[A-Za-z0-9][\w./-]{{0,127}}?))?"
+    r"(?:/(?P<file>[A-Za-z0-9][\w./-]{0,240}\.gguf))?",
+    re.ASCII,
+)
+_PLACE = re.compile(r"(?:.*/)?models/(gpt-oss-(?:20|120)b)(?:/hf(?:/original)?)?/?", re.ASCII)
+_URL = re.compile(
+    rf"(?:https?:/{{1,2}})?(?:huggingface\.co|hf\.co)/({_REPO})(?:[/?#].*)?", re.ASCII
+)
+_COMMIT = re.compile("[0-9a-f]{40}")
+_FOLDER = "models--"
+_MOST_FOLDERS = 10_000
+_REF_BYTES = 64
 _METADATA_BYTES = 400
 _DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)")
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A parsed `owner/name[@revision][/file.gguf]`; `file` is "" for the whole repository."""
+
+    repo: str
+    revision: str = MAIN
+    file: str = ""
+
+    def __str__(self) -> str:
+        revision = "" if self.revision == MAIN else f"@{self.revision}"
+        return f"{self.repo}{revision}{'/' if self.file else ''}{self.file}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """Parse a hub name; None if it is not one."""
+    found = _NAME.fullmatch(text)
+    if found is None or ".." in text:
+        return None
+    return HubName(found["repo"], found["revision"] or MAIN, found["file"] or "")
+
+
+def repository_of_url(text: str) -> str | None:
+    """Return the "owner/name" of a hub URL; None if it is not one."""
+    found = _URL.fullmatch(text)
+    return found[1] if found else None
+
+
+def published_as(path: str) -> str | None:
+    """Return "owner/name" of a path that the guide uses, such as `models/gpt-oss-20b`, or None."""
+    found = _PLACE.fullmatch(path)
+    return f"openai/{found[1]}" if found else None
+
+
+def cache_directory() -> Path:
+    """Return the cache's path; it may not exist."""
+    from huggingface_hub import constants  # late: a path needs no library
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def repositories(cache: Path | None = None) -> dict[str, Path]:
+    """Return the models of the cache, "owner/name" -> folder, sorted; none if unreadable."""
+    cache = cache_directory() if cache is None else cache
+    try:
+        with os.scandir(cache) as entries:
+            names = [entry.name for entry, _ in zip(entries, range(_MOST_FOLDERS), strict=False)]
+    except OSError:
+        return {}
+    found = {_repository(name): cache / name for name in sorted(names)}
+    return {repo: folder for repo, folder in found.items() if repo is not None}
+
+
+def repository_of(path: Path) -> str | None:
+    """Return the "owner/name" of a path in a cache snapshot; None elsewhere."""
+    for parent in (path, *path.parents):
+        if parent.parent.name == "snapshots":
+            return _repository(parent.parents[1].name)
+    return None
+
+
+def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
+    """Return the directory of a revision in the cache, or None."""
+    if folder is None:
+        folder = cache_directory() / (_FOLDER + name.repo.replace("/", "--"))
+    commit = name.revision
+    if not _COMMIT.fullmatch(commit):
+        commit = revisions(folder).get(name.revision, "")
+    found = folder / "snapshots" / commit
+    return found if commit and os.path.isdir(found) else None
+
+
+def revisions(folder: Path) -> dict[str, str]:
+    """Return the branches and tags of a repository's folder, with their commits."""
+    refs = folder / "refs"
+    found = {}
+    for path in (Path(directory, name) for directory, _, names in os.walk(refs) for name in names):
+        with suppress(OSError), path.open("rb") as file:
+            commit = file.read(_REF_BYTES).decode("ascii", "replace").strip()
+            if _COMMIT.fullmatch(commit):
+                found[path.relative_to(refs).as_posix()] = commit
+    return found
+
+
+def _repository(folder: str) -> str | None:
+    repo = folder.removeprefix(_FOLDER).replace("--", "/", 1)
+    return repo if folder.startswith(_FOLDER) and re.fullmatch(_REPO, repo, re.ASCII) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +146,13 @@ class HubFile:
     nbytes: int
     digest: str
 
+    def has_size(self, path: Path) -> bool:
+        """Return whether a file on disk has this size."""
+        return os.path.isfile(path) and os.path.getsize(path) == self.nbytes
+
     def matches(self, path: Path) -> bool:
         """Return whether a file on disk has this size and hash."""
-        if not os.path.isfile(path) or path.stat().st_size != self.nbytes:
+        if not self.has_size(path):
             return False
         of_git = len(self.digest) == 40
         hasher = hashlib.sha1(usedforsecurity=False) if of_git else hashlib.sha256()
@@ -116,7 +224,6 @@ def plan_download(
     UsageError, ModelNotFound, OSError, ModelError.
     """
     import huggingface_hub
-    from huggingface_hub.constants import HF_HUB_CACHE
 
     with _explained(subject or repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
@@ -126,9 +233,10 @@ def plan_download(
         files = [_hub_file(i, repo) for i in info.siblings if _wanted(i.rfilename, patterns)]
         if not files:
             raise UsageError(_nothing_matches(repo, patterns, info.siblings))
-        missing = [file for file in files if not _is_there(file, directory, repo, commit)]
+    folder = directory or snapshot(HubName(repo, commit))
+    missing = [file for file in files if not (folder and file.has_size(folder / file.name))]
     nbytes = sum(file.nbytes for file in missing)
-    free = check_free((directory or Path(HF_HUB_CACHE)) / "file", nbytes)
+    free = check_free((directory or cache_directory()) / "file", nbytes)
     return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes, free)
 
 
@@ -137,42 +245,37 @@ def local_or_fetched(path: Path) -> Path:
     name = path.as_posix()
     if not path.exists() and (repo := published_as(name)):
         return plan_download(repo, path, subject=f"{name}: no such directory; {repo}").run()
-    if path.exists() or not _REPO.fullmatch(name):
+    if path.exists() or not re.fullmatch(_REPO, name, re.ASCII):
         return path
     try:
         subject = f"{name}: no such directory; as a name on the hub"
         return plan_download(name, None, subject=subject).run()
-    except (UsageError, ConnectionError) as error:
-        import huggingface_hub
-
-        try:
-            folder = huggingface_hub.snapshot_download(
-                name, allow_patterns=list(PATTERNS), ignore_patterns=["*/*"], local_files_only=True
-            )
-        except (ValueError, FileNotFoundError):
-            raise error from None
-        return Path(folder)
+    except (UsageError, ConnectionError):
+        if (folder := snapshot(HubName(name))) is None:
+            raise
+        return folder
 
 
 def stored_hashes(folder: Path) -> list[HubFile]:
     """Return the files of a cache snapshot or download directory with their recorded hashes."""
     kept = folder / ".cache" / "huggingface" / "download"
-    tags: dict[str, str] = {}
+    found = []
     if kept.is_dir():
         for path in sorted(kept.rglob("*.metadata")):
-            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
             with path.open("rb") as file:
                 lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
-            tags[name] = lines[1].strip() if len(lines) > 1 else ""
+            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
+            found.append((name, lines[1].strip() if len(lines) > 1 else ""))
     else:
-        for path in sorted(folder.rglob("*")):
-            if path.is_symlink():
-                tags[path.relative_to(folder).as_posix()] = os.readlink(path).rpartition("/")[2]
-    sizes = {
-        name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1
-        for name in tags
-    }
-    return [HubFile(n, sizes[n], tag) for n, tag in tags.items() if _DIGEST.fullmatch(tag)]
+        links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
+        found = [
+            (p.relative_to(folder).as_posix(), os.readlink(p).rpartition("/")[2]) for p in links
+        ]
+    return [
+        HubFile(name, path.stat().st_size if (path := folder / name).is_file() else -1, digest)
+        for name, digest in found
+        if _DIGEST.fullmatch(digest)
+    ]
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
@@ -182,18 +285,6 @@ def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["Rep
         return f"{repo}: GGUF files only; name one with --file: {', '.join(sizes)}"
     names = ", ".join(repr(item.rfilename) for item in siblings[:9])
     return f"{repo}: no file matches {', '.join(patterns)}; it has {names}"
-
-
-def _is_there(file: HubFile, directory: Path | None, repo: str, commit: str) -> bool:
-    import huggingface_hub
-
-    if directory:
-        place: object = directory / file.name
-    else:
-        place = huggingface_hub.try_to_load_from_cache(repo, file.name, revision=commit)
-    if not isinstance(place, str | Path) or not os.path.isfile(place):
-        return False
-    return os.path.getsize(place) == file.nbytes
 
 
 def _wanted(name: str, patterns: Sequence[str]) -> bool:
@@ -206,13 +297,9 @@ def _wanted(name: str, patterns: Sequence[str]) -> bool:
 def _hub_file(item: "RepoSibling", repo: str) -> HubFile:
     name, nbytes = item.rfilename, item.size
     digest = str(item.lfs.sha256 if item.lfs else item.blob_id)
-    printable = name.isprintable() and "\\" not in name
-    if (
-        not printable
-        or {"", ".", ".."} & set(name.split("/"))
-        or (type(nbytes) is not int or nbytes < 0)
-        or not re.fullmatch("[0-9a-f]{64}" if item.lfs else "[0-9a-f]{40}", digest)
-    ):
+    plain = name.isprintable() and "\\" not in name and not {"", ".", ".."} & {*name.split("/")}
+    hashed = re.fullmatch("[0-9a-f]{64}" if item.lfs else "[0-9a-f]{40}", digest)
+    if not plain or not hashed or type(nbytes) is not int or nbytes < 0:
         raise ModelError(f"{repo}: the hub's description of {name!r:.80} is not understood")
     return HubFile(name, nbytes, digest)
 
@@ -243,17 +330,18 @@ def _explanation(error: Exception, subject: str) -> Exception:
         )
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
+        login = "log in with `hf auth login`, or set HF_TOKEN"
+        text = f"{subject}: HTTP {status}"
         if isinstance(error, errors.GatedRepoError) or status == 403:
             return ModelNotFound(
-                f"{subject}: HTTP {status}: access must be asked for on the model's page; then log "
-                "in with `hf auth login`, or set HF_TOKEN"
+                f"{text}: access must be asked for on the model's page; then {login}"
             )
         if status in (401, 404):
             return ModelNotFound(
-                f"{subject}: HTTP {status}: no such repository, revision or file; check the name, "
-                "and for a private model log in with `hf auth login`, or set HF_TOKEN"
+                f"{text}: no such repository, revision or file; check the name, and for a private "
+                f"model {login}"
             )
-        return _unreachable(f"{subject}: HTTP {status}")
+        return _unreachable(text)
     if isinstance(error, errors.HFValidationError):
         return UsageError(f"{subject}: {error}; expected owner/name")
     if isinstance(error, ValueError | KeyError | TypeError | AttributeError):
@@ -267,8 +355,7 @@ def _without_secrets(text: str) -> str:
     """Return a library's message with tokens and passwords removed."""
     import huggingface_hub
 
-    token = huggingface_hub.get_token()
-    for secret in (token, os.environ.get("HF_TOKEN")):
+    for secret in (huggingface_hub.get_token(), os.environ.get("HF_TOKEN")):
         if secret:
             text = text.replace(secret, "***").replace(repr(secret)[1:-1], "***")
     return _SECRET.sub("***", text)

@@ -35,13 +35,13 @@ from clocher_runtime.checkpoints.checkpoint import (
     LazyTensor,
     Stored,
     lazy_tensor,
+    planes_of,
     stored_tensor,
 )
-from clocher_runtime.checkpoints.hf.arrays import FLOATS, StoredArray
-from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG
-from clocher_runtime.checkpoints.hf.shards import HfFolder, read_safetensors
+from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors
+from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG
 from clocher_runtime.disk.safetensors_file import DTYPES
-from clocher_runtime.disk.schema import given, one_of, read_as
+from clocher_runtime.disk.strict_json import given, one_of, read_as
 from clocher_runtime.models.inventory import EMBED, HEAD
 
 WEIGHTS = "adapter_model.safetensors"
@@ -98,8 +98,7 @@ class _Delta:
 
     def planes_of(self, stored: Stored) -> Mapping[str, np.ndarray]:
         """Return a float tensor's planes with the delta added, in its dtype."""
-        found = stored.make() if isinstance(stored, LazyTensor) else stored.planes
-        data, dtype = found["data"], stored.format.name
+        data, dtype = planes_of(stored)["data"], stored.format.name
         left, right = (to_f32(each.array, DTYPES[each.dtype]) for each in (self.b, self.a))
         for half in (left, right):
             require_finite("a LoRA adapter", half)

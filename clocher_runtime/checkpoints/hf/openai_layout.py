@@ -3,25 +3,20 @@
 Source: github.com/openai/gpt-oss, gpt_oss/torch/model.py (ModelConfig, AttentionBlock), weights.py.
 """
 
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.checkpoints.hf.arrays import Arrays
-from clocher_runtime.disk.schema import read_as
+from clocher_runtime.checkpoints.hf.shards import Arrays
+from clocher_runtime.disk.strict_json import read_as
 
 _Size = Annotated[int, Meta(ge=1, le=1 << 30)]
 _Positive = Annotated[float, Meta(gt=0, le=1e12)]
 
-_OWN_KEYS = frozenset(
-    {"num_experts", "experts_per_token", "swiglu_limit", "initial_context_length"}
-)
 _EPS = 1e-5
 _HARMONY_VOCABULARY = 201_088
 _HARMONY_ENDS = [200002, 199999, 200012]
@@ -72,11 +67,6 @@ class _Config(Struct):
     rope_scaling_factor: Annotated[float, Meta(ge=1, le=1 << 20)] = 32.0
     rope_ntk_alpha: _Positive = 1.0
     rope_ntk_beta: _Positive = 32.0
-
-
-def is_openai(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json has OpenAI's keys."""
-    return "model_type" not in config and config.keys() >= _OWN_KEYS
 
 
 def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -136,10 +126,3 @@ def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
         else:
             found[_WHOLE.get(name, name)] = stored
     return found
-
-
-def tokenizer_above(directory: Path, of_openai: bool) -> Path | None:
-    """Return the tokenizer of the folder above `original/`."""
-    above = directory.parent / "tokenizer.json"
-    own = os.path.lexists(directory / "tokenizer.json")
-    return above if of_openai and not own and os.path.isfile(above) else None

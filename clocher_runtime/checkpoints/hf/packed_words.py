@@ -17,43 +17,186 @@ With b bits and G = ceil(K / group_size) groups, for each linear X [N, K]:
 Words are packed low bits first, but nibble i of a gemm word holds column [0, 2, 4, 6, 1, 3, 5,
 7][i]; gemv zeros and scales are padded. Two of the 32 3-bit codes in three words cross a word.
 Symmetric files store 2^(b-1) as zero points. Codes of 2 and 3 bits become `Int4`; a g_idx in
-activation order becomes floats, see `arrays.by_column`.
+activation order becomes floats.
 
 Source: AutoGPTQ auto_gptq/nn_modules/qlinear; GPTQModel gptqmodel/nn_modules/qlinear; AutoAWQ
 awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Int4, Int8
+from clocher_kernels.formats.scaling import Group, check_scales
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
-from clocher_runtime.checkpoints.hf.arrays import (
+from clocher_runtime.checkpoints.hf.shards import (
     FLOATS,
     REQUANTISE,
     SETTINGS,
     Source,
     StoredArray,
     Tensors,
-    activation_order,
-    awq_codes,
-    awq_nibbles,
-    by_column,
-    note_floats,
-    signed,
-    transposed_bytes,
-    unpacked,
 )
 from clocher_runtime.disk.safetensors_file import DTYPES
-from clocher_runtime.disk.schema import one_of, read_as
+from clocher_runtime.disk.strict_json import one_of, read_as
 
-_Linear = tuple[str, StoredArray, StoredArray, StoredArray]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""Which of 8 neighbours each nibble of an AWQ word holds, from the lowest."""
+_TILE = 64
+
+Make = Callable[[], np.ndarray]
 
 
-def _linears(source: Source) -> Iterator[_Linear]:
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedLinear:
+    """A linear of codes, with functions that compute its parts from checked arrays.
+
+    `codes`: the packed codes of each row, u8 [N, >= K*bits/8], low bits first; `zeros`: u8 [N, G],
+    None or unused if symmetric; `scales`: of `dtype` [N, G]; `columns`: the group of each column if
+    not k // group_size, see `activation_order`.
+    """
+
+    where: str
+    shape: tuple[int, int]
+    bits: int
+    symmetric: bool
+    group: Group
+    dtype: str
+    codes: Make
+    zeros: Make | None
+    scales: Make
+    columns: np.ndarray | None = None
+
+    def tensor(self) -> LazyTensor:
+        """Return the tensor; columns in any other order make it f32, as no format holds them."""
+        (n, k), bits, middle = self.shape, self.bits, 1 << (self.bits - 1)
+        if self.columns is not None:
+            return lazy_tensor(self.shape, Float("f32"), self._floats, self.where)
+        if bits < 8 and k % 2:
+            raise UnsupportedModel(f"{self.where}: {k} columns, expected an even number")
+        fmt: Int4 | Int8 = Int8(self.group, self.dtype)
+        if bits < 8:  # which has no scale for a whole matrix: every row repeats it
+            group = "row" if self.group == "tensor" else self.group
+            fmt = Int4(self.symmetric, group, self.dtype)
+
+        def planes() -> dict[str, np.ndarray]:
+            shape = fmt.planes(self.shape)["scales"].shape
+            codes, zeros, scales = self.codes(), self._zeros(), self.scales()
+            if self.group == "tensor" and bits < 8:
+                scales = np.broadcast_to(scales.reshape(1, 1), (n, 1))
+            scales = scales.reshape(shape)
+            if isinstance(fmt, Int8):
+                return {"codes": (codes[:, :k] ^ np.uint8(0x80)).view(np.int8), "scales": scales}
+            if bits < 4:
+                steps = unpacked(codes, bits)
+                if self.symmetric:  # whose middle is 8
+                    steps += np.uint8(8 - middle)
+                codes = fmt.pack(steps, scales)["codes"]
+            found = {"codes": codes[:, : k // 2], "scales": scales}
+            return found if self.symmetric else {**found, "zeros": zeros.reshape(shape)}
+
+        return lazy_tensor(self.shape, fmt, planes, self.where)
+
+    def _zeros(self) -> np.ndarray:
+        rows = np.full((self.shape[0], 1), 1 << (self.bits - 1), np.uint8)
+        return rows if self.zeros is None else self.zeros()
+
+    def _floats(self) -> dict[str, np.ndarray]:
+        codes = unpacked(self.codes(), self.bits)[:, : self.shape[1]]
+        scales, groups = to_f32(self.scales(), self.dtype), self.columns
+        assert groups is not None
+        zeros = np.broadcast_to(self._zeros(), scales.shape)
+        check_scales("f32", scales, "f32")
+        values = codes.astype(np.float32)  # exact: scales have at most 11 significant bits
+        for start in range(0, len(groups), _TILE):  # in tiles, so that what is spread stays small
+            part, each = values[:, start : start + _TILE], groups[start : start + _TILE]
+            part -= zeros[:, each]
+            part *= scales[:, each]
+        return {"data": values}
+
+
+def note_floats(source: Source, tensors: Tensors) -> None:
+    """Add a note on packed tensors that became floats."""
+    floats = [name for name, stored in tensors.items() if isinstance(stored.format, Float)]
+    if floats:
+        source.notes.append(
+            f"{len(floats)} linears, such as {floats[0]}, have their columns in activation order "
+            "(desc_act, actorder=group), which no format holds: decoded to f32, exactly, at 4 "
+            "bytes a weight; --precision fp16 halves that, `clocher quantize` makes it small again"
+        )
+
+
+def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.ndarray | None:
+    """Return the group of each column, [K]; None if column k is in group k // group.
+
+    `g_idx`: stored groups, i32 or i64 [K]; `group`: columns of a group; None: the whole row.
+    """
+    g_idx.expect(("I32", "I64"), (columns,))
+    size = group or columns
+    if np.array_equal(g_idx.array, np.arange(columns) // size):
+        return None
+    low, high, groups = int(g_idx.array.min()), int(g_idx.array.max()), -(-columns // size)
+    if low < 0 or high >= groups:
+        raise FormatError(f"{g_idx.where}: groups {low} to {high}, expected 0 to {groups - 1}")
+    return g_idx.array
+
+
+def row_bytes(words: np.ndarray) -> np.ndarray:
+    """Return the bytes of each row of words [A, B], u8 [A, 4B]."""
+    return np.ascontiguousarray(words).view(np.uint8)
+
+
+def transposed_bytes(words: np.ndarray) -> np.ndarray:
+    """Return the bytes of words [A, N] with N first, u8 [N, 4A]."""
+    rows, columns = words.shape
+    out = np.empty((columns, rows), np.int32)
+    for left in range(0, columns, _TILE):  # in tiles, which stay in cache
+        for top in range(0, rows, _TILE):
+            tile = words[top : top + _TILE, left : left + _TILE]
+            out[left : left + _TILE, top : top + _TILE] = tile.T
+    return out.view(np.uint8)
+
+
+def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Return the 2, 3, 4 or 8-bit codes of words or bytes, low bits first, u8 [rows, codes]."""
+    packed = row_bytes(packed).reshape(len(packed), -1, bits)
+    out = np.empty((*packed.shape[:2], 8), np.uint8)  # any `bits` bytes hold 8 codes
+    for place in range(8):
+        byte, shift = divmod(place * bits, 8)
+        code = packed[..., byte] >> shift
+        if shift + bits > 8:
+            code |= packed[..., byte + 1] << (8 - shift)
+        out[..., place] = code & ((1 << bits) - 1)
+    return out.reshape(len(packed), -1)
+
+
+def _awq_nibbles(words: np.ndarray) -> np.ndarray:
+    """Return the 4-bit codes of words [A, B] packed along B in AWQ's order, u8 [A, 8B]."""
+    stored = unpacked(words, 4).reshape(words.shape[0], -1, 8)
+    out = np.empty_like(stored)
+    out[:, :, AWQ_ORDER] = stored
+    return out.reshape(words.shape[0], -1)
+
+
+def _awq_codes(words: np.ndarray) -> np.ndarray:
+    """Return AWQ "gemm" words [K, N/8] as `Int4` packs them, u8 [N, K/2]; K is even."""
+    rows, columns = words.shape
+    out = np.empty((columns, 8, rows // 2), np.uint8)
+    for start in range(0, columns, _TILE):
+        packed = row_bytes(words[:, start : start + _TILE])
+        even, odd = packed[0::2], packed[1::2]
+        low, high = even & 15 | odd << 4, even >> 4 | odd & 0xF0
+        for byte in range(4):
+            out[start : start + _TILE, AWQ_ORDER[2 * byte]] = low[:, byte::4].T
+            out[start : start + _TILE, AWQ_ORDER[2 * byte + 1]] = high[:, byte::4].T
+    return out.reshape(8 * columns, -1)
+
+
+def _linears(source: Source) -> Iterator[tuple[str, StoredArray, StoredArray, StoredArray]]:
     """Claim X, `X.qweight`, `X.qzeros` and `X.scales` of each linear."""
     for name in source.ending(".qweight"):
         stem = name.removesuffix(".qweight")
@@ -92,9 +235,8 @@ def read_gptq(source: Source) -> Tensors:
         order = source.rest.get(f"{stem}.g_idx")
         if order is not None or act_order:
             order = source.claim(f"{stem}.g_idx", words)
-        arrays = (words, zeros, scales)
-        tensor = _gptq(bits, symmetric, version == "gptq", group, arrays, order)
-        tensors[f"{stem}.weight"] = tensor
+        one = (symmetric, group, words, zeros, scales)
+        tensors[f"{stem}.weight"] = _gptq(bits, version == "gptq", order, *one)
     note_floats(source, tensors)
     if bits < 4:
         source.notes.append(f"codes of {bits} bits are held in 4, exactly; no format is narrower")
@@ -103,17 +245,15 @@ def read_gptq(source: Source) -> Tensors:
 
 def _gptq(
     bits: int,
-    symmetric: bool,
     version_1: bool,
-    group: int | None,
-    arrays: tuple[StoredArray, StoredArray, StoredArray],
     order: StoredArray | None,
+    symmetric: bool,
+    group: int | None,
+    words: StoredArray,
+    zeros: StoredArray,
+    scales: StoredArray,
 ) -> LazyTensor:
-    """Return a GPTQ linear's tensor from `arrays` (qweight, qzeros, scales) and `order` (g_idx).
-
-    `version_1`: zero points are stored less one; `group`: columns of a group; None: the row.
-    """
-    words, zeros, scales = arrays
+    """Return a GPTQ linear's tensor; in version 1 zero points are stored less one."""
     rows, n = words.matrix()
     k, left = divmod(rows * 32, bits)
     if left or (bits == 3 and n % 32):
@@ -121,10 +261,9 @@ def _gptq(
     groups = -(-k // group) if group else 1
     scales.expect(FLOATS, (groups, n))
     zeros.expect(("I32",), (groups, -(-n * bits // 32)))
-    dtype, middle, largest = DTYPES[scales.dtype], 1 << (bits - 1), (1 << bits) - 1
 
     def zero_points() -> np.ndarray:
-        found = unpacked(zeros.array, bits)[:, :n]
+        found, largest = unpacked(zeros.array, bits)[:, :n], (1 << bits) - 1
         if version_1:
             if not symmetric and found.max() == largest:
                 raise UnsupportedModel(
@@ -133,49 +272,21 @@ def _gptq(
                 )
             found = found + np.uint8(1)
         if symmetric:
-            _check_middle(found, middle, "sym true; correct sym or checkpoint_format")
-        return found
+            _check_middle(found, 1 << (bits - 1), "sym true; correct sym or checkpoint_format")
+        return found.T
 
-    columns = None if order is None else activation_order(order, k, group)
-    if columns is not None:
-
-        def floats() -> Mapping[str, np.ndarray]:
-            steps = unpacked(transposed_bytes(words.array).view(np.int32), bits)
-            factors = to_f32(scales.array, dtype).T
-            return {"data": by_column(steps, zero_points().T, factors, columns)}
-
-        return lazy_tensor((n, k), Float("f32"), floats, words.where)
-    fmt: Int4 | Int8 = Int8(group or "row", dtype)
-    if bits < 8:
-        fmt = Int4(symmetric, group or "row", dtype)
-
-    def by_row(array: np.ndarray) -> np.ndarray:
-        """Return [G, N] as [N, G], or [N] if G is 1."""
-        return array.reshape(-1) if fmt.group == "row" else np.ascontiguousarray(array.T)
-
-    def planes() -> Mapping[str, np.ndarray]:
-        codes, zero, factors = transposed_bytes(words.array), zero_points(), by_row(scales.array)
-        if isinstance(fmt, Int8):
-            return {"scales": factors, "codes": signed(codes)}
-        if bits < 4:
-            steps = unpacked(codes.view(np.int32), bits)
-            if symmetric:  # whose middle is 8
-                steps += np.uint8(8 - middle)
-            codes = fmt.pack(steps, factors)["codes"]
-        found = {"scales": factors, "codes": codes}
-        return found if symmetric else {**found, "zeros": by_row(zero)}
-
-    return lazy_tensor((n, k), fmt, planes, words.where)
-
-
-def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
-    """Refuse a symmetric file's zero points that are not the middle of its codes."""
-    if (zeros != middle).any():
-        odd = int(zeros[zeros != middle][0])
-        raise FormatError(
-            f"a zero point of {odd}, expected {middle}: quantization_config says {says} in "
-            "config.json if it is wrong"
-        )
+    return PackedLinear(
+        words.where,
+        (n, k),
+        bits,
+        symmetric,
+        group or "row",
+        DTYPES[scales.dtype],
+        codes=lambda: transposed_bytes(words.array),
+        zeros=zero_points,
+        scales=lambda: scales.array.T,
+        columns=None if order is None else activation_order(order, k, group),
+    ).tensor()
 
 
 def read_awq(source: Source) -> Tensors:
@@ -187,24 +298,23 @@ def read_awq(source: Source) -> Tensors:
     one_of({"version": version}, "version", "", ("gemm", "gemv"), SETTINGS, "save it as gemm")
     group, tensors = source.group_size(), Tensors()
     for stem, words, zeros, scales in _linears(source):
-        tensors[f"{stem}.weight"] = _awq(version == "gemv", symmetric, words, zeros, scales, group)
+        one = (symmetric, group, words, zeros, scales)
+        tensors[f"{stem}.weight"] = _awq(version == "gemv", *one)
     return tensors
 
 
 def _awq(
     gemv: bool,
     symmetric: bool,
+    group: int | None,
     words: StoredArray,
     zeros: StoredArray,
     scales: StoredArray,
-    group: int | None,
 ) -> LazyTensor:
     n, k = words.matrix() if gemv else words.matrix()[::-1]
     n, k = (n, 8 * k) if gemv else (8 * n, k)
     if k % (group or k):
         raise FormatError(f"{words.where}: {k} columns are no multiple of group_size {group}")
-    if k % 2:
-        raise UnsupportedModel(f"{words.where}: {k} columns, expected an even number")
     groups = k // (group or k)
     if not gemv:
         zeros.expect(("I32",), (groups, n // 8))
@@ -216,19 +326,31 @@ def _awq(
                 f"{stored.where}: shape {[rows, width]}, expected [{n}, {-(-groups // per_word)}] "
                 "or wider"
             )
-    fmt = Int4(symmetric, group or "row", DTYPES[scales.dtype])
-    shape = (n,) if group is None else (n, groups)
 
-    def make() -> Mapping[str, np.ndarray]:
-        if gemv:
-            codes = np.ascontiguousarray(words.array).view(np.uint8)
-            zero, scale = unpacked(zeros.array, 4)[:, :groups], scales.array[:, :groups]
-        else:
-            codes, zero, scale = awq_codes(words.array), awq_nibbles(zeros.array).T, scales.array.T
-        planes = {"codes": codes, "scales": scale.reshape(shape)}
+    def zero_points() -> np.ndarray:
+        found = unpacked(zeros.array, 4)[:, :groups] if gemv else _awq_nibbles(zeros.array).T
         if symmetric:
-            _check_middle(zero, 8, "zero_point false; correct it")
-            return planes
-        return {**planes, "zeros": zero.reshape(shape)}
+            _check_middle(found, 8, "zero_point false; correct it")
+        return found
 
-    return lazy_tensor((n, k), fmt, make, words.where)
+    return PackedLinear(
+        words.where,
+        (n, k),
+        4,
+        symmetric,
+        group or "row",
+        DTYPES[scales.dtype],
+        codes=lambda: row_bytes(words.array) if gemv else _awq_codes(words.array),
+        zeros=zero_points,
+        scales=lambda: scales.array[:, :groups] if gemv else scales.array.T,
+    ).tensor()
+
+
+def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:
+    """Refuse a symmetric file's zero points that are not the middle of its codes."""
+    if (zeros != middle).any():
+        odd = int(zeros[zeros != middle][0])
+        raise FormatError(
+            f"a zero point of {odd}, expected {middle}: quantization_config says {says} in "
+            "config.json if it is wrong"
+        )

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face directory and its weight shards; nothing in it is trusted.
+"""The files of a Hugging Face directory, its weight shards and their arrays; nothing is trusted.
 
 Shard names must be plain, and links may not leave the model's directory (or the cache directory
 with its blobs). Index and shards must agree on every tensor. Without an index, shard names count
@@ -7,27 +7,141 @@ from 1 to m (transformers) or 0 to m (gpt-oss).
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelNotFound
-from clocher_runtime.checkpoints.hf.arrays import Arrays, StoredArray
-from clocher_runtime.checkpoints.hf.foreign import listed, no_weights, unfinished
+from clocher_kernels.formats import Fp8
+from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_runtime.checkpoints.locate import listed, no_weights, unfinished
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.safetensors_file import SafetensorsFile
-from clocher_runtime.disk.schema import read_as
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
+from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, one_of, parse_object, read_as, shown
 
-Weights = tuple[Arrays, tuple[MappedFile, ...]]
+FLOATS = ("F32", "F16", "BF16")
+REQUANTISE = "quantise the float checkpoint again"
+SETTINGS = "quantization_config"
 
 _SINGLE = "model.safetensors"
 _MAX_CONFIG_BYTES = 16_000_000
 _MOST_SHARDS = 10_000
+_MAX_GROUP = 999_999
 # Of the store that repositories of a hub cache share: blobs/01/0123...
 _BLOB = re.compile("[0-9a-f]{64}")
+# They scale activations and the KV cache, which run as the session's settings say.
+_ACTIVATION_SCALES = (
+    *(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
+    *(".activation_scale", ".q_scale", ".k_scale", ".v_scale"),
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredArray:
+    """An array of a shard: safetensors `dtype`, a view of the mapped file, `where` for messages."""
+
+    dtype: str
+    array: np.ndarray
+    where: str
+
+    def expect(self, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        """Raise FormatError unless the array has one of these dtypes and shapes (if any given)."""
+        if self.dtype not in dtypes:
+            raise FormatError(f"{self.where}: dtype {self.dtype}, expected {' or '.join(dtypes)}")
+        if shapes and self.array.shape not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise FormatError(f"{self.where}: shape {list(self.array.shape)}, expected {expected}")
+
+    def matrix(self) -> tuple[int, int]:
+        """Return the two dimensions; raise FormatError if there are others, or an empty one."""
+        if self.array.ndim != 2 or 0 in self.array.shape:
+            raise FormatError(
+                f"{self.where}: shape {list(self.array.shape)}, expected 2 dimensions of at least 1"
+            )
+        return self.array.shape
+
+
+Arrays = dict[str, StoredArray]
+Tensors = dict[str, Stored]
+Weights = tuple[Arrays, tuple[MappedFile, ...]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """A checkpoint while its tensors are recognised; `rest` are the arrays not claimed yet."""
+
+    rest: Arrays
+    settings: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    def ending(self, suffix: str) -> list[str]:
+        """Return the names of unclaimed arrays with a suffix."""
+        return [name for name in self.rest if name.endswith(suffix)]
+
+    def claim(self, name: str, owner: StoredArray) -> StoredArray:
+        """Claim an array that belongs to another one; raises FormatError."""
+        if name not in self.rest:
+            raise FormatError(f"{owner.where}: packed, but {name!r} is missing")
+        return self.rest.pop(name)
+
+    def drop_activation_scales(self) -> None:
+        """Drop the scales of activations and of the KV cache, with a note."""
+        dropped = [name for name in self.rest if name.endswith(_ACTIVATION_SCALES)]
+        for name in dropped:
+            del self.rest[name]
+        if dropped:
+            self.notes.append(
+                f"{len(dropped)} stored scales of activations or of the KV cache are not used, "
+                f"such as {dropped[0]}: these run as act_prec and kv_dtype say"
+            )
+
+    def refuse_orphans(self, *suffixes: str) -> None:
+        """Raise FormatError for a leftover array that belongs to a packed weight."""
+        for name, stored in self.rest.items():
+            if name.endswith(suffixes):
+                raise FormatError(f"{stored.where}: no packed weight belongs to it")
+
+    def choice(self, key: str, default: Any, known: Iterable[Any], way_out: str = "") -> Any:
+        """Return a setting limited to known values; null counts as absent."""
+        return one_of(self.settings, key, default, known, SETTINGS, way_out)
+
+    def group_size(self) -> int | None:
+        """Return the setting `group_size`, None for -1: a scale per row."""
+        return columns_per_group(self.settings.get("group_size"))
+
+
+def columns_per_group(value: object) -> int | None:
+    """Return a setting `group_size`, None for -1: a scale per row; raises FormatError."""
+    if type(value) is not int or not (value == -1 or 1 <= value <= _MAX_GROUP):
+        raise FormatError(
+            f"{SETTINGS}: group_size is {shown(value)}; expected -1 or 1 to {_MAX_GROUP}"
+        )
+    return None if value == -1 else value
+
+
+def fp8_tensor(codes: StoredArray, scales: StoredArray, scopes: tuple[Scope, ...]) -> QuantTensor:
+    """Return a tensor of e4m3 codes, with the first of `scopes` that fits the scales' shape."""
+    codes.expect(("F8_E4M3",))
+    n, k = codes.matrix()
+    scales.expect(FLOATS)
+    shapes: dict[Scope, tuple[tuple[int, ...], ...]] = {
+        "b128": ((-(-n // BLOCK), -(-k // BLOCK)),),
+        "tensor": ((1,), (), (1, 1)),
+        "row": ((n,), (n, 1)),
+    }
+    for scope in scopes:
+        if scales.array.shape in shapes[scope]:
+            fmt = Fp8("e4m3", scope, DTYPES[scales.dtype])
+            planes = {"codes": codes.array, "scales": scales.array.reshape(shapes[scope][0])}
+            return stored_tensor((n, k), fmt, planes, codes.where)
+    expected = " or ".join(str(list(shape)) for scope in scopes for shape in shapes[scope])
+    raise FormatError(f"{scales.where}: shape {list(scales.array.shape)}, expected {expected}")
 
 
 class _Index(Struct):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from clocher_runtime.checkpoints.dedup.codec import (
     pack_trits,
     splits_of,
 )
-from clocher_runtime.checkpoints.dedup.index import BLOCK_BYTES, StoredPlane
+from clocher_runtime.checkpoints.dedup.index import StoredPlane
 from clocher_runtime.disk.plane_index import Region
 
 KEEP_RAW = 0.95
@@ -29,67 +29,45 @@ PIECE_ITEMS = UNIT * 16
 _COPY_BYTES = 1 << 24
 
 
-class Source(NamedTuple):
-    """The bytes of a plane, u8 [nbytes], or their XOR with another's."""
-
-    data: np.ndarray
-    base: np.ndarray | None = None
-
-    def bytes(self, start: int, stop: int) -> np.ndarray:
-        """Return a range of bytes, u8."""
-        piece = self.data[start:stop]
-        return piece if self.base is None else piece ^ self.base[start:stop]
-
-    def pieces(self, step: int) -> Iterator[np.ndarray]:
-        """Yield all bytes, `step` at a time."""
-        for start in range(0, len(self.data), step):
-            yield self.bytes(start, start + step)
-
-
 @dataclass(frozen=True, slots=True)
 class Choice:
     """The chosen storage of a plane, with its tables."""
 
     plane: StoredPlane
     tables: tuple[np.ndarray, ...] = ()  # symbols of each stream, the most frequent first, u8
-    unique: np.ndarray | None = None  # block number of each different block, in order
-    index: np.ndarray | None = None  # for each block the position in `unique`, u32
 
 
-def choose(raw: StoredPlane, source: Source) -> Choice:
-    """Return the smallest way to store a plane; raw unless 5 per cent are saved."""
-    xor = source.base is not None
+def choose(raw: StoredPlane, data: np.ndarray) -> Choice:
+    """Return the smallest way to store a plane's bytes; raw unless 5 per cent are saved."""
     found = [Choice(raw)]
     names = splits_of(raw.plane.dtype)
     item = SPLITS[names[0]].item
     histogram = None  # how often each item occurs, where items have few enough values to count
     if item.itemsize <= 2:
-        histogram = _tally(1 << 8 * item.itemsize, np.asarray, item, source)
+        histogram = _tally(1 << 8 * item.itemsize, np.asarray, item, data)
     for name in names:
         streams, tables = [], []
         for part in SPLITS[name].parts:
             if histogram is None:
-                counts = _tally(1 << part.bits, part.cut, SPLITS[name].item, source)
+                counts = _tally(1 << part.bits, part.cut, SPLITS[name].item, data)
             else:
                 counts = _fold(part, histogram)
             stream, table = choose_stream(counts, part.bits)
             streams.append(stream)
             tables.append(table)
-        plane = replace(raw, mode="streams", xor=xor, split=name, streams=tuple(streams))
+        plane = replace(raw, mode="streams", split=name, streams=tuple(streams))
         found.append(Choice(plane, tuple(tables)))
-    if (blocks := _blocks(replace(raw, mode="blocks", xor=xor), source)) is not None:
-        found.append(blocks)
     best = min(found, key=lambda choice: choice.plane.stored_bytes)
     small = best.plane.stored_bytes <= KEEP_RAW * raw.plane.nbytes
     return best if small else Choice(raw)
 
 
 def _tally(
-    size: int, cut: Callable[[np.ndarray], np.ndarray], item: np.dtype, source: Source
+    size: int, cut: Callable[[np.ndarray], np.ndarray], item: np.dtype, data: np.ndarray
 ) -> np.ndarray:
     """Return the count of each of `size` symbols cut out of a plane's items."""
     total = np.zeros(size, np.int64)
-    for piece in source.pieces(PIECE_ITEMS * item.itemsize):
+    for piece in pieces(data, PIECE_ITEMS * item.itemsize):
         total += np.bincount(cut(piece.view(item)), minlength=len(total))
     return total
 
@@ -129,43 +107,9 @@ def _cost(stream: Stream) -> float:
     return stored + stream.escapes / 8
 
 
-def _blocks(plane: StoredPlane, source: Source) -> Choice | None:
-    """Return the plane as its different blocks (compared by bytes), None if not worth it."""
-    hashes = np.concatenate(list(_hashes(source)))
-    if len(np.unique(hashes)) > KEEP_RAW * len(hashes):
-        return None
-    numbers: dict[int, int] = {}
-    unique: list[int] = []
-    index = np.empty(len(hashes), np.uint32)
-    for block, key in enumerate(hashes.tolist()):
-        number = numbers.setdefault(key, len(unique))
-        if number < len(unique) and not _equal(source, unique[number], block):
-            number = len(unique)
-        if number == len(unique):
-            unique.append(block)
-        index[block] = number
-    return Choice(replace(plane, unique=len(unique)), (), np.array(unique), index)
-
-
-def _hashes(source: Source) -> Iterator[np.ndarray]:
-    odd = np.random.default_rng(0).integers(1 << 62, size=BLOCK_BYTES // 8, dtype=np.uint64)
-    odd = odd * np.uint64(2) + np.uint64(1)
-    for piece in source.pieces(BLOCK_BYTES * 256):
-        yield (filled(piece).reshape(-1, BLOCK_BYTES).view(np.uint64) * odd).sum(axis=1)
-
-
-def _equal(source: Source, first: int, second: int) -> bool:
-    return np.array_equal(filled(block(source, first)), filled(block(source, second)))
-
-
-def block(source: Source, number: int) -> np.ndarray:
-    """Return a block, u8; the last one may be short."""
-    return source.bytes(number * BLOCK_BYTES, (number + 1) * BLOCK_BYTES)
-
-
-def filled(data: np.ndarray) -> np.ndarray:
-    """Return blocks zero-padded to whole ones."""
-    return np.pad(data, (0, -len(data) % BLOCK_BYTES))
+def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
+    """Yield bytes, `step` at a time."""
+    return (data[start : start + step] for start in range(0, len(data), step))
 
 
 class Sink(Protocol):
@@ -179,28 +123,20 @@ class Sink(Protocol):
 
 
 def encode(
-    choice: Choice, source: Source, files: Mapping[str, Sink], regions: tuple[Region, ...]
+    choice: Choice, data: np.ndarray, files: Mapping[str, Sink], regions: tuple[Region, ...]
 ) -> None:
     """Append the parts of a plane to the files, each padded up to its region."""
     plane = choice.plane
-    for region in regions:
-        if region.nbytes and plane.mode != "streams":
-            files[region.file].pad(region.offset)
     if plane.mode == "raw":
-        for piece in source.pieces(_COPY_BYTES):
+        files["exceptions"].pad(regions[0].offset)
+        for piece in pieces(data, _COPY_BYTES):
             files["exceptions"].write(piece)
-    elif plane.mode == "blocks":
-        assert choice.index is not None and choice.unique is not None
-        files["masks"].write(choice.index)
-        for start in range(0, len(choice.unique), 256):
-            numbers = choice.unique[start : start + 256].tolist()
-            files["exceptions"].write(np.concatenate([filled(block(source, n)) for n in numbers]))
     elif plane.mode == "streams":
         split = SPLITS[plane.split]
         for number, stream in enumerate(plane.streams):
             parts = regions[4 * number : 4 * number + 4]
             table = choice.tables[number]
-            _StreamWriter(stream, table, files, parts).write(source, split, split.parts[number])
+            _StreamWriter(stream, table, files, parts).write(data, split, split.parts[number])
 
 
 class _StreamWriter:
@@ -218,14 +154,14 @@ class _StreamWriter:
         self._places = np.zeros(1 << stream.bits, np.uint8)
         self._places[table] = np.arange(len(table))
 
-    def write(self, source: Source, split: Split, part: Part) -> None:
+    def write(self, data: np.ndarray, split: Split, part: Part) -> None:
         table, codes, rank, literals = self._regions
         self._begin(table)
         self._files["defaults"].write(self._table)
         self._begin(codes)
         self._begin(literals)
         if self._stream.mode != "const":
-            for piece in source.pieces(PIECE_ITEMS * split.item.itemsize):
+            for piece in pieces(data, PIECE_ITEMS * split.item.itemsize):
                 self._piece(part.cut(piece.view(split.item)))
         self._literals(np.zeros(0, np.uint8), last=True)
         self._begin(rank)

@@ -9,32 +9,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
+from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_runtime.checkpoints.dedup.codec import SPLITS, Stream
 from clocher_runtime.checkpoints.dedup.index import (
     FILE_NAMES,
     INDEX_NAME,
     KINDS,
-    Base,
     DedupIndex,
     Places,
     StoredPlane,
     check_expansion,
     raw_planes,
 )
-from clocher_runtime.checkpoints.dedup.reader import (
-    Artifact,
-    DedupFile,
-    open_base,
-    open_deduplicated,
-    planes_of,
-)
+from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_deduplicated
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
-from clocher_runtime.convert.dedup.encode import Choice, Source, choose, encode
+from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
+from clocher_runtime.convert.dedup.encode import Choice, choose, encode
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import Region, check_hashes
-from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
 
 WORTH_IT = 0.97
 """Largest worthwhile new size, relative to the old one."""
@@ -46,7 +39,6 @@ class Deduplication:
 
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
-    base: Artifact | None  # the model that it will build on
     choices: tuple[Choice, ...]  # how each plane will be stored
     regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
     nbytes: int  # of the output
@@ -61,24 +53,19 @@ class Deduplication:
         check_free(self.directory / INDEX_NAME, self.nbytes)
         path = self.directory / INDEX_NAME
         paths = {kind: self.directory / FILE_NAMES[kind] for kind in KINDS}
-        source = None
-        if self.base is not None:
-            facts, name = self.base.index.bin, self.base.index.path.parent.resolve().name
-            source = Base(facts.nbytes, facts.sha256, name)
-        base, done = _Base(self.base), 0
+        done = 0
         with PlaneWriter(paths) as writer:
             stored = zip(self.choices, self.regions, strict=True)
             planes = _planes(self.directory, self.index)
             for (choice, regions), (plane, data) in zip(stored, planes, strict=True):
-                based = base.bytes(plane) if choice.plane.xor else None
-                encode(choice, Source(data, based), writer.files, regions)
+                encode(choice, data, writer.files, regions)
                 done += plane.plane.nbytes
                 if progress:
                     progress(done, plane.tensor)
             chosen = tuple(choice.plane for choice in self.choices)
-            index = DedupIndex(self.index.bin, source, writer.sync(), chosen, self.regions)
+            index = DedupIndex(self.index.bin, writer.sync(), chosen, self.regions)
             written = {kind: file.path for kind, file in writer.files.items()}
-            DedupFile(path, index, written, base.plane).verify()
+            DedupFile(path, index, written).verify()
             try:
                 writer.publish(stale=[path])
                 write_file(path, index.text())
@@ -87,23 +74,22 @@ class Deduplication:
                 raise
 
 
-def plan_dedup(
-    directory: Path, base_dir: Path | None = None, progress: Progress | None = None
-) -> Deduplication:
-    """Read a model and decide how each plane is stored; a base is needed to read it, too."""
+def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplication:
+    """Read a model and decide how each plane is stored."""
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
         raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
-    if base_dir is not None and os.path.samefile(base_dir, directory):
-        raise UsageError(f"{base_dir}: the base is the model itself; give another directory")
-    base = open_base(base_dir) if base_dir is not None else None
     choices: list[Choice] = []
     seen: dict[tuple[object, str], int] = {}
     done = 0
-    based = _Base(base)
     for number, (raw, data) in enumerate(_planes(directory, index)):
         first = seen.setdefault((raw.plane, raw.sha256), number)
-        choices.append(_choose(raw, data, first if first < number else None, based))
+        if first < number:
+            choices.append(Choice(replace(raw, mode="same", of=first)))
+        else:
+            where = f"{BIN_NAME}: tensor {raw.tensor!r}"
+            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, "convert the model again")
+            choices.append(choose(raw, data))
         done += raw.plane.nbytes
         if progress:
             progress(done, raw.tensor)
@@ -111,9 +97,8 @@ def plan_dedup(
     regions = tuple(places.take(choice.plane) for choice in choices)
     stored = sum(places.ends.values())
     check_expansion([choice.plane for choice in choices], stored, str(directory))
-    used = any(c.plane.xor or c.plane.mode == "base" for c in choices)
     nbytes = stored + sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
-    return Deduplication(directory, index, base if used else None, tuple(choices), regions, nbytes)
+    return Deduplication(directory, index, tuple(choices), regions, nbytes)
 
 
 def remove_dedup(directory: Path) -> None:
@@ -124,12 +109,10 @@ def remove_dedup(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def restore(directory: Path, base_dir: Path | None = None, progress: Progress | None = None) -> int:
+def restore(directory: Path, progress: Progress | None = None) -> int:
     """Write model.ie.bin back, byte for byte; return its size. Raises ModelError, OSError."""
-    artifact = open_deduplicated(directory, base_dir)
+    artifact = open_deduplicated(directory)
     index, dedup = artifact.index, artifact.dedup
-    if dedup is None:
-        raise ModelNotFound(f"{directory}: no {INDEX_NAME}")
     check_free(directory / BIN_NAME, index.bin.nbytes)
     with PlaneWriter({"bin": directory / BIN_NAME}) as writer:
         for number, (plane, region) in enumerate(raw_planes(index)):
@@ -141,39 +124,6 @@ def restore(directory: Path, base_dir: Path | None = None, progress: Progress | 
             raise FormatError(f"{directory}: what was restored does not match bin.sha256")
         writer.publish()
     return index.bin.nbytes
-
-
-def _choose(raw: StoredPlane, data: np.ndarray, earlier: int | None, base: "_Base") -> Choice:
-    if earlier is not None:
-        return Choice(replace(raw, mode="same", of=earlier))
-    where = f"{BIN_NAME}: tensor {raw.tensor!r}"
-    check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, "convert the model again")
-    alike = base.alike(raw)
-    if alike is not None and alike.sha256 == raw.sha256:
-        return Choice(replace(raw, mode="base"))
-    found = [choose(raw, Source(data))]
-    if alike is not None:
-        found.append(choose(raw, Source(data, base.bytes(raw))))
-    return min(found, key=lambda choice: choice.plane.stored_bytes)
-
-
-class _Base:
-    """The planes of the base, if any."""
-
-    def __init__(self, base: Artifact | None) -> None:
-        self.plane = planes_of(base.checkpoint) if base else None
-        every = raw_planes(base.index) if base else ()
-        self._planes = {(plane.tensor, plane.key): plane for plane, _ in every}
-
-    def alike(self, plane: StoredPlane) -> StoredPlane | None:
-        """Return the plane of the same name, if it has the same type and shape."""
-        found = self._planes.get((plane.tensor, plane.key))
-        return found if found and found.plane == plane.plane else None
-
-    def bytes(self, plane: StoredPlane) -> np.ndarray:
-        """Return the bytes of the plane of that name, u8."""
-        assert self.plane is not None
-        return self.plane(plane.tensor, plane.key).reshape(-1).view(np.uint8)
 
 
 def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, np.ndarray]]:
@@ -208,14 +158,10 @@ def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
 
 def describe(plane: StoredPlane) -> str:
     """Describe the storage of a plane in a few words."""
-    over = "XOR base: " if plane.xor else ""
-    if plane.mode == "blocks":
-        return f"{over}{plane.unique} of {plane.blocks} blocks"
     if plane.mode == "streams":
         parts = zip(SPLITS[plane.split].parts, plane.streams, strict=True)
-        return over + ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
-    fixed = {"raw": "as it is", "same": f"same as plane {plane.of}", "base": "in the base"}
-    return fixed[plane.mode]
+        return ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
+    return "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
 
 
 def _stream(stream: Stream) -> str:

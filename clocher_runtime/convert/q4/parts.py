@@ -16,10 +16,10 @@ from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelN
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
+from clocher_runtime.checkpoints.plane_writer import PlaneWriter
 from clocher_runtime.convert.q4.document import Entry, PartFile
 from clocher_runtime.disk.files import sha256_of
 from clocher_runtime.disk.plane_index import ALIGNMENT, Region, dump
-from clocher_runtime.disk.plane_writer import PlaneWriter
 from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile, safetensors_head
 from clocher_runtime.disk.strict_json import checked_shape, fields, parse_object
 

@@ -13,11 +13,11 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import check_free, write_file
-from clocher_runtime.disk.plane_writer import PlaneWriter, Progress
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 from clocher_runtime.engine.topology import usable_cpus
 

@@ -5,7 +5,7 @@ from types import MappingProxyType
 from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.schema import shown
+from clocher_runtime.disk.strict_json import shown
 from clocher_runtime.models.config_fields import WHERE
 from clocher_runtime.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from clocher_runtime.models.families.gemma import GEMMA, GEMMA2, GEMMA3

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.schema import given, one_of
+from clocher_runtime.disk.strict_json import given, one_of
 from clocher_runtime.models.config import Decoder, read_config
 from clocher_runtime.models.config_fields import (
     WHERE,

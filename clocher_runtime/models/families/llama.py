@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.schema import shown
+from clocher_runtime.disk.strict_json import shown
 from clocher_runtime.models.config import (
     LAYER_TYPES,
     Decoder,

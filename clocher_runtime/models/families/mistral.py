@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from clocher_runtime.disk.schema import given, read_as
+from clocher_runtime.disk.strict_json import given, read_as
 from clocher_runtime.models.config import Decoder, read_config
 from clocher_runtime.models.config_fields import WHERE, Epsilon, Experts, Heads, Layers, Size, Theta
 from clocher_runtime.models.family import Config, Family, From, each_expert

@@ -1,4 +1,4 @@
-"""Write planes so that a killed writer leaves nothing that a reader accepts."""
+"""Write planes and IEBIN so that a killed writer leaves nothing that a reader accepts."""
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -8,8 +8,23 @@ import numpy as np
 
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.disk.output_file import PARTIAL, Journal, OutputFile, sync_directory
-from clocher_runtime.disk.plane_index import Entry, FileFacts, Region, Shape, place
+from clocher_runtime.checkpoints.iebin import (
+    BIN_NAME,
+    CERTIFICATE_NAME,
+    FORMAT,
+    JSON_NAME,
+    VERSION,
+    VOCAB_NAME,
+    facts_of,
+)
+from clocher_runtime.disk.output_file import (
+    PARTIAL,
+    Journal,
+    OutputFile,
+    sync_directory,
+    write_file,
+)
+from clocher_runtime.disk.plane_index import Entry, FileFacts, Region, Shape, lines, place, seal
 
 Progress = Callable[[int, str], None]
 
@@ -142,3 +157,40 @@ class PlaneWriter:
     def _close(self) -> None:
         for file in self.files.values():
             file.close()
+
+
+class IebinWriter(PlaneWriter):
+    """Writes one model: `add` every tensor, then `commit`, without which all is undone."""
+
+    def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
+        """Start a model in an existing directory; `job` and `progress` as in `PlaneWriter`."""
+        super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
+        self.directory = directory
+
+    def commit(
+        self,
+        config: Mapping[str, Any],
+        generation_config: Mapping[str, Any],
+        tokenizer_config: Mapping[str, Any],
+        vocab: bytes | None,
+        source: Mapping[str, Any],
+    ) -> None:
+        """Write the document; `vocab` is tokenizer.json, `source` is informational."""
+        weights = self.sync()["bin"]
+        self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": config,
+            "generation_config": generation_config,
+            "tokenizer_config": tokenizer_config,
+        }
+        if vocab is None:
+            (self.directory / VOCAB_NAME).unlink(missing_ok=True)
+        else:
+            write_file(self.directory / VOCAB_NAME, vocab)
+            document["vocab"] = {"file": VOCAB_NAME, **facts_of(vocab).document()}
+        document["bin"] = {"file": BIN_NAME, **weights.document()}
+        document["source"] = source
+        text = lines(document, "tensors", [entry.document() for entry in self.entries])
+        write_file(self.directory / JSON_NAME, seal(text.encode()))
