@@ -1,8 +1,6 @@
 """The quality gate: exact scores, honest intervals, verdicts, tensor errors, the script."""
 
 import json
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -21,7 +19,7 @@ from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality import compare as compare_module
-from clocher_runtime.quality import gate, report
+from clocher_runtime.quality import gate
 from clocher_runtime.quality.compare import (
     Comparison,
     Documents,
@@ -35,8 +33,10 @@ from clocher_runtime.quality.compare import (
 from clocher_runtime.quality.evaluate import (
     WEIGHTS_ALONE,
     Record,
+    Row,
     check_alike,
     evaluate,
+    table,
     weight_errors,
 )
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
@@ -658,12 +658,12 @@ def test_script_errors(script: Script, args: list[object], code: int, message: s
     assert message in done.stderr
 
 
-# The table and the picture
+# The table
 
 ROWS = [
-    report.Row("reference", 16.0, 13 << 20, 39.93),
+    Row("reference", 16.0, 13 << 20, 39.93),
     *(
-        report.Row(
+        Row(
             f"model-{kind}",
             bpw,
             int(bpw * 1e6),
@@ -686,49 +686,9 @@ ROWS = [
 
 
 def test_table_is_aligned_and_rounded_to_its_intervals() -> None:
-    lines = report.table(ROWS).splitlines()
+    lines = table(ROWS).splitlines()
     assert len({len(line) for line in lines}) == 1 and len(lines) == 7
     assert "1.00200 ±0.00060" in lines[3] and "95.0 ±1.0" in lines[3] and " 500 |" in lines[3]
-    assert "1 ±?" in report.table([replace(ROWS[1], ppl_ratio=Estimate(1, -np.inf, np.inf))])
-
-
-class RecordingFigure:
-    """Stands in for a figure of matplotlib: keeps what is called on it and on its axes."""
-
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # noqa: RUF012
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        del self.calls[:]
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> "RecordingFigure":
-            self.calls.append((name, args, options))
-            return self
-
-        return call
-
-
-def test_picture_has_a_labelled_point_for_each_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, module = types.ModuleType("matplotlib"), types.ModuleType("matplotlib.figure")
-    module.Figure = RecordingFigure  # type: ignore[attr-defined]
-    package.figure = module  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "matplotlib", package)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    report.draw(ROWS, tmp_path / "q.png", "title")
-    calls = RecordingFigure.calls
-    labels = [args[0] for name, args, _ in calls if name == "annotate"]
-    assert labels == [f"{row.label} ({row.verdict})" for row in ROWS[1:]]
-    bars = [(args, options) for name, args, options in calls if name == "errorbar"]
-    assert len(bars) == 4
-    for (_, value), options in bars:
-        (below,), (above,) = options["yerr"]
-        assert value > 0 and below >= 0 and above >= 0 and value - below > 0
-    assert calls[-1][0] == "savefig"
-
-
-def test_report_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install '\.\[bench\]'"):
-        report.require_matplotlib()
+    assert "1 ±?" in table(
+        [replace(ROWS[1], ppl_ratio=Estimate(1, -np.inf, np.inf))]
+    )
