@@ -18,10 +18,9 @@ from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import Calibrated, calibrate
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.inputs import ExpertInputs, Hidden, RowStore, Site, make_text
+from clocher_runtime.quantize.inputs import Hidden, Observer, RowStore, make_text
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan
-from clocher_runtime.quantize.sensitivity import log_softmax
 
 EXPERTS = "model.layers.{}.mlp.experts.{}"
 
@@ -56,6 +55,11 @@ def same(one: dict[str, QuantTensor], other: dict[str, QuantTensor]) -> bool:
         for name, tensor in one.items()
         for key, plane in tensor.planes.items()
     )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def logits_of(walk: Walk, weights: dict[str, QuantTensor] | None = None) -> np.ndarray:
@@ -105,7 +109,7 @@ def test_a_text_of_many_chunks_is_that_of_one(monkeypatch):
     assert np.allclose(logits_of(Walk(checkpoint, text)), whole, rtol=1e-4, atol=1e-4)
 
 
-class Watcher:
+class Watcher(Observer):
     """Counts what the walk shows."""
 
     def __init__(self) -> None:
@@ -114,18 +118,18 @@ class Watcher:
         self.weights: dict[int, float] = {}
         self.finished: list[int] = []
 
-    def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
+    def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
         assert np.isfinite(x).all()
-        self.sites.append((site.weights, x.shape[1], rows))
+        self.sites.append((weights, x.shape[1], rows))
 
-    def expert(self, weights, expert: int, inputs: ExpertInputs, rows: np.ndarray) -> None:
+    def expert(self, weights, expert: int, inputs, router: np.ndarray, rows: np.ndarray) -> None:
         self.routed.setdefault(expert, []).extend(int(row) for row in rows)
-        for row, weight in zip(rows, inputs.router, strict=True):
+        for row, weight in zip(rows, router, strict=True):
             self.weights[int(row)] = self.weights.get(int(row), 0) + float(weight)
 
     def expert_done(self, weights, expert: int, hidden: Hidden) -> None:
         rows = np.arange(3)
-        assert hidden(rows).gated.shape == (3, 256)
+        assert hidden(rows)[1].shape == (3, 256)
         self.finished.append(expert)
 
 
@@ -235,6 +239,9 @@ def test_rows_stay_when_their_pages_go(tmp_path):
     store[10:20] = np.ones((10, 100), np.float32)
     store.add(np.array([12, 15]), np.full((2, 100), 2, np.float32))
     store.release()
+    other = RowStore(1000, 100, tmp_path)
+    other.take(store)
+    assert np.array_equal(other[:], store[:])
     assert store[9:21].sum(axis=1).tolist() == [0] + [100, 100, 300] * 2 + [100] * 4 + [0]
     assert not list(tmp_path.iterdir())
 

@@ -23,7 +23,7 @@ from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.quality.trace import read_trace
+from clocher_runtime.quality.verify import read_trace
 from clocher_runtime.text.chat_template import ChatTemplate
 from clocher_runtime.text.tokenizer import Tokenizer
 from fuzz import hf_seeds, seeds, text_seeds
