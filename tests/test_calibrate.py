@@ -12,15 +12,15 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import parse_q4_map
-from clocher_runtime.convert.q4.parts import PartsWriter, plane_hashes
+from clocher_runtime.convert.q4_map import parse_q4_map
+from clocher_runtime.convert.q4_parts import PartsWriter, plane_hashes
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.quantize.calibrate import Calibrated, calibrate
+from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.inputs import Hidden, Observer, RowStore, make_text
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
-from clocher_runtime.quantize.plan import QuantPlan
+from clocher_runtime.quantize.plan import Calibrated, QuantPlan
 
 EXPERTS = "model.layers.{}.mlp.experts.{}"
 
@@ -297,15 +297,15 @@ def test_floating_codes_are_calibrated_written_and_run(dtype, tmp_path):
     job = Job(checkpoint, tmp_path / "q4.json", q4, calibration=text, min_cosine=0.99)
     outcome = run_job(job, job.plan())
     assert outcome.verdict == "pass"
-    assert "imx" in {entry.method for entry in outcome.done}
+    assert "imx" in {entry.record.method for entry in outcome.done}
     convert(model, tmp_path / "out", tmp_path / "q4.json")
     made = open_checkpoint(tmp_path / "out", verify=True)
     for entry in outcome.done:
         tensor = made.tensor(entry.planned.name)
         assert plane_hashes(tensor) == entry.sha256
         rounded = encode(checkpoint.tensor(entry.planned.name).decode(), tensor.format)
-        assert (plane_hashes(rounded) == entry.sha256) == (entry.method == "rtn")
-        out = entry.more_errors
+        assert (plane_hashes(rounded) == entry.sha256) == (entry.record.method == "rtn")
+        out = entry.record.err
         assert out["out_nmse"] <= 1.02 * out["out_nmse_rtn"]
     session = make_session(load_model(made), threads=2, context=16, all_logits=True)
     assert np.isfinite(session.logits([1, 2, 3])).all()

@@ -49,9 +49,9 @@ from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.config.setting import Given
-from clocher_runtime.convert.dedup import encode as encoder
-from clocher_runtime.convert.dedup.encode import Source, choose, choose_stream
-from clocher_runtime.convert.dedup.writer import gains, plan_dedup, restore
+from clocher_runtime.convert import dedup_encode as encoder
+from clocher_runtime.convert.dedup_encode import Source, choose, choose_stream
+from clocher_runtime.convert.dedup_writer import gains, plan_dedup, restore
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model
@@ -638,7 +638,7 @@ def test_a_model_of_other_weights_is_refused(models: dict[str, Path], gptoss: Pa
 KILLED = """
 import sys, time
 from pathlib import Path
-from clocher_runtime.convert.dedup import writer
+from clocher_runtime.convert import dedup_writer as writer
 real, left = writer.{function}, int(sys.argv[2])
 def slow(*arguments):
     global left

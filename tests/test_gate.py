@@ -41,7 +41,7 @@ from clocher_runtime.quality.evaluate import (
 )
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
 from clocher_runtime.quality.tensor_error import expected_rms, measure, same
-from clocher_runtime.quantize.candidate import (
+from clocher_runtime.quantize.job import (
     open_candidate,
     records_by_model,
     records_of,
@@ -689,6 +689,4 @@ def test_table_is_aligned_and_rounded_to_its_intervals() -> None:
     lines = table(ROWS).splitlines()
     assert len({len(line) for line in lines}) == 1 and len(lines) == 7
     assert "1.00200 ±0.00060" in lines[3] and "95.0 ±1.0" in lines[3] and " 500 |" in lines[3]
-    assert "1 ±?" in table(
-        [replace(ROWS[1], ppl_ratio=Estimate(1, -np.inf, np.inf))]
-    )
+    assert "1 ±?" in table([replace(ROWS[1], ppl_ratio=Estimate(1, -np.inf, np.inf))])

@@ -28,7 +28,7 @@ from clocher_runtime.quality.evaluate import (
     table,
 )
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
-from clocher_runtime.quantize.candidate import (
+from clocher_runtime.quantize.job import (
     Records,
     open_candidate,
     records_by_model,

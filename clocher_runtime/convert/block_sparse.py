@@ -1,7 +1,7 @@
 """Dense checkpoint -> IEBIN with block-sparse matrices: zero, or the weakest, blocks left out."""
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.iebin import BIN_NAME, IebinWriter
 from clocher_runtime.checkpoints.opening import open_checkpoint
-from clocher_runtime.convert.q4.map import NamePattern
+from clocher_runtime.convert.q4_map import NamePattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.disk.plane_writer import Progress
@@ -45,13 +45,6 @@ class Sparsifying:
             Bsr(self.block, self.inner or "f32")
         except (UsageError, FormatError) as error:
             raise UsageError(str(error)) from None
-
-    def apply(self, tensor: QuantTensor) -> QuantTensor:
-        """Return a float matrix as block-sparse rows; FormatError if a value cannot be stored."""
-        values = tensor.decode()
-        if self.sparsity:
-            values = prune(values, self.block, self.sparsity)
-        return encode(values, Bsr.for_values(values, self.block, self.inner or tensor.format.name))
 
 
 class Outcome(NamedTuple):
@@ -118,21 +111,27 @@ class SparseConversion:
         return outcomes
 
     def _convert(self, name: str, tensor: QuantTensor) -> tuple[QuantTensor, Outcome]:
+        values, block = tensor.decode(), self.how.block
+        if self.how.sparsity:
+            values = prune(values, block, self.how.sparsity)
         try:
-            sparse = self.how.apply(tensor)
+            fmt = Bsr.for_values(values, block, self.how.inner or tensor.format.name)
+            sparse = encode(values, fmt)
         except FormatError as error:
             raise FormatError(f"tensor {name!r}: {error}") from None
-        assert isinstance(sparse.format, Bsr)
-        height, width = self.how.block
-        cells = -(-tensor.shape[0] // height) * -(-tensor.shape[1] // width)
-        density, before, after = sparse.format.nnzb / cells, tensor.nbytes, sparse.nbytes
+        density = fmt.nnzb / _blocks(tensor.shape, block)
         note = ""
-        if not sparse.format.nnzb:
+        if not fmt.nnzb:
             note = "all zero"
-        elif after >= before and not self.how.force:
+        elif sparse.nbytes >= tensor.nbytes and not self.how.force:
             note = "would grow"
         stored = tensor if note else sparse
-        return stored, Outcome(name, density, before, after, stored.format.name, note)
+        found = Outcome(name, density, tensor.nbytes, sparse.nbytes, stored.format.name, note)
+        return stored, found
+
+
+def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> int:
+    return -(-shape[0] // block[0]) * -(-shape[1] // block[1])
 
 
 def plan_block_sparse(
@@ -159,10 +158,9 @@ def plan_block_sparse(
     for name, tensor in source.tensors.items():
         most = tensor.nbytes
         if how.force and name in names:
-            (n, k), (height, width) = tensor.shape, how.block
-            fmt = Bsr(how.block, how.inner or tensor.format.name)
-            blocks = -(-n // height) * -(-k // width)
-            most = max(most, replace(fmt, nnzb=blocks).nbytes(tensor.shape))
+            blocks = _blocks(tensor.shape, how.block)
+            fmt = Bsr(how.block, how.inner or tensor.format.name, blocks)
+            most = max(most, fmt.nbytes(tensor.shape))
         nbytes += most + _EXTRA_BYTES_PER_TENSOR
     free = check_free(out_dir / BIN_NAME, nbytes)
     return SparseConversion(source, out_dir, how, names, nbytes, free)

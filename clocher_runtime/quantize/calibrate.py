@@ -7,7 +7,6 @@ threads give equal bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import check_method
-from clocher_runtime.convert.q4.parts import PartsWriter, part_of
+from clocher_runtime.convert.q4_parts import PartsWriter, part_of
 from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
@@ -30,11 +28,10 @@ from clocher_runtime.quantize.gptq import (
     solve_matrix,
 )
 from clocher_runtime.quantize.inputs import HELD_ROWS, Hidden, InputStats, Observer, make_text
-from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
+from clocher_runtime.quantize.plan import Calibrated, PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]
 
-METHODS = ("imx", "gptq")
 POOL_ROWS = 2048
 """Tokens of a layer shown to every expert with few of its own."""
 
@@ -184,21 +181,6 @@ class LayerJob(Observer):
         return any(self._wanted[name].method == "gptq" for name in names)
 
 
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """The record of a calibrated tensor."""
-
-    method: str  # the method that was asked for
-    fallback: str | None  # None, or what was taken instead and why; for experts how many of them
-    # Tokens that the statistics hold, without held-out ones; for experts the smallest number, the
-    # 5th percentile, the median and the largest.
-    tokens_seen: int | list[int]
-    damp: float  # relative damping of the Hessian; 0 without GPTQ, for experts the largest
-    # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
-    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst".
-    err: dict[str, float]
-
-
 def calibrate(
     checkpoint: Checkpoint,
     plan: QuantPlan,
@@ -214,12 +196,6 @@ def calibrate(
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
     by_part: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():
-        if tensor.method not in METHODS:
-            raise UsageError(f"tensor {name!r}: method {tensor.method!r}; known: rtn, imx, gptq")
-        try:
-            check_method(tensor.format, tensor.method)
-        except UsageError as error:
-            raise UsageError(f"tensor {name!r}: {error}") from None
         by_part.setdefault(part_of(name), {})[name] = tensor
     done = {part: records for part in by_part if (records := parts.finished(part)) is not None}
     walk = Walk(checkpoint, make_text(text_ids, seed), directory)

@@ -13,8 +13,8 @@ from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
 from clocher_runtime.checkpoints.opening import open_checkpoint
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
-from clocher_runtime.convert.q4.map import load_q4_map, parts_dir
-from clocher_runtime.convert.q4.parts import read_part
+from clocher_runtime.convert.q4_map import load_q4_map, parts_dir
+from clocher_runtime.convert.q4_parts import read_part
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import SafetensorsFile
 from clocher_runtime.disk.schema import given, read_as

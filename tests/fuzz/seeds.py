@@ -24,7 +24,7 @@ from clocher_runtime.checkpoints.q4 import (
     q4_document,
     write_overlay,
 )
-from clocher_runtime.convert.dedup.writer import plan_dedup
+from clocher_runtime.convert.dedup_writer import plan_dedup
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_writer import PlaneWriter
 from clocher_runtime.quality.verify import TopLogits, Trace, document

@@ -30,7 +30,7 @@ from clocher_runtime.checkpoints.dedup.reader import (
     planes_of,
 )
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
-from clocher_runtime.convert.dedup.encode import Choice, Source, choose, encode
+from clocher_runtime.convert.dedup_encode import Choice, Source, choose, encode
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import Region, check_hashes
