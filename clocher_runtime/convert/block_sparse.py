@@ -1,7 +1,7 @@
 """Dense checkpoint -> IEBIN with block-sparse matrices: zero, or the weakest, blocks left out."""
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,7 +9,6 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Bsr, Float
-from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.iebin import BIN_NAME, IebinWriter
@@ -25,26 +24,14 @@ LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 _EXTRA_BYTES_PER_TENSOR = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Sparsifying:
-    """How matrices become block-sparse; UsageError for a bad value."""
+class Sparsifying(NamedTuple):
+    """How matrices become block-sparse."""
 
     block: tuple[int, int] = (32, 32)  # rows and columns of a block
     inner: str = ""  # format of the blocks, of `formats.bsr.INNERS`; "" keeps the matrix's own
     sparsity: float = 0.0  # least share of zero blocks at the end; 0 only drops those that are zero
     pattern: str = LINEARS  # regular expression for the whole names that are converted
     force: bool = False  # convert matrices that become larger too
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise UsageError(f"sparsity is {self.sparsity}; expected 0 up to, not including, 1")
-        if self.inner and self.inner not in INNERS:
-            raise UsageError(f"inner is {self.inner!r}; known: {', '.join(INNERS)}")
-        try:
-            NamePattern(self.pattern)
-            Bsr(self.block, self.inner or "f32")
-        except (UsageError, FormatError) as error:
-            raise UsageError(str(error)) from None
 
 
 class Outcome(NamedTuple):
@@ -105,7 +92,7 @@ class SparseConversion:
                     f"{best.after} bytes; ask for a sparsity, other blocks, or force it"
                 )
             done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
-            how = asdict(self.how) | {"block": list(self.how.block)}
+            how = self.how._asdict() | {"block": list(self.how.block)}
             del how["force"]
             finish(writer, self.source, vocab, q4_map=None, quantised=done, block_sparse=how)
         return outcomes
@@ -134,11 +121,17 @@ def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> int:
     return -(-shape[0] // block[0]) * -(-shape[1] // block[1])
 
 
+_ZERO_BLOCKS = Sparsifying()
+
+
 def plan_block_sparse(
-    model_dir: Path, out_dir: Path, how: Sparsifying | None = None
+    model_dir: Path, out_dir: Path, how: Sparsifying = _ZERO_BLOCKS
 ) -> SparseConversion:
     """Open and check the input; by default 32 x 32 zero blocks are left out."""
-    how = how or Sparsifying()
+    try:
+        Bsr(how.block, how.inner or "f32")
+    except FormatError as error:
+        raise UsageError(str(error)) from None
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)
     if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):

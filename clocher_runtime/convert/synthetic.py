@@ -7,7 +7,7 @@ import copy
 import json
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 from pathlib import Path
@@ -36,12 +36,16 @@ from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.spec import ModelSpec
 
-PRECISIONS = ("bf16", "int8w", "int4", "ternary", "mxfp4", "native")
-HEADS = ("bf16", "int8w", "int4")
-GROUPS = ("32", "64", "128", "row")
+_FORMATS: dict[str, Format] = {
+    "bf16": Float("bf16"),
+    "int8w": Int8(32, "f16"),
+    "int4": Int4(True, 32, "f16"),
+    "ternary": Ternary(),
+    "mxfp4": Mxfp4(),
+}
+PRECISIONS = (*_FORMATS, "native")
 GGUF_NAME = "model.gguf"
 
-_STORED = Float("bf16")
 _BYTES = 256
 _CELLS = 1 << 16
 _PIECE = 1 << 20
@@ -82,50 +86,31 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How the matrices are stored; "native" is as published.
+def formats_of(spec: ModelSpec, precision: str) -> dict[str, Format]:
+    """Return the format of every tensor; UsageError if a tensor does not fit its format.
 
-    `group`: columns that share a scale, int8w and int4; `head`: of head and embedding; None: bf16
-    as published, for a Llama as the linears (int4 beside ternary); `attention`: None: as the
-    linears, bf16 for gpt-oss.
+    Head and embedding are bf16 where published so, else as the linears (int4 beside ternary);
+    attention is as the linears, bf16 for gpt-oss as published.
     """
-
-    linears: str = "native"
-    group: str = "32"
-    head: str | None = None
-    attention: str | None = None
-
-    def formats(self, spec: ModelSpec) -> dict[str, Format]:
-        """Return the format of every tensor; UsageError if a tensor does not fit its format."""
-        native = _native(spec)
-        linears = native if self.linears == "native" else self.linears
-        attention = self.attention or linears
-        if spec.family == "gpt_oss" and linears == native:
-            attention = self.attention or "bf16"
-        published = spec.family in ("gpt_oss", "bitnet")
-        head = self.head or ("bf16" if published else "int4" if linears == "ternary" else linears)
-        formats: dict[str, Format] = {}
-        for name, need in inventory(spec).items():
-            if need.kind in ("vector", "router"):
-                formats[name] = _STORED
-            elif need.kind in ("embedding", "head"):
-                formats[name] = self._format(head)
-            else:
-                formats[name] = self._format(attention if ".self_attn." in name else linears)
-            try:
-                formats[name].planes(need.shape)
-            except ShapeError as error:
-                raise UsageError(f"{name}: {error}; choose another precision") from None
-        return formats
-
-    def _format(self, name: str) -> Format:
-        row = self.group == "row"
-        if name == "int8w":
-            return Int8("row", "f32") if row else Int8(int(self.group), "f16")
-        if name == "int4":
-            return Int4(True, "row" if row else int(self.group), "f16")
-        return {"bf16": _STORED, "ternary": Ternary(), "mxfp4": Mxfp4()}[name]
+    native = _native(spec)
+    linears = native if precision == "native" else precision
+    published = spec.family in ("gpt_oss", "bitnet")
+    head = "bf16" if published else "int4" if linears == "ternary" else linears
+    formats: dict[str, Format] = {}
+    for name, need in inventory(spec).items():
+        stored = linears
+        if need.kind in ("vector", "router"):
+            stored = "bf16"
+        elif need.kind in ("embedding", "head"):
+            stored = head
+        elif spec.family == "gpt_oss" and linears == native and ".self_attn." in name:
+            stored = "bf16"
+        formats[name] = _FORMATS[stored]
+        try:
+            formats[name].planes(need.shape)
+        except ShapeError as error:
+            raise UsageError(f"{name}: {error}; choose another precision") from None
+    return formats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,7 +144,7 @@ class Synthesis:
 
 def plan_synthesis(
     preset: str,
-    precision: Precision,
+    precision: str,
     out_dir: Path,
     *,
     seed: int = 0,
@@ -168,29 +153,21 @@ def plan_synthesis(
 ) -> Synthesis:
     """Check the arguments; `layers` keeps the first ones; `gguf`: "same" or a float type."""
     refuse_hf_folder(out_dir)
-    config = stored_config(preset, precision, layers)
+    config = find_preset(preset).config(layers)
+    if precision not in ("native", _native(spec_from_config(config))):
+        config.pop("quantization_config", None)
     spec = spec_from_config(config)
-    formats = precision.formats(spec)
+    formats = formats_of(spec, precision)
     tokens = _byte_vocab(spec.vocab_size)
     export = None
     if gguf:
         export = plan_gguf(config, formats, preset, gguf, spelled_vocabulary(tokens), timed=True)
-    said = asdict(precision)
-    source = {"container": "synthetic", "preset": preset, "seed": seed}
-    source |= {"precision": said.pop("linears"), **said}
+    source = {"container": "synthetic", "preset": preset, "seed": seed, "precision": precision}
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
     nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
     free = check_free(out_dir / BIN_NAME, nbytes)
     return Synthesis(config, formats, seed, out_dir, export, source, nbytes, free)
-
-
-def stored_config(preset: str, precision: Precision, layers: int | None) -> dict[str, Any]:
-    """Return a preset's config.json with matrices in a precision."""
-    config = find_preset(preset).config(layers)
-    if precision.linears not in ("native", _native(spec_from_config(config))):
-        config.pop("quantization_config", None)
-    return config
 
 
 def _native(spec: ModelSpec) -> str:

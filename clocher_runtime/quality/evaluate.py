@@ -5,6 +5,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from math import log10, prod
 from statistics import median
+from typing import NamedTuple
 
 from clocher_kernels.errors import ModelError
 from clocher_kernels.formats import parse_format
@@ -43,8 +44,7 @@ def scoring(model: Model, window: int, config: EngineConfig) -> Session:
     return Session(model, replace(config, context=window, chunk=chunk, all_logits=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A manifest's record of a tensor: see `TensorError`."""
 
     method: str = "rtn"
@@ -52,8 +52,7 @@ class Record:
     out_nmse_rtn: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """Size of a model: elements and bytes of all tensors."""
 
     parameters: int
@@ -65,8 +64,7 @@ class Size:
         return 8 * self.nbytes / self.parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """The results of one model."""
 
     gate: GateResult
@@ -150,11 +148,9 @@ def weight_errors(
     errors = []
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):
-            record = (records or {}).get(name, Record())
-            error = measure(name, reference.weights[name], tensor, record.method)
-            errors.append(
-                replace(error, out_nmse=record.out_nmse, out_nmse_rtn=record.out_nmse_rtn)
-            )
+            method, nmse, nmse_rtn = (records or {}).get(name, Record())
+            error = measure(name, reference.weights[name], tensor, method)
+            errors.append(replace(error, out_nmse=nmse, out_nmse_rtn=nmse_rtn))
         if progress is not None:
             progress("weights", number, len(model.weights))
     return tuple(errors)

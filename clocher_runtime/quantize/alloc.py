@@ -2,15 +2,13 @@
 
 Units (query, key and value; gate and up; down; experts) are decided one by one. The harm of a
 candidate is the KL divergence with this unit alone quantised to the smallest candidate, times its
-weighted error relative to that. Upgrades follow the lower convex hulls by harm per byte; the rest
-of the budget goes to the best upgrades that fit.
+weighted error relative to that. The upgrade that saves most harm per byte comes first.
 
 Source: exllamav3's `measure`; llama.cpp's target-bpw proposal (pull request 15550).
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -63,7 +61,7 @@ class Option(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """Each unit's option, and the harm per byte of the last upgrade; 0 if all were taken."""
+    """Each unit's option, and the harm per byte of the best upgrade left; 0 if all were taken."""
 
     taken: tuple[int, ...]
     price: float
@@ -160,38 +158,28 @@ def allocate(
 
 
 def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
-    """Choose an option per unit: at most `budget` bytes, least harm along the convex hulls."""
-    hulls = [_hull(row) for row in options]
-    taken = [hull[0] for hull in hulls]
-    spent = sum(row[i].nbytes for row, i in zip(options, taken, strict=True))
-    steps = sorted(
-        (
-            (-_slope(options[u][a], options[u][b]), u, a, b)
-            for u, hull in enumerate(hulls)
-            for a, b in pairwise(hull)
-        )
-    )
-    price = 0.0
-    for number, (slope, u, a, b) in enumerate(steps):
-        more = options[u][b].nbytes - options[u][a].nbytes
-        if taken[u] == a and spent + more <= budget:
-            taken[u] = b
-            spent += more
-        elif price == 0.0 and number:
-            price = -slope
-    while True:  # what is left of the budget goes to the upgrade that saves most
-        best, saved = None, 0.0
+    """Choose an option per unit, at most `budget` bytes together, from the smallest upwards.
+
+    The upgrade that saves most harm per byte comes first, so each unit follows its convex hull.
+    """
+    taken = [min(range(len(row)), key=lambda i: row[i][1:]) for row in options]
+    left = budget - sum(row[i].nbytes for row, i in zip(options, taken, strict=True))
+    while True:
+        best, too_large = (0.0, 0, 0), 0.0
         for u, row in enumerate(options):
             now = row[taken[u]]
             for i, option in enumerate(row):
-                gain = now.harm - option.harm
-                if option.nbytes - now.nbytes <= budget - spent and gain > saved:
-                    best, saved = (u, i), gain
-        if best is None:
-            return Choice(tuple(taken), price)
-        u, b = best
-        spent += options[u][b].nbytes - options[u][taken[u]].nbytes
-        taken[u] = b
+                more = option.nbytes - now.nbytes
+                slope = (now.harm - option.harm) / max(more, 1)
+                if more > left:
+                    too_large = max(too_large, slope)
+                elif slope > best[0]:
+                    best = slope, u, i
+        if best[0] <= 0:
+            return Choice(tuple(taken), too_large)
+        _, u, i = best
+        left -= options[u][i].nbytes - options[u][taken[u]].nbytes
+        taken[u] = i
 
 
 def allocation_table(record: Mapping[str, Any]) -> list[str]:
@@ -218,25 +206,6 @@ def unit_of(name: str) -> str | None:
     last = rest.removesuffix(".weight").rpartition(".")[2]
     kind = _KINDS.get(last)
     return f"{prefix}.{kind}" if kind else None
-
-
-def _slope(low: Option, high: Option) -> float:
-    return (low.harm - high.harm) / (high.nbytes - low.nbytes)
-
-
-def _hull(row: Sequence[Option]) -> list[int]:
-    """Return the options on the lower convex hull of (bytes, harm), smallest first."""
-    order = sorted(range(len(row)), key=lambda i: (row[i].nbytes, row[i].harm))
-    hull: list[int] = []
-    for i in order:
-        if hull and (row[i].harm >= row[hull[-1]].harm or row[i].nbytes == row[hull[-1]].nbytes):
-            continue
-        while len(hull) > 1 and _slope(row[hull[-2]], row[hull[-1]]) <= _slope(
-            row[hull[-1]], row[i]
-        ):
-            hull.pop()
-        hull.append(i)
-    return hull
 
 
 def measure_units(
