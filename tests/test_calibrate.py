@@ -18,7 +18,7 @@ from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.inputs import Hidden, Observer, RowStore, make_text
+from clocher_runtime.quantize.inputs import ExpertInputs, Hidden, Observer, RowStore, make_text
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import Calibrated, QuantPlan
 
@@ -122,9 +122,9 @@ class Watcher(Observer):
         assert np.isfinite(x).all()
         self.sites.append((weights, x.shape[1], rows))
 
-    def expert(self, weights, expert: int, inputs, router: np.ndarray, rows: np.ndarray) -> None:
+    def expert(self, weights, expert: int, inputs: ExpertInputs, rows: np.ndarray) -> None:
         self.routed.setdefault(expert, []).extend(int(row) for row in rows)
-        for row, weight in zip(rows, router, strict=True):
+        for row, weight in zip(rows, inputs[2], strict=True):
             self.weights[int(row)] = self.weights.get(int(row), 0) + float(weight)
 
     def expert_done(self, weights, expert: int, hidden: Hidden) -> None:

@@ -281,7 +281,6 @@ def test_at_its_limit_no_text_helps() -> None:
     limits = replace(EASY, max_ppl_ratio=check.value * (1 + 1e-9))
     found = verdict_of(comparison("at", 50, 20, 0.0), limits)
     assert (found.verdict, found.more_tokens) == ("undecided", None)
-    assert gate.GateResult("int8", limits, (found,)).more_tokens is None
 
 
 def test_little_text_never_passes_but_can_fail() -> None:

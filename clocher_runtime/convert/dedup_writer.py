@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -198,24 +198,18 @@ class Gain(NamedTuple):
         return 100 * (1 - self.stored / self.nbytes)
 
 
-def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
-    """Yield the gain of each plane."""
-    for plane in planes:
-        stored = sum(nbytes for _, nbytes in plane.parts())
-        name = f"{plane.tensor} {plane.key}"
-        yield Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, describe(plane))
-
-
-def describe(plane: StoredPlane) -> str:
-    """Describe the storage of a plane in a few words."""
-    over = "XOR base: " if plane.xor else ""
+def gain_of(plane: StoredPlane) -> Gain:
+    """Return a plane's gain, its storage in a few words."""
+    how = {"raw": "as it is", "same": f"same as plane {plane.of}", "base": "in the base"}
     if plane.mode == "blocks":
-        return f"{over}{plane.unique} of {plane.blocks} blocks"
+        how["blocks"] = f"{plane.unique} of {plane.blocks} blocks"
     if plane.mode == "streams":
         parts = zip(SPLITS[plane.split].parts, plane.streams, strict=True)
-        return over + ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
-    fixed = {"raw": "as it is", "same": f"same as plane {plane.of}", "base": "in the base"}
-    return fixed[plane.mode]
+        how["streams"] = ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
+    said = f"{'XOR base: ' if plane.xor else ''}{how[plane.mode]}"
+    stored = sum(nbytes for _, nbytes in plane.parts())
+    name = f"{plane.tensor} {plane.key}"
+    return Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, said)
 
 
 def _stream(stream: Stream) -> str:

@@ -113,13 +113,6 @@ class GateResult:
         """Return "fail" if a check fails, else "undecided" if one is, else "pass"."""
         return worst(check.verdict for check in self.checks)
 
-    @property
-    def more_tokens(self) -> int | None:
-        """Approximate tokens to add for a decision; None if none would help."""
-        needed = [check.more_tokens for check in self.checks if check.verdict == "undecided"]
-        known = [count for count in needed if count is not None]
-        return max(known, default=0) if len(known) == len(needed) else None
-
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest records."""
         return {

@@ -24,7 +24,7 @@ from clocher_runtime.convert.rounding import look_up, round_tensor
 from clocher_runtime.quality.compare import score_rows
 from clocher_runtime.quantize.calibrate import LayerJob
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.inputs import InputStats, Observer, RowStore, make_text
+from clocher_runtime.quantize.inputs import ExpertInputs, InputStats, Observer, RowStore, make_text
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]
@@ -337,14 +337,9 @@ class _Importance(Observer):
             self._add(name, x, None)
 
     def expert(
-        self,
-        weights: tuple[str, str],
-        expert: int,
-        inputs: tuple[np.ndarray, np.ndarray],
-        router: np.ndarray,
-        rows: np.ndarray,
+        self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
     ) -> None:
-        self._add(weights[1], inputs[1], router)
+        self._add(weights[1], *inputs[1:])
 
     def _add(self, name: str, x: np.ndarray, weights: np.ndarray | None) -> None:
         stats = self.stats.setdefault(name, InputStats(x.shape[1]))

@@ -27,7 +27,14 @@ from clocher_runtime.quantize.gptq import (
     make_inputs,
     solve_matrix,
 )
-from clocher_runtime.quantize.inputs import HELD_ROWS, Hidden, InputStats, Observer, make_text
+from clocher_runtime.quantize.inputs import (
+    HELD_ROWS,
+    ExpertInputs,
+    Hidden,
+    InputStats,
+    Observer,
+    make_text,
+)
 from clocher_runtime.quantize.plan import Calibrated, PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]
@@ -67,19 +74,15 @@ class LayerJob(Observer):
             self._stats[mine[0]].add(x, self._walk.text.held[rows])
 
     def expert(
-        self,
-        weights: tuple[str, str],
-        expert: int,
-        inputs: tuple[np.ndarray, np.ndarray],
-        router: np.ndarray,
-        rows: np.ndarray,
+        self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
     ) -> None:
         """Sum the inputs of an expert's matmuls."""
-        for name, x, weight in zip(weights, inputs, (None, router), strict=True):
+        x, gated, router = inputs
+        for name, seen, weight in ((weights[0], x, None), (weights[1], gated, router)):
             if name in self._wanted:
                 if name not in self._own:
-                    self._own[name] = self._new_stats(x.shape[1], name)
-                self._own[name].add(x, self._walk.text.held[rows], weight)
+                    self._own[name] = self._new_stats(seen.shape[1], name)
+                self._own[name].add(seen, self._walk.text.held[rows], weight)
         self._router += float(np.square(router).sum())
 
     def expert_done(self, weights: tuple[str, str], expert: int, hidden: Hidden) -> None:

@@ -281,7 +281,7 @@ class Walk:
                 rows = tokens[start : start + CHUNK_TOKENS]
                 router = chosen[rows, places[start : start + CHUNK_TOKENS]]
                 x, gated = hidden(rows)
-                observer.expert(names, expert, (x, gated), router, rows)
+                observer.expert(names, expert, (x, gated, router), rows)
                 if down is None:
                     down = look_up(self.tensor(names[1]), expert)
                 self._next.add(rows, matmul(gated, down, 1, expert) * router[:, None])

@@ -132,6 +132,8 @@ class InputStats:
         return np.concatenate([np.zeros((0, len(self._second)), np.float32), *self._held])
 
 
+ExpertInputs = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Inputs x [m, K] and gated [m, I] of an expert's two matmuls, and the router's weights [m]."""
 Hidden = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 """Tokens [m] of a layer -> an expert's input x [m, K] and gated hidden layer [m, I]."""
 
@@ -143,12 +145,7 @@ class Observer:
         """Take the inputs [m, K] of the linears with these weights."""
 
     def expert(
-        self,
-        weights: tuple[str, str],
-        expert: int,
-        inputs: tuple[np.ndarray, np.ndarray],
-        router: np.ndarray,
-        rows: np.ndarray,
+        self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
     ) -> None:
         """Take the inputs of an expert's two matmuls for the next tokens that are routed to it."""
 

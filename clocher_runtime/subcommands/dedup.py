@@ -132,10 +132,10 @@ def _restore(report: Report, model_dir: Path, base: Path | None) -> None:
 
 
 def _table(plan: "Deduplication") -> None:
-    from clocher_runtime.convert.dedup_writer import gains
+    from clocher_runtime.convert.dedup_writer import gain_of
 
     click.echo(f"{'bytes':>13} {'stored':>13} {'saved':>7}  plane")
-    for gain in gains(choice.plane for choice in plan.choices):
+    for gain in (gain_of(choice.plane) for choice in plan.choices):
         click.echo(
             f"{gain.nbytes:13} {gain.stored:13} {gain.percent:6.1f}%  {gain.name} ({gain.dtype}): "
             f"{gain.how}"
