@@ -207,6 +207,8 @@ def test_what_would_grow_stays_dense_unless_forced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings_", "message"),
     [
+        ({"sparsity": 1.0}, "sparsity is 1.0"),
+        ({"sparsity": float("nan")}, "sparsity is nan"),
         ({"inner": "f64"}, "f64"),
         ({"block": (0, 4)}, "expected 1 to 1024"),
         ({"pattern": "("}, "pattern"),

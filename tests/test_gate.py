@@ -35,6 +35,7 @@ from clocher_runtime.quality.evaluate import (
     Record,
     Row,
     check_alike,
+    decode_speed,
     evaluate,
     table,
     weight_errors,
@@ -502,6 +503,11 @@ def test_evaluate_an_int8_kv_cache() -> None:
     assert found.gate.limits_class == "kv" and found.errors == ()
     assert 0 < found.summary.kld.value < 0.005
     assert found.size.bpw == pytest.approx(16, rel=0.01)
+
+
+def test_decoding_is_timed() -> None:
+    model = load_model(open_checkpoint(LLAMA))
+    assert decode_speed(model, [1, 2, 3], replace(WEIGHTS_ALONE, threads=1)) > 0
 
 
 def test_what_a_manifest_says_of_a_tensor_is_checked() -> None:

@@ -128,6 +128,8 @@ def plan_block_sparse(
     model_dir: Path, out_dir: Path, how: Sparsifying = _ZERO_BLOCKS
 ) -> SparseConversion:
     """Open and check the input; by default 32 x 32 zero blocks are left out."""
+    if not 0 <= how.sparsity < 1:
+        raise UsageError(f"sparsity is {how.sparsity}; expected 0 up to, not including, 1")
     try:
         Bsr(how.block, how.inner or "f32")
     except FormatError as error:

@@ -1,7 +1,7 @@
 """Choose the smallest way to store a plane, and write it to the three files piece by piece."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,8 @@ class Source(NamedTuple):
             yield self.bytes(start, start + step)
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Choice:
     """The chosen storage of a plane, with its tables."""
 
     plane: StoredPlane

@@ -88,8 +88,8 @@ class Scorer:
         """
         groups: dict[tuple[int, ...], _Reading] = {}
         for number, pair in enumerate(pairs):
-            fed, target = self._cut(pair)
-            groups.setdefault(fed, _Reading(fed)).targets[number] = target
+            fed, first = self._cut(pair)
+            groups.setdefault(fed, _Reading(fed)).targets[number] = first, pair.continuation
         # Longest first, so that the last, half-empty batches are short.
         waiting = deque(sorted(groups.values(), key=lambda each: -len(each.fed)))
         found: dict[int, Likelihood] = {}
@@ -113,26 +113,19 @@ class Scorer:
                 generation.close()
         return [found[number] for number in range(len(pairs))]
 
-    def _cut(self, pair: Pair) -> tuple[tuple[int, ...], "_Target"]:
-        """Return the ids to read, and what to score after them."""
+    def _cut(self, pair: Pair) -> tuple[tuple[int, ...], int]:
+        """Return the ids to read, and the first position whose logits count."""
         longest, count = self._session.longest, len(pair.continuation)
         if not 0 < count <= longest:
             raise UsageError(
                 f"a continuation has {count} tokens; expected 1 to {longest}, as the context holds"
             )
-        *fed, last = [*pair.context, *pair.continuation][-(longest + 1) :]
+        fed = [*pair.context, *pair.continuation][-(longest + 1) : -1]
         if len(fed) < count:
             raise UsageError(
                 "a continuation has nothing before it; give a context of 1 token or more"
             )
-        return tuple(fed), _Target(len(fed) - count, last)
-
-
-class _Target(NamedTuple):
-    """The first position that counts, and the last id, which is not read."""
-
-    first: int
-    last: int
+        return tuple(fed), len(fed) - count
 
 
 class _Reading:
@@ -140,24 +133,22 @@ class _Reading:
 
     def __init__(self, fed: tuple[int, ...]) -> None:
         self.fed = fed
-        self.targets: dict[int, _Target] = {}  # by number of the pair
-        self._common: dict[int, Likelihood] = {}  # of tokens that are read themselves
-        self._ends: dict[int, Likelihood] = {}  # of last ids
+        # By number of the pair: the position whose logits give its first token, and its tokens.
+        self.targets: dict[int, tuple[int, Sequence[int]]] = {}
+        self._found: dict[tuple[int, int], Likelihood] = {}  # by position and token
 
     def take(self, position: int, logits: np.ndarray) -> None:
         """Take the logits after a position, [V] fp32."""
-        if position == len(self.fed) - 1:
-            lasts = {target.last for target in self.targets.values()}
-            self._ends = {last: _of_token(logits, last) for last in lasts}
-        elif position >= min(target.first for target in self.targets.values()):
-            self._common[position] = _of_token(logits, self.fed[position + 1])
+        targets = self.targets.values()
+        for token in {ids[position - first] for first, ids in targets if position >= first}:
+            self._found[position, token] = _of_token(logits, token)
 
     def results(self) -> dict[int, Likelihood]:
         """Return the scores by number of the pair."""
         found = {}
-        for number, (first, last) in self.targets.items():
-            parts = [self._common[at] for at in range(first, len(self.fed) - 1)]
-            logprobs, greedy = zip(*parts, self._ends[last], strict=True)
+        for number, (first, ids) in self.targets.items():
+            parts = [self._found[position, token] for position, token in enumerate(ids, first)]
+            logprobs, greedy = zip(*parts, strict=True)
             found[number] = Likelihood(sum(logprobs), all(greedy))
         return found
 

@@ -264,7 +264,7 @@ class Walk:
 
         def matmul(x: np.ndarray, matrix: np.ndarray, which: int, expert: int) -> np.ndarray:
             bias = biases[which]
-            return x @ matrix.T + (np.float32(0) if bias is None else bias[expert])
+            return np.asarray(x @ matrix.T + (np.float32(0) if bias is None else bias[expert]))
 
         for expert in range(self.tensor(names[0]).shape[0]):
             tokens, places = np.nonzero(ids == expert)
