@@ -289,27 +289,23 @@ def open_candidate(
 def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
     """Return manifests' records by model; an IEBIN names its manifest by SHA-256."""
     given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}
+    unused = {digest: path for digest, (path, _) in given.items()}
     found: dict[Path, Records] = {}
-    used = set()
     for model in models:
-        if model.is_file():
-            found[model] = records_of(parse_object(_read(model), str(model)))
-        elif digest := _manifest_digest(model):
+        path, data = model, _read(model) if model.is_file() else b""
+        if not data and (digest := _manifest_digest(model)):
+            unused.pop(digest, None)
             beside = model / MANIFEST
-            if digest in given:
-                manifest, data = given[digest]
-                used.add(digest)
-            elif beside.is_file() and sha256(data := _read(beside)).hexdigest() == digest:
-                manifest = beside
-            else:
+            path, data = given.get(digest, (beside, _read(beside) if beside.is_file() else b""))
+            if sha256(data).hexdigest() != digest:
                 continue
-            found[model] = records_of(parse_object(data, str(manifest)))
-    for digest, (manifest, _) in given.items():
-        if digest not in used:
-            raise UsageError(
-                f"--manifest {manifest}: no --model is an IEBIN that was converted with it; leave "
-                "it out, or give the manifest as the --model"
-            )
+        if data:
+            found[model] = records_of(parse_object(data, str(path)))
+    for path in unused.values():
+        raise UsageError(
+            f"--manifest {path}: no --model is an IEBIN that was converted with it; leave "
+            "it out, or give the manifest as the --model"
+        )
     return found
 
 
