@@ -24,7 +24,7 @@ from clocher_kernels.formats import Format, Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.script_run import reporting
-from clocher_runtime.convert.q4.map import reason_to_keep
+from clocher_runtime.convert.q4_map import reason_to_keep
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode

@@ -7,11 +7,8 @@ import click
 from clocher_runtime.command.script_run import COUNT, Report, needed, option, script
 from clocher_runtime.convert.gguf import SAME, TYPES
 from clocher_runtime.convert.synthetic import (
-    GROUPS,
-    HEADS,
     PRECISIONS,
     PRESETS,
-    Precision,
     plan_synthesis,
 )
 
@@ -30,15 +27,12 @@ PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PR
     option(
         "--precision",
         click.Choice(PRECISIONS),
-        "storage of the layers' linears; native: as published",
+        "storage of matrices, integers in groups of 32; native: as published",
         default="native",
     ),
     needed("--out-dir", "directory for model.ie.json, model.ie.bin and vocab.json"),
     option("--seed", click.IntRange(0), default=0),
     option("--layers", COUNT, "keep only the first LAYERS layers"),
-    option("--group", click.Choice(GROUPS), "columns that share a scale", default="32"),
-    option("--head", click.Choice(HEADS), "storage of head and embedding"),
-    option("--attention", click.Choice(HEADS), "storage of the attention's linears"),
     option(
         "--gguf",
         click.Choice(TYPES),
@@ -57,14 +51,12 @@ def main(
     layers: int | None,
     gguf: str | None,
     precision: str,
-    **stored: str,
 ) -> None:
     """Make a model with random weights, to measure speed at real shapes without a download.
 
     The same arguments give the same bytes.
     """
-    how = Precision(precision, **stored)
-    synthesis = plan_synthesis(preset, how, out_dir, seed=seed, layers=layers, gguf=gguf)
+    synthesis = plan_synthesis(preset, precision, out_dir, seed=seed, layers=layers, gguf=gguf)
     report.disk(preset, out_dir, synthesis.nbytes, synthesis.free_bytes)
     with report.progress(synthesis.nbytes) as progress:
         synthesis.run(progress)

@@ -6,7 +6,7 @@ from typing import Any
 from weight_files import DATA
 
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import parse_q4_map
+from clocher_runtime.convert.q4_map import parse_q4_map
 from clocher_runtime.quantize.plan import QuantPlan, build_plan
 from clocher_runtime.text.tokenizer import Tokenizer
 

@@ -17,7 +17,7 @@ from bench.cases.llama_cpp import LlamaCpp
 from bench.cases.products import ENGINES, Problem, clocher, exact_product
 from bench.ops.experiment import NotMeasured, experiment, limit_note, ratio, seconds, turns
 from bench.record import KINDS, Kind, Row, write_json
-from clocher_runtime.convert.synthetic import Precision, plan_synthesis
+from clocher_runtime.convert.synthetic import plan_synthesis
 from cpu_fallback.team.bandwidth import Reader
 
 FAST = ["--rounds", "2", "--mib", "2"]
@@ -26,7 +26,7 @@ FAST = ["--rounds", "2", "--mib", "2"]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("tiny-llama")
-    plan_synthesis("tiny-llama", Precision("int4"), out_dir, gguf="same").run()
+    plan_synthesis("tiny-llama", "int4", out_dir, gguf="same").run()
     return out_dir
 
 

@@ -12,16 +12,15 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import parse_q4_map
-from clocher_runtime.convert.q4.parts import PartsWriter, plane_hashes
+from clocher_runtime.convert.q4_map import parse_q4_map
+from clocher_runtime.convert.q4_parts import PartsWriter, plane_hashes
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.quantize.calibrate import Calibrated, calibrate
+from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.capture import Walk
-from clocher_runtime.quantize.inputs import ExpertInputs, Hidden, RowStore, Site, make_text
+from clocher_runtime.quantize.inputs import ExpertInputs, Hidden, Observer, RowStore, make_text
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
-from clocher_runtime.quantize.plan import QuantPlan
-from clocher_runtime.quantize.sensitivity import log_softmax
+from clocher_runtime.quantize.plan import Calibrated, QuantPlan
 
 EXPERTS = "model.layers.{}.mlp.experts.{}"
 
@@ -56,6 +55,11 @@ def same(one: dict[str, QuantTensor], other: dict[str, QuantTensor]) -> bool:
         for name, tensor in one.items()
         for key, plane in tensor.planes.items()
     )
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
 def logits_of(walk: Walk, weights: dict[str, QuantTensor] | None = None) -> np.ndarray:
@@ -105,7 +109,7 @@ def test_a_text_of_many_chunks_is_that_of_one(monkeypatch):
     assert np.allclose(logits_of(Walk(checkpoint, text)), whole, rtol=1e-4, atol=1e-4)
 
 
-class Watcher:
+class Watcher(Observer):
     """Counts what the walk shows."""
 
     def __init__(self) -> None:
@@ -114,18 +118,18 @@ class Watcher:
         self.weights: dict[int, float] = {}
         self.finished: list[int] = []
 
-    def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
+    def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
         assert np.isfinite(x).all()
-        self.sites.append((site.weights, x.shape[1], rows))
+        self.sites.append((weights, x.shape[1], rows))
 
     def expert(self, weights, expert: int, inputs: ExpertInputs, rows: np.ndarray) -> None:
         self.routed.setdefault(expert, []).extend(int(row) for row in rows)
-        for row, weight in zip(rows, inputs.router, strict=True):
+        for row, weight in zip(rows, inputs[2], strict=True):
             self.weights[int(row)] = self.weights.get(int(row), 0) + float(weight)
 
     def expert_done(self, weights, expert: int, hidden: Hidden) -> None:
         rows = np.arange(3)
-        assert hidden(rows).gated.shape == (3, 256)
+        assert hidden(rows)[1].shape == (3, 256)
         self.finished.append(expert)
 
 
@@ -235,6 +239,9 @@ def test_rows_stay_when_their_pages_go(tmp_path):
     store[10:20] = np.ones((10, 100), np.float32)
     store.add(np.array([12, 15]), np.full((2, 100), 2, np.float32))
     store.release()
+    other = RowStore(1000, 100, tmp_path)
+    other.take(store)
+    assert np.array_equal(other[:], store[:])
     assert store[9:21].sum(axis=1).tolist() == [0] + [100, 100, 300] * 2 + [100] * 4 + [0]
     assert not list(tmp_path.iterdir())
 
@@ -290,15 +297,15 @@ def test_floating_codes_are_calibrated_written_and_run(dtype, tmp_path):
     job = Job(checkpoint, tmp_path / "q4.json", q4, calibration=text, min_cosine=0.99)
     outcome = run_job(job, job.plan())
     assert outcome.verdict == "pass"
-    assert "imx" in {entry.method for entry in outcome.done}
+    assert "imx" in {entry.record.method for entry in outcome.done}
     convert(model, tmp_path / "out", tmp_path / "q4.json")
     made = open_checkpoint(tmp_path / "out", verify=True)
     for entry in outcome.done:
         tensor = made.tensor(entry.planned.name)
         assert plane_hashes(tensor) == entry.sha256
         rounded = encode(checkpoint.tensor(entry.planned.name).decode(), tensor.format)
-        assert (plane_hashes(rounded) == entry.sha256) == (entry.method == "rtn")
-        out = entry.more_errors
+        assert (plane_hashes(rounded) == entry.sha256) == (entry.record.method == "rtn")
+        out = entry.record.err
         assert out["out_nmse"] <= 1.02 * out["out_nmse_rtn"]
     session = make_session(load_model(made), threads=2, context=16, all_logits=True)
     assert np.isfinite(session.logits([1, 2, 3])).all()

@@ -36,7 +36,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.plane_writer import IebinWriter
 from clocher_runtime.checkpoints.q4 import Q4_0, load_q4_planes, open_index
-from clocher_runtime.convert.q4.planes import make_index, plan_append, plan_q4
+from clocher_runtime.convert.q4_planes import make_index, plan_append, plan_q4
 from clocher_runtime.convert.to_iebin import convert, plan_conversion
 from clocher_runtime.disk.output_file import OutputFile
 from clocher_runtime.disk.plane_index import seal

@@ -49,9 +49,9 @@ from clocher_runtime.checkpoints.plane_writer import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.config.setting import Given
-from clocher_runtime.convert.dedup import encode as encoder
-from clocher_runtime.convert.dedup.encode import choose, choose_stream
-from clocher_runtime.convert.dedup.writer import gains, plan_dedup, restore
+from clocher_runtime.convert import dedup_encode as encoder
+from clocher_runtime.convert.dedup_encode import choose, choose_stream
+from clocher_runtime.convert.dedup_writer import gain_of, plan_dedup, restore
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model
@@ -281,7 +281,7 @@ def digest(path: Path) -> str:
 def ratio(directory: Path, dtype: str = "") -> float:
     """Return stored bytes for each byte, of all planes or those of one type."""
     planes = open_dedup(directory).index.planes
-    rows = [gain for gain in gains(planes) if dtype in ("", gain.dtype)]
+    rows = [gain for gain in map(gain_of, planes) if dtype in ("", gain.dtype)]
     return sum(gain.stored for gain in rows) / sum(gain.nbytes for gain in rows)
 
 
@@ -294,11 +294,13 @@ def test_bf16_of_trained_models_shrinks_to_three_quarters(
 
 def test_what_each_kind_of_weights_gains(models: dict[str, Path]) -> None:
     planes = open_dedup(models[GPTOSS.name]).index.planes
-    experts = [gain for gain in gains(planes) if "experts" in gain.name and gain.dtype != "bf16"]
+    experts = [
+        gain for gain in map(gain_of, planes) if "experts" in gain.name and gain.dtype != "bf16"
+    ]
     mxfp4 = sum(gain.stored for gain in experts) / sum(gain.nbytes for gain in experts)
     assert 0.94 <= mxfp4 <= 0.96  # its scales only
     assert all(gain.percent == 0 for gain in experts if gain.dtype == "u8")
-    ternary = list(gains(open_dedup(models[BITNET.name]).index.planes))
+    ternary = list(map(gain_of, open_dedup(models[BITNET.name]).index.planes))
     codes = [gain for gain in ternary if gain.dtype == "u8"]
     assert sum(gain.stored for gain in codes) <= 0.801 * sum(gain.nbytes for gain in codes)
 
@@ -542,7 +544,7 @@ def test_a_model_of_other_weights_is_refused(models: dict[str, Path], gptoss: Pa
 KILLED = """
 import sys, time
 from pathlib import Path
-from clocher_runtime.convert.dedup import writer
+from clocher_runtime.convert import dedup_writer as writer
 real, left = writer.{function}, int(sys.argv[2])
 def slow(*arguments):
     global left

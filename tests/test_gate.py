@@ -1,8 +1,6 @@
 """The quality gate: exact scores, honest intervals, verdicts, tensor errors, the script."""
 
 import json
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
 from hashlib import sha256
@@ -21,7 +19,7 @@ from clocher_runtime.checkpoints.plane_writer import IebinWriter
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality import compare as compare_module
-from clocher_runtime.quality import gate, report
+from clocher_runtime.quality import gate
 from clocher_runtime.quality.compare import (
     Comparison,
     Documents,
@@ -35,13 +33,16 @@ from clocher_runtime.quality.compare import (
 from clocher_runtime.quality.evaluate import (
     WEIGHTS_ALONE,
     Record,
+    Row,
     check_alike,
+    decode_speed,
     evaluate,
+    table,
     weight_errors,
 )
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents, student
 from clocher_runtime.quality.tensor_error import expected_rms, measure, same
-from clocher_runtime.quantize.candidate import (
+from clocher_runtime.quantize.job import (
     open_candidate,
     records_by_model,
     records_of,
@@ -281,7 +282,6 @@ def test_at_its_limit_no_text_helps() -> None:
     limits = replace(EASY, max_ppl_ratio=check.value * (1 + 1e-9))
     found = verdict_of(comparison("at", 50, 20, 0.0), limits)
     assert (found.verdict, found.more_tokens) == ("undecided", None)
-    assert gate.GateResult("int8", limits, (found,)).more_tokens is None
 
 
 def test_little_text_never_passes_but_can_fail() -> None:
@@ -505,6 +505,11 @@ def test_evaluate_an_int8_kv_cache() -> None:
     assert found.size.bpw == pytest.approx(16, rel=0.01)
 
 
+def test_decoding_is_timed() -> None:
+    model = load_model(open_checkpoint(LLAMA))
+    assert decode_speed(model, [1, 2, 3], replace(WEIGHTS_ALONE, threads=1)) > 0
+
+
 def test_what_a_manifest_says_of_a_tensor_is_checked() -> None:
     model = load_model(open_checkpoint(LLAMA))
     other = load_model(open_checkpoint(LLAMA), "int4w")
@@ -658,12 +663,12 @@ def test_script_errors(script: Script, args: list[object], code: int, message: s
     assert message in done.stderr
 
 
-# The table and the picture
+# The table
 
 ROWS = [
-    report.Row("reference", 16.0, 13 << 20, 39.93),
+    Row("reference", 16.0, 13 << 20, 39.93),
     *(
-        report.Row(
+        Row(
             f"model-{kind}",
             bpw,
             int(bpw * 1e6),
@@ -686,49 +691,7 @@ ROWS = [
 
 
 def test_table_is_aligned_and_rounded_to_its_intervals() -> None:
-    lines = report.table(ROWS).splitlines()
+    lines = table(ROWS).splitlines()
     assert len({len(line) for line in lines}) == 1 and len(lines) == 7
     assert "1.00200 ±0.00060" in lines[3] and "95.0 ±1.0" in lines[3] and " 500 |" in lines[3]
-    assert "1 ±?" in report.table([replace(ROWS[1], ppl_ratio=Estimate(1, -np.inf, np.inf))])
-
-
-class RecordingFigure:
-    """Stands in for a figure of matplotlib: keeps what is called on it and on its axes."""
-
-    calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []  # noqa: RUF012
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        del self.calls[:]
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> "RecordingFigure":
-            self.calls.append((name, args, options))
-            return self
-
-        return call
-
-
-def test_picture_has_a_labelled_point_for_each_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    package, module = types.ModuleType("matplotlib"), types.ModuleType("matplotlib.figure")
-    module.Figure = RecordingFigure  # type: ignore[attr-defined]
-    package.figure = module  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "matplotlib", package)
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", module)
-    report.draw(ROWS, tmp_path / "q.png", "title")
-    calls = RecordingFigure.calls
-    labels = [args[0] for name, args, _ in calls if name == "annotate"]
-    assert labels == [f"{row.label} ({row.verdict})" for row in ROWS[1:]]
-    bars = [(args, options) for name, args, options in calls if name == "errorbar"]
-    assert len(bars) == 4
-    for (_, value), options in bars:
-        (below,), (above,) = options["yerr"]
-        assert value > 0 and below >= 0 and above >= 0 and value - below > 0
-    assert calls[-1][0] == "savefig"
-
-
-def test_report_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(UsageError, match=r"pip install '\.\[bench\]'"):
-        report.require_matplotlib()
+    assert "1 ±?" in table([replace(ROWS[1], ppl_ratio=Estimate(1, -np.inf, np.inf))])

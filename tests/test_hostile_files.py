@@ -30,7 +30,7 @@ from weight_files import (
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.convert.q4.map import load_q4_map
+from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.strict_json import parse_json
 

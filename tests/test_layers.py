@@ -73,7 +73,6 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime": "numpy msgspec tokenizers jinja2 click rich huggingface_hub re2",
     "clocher_runtime.convert.to_compressed": "numpy torch safetensors compressed_tensors",
     "clocher_runtime.checkpoints.hf.torch_bin": "numpy torch",
-    "clocher_runtime.quality.report": "matplotlib",
     "clocher_runtime.quality.transformers_model": "numpy torch transformers",
     "clocher_runtime.monitoring": "click prometheus_client",
     "clocher_runtime.ray": "numpy ray starlette",

@@ -23,7 +23,7 @@ from clocher_runtime.command.loading import StubTokenizer
 from clocher_runtime.disk.output_file import JsonlWriter
 from clocher_runtime.engine.stub import stub_id
 from clocher_runtime.engine.timing import Reservoir, Span, StepTotals, TimedWindow
-from clocher_runtime.quality.trace import read_trace
+from clocher_runtime.quality.verify import read_trace
 from clocher_runtime.text.prompt_pipeline import (
     MAX_WORKERS,
     RING_BYTES,

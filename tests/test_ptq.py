@@ -30,8 +30,8 @@ from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.command.ptq import rules_of
 from clocher_runtime.command.script_run import needed
-from clocher_runtime.convert.q4.map import load_q4_map, parse_q4_map
-from clocher_runtime.convert.q4.parts import PartsWriter, part_of
+from clocher_runtime.convert.q4_map import load_q4_map, parse_q4_map
+from clocher_runtime.convert.q4_parts import PartsWriter, part_of
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.files import MappedFile
@@ -142,7 +142,7 @@ def test_every_flag_reaches_the_weights(
     expected = round_tensor(
         encode(arrays["layers.0.w"], parse_format("f32")), parse_format(fmt), parse_clip(clip)
     )
-    from clocher_runtime.convert.q4.parts import plane_hashes
+    from clocher_runtime.convert.q4_parts import plane_hashes
 
     assert entry["format"] == fmt and entry["sha256"] == plane_hashes(expected)
 

@@ -17,8 +17,8 @@ from clocher_kernels.formats import Int4, Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import imx, rounding
-from clocher_runtime.convert.q4.map import NamePattern, assign, load_q4_map, parse_q4_map
-from clocher_runtime.convert.q4.parts import PartsWriter, part_of, plane_hashes, read_part
+from clocher_runtime.convert.q4_map import NamePattern, assign, load_q4_map, parse_q4_map
+from clocher_runtime.convert.q4_parts import PartsWriter, part_of, plane_hashes, read_part
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())

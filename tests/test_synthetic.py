@@ -23,14 +23,14 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F16, F32, row_blocks, same_type
 from clocher_runtime.convert import synthetic
 from clocher_runtime.convert.gguf import GgufEntry, write_gguf
-from clocher_runtime.convert.random_tensors import normal_matrix
 from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
     PRESETS,
-    Precision,
     Preset,
     byte_tokenizer,
     find_preset,
+    formats_of,
+    normal_matrix,
     plan_synthesis,
 )
 from clocher_runtime.engine.load import load_model
@@ -50,7 +50,7 @@ STORED = ("bf16", "int8_row_f32", "int8_g32_f16", "int4_sym_g32_f16", "int4_sym_
 
 
 def make(out_dir: Path, preset: str, precision: str = "native", **options: object) -> Path:
-    plan_synthesis(preset, Precision(precision), out_dir, **options).run()  # type: ignore[arg-type]
+    plan_synthesis(preset, precision, out_dir, **options).run()  # type: ignore[arg-type]
     return out_dir
 
 
@@ -131,38 +131,23 @@ def test_a_model_loads_and_its_logits_are_sane(preset: str, precision: str, tmp_
 
 def test_formats_are_those_that_were_asked_for() -> None:
     spec = spec_from_config(find_preset("tiny-gpt-oss").config())
-    names = {
-        name: fmt.name
-        for name, fmt in Precision("native", head="int8w", attention="int4").formats(spec).items()
-    }
-    assert names["model.layers.0.mlp.experts.gate_up_proj"] == "mxfp4"
-    assert names["model.layers.0.self_attn.q_proj.weight"] == "int4_sym_g32_f16"
-    assert names["model.layers.0.self_attn.q_proj.bias"] == "bf16"
-    assert names["model.layers.0.mlp.router.weight"] == "bf16"
-    assert names["lm_head.weight"] == "int8_g32_f16"
-    assert Precision().formats(spec)["model.layers.0.self_attn.q_proj.weight"].name == "bf16"
+    for precision, experts, attention in (
+        ("native", "mxfp4", "bf16"),
+        ("int8w", *["int8_g32_f16"] * 2),
+    ):
+        names = {name: fmt.name for name, fmt in formats_of(spec, precision).items()}
+        assert names["model.layers.0.mlp.experts.gate_up_proj"] == experts
+        assert names["model.layers.0.self_attn.q_proj.weight"] == attention
+        assert names["model.layers.0.self_attn.q_proj.bias"] == "bf16"
+        assert names["model.layers.0.mlp.router.weight"] == names["lm_head.weight"] == "bf16"
     llama = spec_from_config(find_preset("tiny-llama").config())
-    assert Precision("ternary").formats(llama)["lm_head.weight"].name == "int4_sym_g32_f16"
-    assert Precision("int8w", "row").formats(llama)["lm_head.weight"].name == "int8_row_f32"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"linears": "int5"}, "precision is 'int5'; known: bf16"),
-        ({"group": "16"}, "group is '16'"),
-        ({"head": "ternary"}, "head is 'ternary'"),
-    ],
-    ids=["precision", "group", "head"],
-)
-def test_unknown_choices_are_refused(arguments: dict[str, str], text: str) -> None:
-    with pytest.raises(UsageError, match=text):
-        Precision(**arguments)
+    assert formats_of(llama, "ternary")["lm_head.weight"].name == "int4_sym_g32_f16"
+    assert formats_of(llama, "int8w")["lm_head.weight"].name == "int8_g32_f16"
 
 
 def test_ternary_experts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"experts.*choose another precision"):
-        plan_synthesis("tiny-gpt-oss", Precision("ternary"), tmp_path)
+        plan_synthesis("tiny-gpt-oss", "ternary", tmp_path)
 
 
 def test_a_full_disk_is_seen_before_writing(
@@ -171,14 +156,14 @@ def test_a_full_disk_is_seen_before_writing(
     usage = type("Usage", (), {"free": 1000})
     monkeypatch.setattr("shutil.disk_usage", lambda path: usage)
     with pytest.raises(OSError, match=r"the disk has 1\.0 kB free"):
-        plan_synthesis("tiny-llama", Precision(), tmp_path / "new")
+        plan_synthesis("tiny-llama", "native", tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 def test_the_directory_of_another_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(UsageError, match="holds a Hugging Face model"):
-        plan_synthesis("tiny-llama", Precision(), tmp_path)
+        plan_synthesis("tiny-llama", "native", tmp_path)
 
 
 def test_no_gguf_of_other_weights_stays(tmp_path: Path) -> None:

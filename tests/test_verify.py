@@ -21,20 +21,27 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.verify_hf import verify_ids
 from clocher_runtime.convert.to_iebin import convert
-from clocher_runtime.quality.trace import (
+from clocher_runtime.quality.verify import (
+    MAX_FINDINGS,
+    Checks,
+    Finding,
     TopLogits,
     Trace,
+    document,
     fingerprint,
     read_trace,
     top_logits,
-    write_trace,
+    verify,
 )
-from clocher_runtime.quality.verify import MAX_FINDINGS, Checks, Finding, verify
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "scripts" / "verify_hf_generation_ids.py"
 
 VOCAB = 50
+
+
+def write_trace(path: Path, traces: Sequence[Trace]) -> None:
+    path.write_text("".join(f"{json.dumps(document(trace))}\n" for trace in traces))
 
 
 # A reference that costs nothing

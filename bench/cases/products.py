@@ -14,7 +14,7 @@ from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.convert.random_tensors import normal_matrix
+from clocher_runtime.convert.synthetic import normal_matrix
 from clocher_runtime.engine.footprint import ACT_GROUP
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.hints import Hints

@@ -21,8 +21,8 @@ from bench.record import table as made_table
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
+from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.quality.statistics import ratio as ratio
-from clocher_runtime.quality.turns import in_turns
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.load import Model

@@ -22,7 +22,7 @@ from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
 
 if TYPE_CHECKING:
-    from clocher_runtime.quality.trace import TopLogits
+    from clocher_runtime.quality.verify import TopLogits
 
 MAX_LISTED = 1000
 """Completions in `outputs` of the JSON line; `--outputs` writes all."""
@@ -83,7 +83,7 @@ class Completions(ExitStack):
     def _trace(
         self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"]
     ) -> dict[str, Any]:
-        from clocher_runtime.quality.trace import Trace, document
+        from clocher_runtime.quality.verify import Trace, document
 
         sampling = self.sampling
         trace = Trace(

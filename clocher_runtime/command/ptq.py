@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.command.script_run import Report
-from clocher_runtime.convert.q4.map import (
+from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,
     best_method,
@@ -254,11 +254,11 @@ def _say_outcome(report: Report, outcome: Outcome) -> None:
     if outcome.allocation:
         for line in allocation_table(outcome.allocation):
             report.note(line)
-    fallen = [entry for entry in outcome.done if entry.fallback]
+    fallen = [entry for entry in outcome.done if entry.record.fallback]
     if fallen:
         report.note(
             f"note: {len(fallen)} tensors fell back, such as {fallen[0].planned.name}: "
-            f"{fallen[0].fallback}"
+            f"{fallen[0].record.fallback}"
         )
     worst = max(outcome.done, key=lambda entry: entry.error.rms_rel)
     report.note(f"largest relative error: {worst.error.rms_rel:.4f}, {worst.planned.name}")

@@ -21,13 +21,14 @@ from clocher_runtime.quality.compare import Documents, cut
 from clocher_runtime.quality.evaluate import (
     WEIGHTS_ALONE,
     Evaluation,
+    Row,
     decode_speed,
     evaluate,
     size_of,
+    table,
 )
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
-from clocher_runtime.quality.report import Row, draw, require_matplotlib, table
-from clocher_runtime.quantize.candidate import (
+from clocher_runtime.quantize.job import (
     Records,
     open_candidate,
     records_by_model,
@@ -41,7 +42,6 @@ _PROMPT = 32
 def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     """Evaluate all models, print and write the results; return the exit code."""
     if options["directory"] is not None:
-        require_matplotlib()
         options["directory"].mkdir(parents=True, exist_ok=True)
     config = _config(options)
     # A file is a manifest.
@@ -145,6 +145,4 @@ def _write(
         directory = options["directory"]
         write_file(directory / "quality.json", data)
         write_file(directory / "quality.md", table(rows).encode() + b"\n")
-        title = f"{documents.tokens} tokens of {options['text'].name}, {documents.count} documents"
-        draw(rows, directory / "quality.png", title)
-        click.echo(f"wrote quality.json, quality.md and quality.png to {directory}", err=True)
+        click.echo(f"wrote quality.json and quality.md to {directory}", err=True)

@@ -34,7 +34,7 @@ from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, pipe
 from clocher_runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from clocher_runtime.quality.trace import TopLogits
+    from clocher_runtime.quality.verify import TopLogits
 
 _PIPE_WAIT_S = 5
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
@@ -92,7 +92,7 @@ def _run(
             console.note(note)
         completions.sampling = sampling_of(config, engine)
         if config.trace_ids is not None and engine.checkpoint.files:
-            from clocher_runtime.quality.trace import fingerprint
+            from clocher_runtime.quality.verify import fingerprint
 
             completions.fingerprint = fingerprint(engine.checkpoint)
         prepare = Preparation(source, engine.tokenizer, session.check, session.context)
@@ -192,7 +192,7 @@ def measure(
                         first_token_ns.add(window.total_ns - began)
                     ids.append(token.id)
                     if token.logits is not None:
-                        from clocher_runtime.quality.trace import top_logits
+                        from clocher_runtime.quality.verify import top_logits
 
                         largest[token.sequence].append(top_logits(token.logits, config.trace_topk))
                     if stream is not None and token.id not in engine.stop_ids:

@@ -22,9 +22,8 @@ from clocher_runtime.command.script_run import (
 )
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.trace import Trace, fingerprint, read_trace
 from clocher_runtime.quality.transformers_model import DTYPES, TOLERANCES, HfModel, hf_tokenizer
-from clocher_runtime.quality.verify import Checks, summary, verify
+from clocher_runtime.quality.verify import Checks, Trace, fingerprint, read_trace, summary, verify
 
 
 @script(

@@ -1,7 +1,7 @@
 """Dense checkpoint -> IEBIN with block-sparse matrices: zero, or the weakest, blocks left out."""
 
 import os
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,13 +9,12 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Bsr, Float
-from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.iebin import BIN_NAME
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
-from clocher_runtime.convert.q4.map import NamePattern
+from clocher_runtime.convert.q4_map import NamePattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
 from clocher_runtime.disk.output_file import check_free
 
@@ -25,33 +24,14 @@ LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 _EXTRA_BYTES_PER_TENSOR = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Sparsifying:
-    """How matrices become block-sparse; UsageError for a bad value."""
+class Sparsifying(NamedTuple):
+    """How matrices become block-sparse."""
 
     block: tuple[int, int] = (32, 32)  # rows and columns of a block
     inner: str = ""  # format of the blocks, of `formats.bsr.INNERS`; "" keeps the matrix's own
     sparsity: float = 0.0  # least share of zero blocks at the end; 0 only drops those that are zero
     pattern: str = LINEARS  # regular expression for the whole names that are converted
     force: bool = False  # convert matrices that become larger too
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sparsity < 1:
-            raise UsageError(f"sparsity is {self.sparsity}; expected 0 up to, not including, 1")
-        if self.inner and self.inner not in INNERS:
-            raise UsageError(f"inner is {self.inner!r}; known: {', '.join(INNERS)}")
-        try:
-            NamePattern(self.pattern)
-            Bsr(self.block, self.inner or "f32")
-        except (UsageError, FormatError) as error:
-            raise UsageError(str(error)) from None
-
-    def apply(self, tensor: QuantTensor) -> QuantTensor:
-        """Return a float matrix as block-sparse rows; FormatError if a value cannot be stored."""
-        values = tensor.decode()
-        if self.sparsity:
-            values = prune(values, self.block, self.sparsity)
-        return encode(values, Bsr.for_values(values, self.block, self.inner or tensor.format.name))
 
 
 class Outcome(NamedTuple):
@@ -112,34 +92,48 @@ class SparseConversion:
                     f"{best.after} bytes; ask for a sparsity, other blocks, or force it"
                 )
             done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
-            how = asdict(self.how) | {"block": list(self.how.block)}
+            how = self.how._asdict() | {"block": list(self.how.block)}
             del how["force"]
             finish(writer, self.source, vocab, q4_map=None, quantised=done, block_sparse=how)
         return outcomes
 
     def _convert(self, name: str, tensor: QuantTensor) -> tuple[QuantTensor, Outcome]:
+        values, block = tensor.decode(), self.how.block
+        if self.how.sparsity:
+            values = prune(values, block, self.how.sparsity)
         try:
-            sparse = self.how.apply(tensor)
+            fmt = Bsr.for_values(values, block, self.how.inner or tensor.format.name)
+            sparse = encode(values, fmt)
         except FormatError as error:
             raise FormatError(f"tensor {name!r}: {error}") from None
-        assert isinstance(sparse.format, Bsr)
-        height, width = self.how.block
-        cells = -(-tensor.shape[0] // height) * -(-tensor.shape[1] // width)
-        density, before, after = sparse.format.nnzb / cells, tensor.nbytes, sparse.nbytes
+        density = fmt.nnzb / _blocks(tensor.shape, block)
         note = ""
-        if not sparse.format.nnzb:
+        if not fmt.nnzb:
             note = "all zero"
-        elif after >= before and not self.how.force:
+        elif sparse.nbytes >= tensor.nbytes and not self.how.force:
             note = "would grow"
         stored = tensor if note else sparse
-        return stored, Outcome(name, density, before, after, stored.format.name, note)
+        found = Outcome(name, density, tensor.nbytes, sparse.nbytes, stored.format.name, note)
+        return stored, found
+
+
+def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> int:
+    return -(-shape[0] // block[0]) * -(-shape[1] // block[1])
+
+
+_ZERO_BLOCKS = Sparsifying()
 
 
 def plan_block_sparse(
-    model_dir: Path, out_dir: Path, how: Sparsifying | None = None
+    model_dir: Path, out_dir: Path, how: Sparsifying = _ZERO_BLOCKS
 ) -> SparseConversion:
     """Open and check the input; by default 32 x 32 zero blocks are left out."""
-    how = how or Sparsifying()
+    if not 0 <= how.sparsity < 1:
+        raise UsageError(f"sparsity is {how.sparsity}; expected 0 up to, not including, 1")
+    try:
+        Bsr(how.block, how.inner or "f32")
+    except FormatError as error:
+        raise UsageError(str(error)) from None
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)
     if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):
@@ -159,10 +153,9 @@ def plan_block_sparse(
     for name, tensor in source.tensors.items():
         most = tensor.nbytes
         if how.force and name in names:
-            (n, k), (height, width) = tensor.shape, how.block
-            fmt = Bsr(how.block, how.inner or tensor.format.name)
-            blocks = -(-n // height) * -(-k // width)
-            most = max(most, replace(fmt, nnzb=blocks).nbytes(tensor.shape))
+            blocks = _blocks(tensor.shape, how.block)
+            fmt = Bsr(how.block, how.inner or tensor.format.name, blocks)
+            most = max(most, fmt.nbytes(tensor.shape))
         nbytes += most + _EXTRA_BYTES_PER_TENSOR
     free = check_free(out_dir / BIN_NAME, nbytes)
     return SparseConversion(source, out_dir, how, names, nbytes, free)

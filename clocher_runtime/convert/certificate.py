@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +16,10 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import BIN_NAME, CERTIFICATE_NAME, JSON_NAME, read_index
 from clocher_runtime.checkpoints.plane_writer import Progress
+from clocher_runtime.convert.q4_parts import plane_hashes
+from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
-from clocher_runtime.disk.files import read_bytes, sha256_of
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import check_padding, lines, read_sealed, seal
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
@@ -31,8 +33,12 @@ _FIELDS: dict[str, type] = {
     **dict.fromkeys(("model", "source"), dict),
     "tensors": list,
 }
-_TENSOR: dict[str, type] = {"name": str, "shape": list, "source": dict, "stored": dict}
-_TENSOR |= {"compared": str, "identical": bool}
+_TENSOR: dict[str, type] = {
+    **dict.fromkeys(("name", "compared"), str),
+    **dict.fromkeys(("source", "stored"), dict),
+    "shape": list,
+    "identical": bool,
+}
 _KIND = (FORMAT, VERSION, "convert the model again with --verify, or update Clocher")
 _DECODED_AT_ONCE = 16 << 20
 
@@ -56,7 +62,6 @@ def write_certificate(
     source.check_unchanged()
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
-    files = [(file, file.path.stat().st_mtime_ns) for file in source.files]
     head = {
         "format": FORMAT,
         "version": VERSION,
@@ -71,8 +76,12 @@ def write_certificate(
             "path": str(source.path.absolute()),
             "kind": source.kind,
             "files": [
-                {"file": file.path.name, "nbytes": file.nbytes, "mtime_ns": changed}
-                for file, changed in files
+                {
+                    "file": file.path.name,
+                    "nbytes": file.nbytes,
+                    "mtime_ns": file.path.stat().st_mtime_ns,
+                }
+                for file in source.files
             ],
         },
     }
@@ -119,15 +128,16 @@ def check_certificate(
         if progress:
             progress(done, name)
     regions = [region for entry in index.entries for region in entry.regions.values()]
-    for file in (file for file in model.files if file.path.name == BIN_NAME):
+    checks = [checkpoint.check_unchanged for checkpoint in (model, was) if checkpoint]
+    checks += [
+        partial(check_padding, regions, {"bin": file})
+        for file in model.files
+        if file.path.name == BIN_NAME
+    ]
+    for check in checks:
         try:
-            check_padding(regions, {"bin": file})
-        except FormatError as error:
-            problems.append(str(error))
-    for checkpoint in filter(None, (model, was)):
-        try:
-            checkpoint.check_unchanged()
-        except ModelChanged as error:
+            check()
+        except (FormatError, ModelChanged) as error:
             problems.append(str(error))
     identical = sum(each["identical"] for each in listed.values())
     return Checked(len(listed), identical, path if was else None, tuple(problems))
@@ -151,7 +161,7 @@ def read_certificate(model_dir: Path) -> dict[str, Any]:
 
 
 def _compared(name: str, before: QuantTensor, model: Checkpoint) -> dict[str, Any]:
-    hashes = {key: sha256_of(plane) for key, plane in before.planes.items()}
+    hashes = plane_hashes(before)
     stored = {"format": model.tensors[name].format.name, "planes": dict(model.hashes[name])}
     same = before.format.name == stored["format"]
     if same and hashes != stored["planes"]:
@@ -171,31 +181,10 @@ def _compared(name: str, before: QuantTensor, model: Checkpoint) -> dict[str, An
 
 def same_values(one: QuantTensor, other: QuantTensor) -> bool:
     """Return whether two tensors of one shape decode to the same fp32 numbers, bit for bit."""
-    rows = max(1, _DECODED_AT_ONCE // max(1, prod(one.shape[1:])))
-    in_rows = _in_rows(one) and _in_rows(other)
-    for start in range(0, one.shape[0], rows) if in_rows else (None,):
-        values = _decoded(one, start, rows), _decoded(other, start, rows)
-        if not np.array_equal(values[0].view(np.uint32), values[1].view(np.uint32)):
-            return False
-    return True
-
-
-def _in_rows(tensor: QuantTensor) -> bool:
-    """Return whether each row, or expert, has plane rows of its own."""
-    planes = tensor.format.planes((1, *tensor.shape[1:])) if len(tensor.shape) > 1 else {}
-    return bool(planes) and all(
-        (1, *tensor.planes[key].shape[1:]) == plane.shape
-        and tensor.planes[key].shape[0] == tensor.shape[0]
-        for key, plane in planes.items()
+    return all(
+        np.array_equal(a.decode().view(np.uint32), b.decode().view(np.uint32))
+        for a, b in row_pieces(one, other, elements=_DECODED_AT_ONCE)
     )
-
-
-def _decoded(tensor: QuantTensor, start: int | None, rows: int) -> np.ndarray:
-    if start is None:
-        return tensor.decode()
-    planes = {key: plane[start : start + rows] for key, plane in tensor.planes.items()}
-    count = min(rows, tensor.shape[0] - start)
-    return tensor.format.decode(planes, (count, *tensor.shape[1:]))
 
 
 def _differences(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> Iterator[str]:
@@ -212,8 +201,8 @@ def _differences(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> 
             f"{listed['format']!r:.40} {list(shape)}"
         )
         return
-    for key, plane in tensor.planes.items():
-        if (digest := sha256_of(plane)) != listed["planes"][key]:
+    for key, digest in plane_hashes(tensor).items():
+        if digest != listed["planes"][key]:
             yield (
                 f"{name}: {side}: plane {key!r} has SHA-256 {digest}, certified "
                 f"{listed['planes'][key]!r:.66}"

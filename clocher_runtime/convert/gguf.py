@@ -5,16 +5,16 @@ only random weights for timing get that name. Source: ggml's docs/gguf.md, versi
 """
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
+from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
@@ -33,12 +33,10 @@ Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[flo
 
 SAME = "same"
 TYPES = (SAME, *FLOATS)
-NO_VOCAB: Mapping[str, Field] = MappingProxyType({})
-NO_FLOATS: Mapping[str, str] = MappingProxyType({})
-
-
 ALIGNMENT = 32
-_UINT32, _INT32, _FLOAT32, _BOOL, _STRING, _ARRAY = 4, 5, 6, 7, 8, 9
+_STRING, _ARRAY = 8, 9
+_SCALARS: dict[type, tuple[int, str]] = {int: (4, "I"), float: (6, "f"), bool: (7, "?")}
+_ITEMS: dict[type, tuple[int, str]] = {int: (5, "i"), float: (6, "f"), str: (_STRING, "")}
 _PIECE_ELEMENTS = 1 << 23
 _ARCHITECTURES = {
     "llama": "llama",
@@ -156,18 +154,16 @@ def plan_gguf(
     formats: Mapping[str, Format],
     name: str,
     kind: str = SAME,
-    vocab: Mapping[str, Field] = NO_VOCAB,
-    floats: Mapping[str, str] = NO_FLOATS,
+    vocab: Mapping[str, Field] | None = None,
+    floats: Mapping[str, str] | None = None,
     timed: bool = False,
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
-    `kind`: "same" is exact; "f32", "f16" or "bf16" decodes all matrices. `vocab` without entries
+    `kind`: "same" is exact; "f32", "f16" or "bf16" decodes all matrices. No `vocab`
     makes a file for llama-bench alone. `floats` names matrices to decode in any case. `timed`
     permits the name "bitnet".
     """
-    if kind not in TYPES:
-        raise UsageError(f"GGUF type {kind!r}; known: {', '.join(TYPES)}")
     spec = spec_from_config(config)
     if spec.family not in _ARCHITECTURES:
         raise UnsupportedModel(
@@ -180,7 +176,7 @@ def plan_gguf(
         )
     items = []
     for source, need in inventory(spec).items():
-        stored = floats.get(source, kind)
+        stored = (floats or {}).get(source, kind)
         if need.kind in ("vector", "router"):
             ggml = F32
         else:
@@ -190,12 +186,14 @@ def plan_gguf(
     if spec.rope.kind == "llama3":
         factors = GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32)
         items.insert(0, _Item(factors, "", "all"))
-    share: dict[GgmlType, int] = {}
+    share: Counter[GgmlType] = Counter()
     for item in items:
-        share[item.entry.kind] = share.get(item.entry.kind, 0) + item.entry.nbytes
-    main = max(share, key=lambda k: share[k])
+        share[item.entry.kind] += item.entry.nbytes
+    ((main, _),) = share.most_common(1)
     arch = "bitnet" if timed and spec.family == "bitnet" else _ARCHITECTURES[spec.family]
-    return GgufExport(spec, _fields(spec, arch, name, main, vocab), tuple(items), _notes(spec))
+    return GgufExport(
+        spec, _fields(spec, arch, name, main, vocab or {}), tuple(items), _notes(spec)
+    )
 
 
 def _notes(spec: ModelSpec) -> tuple[str, ...]:
@@ -289,17 +287,14 @@ def _string(text: str) -> bytes:
 
 
 def _value(value: Field) -> bytes:
-    if isinstance(value, tuple):
-        kinds = {int: (_INT32, "<i"), float: (_FLOAT32, "<f")}
-        kind, layout = kinds.get(type(value[0]) if value else str, (_STRING, ""))
-        head = struct.pack("<IIQ", _ARRAY, kind, len(value))
-        return head + b"".join(
-            _string(item) if isinstance(item, str) else struct.pack(layout, item) for item in value
-        )
     if isinstance(value, str):
         return struct.pack("<I", _STRING) + _string(value)
-    if isinstance(value, bool):
-        return struct.pack("<I?", _BOOL, value)
-    if isinstance(value, int):
-        return struct.pack("<II", _UINT32, value)
-    return struct.pack("<If", _FLOAT32, value)
+    if not isinstance(value, tuple):
+        kind, layout = _SCALARS[type(value)]
+        return struct.pack(f"<I{layout}", kind, value)
+    kind, layout = _ITEMS[type(value[0]) if value else str]
+    items = (
+        _string(item) if isinstance(item, str) else struct.pack(f"<{layout}", item)
+        for item in value
+    )
+    return struct.pack("<IIQ", _ARRAY, kind, len(value)) + b"".join(items)

@@ -32,6 +32,7 @@ from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
+from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.text.tokenizer import Tokenizer
 
 
@@ -72,7 +73,13 @@ class GgufConversion:
                     f"GGUF has places for three ids that end a turn; it would not know {min(ends)}"
                 )
             if tokenizer := vocabulary(self.source):
-                _same_tokens(json.loads(tokenizer), json.loads(written.make_tokenizer()))  # type: ignore[misc]
+                texts = tokenizer, vocabulary(written) or b""
+                merges = [map(_pair, json.loads(text)["model"]["merges"]) for text in texts]
+                if list(merges[0]) != list(merges[1]):
+                    raise UnsupportedModel(
+                        "the merges of this tokenizer do not follow from scores, which is all that "
+                        "GGUF has for its kind; --to iebin keeps them"
+                    )
         finally:
             written.close()
 
@@ -104,14 +111,11 @@ def plan_gguf_model(
             floats[name] = others
     fields: Mapping[str, Any] = {}
     if tokenizer := vocabulary(source):
-        fields = vocabulary_fields(
-            tokenizer,
-            source.tokenizer_config,
-            spec.eos_ids,
-            spec.vocab_size,
-            begins_with_bos(source),
-            pre,
-        )
+        begins, config = begins_with_bos(source), source.tokenizer_config
+        try:
+            fields = _vocabulary_fields(json.loads(tokenizer), config, spec, begins, pre)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise FormatError(f"tokenizer.json: {type(error).__name__} {error}") from None
     elif pre is not None:
         raise UsageError("--pre has no place: the model has no tokenizer")
     folder = source.path.resolve()
@@ -130,49 +134,20 @@ def begins_with_bos(source: Checkpoint) -> bool:
     return whole != plain
 
 
-def _same_tokens(own: Mapping[str, Any], read: Mapping[str, Any]) -> None:
-
-    def merges(document: Mapping[str, Any]) -> list[tuple[str, ...]]:
-        found = document["model"]["merges"]
-        return [tuple(m.split(" ") if isinstance(m, str) else m) for m in found]
-
-    if merges(own) != merges(read):
-        raise UnsupportedModel(
-            "the merges of this tokenizer do not follow from scores, which is all that GGUF has "
-            "for its kind; --to iebin keeps them"
-        )
-
-
 _PREFIX = "tokenizer.ggml."
 _ROLES = {"bos": "bos", "unk": "unknown", "pad": "padding"}
 _ENDS = ("eos", "eot", "eom")
 _UNMERGED = -1e9
 
 
-def vocabulary_fields(
-    tokenizer: bytes,
-    config: Mapping[str, Any],
-    ends: Sequence[int],
-    size: int,
-    begins: bool,
-    pre: str | None = None,
-) -> dict[str, Field]:
-    """Return the metadata of a vocabulary; `pre` overrides the pre-type of byte-level BPE."""
-    try:
-        document = json.loads(tokenizer)
-        return _fields(document, config, ends, size, begins, pre)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise FormatError(f"tokenizer.json: {type(error).__name__} {error}") from None
-
-
-def _fields(
+def _vocabulary_fields(
     document: Mapping[str, Any],
     config: Mapping[str, Any],
-    ends: Sequence[int],
-    size: int,
+    spec: ModelSpec,
     begins: bool,
     pre: str | None,
 ) -> dict[str, Field]:
+    """Return the metadata of a vocabulary; `pre` overrides the pre-type of byte-level BPE."""
     model = document["model"]
     if model["type"] != "BPE":
         raise UnsupportedModel(
@@ -180,10 +155,10 @@ def _fields(
         )
     step = document.get("pre_tokenizer") or {"type": "Sequence", "pretokenizers": []}
     steps = list(step["pretokenizers"]) if step["type"] == "Sequence" else [step]
-    texts, types = _tokens(document, size)
+    texts, types = _tokens(document, spec.vocab_size)
     ids = {text: index for index, text in enumerate(texts)}
     common: dict[str, Field] = {f"{_PREFIX}tokens": texts, f"{_PREFIX}token_type": types}
-    for key, index in zip(_ENDS, ends, strict=False):
+    for key, index in zip(_ENDS, spec.eos_ids, strict=False):
         common[f"{_PREFIX}{key}_token_id"] = index
     for key, name in _ROLES.items():
         text = config.get(f"{key}_token")
@@ -199,9 +174,9 @@ def _fields(
         merges = tuple(" ".join(_pair(merge)) for merge in model["merges"])
         head: dict[str, Field] = {f"{_PREFIX}model": "gpt2", f"{_PREFIX}pre": name}
         return {**head, **common, f"{_PREFIX}merges": merges}
-    if pre is not None or not model.get("byte_fallback"):
-        if pre is not None:
-            raise UsageError("--pre is for byte-level tokenizers, which this is not")
+    if pre is not None:
+        raise UsageError("--pre is for byte-level tokenizers, which this is not")
+    if not model.get("byte_fallback"):
         raise UnsupportedModel("a BPE tokenizer that knows neither all bytes nor how to spell them")
     return {
         f"{_PREFIX}model": "llama",
@@ -231,8 +206,8 @@ def _tokens(document: Mapping[str, Any], size: int) -> tuple[tuple[str, ...], tu
     return tuple(text for text, _ in rows), tuple(kind for _, kind in rows)
 
 
-def _pair(merge: str | Sequence[str]) -> Sequence[str]:
-    return merge.split(" ") if isinstance(merge, str) else merge
+def _pair(merge: str | Sequence[str]) -> list[str]:
+    return merge.split(" ") if isinstance(merge, str) else list(merge)
 
 
 def _pre_type(document: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:

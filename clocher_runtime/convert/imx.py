@@ -8,7 +8,7 @@ Source: llama.cpp's importance matrix (`make_qx_quants`), the imatrix observer o
 auto-round.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -59,12 +59,13 @@ def search(
     cells = np.zeros((groups, size), np.float32)
     cells.reshape(-1)[:columns] = weights
     scales = np.empty((rows, groups), STORAGE[fmt.scale_dtype])
-    zeros = np.empty((rows, groups), np.uint8) if _is_affine(fmt) else None
+    affine = isinstance(fmt, Int4) and not fmt.symmetric
+    zeros = np.empty((rows, groups), np.uint8) if affine else None
     codes = np.empty((rows, columns), np.uint8 if isinstance(fmt, Int4) else np.int8)
     step = int(np.clip(_UNIT // size, 64, 1024))
 
     def work(start: int) -> None:
-        part = slice(start, min(start + step, rows))
+        part = slice(start, start + step)
         block = _Block(fmt, values[part], cells)
         scales[part] = block.scales.T
         if zeros is not None:
@@ -81,12 +82,8 @@ def search(
 
 
 def _each(work: Callable[[int], None], starts: range, threads: int) -> None:
-    if threads > 1 and len(starts) > 1:
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(work, starts))
-    else:
-        for start in starts:
-            work(start)
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(work, starts))
 
 
 def _search_fp8(values: np.ndarray, fmt: Fp8, weights: np.ndarray, threads: int) -> QuantTensor:
@@ -111,10 +108,6 @@ def _search_fp8(values: np.ndarray, fmt: Fp8, weights: np.ndarray, threads: int)
     return QuantTensor(values.shape, fmt, planes)
 
 
-def _is_affine(fmt: Int4 | Int8) -> bool:
-    return isinstance(fmt, Int4) and not fmt.symmetric
-
-
 def _normalised(importance: np.ndarray | None, columns: int) -> np.ndarray:
     h = np.ones(columns) if importance is None else np.asarray(importance, np.float64)
     mean = h.mean()
@@ -128,6 +121,9 @@ class _Block:
 
     def __init__(self, fmt: Int4 | Int8, values: np.ndarray, weights: np.ndarray) -> None:
         self._fmt, self._weights = fmt, weights
+        self._affine = isinstance(fmt, Int4) and not fmt.symmetric
+        # Codes are stored with the zero point added; those of int8 have none.
+        self._ends = (-127, 127) if isinstance(fmt, Int8) else (0, 15)
         rows, columns = values.shape
         groups, size = weights.shape
         whole = np.zeros((groups * size, rows), np.float32)
@@ -143,22 +139,24 @@ class _Block:
         else:
             low = np.minimum(low, 0)
             ideal = np.maximum(high, 0) / np.float32(15) - low / np.float32(15)
-        limit = np.float32(LARGEST[fmt.scale_dtype])
         self.scales, self.step = scaling.store(fmt.name, ideal, fmt.scale_dtype)
         self.zeros = centred = self._zero(self.step, low)
         self._error = self._errors(self.step, self.zeros)
         for stretch in np.linspace(*span, GRID, dtype=np.float32):
-            tried = np.clip(ideal * stretch, -limit, limit)
-            scales, step = scaling.store(fmt.name, tried, fmt.scale_dtype)
+            scales, step = self._store(ideal * stretch)
             self._try(scales, self._zero(step, low), step)
-            if _is_affine(fmt):  # the range shrinks at its upper end, or at both
+            if self._affine:  # the range shrinks at its upper end, or at both
                 self._try(scales, centred, step)
-        refined = np.clip(self._least_squares(), -limit, limit)
-        scales, step = scaling.store(fmt.name, refined, fmt.scale_dtype)
+        scales, step = self._store(self._least_squares())
         self._try(scales, self.zeros, step)
 
+    def _store(self, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        dtype = self._fmt.scale_dtype
+        limit = np.float32(LARGEST[dtype])
+        return scaling.store(self._fmt.name, np.clip(ideal, -limit, limit), dtype)
+
     def _zero(self, step: np.ndarray, low: np.ndarray) -> np.ndarray:
-        if _is_affine(self._fmt):
+        if self._affine:
             return np.asarray(np.clip(np.rint(-low / step), 0, 15))
         return np.full_like(step, 0 if isinstance(self._fmt, Int8) else 8)
 
@@ -170,12 +168,21 @@ class _Block:
         self.scales = np.where(better, scales, self.scales)
         self.zeros = np.where(better, zeros, self.zeros)
 
+    def _rounded(
+        self, step: np.ndarray, zeros: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield w / step, and codes less zero points, [size, R] fp32 work arrays, by group."""
+        low, high = map(np.float32, self._ends)
+        for w, inverse, zero in zip(self._w, np.float32(1) / step, zeros, strict=True):
+            np.multiply(w, inverse, out=self._t)
+            np.rint(self._t, out=self._q)
+            np.maximum(self._q, low - zero, out=self._q)
+            yield self._t, np.minimum(self._q, high - zero, out=self._q)
+
     def _errors(self, step: np.ndarray, zeros: np.ndarray) -> np.ndarray:
         """Return the weighted squared errors, [G, R]."""
         out = np.empty_like(step)
-        inverse = np.float32(1) / step
-        for g in range(len(out)):
-            t, q = self._round(g, inverse[g], zeros[g])
+        for g, (t, q) in enumerate(self._rounded(step, zeros)):
             np.subtract(t, q, out=t)
             np.multiply(t, t, out=t)
             np.einsum("jr,j->r", t, self._weights[g], out=out[g])
@@ -183,23 +190,10 @@ class _Block:
         out *= step
         return out
 
-    def _round(
-        self, g: int, inverse: np.ndarray, zeros: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return w / step, and codes less zero points, [size, R] fp32 work arrays."""
-        np.multiply(self._w[g], inverse, out=self._t)
-        np.rint(self._t, out=self._q)
-        if isinstance(self._fmt, Int8):
-            return self._t, np.clip(self._q, -127, 127, out=self._q)
-        np.maximum(self._q, -zeros, out=self._q)
-        return self._t, np.minimum(self._q, np.float32(15) - zeros, out=self._q)
-
     def _least_squares(self) -> np.ndarray:
         """Return the least-squares scales of the current codes, [G, R]."""
         out = self.step.copy()
-        inverse = np.float32(1) / self.step
-        for g in range(len(out)):
-            _, q = self._round(g, inverse[g], self.zeros[g])
+        for g, (_, q) in enumerate(self._rounded(self.step, self.zeros)):
             weighted = q * self._weights[g][:, None]
             above = np.einsum("jr,jr->r", weighted, self._w[g])
             below = np.einsum("jr,jr->r", weighted, q)
@@ -207,10 +201,9 @@ class _Block:
         return np.where(out == 0, self.step, out)
 
     def codes(self) -> np.ndarray:
+        """Return the stored codes, [G size, R]."""
         out = np.empty(self._w.shape, np.int8)
-        inverse = np.float32(1) / self.step
-        for g in range(len(out)):
-            _, q = self._round(g, inverse[g], self.zeros[g])
-            out[g] = q if isinstance(self._fmt, Int8) else q + self.zeros[g]
+        for g, (_, q) in enumerate(self._rounded(self.step, self.zeros)):
+            out[g] = q + self.zeros[g]
         flat = out.reshape(-1, out.shape[-1])
         return flat if isinstance(self._fmt, Int8) else flat.view(np.uint8)

@@ -13,18 +13,19 @@ The bytes do not depend on the number of threads.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Ternary, scaling
+from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Ternary, scaling
 from clocher_kernels.formats.fp8 import BLOCK
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
 
 CLIPS = ("none", "percentile:P", "clamp:C", "mse")
@@ -87,10 +88,17 @@ def round_tensor(
         step = -(-step // BLOCK) * BLOCK
     with ThreadPoolExecutor(threads) as pool:
         for index in np.ndindex(*tensor.shape[:-2]):
-            read = _reader(tensor, index, step)
+            matrix = QuantTensor(
+                tensor.shape[-2:], tensor.format, {k: p[index] for k, p in tensor.planes.items()}
+            )
+            if not _has_rows(matrix, 1):
+                matrix = encode(matrix.decode(), Float("f32"))
 
-            def one(start: int, index: tuple[int, ...] = index, read: _Read = read) -> None:
-                for key, plane in _encode(read(start), fmt, clip).items():
+            def one(
+                start: int, index: tuple[int, ...] = index, matrix: QuantTensor = matrix
+            ) -> None:
+                values = np.ascontiguousarray(look_up(matrix, slice(start, start + step)))
+                for key, plane in _encode(values, fmt, clip).items():
                     blocks = key == "scales" and isinstance(fmt, Fp8) and fmt.scope == "b128"
                     first = 0 if whole else start // BLOCK if blocks else start
                     planes[key][index][first : first + len(plane)] = plane
@@ -99,23 +107,37 @@ def round_tensor(
     return QuantTensor(tensor.shape, fmt, planes)
 
 
-_Read = Callable[[int], np.ndarray]
+def look_up(tensor: QuantTensor, index: int | slice | np.ndarray) -> np.ndarray:
+    """Decode one expert of a stack, or some rows of a matrix, fp32."""
+    if not _has_rows(tensor, 1):
+        return tensor.decode()[index]
+    planes = {key: plane[index] for key, plane in tensor.planes.items()}
+    count = () if isinstance(index, int) else (len(next(iter(planes.values()))),)
+    return tensor.format.decode(planes, (*count, *tensor.shape[1:]))
 
 
-def _reader(tensor: QuantTensor, index: tuple[int, ...], step: int) -> _Read:
-    """Return a decoder of the block of rows from a given row, fp32 [n, K]."""
-    rows, columns = tensor.shape[-2:]
-    planes = {key: plane[index] for key, plane in tensor.planes.items()} if index else tensor.planes
-    if isinstance(tensor.format, Float | Mxfp4):  # a row of a matrix is a row of each plane
+def row_pieces(*tensors: QuantTensor, elements: int) -> Iterator[tuple[QuantTensor, ...]]:
+    """Yield the same few rows of tensors of one shape; the tensors where one cannot be cut."""
+    *lead, columns = tensors[0].shape or (1,)
+    if not lead or not all(_has_rows(tensor, len(lead)) for tensor in tensors):
+        yield tensors
+        return
+    rows, step = prod(lead), max(1, elements // columns)
+    flat = [
+        {k: plane.reshape(rows, *plane.shape[len(lead) :]) for k, plane in tensor.planes.items()}
+        for tensor in tensors
+    ]
+    for start in range(0, rows, step):
+        shape = (min(step, rows - start), columns)
+        yield tuple(
+            QuantTensor(shape, tensor.format, {k: p[start : start + step] for k, p in own.items()})
+            for tensor, own in zip(tensors, flat, strict=True)
+        )
 
-        def read(start: int) -> np.ndarray:
-            block = {key: plane[start : start + step] for key, plane in planes.items()}
-            shape = (min(step, rows - start), columns)
-            return np.ascontiguousarray(tensor.format.decode(block, shape), np.float32)
 
-        return read
-    whole = tensor.format.decode(planes, (rows, columns))
-    return lambda start: whole[start : start + step]
+def _has_rows(tensor: QuantTensor, lead: int) -> bool:
+    """Return whether each index of the first dimensions has its own part of each plane."""
+    return all(plane.shape[:lead] == tensor.shape[:lead] for plane in tensor.planes.values())
 
 
 def _encode(values: np.ndarray, fmt: Format, clip: Clip) -> dict[str, np.ndarray]:

@@ -1,16 +1,26 @@
-"""Models of published shapes (assets/presets.json) with random weights of std 1/sqrt(K)."""
+"""Models of published shapes (assets/presets.json) with random weights of std 1/sqrt(K).
+
+Weights are drawn from 65 536 encoded cells by seed and tensor name.
+"""
 
 import copy
 import json
+import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from pathlib import Path
-from types import MappingProxyType
+from statistics import NormalDist
 from typing import Any
 
+import numpy as np
+
+from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
-from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.base import Shape
+from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.iebin import (
     BIN_NAME,
     JSON_NAME,
@@ -19,20 +29,26 @@ from clocher_runtime.checkpoints.iebin import (
 )
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
-from clocher_runtime.convert.random_tensors import normal_matrix, normal_vector
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.spec import ModelSpec
 
-PRECISIONS = ("bf16", "int8w", "int4", "ternary", "mxfp4", "native")
-HEADS = ("bf16", "int8w", "int4")
-GROUPS = ("32", "64", "128", "row")
+_FORMATS: dict[str, Format] = {
+    "bf16": Float("bf16"),
+    "int8w": Int8(32, "f16"),
+    "int4": Int4(True, 32, "f16"),
+    "ternary": Ternary(),
+    "mxfp4": Mxfp4(),
+}
+PRECISIONS = (*_FORMATS, "native")
 GGUF_NAME = "model.gguf"
 
-_STORED = Float("bf16")
 _BYTES = 256
+_CELLS = 1 << 16
+_PIECE = 1 << 20
+_ROW_CELL = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +71,11 @@ class Preset:
         return config
 
 
-_FOUND = json.loads(
-    (Path(__file__).parents[1] / "assets" / "presets.json").read_text(encoding="utf-8")
-)
-PRESETS: Mapping[str, Preset] = MappingProxyType(
-    {name: Preset(name, about["summary"], about["config"]) for name, about in _FOUND.items()}
-)
+_PRESETS = Path(__file__).parents[1] / "assets" / "presets.json"
+PRESETS: Mapping[str, Preset] = {
+    name: Preset(name, about["summary"], about["config"])
+    for name, about in json.loads(_PRESETS.read_text(encoding="utf-8")).items()
+}
 
 
 def find_preset(name: str) -> Preset:
@@ -70,60 +85,31 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-@dataclass(frozen=True, slots=True)
-class Precision:
-    """How the matrices are stored; "native" is as published.
+def formats_of(spec: ModelSpec, precision: str) -> dict[str, Format]:
+    """Return the format of every tensor; UsageError if a tensor does not fit its format.
 
-    `group`: columns that share a scale, int8w and int4; `head`: of head and embedding; None: bf16
-    as published, for a Llama as the linears (int4 beside ternary); `attention`: None: as the
-    linears, bf16 for gpt-oss.
+    Head and embedding are bf16 where published so, else as the linears (int4 beside ternary);
+    attention is as the linears, bf16 for gpt-oss as published.
     """
-
-    linears: str = "native"
-    group: str = "32"
-    head: str | None = None
-    attention: str | None = None
-
-    def __post_init__(self) -> None:
-        for what, got, known in (
-            ("precision", self.linears, PRECISIONS),
-            ("group", self.group, GROUPS),
-            ("head", self.head or HEADS[0], HEADS),
-            ("attention", self.attention or HEADS[0], HEADS),
-        ):
-            if got not in known:
-                raise UsageError(f"{what} is {got!r}; known: {', '.join(known)}")
-
-    def formats(self, spec: ModelSpec) -> dict[str, Format]:
-        """Return the format of every tensor; UsageError if a tensor does not fit its format."""
-        native = _native(spec)
-        linears = native if self.linears == "native" else self.linears
-        attention = self.attention or linears
-        if spec.family == "gpt_oss" and linears == native:
-            attention = self.attention or "bf16"
-        published = spec.family in ("gpt_oss", "bitnet")
-        head = self.head or ("bf16" if published else "int4" if linears == "ternary" else linears)
-        formats: dict[str, Format] = {}
-        for name, need in inventory(spec).items():
-            if need.kind in ("vector", "router"):
-                formats[name] = _STORED
-            elif need.kind in ("embedding", "head"):
-                formats[name] = self._format(head)
-            else:
-                formats[name] = self._format(attention if ".self_attn." in name else linears)
-            try:
-                formats[name].planes(need.shape)
-            except ShapeError as error:
-                raise UsageError(f"{name}: {error}; choose another precision") from None
-        return formats
-
-    def _format(self, name: str) -> Format:
-        row = self.group == "row"
-        if name == "int8w":
-            return Int8("row", "f32") if row else Int8(int(self.group), "f16")
-        if name == "int4":
-            return Int4(True, "row" if row else int(self.group), "f16")
-        return {"bf16": _STORED, "ternary": Ternary(), "mxfp4": Mxfp4()}[name]
+    native = _native(spec)
+    linears = native if precision == "native" else precision
+    published = spec.family in ("gpt_oss", "bitnet")
+    head = "bf16" if published else "int4" if linears == "ternary" else linears
+    formats: dict[str, Format] = {}
+    for name, need in inventory(spec).items():
+        stored = linears
+        if need.kind in ("vector", "router"):
+            stored = "bf16"
+        elif need.kind in ("embedding", "head"):
+            stored = head
+        elif spec.family == "gpt_oss" and linears == native and ".self_attn." in name:
+            stored = "bf16"
+        formats[name] = _FORMATS[stored]
+        try:
+            formats[name].planes(need.shape)
+        except ShapeError as error:
+            raise UsageError(f"{name}: {error}; choose another precision") from None
+    return formats
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,17 +137,13 @@ class Synthesis:
             done = writer.nbytes
             writer.commit(self.config, {}, {}, byte_tokenizer(spec.vocab_size), self.source)
         if self.gguf is not None:
-
-            def tell(nbytes: int, name: str) -> None:
-                if progress:
-                    progress(done + nbytes, name)
-
+            tell = progress and (lambda nbytes, name: progress(done + nbytes, name))
             self.gguf.write(open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME, tell)
 
 
 def plan_synthesis(
     preset: str,
-    precision: Precision,
+    precision: str,
     out_dir: Path,
     *,
     seed: int = 0,
@@ -170,29 +152,21 @@ def plan_synthesis(
 ) -> Synthesis:
     """Check the arguments; `layers` keeps the first ones; `gguf`: "same" or a float type."""
     refuse_hf_folder(out_dir)
-    config = stored_config(preset, precision, layers)
+    config = find_preset(preset).config(layers)
+    if precision not in ("native", _native(spec_from_config(config))):
+        config.pop("quantization_config", None)
     spec = spec_from_config(config)
-    formats = precision.formats(spec)
+    formats = formats_of(spec, precision)
     tokens = _byte_vocab(spec.vocab_size)
     export = None
     if gguf:
         export = plan_gguf(config, formats, preset, gguf, spelled_vocabulary(tokens), timed=True)
-    said = asdict(precision)
-    source = {"container": "synthetic", "preset": preset, "seed": seed}
-    source |= {"precision": said.pop("linears"), **said}
+    source = {"container": "synthetic", "preset": preset, "seed": seed, "precision": precision}
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
     nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
     free = check_free(out_dir / BIN_NAME, nbytes)
     return Synthesis(config, formats, seed, out_dir, export, source, nbytes, free)
-
-
-def stored_config(preset: str, precision: Precision, layers: int | None) -> dict[str, Any]:
-    """Return a preset's config.json with matrices in a precision."""
-    config = find_preset(preset).config(layers)
-    if precision.linears not in ("native", _native(spec_from_config(config))):
-        config.pop("quantization_config", None)
-    return config
 
 
 def _native(spec: ModelSpec) -> str:
@@ -201,28 +175,102 @@ def _native(spec: ModelSpec) -> str:
 
 def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
     """Return a random tensor; FormatError for a format that cannot be drawn."""
-    if need.kind == "vector":
-        if "norm" in name:
-            return normal_vector(name, need.shape, seed, 1.0, 0.05, fmt)
-        return normal_vector(name, need.shape, seed, 0.0, 1.0 if "sinks" in name else 0.02, fmt)
-    return normal_matrix(name, need.shape, seed, need.shape[-1] ** -0.5, fmt)
+    if need.kind != "vector":
+        return normal_matrix(name, need.shape, seed, need.shape[-1] ** -0.5, fmt)
+    mean, std = (1.0, 0.05) if "norm" in name else (0.0, 1.0 if "sinks" in name else 0.02)
+    values = np.float32(mean) + np.float32(std) * _normal(_stream(name, seed), prod(need.shape))
+    return encode(values.reshape(need.shape), fmt)
+
+
+def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -> QuantTensor:
+    """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError."""
+    planes = fmt.planes(shape)
+    cells, shared, elements = _pool(fmt, std, seed)
+    rows = prod(shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
+    count = rows * -(-shape[-1] // elements)
+    drawn = {key: np.empty((count, *cell.shape[1:]), cell.dtype) for key, cell in cells.items()}
+    stream = _stream(name, seed)
+    for start in range(0, count, _PIECE):
+        index = _draws(stream, min(_PIECE, count - start))
+        for key, cell in cells.items():
+            np.take(cell, index, axis=0, out=drawn[key][start : start + len(index)], mode="clip")
+    whole = {}
+    for key, plane in planes.items():
+        if key in shared:
+            whole[key] = _spread(shared[key], plane.dtype, plane.shape, stream)
+            continue
+        # Where K is no multiple of the cell, a row ends inside one.
+        width = prod(plane.shape[len(shape) - 1 :])
+        full = drawn[key].reshape(rows, -1)
+        whole[key] = np.ascontiguousarray(full[:, :width]).reshape(plane.shape)
+    return QuantTensor(shape, fmt, whole)
+
+
+@lru_cache(maxsize=4)
+def _pool(
+    fmt: Format, std: float, seed: int
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
+    """Return 65536 encoded cells by plane, the constant planes, and the cell width."""
+    elements, rows, columns = 1, 1, _CELLS
+    group = fmt.block if isinstance(fmt, Ggml) else getattr(fmt, "group", 32)
+    if isinstance(fmt, Mxfp4 | Ggml | Int4 | Int8) and isinstance(group, int):
+        elements = columns = group
+        rows = _CELLS
+    elif isinstance(fmt, Int4 | Int8):
+        elements, columns = _ROW_CELL, _CELLS * _ROW_CELL
+    elif isinstance(fmt, Ternary):
+        rows = 4
+    elif not isinstance(fmt, Float):
+        raise FormatError(
+            f"{fmt.name}: no random weights of this format; choose float, int8, int4, ternary, "
+            "mxfp4 or ggml's"
+        )
+    values = np.float32(std) * _normal(_stream(f"{fmt.name} {std}", seed), rows * columns)
+    cells, shared = {}, {}
+    for key, plane in fmt.encode(values.reshape(rows, columns)).items():
+        if plane.size < _CELLS:
+            shared[key] = plane.reshape(-1)[:1]
+        else:
+            cells[key] = plane.reshape(_CELLS, -1)
+    return cells, shared, elements
+
+
+def _spread(value: np.ndarray, dtype: str, shape: Shape, stream: np.random.SFC64) -> np.ndarray:
+    """Return scales: one as it is, several within 10 % of it."""
+    count = prod(shape)
+    if count == 1:
+        return value.reshape(shape).copy()
+    factor = 0.9 + 0.2 * _draws(stream, count).astype(np.float32) / 65536
+    return from_f32(to_f32(value, dtype) * factor.astype(np.float32), dtype).reshape(shape)
+
+
+def _stream(name: str, seed: int) -> np.random.SFC64:
+    return np.random.SFC64([seed, zlib.crc32(name.encode())])
+
+
+def _draws(stream: np.random.SFC64, count: int) -> np.ndarray:
+    raw = np.asarray(stream.random_raw(-(-count // 4)), "<u8")
+    return raw.view("<u2")[:count]
+
+
+def _normal(stream: np.random.SFC64, count: int) -> np.ndarray:
+    return np.asarray(_quantiles()[_draws(stream, count)])
+
+
+@lru_cache(maxsize=1)
+def _quantiles() -> np.ndarray:
+    """Return the standard normal quantiles at (i + 1/2) / 65536, fp32."""
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse((i + 0.5) / _CELLS) for i in range(_CELLS)], np.float32)
 
 
 def byte_tokenizer(vocab_size: int) -> bytes:
     """Return a tokenizer.json: a token for each byte, and words that are never encoded."""
-    level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": True,
-        "use_regex": False,
-    }
-    document: dict[str, Any] = {
-        "version": "1.0",
-        "added_tokens": [],
-        "pre_tokenizer": level,
-        "decoder": level,
-        "model": {"type": "BPE", "vocab": _byte_vocab(vocab_size), "merges": []},
-    }
+    level: dict[str, Any] = dict.fromkeys(("add_prefix_space", "use_regex"), False)
+    level |= {"type": "ByteLevel", "trim_offsets": True}
+    model = {"type": "BPE", "vocab": _byte_vocab(vocab_size), "merges": []}
+    document: dict[str, Any] = {"version": "1.0", "added_tokens": [], "model": model}
+    document |= dict.fromkeys(("pre_tokenizer", "decoder"), level)
     return json.dumps(document, ensure_ascii=False).encode()
 
 

@@ -123,15 +123,12 @@ class CompressedConversion:
     def _write(self, folder: Path, progress: Progress | None) -> None:
         from safetensors.torch import save
 
+        sizes = {name: fmt.nbytes(self.source.shape(name)) for name, fmt in self.formats.items()}
         shards: list[list[str]] = [[]]
-        room = SHARD_BYTES
-        for name, fmt in self.formats.items():
-            nbytes = fmt.nbytes(self.source.shape(name))
-            if shards[-1] and nbytes > room:
+        for name, nbytes in sizes.items():
+            if shards[-1] and sum(sizes[n] for n in shards[-1]) + nbytes > SHARD_BYTES:
                 shards.append([])
-                room = SHARD_BYTES
             shards[-1].append(name)
-            room -= nbytes
         where: dict[str, str] = {}
         done = 0
         for number, names in enumerate(shards, start=1):
@@ -140,11 +137,12 @@ class CompressedConversion:
             arrays = {}
             for name in names:
                 made = _compressed(self._tensor(name))
-                stem = name if set(made) == {"weight"} else _module(name)
-                for key, array in made.items():
-                    arrays[name if stem == name else f"{stem}.{key}"] = array
+                if set(made) == {"weight"}:
+                    arrays[name] = made["weight"]
+                else:
+                    arrays |= {f"{_module(name)}.{key}": array for key, array in made.items()}
                 self.source.release()
-                done += self.formats[name].nbytes(self.source.shape(name))
+                done += sizes[name]
                 if progress:
                     progress(done, name)
             write_file(folder / file, save(arrays, {"format": "pt"}))
@@ -203,9 +201,8 @@ class CompressedConversion:
         model_spec(written)
         for name in self.formats:
             own, found = self._tensor(name), written.tensor(name)
-            same = (own.format.name, own.shape) == (found.format.name, found.shape)
-            if not same or any(
-                not np.array_equal(plane, found.planes[key]) for key, plane in own.planes.items()
+            if (own.format.name, own.shape) != (found.format.name, found.shape) or not all(
+                np.array_equal(plane, found.planes[key]) for key, plane in own.planes.items()
             ):
                 raise UnsupportedModel(f"{name} comes back with other numbers")
             self.source.release()

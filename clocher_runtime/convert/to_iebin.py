@@ -27,7 +27,7 @@ from clocher_runtime.checkpoints.iebin import (
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.checkpoints.q4 import Q4Planes, is_q4_planes, load_q4_planes
-from clocher_runtime.convert.q4.map import Q4Map, load_q4_map
+from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
 from clocher_runtime.disk.plane_index import dump

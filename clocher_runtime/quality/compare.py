@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import exp
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,17 +72,17 @@ def cut(
     windows: list[tuple[int, ...]] = []
     owner: list[int] = []
     found = 0
+    least = window if separator is None else 2
     for part in [text] if separator is None else text.split(separator):
         ids = encode(part)
         found += len(ids)
         own = [tuple(ids[i : i + window]) for i in range(0, len(ids), window)]
-        least = window if separator is None else 2
         own = [ids for ids in own if len(ids) >= least]
+        windows += own
         if separator is None:
             owner = [number // windows_per_document for number in range(len(own))]
-        elif own:
+        else:
             owner += [owner[-1] + 1 if owner else 0] * len(own)
-        windows += own
     if limit is not None:
         kept = sum(document < limit for document in owner)
         windows, owner = windows[:kept], owner[:kept]
@@ -102,8 +103,7 @@ RESAMPLES = 2000
 _STEP = 1 << 20
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenScores:
+class TokenScores(NamedTuple):
     """Scores of tokens. Arrays are [N], fp64 unless said otherwise."""
 
     nll_reference: np.ndarray  # negative log-likelihood of the true token, in nats
@@ -117,8 +117,7 @@ class TokenScores:
         return np.asarray(np.exp(-self.nll_model) - np.exp(-self.nll_reference))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Comparison:
+class Comparison(NamedTuple):
     """The scores of a whole text."""
 
     scores: TokenScores  # of the tokens for which the model gave finite logits
@@ -140,7 +139,7 @@ def compare(
     lengths = [len(ids) - 1 for ids in documents.windows]
     owner = np.repeat(np.array(documents.owner, np.int64), lengths)
     finite = np.isfinite(scores.nll_model) & np.isfinite(scores.kld)
-    scores = TokenScores(*(getattr(scores, name)[finite] for name in _SCORES))
+    scores = TokenScores(*(values[finite] for values in scores))
     return Comparison(scores, owner[finite], documents.count, int(np.count_nonzero(~finite)))
 
 
@@ -155,24 +154,21 @@ def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -
             f"logits {list(model.shape)} of the model, {list(reference.shape)} of the reference; "
             "the two must share a vocabulary"
         )
-    true = np.asarray(ids[1:], np.int64)
+    return score_rows(reference[:-1], model[:-1], np.asarray(ids[1:], np.int64))
+
+
+def score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
+    """Score the tokens ids [T] that follow the positions of logits [T, V], a few rows at a time."""
     step = max(1, _STEP // model.shape[1])
-    parts = []
-    for start in range(0, len(true), step):
-        rows = slice(start, min(start + step, len(true)))
-        parts.append(_score_rows(reference[rows], model[rows], true[rows]))
-    return _joined(parts)
-
-
-_SCORES = ("nll_reference", "nll_model", "kld", "same_top")
+    pieces = (slice(start, start + step) for start in range(0, len(ids), step))
+    return _joined([_score(reference[rows], model[rows], ids[rows]) for rows in pieces])
 
 
 def _joined(parts: Sequence[TokenScores]) -> TokenScores:
-    return TokenScores(*(np.concatenate([getattr(p, name) for p in parts]) for name in _SCORES))
+    return TokenScores(*map(np.concatenate, zip(*parts, strict=True)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Softmax:
+class _Softmax(NamedTuple):
     """Rows of a softmax [T, V] in fp64; those not finite hold zeros'."""
 
     shifted: np.ndarray  # logits less the row's largest
@@ -186,17 +182,16 @@ class Softmax:
         return np.asarray(np.where(self.finite, found, np.inf))
 
 
-def softmax(logits: np.ndarray) -> Softmax:
-    """Return the softmax of rows of logits [T, V]."""
+def _softmax(logits: np.ndarray) -> _Softmax:
     finite = np.isfinite(logits).all(axis=1)
     shifted = np.where(finite[:, None], logits, 0).astype(np.float64)
     shifted -= shifted.max(axis=1, keepdims=True)
     exp = np.exp(shifted)
-    return Softmax(shifted, exp, np.log(exp.sum(axis=1)), finite)
+    return _Softmax(shifted, exp, np.log(exp.sum(axis=1)), finite)
 
 
-def _score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
-    p, q = softmax(reference), softmax(model)
+def _score(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
+    p, q = _softmax(reference), _softmax(model)
     if not p.finite.all():
         raise ModelError(
             "the reference model gives logits that are not finite; nothing can be compared with it"
@@ -228,7 +223,7 @@ class Perplexity:
 
 def window_loss(logits: np.ndarray, ids: Sequence[int]) -> float:
     """Return the mean negative log-likelihood of ids[1:] under logits [T, V] after each token."""
-    return float(np.mean(softmax(logits[:-1]).nll(np.asarray(ids[1:]))))
+    return float(np.mean(_softmax(logits[:-1]).nll(np.asarray(ids[1:]))))
 
 
 def perplexity(

@@ -1,19 +1,19 @@
-"""One model through the gate: weights, text scores, size and speed."""
+"""One model through the gate: weights, text scores, size and speed; the table of several."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from math import prod
+from math import log10, prod
 from statistics import median
+from typing import NamedTuple
 
-from clocher_kernels.errors import ModelError, UsageError
+from clocher_kernels.errors import ModelError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.host_memory import require
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.quality.compare import Documents, Summary, compare, summarise
 from clocher_runtime.quality.gate import (
     GateResult,
@@ -22,6 +22,8 @@ from clocher_runtime.quality.gate import (
     tensor_checks,
     text_checks,
 )
+from clocher_runtime.quality.speed import Case, Runner, session_for
+from clocher_runtime.quality.statistics import Estimate
 from clocher_runtime.quality.tensor_error import TensorError, measure, same
 
 Progress = Callable[[str, int, int], None]
@@ -42,8 +44,7 @@ def scoring(model: Model, window: int, config: EngineConfig) -> Session:
     return Session(model, replace(config, context=window, chunk=chunk, all_logits=True))
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """A manifest's record of a tensor: see `TensorError`."""
 
     method: str = "rtn"
@@ -51,8 +52,7 @@ class Record:
     out_nmse_rtn: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Size:
+class Size(NamedTuple):
     """Size of a model: elements and bytes of all tensors."""
 
     parameters: int
@@ -64,8 +64,7 @@ class Size:
         return 8 * self.nbytes / self.parameters
 
 
-@dataclass(frozen=True, slots=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """The results of one model."""
 
     gate: GateResult
@@ -149,11 +148,9 @@ def weight_errors(
     errors = []
     for number, (name, tensor) in enumerate(model.weights.items(), start=1):
         if not same(reference.weights[name], tensor):
-            record = (records or {}).get(name, Record())
-            error = measure(name, reference.weights[name], tensor, record.method)
-            errors.append(
-                replace(error, out_nmse=record.out_nmse, out_nmse_rtn=record.out_nmse_rtn)
-            )
+            method, nmse, nmse_rtn = (records or {}).get(name, Record())
+            error = measure(name, reference.weights[name], tensor, method)
+            errors.append(replace(error, out_nmse=nmse, out_nmse_rtn=nmse_rtn))
         if progress is not None:
             progress("weights", number, len(model.weights))
     return tuple(errors)
@@ -161,21 +158,66 @@ def weight_errors(
 
 def decode_speed(model: Model, prompt: list[int], config: EngineConfig) -> float:
     """Return the median decode tokens/s of three runs of 64 tokens, batch 1, without prefill."""
-    usual = EngineConfig(
-        backend=config.backend,
-        threads=config.threads,
-        context=min(model.spec.max_positions, len(prompt) + _DECODED),
-        speculate="off",
+    case = Case(0, _DECODED, len(prompt))
+    usual = EngineConfig(backend=config.backend, threads=config.threads, speculate="off")
+    with closing(session_for(model, [case], usual)) as session:
+        runner = Runner(session, prompt)
+        return median(_DECODED * 1e9 / runner.run(case) for _ in range(_ROUNDS))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One model of the table; the reference's comparisons are None."""
+
+    label: str
+    bpw: float  # bits per parameter
+    nbytes: int
+    perplexity: float
+    ppl_ratio: Estimate | None = None
+    kld: Estimate | None = None  # mean KL divergence, nats
+    same_top: Estimate | None = None  # share of tokens with the same top-1 token
+    rms_dp: Estimate | None = None  # root mean square change of the true token's probability
+    tokens_per_s: float | None = None  # of decoding; None if it was not measured
+    verdict: str = ""  # of the gate
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the rows as an aligned Markdown table; `±` is half the 95 % interval."""
+    head = (
+        *("model", "bpw", "GiB", "perplexity", "PPL ratio", "KLD, nats", "same top, %"),
+        *("RMS Δp, %", "tok/s", "gate"),
     )
-    with closing(Session(model, usual)) as session:
-        session.warm()
-        rates = []
-        for _ in range(_ROUNDS):
-            window = TimedWindow("decode", synchronize=session.synchronize)
-            for _ in session.generate([prompt], _DECODED, stop_ids=frozenset(), window=window):
-                pass
-            spans = [span for span in window.spans if span.kind == "decode"]
-            if not spans:
-                raise UsageError("the model's context leaves no room to time decoding")
-            rates.append(len(spans) * 1e9 / sum(span.ns for span in spans))
-    return median(rates)
+    cells = [
+        (
+            row.label.replace("|", "/"),
+            f"{row.bpw:.3f}",
+            f"{row.nbytes / 2**30:.4g}",
+            f"{row.perplexity:.4g}",
+            _spell(row.ppl_ratio),
+            _spell(row.kld),
+            _spell(row.same_top, 100),
+            _spell(row.rms_dp, 100),
+            "" if row.tokens_per_s is None else f"{row.tokens_per_s:.4g}",
+            row.verdict,
+        )
+        for row in rows
+    ]
+    widths = [max(len(line[i]) for line in (head, *cells)) for i in range(len(head))]
+
+    def line(values: Sequence[str]) -> str:
+        first = values[0].ljust(widths[0])
+        rest = [value.rjust(width) for value, width in zip(values[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([first, *rest])} |"
+
+    rule = [("-" * widths[0]), *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join([line(head), f"| {' | '.join(rule)} |", *map(line, cells)])
+
+
+def _spell(estimate: Estimate | None, scale: float = 1) -> str:
+    if estimate is None:
+        return ""
+    value, half = scale * estimate.value, scale * (estimate.high - estimate.low) / 2
+    if half == float("inf"):
+        return f"{value:.4g} ±?"
+    digits = 4 if half <= 0 else min(8, max(1, 1 - int(log10(half) // 1)))
+    return f"{value:.{digits}f} ±{half:.{digits}f}"

@@ -113,13 +113,6 @@ class GateResult:
         """Return "fail" if a check fails, else "undecided" if one is, else "pass"."""
         return worst(check.verdict for check in self.checks)
 
-    @property
-    def more_tokens(self) -> int | None:
-        """Approximate tokens to add for a decision; None if none would help."""
-        needed = [check.more_tokens for check in self.checks if check.verdict == "undecided"]
-        known = [count for count in needed if count is not None]
-        return max(known, default=0) if len(known) == len(needed) else None
-
     def to_json(self) -> dict[str, Any]:
         """Return what a manifest records."""
         return {
@@ -142,19 +135,17 @@ def verdict_code(verdict: Verdict) -> ExitCode:
     return codes[verdict]
 
 
-def family(fmt: Format) -> str | None:
-    """Return a format's class, None without known limits."""
-    classes = {Float: "float", Int8: "int8", Fp8: "fp8"}
-    return classes.get(type(fmt), "int4" if isinstance(fmt, Int4 | Mxfp4 | Ternary) else None)
+_CLASSES: dict[type[Format], str] = {
+    **{Float: "float", Int8: "int8", Fp8: "fp8"},
+    **dict.fromkeys((Int4, Mxfp4, Ternary), "int4"),
+}
 
 
 def least_cosine(fmt: Format) -> float | None:
     """Return a format's least cosine with the float tensor; None for ternary, trained as such."""
-    if isinstance(fmt, Ternary):
-        return None
     if isinstance(fmt, Fp8) and fmt.code_dtype == "e5m2":
         return MIN_COSINE_E5M2
-    return MIN_COSINE.get(family(fmt) or "")
+    return None if isinstance(fmt, Ternary) else MIN_COSINE.get(_CLASSES.get(type(fmt), ""))
 
 
 def choose_limits(
@@ -167,13 +158,12 @@ def choose_limits(
         return name, LIMITS[name]
     found = {"float", *settings}
     for fmt in changed:
-        kind = family(fmt)
-        if kind is None:
+        if type(fmt) not in _CLASSES:
             raise UsageError(
                 f"there are no default limits for {fmt.name}; name a class with --limits: "
                 f"{', '.join(LIMITS)}"
             )
-        found.add(kind)
+        found.add(_CLASSES[type(fmt)])
     loosest = [kind for kind in LIMITS if kind in found][-1]
     return loosest, LIMITS[loosest]
 
@@ -191,18 +181,16 @@ def override(limits: Limits, **given: float | int | None) -> Limits:
 def text_checks(summary: Summary, limits: Limits) -> list[Check]:
     """Return the checks of a model's text scores."""
     tokens = summary.tokens + summary.nonfinite
+    ends = {"ppl_ratio": "max", "kld": "max", "same_top": "min", "rms_dp": "max"}
     return [
         hard("nonfinite_logits", summary.nonfinite, 0, tokens=tokens),
-        _judge("ppl_ratio", summary.ppl_ratio, limits.max_ppl_ratio, True, summary, limits),
-        _judge("kld", summary.kld, limits.max_kld, True, summary, limits),
-        _judge("same_top", summary.same_top, limits.min_same_top, False, summary, limits),
-        _judge("rms_dp", summary.rms_dp, limits.max_rms_dp, True, summary, limits),
+        *(_judge(name, end == "max", summary, limits) for name, end in ends.items()),
     ]
 
 
-def _judge(
-    name: str, estimate: Estimate, limit: float, at_most: bool, summary: Summary, limits: Limits
-) -> Check:
+def _judge(name: str, at_most: bool, summary: Summary, limits: Limits) -> Check:
+    estimate: Estimate = getattr(summary, name)
+    limit: float = getattr(limits, f"{'max' if at_most else 'min'}_{name}")
     sign = 1 if at_most else -1
     best, worst_end = sorted((sign * estimate.low, sign * estimate.high))
     tokens, documents = summary.tokens, summary.documents

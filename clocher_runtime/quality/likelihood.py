@@ -10,7 +10,7 @@ Source: its lm_eval/api/model.py, task.py, metrics.py and lm_eval/utils.py, with
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from math import exp, log, sqrt
+from math import exp, inf, log, sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -87,8 +87,8 @@ class Scorer:
         """
         groups: dict[tuple[int, ...], _Reading] = {}
         for number, pair in enumerate(pairs):
-            fed, first, last = self._cut(pair)
-            groups.setdefault(fed, _Reading(fed)).targets.append(_Target(number, first, last))
+            fed, first = self._cut(pair)
+            groups.setdefault(fed, _Reading(fed)).targets[number] = first, pair.continuation
         # Longest first, so that the last, half-empty batches are short.
         waiting = deque(sorted(groups.values(), key=lambda each: -len(each.fed)))
         found: dict[int, Likelihood] = {}
@@ -112,52 +112,43 @@ class Scorer:
                 generation.close()
         return [found[number] for number in range(len(pairs))]
 
-    def _cut(self, pair: Pair) -> tuple[tuple[int, ...], int, int]:
-        """Return the ids to read, the first position that counts, and the last id."""
+    def _cut(self, pair: Pair) -> tuple[tuple[int, ...], int]:
+        """Return the ids to read, and the first position whose logits count."""
         longest, count = self._session.longest, len(pair.continuation)
         if not 0 < count <= longest:
             raise UsageError(
                 f"a continuation has {count} tokens; expected 1 to {longest}, as the context holds"
             )
-        *fed, last = [*pair.context, *pair.continuation][-(longest + 1) :]
+        fed = [*pair.context, *pair.continuation][-(longest + 1) : -1]
         if len(fed) < count:
             raise UsageError(
                 "a continuation has nothing before it; give a context of 1 token or more"
             )
-        return tuple(fed), len(fed) - count, last
-
-
-class _Target(NamedTuple):
-    """One of the pairs that share a forward; the last token is its own."""
-
-    number: int
-    first: int
-    last: int
+        return tuple(fed), len(fed) - count
 
 
 class _Reading:
-    """A sequence to read, and the scores that its logits give to its pairs."""
+    """A sequence to read, and the scores that its logits give to the pairs that share it."""
 
     def __init__(self, fed: tuple[int, ...]) -> None:
         self.fed = fed
-        self.targets: list[_Target] = []
-        self._common: dict[int, Likelihood] = {}  # of tokens that are read themselves
-        self._ends: list[Likelihood] = []
+        # By number of the pair: the position whose logits give its first token, and its tokens.
+        self.targets: dict[int, tuple[int, Sequence[int]]] = {}
+        self._found: dict[tuple[int, int], Likelihood] = {}  # by position and token
 
     def take(self, position: int, logits: np.ndarray) -> None:
         """Take the logits after a position, [V] fp32."""
-        if position == len(self.fed) - 1:
-            self._ends = [_of_token(logits, each.last) for each in self.targets]
-        elif position >= min(each.first for each in self.targets):
-            self._common[position] = _of_token(logits, self.fed[position + 1])
+        targets = self.targets.values()
+        for token in {ids[position - first] for first, ids in targets if position >= first}:
+            self._found[position, token] = _of_token(logits, token)
 
     def results(self) -> dict[int, Likelihood]:
         """Return the scores by number of the pair."""
         found = {}
-        for target, end in zip(self.targets, self._ends, strict=True):
-            parts = [self._common[at] for at in range(target.first, len(self.fed) - 1)] + [end]
-            total = sum(each.logprob for each in parts)
-            found[target.number] = Likelihood(total, all(each.is_greedy for each in parts))
+        for number, (first, ids) in self.targets.items():
+            parts = [self._found[position, token] for position, token in enumerate(ids, first)]
+            logprobs, greedy = zip(*parts, strict=True)
+            found[number] = Likelihood(sum(logprobs), all(greedy))
         return found
 
 
@@ -221,43 +212,38 @@ def score_task(
     scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
 ) -> dict[str, Any]:
     """Return a task's metrics by kind, "questions" and "texts". Raises ClocherError."""
-    pairs: list[list[Pair]] = []
-    for number, item in enumerate(items, start=1):
-        try:
-            pairs.append(_pairs(scorer, item))
-        except UsageError as error:
-            raise UsageError(f"item {number}: {error}") from None
+    pairs = [_pairs(scorer, item, number) for number, item in enumerate(items, start=1)]
     found = iter(scorer.scores([pair for of in pairs for pair in of], progress))
-    questions, texts = [], []
-    for item, of in zip(items, pairs, strict=True):
-        scores = [next(found) for _ in of]
-        if isinstance(item, Question):
-            questions.append((item, scores))
-        else:
-            tokens = sum(len(pair.continuation) for pair in of)
-            texts.append((item.text, sum(each.logprob for each in scores), tokens))
-    results: dict[str, Any] = {}
-    if questions:
-        results["questions"] = _of_questions(questions)
-    if texts:
-        results["texts"] = _of_texts(texts)
-    return results
+    logprobs = [[next(found).logprob for _ in of] for of in pairs]
+    questions = [
+        (item, sums)
+        for item, sums in zip(items, logprobs, strict=True)
+        if isinstance(item, Question)
+    ]
+    texts = [
+        (item.text, sum(sums), sum(len(pair.continuation) for pair in of))
+        for item, sums, of in zip(items, logprobs, pairs, strict=True)
+        if isinstance(item, Text)
+    ]
+    results = {"questions": _of_questions(questions)} if questions else {}
+    return results | ({"texts": _of_texts(texts)} if texts else {})
 
 
-def _pairs(scorer: Scorer, item: Item) -> list[Pair]:
-    if isinstance(item, Question):
+def _pairs(scorer: Scorer, item: Item, number: int) -> list[Pair]:
+    if isinstance(item, Text):
+        if windows := scorer.windows(item.text):
+            return windows
+        raise UsageError(f"item {number}: the text {item.text!r:.80} has no tokens; leave it out")
+    try:
         return [scorer.pair(item.context, choice) for choice in item.choices]
-    windows = scorer.windows(item.text)
-    if not windows:
-        raise UsageError(f"the text {item.text!r:.80} has no tokens; leave it out")
-    return windows
+    except UsageError as error:
+        raise UsageError(f"item {number}: {error}") from None
 
 
-def _of_questions(scored: Sequence[tuple[Question, Sequence[Likelihood]]]) -> dict[str, Any]:
+def _of_questions(scored: Sequence[tuple[Question, Sequence[float]]]) -> dict[str, Any]:
     """Return accuracies: `acc` by log-probability, `acc_norm` by that per character."""
     right = {"acc": 0, "acc_norm": 0}
-    for question, scores in scored:
-        sums = [each.logprob for each in scores]
+    for question, sums in scored:
         means = [each / len(choice) for each, choice in zip(sums, question.choices, strict=True)]
         right["acc"] += sums.index(max(sums)) == question.answer
         right["acc_norm"] += means.index(max(means)) == question.answer
@@ -289,7 +275,4 @@ def _of_texts(scored: Sequence[tuple[str, float, int]]) -> dict[str, Any]:
 
 
 def _exp(value: float) -> float:
-    try:
-        return exp(value)
-    except OverflowError:  # a text without spaces is one word
-        return float("inf")
+    return exp(value) if value < 700 else inf  # a text without spaces is one word

@@ -1,4 +1,4 @@
-"""Estimates with 95 % intervals, and verdicts, from few samples.
+"""Interleaved runs, and estimates with 95 % intervals and verdicts from few samples.
 
 Documents, rounds or runs are resampled. Intervals of few units are widened: of runs by Student's
 factor on a logarithmic scale (90 to 98 per cent coverage for 2 to 20), of documents by the expanded
@@ -6,14 +6,15 @@ percentile interval. Sources: Efron and Tibshirani, An Introduction to the Boots
 Hesterberg, What Teachers Should Know About the Bootstrap, 2015.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, isfinite, log, sqrt
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, TypeVar
 
 import numpy as np
 
+Key = TypeVar("Key")
 Verdict = Literal["faster", "slower", "no difference shown", "too few runs"]
 
 WORTH_SAYING = 1.03
@@ -28,6 +29,30 @@ _COUNTS = 1 << 22
 _Z = NormalDist().inv_cdf(0.975)
 # 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom, where the series is not exact.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
+
+
+def in_turns(
+    runs: Mapping[Key, Callable[[], float]],
+    rounds: int,
+    before: Callable[[int, Key], object] | None = None,
+) -> dict[Key, list[float]]:
+    """Run contestants once a round, rotating, after a warm-up round; return their measurements.
+
+    They take turns since a shared machine drifts from minute to minute.
+    """
+    names = list(runs)
+    found: dict[Key, list[float]] = {name: [] for name in names}
+    done = 0
+    for number in range(-1, rounds):
+        turn = number % max(len(names), 1)
+        for name in names[turn:] + names[:turn]:
+            if before:
+                before(done, name)
+            value = runs[name]()
+            done += 1
+            if number >= 0:
+                found[name].append(value)
+    return found
 
 
 @dataclass(frozen=True, slots=True)

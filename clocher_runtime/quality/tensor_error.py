@@ -1,6 +1,5 @@
 """Weight error of a quantised tensor, and the error to be expected."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod, sqrt
@@ -9,15 +8,16 @@ from zlib import crc32
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.formats import Format, Int4, Int8, Ternary, parse_format, scaling
+from clocher_kernels.formats import Float, Int4, Int8, Ternary, parse_format, scaling
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.convert.rounding import row_pieces
+from clocher_runtime.disk.files import byte_pieces
 
 Tensor = QuantTensor | np.ndarray
 """A matrix as stored, or an fp32 vector."""
 
 # A piece and what is made of it stay in the cache of a core.
 _STEP = 1 << 15
-_BYTES = 1 << 24
 _SAMPLE = 1 << 19
 # Half a step, and what the rounding of the scale can add to it at the end of the codes.
 _CLIPPED = 0.56
@@ -44,14 +44,14 @@ class TensorError:
     out_nmse_rtn: float | None = None  # the same for plain rounding
 
 
-def same(a: Tensor, b: Tensor) -> bool:
+def same(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are stored alike, byte for byte."""
-    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
-        arrays = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
-        return arrays and _equal(np.asarray(a), np.asarray(b))
-    if a.format.name != b.format.name or a.shape != b.shape:
-        return False
-    return all(_equal(plane, b.planes[key]) for key, plane in a.planes.items())
+    a, b = _stored(one), _stored(other)
+    return (a.format.name, a.shape) == (b.format.name, b.shape) and all(
+        bytes(mine) == bytes(theirs)
+        for key, plane in a.planes.items()
+        for mine, theirs in zip(byte_pieces(plane), byte_pieces(b.planes[key]), strict=True)
+    )
 
 
 def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -> TensorError:
@@ -59,10 +59,10 @@ def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -
     dot = own = other = wrong = largest = 0.0
     clipped = 0
     finite = True
-    steps = method != "gptq" and isinstance(_format(tensor), Int4 | Int8)
-    for a, b in zip(_pieces(reference, tensor), _pieces(tensor, reference), strict=True):
-        w = a.decode() if isinstance(a, QuantTensor) else a
-        v = b.decode() if isinstance(b, QuantTensor) else b
+    reference, tensor = _stored(reference), _stored(tensor)
+    steps = method != "gptq" and isinstance(tensor.format, Int4 | Int8)
+    for a, b in row_pieces(reference, tensor, elements=_STEP):
+        w, v = a.decode(), b.decode()
         finite = finite and bool(np.isfinite(w).all() and np.isfinite(v).all())
         if not finite:
             break
@@ -73,18 +73,16 @@ def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -
         other += _dot(stored, stored)
         wrong += _dot(off, off)
         largest = max(largest, float(np.abs(difference).max(initial=0)))
-        if steps and isinstance(b, QuantTensor):
-            clipped += _clipped(difference, b)
-    count = prod(tensor.shape)
+        clipped += _clipped(difference, b) if steps else 0
     return TensorError(
         name,
-        _format(tensor).name,
+        tensor.format.name,
         tuple(tensor.shape),
         method,
         rms_rel=sqrt(wrong / max(own, 1e-60)),
         cosine=dot / sqrt(own * other) if own and other else float(own == other),
         max_abs=largest,
-        clipped_frac=clipped / max(count, 1) if steps else None,
+        clipped_frac=clipped / max(prod(tensor.shape), 1) if steps else None,
         finite=finite,
     )
 
@@ -108,8 +106,10 @@ def _sampled_rms(format_name: str, rows: int, columns: int) -> float:
     return sqrt(float(np.square(error, dtype=np.float64).mean() / np.square(values).mean()))
 
 
-def _format(tensor: Tensor) -> Format:
-    return tensor.format if isinstance(tensor, QuantTensor) else parse_format("f32")
+def _stored(tensor: Tensor) -> QuantTensor:
+    if isinstance(tensor, QuantTensor):
+        return tensor
+    return QuantTensor(tensor.shape, Float("f32"), {"data": tensor})
 
 
 def _dot(a: np.ndarray, b: np.ndarray) -> float:
@@ -117,47 +117,9 @@ def _dot(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.einsum("i,i->", a, b))
 
 
-def _equal(a: np.ndarray, b: np.ndarray) -> bool:
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    one, two = (np.ascontiguousarray(x).reshape(-1).view(np.uint8) for x in (a, b))
-    return all(
-        np.array_equal(one[start : start + _BYTES], two[start : start + _BYTES])
-        for start in range(0, len(one), _BYTES)
-    )
-
-
-def _pieces(tensor: Tensor, other: Tensor) -> Iterator[Tensor]:
-    """Yield a few rows at a time, where both tensors can be cut."""
-    if not (_has_rows(tensor) and _has_rows(other)):
-        yield tensor
-        return
-    lead = len(tensor.shape) - 1
-    rows = prod(tensor.shape[:-1])
-    step = max(1, _STEP // max(1, tensor.shape[-1]))
-    planes = tensor.planes if isinstance(tensor, QuantTensor) else {"values": tensor}
-    flat = {key: plane.reshape(rows, *plane.shape[lead:]) for key, plane in planes.items()}
-    for start in range(0, rows, step):
-        piece = {key: plane[start : start + step] for key, plane in flat.items()}
-        if isinstance(tensor, QuantTensor):
-            shape = (min(step, rows - start), tensor.shape[-1])
-            yield QuantTensor(shape, tensor.format, piece)
-        else:
-            yield piece["values"]
-
-
-def _has_rows(tensor: Tensor) -> bool:
-    """Return whether each row of a matrix or stack is a row of each plane."""
-    if len(tensor.shape) < 2 or isinstance(tensor, np.ndarray):
-        return len(tensor.shape) > 1
-    lead = tensor.shape[:-1]
-    return all(plane.shape[: len(lead)] == lead for plane in tensor.planes.values())
-
-
 def _clipped(difference: np.ndarray, tensor: QuantTensor) -> int:
     fmt = tensor.format
-    if not isinstance(fmt, Int4 | Int8):
-        return 0
+    assert isinstance(fmt, Int4 | Int8)
     step = np.abs(to_f32(tensor.planes["scales"], fmt.scale_dtype))[..., None]
     cells = np.abs(scaling.split(difference, fmt.group))
     return int(np.count_nonzero(cells > step * np.float32(_CLIPPED)))

@@ -7,7 +7,6 @@ threads give equal bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.map import check_method
-from clocher_runtime.convert.q4.parts import PartsWriter, part_of
+from clocher_runtime.convert.q4_parts import PartsWriter, part_of
+from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import Walk
 from clocher_runtime.quantize.gptq import (
@@ -33,23 +32,20 @@ from clocher_runtime.quantize.inputs import (
     ExpertInputs,
     Hidden,
     InputStats,
-    Site,
-    expert_matrix,
-    look_up_rows,
+    Observer,
     make_text,
 )
-from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
+from clocher_runtime.quantize.plan import Calibrated, PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]
 
-METHODS = ("imx", "gptq")
 POOL_ROWS = 2048
 """Tokens of a layer shown to every expert with few of its own."""
 
 _BLOCK_ELEMENTS = 1 << 25
 
 
-class LayerJob:
+class LayerJob(Observer):
     """Observes a layer and quantises its wanted tensors, with `records` of each."""
 
     def __init__(
@@ -58,7 +54,6 @@ class LayerJob:
         self.records: dict[str, dict[str, Any]] = {}
         self._walk, self._wanted, self._threads = walk, wanted, threads
         self._stats: dict[str, InputStats] = {}
-        self._dense: list[tuple[InputStats, list[str]]] = []
         self._planes: dict[str, dict[str, np.ndarray]] = {}
         self._outcomes: dict[str, list[Outcome]] = {}
         self._tokens: dict[str, list[int]] = {}
@@ -70,29 +65,25 @@ class LayerJob:
         judge = rng.permutation(np.flatnonzero(held))[:HELD_ROWS]
         self._pool = np.sort(np.concatenate([fit, judge]))
 
-    def linear(self, site: Site, x: np.ndarray, rows: slice) -> None:
+    def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
         """Sum the inputs of linears that share them."""
-        mine = [name for name in site.weights if name in self._wanted]
-        if not mine:
-            return
-        if mine[0] not in self._stats:
-            stats = self._new_stats(x.shape[1], *mine)
-            self._stats |= dict.fromkeys(mine, stats)
-            self._dense.append((stats, [n for n in mine if len(self._wanted[n].shape) == 2]))
-        self._stats[mine[0]].add(x, self._walk.text.held[rows])
+        mine = [name for name in weights if name in self._wanted]
+        if mine and mine[0] not in self._stats:
+            self._stats |= dict.fromkeys(mine, self._new_stats(x.shape[1], *mine))
+        if mine:
+            self._stats[mine[0]].add(x, self._walk.text.held[rows])
 
     def expert(
         self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
     ) -> None:
         """Sum the inputs of an expert's matmuls."""
-        held = self._walk.text.held[rows]
-        both = ((inputs.x, None), (inputs.gated, inputs.router))
-        for name, (x, router) in zip(weights, both, strict=True):
+        x, gated, router = inputs
+        for name, seen, weight in ((weights[0], x, None), (weights[1], gated, router)):
             if name in self._wanted:
                 if name not in self._own:
-                    self._own[name] = self._new_stats(x.shape[1], name)
-                self._own[name].add(x, held, router)
-        self._router += float(np.square(inputs.router).sum())
+                    self._own[name] = self._new_stats(seen.shape[1], name)
+                self._own[name].add(seen, self._walk.text.held[rows], weight)
+        self._router += float(np.square(router).sum())
 
     def expert_done(self, weights: tuple[str, str], expert: int, hidden: Hidden) -> None:
         """Quantise an expert."""
@@ -105,22 +96,24 @@ class LayerJob:
                 own = self._new_stats(self._wanted[name].shape[2], name)
             pooled = self._stats[up] if name == up else self._pooled(down, own, hidden)
             inputs = make_inputs(own, pooled, hessian=self._needs_hessian(name))
-            self._solve(name, expert, expert_matrix(self._walk.tensor(name), expert), inputs)
+            self._solve(name, expert, inputs)
             self._tokens.setdefault(name, []).append(own.tokens)
         self._router = 0.0
 
     def finish(self) -> dict[str, QuantTensor]:
         """Quantise the rest and return the layer's wanted tensors in order."""
-        for stats, names in self._dense:
-            if names:
+        dense: dict[InputStats | None, list[str]] = {}  # those that share inputs share a factor
+        for name in self._wanted:
+            if name not in self._planes:
+                dense.setdefault(self._stats.get(name), []).append(name)
+        for stats, names in dense.items():
+            if stats:
                 inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
-                for name in names:
-                    self._quantise(name, inputs, stats.tokens)
-        for name, tensor in self._wanted.items():
-            if name not in self._planes:  # an embedding: every row is read as it is
-                columns = tensor.shape[-1]
-                alike = Inputs(np.ones(columns), np.zeros((0, columns), np.float32))
-                self._quantise(name, alike, 0)
+            for name in names:
+                if not stats:  # an embedding: every row is read as it is
+                    columns = self._wanted[name].shape[-1]
+                    inputs = Inputs(np.ones(columns), np.zeros((0, columns), np.float32))
+                self._quantise(name, inputs, stats.tokens if stats else 0)
         self.records = {name: self._record(name) for name in self._wanted}
         return {
             name: QuantTensor(tensor.shape, tensor.format, self._planes[name])
@@ -132,13 +125,12 @@ class LayerJob:
         rows, columns = self._wanted[name].shape
         step = max(1, _BLOCK_ELEMENTS // columns)
         for start in range(0, rows, step):
-            part = slice(start, min(start + step, rows))
-            self._solve(name, part, look_up_rows(self._walk.tensor(name), part), inputs)
+            self._solve(name, slice(start, min(start + step, rows)), inputs)
             self._walk.checkpoint.release()
         self._tokens[name] = [tokens]
 
-    def _solve(self, name: str, place: int | slice, values: np.ndarray, inputs: Inputs) -> None:
-        tensor = self._wanted[name]
+    def _solve(self, name: str, place: int | slice, inputs: Inputs) -> None:
+        tensor, values = self._wanted[name], look_up(self._walk.tensor(name), place)
         outcome = solve_matrix(values, tensor.format, tensor.method, inputs, threads=self._threads)
         if name not in self._planes:
             planes = tensor.format.planes(tensor.shape)
@@ -182,7 +174,7 @@ class LayerJob:
         for start in range(0, len(self._pool), POOL_ROWS):
             rows = self._pool[start : start + POOL_ROWS]
             alike = np.full(len(rows), weight, np.float32)
-            pooled.add(hidden(rows).gated, self._walk.text.held[rows], alike)
+            pooled.add(hidden(rows)[1], self._walk.text.held[rows], alike)
         return pooled
 
     def _new_stats(self, columns: int, *names: str) -> InputStats:
@@ -190,21 +182,6 @@ class LayerJob:
 
     def _needs_hessian(self, *names: str) -> bool:
         return any(self._wanted[name].method == "gptq" for name in names)
-
-
-@dataclass(frozen=True, slots=True)
-class Calibrated:
-    """The record of a calibrated tensor."""
-
-    method: str  # the method that was asked for
-    fallback: str | None  # None, or what was taken instead and why; for experts how many of them
-    # Tokens that the statistics hold, without held-out ones; for experts the smallest number, the
-    # 5th percentile, the median and the largest.
-    tokens_seen: int | list[int]
-    damp: float  # relative damping of the Hessian; 0 without GPTQ, for experts the largest
-    # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
-    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst".
-    err: dict[str, float]
 
 
 def calibrate(
@@ -222,12 +199,6 @@ def calibrate(
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
     by_part: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():
-        if tensor.method not in METHODS:
-            raise UsageError(f"tensor {name!r}: method {tensor.method!r}; known: rtn, imx, gptq")
-        try:
-            check_method(tensor.format, tensor.method)
-        except UsageError as error:
-            raise UsageError(f"tensor {name!r}: {error}") from None
         by_part.setdefault(part_of(name), {})[name] = tensor
     done = {part: records for part in by_part if (records := parts.finished(part)) is not None}
     walk = Walk(checkpoint, make_text(text_ids, seed), directory)

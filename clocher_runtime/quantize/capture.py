@@ -6,53 +6,42 @@ states live in an unnamed temporary file.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, Format, parse_format
-from clocher_kernels.ops import OPS, of_experts
+from clocher_kernels.ops import OPS, of_experts, written
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.linear import finish
-from clocher_kernels.plan import Call, Plan
+from clocher_kernels.ops.rewrite import CODES
+from clocher_kernels.plan import Call
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.engine.load import head_as_stored
 from clocher_runtime.models.build import Sizes, build_plan
 from clocher_runtime.models.families import spec_from_config
-from clocher_runtime.models.inventory import Need, inventory, layer_name
-from clocher_runtime.quantize.inputs import (
-    ExpertInputs,
-    Observer,
-    RowStore,
-    Site,
-    Text,
-    causal_attention,
-    clamped_swiglu,
-    expert_matrix,
-    look_up_rows,
-    multiplies,
-    sites_of,
-    source_of,
-)
+from clocher_runtime.models.inventory import inventory, layer_name
+from clocher_runtime.quantize.inputs import Observer, RowStore, Text
 
 CHUNK_TOKENS = 2048
 """Tokens per chunk; longer sequences are a chunk of their own."""
 
 _LOGITS = 1 << 26
 _HEAD_ROWS = 1 << 14
+_QUERIES = 256
 
 
-@dataclass(slots=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     """Consecutive sequences computed together; buffers by name."""
 
     rows: slice
     lengths: tuple[int, ...]
-    buffers: dict[str, np.ndarray] = field(default_factory=dict)
+    buffers: dict[str, np.ndarray]
 
 
 class Walk:
@@ -71,20 +60,31 @@ class Walk:
                 f"token {max(text.ids)} in the calibration text; the model's vocabulary has "
                 f"{self.spec.vocab_size}; tokenise the text with the model's tokenizer"
             )
-        self._needs = inventory(self.spec)
-        self.plan = self._plan()
+        needs = inventory(self.spec)
+        self._ternarised = {  # floats that the model rounds when it runs
+            name
+            for name, stored in checkpoint.tensors.items()
+            if self.spec.ternarize
+            and isinstance(stored.format, Float)
+            and name in needs
+            and needs[name].kind == "linear"
+        }
+        formats: dict[str, Format] = {
+            name: parse_format("ternary_f32") if name in self._ternarised else stored.format
+            for name, stored in checkpoint.tensors.items()
+            if name in needs and needs[name].kind != "vector"
+        }
+        sizes = Sizes(tokens=1, rows=1, slots=1, context=max(text.lengths))
+        self.plan = build_plan(self.spec, formats, sizes)
         norms = [layer_name(i, "input_layernorm.weight") for i in range(self.spec.num_layers)]
         read = [call.args.get("weight") for call in self.plan.calls]
         last = next(i for i, c in enumerate(self.plan.calls) if c.op == "gather_rows")
         starts = [*(read.index(name) for name in norms), last]
         self._layers = [self.plan.calls[a:b] for a, b in pairwise(starts)]
         self._first, self._tail = self.plan.calls[: starts[0]], self.plan.calls[starts[-1] :]
-        self._chunks = [_Chunk(rows, lengths) for rows, lengths in text.chunks(CHUNK_TOKENS)]
-        hidden = self.spec.hidden_size
-        self.state = RowStore(text.tokens, hidden, directory)
-        self._next = RowStore(text.tokens, hidden, directory)
-        moe = self.spec.moe is not None
-        self._kept = {"x": RowStore(text.tokens, hidden, directory)} if moe else {}
+        self._directory = directory
+        self.state, self._next = self.store(), self.store()
+        self._expert_inputs = self.store() if self.spec.moe else None
         self._overlay: Mapping[str, QuantTensor] = {}
         self.restart()
 
@@ -93,21 +93,20 @@ class Walk:
         """Number of layers."""
         return len(self._layers)
 
-    def sites(self, layer: int) -> list[Site]:
-        """Return the linears of a layer, grouped by input."""
-        return list(sites_of(layer, self._layers[layer]).values())
+    def store(self, columns: int = 0) -> RowStore:
+        """Return room for a row of each token; by default for hidden states."""
+        return RowStore(len(self.text.ids), columns or self.spec.hidden_size, self._directory)
 
     def matrices(self, layer: int) -> list[str]:
         """Return the names of a layer's matrices."""
-        return [call.args["w"] for call in self._layers[layer] if multiplies(call)]
+        return [call.args["w"] for call in self._layers[layer] if _multiplies(call)]
 
     def restart(self) -> None:
         """Embed the text: the state before layer 0."""
-        for chunk in self._chunks:
-            chunk.buffers = {"ids": self.text.ids[chunk.rows]}
+        for chunk in self._chunks():
+            chunk.buffers["ids"] = self.text.ids[chunk.rows]
             self._run(chunk, self._first)
             self.state[chunk.rows] = chunk.buffers["h"]
-            chunk.buffers = {}
         self.checkpoint.release()
 
     def layer(
@@ -119,42 +118,28 @@ class Walk:
         """Compute a layer from the state, showing inputs; `weights` replace the checkpoint's."""
         self._overlay = weights or {}
         calls = self._layers[index]
-        first_of = sites_of(index, calls)
         experts = next((i for i, call in enumerate(calls) if of_experts(call)), len(calls))
-        router: dict[str, list[np.ndarray]] = {"experts": [], "expert_weights": []}
-        for chunk in self._chunks:
-            chunk.buffers = {"h": self.state[chunk.rows]}
-            self._run(chunk, calls[:experts], first_of, observer)
+        shown = _shared_inputs(calls)
+        routed = []
+        for chunk in self._chunks():
+            chunk.buffers["h"] = self.state[chunk.rows]
+            self._run(chunk, calls[:experts], shown, observer)
             self._next[chunk.rows] = chunk.buffers["h"]
-            if experts < len(calls):
-                self._kept["x"][chunk.rows] = chunk.buffers["x"]
-                for name, parts in router.items():
-                    parts.append(chunk.buffers[name])
-            chunk.buffers = {}
+            if self._expert_inputs and experts < len(calls):
+                self._expert_inputs[chunk.rows] = chunk.buffers["x"]
+                routed.append([chunk.buffers[name] for name in ("experts", "expert_weights")])
             self.state.release()
             self._next.release()
-        if experts < len(calls):
-            ids, chosen = (np.concatenate(parts) for parts in router.values())
-            gate_up, down = calls[experts : experts + 2]
-            self._experts(gate_up, down, ids, chosen, observer)
+        if self._expert_inputs and routed:
+            ids, chosen = map(np.concatenate, zip(*routed, strict=True))
+            both = calls[experts], calls[experts + 1]
+            self._experts(both, self._expert_inputs, ids, chosen, observer or Observer())
         self._overlay = {}
         self.checkpoint.release()
 
     def advance(self) -> None:
         """Make the last `layer` result the state."""
         self.state, self._next = self._next, self.state
-
-    def save(self, store: RowStore) -> None:
-        """Copy the state into a store."""
-        for chunk in self._chunks:
-            store[chunk.rows] = self.state[chunk.rows]
-            store.release()
-
-    def restore(self, store: RowStore) -> None:
-        """Take the state from a store."""
-        for chunk in self._chunks:
-            self.state[chunk.rows] = store[chunk.rows]
-            store.release()
 
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (rows, logits [m, V]) after the last layer, a few rows at a time."""
@@ -167,69 +152,52 @@ class Walk:
                 y = np.empty((len(piece), vocab), np.float32)
                 for first in range(0, vocab, _HEAD_ROWS):
                     part = slice(first, first + _HEAD_ROWS)
-                    y[:, part] = piece @ look_up_rows(table, part).T
+                    y[:, part] = piece @ look_up(table, part).T
                 first = rows.start + start
                 yield slice(first, first + len(piece)), y
 
     def head_inputs(self, observer: Observer) -> None:
         """Show the inputs of the output head after the last layer."""
         for rows, x, name in self._head():
-            observer.linear(Site(-1, (name,)), x, rows)
-
-    def _head(self) -> Iterator[tuple[slice, np.ndarray, str]]:
-        norm, head = (c for c in self._tail if c.op == "rms_norm" or multiplies(c))
-        for chunk in self._chunks:
-            chunk.buffers = {norm.args["x"]: self.state[chunk.rows]}
-            self._run(chunk, (norm,))
-            x, chunk.buffers = chunk.buffers[norm.args["y"]], {}
-            yield chunk.rows, x, head.args["w"]
+            observer.linear((name,), x, rows)
 
     def tensor(self, name: str) -> QuantTensor:
         """Return a matrix: replaced, ternarised or as stored."""
         if name in self._overlay:
             return self._overlay[name]
         tensor = self.checkpoint.tensor(name)
-        if self._ternarised(name, self._needs[name]):
+        if name in self._ternarised:
             return encode(tensor.decode(), parse_format("ternary_f32"))
         return tensor
 
-    def _plan(self) -> Plan:
-        formats: dict[str, Format] = {}
-        for name, need in self._needs.items():
-            if need.kind == "vector":
-                continue
-            online = self._ternarised(name, need)
-            stored = self.checkpoint.tensors.get(name)
-            if stored is not None:
-                formats[name] = parse_format("ternary_f32") if online else stored.format
-        longest = max(self.text.lengths)
-        return build_plan(self.spec, formats, Sizes(tokens=1, rows=1, slots=1, context=longest))
+    def _chunks(self) -> Iterator[_Chunk]:
+        return (_Chunk(rows, lengths, {}) for rows, lengths in self.text.chunks(CHUNK_TOKENS))
 
-    def _ternarised(self, name: str, need: Need) -> bool:
-        stored = self.checkpoint.tensors.get(name)
-        floating = stored is not None and isinstance(stored.format, Float)
-        return self.spec.ternarize and need.kind == "linear" and floating
+    def _head(self) -> Iterator[tuple[slice, np.ndarray, str]]:
+        norm, head = (c for c in self._tail if c.op == "rms_norm" or _multiplies(c))
+        for chunk in self._chunks():
+            chunk.buffers[norm.args["x"]] = self.state[chunk.rows]
+            self._run(chunk, (norm,))
+            yield chunk.rows, chunk.buffers[norm.args["y"]], head.args["w"]
 
     def _run(
         self,
         chunk: _Chunk,
         calls: Sequence[Call],
-        first_of: Mapping[int, Site] | None = None,
+        shown: Mapping[int, tuple[str, ...]] | None = None,
         observer: Observer | None = None,
     ) -> None:
         for number, call in enumerate(calls):
-            if observer is not None and first_of and number in first_of:
-                observer.linear(first_of[number], chunk.buffers[source_of(call)], chunk.rows)
-            if call.op == "kv_append":
-                continue
+            if observer and shown and number in shown:
+                observer.linear(shown[number], chunk.buffers[_source(call)], chunk.rows)
             if call.op == "embed":
                 table = self.tensor(call.args["table"])
-                chunk.buffers[call.args["y"]] = look_up_rows(table, chunk.buffers["ids"])
+                chunk.buffers[call.args["y"]] = look_up(table, chunk.buffers["ids"])
             elif call.op == "linear" and not has_codes(call):
                 self._linear(chunk, call)
             elif call.op == "attention":
                 self._attention(chunk, call)
-            else:
+            elif call.op != "kv_append":
                 OPS[call.op].reference(**self._arguments(chunk, call), **call.attrs)
 
     def _arguments(self, chunk: _Chunk, call: Call) -> dict[str, np.ndarray | QuantTensor]:
@@ -269,61 +237,118 @@ class Walk:
         chunk.buffers[call.args["y"]] = y
 
     def _attention(self, chunk: _Chunk, call: Call) -> None:
-        sinks = self._vector(call, "sinks")
         scale, window = float(call.attrs["scale"]), int(call.attrs["window"])
-        q, k, v = (chunk.buffers[name] for name in ("q", "k", "v"))
+        sinks = self._vector(call, "sinks")
+        rows = chunk.rows.stop - chunk.rows.start
+        q, k, v = (
+            chunk.buffers[name].reshape(rows, -1, self.spec.head_dim) for name in ("q", "k", "v")
+        )
         y, start = np.empty_like(q), 0
         for length in chunk.lengths:
             part = slice(start, start + length)
-            y[part] = causal_attention(
-                q[part], k[part], v[part], self.spec.head_dim, scale, window, sinks
-            )
+            y[part] = causal_attention(q[part], k[part], v[part], scale, window, sinks)
             start += length
-        chunk.buffers[call.args["y"]] = y
+        chunk.buffers[call.args["y"]] = y.reshape(rows, -1)
 
     def _experts(
         self,
-        gate_up: Call,
-        down: Call,
+        calls: tuple[Call, Call],
+        inputs: RowStore,
         ids: np.ndarray,
         chosen: np.ndarray,
-        observer: Observer | None,
+        observer: Observer,
     ) -> None:
-        names = gate_up.args["w"], down.args["w"]
-        biases = [self._vector(call, "bias") for call in (gate_up, down)]
-        limit, alpha = float(gate_up.attrs["limit"]), float(gate_up.attrs["alpha"])
-        x_rows = self._kept["x"]
+        names = calls[0].args["w"], calls[1].args["w"]
+        biases = [self._vector(call, "bias") for call in calls]
+        limit, alpha = float(calls[0].attrs["limit"]), float(calls[0].attrs["alpha"])
+
+        def matmul(x: np.ndarray, matrix: np.ndarray, which: int, expert: int) -> np.ndarray:
+            bias = biases[which]
+            return np.asarray(x @ matrix.T + (np.float32(0) if bias is None else bias[expert]))
+
         for expert in range(self.tensor(names[0]).shape[0]):
             tokens, places = np.nonzero(ids == expert)
-            up_matrix = expert_matrix(self.tensor(names[0]), expert)
-            down_matrix: np.ndarray | None = None
+            up = look_up(self.tensor(names[0]), expert)
+            down: np.ndarray | None = None
 
             def hidden(
-                rows: np.ndarray, expert: int = expert, matrix: np.ndarray = up_matrix
-            ) -> ExpertInputs:
-                x = x_rows[rows]
-                product = x @ matrix.T
-                if biases[0] is not None:
-                    product += biases[0][expert]
-                gated = clamped_swiglu(product, limit, alpha)
-                return ExpertInputs(x, gated, np.ones(len(rows), np.float32))
+                rows: np.ndarray, expert: int = expert, up: np.ndarray = up
+            ) -> tuple[np.ndarray, np.ndarray]:
+                x = inputs[rows]
+                return x, clamped_swiglu(matmul(x, up, 0, expert), limit, alpha)
 
             for start in range(0, len(tokens), CHUNK_TOKENS):
                 rows = tokens[start : start + CHUNK_TOKENS]
                 router = chosen[rows, places[start : start + CHUNK_TOKENS]]
-                inputs = hidden(rows)
-                if observer is not None:
-                    mine = ExpertInputs(inputs.x, inputs.gated, router)
-                    observer.expert(names, expert, mine, rows)
-                if down_matrix is None:
-                    down_matrix = expert_matrix(self.tensor(names[1]), expert)
-                product = inputs.gated @ down_matrix.T
-                if biases[1] is not None:
-                    product += biases[1][expert]
-                product *= router[:, None]
-                self._next.add(rows, product)
-                x_rows.release()
+                x, gated = hidden(rows)
+                observer.expert(names, expert, (x, gated, router), rows)
+                if down is None:
+                    down = look_up(self.tensor(names[1]), expert)
+                self._next.add(rows, matmul(gated, down, 1, expert) * router[:, None])
+                inputs.release()
                 self._next.release()
-            if observer is not None:
-                observer.expert_done(names, expert, hidden)
+            observer.expert_done(names, expert, hidden)
             self.checkpoint.release()
+
+
+def _source(call: Call) -> str:
+    """Return a matmul's float input buffer."""
+    return call.args["x"].removesuffix(CODES)
+
+
+def _multiplies(call: Call) -> bool:
+    return call.op == "linear" or of_experts(call)
+
+
+def _shared_inputs(calls: Sequence[Call]) -> dict[int, tuple[str, ...]]:
+    """Return, by the first matmul of each input, the weights of those that share it."""
+    first: dict[str, int] = {}
+    members: dict[int, tuple[str, ...]] = {}
+    for number, call in enumerate(calls):
+        if _multiplies(call) and OPS[call.op].param("x").dims == "M K":
+            start = first.setdefault(_source(call), number)
+            members[start] = (*members.get(start, ()), call.args["w"])
+        for name in written(call):
+            first.pop(name, None)
+    return members
+
+
+def causal_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    scale: float,
+    window: int,
+    sinks: np.ndarray | None,
+) -> np.ndarray:
+    """Attend over one whole sequence: the `attention` op with an empty cache.
+
+    `q`: [T, H, D], `k` and `v`: [T, Hkv, D], fp32; `window`: visible keys, the query included; 0
+    for all; `sinks`: [H], logits added to the denominator. Returns [T, H, D] fp32.
+    """
+    group = q.shape[1] // k.shape[1]
+    out = np.empty_like(q)
+    for start in range(0, len(q), _QUERIES):
+        stop = min(start + _QUERIES, len(q))
+        first = max(0, start - window + 1) if window else 0
+        distance = np.arange(start, stop)[:, None] - np.arange(first, stop)
+        hidden = (distance < 0) | (distance >= (window or len(q)))
+        for head in range(q.shape[1]):
+            logits = q[start:stop, head] @ k[first:stop, head // group].T
+            logits *= np.float32(scale)
+            logits[hidden] = -np.inf
+            top = logits.max(axis=1, keepdims=True)
+            if sinks is not None:
+                top = np.maximum(top, sinks[head])
+            np.exp(logits - top, out=logits)
+            total = logits.sum(axis=1, keepdims=True)
+            if sinks is not None:
+                total += np.exp(sinks[head] - top)
+            out[start:stop, head] = (logits @ v[first:stop, head // group]) / total
+    return out
+
+
+def clamped_swiglu(product: np.ndarray, limit: float, alpha: float) -> np.ndarray:
+    """Return gated [m, I] of interleaved gate and up [m, 2 I]; see `ops.moe`."""
+    gate, up = np.minimum(product[:, 0::2], limit), np.clip(product[:, 1::2], -limit, limit)
+    return np.asarray((up + 1) * gate / (1 + np.exp(-alpha * gate)), np.float32)

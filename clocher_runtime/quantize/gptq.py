@@ -10,12 +10,11 @@ most 1.02 times that of rounding; `Outcome.fallback` names what was not taken.
 Source: Frantar et al. 2023 (arXiv 2210.17323).
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format, Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
@@ -23,13 +22,17 @@ from clocher_runtime.quantize.inputs import InputStats
 
 DAMP = 0.05
 BLOCK = 128
+DO_NO_HARM = 1.02
+MIN_TOKENS = 64
+"""Tokens below which an expert uses its layer's statistics alone."""
+MIN_HELD = 16
+"""Held-out inputs below which an expert is judged with its layer's."""
 
 _LADDER = (1.0, 2.0, 4.0, 10.0, 20.0)
 _TRIANGLE = 96
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Factor:
+class Factor(NamedTuple):
     """Factor of a damped Hessian, in the order of column visits."""
 
     order: np.ndarray  # column visited at each step, [K]
@@ -37,8 +40,7 @@ class Factor:
     damp: float  # what was added to the diagonal, relative to its mean
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Solution:
+class Solution(NamedTuple):
     """A matrix after GPTQ."""
 
     tensor: QuantTensor  # the quantised matrix
@@ -94,20 +96,16 @@ def _invert_lower(matrix: np.ndarray) -> None:
 
 
 def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
-    """GPTQ of values [N, K] fp32 or fp64 on an `Int4` or `Int8` grid, else UsageError."""
+    """GPTQ of values [N, K] fp32 or fp64 on the grid of an int4 or int8 tensor, rows or groups."""
     rows, columns = values.shape
-    fmt = grid.format
-    if not isinstance(fmt, Int4 | Int8) or fmt.group == "tensor":
-        raise UsageError(f"GPTQ needs an int4 or int8 format with row or group scales: {fmt.name}")
-    if grid.shape != values.shape or len(factor.order) != columns:
-        raise ShapeError(
-            f"values {list(values.shape)}, grid {list(grid.shape)}, factor of "
-            f"{len(factor.order)} columns; expected the same matrix"
-        )
-    dtype = values.dtype.type
+    fmt, dtype = grid.format, values.dtype.type
+    assert isinstance(fmt, Int4 | Int8) and fmt.group != "tensor", "see check_method"
     size = columns if fmt.group == "row" else fmt.group
     step = to_f32(grid.planes["scales"], fmt.scale_dtype).reshape(rows, -1).T.astype(dtype)
-    zero, low, high = _levels(grid)
+    low, high = (-127, 127) if isinstance(fmt, Int8) else (0, 15)
+    zero = np.full(step.shape, 0 if isinstance(fmt, Int8) else 8, np.float32)
+    if "zeros" in grid.planes:
+        zero = grid.planes["zeros"].reshape(rows, -1).T.astype(np.float32)
     upper = factor.upper.astype(dtype, copy=False)
 
     w = np.ascontiguousarray(values.T[factor.order])
@@ -135,26 +133,7 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
     return Solution(QuantTensor(values.shape, fmt, planes), loss)
 
 
-def _levels(grid: QuantTensor) -> tuple[np.ndarray, int, int]:
-    """Return the zero points, [groups, N], and the code range."""
-    rows = grid.shape[0]
-    groups = grid.planes["scales"].size // rows
-    if isinstance(grid.format, Int8):
-        return np.zeros((groups, rows), np.float32), -127, 127
-    if "zeros" not in grid.planes:
-        return np.full((groups, rows), 8, np.float32), 0, 15
-    return grid.planes["zeros"].reshape(rows, groups).T.astype(np.float32), 0, 15
-
-
-DO_NO_HARM = 1.02
-MIN_TOKENS = 64
-"""Tokens below which an expert uses its layer's statistics alone."""
-MIN_HELD = 16
-"""Held-out inputs below which an expert is judged with its layer's."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Inputs:
+class Inputs(NamedTuple):
     """Statistics of a matrix's input."""
 
     importance: np.ndarray  # E[x^2] of each column, [K]
@@ -163,8 +142,7 @@ class Inputs:
     factor: Factor | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Outcome:
+class Outcome(NamedTuple):
     """A quantised matrix and how it was made."""
 
     tensor: QuantTensor
@@ -177,16 +155,15 @@ class Outcome:
 
 def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
     """Combine the statistics of a linear or expert with those of its layer, if `pooled`."""
-    own = pooled is None or stats.tokens >= MIN_TOKENS
-    source = stats if own or pooled is None else pooled
-    held = stats.held
-    if pooled is not None and len(held) < MIN_HELD:
-        held = pooled.held
+    if pooled is None:
+        return Inputs(stats.importance, stats.held, factorise(stats.hessian) if hessian else None)
+    held = stats.held if len(stats.held) >= MIN_HELD else pooled.held
+    source = stats if stats.tokens >= MIN_TOKENS else pooled
     factor = None
     if hessian:
-        matrix = source.hessian
-        if own and pooled is not None:
-            matrix = shrink(matrix, stats.tokens, pooled.hessian)
+        matrix = pooled.hessian
+        if source is stats:
+            matrix = shrink(stats.hessian, stats.tokens, matrix)
         factor = factorise(matrix)
     return Inputs(source.importance, held, factor)
 
@@ -195,15 +172,23 @@ def solve_matrix(
     values: np.ndarray, fmt: Format, method: str, inputs: Inputs, *, threads: int = 1
 ) -> Outcome:
     """Quantise a matrix. `values`: [N, K] fp32; `method`: "imx" or "gptq"."""
+
+    def energy(matrix: np.ndarray) -> float:
+        if len(inputs.held):
+            outputs = inputs.held @ matrix.T
+            return float(np.einsum("ij,ij->", outputs, outputs, dtype=np.float64))
+        rows = np.einsum("ij,ij->j", matrix, matrix, dtype=np.float64)
+        return float(rows @ inputs.importance)
+
+    power = energy(values) or 1.0
+
+    def judge(tensor: QuantTensor) -> float:
+        return energy(values - tensor.decode()) / power
+
     rounded = encode(values, fmt)
-    judge = _Judge(values, inputs)
-    best, taken, fallback, damp = (
-        imx.search(values, fmt, inputs.importance, threads=threads),
-        "imx",
-        None,
-        0.0,
-    )
+    best, taken = imx.search(values, fmt, inputs.importance, threads=threads), "imx"
     error, error_rtn = judge(best), judge(rounded)
+    fallback, damp = None, 0.0
     if method == "gptq" and inputs.factor is None:
         fallback = "imx:no_hessian"
     elif method == "gptq" and inputs.factor is not None:
@@ -216,23 +201,3 @@ def solve_matrix(
     if error > DO_NO_HARM * error_rtn:
         best, taken, error, fallback = rounded, "rtn", error_rtn, "rtn:do_no_harm"
     return Outcome(best, taken, fallback, error, error_rtn, damp)
-
-
-class _Judge:
-    """Output error of quantised forms of a matrix."""
-
-    def __init__(self, values: np.ndarray, inputs: Inputs) -> None:
-        self._values, self._inputs = values, inputs
-        self._power = self._energy(values)
-
-    def __call__(self, tensor: QuantTensor) -> float:
-        energy = self._energy(self._values - tensor.decode())
-        return energy / self._power if self._power > 0 else energy
-
-    def _energy(self, matrix: np.ndarray) -> float:
-        held = self._inputs.held
-        if len(held):
-            outputs = held @ matrix.T
-            return float(np.einsum("ij,ij->", outputs, outputs, dtype=np.float64))
-        rows = np.einsum("ij,ij->j", matrix, matrix, dtype=np.float64)
-        return float(rows @ self._inputs.importance)

@@ -1,12 +1,11 @@
-"""The pipeline from a checkpoint and rules to a judged manifest."""
+"""The pipeline from a checkpoint and rules to a judged manifest, and what judges such models."""
 
-import dataclasses
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,18 +13,25 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.formats import Int4, Int8
+from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor, Stored
-from clocher_runtime.convert.q4.map import Q4Map, parse_q4_map, parts_dir
-from clocher_runtime.convert.q4.parts import SUFFIX, PartsWriter, part_of, plane_hashes
+from clocher_runtime.checkpoints.iebin import JSON_NAME
+from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, parts_dir
+from clocher_runtime.convert.q4_parts import PartsWriter, part_of, plane_hashes
 from clocher_runtime.convert.rounding import round_tensor
-from clocher_runtime.engine.load import load_model
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
+from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate
-from clocher_runtime.quantize.calibrate import Calibrated, calibrate
+from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.plan import (
+    ROUNDED,
+    Calibrated,
     Done,
     QuantPlan,
     build_plan,
@@ -35,7 +41,11 @@ from clocher_runtime.quantize.plan import (
     write_manifest,
 )
 
+MANIFEST = "q4_manifest.json"
+"""Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
+
 Progress = Callable[[str, int, int], None]
+Records = Mapping[str, Record]
 
 
 class CalibrationText(NamedTuple):
@@ -136,10 +146,13 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     """Quantise, judge, and write the manifest, resuming a killed run of the same job."""
     tell = progress or (lambda what, done, total: None)
 
-    def under(what: str) -> Callable[[int, int, str], None]:
-        return lambda done, total, where: tell(f"{what}: {where}", done, total)
+    def settings(what: str) -> dict[str, Any]:
+        def under(done: int, total: int, where: str) -> None:
+            tell(f"{what}: {where}", done, total)
 
-    checkpoint, threads, seed = job.checkpoint, job.threads, job.seed
+        return {"threads": job.threads, "seed": job.seed, "progress": under}
+
+    checkpoint = job.checkpoint
     job.out.parent.mkdir(parents=True, exist_ok=True)
     for path in (job.out, rejected_path(job.out)):
         path.unlink(missing_ok=True)
@@ -157,27 +170,13 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     allocation: Mapping[str, Any] = {}
     if job.target_bpw is not None:
         plan, allocation = allocate(
-            checkpoint,
-            plan,
-            text,
-            target_bpw=job.target_bpw,
-            threads=threads,
-            seed=seed,
-            progress=under("allocating"),
+            checkpoint, plan, text, target_bpw=job.target_bpw, **settings("allocating")
         )
         sections["allocation"] = allocation
     parts = PartsWriter(parts_dir(job.out), _fingerprint(job, plan, source))
     records: Mapping[str, Calibrated] = {}
     if plan.calibrated:
-        records = calibrate(
-            checkpoint,
-            plan,
-            text,
-            parts=parts,
-            threads=threads,
-            seed=seed,
-            progress=under("calibrating"),
-        )
+        records = calibrate(checkpoint, plan, text, parts=parts, **settings("calibrating"))
     done = tuple(_quantise(job, plan, parts, records, tell))
     verdicts: list[Verdict] = []
     evaluation = None
@@ -213,7 +212,7 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
     for name, fmt in formats.items():
         tensors[name] = LazyTensor(checkpoint.shape(name), fmt, partial(make, name))
     hashes = {name: known for name, known in checkpoint.hashes.items() if name not in formats}
-    return dataclasses.replace(checkpoint, tensors=tensors, hashes=hashes)
+    return replace(checkpoint, tensors=tensors, hashes=hashes)
 
 
 def _judge(
@@ -221,10 +220,12 @@ def _judge(
 ) -> Evaluation:
     q4_map = parse_q4_map(document, job.out)
     quantised = quantised_checkpoint(job.checkpoint, q4_map, job.threads)
-    records = {}
-    for entry in done:
-        errors = (entry.more_errors.get(key) for key in ("out_nmse", "out_nmse_rtn"))
-        records[entry.planned.name] = Record(entry.method, *errors)
+    records = {
+        entry.planned.name: Record(
+            entry.record.method, *map(entry.record.err.get, ("out_nmse", "out_nmse_rtn"))
+        )
+        for entry in done
+    }
     given = dict(gate.given)
     if job.min_cosine is not None:
         given["min_cosine"] = job.min_cosine
@@ -232,7 +233,7 @@ def _judge(
         load_model(job.checkpoint),
         load_model(quantised),
         gate.documents,
-        config=dataclasses.replace(WEIGHTS_ALONE, threads=job.threads),
+        config=replace(WEIGHTS_ALONE, threads=job.threads),
         limits_class=gate.limits_class,
         given=given,
         records=records,
@@ -247,30 +248,17 @@ def _quantise(
     total = sum(tensor.params for tensor in plan.tensors.values())
     finished = 0
     for name, planned in plan.tensors.items():
-        source, record = job.checkpoint.tensor(name, verify=True), records.get(name)
-        if record is None:
+        source, record = job.checkpoint.tensor(name, verify=True), records.get(name, ROUNDED)
+        if record is ROUNDED:
             try:
                 tensor = round_tensor(source, planned.format, planned.clip, job.threads)
             except FormatError as error:
                 raise FormatError(f"tensor {name!r}: {error}") from None
-            yield Done(planned, plane_hashes(tensor), measure(name, source, tensor), "rtn")
         else:
             tensor = parts.tensor(name)
-            if tensor.format.name != planned.format.name or tensor.shape != planned.shape:
-                raise FormatError(
-                    f"tensor {name!r}: calibration gave {tensor.format.name}{list(tensor.shape)}, "
-                    f"the plan says {planned.format.name}{list(planned.shape)}"
-                )
-            yield Done(
-                planned,
-                plane_hashes(tensor),
-                measure(name, source, tensor, record.method),
-                record.method,
-                record.fallback or "",
-                tuple(np.atleast_1d(record.tokens_seen).tolist()),
-                part_of(name) + SUFFIX,
-                record.err,
-            )
+        yield Done(
+            planned, plane_hashes(tensor), measure(name, source, tensor, record.method), record
+        )
         job.checkpoint.release()
         parts.release()
         finished += planned.params
@@ -284,4 +272,82 @@ def _fingerprint(job: Job, plan: QuantPlan, source: Mapping[str, Any]) -> str:
     ]
     text = job.calibration.sequences if job.calibration else ()
     known = [tool(), source, tensors, text, job.seed]
-    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+    return sha256(json.dumps(known).encode()).hexdigest()
+
+
+def open_candidate(
+    path: Path, reference: Checkpoint, precision: str | None = None, threads: int = 1
+) -> Model:
+    """Open a model to judge: a directory, with hashes checked, or a manifest for `reference`."""
+    if path.is_file():
+        checkpoint = quantised_checkpoint(reference, load_q4_map(path), threads)
+    else:
+        checkpoint = open_checkpoint(path, verify=True)
+    return load_model(checkpoint, precision)
+
+
+def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
+    """Return manifests' records by model; an IEBIN names its manifest by SHA-256."""
+    given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}
+    unused = {digest: path for digest, (path, _) in given.items()}
+    found: dict[Path, Records] = {}
+    for model in models:
+        path, data = model, _read(model) if model.is_file() else b""
+        if not data and (digest := _manifest_digest(model)):
+            unused.pop(digest, None)
+            beside = model / MANIFEST
+            path, data = given.get(digest, (beside, _read(beside) if beside.is_file() else b""))
+            if sha256(data).hexdigest() != digest:
+                continue
+        if data:
+            found[model] = records_of(parse_object(data, str(path)))
+    for path in unused.values():
+        raise UsageError(
+            f"--manifest {path}: no --model is an IEBIN that was converted with it; leave "
+            "it out, or give the manifest as the --model"
+        )
+    return found
+
+
+def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
+    """Return a manifest's valid records; tensors without one count as rounded, the strictest."""
+    tensors = manifest.get("tensors")
+    found = {}
+    for entry in tensors if isinstance(tensors, list) else []:
+        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+            continue
+        errors = entry.get("err")
+        known = errors if isinstance(errors, dict) else {}
+        method = entry.get("method")
+        found[entry["name"]] = Record(
+            method if isinstance(method, str) else "rtn",
+            _number(known.get("out_nmse")),
+            _number(known.get("out_nmse_rtn")),
+        )
+    return found
+
+
+def records_of_gptq(checkpoint: Checkpoint) -> dict[str, Record]:
+    """Return the records of a GPTQ checkpoint, or its IEBIN conversion, by its config.json."""
+    settings = checkpoint.config.get("quantization_config")
+    if not isinstance(settings, dict) or settings.get("quant_method") != "gptq":
+        return {}
+    packed = (n for n, t in checkpoint.tensors.items() if isinstance(t.format, Int4 | Int8))
+    return {name: Record("gptq") for name in packed}
+
+
+def _manifest_digest(directory: Path) -> str:
+    """Return the SHA-256 of the manifest that an IEBIN was made with, or ""."""
+    path = directory / JSON_NAME
+    found: Any = parse_object(_read(path), str(path)) if path.is_file() else {}
+    for key in ("source", "q4_map", "sha256"):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else ""
+
+
+def _read(path: Path) -> bytes:
+    return read_bytes(path, MAX_JSON_BYTES)
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,22 +1,22 @@
 """The plan of a quantisation, made before a weight is read, and the manifest of the result."""
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from importlib import metadata
+from dataclasses import dataclass, replace
+from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Float, Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4.document import PartFile
-from clocher_runtime.convert.q4.map import ALREADY, VERSION, Q4Map, assign, parse_q4_map
+from clocher_runtime.convert.q4_map import ALREADY, VERSION, Q4Map, assign, parse_q4_map
+from clocher_runtime.convert.q4_parts import SUFFIX, PartFile, part_of
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
 from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.plane_index import dump
 from clocher_runtime.quality.tensor_error import TensorError
 
 HEADER_BYTES = 1 << 20
@@ -142,50 +142,59 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
     return QuantPlan(tensors, kept, notes, params, nbytes, checkpoint.nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
+class Calibrated(NamedTuple):
+    """The record of a calibrated tensor."""
+
+    method: str  # the method that was asked for
+    fallback: str | None  # None, or what was taken instead and why; for experts how many of them
+    # Tokens that the statistics hold, without held-out ones; for experts the smallest number, the
+    # 5th percentile, the median and the largest.
+    tokens_seen: int | list[int]
+    damp: float  # relative damping of the Hessian; 0 without GPTQ, for experts the largest
+    # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
+    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst".
+    err: dict[str, float]
+
+
+ROUNDED = Calibrated("rtn", None, 0, 0.0, {})
+
+
+class Done(NamedTuple):
     """The result for one tensor."""
 
     planned: PlannedTensor
     sha256: Mapping[str, str]  # of each plane
     error: TensorError  # distance from the float tensor
-    method: str  # how the codes were chosen in the end
-    fallback: str = ""  # why it is not the method that was asked for
-    tokens_seen: Sequence[int] = ()  # calibration tokens: one number, or one per expert
-    part: str = ""  # the file with the planes, "" if rounding gives them again
-    more_errors: Mapping[str, Any] = field(default_factory=dict)  # what calibration measured
+    record: Calibrated = ROUNDED
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a manifest's `tensors`."""
-        planned = self.planned
+        planned, record = self.planned, self.record
         kinds = ("rms_rel", "max_abs", "cosine", "clipped_frac")
-        errors = {key: getattr(self.error, key) for key in kinds} | dict(self.more_errors)
+        errors = {key: getattr(self.error, key) for key in kinds} | record.err
         entry: dict[str, Any] = {
             "name": planned.name,
             "shape": list(planned.shape),
             "format": planned.format.name,
-            "method": self.method,
+            "method": record.method,
             "rule": planned.rule,
             "bpw": float(8 * planned.nbytes / planned.params),
             "nbytes": planned.nbytes,
             "sha256": dict(self.sha256),
             "err": {key: _short(value) for key, value in errors.items() if value is not None},
         }
-        if self.part:
-            entry["part"] = self.part
-        if self.fallback:
-            entry["fallback"] = self.fallback
-        if self.tokens_seen:
-            entry["tokens_seen"] = [int(count) for count in self.tokens_seen]
-        return entry
+        if record is ROUNDED:
+            return entry
+        seen = record.tokens_seen
+        entry["part"] = part_of(planned.name) + SUFFIX
+        if record.fallback:
+            entry["fallback"] = record.fallback
+        return entry | {"tokens_seen": seen if isinstance(seen, list) else [seen]}
 
 
 def tool() -> dict[str, str]:
     """Return the program's name and version for a manifest."""
-    try:
-        return {"name": "clocher", "version": metadata.version("clocher")}
-    except metadata.PackageNotFoundError:
-        return {"name": "clocher", "version": "unknown"}
+    return {"name": "clocher", "version": version("clocher")}
 
 
 def describe_source(
@@ -233,7 +242,7 @@ def document_of(
         "by_format": by_format,
     }
     if parts:
-        document["parts"] = [asdict(part) for part in parts]
+        document["parts"] = [part._asdict() for part in parts]
     document["tensors"] = [entry.to_json() for entry in done]
     document["kept"] = [{"name": name, "reason": reason} for name, reason in plan.kept.items()]
     parse_q4_map(document, Path("the new manifest"))
@@ -244,17 +253,13 @@ def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
     """Write a manifest atomically: a line per tensor, rule, part and gate."""
     lines = []
     for key, value in document.items():
-        text = _dump(value)
+        text = dump(value)
         if isinstance(value, list) and value:
-            items = ",\n".join(f"  {_dump(item)}" for item in value)
+            items = ",\n".join(f"  {dump(item)}" for item in value)
             text = f"[\n{items}\n]"
-        lines.append(f"{_dump(key)}: {text}")
+        lines.append(f"{dump(key)}: {text}")
     write_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def _short(value: Any) -> Any:
     return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
-
-
-def _dump(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)

@@ -30,7 +30,7 @@ from clocher_runtime.engine.topology import (
     usable_cpus,
 )
 from clocher_runtime.quality.speed import Case, Runner, session_for
-from clocher_runtime.quality.turns import in_turns
+from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.subcommands.bench_rows import Row, above_limit, beside_reads, speed
 from clocher_runtime.text.tokenizer import Tokenizer
 

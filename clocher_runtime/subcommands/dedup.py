@@ -17,7 +17,7 @@ from clocher_runtime.command.script_run import (
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
-    from clocher_runtime.convert.dedup.writer import Deduplication
+    from clocher_runtime.convert.dedup_writer import Deduplication
 
 _NOTES = """\
 What to expect: bf16 weights shrink by about 30 %, ternary ones by 20 %, an MXFP4 model by 4 to 5 %
@@ -92,7 +92,7 @@ main = dedup.run
 
 def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
-    from clocher_runtime.convert.dedup.writer import plan_dedup
+    from clocher_runtime.convert.dedup_writer import plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
     with report.progress(total) as progress:
@@ -112,7 +112,7 @@ def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
 def _restore(report: Report, model_dir: Path) -> None:
     from clocher_runtime.checkpoints.dedup.reader import has_dedup
     from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, read_index
-    from clocher_runtime.convert.dedup.writer import restore
+    from clocher_runtime.convert.dedup_writer import restore
 
     if not has_dedup(model_dir):
         raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
@@ -122,10 +122,10 @@ def _restore(report: Report, model_dir: Path) -> None:
 
 
 def _table(plan: "Deduplication") -> None:
-    from clocher_runtime.convert.dedup.writer import gains
+    from clocher_runtime.convert.dedup_writer import gain_of
 
     click.echo(f"{'bytes':>13} {'stored':>13} {'saved':>7}  plane")
-    for gain in gains(choice.plane for choice in plan.choices):
+    for gain in (gain_of(choice.plane) for choice in plan.choices):
         click.echo(
             f"{gain.nbytes:13} {gain.stored:13} {gain.percent:6.1f}%  {gain.name} ({gain.dtype}): "
             f"{gain.how}"

@@ -56,7 +56,7 @@ from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
     option("--min-cosine", float, "of each tensor; default: by its format"),
     option("--speed/--no-speed", None, "measure decoding", default=True),
     option("--json", PATH, "write all numbers", name="json_path"),
-    option("--report", PATH, "directory for table and picture", name="directory"),
+    option("--report", PATH, "directory for quality.json and quality.md", name="directory"),
     examples=(
         (
             "A quantised model against its origin",
@@ -68,7 +68,7 @@ from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
             "    --text held_out.txt",
         ),
         (
-            "Several, with a picture",
+            "Several, with their table in a file",
             "clocher gate models/llama-int8 models/llama-int4 --reference models/llama \\\n"
             "    --text held_out.txt --report results/llama",
         ),

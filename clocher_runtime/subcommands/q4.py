@@ -6,7 +6,7 @@ from pathlib import Path
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME
 from clocher_runtime.command.script_run import Report, needed, script
 from clocher_runtime.config.values import integer, switch
-from clocher_runtime.convert.q4.planes import CHUNK_ROWS, make_index, plan_append, plan_q4
+from clocher_runtime.convert.q4_planes import CHUNK_ROWS, make_index, plan_append, plan_q4
 from clocher_runtime.convert.to_iebin import MAP_NAME, write_tensor_map
 
 MAX_CHUNK_ROWS = 1_000_000

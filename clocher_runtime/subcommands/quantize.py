@@ -169,7 +169,7 @@ def quantize(
     """
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
-    from clocher_runtime.convert.q4.map import parts_dir
+    from clocher_runtime.convert.q4_map import parts_dir
     from clocher_runtime.convert.to_iebin import open_source, plan_conversion
     from clocher_runtime.quality.gate import verdict_code
 

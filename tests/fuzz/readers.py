@@ -13,8 +13,8 @@ from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
-from clocher_runtime.convert.q4.map import load_q4_map, parts_dir
-from clocher_runtime.convert.q4.parts import read_part
+from clocher_runtime.convert.q4_map import load_q4_map, parts_dir
+from clocher_runtime.convert.q4_parts import read_part
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import SafetensorsFile
 from clocher_runtime.disk.strict_json import given, parse_object, read_as
@@ -22,7 +22,7 @@ from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.quality.trace import read_trace
+from clocher_runtime.quality.verify import read_trace
 from clocher_runtime.text.chat_template import ChatTemplate
 from clocher_runtime.text.tokenizer import Tokenizer
 from fuzz import hf_seeds, seeds, text_seeds

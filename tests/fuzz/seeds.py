@@ -1,6 +1,7 @@
 """Small sound files of every kind, a few kilobytes each, made by Clocher's own writers."""
 
 import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,9 +25,9 @@ from clocher_runtime.checkpoints.q4 import (
     q4_document,
     write_overlay,
 )
-from clocher_runtime.convert.dedup.writer import plan_dedup
+from clocher_runtime.convert.dedup_writer import plan_dedup
 from clocher_runtime.convert.to_iebin import convert
-from clocher_runtime.quality.trace import TopLogits, Trace, write_trace
+from clocher_runtime.quality.verify import TopLogits, Trace, document
 from fuzz import hf_seeds
 from fuzz.text_seeds import Seed, json_bytes
 
@@ -192,7 +193,8 @@ def traces() -> list[Seed]:
             generated_ids=(3, 4, 5),
             topk=(step, step, step),
         )
-        write_trace(folder / "t.jsonl", [one, one])
+        line = json.dumps(document(one))
+        (folder / "t.jsonl").write_text(f"{line}\n{line}\n")
 
     return [_made(make)]
 

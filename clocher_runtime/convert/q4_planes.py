@@ -135,10 +135,8 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
     base = open_iebin(model_dir / JSON_NAME)
     for name, entry in planes.entries.items():
         tensor = base.tensors.get(name)
-        done = tensor is not None and (tensor.shape, tensor.format.name) == (
-            entry.shape,
-            q4.Q4_0.name,
-        )
+        wanted = (entry.shape, q4.Q4_0.name)
+        done = tensor is not None and (tensor.shape, tensor.format.name) == wanted
         if not done and not q4.is_float(tensor, entry.shape):
             raise UsageError(
                 f"{manifest}: tensor {name!r} {list(entry.shape)}: {JSON_NAME} has "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 
@@ -13,7 +12,6 @@ from clocher_runtime.checkpoints.dedup.codec import (
     UNIT,
     WIDTHS,
     Part,
-    Split,
     Stream,
     exception_bits,
     pack,
@@ -21,6 +19,7 @@ from clocher_runtime.checkpoints.dedup.codec import (
     splits_of,
 )
 from clocher_runtime.checkpoints.dedup.index import StoredPlane
+from clocher_runtime.disk.output_file import OutputFile
 from clocher_runtime.disk.plane_index import Region
 
 KEEP_RAW = 0.95
@@ -112,88 +111,64 @@ def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
     return (data[start : start + step] for start in range(0, len(data), step))
 
 
-class Sink(Protocol):
-    """A file that grows."""
-
-    def write(self, array: np.ndarray) -> object:
-        """Append the bytes of an array."""
-
-    def pad(self, nbytes: int) -> None:
-        """Append zeros up to a size."""
-
-
 def encode(
-    choice: Choice, data: np.ndarray, files: Mapping[str, Sink], regions: tuple[Region, ...]
+    choice: Choice, data: np.ndarray, files: Mapping[str, OutputFile], regions: tuple[Region, ...]
 ) -> None:
     """Append the parts of a plane to the files, each padded up to its region."""
     plane = choice.plane
+    if plane.mode == "streams":
+        split = SPLITS[plane.split]
+        for number, (stream, table) in enumerate(zip(plane.streams, choice.tables, strict=True)):
+            parts = regions[4 * number : 4 * number + 4]
+            items = pieces(data, PIECE_ITEMS * split.item.itemsize)
+            symbols = (split.parts[number].cut(piece.view(split.item)) for piece in items)
+            _write_stream(stream, table, symbols, files, parts)
+        return
+    _begin(files, *regions)
     if plane.mode == "raw":
-        files["exceptions"].pad(regions[0].offset)
         for piece in pieces(data, _COPY_BYTES):
             files["exceptions"].write(piece)
-    elif plane.mode == "streams":
-        split = SPLITS[plane.split]
-        for number, stream in enumerate(plane.streams):
-            parts = regions[4 * number : 4 * number + 4]
-            table = choice.tables[number]
-            _StreamWriter(stream, table, files, parts).write(data, split, split.parts[number])
 
 
-class _StreamWriter:
-    def __init__(
-        self,
-        stream: Stream,
-        table: np.ndarray,
-        files: Mapping[str, Sink],
-        regions: tuple[Region, ...],
-    ) -> None:
-        self._stream, self._table, self._files = stream, table, files
-        self._regions = regions
-        self._ranks: list[np.ndarray] = []
-        self._left = np.zeros(0, np.uint8)
-        self._places = np.zeros(1 << stream.bits, np.uint8)
-        self._places[table] = np.arange(len(table))
-
-    def write(self, data: np.ndarray, split: Split, part: Part) -> None:
-        table, codes, rank, literals = self._regions
-        self._begin(table)
-        self._files["defaults"].write(self._table)
-        self._begin(codes)
-        self._begin(literals)
-        if self._stream.mode != "const":
-            for piece in pieces(data, PIECE_ITEMS * split.item.itemsize):
-                self._piece(part.cut(piece.view(split.item)))
-        self._literals(np.zeros(0, np.uint8), last=True)
-        self._begin(rank)
-        if rank.nbytes:
-            before = np.cumsum(np.concatenate(self._ranks))[:-1]
-            self._files["masks"].write(before.astype("<u4"))
-
-    def _begin(self, region: Region) -> None:
+def _begin(files: Mapping[str, OutputFile], *regions: Region) -> None:
+    for region in regions:
         if region.nbytes:
-            self._files[region.file].pad(region.offset)
+            files[region.file].pad(region.offset)
 
-    def _piece(self, symbols: np.ndarray) -> None:
-        stream = self._stream
+
+def _write_stream(
+    stream: Stream,
+    table: np.ndarray,
+    pieces: Iterator[np.ndarray],
+    files: Mapping[str, OutputFile],
+    regions: tuple[Region, ...],
+) -> None:
+    masks, exceptions = files["masks"], files["exceptions"]
+    _begin(files, regions[0])
+    files["defaults"].write(table)
+    _begin(files, regions[1], regions[3])
+    place_of = np.zeros(1 << stream.bits, np.uint8)
+    place_of[table] = np.arange(len(table))
+    escape = (1 << stream.width) - 1
+    ranks, left = [np.zeros(1, int)], np.zeros(0, np.uint8)
+    for symbols in pieces if stream.mode != "const" else ():
+        places = place_of[symbols]
         if stream.mode == "raw":
-            self._files["exceptions"].write(pack(symbols, stream.bits))
-            return
-        places = self._places[symbols]
-        if stream.mode == "trits":
-            self._files["masks"].write(pack_trits(places))
-            return
-        escape = (1 << stream.width) - 1
-        self._files["masks"].write(pack(np.minimum(places, escape), stream.width))
+            exceptions.write(pack(symbols, stream.bits))
+        elif stream.mode == "trits":
+            masks.write(pack_trits(places))
+        else:
+            masks.write(pack(np.minimum(places, escape), stream.width))
         if stream.escapes:
             rare = places >= escape
-            self._ranks.append(
-                np.add.reduceat(rare, np.arange(0, len(rare), RANK_STRIDE), dtype=int)
-            )
-            self._literals(places[rare] - np.uint8(escape), last=False)
-
-    def _literals(self, found: np.ndarray, last: bool) -> None:
-        found = np.concatenate([self._left, found])
-        whole = len(found) if last else len(found) // 8 * 8
-        self._left = found[whole:]
-        if whole:
-            self._files["exceptions"].write(pack(found[:whole], self._stream.exception_bits))
+            ranks.append(np.add.reduceat(rare, np.arange(0, len(rare), RANK_STRIDE), dtype=int))
+            found = np.concatenate([left, places[rare] - np.uint8(escape)])
+            whole = len(found) // 8 * 8  # what fills bytes
+            left = found[whole:]
+            if whole:
+                exceptions.write(pack(found[:whole], stream.exception_bits))
+    if len(left):
+        exceptions.write(pack(left, stream.exception_bits))
+    _begin(files, regions[2])
+    if regions[2].nbytes:
+        masks.write(np.cumsum(np.concatenate(ranks))[1:-1].astype("<u4"))

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +24,7 @@ from clocher_runtime.checkpoints.dedup.index import (
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_deduplicated
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
 from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
-from clocher_runtime.convert.dedup.encode import Choice, choose, encode
+from clocher_runtime.convert.dedup_encode import Choice, choose, encode
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import Region, check_hashes
@@ -148,20 +148,15 @@ class Gain(NamedTuple):
         return 100 * (1 - self.stored / self.nbytes)
 
 
-def gains(planes: Iterable[StoredPlane]) -> Iterator[Gain]:
-    """Yield the gain of each plane."""
-    for plane in planes:
-        stored = sum(nbytes for _, nbytes in plane.parts())
-        name = f"{plane.tensor} {plane.key}"
-        yield Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, describe(plane))
-
-
-def describe(plane: StoredPlane) -> str:
-    """Describe the storage of a plane in a few words."""
+def gain_of(plane: StoredPlane) -> Gain:
+    """Return a plane's gain, its storage in a few words."""
+    said = "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
     if plane.mode == "streams":
         parts = zip(SPLITS[plane.split].parts, plane.streams, strict=True)
-        return ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
-    return "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
+        said = ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
+    stored = sum(nbytes for _, nbytes in plane.parts())
+    name = f"{plane.tensor} {plane.key}"
+    return Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, said)
 
 
 def _stream(stream: Stream) -> str:

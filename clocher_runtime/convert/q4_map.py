@@ -5,7 +5,8 @@
 
 The first rule whose pattern matches the whole name decides. Float matrices are quantised, experts
 [E, N, K] too; vectors, biases, norms, routers and, unless `"requantize": true`, quantised tensors
-are kept. See docs/quantisation.md. A manifest with `tensors` is expanded, see `document`.
+are kept. A manifest with `tensors` is expanded: it says what was done, tensor by tensor. See
+docs/q4-manifest.schema.json, docs/quantisation.md.
 """
 
 import hashlib
@@ -17,14 +18,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.formats import Bsr, Float, Format, Fp8, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import (
+    Bsr,
+    Float,
+    Format,
+    Fp8,
+    Int4,
+    Int8,
+    Mxfp4,
+    Ternary,
+)
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
-from clocher_runtime.convert.q4.document import METHODS, SECTIONS, Entry, PartFile, read_sections
-from clocher_runtime.convert.q4.parts import check_hashes, read_part
+from clocher_runtime.convert.q4_parts import (
+    METHODS,
+    Entry,
+    PartFile,
+    check_hashes,
+    read_part,
+    read_parts,
+    read_tensors,
+)
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
+from clocher_runtime.disk.strict_json import (
+    MAX_JSON_BYTES,
+    fields,
+    parse_object,
+)
 
 VERSION = 1
 MAX_RULES = 1000
@@ -34,22 +55,23 @@ ALREADY = "already "
 
 _DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "dtype": (
-        *(
-            n + w
-            for n in ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
-            for w in ("w", "")
-        ),
-        "keep",
-    ),
-    "group": (None, 32, 64, 128, 256),
+    "dtype": (*(name + end for name in _DTYPES for end in ("w", "")), "keep"),
+    "group": (32, 64, 128, 256),
     "zero": ("per-tensor", "per-group"),
     "scale": ("per-channel", "per-tensor", "per-block"),
     "scale_dtype": ("f16", "f32", "bf16"),
     "method": METHODS,
 }
-_TEXTS = ("zero", "scale", "scale_dtype", "clip", "method")
-_OPTIONAL = {"group": int, **dict.fromkeys(_TEXTS, str)}
+_OPTIONAL = {
+    "group": int,
+    **dict.fromkeys(("zero", "scale", "scale_dtype", "clip", "method"), str),
+}
+_SECTIONS: dict[str, type] = {
+    **dict.fromkeys(("tool", "source", "options", "calibration", "allocation", "gate"), dict),
+    **dict.fromkeys(("tensors", "kept", "parts", "gates"), list),
+    "requantize": bool,
+    "size": dict,
+}
 _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 
@@ -231,7 +253,7 @@ def load_q4_map(path: Path) -> Q4Map:
 
 def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q4Map:
     """Build a manifest from its JSON; UsageError for an unknown rule, else FormatError."""
-    fields(document, str(path), {"version": int, "rules": list}, SECTIONS)
+    fields(document, str(path), {"version": int, "rules": list}, _SECTIONS)
     rules = [
         fields(value, f"{path}: rules[{index}]", {"pattern": str, "dtype": str}, _OPTIONAL)
         for index, value in enumerate(document["rules"])
@@ -241,7 +263,8 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
     if not 0 < len(rules) <= MAX_RULES:
         raise UsageError(f"{path}: {len(rules)} rules; expected 1 to {MAX_RULES}")
     built = tuple(_rule(rule, f"{path}: rules[{index}]") for index, rule in enumerate(rules))
-    entries, kept, parts = read_sections(document, str(path), len(built))
+    parts = read_parts(document, str(path))
+    entries, kept = read_tensors(document, str(path), len(built), {part.file for part in parts})
     requantize = bool(document.get("requantize"))
     if entries is not None:
         long = ("tensors", "kept")
@@ -253,7 +276,7 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
 def _rule(rule: Mapping[str, Any], where: str) -> Rule:
     for key, known in _CHOICES.items():
         if key in rule and rule[key] not in known:
-            names = ", ".join(str(value) for value in known if value is not None)
+            names = ", ".join(map(str, known))
             raise UsageError(f"{where}: {key} is {rule[key]!r:.60}; known: {names}")
     try:
         pattern = NamePattern(rule["pattern"])

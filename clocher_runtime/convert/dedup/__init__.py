@@ -1,1 +1,0 @@
-"""Writing deduplicated weights, and reporting on them."""
