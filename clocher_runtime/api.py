@@ -31,7 +31,7 @@ from clocher_runtime.engine.kv_cache import with_kv_cache
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.engine.session import Session
-from clocher_runtime.text.answers import answer_style
+from clocher_runtime.text.answers import answer_style, opens_thoughts
 from clocher_runtime.text.completion import (
     MAX_NEW,
     OPTIONS,
@@ -40,7 +40,6 @@ from clocher_runtime.text.completion import (
     TextGeneration,
     side_by_side,
 )
-from clocher_runtime.text.deltas import opens_thoughts
 from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.tokenizer import Tokenizer
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterable
 
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.text.deltas import AnswerReader, Delta, TextReader
+from clocher_runtime.text.answers import AnswerReader, Delta, TextReader
 from clocher_runtime.text.tokenizer import Tokenizer
 
 _MODEL = embedded_model()

@@ -18,7 +18,6 @@ from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.sources import Sources
 from clocher_runtime.serve.app import Server
-from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError
 from clocher_runtime.serve.jobs import Job
@@ -27,6 +26,7 @@ from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.serve.settings import ServeConfig
 from clocher_runtime.text.answers import Delta, DeltaKind
+from clocher_runtime.text.grammar import Grammars
 
 ABOUT = {"device": "cpu", "precision": "int4", "threads": 8, "family": "qwen3", "read_gbps": 40.0}
 

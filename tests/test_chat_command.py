@@ -33,8 +33,8 @@ from clocher_runtime.models.build import PAGE_CELLS
 from clocher_runtime.subcommands import chat
 from clocher_runtime.subcommands.chat_keys import Typed
 from clocher_runtime.subcommands.chat_talk import MAX_FILE_BYTES, Talk
+from clocher_runtime.text.answers import Delta
 from clocher_runtime.text.chat_turn import ChatModel
-from clocher_runtime.text.deltas import Delta
 
 TEMPLATE = (
     "{%- for m in messages -%}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>"

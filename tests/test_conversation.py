@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.text.conversation import conversation_of
+from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.tokenizer import Tokenizer
 from tests.answer_texts import TOKENIZER
 
@@ -94,7 +94,7 @@ def test_arguments_are_objects_where_they_can_be(given: object, taken: object) -
         ([{**USER, "name": 3}], "name is 3"),
         ([{"role": "assistant", "content": "", "function_call": {}}], "older API"),
         ([{"role": "assistant", "tool_calls": {"a": 1}}], "list of calls"),
-        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], r"tool_calls\[0\] is"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], r"tool_calls\[0\].function is None"),
         ([{"role": "assistant", "tool_calls": [{"function": {}}]}], "function.name is None"),
         ([calling(("c", 3))], "function.arguments is 3; expected text"),
         ([{"role": "assistant", "reasoning_content": ["x"]}], "reasoning_content is"),

@@ -15,7 +15,7 @@ from clocher_runtime.command.settings import ChatConfig
 from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken, told
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
-from clocher_runtime.serve.response_request import ResponsesRequest
+from clocher_runtime.serve.responses import ResponsesRequest
 
 DRAWN = {"do_sample": True, "temperature": 1.3, "top_k": 40, "top_p": 0.9, "min_p": 0.05}
 DEFAULTS = {name: value for name, value in DRAWN.items() if name != "do_sample"}

@@ -21,7 +21,7 @@ from clocher_runtime.checkpoints.gguf.checkpoint import generation_config
 from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.checkpoints.gguf.tokenizer import PRE_TYPES, tokenizer_config, tokenizer_json
 from clocher_runtime.text.tokenizer import Tokenizer
-from clocher_runtime.text.tokenizer_limits import inspect
+from clocher_runtime.text.tokenizer_library import inspect
 
 TEXTS = Path(__file__).parent / "data" / "valid.txt"
 VOCABULARIES = "CLOCHER_TEST_LLAMA_CPP_MODELS"

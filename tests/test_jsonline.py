@@ -27,8 +27,7 @@ from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.speculation.speculator import Account, Counts, account
-from clocher_runtime.text.prompt_pipeline import PromptPipeline
-from clocher_runtime.text.prompts import Prompt
+from clocher_runtime.text.prompts import Prompt, PromptPipeline
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "json-line.md"
 

@@ -13,7 +13,7 @@ from test_serve_answers import TEMPLATE
 
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
-from clocher_runtime.serve.page import FILE, MAX_BYTES, read_page
+from clocher_runtime.serve.edge import FILE, MAX_BYTES, read_page
 
 TEXT = FILE.read_text(encoding="utf-8")
 TALK = {"messages": [{"role": "user", "content": "hi"}]}

@@ -2,10 +2,9 @@
 
 import pytest
 
-from clocher_runtime.serve.choices import ChatChoice
+from clocher_runtime.serve.answers import ChatChoice
 from clocher_runtime.serve.messages import Made
-from clocher_runtime.text.answers import Delta
-from clocher_runtime.text.deltas import StopStrings
+from clocher_runtime.text.answers import Delta, StopStrings
 
 
 class Script:
@@ -41,7 +40,7 @@ def said(choice: ChatChoice, tokens: int) -> list[Delta]:
 
 @pytest.mark.parametrize("stops", [(), ("love",)])
 def test_without_parallel_calls_the_first_one_is_the_last(stops: tuple[str, ...]) -> None:
-    choice = ChatChoice(Script(*TWO_CALLS), StopStrings(stops), one_call=True)
+    choice = ChatChoice(reader=Script(*TWO_CALLS), stops=StopStrings(stops), one_call=True)
     deltas = said(choice, 4)
     assert choice.finish == "tool_calls" and list(choice.calls) == [0]
     assert [delta.text for delta in deltas if delta.kind == "tool_call"] == ["f"]
@@ -50,7 +49,7 @@ def test_without_parallel_calls_the_first_one_is_the_last(stops: tuple[str, ...]
 
 
 def test_with_parallel_calls_all_are_told() -> None:
-    choice = ChatChoice(Script(*TWO_CALLS), StopStrings(()))
+    choice = ChatChoice(reader=Script(*TWO_CALLS), stops=StopStrings(()))
     deltas = said(choice, 4)
     assert choice.finish == "tool_calls" and list(choice.calls) == [0, 1]
     assert [delta.text for delta in deltas if delta.kind == "tool_call"] == ["f", "g"]

@@ -15,7 +15,7 @@ from clocher_runtime.serve.edge import HELD_BODIES, Bodies
 from clocher_runtime.serve.errors import ApiError
 
 HASTY = """
-from clocher_runtime.serve import connection
+from clocher_runtime.serve import life as connection
 from clocher_runtime.serve.command import main
 connection.HEADER_S = connection.BODY_S = connection.OUTPUT_S = 1.0
 raise SystemExit(main())

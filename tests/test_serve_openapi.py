@@ -17,7 +17,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.sources import Sources
 from clocher_runtime.serve.app import Server
-from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.jobs import Job
 from clocher_runtime.serve.messages import Made, Ready, Scored, Start, Submit
@@ -25,6 +24,7 @@ from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, Described, document
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.serve.settings import ServeConfig
+from clocher_runtime.text.grammar import Grammars
 
 CONTEXT = 512
 

@@ -18,8 +18,7 @@ from serving import Served, model_with_template, serving, that_ends
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.errors import ApiError, failure, invalid, to_json
-from clocher_runtime.serve.response_request import ResponsesRequest
-from clocher_runtime.serve.responses import ResponseStream
+from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
 from clocher_runtime.text.answers import Delta
 
 CLASSES = {

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from clocher_runtime.text.deltas import StopStrings, open_length
+from clocher_runtime.text.answers import StopStrings, open_length
 
 TEXTS = st.text("ab", max_size=20)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=6), max_size=3)

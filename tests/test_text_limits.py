@@ -22,8 +22,13 @@ from clocher_runtime.text import text_process, tokenizer_library
 from clocher_runtime.text.prompts import Line, Preparation
 from clocher_runtime.text.text_process import PROCESS, Refused
 from clocher_runtime.text.tokenizer import LONG_TEXT_CHARS, MAX_TEXT_CHARS, Tokenizer
-from clocher_runtime.text.tokenizer_library import LibraryTokenizer, TokenizerApart
-from clocher_runtime.text.tokenizer_limits import MAX_ADDED, MAX_FILE_BYTES, inspect
+from clocher_runtime.text.tokenizer_library import (
+    MAX_ADDED,
+    MAX_FILE_BYTES,
+    LibraryTokenizer,
+    TokenizerApart,
+    inspect,
+)
 
 ROOT = Path(__file__).parents[1]
 LLAMA = ROOT / "tests" / "data" / "clocher-tiny-llama"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clocher_runtime.text.deltas import PlainText, TextReader, Thinking
+from clocher_runtime.text.answers import PlainText, TextReader, Thinking
 from clocher_runtime.text.tool_calls import HermesCalls, JsonObject, LlamaCalls
 from tests.answer_texts import joined, read_pieces
 

@@ -29,8 +29,15 @@ from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.engine.work_touch import WorkTouch
-from clocher_runtime.text.prompt_pipeline import PromptPipeline, prefetch_depth, worker_count
-from clocher_runtime.text.prompts import Preparation, Prompt, PromptSource, piped_text
+from clocher_runtime.text.prompts import (
+    Preparation,
+    Prompt,
+    PromptPipeline,
+    PromptSource,
+    piped_text,
+    prefetch_depth,
+    worker_count,
+)
 from clocher_runtime.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

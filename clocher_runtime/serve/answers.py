@@ -2,7 +2,6 @@
 
 import datetime
 import secrets
-from abc import ABC, abstractmethod
 from collections.abc import (
     AsyncIterator,
     Awaitable,
@@ -13,14 +12,14 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
-from clocher_runtime.serve.choices import ChatChoice, TextChoice, TokenTexts
 from clocher_runtime.serve.errors import to_json
 from clocher_runtime.serve.jobs import Job, News
-from clocher_runtime.serve.messages import Made, Scored, Unsure
-from clocher_runtime.text.answers import Delta
-from clocher_runtime.text.tokenizer import Tokenizer
+from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
+from clocher_runtime.serve.schemas import StreamOptions
+from clocher_runtime.text.answers import AnswerReader, Delta, StopStrings, message_of
+from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 
@@ -70,32 +69,241 @@ class Answer:
         return {"nfe": self.nfe, "tokens_per_nfe": self.made / self.nfe} if self.nfe else {}
 
 
-Piece = tuple[int, Any, str]
+class TokenTexts:
+    """The texts of single tokens."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+
+    def text(self, token: int) -> str:
+        """Return the text of a token alone; bytes of an incomplete character become U+FFFD."""
+        return self.tokenizer.decode([token])
+
+    def named(self, token: int, logprob: float) -> dict[str, Any]:
+        """Return a token in the chat format."""
+        raw = list(self.tokenizer.token_bytes(token))
+        return {"token": self.text(token), "logprob": finite(logprob), "bytes": raw}
+
+    def unsure(self, tokens: Sequence[int | None]) -> list[str | None]:
+        """Return the texts of uncommitted tokens, spaces included; None for a mask."""
+        raw = self.tokenizer.token_bytes
+        return [None if t is None else raw(t).decode("utf-8", "replace") for t in tokens]
+
+    def table(self, top: Top) -> dict[str, float]:
+        """Return top tokens in the completions format; of equal texts the most likely counts."""
+        table: dict[str, float] = {}
+        for token, logprob in top:
+            table.setdefault(self.text(token), finite(logprob))
+        return table
+
+
+def finite(logprob: float) -> float:
+    """Return a log probability that JSON can hold; -inf becomes OpenAI's value for 0."""
+    return max(logprob, -9999.0)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Choice:
+    """One answer as it is made, token by token."""
+
+    stops: StopStrings
+    texts: TokenTexts | None = None  # if log probabilities are requested
+    prompt: list[int] = field(default_factory=list)  # its ids if they are echoed
+    finish: str = ""  # why it ended
+    unsure: Unsure | None = None  # uncommitted tokens, not reported yet
+    logprobs: list[Any] = field(default_factory=list)  # not reported yet
+
+
+_ROLE = {"role": "assistant", "content": ""}
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatChoice(_Choice):
+    """A choice of a chat: `stops` end its content, `one_call` ends it before a second tool call."""
+
+    reader: AnswerReader
+    one_call: bool = False
+    begun: bool = False
+    calls: dict[int, str] = field(default_factory=dict)  # index -> id
+
+    object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def push(self, made: Made) -> list[Delta]:
+        """Return what a token adds to the answer."""
+        if self.texts is not None:
+            assert made.logprob is not None
+            top = [self.texts.named(*token) for token in made.top]
+            told = self.texts.named(made.token, made.logprob)
+            self.logprobs.append(told | {"top_logprobs": top})
+        deltas = self.reader.push(made.token)
+        if made.finish:
+            deltas += self.reader.finish()
+        deltas = self._until_stop(deltas)
+        if made.finish and not self.finish:
+            if rest := self.stops.flush():
+                deltas.append(Delta("content", rest))
+            called = self.calls and made.finish == "stop"
+            self.finish = "tool_calls" if called else made.finish
+        return deltas
+
+    def _until_stop(self, deltas: list[Delta]) -> list[Delta]:
+        kept: list[Delta] = []
+        for delta in deltas:
+            if delta.kind == "content":
+                if text := self.stops.push(delta.text):
+                    kept.append(Delta("content", text))
+                if self.stops.found is not None:
+                    self.finish = "stop"
+                    break
+                continue
+            if rest := self.stops.flush():
+                kept.append(Delta("content", rest))
+            if delta.kind == "tool_call":
+                if self.one_call and self.calls:
+                    self.finish = "tool_calls"
+                    break
+                self.calls[delta.index] = f"call_{secrets.token_hex(12)}"
+            kept.append(delta)
+        return kept
+
+    def whole(self, said: list[Delta]) -> dict[str, Any]:
+        """Return the choice of a whole response."""
+        message = message_of(said, self.calls)
+        if reasoning := message.get("reasoning_content"):
+            message["reasoning"] = reasoning
+        if self.calls:
+            message["content"] = message["content"] or None
+        logprobs = None if self.texts is None else {"content": self.logprobs}
+        return {"message": message, "logprobs": logprobs}
+
+    def parts(self, added: Sequence[Delta]) -> list[dict[str, Any]]:
+        """Return the deltas of chunks."""
+        parts: list[dict[str, Any]] = [] if self.begun else [_ROLE]
+        self.begun = True
+        for kind, text, index in added:
+            if kind == "content":
+                parts.append({"content": text})
+            elif kind == "reasoning":
+                parts.append({"reasoning_content": text, "reasoning": text})
+            else:
+                call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
+                if kind == "tool_call":
+                    function = {"name": text, "arguments": ""}
+                    more = {"id": self.calls[index], "type": "function", "function": function}
+                    call = {"index": index, **more}
+                parts.append({"tool_calls": [call]})
+        return parts
+
+    def chunk(self, part: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+        told = None
+        if self.logprobs and part is not _ROLE:
+            told, self.logprobs = {"content": self.logprobs}, []
+        return {"delta": part or {}, "logprobs": told}
+
+
+@dataclass(slots=True, kw_only=True)
+class TextChoice(_Choice):
+    """A completion of a prompt."""
+
+    decoder: TextStream
+    ends: frozenset[int]  # stop tokens, which have no text
+    only_scored: bool = False
+    length: int = 0  # characters so far, for text offsets
+
+    object = chunk_object = "text_completion"
+
+    def echo(self, tokenizer: Tokenizer, scored: Scored | None) -> str:
+        """Return the text of the prompt, and record the log probabilities of its tokens."""
+        if self.texts is not None and scored is not None:
+            pieces = tokenizer.stream()
+            scores = [(None, ()), *scored.tokens]
+            for token, (logprob, top) in zip(self.prompt, scores, strict=True):
+                self._note(token, logprob, top)
+                self.length += len(pieces.push(token))
+        if self.only_scored and scored is not None:
+            self.finish = "length"
+        text = tokenizer.decode(self.prompt)
+        self.length = len(text)
+        return text
+
+    def push(self, made: Made) -> list[str]:
+        """Return what a token adds to the text."""
+        self._note(made.token, made.logprob, made.top)
+        is_end = made.finish == "stop" and made.token in self.ends
+        text = "" if is_end else self.decoder.push(made.token)
+        if made.finish:
+            text += self.decoder.flush()
+        self.length += len(text)
+        text = self.stops.push(text)
+        if self.stops.found is not None:
+            self.finish = "stop"
+        elif made.finish:
+            text += self.stops.flush()
+            self.finish = made.finish
+        return [text]
+
+    def _note(self, token: int, logprob: float | None, top: Top) -> None:
+        if self.texts is not None:
+            told = (None, None) if logprob is None else (finite(logprob), self.texts.table(top))
+            self.logprobs.append((self.texts.text(token), *told, self.length))
+
+    def _taken(self) -> dict[str, Any]:
+        noted, self.logprobs = self.logprobs, []
+        columns = zip(*noted, strict=True) if noted else ((), (), (), ())
+        keys = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return dict(zip(keys, columns, strict=True))
+
+    def whole(self, said: list[str]) -> dict[str, Any]:
+        """Return the choice of a whole response."""
+        logprobs = None if self.texts is None else self._taken()
+        return {"text": "".join(said), "logprobs": logprobs}
+
+    def parts(self, added: Sequence[str]) -> list[str]:
+        """Return the text of a chunk."""
+        text = "".join(added)
+        return [text] if text or self.logprobs else []
+
+    def chunk(self, part: str | None) -> dict[str, Any]:
+        """Return the choice of a chunk."""
+        return {"text": part or "", "logprobs": self._taken() if self.logprobs else None}
+
+
+Piece = tuple[int, Sequence[Any], str]
 """Index of the choice, deltas or text, finish reason or ""."""
 
 
-@dataclass
-class _Pipeline(ABC):
-    """The response to one request: both formats share it."""
+@dataclass(slots=True)
+class Pipeline:
+    """The response to one request, whole or in chunks."""
 
     answer: Answer
     job: Job
-    choices: list[Any]
-    names: TokenTexts
-
-    object: ClassVar[str]
-    chunk_object: ClassVar[str]
+    choices: Sequence[Any]  # all ChatChoice or all TextChoice
+    each: int  # choices of a prompt
+    scores: bool  # whether prompts are scored, then echoed, before tokens are made
+    options: StreamOptions
+    texts: TokenTexts
+    apart: Callable[[Callable[[], str]], Awaitable[str]]
 
     async def steps(self) -> AsyncIterator[Iterable[Piece]]:
         """Yield the pieces of each step, to be iterated once: a token counts when it is reached."""
         try:
-            async for piece in self._before():
-                yield [piece]
+            if not self.scores:
+                for index, choice in enumerate(self.choices):
+                    if choice.prompt:
+                        yield [await self._echo(index, None)]
             while news := await self.job.read():
                 scored = {at: await self._echo(at, w) for at, w in news if isinstance(w, Scored)}
                 yield self._step(news, scored)
         finally:
             self.job.close()
+
+    async def _echo(self, index: int, scored: Scored | None) -> Piece:
+        choice = self.choices[index]
+        text = await self.apart(lambda: choice.echo(self.texts.tokenizer, scored))
+        return index, [text], choice.finish
 
     def _step(self, news: Sequence[News], scored: Mapping[int, Piece]) -> Iterator[Piece]:
         for index, what in news:
@@ -108,25 +316,28 @@ class _Pipeline(ABC):
                 choice.unsure = what
                 yield index, (), ""
             else:
-                self.answer.count(what, self._is_first(index))
+                self.answer.count(what, index % self.each == 0)
                 added = choice.push(what)
                 if choice.finish:
                     self.job.end(index)
                 yield index, added, choice.finish
 
     async def whole(self) -> dict[str, Any]:
+        """Return the response of a request without `stream`; raises ApiError."""
         said: list[list[Any]] = [[] for _ in self.choices]
         async for step in self.steps():
             for index, added, _ in step:
                 said[index] += added
         choices = [
-            {"index": index, **self._result(choice, said[index]), "finish_reason": choice.finish}
+            {"index": index, **choice.whole(said[index]), "finish_reason": choice.finish}
             for index, choice in enumerate(self.choices)
         ]
-        return {**self._head(self.object), "choices": choices, "usage": self.answer.usage()}
+        return {**self._head("object"), "choices": choices, "usage": self.answer.usage()}
 
-    async def chunks(self, include_usage: bool, continuous: bool) -> AsyncIterator[bytes]:
-        head = self._head(self.chunk_object)
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a streamed response."""
+        head, options = self._head("chunk_object"), self.options
+        include_usage, continuous = options.include_usage, options.continuous_usage_stats
 
         def event(*choices: dict[str, Any]) -> bytes:
             chunk: dict[str, Any] = {**head, "choices": choices}
@@ -142,155 +353,19 @@ class _Pipeline(ABC):
             for index, added, finish in step:
                 choice = self.choices[index]
                 parts: list[tuple[Any, Mapping[str, Any]]]
-                parts = [(part, {}) for part in self._parts(choice, added)]
+                parts = [(part, {}) for part in choice.parts(added)]
                 if choice.unsure is not None:
-                    parts.append((None, {"canvas": self.names.unsure(choice.unsure.ids)}))
+                    parts.append((None, {"canvas": self.texts.unsure(choice.unsure.ids)}))
                     choice.unsure = None
                 if finish:
                     parts.append((None, {"finish_reason": finish}))
                 for part, more in parts:
                     told = {"finish_reason": None, **more}
-                    events.append(event({"index": index, **self._chunk(choice, part), **told}))
+                    events.append(event({"index": index, **choice.chunk(part), **told}))
             if events:
                 yield b"".join(events)
         yield event() + DONE if include_usage else DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
-        answer = self.answer
-        return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.model}
-
-    async def _before(self) -> AsyncIterator[Piece]:
-        nothing: tuple[Piece, ...] = ()
-        for piece in nothing:
-            yield piece
-
-    async def _echo(self, index: int, scored: Scored | None) -> Piece:
-        return index, (), ""
-
-    def _is_first(self, index: int) -> bool:
-        return index == 0
-
-    @abstractmethod
-    def _result(self, choice: Any, said: list[Any]) -> dict[str, Any]:
-        """Return a choice of a whole response."""
-
-    @abstractmethod
-    def _parts(self, choice: Any, added: Any) -> list[Any]:
-        """Return the chunk parts of a piece."""
-
-    @abstractmethod
-    def _chunk(self, choice: Any, part: Any) -> dict[str, Any]:
-        """Return a choice of a chunk; None is an empty part."""
-
-
-_ROLE = {"role": "assistant", "content": ""}
-
-
-@dataclass
-class ChatAnswer(_Pipeline):
-    """The response to one chat; `top` is -1 without log probabilities."""
-
-    top: int
-
-    object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
-
-    def _step(self, news: Sequence[News], scored: Mapping[int, Piece]) -> Iterator[Piece]:
-        if self.top < 0:
-            yield from super()._step(news, scored)
-            return
-        for each in news:
-            choice, made = self.choices[each.sequence], each.what
-            if isinstance(made, Made) and not choice.finish:
-                assert made.logprob is not None
-                top = [self.names.named(*token) for token in made.top]
-                told = self.names.named(made.token, made.logprob) | {"top_logprobs": top}
-                choice.logprobs.append(told)
-            yield from super()._step([each], scored)
-
-    def _result(self, choice: ChatChoice, said: list[Delta]) -> dict[str, Any]:
-        def joined(kind: str, index: int = 0) -> str:
-            return "".join(d.text for d in said if d.kind == kind and d.index == index)
-
-        content, reasoning = joined("content"), joined("reasoning")
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if reasoning:
-            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-        if choice.calls:
-            message["content"] = content or None
-            message["tool_calls"] = [
-                {
-                    "id": call,
-                    "type": "function",
-                    "function": {
-                        "name": joined("tool_call", at),
-                        "arguments": joined("arguments", at),
-                    },
-                }
-                for at, call in choice.calls.items()
-            ]
-        logprobs = {"content": choice.logprobs} if self.top >= 0 else None
-        return {"message": message, "logprobs": logprobs}
-
-    def _parts(self, choice: ChatChoice, added: list[Delta]) -> list[dict[str, Any]]:
-        parts: list[dict[str, Any]] = [] if choice.begun else [_ROLE]
-        choice.begun = True
-        for delta in added:
-            match delta.kind:
-                case "content":
-                    parts.append({"content": delta.text})
-                case "reasoning":
-                    parts.append({"reasoning_content": delta.text, "reasoning": delta.text})
-                case "tool_call":
-                    function = {"name": delta.text, "arguments": ""}
-                    call = {"index": delta.index, "id": choice.calls[delta.index]}
-                    call |= {"type": "function", "function": function}
-                    parts.append({"tool_calls": [call]})
-                case "arguments":
-                    call = {"index": delta.index, "function": {"arguments": delta.text}}
-                    parts.append({"tool_calls": [call]})
-        return parts
-
-    def _chunk(self, choice: ChatChoice, part: dict[str, Any] | None) -> dict[str, Any]:
-        told = None
-        if choice.logprobs and part is not _ROLE:
-            told, choice.logprobs = {"content": choice.logprobs}, []
-        return {"delta": part or {}, "logprobs": told}
-
-
-@dataclass
-class CompletionAnswer(_Pipeline):
-    """The completions of one request, `each` of a prompt; `scores`: report prompt tokens first."""
-
-    each: int
-    scores: bool
-    tokenizer: Tokenizer
-    apart: Callable[[Callable[[], str]], Awaitable[str]]
-
-    object = chunk_object = "text_completion"
-
-    async def _before(self) -> AsyncIterator[Piece]:
-        if not self.scores:
-            for index, choice in enumerate(self.choices):
-                if choice.prompt:
-                    yield await self._echo(index, None)
-
-    async def _echo(self, index: int, scored: Scored | None) -> Piece:
-        choice = self.choices[index]
-        if choice.only_scored and scored is not None:
-            choice.finish = "length"
-        text = await self.apart(lambda: choice.echo(self.tokenizer, scored))
-        return index, [text], choice.finish
-
-    def _is_first(self, index: int) -> bool:
-        return index % self.each == 0
-
-    def _result(self, choice: TextChoice, said: list[str]) -> dict[str, Any]:
-        return {"text": "".join(said), "logprobs": choice.taken()}
-
-    def _parts(self, choice: TextChoice, added: Sequence[str]) -> list[str]:
-        text = "".join(added)
-        return [text] if text or choice.logprobs else []
-
-    def _chunk(self, choice: TextChoice, part: str | None) -> dict[str, Any]:
-        return {"text": part or "", "logprobs": choice.taken() if choice.logprobs else None}
+        answer, name = self.answer, getattr(self.choices[0], kind)
+        return {"id": answer.id, "object": name, "created": answer.created, "model": answer.model}

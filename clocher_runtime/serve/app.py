@@ -20,9 +20,7 @@ from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.engine.diffusing import Diffusing, among, longest_text, of_call
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
-from clocher_runtime.serve.answers import Answer, ChatAnswer, CompletionAnswer
-from clocher_runtime.serve.choices import ChatChoice, TextChoice, TokenTexts
-from clocher_runtime.serve.constraints import Grammars
+from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
 from clocher_runtime.serve.edge import (
     PUBLIC,
     SMALL_BODY_BYTES,
@@ -33,6 +31,7 @@ from clocher_runtime.serve.edge import (
     Named,
     error_response,
     json_response,
+    read_page,
     unless_gone,
 )
 from clocher_runtime.serve.engine_process import EngineProcess
@@ -40,23 +39,22 @@ from clocher_runtime.serve.errors import failure, invalid
 from clocher_runtime.serve.messages import Ready, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, document
-from clocher_runtime.serve.page import read_page
 from clocher_runtime.serve.prompts import PromptRoom, room_for
 from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    SamplingFields,
     TokenizeRequest,
 )
-from clocher_runtime.serve.response_request import ResponsesRequest
-from clocher_runtime.serve.responses import ResponsesAnswer, ResponseStream
-from clocher_runtime.serve.schemas import SamplingFields, Schema
+from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest
+from clocher_runtime.serve.schemas import Schema
 from clocher_runtime.serve.settings import ServeConfig, is_local
-from clocher_runtime.text.deltas import StopStrings, opens_thoughts
+from clocher_runtime.text.answers import StopStrings, opens_thoughts
+from clocher_runtime.text.grammar import Grammars
 
 _CLOSED = 499  # nginx's: the client disconnected before the response
 S = TypeVar("S", bound=Schema)
-Streamed = ChatAnswer | CompletionAnswer
 
 
 @dataclass(slots=True)
@@ -102,96 +100,86 @@ class Server:
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         asked = await self.parse(request, ChatRequest)
-        return await self._answered(request, asked, await self.begin_chat(asked, "chatcmpl"))
-
-    async def begin_chat(self, asked: ChatRequest, kind: str) -> ChatAnswer:
-        """Submit a conversation to the engine; raises ApiError if it cannot be answered now."""
-        with self.engine.reserve(asked.choices):
-            ready = self.engine.serving()
-            blocks = denoised(ready, asked.diffusion)
-            longest = longest_text(blocks, ready.longest)
-            ids, tail = await self.prompts.chat(
-                asked.dialogue(), asked.functions, asked.template_variables, longest
-            )
-            asks = await self._asks(asked, [ids], blocks, "messages", tail)
-            job = self.engine.submit(asks)
-        job.expire(self.config.timeout)
-        choices = [
-            ChatChoice(
-                self.prompts.reader(bool(asked.functions), tail, ask.stop_ids),
-                StopStrings(asked.stop or ()),
-                asked.parallel_tool_calls is False,
-            )
-            for ask in asks
-        ]
-        names = TokenTexts(self.prompts.tokenizer)
-        return ChatAnswer(Answer(kind, self.name, len(ids)), job, choices, names, asked.top)
-
-    async def respond(self, request: Request) -> ASGIApp:
-        """POST /v1/responses."""
-        asked = await self.parse(request, ResponsesRequest)
-        chat = await self.begin_chat(await self.prompts.apart(asked.chat), "resp")
-        answer = ResponsesAnswer(chat, ResponseStream(asked, chat.answer))
-        if asked.stream:
-            return EventStream(answer.events())
-        return json_response(await unless_gone(request.receive, answer.whole()))
+        return await _answered(request, await self.begin(asked, "chatcmpl"), asked.stream)
 
     async def complete(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         asked = await self.parse(request, CompletionRequest)
-        with self.engine.reserve(len(asked.prompt) * asked.choices):
+        return await _answered(request, await self.begin(asked, "cmpl"), asked.stream)
+
+    async def respond(self, request: Request) -> ASGIApp:
+        """POST /v1/responses."""
+        asked = await self.parse(request, ResponsesRequest)
+        chat = await self.begin(await self.prompts.apart(asked.chat), "resp")
+        return await _answered(request, ResponsesAnswer(asked, chat), asked.stream)
+
+    async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
+        """Submit a request to the engine; raises ApiError if it cannot be answered now."""
+        tail, prompts = "", list[list[int]]()
+        with self.engine.reserve(asked.sequences):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
             longest = longest_text(blocks, ready.longest)
-            prompts = [await self.prompts.ids(p, True, longest) for p in asked.prompt]
-            scores = bool(asked.echo) and (asked.top >= 0 or not asked.budget)
-            if scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
-                raise invalid(
-                    "echo with logprobs: the tokens of this model's blocks attend to each other, "
-                    "so a prompt has no likelihood token by token; leave one of them out",
-                    "echo",
-                )
-            asks = await self._asks(asked, prompts, blocks, "prompt", scores=scores)
+            if isinstance(asked, ChatRequest):
+                ids, tail = await self._conversation(asked, longest)
+                prompts.append(ids)
+            else:
+                prompts += [await self.prompts.ids(p, True, longest) for p in asked.prompt]
+                if asked.scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
+                    raise invalid(
+                        "echo with logprobs: the tokens of this model's blocks attend to each "
+                        "other, so a prompt has no likelihood token by token; leave one of them "
+                        "out",
+                        "echo",
+                    )
+            asks = await self._asks(asked, prompts, blocks, tail)
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
-        tokenizer = self.prompts.tokenizer
-        names = TokenTexts(tokenizer)
-        choices = [
-            TextChoice(
-                ask.ids if asked.echo else [],
-                tokenizer.stream(),
-                StopStrings(asked.stop or ()),
-                frozenset(ask.stop_ids),
-                names if asked.top >= 0 else None,
-                only_scored=not ask.max_new,
-            )
-            for ask in asks
-        ]
-        taken = Answer("cmpl", self.name, sum(map(len, prompts)))
-        more = asked.choices, scores, tokenizer, self.prompts.apart
-        answer = CompletionAnswer(taken, job, choices, names, *more)
-        return await self._answered(request, asked, answer)
+        return Pipeline(
+            Answer(kind, self.name, sum(map(len, prompts))),
+            job,
+            [self._choice(asked, ask, tail) for ask in asks],
+            asked.choices,
+            asked.scores,
+            asked.options,
+            TokenTexts(self.prompts.tokenizer),
+            self.prompts.apart,
+        )
 
-    async def _answered(
-        self, request: Request, asked: ChatRequest | CompletionRequest, answer: Streamed
-    ) -> ASGIApp:
-        if asked.stream:
-            options = asked.options
-            usage = bool(options.include_usage), bool(options.continuous_usage_stats)
-            return EventStream(answer.chunks(*usage))
-        return json_response(await unless_gone(request.receive, answer.whole()))
+    async def _conversation(
+        self, asked: ChatRequest | TokenizeRequest, longest: int
+    ) -> tuple[list[int], str]:
+        variables = asked.template_variables
+        return await self.prompts.chat(asked.dialogue(), asked.functions, variables, longest)
+
+    def _choice(
+        self, asked: ChatRequest | CompletionRequest, ask: Submit, tail: str
+    ) -> ChatChoice | TextChoice:
+        stops, tokenizer = StopStrings(asked.stop or ()), self.prompts.tokenizer
+        texts = TokenTexts(tokenizer) if asked.top >= 0 else None
+        if isinstance(asked, ChatRequest):
+            reader = self.prompts.reader(bool(asked.functions), tail, ask.stop_ids)
+            one_call = asked.parallel_tool_calls is False
+            return ChatChoice(stops=stops, texts=texts, reader=reader, one_call=one_call)
+        return TextChoice(
+            stops=stops,
+            texts=texts,
+            prompt=ask.ids if asked.echo else [],
+            decoder=tokenizer.stream(),
+            ends=frozenset(ask.stop_ids),
+            only_scored=not ask.max_new,
+        )
 
     async def _asks(
         self,
         asked: ChatRequest | CompletionRequest,
         prompts: list[list[int]],
         blocks: Diffusing | None,
-        param: str,
-        tail: str = "",
-        scores: bool = False,
+        tail: str,
     ) -> list[Submit]:
         ready = self.engine.serving()
         longest = longest_text(blocks, ready.longest)
+        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
         spec = None
         if asked.must_call or asked.constraint is not None:
@@ -220,7 +208,7 @@ class Server:
                 sampling=drawn,
                 stop_ids=() if asked.ignore_eos else self.prompts.stop_ids,
                 logprobs=asked.top,
-                scores=scores,
+                scores=asked.scores,
                 salt=asked.cache_salt or "",
                 constraint=spec,
                 diffusion=asked.diffusion,
@@ -261,9 +249,7 @@ class Server:
         asked = await self.parse(request, TokenizeRequest)
         longest = self.engine.serving().longest
         if asked.messages is not None:
-            ids, _ = await self.prompts.chat(
-                asked.dialogue(), asked.functions, asked.template_variables, longest
-            )
+            ids, _ = await self._conversation(asked, longest)
         else:
             special = asked.add_special_tokens is not False
             ids = await self.prompts.ids(asked.prompt or "", special, longest)
@@ -359,15 +345,22 @@ class Server:
         return guarded
 
 
+async def _answered(
+    request: Request, answer: Pipeline | ResponsesAnswer, stream: bool | None
+) -> ASGIApp:
+    if stream:
+        return EventStream(answer.events())
+    return json_response(await unless_gone(request.receive, answer.whole()))
+
+
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code != 405:
         return error_response(failure("unknown_url", got=request.url.path))
     allowed = (error.headers or {}).get("Allow", "GET").split(", ")
     wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
-    response = error_response(wrong)
-    response.headers["allow"] = ", ".join(allowed)
-    return response
+    wrong.headers["allow"] = ", ".join(allowed)
+    return error_response(wrong)
 
 
 def denoised(ready: Ready, asked: str | None) -> Diffusing | None:

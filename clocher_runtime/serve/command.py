@@ -5,16 +5,16 @@ import logging
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from clocher_kernels.errors import ClocherError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, is_terminal
 from clocher_runtime.command.flags import Command
 from clocher_runtime.config.sources import unprefixed
-from clocher_runtime.exit_codes import ExitCode, exit_code, told
+from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.settings import DEFAULTS, TABLE, decide
 
 NAME = "clocher-serve"
@@ -70,7 +70,10 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             shown: list[str] = []
             flags = COMMAND.named(name).parse(sys.argv[1:] if argv is None else argv, shown.append)
             if flags is None:
-                return ExitCode.OK if _say("\n".join(shown), console) else ExitCode.BUG
+                if (error := _say("\n".join(shown))) is None:
+                    return ExitCode.OK
+                console.note(f"error: standard output: {error.strerror}")
+                return ExitCode.BUG
             config, engine = decide(flags, os.environ)
             for message in unprefixed(config):
                 console.note(message)
@@ -83,46 +86,32 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
             return ExitCode.INTERRUPTED
         except Exception as raised:
-            error = told(raised)
-            if isinstance(error, ClocherError | MemoryError):
-                console.note(f"error: {error or type(error).__name__}")
-            else:
-                console.note("".join(traceback.format_exception(error)).rstrip())
-            return exit_code(error)
+            return console.failed(raised)[1]
 
 
-def _say(text: str, console: Console) -> bool:
+def _say(text: str) -> OSError | None:
     try:
-        print(text, flush=True)  # noqa: T201 - the help that was asked for
+        print(text, flush=True)  # noqa: T201 - the help, or what the starter of the server waits for
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        console.note(f"error: standard output: {error.strerror}")
-        return False
-    return True
+        return error
+    return None
 
 
 def _announce(facts: dict[str, Any]) -> None:
     line = json.dumps(facts)
     if is_terminal(sys.stdout):
         line = f"{facts['model']}: {facts['url']} (API: {facts['url']}/v1); Ctrl-C ends it"
-    try:
-        print(line, flush=True)  # noqa: T201 - who starts the server waits for it
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _say(line)
 
 
 def _require_extra() -> None:
-    try:
-        import llguidance  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import pydantic  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
+    needed = ("llguidance", "prometheus_client", "pydantic", "starlette", "uvicorn")
+    if missing := [name for name in needed if find_spec(name) is None]:
         raise UsageError(
-            f"the server needs {error.name}, which is not installed; pip install '.[serve]' in a "
+            f"the server needs {missing[0]}, which is not installed; pip install '.[serve]' in a "
             "clone of Clocher"
-        ) from None
+        )
 
 
 if __name__ == "__main__":

@@ -1,20 +1,27 @@
-"""Access, bodies, errors, server-sent events. Sources: RFC 9112, 6.1; HTML standard, 9.2."""
+"""Access, bodies, errors, server-sent events, the chat page.
+
+Sources: RFC 9112, 6.1; HTML standard, 9.2; Content Security Policy Level 3 (W3C).
+"""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import logging
 import os
 import re
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Collection
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.serve.answers import DONE
 from clocher_runtime.serve.errors import ApiError, failure, from_exception, invalid, to_json
 from clocher_runtime.serve.settings import is_local
@@ -33,6 +40,9 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer them
 ]
+FILE = Path(__file__).parents[1] / "assets" / "chat.html"
+MAX_BYTES = 41_000
+_INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.S)
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -208,18 +218,16 @@ class EventStream:
             await self._events.aclose()  # type: ignore[attr-defined]
 
     async def _send_all(self, send: Send) -> None:
-        def part(data: bytes, more: bool = True) -> Message:
-            return {"type": "http.response.body", "body": data, "more_body": more}
-
+        last = b""
         try:
             async for event in self._events:
                 self._sent = asyncio.get_running_loop().time()
-                await send(part(event))
+                await send({"type": "http.response.body", "body": event, "more_body": True})
         except Exception as error:
             if not isinstance(error, ApiError | OSError):
                 _log_defect(error)
-            await send(part(b"data: " + to_json(from_exception(error).body) + b"\n\n" + DONE))
-        await send(part(b"", more=False))
+            last = b"data: " + to_json(from_exception(error).body) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
         clock = asyncio.get_running_loop().time
@@ -228,3 +236,55 @@ class EventStream:
             if clock() - self._sent >= KEEP_ALIVE_S:
                 await send(_COMMENT)
                 self._sent = clock()
+
+
+class Page(NamedTuple):
+    """The page and its headers."""
+
+    body: bytes
+    headers: Mapping[str, str]
+
+    async def show(self, request: Request) -> ASGIApp:
+        """GET /: the page, or 304 if the browser has it."""
+        known = request.headers.get("if-none-match", "").split(",")
+        if self.headers["etag"] in (each.strip().removeprefix("W/") for each in known):
+            return Response(status_code=304, headers=self.headers)
+        return Response(self.body, headers=self.headers, media_type="text/html")
+
+
+def _digest(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+
+
+def read_page(file: Path = FILE) -> Page:
+    """Read the page, whose `<style>` and `<script>` have no attributes.
+
+    Only those run, by their hashes, and only this server is reachable: model output can run
+    nothing.
+    """
+    body = read_bytes(file, MAX_BYTES)
+    inline: dict[bytes, list[str]] = {b"script": [], b"style": []}
+    for tag, text in _INLINE.findall(body):
+        inline[tag].append(f"'sha256-{_digest(text)}'")
+    policy = {
+        "default-src": "'none'",
+        "script-src": " ".join(inline[b"script"]),
+        "style-src": " ".join(inline[b"style"]),
+        "connect-src": "'self'",
+        "img-src": "data:",  # an inline icon; without one browsers request a file
+        "base-uri": "'none'",
+        "form-action": "'none'",
+        "frame-ancestors": "'none'",
+        "require-trusted-types-for": "'script'",
+        "trusted-types": "'none'",
+    }
+    headers = {
+        "content-security-policy": "; ".join(f"{name} {to}" for name, to in policy.items()),
+        "x-content-type-options": "nosniff",
+        "referrer-policy": "no-referrer",
+        # Browsers prefetch DNS of links, and model output may name any host.
+        "x-dns-prefetch-control": "off",
+        "cache-control": "no-cache",
+        "etag": f'"{_digest(body)}"',
+    }
+    return Page(body, headers)

@@ -24,7 +24,6 @@ from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
 from clocher_runtime.exit_codes import exit_code, told
 from clocher_runtime.models.build import PAGE_CELLS
-from clocher_runtime.serve.constraints import Grammars
 from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
@@ -45,6 +44,7 @@ from clocher_runtime.serve.messages import (
 )
 from clocher_runtime.serve.settings import engine_config
 from clocher_runtime.text.completion import logprob_of
+from clocher_runtime.text.grammar import Grammars
 
 BEAT_S = 1.0
 """Seconds between heartbeats, unless a step takes longer."""
@@ -175,13 +175,9 @@ class EngineLoop:
 
     def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
         snapshot, blocks = work.generation.snapshot(), self._session.model.spec.diffusion
-        over = bool(tokens) and tokens[-1].last
-        if (
-            snapshot is not None
-            and blocks is not None
-            and snapshot.forwards > work.shown
-            and not over
-        ):
+        if snapshot is None or blocks is None or (tokens and tokens[-1].last):
+            return
+        if snapshot.forwards > work.shown:
             work.shown = snapshot.forwards
             ids = [None if token == blocks.mask else token for token in snapshot.open]
             yield Unsure(work.request.id, ids)
@@ -306,24 +302,20 @@ def main(descriptor: int) -> int:
             error = told(raised)
             code = int(exit_code(error))
             if not isinstance(error, ClocherError):
-                import traceback
-
-                console.note("".join(traceback.format_exception(error)).rstrip())
+                console.failed(raised)
             sock.sendall(encode(Broken(type(error).__name__, str(error), code)))
             return code
     return 0
 
 
 def _first(sock: socket.socket) -> Start:
-    reader = Reader(ToEngine)
-    while True:
-        messages = reader.receive(sock)
-        if messages is None:
+    reader, messages = Reader(ToEngine), list[Start]()
+    while not messages:
+        received = reader.receive(sock)
+        if received is None:
             raise BrokenPipeError
-        if messages:
-            start = messages[0]
-            assert isinstance(start, Start)
-            return start
+        messages = received
+    return messages[0]
 
 
 if __name__ == "__main__":

@@ -65,19 +65,13 @@ class ApiError(ClocherError):
     """An error response; `retry_after` is in seconds."""
 
     def __init__(
-        self,
-        status: int,
-        message: str,
-        type: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
+        self, code: str | None, message: str, param: str | None = None, retry_after: int = 1
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.type = status, message, type
-        self.param, self.code = param, code
-        self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
-        if status == 401:
+        self.code, self.message, self.param = code, message, param
+        self.status, self.type, _ = _TABLE.get(code or "", (400, _INVALID, ""))
+        self.headers = {"retry-after": str(retry_after)} if self.status in _RETRY_STATUS else {}
+        if self.status == 401:
             self.headers["www-authenticate"] = "Bearer"
 
     @property
@@ -89,12 +83,10 @@ class ApiError(ClocherError):
 
 def failure(code: str, *, param: str | None = None, retry_after: int = 1, **facts: Any) -> ApiError:
     """Return the error of a code; `facts` fill its message, `got` shortened."""
-    status, kind, text = _TABLE[code]
     if "got" in facts:
         facts["got"] = short(facts["got"])
-    message = text.format(retry_after=retry_after, **facts)
-    wait = retry_after if status in _RETRY_STATUS else None
-    return ApiError(status, message, kind, param, code, wait)
+    message = _TABLE[code][2].format(retry_after=retry_after, **facts)
+    return ApiError(code, message, param, retry_after)
 
 
 def codes_by_status() -> dict[str, str]:
@@ -107,7 +99,7 @@ def codes_by_status() -> dict[str, str]:
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return a 400 error."""
-    return ApiError(400, message, _INVALID, param, code)
+    return ApiError(code, message, param)
 
 
 def from_exception(error: BaseException) -> ApiError:
@@ -135,6 +127,18 @@ def short(value: object) -> str:
     """Return the first characters of a value."""
     text = shown(value)
     return text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS - 3]}..."
+
+
+def described(value: object) -> str:
+    """Return a JSON value for messages: its first characters, or what it is."""
+    match value:
+        case list():
+            return f"a list of {len(value)}"
+        case dict():
+            return "an object"
+        case None | bool():
+            return {None: "null", True: "true", False: "false"}[value]
+    return short(value)
 
 
 class Refused(ValueError):
@@ -177,17 +181,7 @@ def _complaint(details: Sequence[Mapping[str, Any]]) -> str:
     texts = list(dict.fromkeys(detail["msg"][:200] for detail in details))
     prefix = "Input should be "
     expected = [text.removeprefix(prefix) for text in texts if text.startswith(prefix)]
-    match details[0]["input"]:
-        case list() as items:
-            got = f"a list of {len(items)}"
-        case dict():
-            got = "an object"
-        case None:
-            got = "null"
-        case bool() as switch:
-            got = str(switch).lower()
-        case value:
-            got = short(value)
+    got = described(details[0]["input"])
     if details[0]["loc"][-1] == "[key]":
         return f"has the key {got}; {texts[0]}"
     if expected:

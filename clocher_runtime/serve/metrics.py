@@ -1,7 +1,7 @@
 """GET /metrics: vLLM's names with our prefix, step times. No label or value is request text."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,8 +14,10 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from clocher_runtime.serve.messages import Ready, State
 from clocher_runtime.speculation.track import PRIORS
+
+if TYPE_CHECKING:
+    from clocher_runtime.serve.engine_process import EngineProcess
 
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _NEXT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -38,37 +40,13 @@ _COUNTERS = {
 """Counters of the engine's `State` -> help text."""
 
 
-class Engine(Protocol):
-    """What metrics report of the engine's process: see `engine_process.EngineProcess`."""
-
-    state: State
-    ready: Ready | None
-    restarts: int
-
-    @property
-    def status(self) -> str:
-        """`loading`, `ready`, `draining` or `failed`."""
-
-    @property
-    def sequences(self) -> int:
-        """Sequences that run or wait."""
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether its heartbeat is overdue."""
-
-    @property
-    def age_s(self) -> float:
-        """Seconds since its last message."""
-
-
 class ServerMetrics(Collector):
     """Counts requests and times of the server; `model` is the name for clients."""
 
     def __init__(self, model: str) -> None:
         self._registry = registry = CollectorRegistry(auto_describe=False)
         self._model = model
-        self._engine: Engine | None = None
+        self._engine: EngineProcess | None = None
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         registry.register(self)
@@ -96,7 +74,7 @@ class ServerMetrics(Collector):
         self._firsts: list[float] = []
         self._nexts: list[float] = []
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: "EngineProcess") -> None:
         """Report on an engine."""
         self._engine = engine
 

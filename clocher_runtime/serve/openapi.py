@@ -3,6 +3,7 @@
 from functools import cache
 from typing import Any, NamedTuple
 
+from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from clocher_runtime.serve.errors import codes_by_status
@@ -12,11 +13,11 @@ from clocher_runtime.serve.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from clocher_runtime.serve.response_request import ResponsesRequest
+from clocher_runtime.serve.responses import ResponsesRequest
 from clocher_runtime.serve.schemas import Schema
 
-_JSON, _EVENTS = "application/json", "text/event-stream"
-_TEXT, _HTML = "text/plain", "text/html"
+_JSON = "application/json"
+_BOTH = (_JSON, "text/event-stream")
 _REF = "#/components/schemas/{model}"
 
 
@@ -31,51 +32,42 @@ class Described(NamedTuple):
     answers: tuple[str, ...] = (_JSON,)
 
 
-_BOTH = (_JSON, _EVENTS)
 ROUTES = (
     Described("chat", "post", "/v1/chat/completions", "Answer a conversation", ChatRequest, _BOTH),
     Described("complete", "post", "/v1/completions", "Continue texts", CompletionRequest, _BOTH),
-    Described(
-        "respond",
-        "post",
-        "/v1/responses",
-        "Answer a conversation in items",
-        ResponsesRequest,
-        _BOTH,
-    ),
+    Described("respond", "post", "/v1/responses", "Answer in items", ResponsesRequest, _BOTH),
     Described("models", "get", "/v1/models", "The model that is served"),
     Described("model", "get", "/v1/models/{model}", "The model that is served, by its name"),
     Described("tokenize", "post", "/tokenize", "The tokens of a prompt", TokenizeRequest),
     Described("detokenize", "post", "/detokenize", "The text of tokens", DetokenizeRequest),
     Described("health", "get", "/health", "Whether requests are served now"),
-    Described("show_metrics", "get", "/metrics", "Counters for Prometheus", answers=(_TEXT,)),
+    Described("show_metrics", "get", "/metrics", "For Prometheus", answers=("text/plain",)),
     Described("describe", "get", "/openapi.json", "This document"),
-    Described("root", "get", "/", "The chat page, or what this server is", answers=(_HTML, _JSON)),
+    Described("root", "get", "/", "The chat page, or the name", None, ("text/html", _JSON)),
 )
-_NULLABLE = {"type": ["string", "null"]}
-_ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": _NULLABLE,
-                "code": _NULLABLE,
-            },
-        }
-    },
-}
+
+
+class Fault(BaseModel):
+    """What is wrong; `param` is the field that is."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(BaseModel):
+    """An error response, or the last event of a failed stream."""
+
+    error: Fault
 
 
 @cache
 def document(version: str) -> dict[str, Any]:
     """Return the OpenAPI document."""
-    asked = [route.asks for route in ROUTES if route.asks is not None]
-    _, defined = models_json_schema([(each, "validation") for each in asked], ref_template=_REF)
+    models: list[type[BaseModel]] = [route.asks for route in ROUTES if route.asks is not None]
+    models.append(Error)
+    _, defined = models_json_schema([(each, "validation") for each in models], ref_template=_REF)
     paths: dict[str, Any] = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route)
@@ -84,7 +76,7 @@ def document(version: str) -> dict[str, Any]:
         "info": {"title": "clocher-serve", "version": version},
         "paths": paths,
         "components": {
-            "schemas": {**defined["$defs"], "Error": _ERROR},
+            "schemas": defined["$defs"],
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
         "security": [{"key": []}, {}],
@@ -92,18 +84,13 @@ def document(version: str) -> dict[str, Any]:
 
 
 def _operation(route: Described) -> dict[str, Any]:
-    def content(kind: str, schema: dict[str, Any]) -> dict[str, Any]:
-        return {kind: {"schema": schema}}
+    def body(model: type[BaseModel]) -> dict[str, Any]:
+        return {_JSON: {"schema": {"$ref": _REF.format(model=model.__name__)}}}
 
-    def model(name: str) -> dict[str, Any]:
-        return content(_JSON, {"$ref": _REF.format(model=name)})
-
-    kinds: dict[str, Any] = {_JSON: {"type": "object"}, _EVENTS: {}}
-    answer: dict[str, Any] = {}
-    for kind in route.answers:
-        answer |= content(kind, kinds.get(kind, {"type": "string"}))
+    kinds: dict[str, Any] = {_JSON: {"type": "object"}, "text/event-stream": {}}
+    answer = {kind: {"schema": kinds.get(kind, {"type": "string"})} for kind in route.answers}
     responses: dict[str, Any] = {
-        status: {"description": f"Error: {codes}", "content": model("Error")}
+        status: {"description": f"Error: {codes}", "content": body(Error)}
         for status, codes in codes_by_status().items()
     }
     responses["200"] = {"description": "The answer", "content": answer}
@@ -114,5 +101,5 @@ def _operation(route: Described) -> dict[str, Any]:
         place = {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]
     if route.asks is not None:
-        operation["requestBody"] = {"required": True, "content": model(route.asks.__name__)}
+        operation["requestBody"] = {"required": True, "content": body(route.asks)}
     return operation

@@ -11,7 +11,7 @@ from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
 from clocher_runtime.text.answers import AnswerReader, AnswerStyle, answer_style, make_reader
-from clocher_runtime.text.conversation import conversation_of
+from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
 

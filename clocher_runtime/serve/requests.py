@@ -1,15 +1,19 @@
-"""The requests of chats, completions and tokenisation: see `schemas`."""
+"""The requests of chats, completions and tokenisation; their parts are in `schemas`."""
 
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import Field, StringConstraints
 
+from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.serve.errors import Refused
 from clocher_runtime.serve.schemas import (
-    MAX_CHOICES,
+    MAX_PROMPT_TOKENS,
     MAX_TOKENS,
     MAX_TOOLS,
+    Biases,
+    Diffusion,
     GuidedChoice,
     GuidedGrammar,
     GuidedRegex,
@@ -17,43 +21,86 @@ from clocher_runtime.serve.schemas import (
     Messages,
     NamedChoice,
     PlainFormat,
+    Prompts,
     ReasoningEffort,
-    SamplingFields,
     Schema,
     SchemaFormat,
     ShortText,
     Stops,
+    StreamOptions,
+    StructuredOutputs,
     TemplateVariables,
+    TokenId,
     Tool,
     plain_messages,
+    text_of,
 )
 
-MAX_PROMPTS, MAX_ANSWERS, MAX_PROMPT_TOKENS = 64, 128, 1 << 20
+MAX_CHOICES, MAX_ANSWERS = 16, 128
 MAX_LOGPROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 """OpenAI's default of `max_tokens` in /v1/completions."""
+_SEEDS = 1 << 64
+# Odd, so that no two choices of a request share a seed: Knuth's 2^64 divided by the golden ratio.
+_SEED_STEP = 0x9E3779B97F4A7C15
 
 
-class StreamOptions(Schema):
-    """What streams report besides the answer.
+class SamplingFields(Schema):
+    """How tokens are sampled."""
 
-    The usage in a last chunk, or with each chunk; uncommitted tokens after each forward that
-    denoises a block.
-    """
+    unsupported: ClassVar = {
+        "use_beam_search": ((False,), "use n"),
+        "min_tokens": ((0,), "use ignore_eos with max_tokens"),
+        "stop_token_ids": (([],), "use stop"),
+        "include_stop_str_in_output": ((False,), "add the stop text to the answer"),
+        "bad_words": (([],), "use logit_bias"),
+        "allowed_token_ids": (([],), "use guided_choice or guided_grammar"),
+        "length_penalty": ((1,), "it belongs to beam search"),
+        "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+        "truncate_prompt_tokens": ((), "shorten the prompt"),
+        "skip_special_tokens": ((True,), "answers never have special tokens"),
+        "logits_processors": (([],), "use logit_bias"),
+    }
 
-    include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
-    include_canvas: bool | None = None
+    model: ShortText | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="-1 and 0: all tokens")
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
+    seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
+    ignore_eos: bool | None = None
+    diffusion: Diffusion | None = Field(
+        None, description="how blocks are denoised: lossless, a rule"
+    )
+    stream: bool | None = None
+    cache_salt: Annotated[str, text_of(1, 128)] | None = None
+    request_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
 
+    def on_top_of(self, defaults: Mapping[str, float]) -> Self:
+        """Return the request with a model's defaults for absent fields."""
+        said = {name: getattr(self, name) for name in defaults}
+        return self.model_copy(update=taken(defaults, said | {"temperature": self.temperature}))
 
-class StructuredOutputs(Schema, extra="forbid"):
-    """What the answer has to follow, as vLLM names it; one of them."""
-
-    json_: GuidedSchema | None = Field(default=None, alias="json")
-    json_object: Literal[True] | None = None
-    regex: GuidedRegex | None = None
-    grammar: GuidedGrammar | None = None
-    choice: GuidedChoice | None = None
+    def sampling(self, choice: int = 0) -> dict[str, Any]:
+        """Return arguments of `Sampling`; choice n has a seed derived from the request's."""
+        seed = secrets.randbits(64) if self.seed is None else self.seed + choice * _SEED_STEP
+        given = {
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "top_k": None if self.top_k is None else max(self.top_k, 0),
+            "top_p": None if self.top_p is None else max(self.top_p, 1e-9),  # 0: the top token
+            "min_p": self.min_p,
+            "seed": seed % _SEEDS,
+            "repetition_penalty": self.repetition_penalty,
+            "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            # A bias of 0 has only a cost: sampling with biases is slower.
+            "logit_bias": {int(t): bias for t, bias in (self.logit_bias or {}).items() if bias},
+        }
+        return {name: value for name, value in given.items() if value is not None}
 
 
 class GenerationFields(SamplingFields):
@@ -72,6 +119,7 @@ class GenerationFields(SamplingFields):
     guided_choice: GuidedChoice | None = None
     functions: ClassVar[Sequence[dict[str, Any]]] = ()
     must_call: ClassVar[bool] = False
+    scores: ClassVar[bool] = False
 
     def model_post_init(self, _: Any) -> None:
         """Validate combinations of fields."""
@@ -90,34 +138,32 @@ class GenerationFields(SamplingFields):
         return self.n or 1
 
     @property
+    def sequences(self) -> int:
+        """Completions of all prompts."""
+        return self.choices
+
+    @property
     def options(self) -> StreamOptions:
         """The stream options, or their defaults."""
         return self.stream_options or StreamOptions()
 
     @property
     def constraint(self) -> dict[str, Any] | None:
-        """The output constraint as one of `grammar_rules.KINDS` -> its value, or None."""
+        """The output constraint as one of `grammar.KINDS` -> its value, or None."""
         return next(iter(self._constraints()), None)
 
     def _constraints(self) -> list[dict[str, Any]]:
-        outputs = self.structured_outputs or StructuredOutputs()
-        named: list[tuple[str, Any]] = [
-            ("json_schema", self.guided_json),
-            ("json_schema", outputs.json_),
-            ("json_object", outputs.json_object),
-            ("regex", self.guided_regex),
-            ("regex", outputs.regex),
-            ("grammar", self.guided_grammar),
-            ("grammar", outputs.grammar),
-            ("choice", self.guided_choice),
-            ("choice", outputs.choice),
-        ]
-        match self.response_format:
-            case PlainFormat(type="json_object"):
-                named.append(("json_object", True))
-            case SchemaFormat(json_schema=described):
-                named.append(("json_schema", described.schema_ or {}))
-        return [{kind: value} for kind, value in named if value is not None]
+        outputs, wanted = self.structured_outputs or StructuredOutputs(), self.response_format
+        is_object = isinstance(wanted, PlainFormat) and wanted.type == "json_object"
+        schema = wanted.json_schema.schema_ or {} if isinstance(wanted, SchemaFormat) else None
+        named: dict[str, tuple[Any, ...]] = {
+            "json_schema": (self.guided_json, outputs.json_, schema),
+            "json_object": (outputs.json_object, is_object or None),
+            "regex": (self.guided_regex, outputs.regex),
+            "grammar": (self.guided_grammar, outputs.grammar),
+            "choice": (self.guided_choice, outputs.choice),
+        }
+        return [{kind: v} for kind, values in named.items() for v in values if v is not None]
 
 
 class ChatFields(Schema):
@@ -225,57 +271,8 @@ class ChatRequest(ChatFields, GenerationFields):
         return super().template_variables | effort
 
 
-_EXPECTED = "expected text, a list of texts, a list of token ids, or a list of such lists"
-
-
-def _prompts(value: object) -> list[str | list[int]]:
-    if isinstance(value, str):
-        return [value]
-    if not isinstance(value, list) or not value:
-        raise Refused(f"prompt is {_kind(value)}; {_EXPECTED}")
-    if type(value[0]) is int:
-        return [_token_ids(value)]
-    if len(value) > MAX_PROMPTS:
-        raise Refused(f"{len(value)} prompts; expected at most {MAX_PROMPTS}: send fewer at a time")
-    if all(isinstance(prompt, str) for prompt in value):
-        return value
-    return [_token_ids(prompt) for prompt in value]
-
-
-def _token_ids(value: object) -> list[int]:
-    if not isinstance(value, list) or not value or set(map(type, value)) != {int}:
-        raise Refused(f"a prompt is {_kind(value)}; {_EXPECTED}")
-    if len(value) > MAX_PROMPT_TOKENS:
-        raise Refused(f"a prompt of {len(value)} tokens; expected at most {MAX_PROMPT_TOKENS}")
-    if min(value) < 0 or max(value) > MAX_TOKENS:
-        raise Refused(f"a token id is out of range; expected 0 to {MAX_TOKENS}")
-    return value
-
-
-def _kind(value: object) -> str:
-    if isinstance(value, list):
-        return "a list of various things" if value else "an empty list"
-    kinds = {int: "a number", float: "a number", dict: "an object", bool: "true or false"}
-    return "null" if value is None else kinds.get(type(value), "text")
-
-
-_TOKEN_IDS = {
-    "type": "array",
-    "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS},
-    "minItems": 1,
-    "maxItems": MAX_PROMPT_TOKENS,
-}
-_MANY = {"type": "array", "minItems": 1, "maxItems": MAX_PROMPTS}
-_TEXTS = [{"type": "string"}, {**_MANY, "items": {"type": "string"}}]
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_prompts),
-    WithJsonSchema({"anyOf": [*_TEXTS, _TOKEN_IDS, {**_MANY, "items": _TOKEN_IDS}]}),
-]
-
-
 class CompletionRequest(GenerationFields):
-    """POST /v1/completions. After validation `prompt` is a list of prompts."""
+    """POST /v1/completions."""
 
     prompt: Prompts
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS)
@@ -293,8 +290,18 @@ class CompletionRequest(GenerationFields):
             raise Refused("suffix is not supported; models here continue a prompt", "suffix")
         if self.max_tokens == 0 and not self.echo:
             raise Refused("max_tokens is 0 without echo; expected at least 1", "max_tokens")
-        if (answers := len(self.prompt) * self.choices) > MAX_ANSWERS:
+        if (answers := self.sequences) > MAX_ANSWERS:
             raise Refused(f"{answers} answers; expected at most {MAX_ANSWERS}: lower n", "n")
+
+    @property
+    def sequences(self) -> int:
+        """Completions of all prompts."""
+        return len(self.prompt) * self.choices
+
+    @property
+    def scores(self) -> bool:  # type: ignore[override]
+        """Whether prompts are scored before they are continued."""
+        return bool(self.echo) and (self.top >= 0 or not self.budget)
 
     @property
     def budget(self) -> int:
@@ -330,6 +337,4 @@ class DetokenizeRequest(Schema):
     """POST /detokenize."""
 
     model: ShortText | None = None
-    tokens: list[Annotated[int, Field(ge=0, le=MAX_TOKENS)]] = Field(
-        max_length=MAX_PROMPT_TOKENS, fail_fast=True
-    )
+    tokens: list[TokenId] = Field(max_length=MAX_PROMPT_TOKENS, fail_fast=True)

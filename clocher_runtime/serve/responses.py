@@ -1,13 +1,189 @@
-"""POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference)."""
+"""POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference).
+
+Nothing is stored; `store` is ignored.
+"""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from clocher_runtime.serve.answers import Answer, ChatAnswer
-from clocher_runtime.serve.errors import ApiError, to_json
-from clocher_runtime.serve.response_request import ResponsesRequest
+from pydantic import Discriminator, Field, Tag
+
+from clocher_runtime.serve.answers import Answer, Pipeline
+from clocher_runtime.serve.errors import ApiError, Refused, to_json
+from clocher_runtime.serve.requests import ChatRequest, SamplingFields
+from clocher_runtime.serve.schemas import (
+    MAX_MESSAGES,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    CalledFunction,
+    FlatSchemaFormat,
+    FunctionTool,
+    NamedFunction,
+    ReasoningSettings,
+    Schema,
+    ShortText,
+    TextSettings,
+    checked,
+    joined,
+    list_of,
+    text_of,
+)
 from clocher_runtime.text.answers import Delta
+
+
+class InputPart(Schema):
+    """A piece of text in a message. Images, audio and files are refused."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: str
+
+
+class ReasoningPart(Schema):
+    """A piece of the reasoning, or of a summary of it."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: str
+
+
+class InputMessage(Schema):
+    """A message; `type` may be left out."""
+
+    type: Literal["message"] = "message"
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputPart]
+
+
+class ReasoningItem(Schema):
+    """What the model thought in an earlier turn."""
+
+    unsupported: ClassVar = {
+        "encrypted_content": ((), "reasoning is never encrypted here; send content")
+    }
+
+    type: Literal["reasoning"]
+    summary: list[ReasoningPart] | None = None
+    content: list[ReasoningPart] | None = None
+
+
+class FunctionCallItem(CalledFunction):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["function_call"]
+    call_id: ShortText
+
+
+class FunctionCallOutput(Schema):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: ShortText
+    output: str | list[InputPart]
+
+
+def _kind(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    return kind if isinstance(kind, str) else "of no type"
+
+
+Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[ReasoningItem, Tag("reasoning")]
+    | Annotated[FunctionCallItem, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+Metadata = Annotated[
+    dict[Annotated[str, text_of(0, 64)], Annotated[str, text_of(0, 512)]], Field(max_length=16)
+]
+
+
+def _wrapped(function: FunctionTool | NamedFunction) -> dict[str, Any]:
+    return {"type": "function", "function": function.model_dump()}
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    unsupported: ClassVar = {
+        **SamplingFields.unsupported,
+        "previous_response_id": ((), "nothing is stored: send the whole conversation"),
+        "conversation": ((), "nothing is stored: send the whole conversation"),
+        "background": ((False,), "nothing is stored: use stream"),
+        "prompt": ((), "nothing is stored: use input"),
+        "context_management": (([],), "shorten the input"),
+        "truncation": (("disabled",), "shorten the input"),
+        "top_logprobs": ((0,), "use /v1/chat/completions"),
+        "moderation": ((), "leave it out"),
+        "stop": (([],), "use /v1/chat/completions"),
+        "n": ((1,), "use /v1/chat/completions"),
+        "chat_template": ((), "the model's own template is used"),
+    }
+
+    input: str | Annotated[list[Item], list_of(MAX_MESSAGES, 1)]
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
+    tools: list[FunctionTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextSettings | None = None
+    reasoning: ReasoningSettings | None = None
+    include: list[ShortText] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
+
+    def model_post_init(self, _: Any) -> None:
+        """Validate lists of allowed words."""
+        if "message.output_text.logprobs" in (self.include or ()):
+            raise Refused("include asks for logprobs; use /v1/chat/completions for them", "include")
+
+    def chat(self) -> ChatRequest:
+        """Return the equivalent chat request; raises ApiError if there is none."""
+        same = (*SamplingFields.model_fields, "parallel_tool_calls")
+        choice, wanted = self.tool_choice, self.text and self.text.format
+        form = wanted and wanted.model_dump(by_alias=True)
+        if isinstance(wanted, FlatSchemaFormat):
+            form = {"type": "json_schema", "json_schema": form}
+        fields = {
+            "messages": self._messages(),
+            "max_completion_tokens": self.max_output_tokens,
+            "tools": [_wrapped(tool) for tool in self.tools or ()],
+            "tool_choice": _wrapped(choice) if isinstance(choice, NamedFunction) else choice,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            "response_format": form,
+        }
+        return checked(ChatRequest, {name: getattr(self, name) for name in same} | fields)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+
+        def assistant(*before: str) -> dict[str, Any]:
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant" or any(name in last for name in before):
+                messages.append({"role": "assistant"})
+            return messages[-1]
+
+        for item in self.input:
+            match item:
+                case InputMessage(role="assistant"):
+                    assistant("content", "tool_calls")["content"] = joined(item.content)
+                case InputMessage():
+                    messages.append({"role": item.role, "content": joined(item.content)})
+                case ReasoningItem():
+                    turn = assistant("reasoning_content", "content", "tool_calls")
+                    turn["reasoning_content"] = joined(item.content or item.summary or ())
+                case FunctionCallItem():
+                    function = {"name": item.name, "arguments": item.arguments}
+                    call = {"id": item.call_id, "type": "function", "function": function}
+                    assistant().setdefault("tool_calls", []).append(call)
+                case FunctionCallOutput():
+                    message = {"role": "tool", "tool_call_id": item.call_id}
+                    messages.append(message | {"content": joined(item.output)})
+        return messages
+
 
 Event = dict[str, Any]
 Kind = Literal["message", "reasoning", "function_call"]
@@ -39,21 +215,20 @@ class OutputItem:
         return place if self.kind == "function_call" else place | {"content_index": 0}
 
     @property
-    def part(self) -> dict[str, Any]:
-        """The single content part of a message or of reasoning."""
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": self.text}
-        return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+    def part(self) -> dict[str, Any] | None:
+        """The single content part of a message or of reasoning; None for a call."""
+        if self.kind == "message":
+            return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
+        return {"type": "reasoning_text", "text": self.text} if self.kind == "reasoning" else None
 
     def plain(self, status: str, parts: bool = True) -> dict[str, Any]:
         """Return the item as JSON; `parts`: its content has begun."""
-        plain: dict[str, Any] = {"id": self.id, "type": self.kind, "status": status}
-        content = [self.part] if parts else []
-        if self.kind == "message":
-            return plain | {"role": "assistant", "content": content}
-        if self.kind == "reasoning":
-            return plain | {"summary": [], "content": content}
-        return plain | {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+        own: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
+        if self.kind == "function_call":
+            own = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
+        else:
+            own["content"] = [self.part] if parts else []
+        return {"id": self.id, "type": self.kind, "status": status, **own}
 
 
 @dataclass(slots=True)
@@ -156,14 +331,16 @@ class ResponseStream:
         kind, prefix, grows = _KINDS[delta.kind]
         index = len(self.output)
         item = self.open = OutputItem(kind, f"{self._id(prefix)}_{index}", grows, index)
-        added = {"output_index": index}
         if kind == "function_call":
             item.call_id, item.name = calls[delta.index], delta.text
         plain = item.plain("in_progress", parts=False)
-        events = [self._event("response.output_item.added", **added, item=plain)]
-        if kind != "function_call":
-            events.append(self._event("response.content_part.added", **item.place, part=item.part))
-        return events
+        added = self._event("response.output_item.added", output_index=index, item=plain)
+        return [added, *self._part("added", item)]
+
+    def _part(self, what: str, item: OutputItem) -> list[Event]:
+        if (part := item.part) is None:
+            return []
+        return [self._event(f"response.content_part.{what}", **item.place, part=part)]
 
     def _close(self, status: str) -> list[Event]:
         item, self.open = self.open, None
@@ -176,11 +353,10 @@ class ResponseStream:
             whole |= {"logprobs": []}
         elif item.kind == "function_call":
             whole = {"arguments": item.text, "name": item.name}
-        events = [self._event(f"{item.grows}.done", **item.place, **whole)]
-        if item.kind != "function_call":
-            events.append(self._event("response.content_part.done", **item.place, part=item.part))
+        grown = self._event(f"{item.grows}.done", **item.place, **whole)
+        parts = self._part("done", item)
         last = self._event("response.output_item.done", output_index=item.index, item=done)
-        return [*events, last]
+        return [grown, *parts, last]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self.sequence, **fields}
@@ -188,35 +364,34 @@ class ResponseStream:
         return event
 
 
-@dataclass(slots=True)
 class ResponsesAnswer:
-    """The response to one request: a chat with one choice, and its events."""
+    """The response to one request: a chat with one choice, reported in items."""
 
-    chat: ChatAnswer
-    stream: ResponseStream
+    def __init__(self, request: ResponsesRequest, chat: Pipeline) -> None:
+        self._chat, self._stream = chat, ResponseStream(request, chat.answer)
 
     async def whole(self) -> dict[str, Any]:
         """Return the response of a request without `stream`; raises ApiError."""
-        async for step in self.chat.steps():
-            self._push(step)
-        self.stream.finish(self.chat.choices[0].finish)
-        return self.stream.response()
+        async for _ in self._steps():
+            pass
+        return self._stream.response()
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed response; the last one has the final status."""
-        yield _sent(self.stream.start())
+        yield _sent(self._stream.start())
         try:
-            async for step in self.chat.steps():
-                if events := self._push(step):
+            async for events in self._steps():
+                if events:
                     yield _sent(events)
         except ApiError as error:
-            yield _sent(self.stream.fail(error))
-        else:
-            yield _sent(self.stream.finish(self.chat.choices[0].finish))
+            yield _sent(self._stream.fail(error))
 
-    def _push(self, step: Iterable[tuple[int, list[Delta], str]]) -> list[Event]:
-        calls = self.chat.choices[0].calls
-        return [event for _, deltas, _ in step for event in self.stream.push(deltas, calls)]
+    async def _steps(self) -> AsyncIterator[list[Event]]:
+        (choice,) = self._chat.choices
+        async for step in self._chat.steps():
+            pushed = [self._stream.push(deltas, choice.calls) for _, deltas, _ in step]
+            yield [event for events in pushed for event in events]
+        yield self._stream.finish(choice.finish)
 
 
 def _sent(events: Sequence[Event]) -> bytes:

@@ -1,11 +1,10 @@
-"""The request schemas: strict and bounded; unknown fields are ignored, null counts as absent.
+"""The parts of requests: strict and bounded; unknown fields are ignored, null counts as absent.
 
 Unsupported values are refused, not dropped. Types are literal: "3", 3.0 and true are not integers.
 Ranges are OpenAI's where it has the field. No template, path or URL is taken from a request.
 """
 
 import json
-import secrets
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -15,7 +14,9 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
     StringConstraints,
+    TypeAdapter,
     ValidationError,
     WithJsonSchema,
     model_validator,
@@ -24,16 +25,13 @@ from pydantic import (
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.diffusion.asked import RULES, WORDS, parse
 from clocher_runtime.disk.strict_json import parse_object
-from clocher_runtime.engine.sampling_defaults import taken
-from clocher_runtime.serve.errors import Refused, from_validation, invalid
+from clocher_runtime.serve.errors import Refused, described, from_validation, invalid
 
 MAX_TOKENS = (1 << 31) - 1
 MAX_SCHEMA_CHARS = 64 << 10
-MAX_MESSAGES, MAX_TOOLS, MAX_CHOICES = 4096, 128, 16
+MAX_MESSAGES, MAX_TOOLS = 4096, 128
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
-_SEEDS = 1 << 64
-# Odd, so that no two choices of a request share a seed: Knuth's 2^64 divided by the golden ratio.
-_SEED_STEP = 0x9E3779B97F4A7C15
+MAX_PROMPTS, MAX_PROMPT_TOKENS = 64, 1 << 20
 S = TypeVar("S", bound="Schema")
 Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
 """Field of other servers -> values without effect, and what to use instead."""
@@ -105,22 +103,48 @@ def _diffusion(value: str) -> str:
     return value
 
 
-def _text(least: int, most: int) -> StringConstraints:
+def _prompts(value: object) -> list[str | list[int]]:
+    try:
+        given = _PROMPTS.validate_python(value)
+    except ValidationError:
+        raise Refused(
+            f"prompt is {described(value)}; expected text, up to {MAX_PROMPTS} texts, a list of "
+            f"token ids (1 to {MAX_PROMPT_TOKENS} of them, from 0 to {MAX_TOKENS}), or up to "
+            f"{MAX_PROMPTS} such lists"
+        ) from None
+    return given if isinstance(given, list) and type(given[0]) is not int else [given]
+
+
+def text_of(least: int, most: int) -> StringConstraints:
+    """Return the bounds of a text's length."""
     return StringConstraints(min_length=least, max_length=most)
+
+
+def list_of(most: int, least: int = 0) -> Any:
+    """Return the bounds of a list's length."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
 
 
 JsonSchema = Annotated[dict[str, Any], AfterValidator(_bounded)]
 FunctionName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
-ShortText = Annotated[str, _text(0, 256)]
+ShortText = Annotated[str, text_of(0, 256)]
 ReasoningEffort = Literal["low", "medium", "high"]
-_STOP_TEXT = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARS}
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+_TokenIds = Annotated[list[TokenId], list_of(MAX_PROMPT_TOKENS, 1)]
+_Prompts = (
+    str
+    | _TokenIds
+    | Annotated[list[str], list_of(MAX_PROMPTS, 1)]
+    | Annotated[list[_TokenIds], list_of(MAX_PROMPTS, 1)]
+)
+_PROMPTS: TypeAdapter[Any] = TypeAdapter(_Prompts, config=ConfigDict(strict=True))
+Prompts = Annotated[
+    list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPTS.json_schema())
+]
+_StopText = Annotated[str, text_of(1, MAX_STOP_CHARS)]
 Stops = Annotated[
-    list[Annotated[str, _text(1, MAX_STOP_CHARS)]],
-    Field(max_length=MAX_STOPS),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    WithJsonSchema(
-        {"anyOf": [_STOP_TEXT, {"type": "array", "items": _STOP_TEXT, "maxItems": MAX_STOPS}]}
-    ),
+    _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)],
+    AfterValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
 Biases = Annotated[
     dict[
@@ -133,7 +157,7 @@ Biases = Annotated[
 _RULE = rf"^({'|'.join(WORDS)}|({'|'.join(RULES)})(:[0-9.]+(,[0-9.]+)?)?)$"
 Diffusion = Annotated[
     str,
-    _text(0, 64),
+    text_of(0, 64),
     AfterValidator(_diffusion),
     WithJsonSchema({"type": "string", "maxLength": 64, "pattern": _RULE}),
 ]
@@ -142,9 +166,9 @@ GuidedSchema = Annotated[
     BeforeValidator(_parsed),
     WithJsonSchema({"anyOf": [{"type": "object"}, {"type": "string"}]}),
 ]
-GuidedRegex = Annotated[str, _text(1, 8 << 10)]
-GuidedGrammar = Annotated[str, _text(1, MAX_SCHEMA_CHARS)]
-GuidedChoice = Annotated[list[Annotated[str, _text(1, 1024)]], Field(min_length=1, max_length=256)]
+GuidedRegex = Annotated[str, text_of(1, 8 << 10)]
+GuidedGrammar = Annotated[str, text_of(1, MAX_SCHEMA_CHARS)]
+GuidedChoice = Annotated[list[Annotated[str, text_of(1, 1024)]], list_of(256, 1)]
 
 
 class TextPart(Schema):
@@ -169,15 +193,17 @@ class ToolCall(Schema):
     function: CalledFunction
 
 
+def joined(content: Any) -> str:
+    """Return the text of a content: a text, or parts that have one."""
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
 class _Message(Schema):
     content: str | list[TextPart] | None = None
     name: ShortText | None = None
 
     def plain(self) -> dict[str, Any]:
-        content = self.content or ""
-        if isinstance(content, list):
-            content = "\n".join(part.text for part in content)
-        message = self.model_dump(exclude_none=True) | {"content": content}
+        message = self.model_dump(exclude_none=True) | {"content": joined(self.content or "")}
         if reasoning := message.pop("reasoning", ""):
             message.setdefault("reasoning_content", reasoning)
         return {key: value for key, value in message.items() if value or key == "content"}
@@ -212,7 +238,7 @@ class AssistantMessage(_Message):
 
 
 Message = Annotated[GivenMessage | ToolMessage | AssistantMessage, Field(discriminator="role")]
-Messages = Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Messages = Annotated[list[Message], list_of(MAX_MESSAGES, 1)]
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -246,14 +272,10 @@ class Tool(Schema):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as chat templates read it."""
-        parameters = self.function.parameters
-        function = {
-            "name": self.function.name,
-            "description": self.function.description or "",
-            "parameters": {"type": "object", "properties": {}}
-            if parameters is None
-            else parameters,
-        }
+        nothing = {"type": "object", "properties": {}}
+        given = self.function.model_dump(include={"name", "description", "parameters"})
+        defaults = {"description": "", "parameters": nothing}
+        function = {n: defaults[n] if value is None else value for n, value in given.items()}
         return {"type": "function", "function": function}
 
 
@@ -299,59 +321,56 @@ class TemplateVariables(Schema, extra="forbid"):
     reasoning_effort: ReasoningEffort | None = None
 
 
-class SamplingFields(Schema):
-    """How tokens are sampled."""
+class StreamOptions(Schema):
+    """What streams report besides the answer.
 
-    unsupported: ClassVar = {
-        "use_beam_search": ((False,), "use n"),
-        "min_tokens": ((0,), "use ignore_eos with max_tokens"),
-        "stop_token_ids": (([],), "use stop"),
-        "include_stop_str_in_output": ((False,), "add the stop text to the answer"),
-        "bad_words": (([],), "use logit_bias"),
-        "allowed_token_ids": (([],), "use guided_choice or guided_grammar"),
-        "length_penalty": ((1,), "it belongs to beam search"),
-        "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
-        "truncate_prompt_tokens": ((), "shorten the prompt"),
-        "skip_special_tokens": ((True,), "answers never have special tokens"),
-        "logits_processors": (([],), "use logit_bias"),
-    }
+    The usage in a last chunk, or with each chunk; uncommitted tokens after each forward that
+    denoises a block.
+    """
 
-    model: ShortText | None = None
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="-1 and 0: all tokens")
-    min_p: float | None = Field(None, ge=0, le=1)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
-    logit_bias: Biases | None = Field(None, description="token id -> added to its logit")
-    seed: int | None = Field(None, ge=-_SEEDS // 2, le=_SEEDS - 1)
-    ignore_eos: bool | None = None
-    diffusion: Diffusion | None = Field(
-        None, description="how blocks are denoised: lossless, a rule"
-    )
-    stream: bool | None = None
-    cache_salt: Annotated[str, _text(1, 128)] | None = None
-    request_id: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.:-]{1,128}$")] | None = None
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_canvas: bool | None = None
 
-    def on_top_of(self, defaults: Mapping[str, float]) -> Self:
-        """Return the request with a model's defaults for absent fields."""
-        said = {name: getattr(self, name) for name in defaults}
-        return self.model_copy(update=taken(defaults, said | {"temperature": self.temperature}))
 
-    def sampling(self, choice: int = 0) -> dict[str, Any]:
-        """Return arguments of `Sampling`; choice n has a seed derived from the request's."""
-        seed = secrets.randbits(64) if self.seed is None else self.seed + choice * _SEED_STEP
-        given = {
-            "temperature": 1.0 if self.temperature is None else self.temperature,
-            "top_k": None if self.top_k is None else max(self.top_k, 0),
-            "top_p": None if self.top_p is None else max(self.top_p, 1e-9),  # 0: the top token
-            "min_p": self.min_p,
-            "seed": seed % _SEEDS,
-            "repetition_penalty": self.repetition_penalty,
-            "presence_penalty": self.presence_penalty,
-            "frequency_penalty": self.frequency_penalty,
-            # A bias of 0 has only a cost: sampling with biases is slower.
-            "logit_bias": {int(t): bias for t, bias in (self.logit_bias or {}).items() if bias},
-        }
-        return {name: value for name, value in given.items() if value is not None}
+class StructuredOutputs(Schema, extra="forbid"):
+    """What the answer has to follow, as vLLM names it; one of them."""
+
+    json_: GuidedSchema | None = Field(default=None, alias="json")
+    json_object: Literal[True] | None = None
+    regex: GuidedRegex | None = None
+    grammar: GuidedGrammar | None = None
+    choice: GuidedChoice | None = None
+
+
+class FunctionTool(Function):
+    """A function that the model may call; other types of tools are refused."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(FunctionNamed):
+    """The function that has to be called."""
+
+    type: Literal["function"]
+
+
+class FlatSchemaFormat(NamedSchema):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class TextSettings(Schema):
+    """The format of the text of the answer."""
+
+    unsupported: ClassVar = {"verbosity": (("medium",), "say it in the instructions")}
+
+    format: Annotated[PlainFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
+
+
+class ReasoningSettings(Schema):
+    """How much the model thinks."""
+
+    effort: ReasoningEffort | None = None

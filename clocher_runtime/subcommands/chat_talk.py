@@ -19,9 +19,9 @@ from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.chat_keys import CtrlC, Interrupted, Typing
+from clocher_runtime.text.answers import Delta, DeltaKind
+from clocher_runtime.text.chat_template import Message, conversation_of
 from clocher_runtime.text.chat_turn import Answer, ChatModel, NoRoom
-from clocher_runtime.text.conversation import Message, conversation_of
-from clocher_runtime.text.deltas import Delta, DeltaKind
 
 MAX_FILE_BYTES = 8 << 20
 

@@ -1,23 +1,218 @@
 """An answer's tokens, read into the parts that a chat client gets."""
 
-from collections.abc import Collection
-from typing import Literal
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
-from clocher_runtime.text.deltas import (
-    AnswerReader,
-    Delta,
-    DeltaKind,
-    PlainText,
-    TextReader,
-    Thinking,
-    opens_thoughts,
-)
-from clocher_runtime.text.harmony import HarmonyReader, Tokens
-from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
-
-__all__ = ["AnswerReader", "AnswerStyle", "Delta", "DeltaKind", "answer_style", "make_reader"]
+if TYPE_CHECKING:
+    from clocher_runtime.text.tokenizer import TextStream
 
 AnswerStyle = Literal["harmony", "hermes", "llama3", "plain"]
+DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
+
+
+class Delta(NamedTuple):
+    """A piece of an answer; the text is never empty.
+
+    "tool_call" starts a call of the function `text`; "arguments" is a piece of its JSON arguments
+    (not sent if there are none).
+    """
+
+    kind: DeltaKind
+    text: str
+    index: int = 0  # type: ignore[assignment]  # of the call, from 0; hides tuple.index
+
+
+class Tokens(Protocol):
+    """The methods needed of a tokenizer."""
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token by its name."""
+        ...
+
+    def stream(self) -> "TextStream":
+        """Return a decoder that takes one id at a time."""
+        ...
+
+
+class AnswerReader(Protocol):
+    """Reads an answer token by token. It accepts anything a model generates, and never raises."""
+
+    def push(self, token: int) -> list[Delta]:
+        """Return the deltas that a token completes."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """Return the text held back, after the last token."""
+        ...
+
+
+class TextReader(Protocol):
+    """Reads an answer by pieces of text. It accepts any text, and never raises."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Return the deltas that a piece completes."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """Return the text held back, after the last piece."""
+        ...
+
+
+class PlainText:
+    """Text without markup."""
+
+    def push(self, text: str) -> list[Delta]:
+        """Return the piece as content."""
+        return [Delta("content", text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        """Return nothing."""
+        return []
+
+
+def open_length(text: str, strings: Collection[str]) -> int:
+    """Return how many characters at the end of a text may begin one of some strings."""
+    start = len(text)
+    for string in strings:
+        at = text.find(string[0], max(0, len(text) - len(string) + 1))
+        while 0 <= at < start:
+            if string.startswith(text[at:]):
+                start = at
+            at = text.find(string[0], at + 1)
+    return len(text) - start
+
+
+def split_at(text: str, mark: str) -> tuple[str, str, str | None]:
+    """Return the text before a mark, the mark with up to two line breaks before, the text after.
+
+    Without the mark: the text, what may become the mark, None.
+    """
+    at = text.find(mark)
+    if at < 0:
+        end = len(text) - open_length(text, (mark, f"\n{mark}", f"\n\n{mark}"))
+        return text[:end], text[end:], None
+    end, after = max(len(text[:at].rstrip("\n")), at - 2), at + len(mark)
+    return text[:end], text[end:after], text[after:]
+
+
+class StopStrings:
+    """Cuts a text at the first stop string, `found`, and holds back partial ones."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = stops
+        self._held = ""  # may be the start of a stop string
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """Return the text that cannot be part of a stop string; "" once one was found."""
+        if self.found is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        at, found = min(
+            ((at, stop) for stop in self._stops if (at := text.find(stop)) >= 0), default=(-1, None)
+        )
+        if found is not None:
+            self.found, self._held = found, ""
+            return text[:at]
+        kept = open_length(text, self._stops)
+        self._held = text[len(text) - kept :]
+        return text[: len(text) - kept]
+
+    def flush(self) -> str:
+        """Return the text held back, at the end."""
+        held, self._held = self._held, ""
+        return held
+
+
+_OPENING, _CLOSING = "<think>", "</think>"
+_BEGIN = re.compile(r"\s{0,16}")
+
+
+def opens_thoughts(prompt: str) -> bool:
+    """Whether a prompt ends with the opening reasoning mark."""
+    return prompt.rstrip().endswith(_OPENING)
+
+
+class Thinking:
+    """Reads `<think>...</think>` first (`opened`: in the prompt), then uses another reader."""
+
+    def __init__(self, answer: TextReader, *, opened: bool) -> None:
+        self._answer, self._opened = answer, opened
+        self._state: Literal["begin", "first", "thoughts", "gap", "answer"] = "begin"
+        self._held = ""
+
+    def push(self, text: str) -> list[Delta]:
+        """Return the deltas that a piece completes."""
+        found: list[Delta] = []
+        while text:
+            if self._state == "answer":
+                return found + self._answer.push(text)
+            if self._state == "begin":
+                text = self._begin(text)
+            elif self._state == "thoughts":
+                text = self._thoughts(text, found)
+            else:
+                text = text.lstrip("\n")
+                if text:
+                    self._state = "thoughts" if self._state == "first" else "answer"
+        return found
+
+    def finish(self) -> list[Delta]:
+        """Return the text held back, after the last piece."""
+        text, self._held = self._held, ""
+        thinks = self._state == "thoughts" or (self._state == "begin" and self._opened)
+        self._state = "answer"
+        if not thinks:
+            return self._answer.push(text) + self._answer.finish()
+        return [Delta("reasoning", text)] if text else []
+
+    def _begin(self, text: str) -> str:
+        text = self._held + text
+        space = _BEGIN.match(text)
+        assert space is not None  # it matches the empty text
+        body = text[space.end() :]
+        if body.startswith(_OPENING):
+            self._held, self._state = "", "first"
+            return body.removeprefix(_OPENING)
+        if _OPENING.startswith(body):
+            self._held = text
+            return ""
+        self._held, self._state = "", "first" if self._opened else "answer"
+        return text
+
+    def _thoughts(self, text: str, found: list[Delta]) -> str:
+        thoughts, self._held, rest = split_at(self._held + text, _CLOSING)
+        if thoughts:
+            found.append(Delta("reasoning", thoughts))
+        if rest is None:
+            return ""
+        self._held, self._state = "", "gap"
+        return rest
+
+
+def message_of(deltas: Sequence[Delta], calls: Mapping[int, str]) -> dict[str, Any]:
+    """Return a message of the conversation; `calls`: index of each call -> its id."""
+
+    def joined(kind: DeltaKind, index: int = 0) -> str:
+        return "".join(d.text for d in deltas if d.kind == kind and d.index == index)
+
+    message: dict[str, Any] = {"role": "assistant", "content": joined("content")}
+    if reasoning := joined("reasoning"):
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call,
+                "type": "function",
+                "function": {"name": joined("tool_call", n), "arguments": joined("arguments", n)},
+            }
+            for n, call in calls.items()
+        ]
+    return message
+
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
@@ -48,10 +243,15 @@ def make_reader(
     least from the start of the answer's message; `ends` are ids that end generation and have no
     text.
     """
+    # Late imports: most answers need neither.
     if style == "harmony":
+        from clocher_runtime.text.harmony import HarmonyReader
+
         return HarmonyReader(tokenizer, tools=tools, prompt_tail=prompt_tail, ends=ends)
     answer: TextReader = PlainText()
     if tools and style != "plain":
+        from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
+
         answer = HermesCalls() if style == "hermes" else LlamaCalls()
     thinking = Thinking(answer, opened=opens_thoughts(prompt_tail))
     return _AnswerInText(tokenizer, thinking, ends)

@@ -7,9 +7,8 @@ from typing import Any, Literal, NamedTuple
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
-from clocher_runtime.text.answers import AnswerReader, answer_style, make_reader
-from clocher_runtime.text.conversation import Message, conversation_of
-from clocher_runtime.text.deltas import Delta
+from clocher_runtime.text.answers import AnswerReader, Delta, answer_style, make_reader, message_of
+from clocher_runtime.text.chat_template import Message, conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -128,11 +127,6 @@ class Answer:
 
     def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
         """Yield the parts as tokens come, once; ends at the first step where `stopped` is true."""
-        for deltas in self._steps(stopped):
-            self._said += deltas
-            yield from deltas
-
-    def _steps(self, stopped: Callable[[], bool]) -> Iterator[list[Delta]]:
         session = self._session
         generation = session.generate([self.prompt], self._most, self._sampling, self._ends)
         try:
@@ -145,7 +139,7 @@ class Answer:
                         is_full = len(self.prompt) + len(self.ids) >= session.longest
                         full = token.finish == "length" and is_full
                         self.ending = "full" if full else token.finish
-                    yield self._reader.push(token.id)
+                    yield from self._noted(self._reader.push(token.id))
                 if not tokens:
                     if stopped():
                         self.ending = "stopped"
@@ -153,30 +147,17 @@ class Answer:
                     session.step()
         finally:
             generation.close()
-        yield self._reader.finish()
+        yield from self._noted(self._reader.finish())
+
+    def _noted(self, deltas: list[Delta]) -> list[Delta]:
+        self._said += deltas
+        return deltas
 
     @property
     def message(self) -> Message:
         """The answer so far, as a message of the conversation."""
-
-        def text(kind: str, index: int | None = None) -> str:
-            said = (delta for delta in self._said if delta.kind == kind)
-            return "".join(delta.text for delta in said if index in (None, delta.index))
-
-        found: Message = {"role": "assistant", "content": text("content")}
-        if thoughts := text("reasoning"):
-            found["reasoning_content"] = thoughts
-        names = [delta for delta in self._said if delta.kind == "tool_call"]
-        if names:
-            found["tool_calls"] = [
-                {
-                    "id": f"call_{name.index}",
-                    "type": "function",
-                    "function": {"name": name.text, "arguments": text("arguments", name.index)},
-                }
-                for name in names
-            ]
-        return found
+        calls = {d.index: f"call_{d.index}" for d in self._said if d.kind == "tool_call"}
+        return message_of(self._said, calls)
 
     @property
     def numbers(self) -> TurnNumbers:

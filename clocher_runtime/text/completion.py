@@ -14,8 +14,8 @@ from clocher_runtime.engine.constraint import Constraint
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
-from clocher_runtime.text.deltas import StopStrings
-from clocher_runtime.text.grammar_rules import KINDS
+from clocher_runtime.text.answers import StopStrings
+from clocher_runtime.text.grammar import KINDS
 from clocher_runtime.text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]

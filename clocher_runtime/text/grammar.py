@@ -1,8 +1,13 @@
-"""Structured output: constraints by a JSON schema, a regular expression or a grammar."""
+"""Structured output: constraints by a JSON schema, a regular expression or a grammar.
+
+A constraint becomes llguidance rules, one string, that a process with limits tries first.
+"""
 
 import json
+import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from hashlib import sha256
 from importlib.util import find_spec
@@ -10,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.engine.arguments import listed, one_of
 from clocher_runtime.engine.constraint import Constraint
-from clocher_runtime.text.grammar_rules import rules_of
 from clocher_runtime.text.text_process import Refused, TextProcess
-from clocher_runtime.text.tokenizer_library import loading_limits
-from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
+from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect, loading_limits
 
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
@@ -25,10 +30,24 @@ CHECK_SECONDS, CHECK_BYTES = 2.0, 512 << 20
 _PROCESS = TextProcess()
 """Separate from the prompts' process: hostile rules must not delay prompts."""
 _turn = threading.Lock()
+STYLES = ("plain", "harmony", "hermes", "llama3")
+"""Markup of a model's answers: gpt-oss; Hermes and Qwen; Llama 3."""
+MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
+MAX_TOOLS = 128
+MAX_DEPTH = 128
+_SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+"""Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
+_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
+_LITERAL = frozenset({"const", "enum", "default", "examples", "required"})
+_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+
+Part = Mapping[str, Any]
+Mark = Callable[[str], str]
 
 
 class GrammarMaker:
-    """Makes constraints for the texts of a model, by specs of `grammar_rules`; thread-safe.
+    """Makes constraints for the texts of a model, by specs of `rules_of`; thread-safe.
 
     A server checks specs in one process and compiles them in another. Raises FormatError, or
     UsageError if llguidance is missing or cannot load the tokenizer.
@@ -83,3 +102,227 @@ class GrammarMaker:
         from clocher_runtime.text.grammar_library import LibraryGrammars
 
         return LibraryGrammars(self._text, self._vocab_size, self._eos_ids)
+
+
+class Grammars:
+    """A model's grammars, made in a thread: a difficult one delays only its own request."""
+
+    def __init__(self, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._of = source, vocab_size, eos_ids
+        self._thread = ThreadPoolExecutor(1, "grammar")
+
+    @cached_property
+    def _maker(self) -> GrammarMaker:
+        return GrammarMaker.read(*self._of)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def checked(self, spec: Mapping[str, Any]) -> Future[None]:
+        """Check a constraint; the future raises UsageError if it is invalid."""
+        return self._thread.submit(lambda: self._maker.check(spec))
+
+    def compiled(self, spec: Mapping[str, Any]) -> Future[Constraint]:
+        """Return the constraint of one sequence, from a checked spec."""
+        return self._thread.submit(lambda: self._maker.compile(spec))
+
+
+def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
+    """Return the rules of an answer; raises UsageError.
+
+    "kind" and "value" of a spec: "json_schema" (an object), "json_object" (True), "regex" (matches
+    the whole answer), "grammar" (Lark's notation of llguidance, or GBNF), "choice" (a list of
+    texts), "tools" (functions `{"name", "parameters"}`, one of which is called). "style" is one of
+    `STYLES`: of "harmony" the last message is constrained, of "hermes" the text after the
+    reasoning; "opened": the prompt ends within reasoning. `special` are the tokenizer's special
+    tokens.
+    """
+    kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
+    style = one_of("style", spec.get("style", "plain"), STYLES)
+    value = spec.get("value")
+
+    def mark(name: str) -> str:
+        if name not in special and style == "harmony":
+            raise UsageError(f"the tokenizer has no special token {name}, which harmony needs")
+        return name if name in special else json.dumps(name)
+
+    if kind == "tools":
+        if style == "plain":
+            raise UsageError("this model has no known form of tool calls; leave tool_choice out")
+        functions = _functions(value)
+        parts = {f"tool{number}": each for number, each in enumerate(functions.values())}
+        calls = (_call(style, name, f"@tool{n}", mark) for n, name in enumerate(functions))
+        answer = f"({' | '.join(calls)})"
+        harmony = f'"commentary to=functions." {answer}'
+    else:
+        parts, answer, constrain = {"answer": _PARTS[kind](value)}, "@answer", ""
+        if style == "harmony" and kind in ("json_schema", "json_object"):
+            constrain = f'(" "? {mark("<|constrain|>")} "json")?'
+        harmony = f'"final" {constrain} {mark("<|message|>")} @answer' if style == "harmony" else ""
+    start = f"start: {answer}"
+    if style == "harmony":
+        start = _harmony(harmony, mark)
+    elif style == "hermes":
+        start = _hermes(answer, mark, spec.get("opened") is True)
+    named = [{"name": name, **part} for name, part in parts.items()]
+    return json.dumps({"grammars": [{"lark_grammar": start}, *named]})
+
+
+def _harmony(start: str, mark: Mark) -> str:
+    channel, message = mark("<|channel|>"), mark("<|message|>")
+    again = f'{mark("<|end|>")} {mark("<|start|>")} "assistant"'
+    return (
+        f"start: analysis? {channel} {start}\n"
+        f'analysis: {channel} "analysis" {message} /(.|\\n)*/ {again}'
+    )
+
+
+def _hermes(start: str, mark: Mark, opened: bool) -> str:
+    end = mark("</think>")
+    rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
+    rules += [] if opened else [f"think: {mark('<think>')} rest"]
+    # Without a terminator the expression would match everything that follows.
+    special = end.startswith("<")
+    rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
+    return "\n".join([*rules, "blank: /\\s*/", rest])
+
+
+def _call(style: str, name: str, arguments: str, mark: Mark) -> str:
+    if style == "harmony":
+        constrain = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
+        return f'{json.dumps(name)} " " {constrain} {arguments}'
+    if style == "llama3":
+        opened = json.dumps(f'{{"name": "{name}", "parameters": ')
+        return f'{opened} {arguments} "}}"'
+    opened = json.dumps(f'\n{{"name": "{name}", "arguments": ')
+    return f'{mark("<tool_call>")} {opened} {arguments} "}}\\n" {mark("</tool_call>")}'
+
+
+def _schema(source: object) -> Part:
+    if not isinstance(source, Mapping):
+        raise UsageError(f"the JSON schema is {shown(source)}; expected an object")
+    try:
+        text = json.dumps(dict(source), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise UsageError(f"the JSON schema is not JSON: {error!s:.200}") from None
+    _check_length("the JSON schema", text, MAX_SCHEMA_CHARS)
+    # Ours overrides the client's: a schema must not disable its own checks.
+    return {"json_schema": {**without_open_integers(json.loads(text)), "x-guidance": _SPACE}}
+
+
+def without_open_integers(schema: Any, depth: int = 0) -> Any:
+    """Return a schema whose exclusive integer bounds are moved inwards by 10^-6.
+
+    If the bounds of a number are less than 1 apart, llguidance 1.9 allows an exclusive integer
+    bound itself: 20 for numbers above 20 and below 20.5. Raises UsageError: nested too deeply.
+    """
+    if depth > MAX_DEPTH:
+        raise UsageError(f"the JSON schema has more than {MAX_DEPTH} levels; make it flatter")
+    if isinstance(schema, list):
+        return [without_open_integers(each, depth + 1) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in _LITERAL:
+            made[key] = value
+        elif key in _NAMED and isinstance(value, dict):
+            made[key] = {n: without_open_integers(each, depth + 2) for n, each in value.items()}
+        else:
+            made[key] = without_open_integers(value, depth + 1)
+    for open_, closed, inwards in (
+        ("exclusiveMinimum", "minimum", 1),
+        ("exclusiveMaximum", "maximum", -1),
+    ):
+        bound: Any = made.get(open_)
+        other = made.get(closed)
+        if not _is_number(bound) or abs(bound) > _LARGEST or bound != int(bound):
+            continue
+        if other is None or _is_number(other):  # else an error that llguidance names
+            moved = made.pop(open_) + inwards * _LEAST
+            both = [moved] if other is None else [moved, other]
+            made[closed] = inwards * max(inwards * each for each in both)
+    return made
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _object(source: object) -> Part:
+    if source is not True:
+        raise UsageError(f"json_object is {shown(source)}; expected True")
+    return _schema({"type": "object"})
+
+
+def _regex(source: object) -> Part:
+    text = _text("the regular expression", source, MAX_REGEX_CHARS)
+    if not text:
+        return {"lark_grammar": 'start: ""'}
+    # Escapes are kept; characters that would end the expression or its line are escaped.
+    escaped = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
+    spelled = re.sub(
+        r"\\(.)|/|\n|\r", lambda found: escaped.get(found[0], found[0]), text, flags=re.DOTALL
+    )
+    return {"lark_grammar": f"start: /{spelled}/"}
+
+
+def _grammar(source: object) -> Part:
+    text = _text("the grammar", source, MAX_GRAMMAR_CHARS)
+    if "::=" in text:
+        from clocher_runtime.text.grammar_library import lark_of
+
+        text = lark_of(text)
+    return {"lark_grammar": text}
+
+
+def _choice(source: object) -> Part:
+    texts = listed(source, "a list of texts to choose from")
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise UsageError(f"the choice is {shown(source)}; expected one text or more")
+    either = " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    _check_length("the choice", either, MAX_GRAMMAR_CHARS)
+    return {"lark_grammar": f"start: {either}"}
+
+
+_PARTS: Mapping[str, Callable[[object], Part]] = {
+    "json_schema": _schema,
+    "json_object": _object,
+    "regex": _regex,
+    "grammar": _grammar,
+    "choice": _choice,
+}
+KINDS = tuple(_PARTS)
+
+
+def _text(what: str, source: object, most: int) -> str:
+    if not isinstance(source, str):
+        raise UsageError(f"{what} is {shown(source)}; expected text")
+    _check_length(what, source, most)
+    return source
+
+
+def _check_length(what: str, text: str, most: int) -> None:
+    if len(text) > most:
+        raise UsageError(f"{what} has {len(text)} characters; the limit is {most}")
+
+
+def _functions(tools: object) -> dict[str, Part]:
+    given: Sequence[Any] = listed(tools, "a list of functions")
+    if not 0 < len(given) <= MAX_TOOLS:
+        raise UsageError(f"{len(given)} functions; expected 1 to {MAX_TOOLS}")
+    found: dict[str, Part] = {}
+    for number, function in enumerate(given):
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
+            raise UsageError(
+                f"function {number} is {shown(function)}; expected one with a name of letters, "
+                "digits, '_', '-' and '.', at most 64"
+            )
+        if name in found:
+            raise UsageError(f"two functions have the name {name}")
+        parameters = function.get("parameters")
+        found[name] = _schema({"type": "object"} if parameters is None else parameters)
+    _check_length("the schemas of the functions", json.dumps(found), MAX_SCHEMA_CHARS)
+    return found

@@ -7,10 +7,9 @@ after `<|start|>assistant`. Sources: docs/format.md of openai/harmony, and its p
 
 import re
 from collections.abc import Collection
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
-from clocher_runtime.text.deltas import Delta, DeltaKind
-from clocher_runtime.text.tokenizer import TextStream
+from clocher_runtime.text.answers import Delta, DeltaKind, Tokens
 
 Mark = Literal["start", "channel", "constrain", "message", "end"]
 MARKS: dict[str, Mark] = {
@@ -53,18 +52,6 @@ _CHANNEL = _Part(
     re.compile(rf"\s?(?:{'|'.join(_CHANNELS)})(?![\w./-])(?:\s?{_TO}(?:\sjson\b)?)?\s?"),
 )
 _TYPE = _Part(_CHANNEL.whole, re.compile(rf"\s?{_NAME}(?:\s?{_TO})?\s?"))
-
-
-class Tokens(Protocol):
-    """The methods needed of a tokenizer."""
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name."""
-        ...
-
-    def stream(self) -> TextStream:
-        """Return a decoder that takes one id at a time."""
-        ...
 
 
 def harmony_marks(tokenizer: Tokens) -> dict[int, Mark]:

@@ -11,7 +11,7 @@ from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.load import Model, load_model, model_spec
-from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
+from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect
 
 _SHOWN = 40
 _NEXT = "give a model of the same family, or leave the draft model out"
@@ -77,16 +77,13 @@ def _tokens(data: bytes, where: Path) -> dict[int, str]:
     if isinstance(vocabulary, dict):
         found = {i: text for text, i in vocabulary.items() if isinstance(i, int)}
     elif isinstance(vocabulary, list):
-        found = {i: str(entry[0]) for i, entry in enumerate(vocabulary) if _is_scored(entry)}
+        pairs = (entry if isinstance(entry, list) else [] for entry in vocabulary)
+        found = {i: str(pair[0]) for i, pair in enumerate(pairs) if pair}
     added = document.get("added_tokens")
     for each in added if isinstance(added, list) else []:
         if isinstance(each, dict) and isinstance(each.get("id"), int):
             found[each["id"]] = str(each.get("content"))
     return found
-
-
-def _is_scored(entry: object) -> bool:
-    return isinstance(entry, list) and bool(entry) and isinstance(entry[0], str)
 
 
 def _name(tokens: Mapping[int, str], token: int) -> str:

@@ -1,18 +1,22 @@
-"""The prompts of a run: their sources, and their preparation for the model."""
+"""The prompts of a run: their sources, and their preparation by threads ahead of the model."""
 
 import json
 import os
 import select
 import stat
 import sys
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from io import FileIO
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_kernels.guards import refuse_in_window
 from clocher_runtime.config.values import shown
 
 DEFAULT_PROMPT = "def fibonacci(n):\n"
@@ -20,6 +24,11 @@ MAX_STDIN_CHARS = 64 << 20
 MAX_LINE_BYTES = 4 << 20
 MAX_SKIPPED_BYTES = 1 << 30
 """Limit of an overlong line: beyond it, it is not text and may never end."""
+MAX_WORKERS = 8
+RING_BYTES = 4 << 20
+"""Limit of prompt bytes prepared ahead of a micro-batch."""
+_AUTO_PROMPTS, _ON_BATCHES = 64, 2
+_JOIN_S = 1.0
 _CHUNK_BYTES = 1 << 16
 _EXPECTED = 'expected an object with text under "prompt" or token ids under "ids"'
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -242,3 +251,134 @@ def _stdin(where: str) -> str:
     if len(text) > MAX_STDIN_CHARS:
         raise UsageError(f"{where}: more than {MAX_STDIN_CHARS} characters; shorten it")
     return text
+
+
+class PromptPipeline:
+    """The micro-batches of a round, as a context manager that ends the threads.
+
+    Without `overlap` the threads work only while the consumer waits for a micro-batch, so they
+    never share the machine with a timed span. `prepare` must be thread-safe; `ahead` is the number
+    of micro-batches in the ring; 0: no threads, prompts are prepared on demand.
+    """
+
+    def __init__(
+        self,
+        lines: Iterable[Line],
+        prepare: Callable[[Line], Prompt],
+        *,
+        batch: int = 1,
+        ahead: int = 0,
+        workers: int = 1,
+        overlap: bool = False,
+    ) -> None:
+        self._lines, self._prepare = iter(lines), prepare
+        self._batch, self._capacity, self._overlap = batch, batch * ahead, overlap
+        # Lines per turn of a thread: a switch costs as much as a short prompt.
+        self._block = max(1, self._capacity // (2 * workers))
+        self._blocks: deque[Future[list[tuple[Prompt, int]]]] = deque()
+        self._ready: deque[tuple[Prompt, int]] = deque()  # with the bytes of their lines
+        self._count = self._bytes = 0  # of lines between being read and being taken
+        self._ended = self._closed = False
+        self._changed = threading.Condition()
+        # A reader may block for long on a pipe, so it must not keep the process alive.
+        self._reader = threading.Thread(target=self._read_on, name="prompts-reader", daemon=True)
+        if self._capacity:
+            self._pool = ThreadPoolExecutor(workers, "prompts-")
+
+    def __enter__(self) -> Self:
+        if self._capacity and self._overlap:
+            self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._capacity:
+            self._pool.shutdown(cancel_futures=True)
+            if self._overlap:
+                self._reader.join(_JOIN_S)
+
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        while group := self._take() if self._capacity else self._make():
+            yield group
+
+    def _make(self) -> list[Prompt]:
+        refuse_in_window("tokenise a prompt")
+        return [self._prepare(line) for line in islice(self._lines, self._batch)]
+
+    def _take(self) -> list[Prompt]:
+        if not (self._overlap or self._ended or len(self._ready) >= self._batch):
+            refuse_in_window("tokenise a prompt")
+            while self._fits() and self._read():
+                pass
+            while self._blocks:
+                self._ready += self._blocks.popleft().result()
+        while len(self._ready) < self._batch:
+            with self._changed:
+                self._changed.wait_for(lambda: self._blocks or self._ended)
+                block = self._blocks.popleft() if self._blocks else None
+            if block is None:
+                break
+            self._ready += block.result()
+        group = [self._ready.popleft() for _ in range(min(self._batch, len(self._ready)))]
+        with self._changed:
+            self._count -= len(group)
+            self._bytes -= sum(size for _, size in group)
+            self._changed.notify_all()
+        return [prompt for prompt, _ in group]
+
+    def _read_on(self) -> None:
+        """Read ahead while there is room; run by the reader."""
+        more = True
+        while more:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._fits())
+            more = self._read()
+
+    def _read(self) -> bool:
+        """Give the next lines, or an error of theirs, to a thread; False at the end."""
+        room, room_bytes = min(self._block, self._capacity - self._count), RING_BYTES - self._bytes
+        lines: list[Line] = []
+        error, size = None, 0
+        try:
+            for line in islice(self._lines, room):
+                lines.append(line)
+                size += len(line.content)
+                if size >= room_bytes:
+                    break
+        except BaseException as raised:
+            if not self._overlap:
+                raise
+            error = raised  # for the consumer
+        with self._changed:
+            self._ended = self._closed or error is not None or not lines
+            if not self._closed and (lines or error):
+                self._blocks.append(self._pool.submit(self._prepared, lines, error))
+                self._count += len(lines)
+                self._bytes += size
+            self._changed.notify_all()
+        return not self._ended
+
+    def _prepared(self, lines: list[Line], error: BaseException | None) -> list[tuple[Prompt, int]]:
+        if error is not None:
+            raise error
+        return [(self._prepare(line), len(line.content)) for line in lines if not self._closed]
+
+    def _fits(self) -> bool:
+        room = self._count < self._capacity
+        return room and (self._count < self._batch or self._bytes < RING_BYTES)
+
+
+def prefetch_depth(prefetch: int | str, batch: int) -> tuple[int, bool]:
+    """Return how many micro-batches `--prefetch` prepares ahead, and whether beside the model."""
+    if prefetch == "auto":
+        return -(-_AUTO_PROMPTS // batch), False
+    if prefetch in ("off", 0):
+        return 0, False
+    return (_ON_BATCHES if prefetch == "on" else int(prefetch)), True
+
+
+def worker_count(overlap: bool, cpus: int, team: int) -> int:
+    """Return how many threads tokenise, of `cpus` of which the model uses `team`."""
+    return max(1, min(cpus - team if overlap else cpus, MAX_WORKERS))

@@ -12,8 +12,12 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
 from clocher_runtime.text.text_process import Refused
-from clocher_runtime.text.tokenizer_library import LibraryTokenizer, TokenizerApart
-from clocher_runtime.text.tokenizer_limits import MAX_FILE_BYTES, inspect
+from clocher_runtime.text.tokenizer_library import (
+    MAX_FILE_BYTES,
+    LibraryTokenizer,
+    TokenizerApart,
+    inspect,
+)
 
 MAX_TEXT_CHARS = 8 << 20
 LONG_TEXT_CHARS = 1 << 18

@@ -1,19 +1,252 @@
-"""The `tokenizers` library, with its errors and panics turned into `Refused`."""
+"""The `tokenizers` library: its files are checked first, its errors and panics become `Refused`.
 
-from collections.abc import Callable, Sequence
+Plain: all steps are known, take linear time and do not lengthen texts much. Others run apart.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
+from clocher_kernels.errors import FormatError
+from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.models.split_patterns import KNOWN
 from clocher_runtime.text.text_process import PROCESS, Refused
-from clocher_runtime.text.tokenizer_limits import MAX_TOKEN_CHARS
+
+MAX_FILE_BYTES = 64 << 20
+MAX_VOCABULARY = 1 << 20
+MAX_MERGES = 1 << 22
+MAX_TOKEN_CHARS = 1 << 12
+MAX_ADDED, MAX_ADDED_CHARS = 1 << 16, 1 << 20
+
+_MAX_STEPS, _MAX_LITERAL, _MAX_PIECES, _MAX_PIECE_IDS = 16, 16, 64, 16
+_SMALL_FILE = 1 << 20
+_JSON_GROWTH = 8
 
 BASE_SECONDS, BASE_BYTES = 5.0, 512 << 20
 LOADED_BYTES_PER_SECOND, BYTES_PER_LOADED_BYTE = 1 << 20, 24
 CHARS_PER_SECOND, BYTES_PER_CHAR = 1 << 16, 256
 _MESSAGE_CHARS = 200
+
+Spec = Mapping[str, Any]
+Check = Callable[[Spec], bool]
+
+
+class Inspection(NamedTuple):
+    """A tokenizer.json and its longest token's characters; `plain`: short texts are cheap."""
+
+    text: str
+    plain: bool
+    longest: int
+
+
+def inspect(data: bytes, where: str) -> Inspection:
+    """Check a tokenizer.json; raises FormatError if not a JSON object, or above the limits."""
+    if len(data) > MAX_FILE_BYTES:
+        raise FormatError(
+            f"{where}: {len(data)} bytes; the limit for this file is {MAX_FILE_BYTES}"
+        )
+    document = _parse(data, where)
+    model, added = document.get("model"), _list(document.get("added_tokens"))
+    model = model if isinstance(model, dict) else {}
+    vocab = model.get("vocab")
+    if not isinstance(vocab, dict):  # pairs of text and score
+        firsts = [entry[0] for entry in _list(vocab) if isinstance(entry, list) and entry]
+        vocab = [text for text in firsts if isinstance(text, str)]
+    extra = [t.get("content") for t in added if isinstance(t, dict)]
+    texts = [text for text in extra if isinstance(text, str)]
+    longest = max(map(len, (*vocab, *texts)), default=1) or 1
+    for what, found, limit in (
+        ("tokens", len(vocab), MAX_VOCABULARY),
+        ("merges", len(_list(model.get("merges"))), MAX_MERGES),
+        ("added tokens", len(added), MAX_ADDED),
+        ("characters of added tokens", sum(map(len, texts)), MAX_ADDED_CHARS),
+        ("characters in a token", longest, MAX_TOKEN_CHARS),
+    ):
+        if found > limit:
+            raise FormatError(f"{where}: {found} {what}; the limit is {limit}")
+    return Inspection(data.decode("utf-8"), _is_plain(document, model), longest)
+
+
+def _parse(data: bytes, where: str) -> dict[str, Any]:
+    try:
+        # Values of a small file fit in a few times its size; large files are counted first.
+        if len(data) > _SMALL_FILE:
+            document = parse_json(data, where, rest=_JSON_GROWTH * len(data))
+        else:
+            document = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError, FormatError) as error:
+        raise FormatError(f"{where}: not a tokenizer that can be loaded: {error!s:.200}") from None
+    if not isinstance(document, dict):
+        raise FormatError(f"{where}: not a tokenizer that can be loaded: expected a JSON object")
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a repeated key: the library might use the other one."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a key appears twice in one object")
+    return found
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _is_plain(document: Spec, model: Spec) -> bool:
+    added = _list(document.get("added_tokens"))
+    return (
+        _is_plain_model(model)
+        and all(isinstance(each, dict) and _is_text(each.get("content")) for each in added)
+        and all(_are_plain(document.get(step), *kinds) for step, kinds in _STEPS.items())
+        and document.get("truncation") is None
+        and document.get("padding") is None
+    )
+
+
+def _is_plain_model(model: Spec) -> bool:
+    vocab, unknown = model.get("vocab"), model.get("unk_token")
+    affixes = (model.get("continuing_subword_prefix"), model.get("end_of_word_suffix"))
+    return (
+        model.get("type") in ("BPE", "WordLevel")
+        and isinstance(vocab, dict)
+        and (unknown is None or (isinstance(unknown, str) and len(unknown) <= MAX_TOKEN_CHARS))
+        and all(affix in (None, "") for affix in affixes)
+        and not model.get("dropout")
+        and _are_in(vocab, _list(model.get("merges")))
+    )
+
+
+def _are_in(vocab: Spec, merges: list[Any]) -> bool:
+    """Whether each merge makes a token: the library panics otherwise."""
+    try:
+        if merges and isinstance(merges[0], str):
+            return all(merge.replace(" ", "", 1) in vocab for merge in merges)
+        return all(map(vocab.__contains__, map("".join, merges)))
+    except (TypeError, AttributeError):
+        return False
+
+
+def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
+    steps: list[Spec] = []
+    pending = [] if step is None else [step]
+    while pending:
+        if len(steps) + len(pending) > _MAX_STEPS:
+            return False
+        one = pending.pop()
+        if not isinstance(one, dict):
+            return False
+        steps.append(one)
+        if one.get("type") == "Sequence":
+            pending += _list(one.get(within))
+    # Two would spell the bytes of spelled bytes, four times as many.
+    if sum(one.get("type") == "ByteLevel" for one in steps) > 1:
+        return False
+    known = {"Sequence": _always, **kinds}
+    checks = ((known.get(str(one.get("type"))), one) for one in steps)
+    return all(check is not None and check(one) for check, one in checks)
+
+
+def _always(step: Spec) -> bool:
+    return True
+
+
+def _is_text(text: object, most: int | None = None) -> bool:
+    return isinstance(text, str) and 0 < len(text) <= (most or len(text))
+
+
+def _pattern(step: Spec, kind: str) -> Any:
+    pattern = step.get("pattern")
+    return pattern.get(kind) if isinstance(pattern, dict) and len(pattern) == 1 else None
+
+
+def _prepends(step: Spec) -> bool:
+    return _is_text(step.get("prepend"), _MAX_LITERAL)
+
+
+def _replaces(step: Spec) -> bool:
+    found, content = _pattern(step, "String"), step.get("content")
+    short = _is_text(found, _MAX_LITERAL)
+    return short and isinstance(content, str) and len(content) <= len(found)
+
+
+def _splits(step: Spec) -> bool:
+    literal = _is_text(_pattern(step, "String"), _MAX_LITERAL)
+    return literal or str(_pattern(step, "Regex")) in KNOWN
+
+
+def _strips(step: Spec) -> bool:
+    """Whether it strips only from the start: at the end of "" the library panics."""
+    start, stop = step.get("start"), step.get("stop")
+    return type(start) is int and 0 <= start <= _MAX_STEPS and type(stop) is int and stop == 0
+
+
+def _surrounds(step: Spec) -> bool:
+    special = step.get("special_tokens")
+    if not isinstance(special, dict) or len(special) > _MAX_PIECES:
+        return False
+    for token in special.values():
+        ids, spelled = (
+            _list(token.get(name)) if isinstance(token, dict) else [] for name in ("ids", "tokens")
+        )
+        if not 0 < len(ids) <= _MAX_PIECE_IDS or len(spelled) != len(ids):
+            return False
+    # A single template has only $A: with $B the library panics.
+    for name, texts in (("single", "A"), ("pair", "AB")):
+        pieces = _list(step.get(name))
+        if not 0 < len(pieces) <= _MAX_PIECES:
+            return False
+        if not all(_is_piece(piece, special, texts) for piece in pieces):
+            return False
+    return True
+
+
+def _is_piece(piece: object, special: Spec, texts: str) -> bool:
+    if not isinstance(piece, dict) or len(piece) != 1:
+        return False
+    ((kind, what),) = piece.items()
+    name = what.get("id") if isinstance(what, dict) else None
+    if not isinstance(name, str) or not name:
+        return False
+    return (kind == "Sequence" and name in texts) or (kind == "SpecialToken" and name in special)
+
+
+def _any_of(names: str) -> dict[str, Check]:
+    return dict.fromkeys(names.split(), _always)
+
+
+_STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
+    "normalizer": (
+        "normalizers",
+        {
+            **_any_of("NFC NFD NFKC NFKD Lowercase Strip StripAccents"),
+            "Prepend": _prepends,
+            "Replace": _replaces,
+        },
+    ),
+    "pre_tokenizer": (
+        "pretokenizers",
+        {
+            **_any_of("ByteLevel Digits Metaspace Punctuation Whitespace"),
+            **_any_of("BertPreTokenizer WhitespaceSplit UnicodeScripts"),
+            "Split": _splits,
+        },
+    ),
+    "post_processor": ("processors", {"ByteLevel": _always, "TemplateProcessing": _surrounds}),
+    "decoder": (
+        "decoders",
+        {
+            **_any_of("ByteLevel ByteFallback Fuse Metaspace"),
+            "Replace": _replaces,
+            "Strip": _strips,
+        },
+    ),
+}
+"""Step of a tokenizer -> key of a sequence's steps, and the check of each known kind."""
 
 
 def _tried(work: Callable[[], Any]) -> Any:

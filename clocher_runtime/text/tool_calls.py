@@ -6,22 +6,22 @@ turns out not to be a call is content, unless part of it was reported; then only
 
 import json
 import re
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Literal
 
-from clocher_runtime.text.deltas import Delta, open_length
+from clocher_runtime.text.answers import Delta, split_at
 
 Event = Literal["more", "begins", "ends", "closed", "broken"]
 
-_SPACE = re.compile(r"[ \t\n\r]*")
-_PLAIN = re.compile(r'[^"\\]*')
-_HEX = frozenset("0123456789abcdefABCDEF")
-_LITERAL = re.compile(r"[-+.0-9A-Za-z]*")
-_VALUE = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
-_MAX_LITERAL = 400
-_MAX_KEY = 200
-_MAX_DEPTH = 200
-
 Expected = Literal["object", "key or }", "key", ":", "value", "value or ]", ", or end"]
+
+_TOKEN = re.compile(r'[ \t\n\r]+|[{}\[\],:"]|[-+.0-9A-Za-z]+')
+_CHARACTERS = re.compile(r'(?:[^"\\]+|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_OPEN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_LITERAL = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+_MAX_LITERAL, _MAX_KEY, _MAX_DEPTH = 400, 200, 200
+_CLOSES = {"}": "{", "]": "["}
 
 
 class JsonObject:
@@ -31,10 +31,8 @@ class JsonObject:
         self.key = ""
         self._open: list[str] = []  # open "{" and "["
         self._expected: Expected = "object"
-        self._within: Literal["", "string", "escape", "literal"] = ""
-        self._hex = 0  # digits still missing of a \u escape
-        self._is_key, self._told = False, False
-        self._piece = ""  # of a literal, or of a key of the object itself
+        self._in_string = self._is_key = self._told = False
+        self._held = ""  # a literal or an escape that may go on
 
     def follow(self, text: str, at: int) -> tuple[Event, int]:
         """Scan to the next event; return it and its position.
@@ -42,111 +40,81 @@ class JsonObject:
         "more": end of the piece; "begins", "ends": a value of `key`; "closed": the object ended;
         "broken": invalid JSON. The last two are final.
         """
-        while at < len(text):
-            if self._within == "string":
-                at = self._string(text, at)
-            elif self._within == "escape":
-                if not self._escape(text[at]):
-                    return "broken", at
-                at += 1
-                continue
-            elif self._within == "literal":
-                end = _match_end(_LITERAL, text, at)
-                self._piece += text[at:end]
-                at = end
-                if len(self._piece) > _MAX_LITERAL:
-                    return "broken", at
-                if at == len(text):
-                    break
-                if not _VALUE.fullmatch(self._piece):
-                    return "broken", at
-                self._within = ""
-            else:
-                event, at = self._structure(text, at)
-                if event != "more":
-                    return event, at
-                continue
-            if not self._within and not self._is_key and len(self._open) == 1:
-                return "ends", at
-        return "more", at
+        held, self._held = self._held, ""
+        text = held + text[at:]
+        event: Event = "more"
+        end = 0
+        while event == "more" and end < len(text) and not self._held:
+            event, end = (self._string if self._in_string else self._structure)(text, end)
+        return event, at + end - len(held)
 
-    def _string(self, text: str, at: int) -> int:
-        end = _match_end(_PLAIN, text, at)
-        if self._is_key and len(self._open) == 1 and len(self._piece) <= _MAX_KEY:
-            self._piece += text[at:end]
+    def _string(self, text: str, at: int) -> tuple[Event, int]:
+        found = _CHARACTERS.match(text, at)
+        assert found is not None  # it matches the empty text
+        end, is_own = found.end(), len(self._open) == 1
+        if self._is_key and is_own and len(self.key) <= _MAX_KEY:
+            self.key += found[0]
         if end == len(text):
-            return end
-        self._within = "escape" if text[end] == "\\" else ""
-        if not self._within and self._is_key and len(self._open) == 1:
-            self.key = self._piece
-        return end + 1
-
-    def _escape(self, character: str) -> bool:
-        if self._hex:
-            self._hex -= 1
-            valid = character in _HEX
-        else:
-            self._hex = 4 if character == "u" else 0
-            valid = character in '"\\/bfnrtu'
-        if not self._hex:
-            self._within = "string"
-        return valid
+            return "more", end
+        if escape := _OPEN_ESCAPE.match(text, end):
+            if escape.end() < len(text):
+                return "broken", escape.end()
+            self._held = escape[0]
+            return "more", len(text)
+        self._in_string = False
+        return "ends" if is_own and not self._is_key else "more", end + 1
 
     def _structure(self, text: str, at: int) -> tuple[Event, int]:
-        end = _match_end(_SPACE, text, at)
-        if end > at:
+        found = _TOKEN.match(text, at)
+        if found is None:
+            return "broken", at
+        token, expected, end = found[0], self._expected, found.end()
+        if token.isspace():
             return "more", end
-        character, expected = text[at], self._expected
-        if expected == "object":
-            if character != "{":
-                return "broken", at
-            self._open.append("{")
+        if token == "{" and expected == "object":
+            self._open.append(token)
             self._expected = "key or }"
-        elif expected == ":":
-            if character != ":":
-                return "broken", at
+        elif token == '"' and expected in ("key", "key or }"):
+            self._in_string, self._is_key, self._expected = True, True, ":"
+            if len(self._open) == 1:
+                self.key = ""
+        elif token == ":" and expected == ":":
             self._expected = "value"
-        elif character == '"' and expected in ("key", "key or }"):
-            self._within, self._is_key, self._piece = "string", True, ""
-            self._expected = ":"
-        elif expected in ("value", "value or ]") and character != "]":
-            return self._value(character, at)
-        elif character == "," and expected == ", or end":
+        elif token == "," and expected == ", or end":
             self._expected = "key" if self._open[-1] == "{" else "value"
-        elif character == ("}" if self._open[-1] == "{" else "]") and "or" in expected:
+        elif "or" in expected and _CLOSES.get(token) == self._open[-1]:
             self._open.pop()
             self._expected = ", or end"
-            if not self._open:
-                return "closed", at + 1
-            if len(self._open) == 1:
-                return "ends", at + 1
+            if len(self._open) < 2:
+                return "ends" if self._open else "closed", end
+        elif expected in ("value", "value or ]"):
+            return self._value(token, at, end == len(text))
         else:
             return "broken", at
-        return "more", at + 1
+        return "more", end
 
-    def _value(self, character: str, at: int) -> tuple[Event, int]:
-        if len(self._open) == 1 and not self._told:
+    def _value(self, token: str, at: int, may_go_on: bool) -> tuple[Event, int]:
+        is_own, end = len(self._open) == 1, at + len(token)
+        if is_own and not self._told:
             self._told = True
             return "begins", at
-        self._told, self._is_key = False, False
-        self._expected = ", or end"
-        if character in "-0123456789tfn":
-            self._within, self._piece = "literal", ""
-            return "more", at
-        if character == '"':
-            self._within = "string"
-        elif character in "{[" and len(self._open) < _MAX_DEPTH:
-            self._open.append(character)
-            self._expected = "key or }" if character == "{" else "value or ]"
-        else:
+        if token in ("{", "[") and len(self._open) < _MAX_DEPTH:
+            self._open.append(token)
+            self._expected = "key or }" if token == "{" else "value or ]"
+        elif token == '"':
+            self._in_string, self._is_key, self._expected = True, False, ", or end"
+        elif token[0] not in "-0123456789tfn":
             return "broken", at
-        return "more", at + 1
-
-
-def _match_end(pattern: re.Pattern[str], text: str, at: int) -> int:
-    found = pattern.match(text, at)
-    assert found is not None  # all of them match the empty text
-    return found.end()
+        elif may_go_on and len(token) <= _MAX_LITERAL:
+            self._held = token
+            return "more", end
+        elif len(token) <= _MAX_LITERAL and _LITERAL.fullmatch(token):
+            self._told, self._expected = False, ", or end"
+            return "ends" if is_own else "more", end
+        else:
+            return "broken", end
+        self._told = False
+        return "more", end
 
 
 _NAME = re.compile(r'"([A-Za-z0-9_.-]{1,256})"')
@@ -245,12 +213,33 @@ def _spelled_out(text: str) -> str:
         return ""
 
 
-class _Calls:
-    """Shared state of the readers: possible call text, the call, the number of calls."""
+Step = Callable[[str, list[Delta]], str]
+"""Takes text, appends its deltas and returns the text that the next step takes."""
 
-    def __init__(self) -> None:
-        self._held, self._calls = "", 0
+
+class _Calls:
+    """What the readers share: the step they are at, text held back, the calls."""
+
+    def __init__(self, first: Step) -> None:
+        self._step, self._held, self._calls = first, "", 0
         self._call = _Call(0, bare=False)
+
+    def push(self, text: str) -> list[Delta]:
+        """Return the deltas that a piece completes."""
+        found: list[Delta] = []
+        while text:
+            text = self._step(text, found)
+        return found
+
+    def finish(self) -> list[Delta]:
+        """Return the text held back, after the last piece."""
+        text, self._held = self._held, ""
+        if self._step == self._in_call:
+            text += self._call.raw
+        elif self._is_end_of_call(text):
+            text = ""
+        self._step = self._in_text
+        return [Delta("content", text)] if text else []
 
     def _go_on(self, text: str, found: list[Delta]) -> str | None:
         """Continue the call; return the text after it, None if it is incomplete."""
@@ -261,56 +250,43 @@ class _Calls:
         found += deltas
         return rest
 
+    def _in_text(self, text: str, found: list[Delta]) -> str:
+        found.append(Delta("content", text))
+        return ""
+
+    @abstractmethod
+    def _in_call(self, text: str, found: list[Delta]) -> str: ...
+
+    @abstractmethod
+    def _is_end_of_call(self, held: str) -> bool: ...
+
 
 class HermesCalls(_Calls):
     """`<tool_call>...</tool_call>` of Hermes and Qwen, with the line breaks around the marks."""
 
     _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
-    _OPENINGS = (_OPENING, "\n" + _OPENING, "\n\n" + _OPENING)
     _TAIL = re.compile(r"[\s}]{0,64}")
 
     def __init__(self) -> None:
-        super().__init__()
-        self._state: Literal["text", "call", "tail", "gap"] = "text"
+        super().__init__(self._in_text)
 
-    def push(self, text: str) -> list[Delta]:
-        """Return the deltas that a piece completes."""
-        found: list[Delta] = []
-        steps = {"text": self._text, "call": self._in_call, "tail": self._tail, "gap": self._gap}
-        while text:
-            text = steps[self._state](text, found)
-        return found
+    def _is_end_of_call(self, held: str) -> bool:
+        return self._step != self._in_text
 
-    def finish(self) -> list[Delta]:
-        """Return the text held back, after the last piece."""
-        text, self._held = self._held, ""
-        if self._state == "call":
-            text += self._call.raw
-        elif self._state != "text":
-            text = ""  # the end of a call
-        self._state = "text"
-        return [Delta("content", text)] if text else []
-
-    def _text(self, text: str, found: list[Delta]) -> str:
-        text = self._held + text
-        at = text.find(self._OPENING)
-        if at < 0:
-            end = len(text) - open_length(text, self._OPENINGS)
-            self._held, rest = text[end:], ""
-        else:
-            end = max(len(text[:at].rstrip("\n")), at - 2)
-            after = at + len(self._OPENING)
-            self._held, rest = text[end:after], text[after:]
-            self._state, self._call = "call", _Call(self._calls, bare=False)
-        if end:
-            found.append(Delta("content", text[:end]))
+    def _in_text(self, text: str, found: list[Delta]) -> str:
+        content, self._held, rest = split_at(self._held + text, self._OPENING)
+        if content:
+            found.append(Delta("content", content))
+        if rest is None:
+            return ""
+        self._step, self._call = self._in_call, _Call(self._calls, bare=False)
         return rest
 
     def _in_call(self, text: str, found: list[Delta]) -> str:
         rest = self._go_on(text, found)
         if rest is None:
             return ""
-        self._state = "tail" if self._call.is_out else "text"
+        self._step = self._tail if self._call.is_out else self._in_text
         if self._held:
             found.append(Delta("content", self._held))
             self._held = ""
@@ -318,23 +294,23 @@ class HermesCalls(_Calls):
 
     def _tail(self, text: str, found: list[Delta]) -> str:
         """Find the end of a call; models omit or double its last brace."""
-        text = self._held + text
+        text, self._held = self._held + text, ""
         found_tail = self._TAIL.match(text)
         assert found_tail is not None  # it matches the empty text
         closing = text[found_tail.end() :]
         if closing.startswith(self._CLOSING):
-            self._held, self._state = "", "gap"
+            self._step = self._gap
             return closing.removeprefix(self._CLOSING)
         if self._CLOSING.startswith(closing):
             self._held = text
             return ""
-        self._held, self._state = "", "text"
+        self._step = self._in_text
         return text
 
     def _gap(self, text: str, found: list[Delta]) -> str:
         text = text.lstrip("\n")
         if text:
-            self._state = "text"
+            self._step = self._in_text
         return text
 
 
@@ -346,45 +322,24 @@ class LlamaCalls(_Calls):
     _NEXT = re.compile(r"[\s;]{0,32}(<\|python_tag\|>\s{0,32})?")
 
     def __init__(self) -> None:
-        super().__init__()
-        self._state: Literal["begin", "call", "text"] = "begin"
+        super().__init__(self._begin)
 
-    def push(self, text: str) -> list[Delta]:
-        """Return the deltas that a piece completes."""
-        found: list[Delta] = []
-        while text:
-            if self._state == "begin":
-                text = self._begin(text)
-            elif self._state == "call":
-                text = self._in_call(text, found)
-            else:
-                found.append(Delta("content", text))
-                text = ""
-        return found
+    def _is_end_of_call(self, held: str) -> bool:
+        return bool(self._calls) and not held.strip("; \n")
 
-    def finish(self) -> list[Delta]:
-        """Return the text held back, after the last piece."""
-        text, self._held = self._held, ""
-        if self._state == "call":
-            text += self._call.raw
-        elif self._calls and not text.strip("; \n"):
-            text = ""
-        self._state = "text"
-        return [Delta("content", text)] if text else []
-
-    def _begin(self, text: str) -> str:
+    def _begin(self, text: str, found: list[Delta]) -> str:
         text, self._held = self._held + text, ""
         begin = (self._NEXT if self._calls else self._FIRST).match(text)
         assert begin is not None  # both match the empty text
         body = text[begin.end() :]
         if body.startswith("{"):
             self._held = begin[0]
-            self._state, self._call = "call", _Call(self._calls, bare=True)
+            self._step, self._call = self._in_call, _Call(self._calls, bare=True)
             return body
         if not body or (begin[1] is None and self._TAG.startswith(body)):
             self._held = text
             return ""
-        self._state = "text"
+        self._step = self._in_text
         return text
 
     def _in_call(self, text: str, found: list[Delta]) -> str:
@@ -392,5 +347,6 @@ class LlamaCalls(_Calls):
         if rest is None:
             return ""
         rest, self._held = self._held + rest, ""
-        self._state = "begin" if self._call.is_out and self._call.is_closed else "text"
+        goes_on = self._call.is_out and self._call.is_closed
+        self._step = self._begin if goes_on else self._in_text
         return rest
