@@ -1,16 +1,16 @@
 """A model family: how its config.json is read, and how its files name `inventory`'s tensors."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
+from clocher_runtime.models.config import Decoder, read_config
 from clocher_runtime.models.inventory import Need
 from clocher_runtime.models.spec import MlaSpec, ModelSpec
 
-Config = Mapping[str, Any]
 Rows = slice | np.ndarray | None
 """Rows of a tensor, in the order wanted; None: all as they are."""
 
@@ -36,8 +36,13 @@ class Family:
     Two origins are for alternating rows. Absent names are unchanged.
     """
 
-    read: Callable[[Config], ModelSpec]
+    name: str
+    fields: type[Decoder]
     tensors: Mapping[str, tuple[From, ...]] = field(default_factory=dict)
+
+    def read(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Return the ModelSpec of a config.json. Raises FormatError, UnsupportedModel."""
+        return read_config(config, self.fields).spec(self.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,19 +133,27 @@ def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
     return np.asarray(rows.reshape(-1))
 
 
-def each_expert(gate: str, up: str, down: str) -> dict[str, tuple[From, ...]]:
+def each_expert(
+    prefix: str = "mlp.experts.{e}.",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+) -> dict[str, tuple[From, ...]]:
     """Return the origins of experts stored as three tensors each."""
     return {
-        "mlp.experts.gate_up_proj": (From(gate), From(up)),
-        "mlp.experts.down_proj": (From(down),),
+        "mlp.experts.gate_up_proj": (From(prefix + gate), From(prefix + up)),
+        "mlp.experts.down_proj": (From(prefix + down),),
     }
 
 
 FUSED_QKV = {f"self_attn.{n}_proj": (From("self_attn.qkv_proj", n),) for n in "qkv"}
 """A fused projection for queries, keys and values."""
+SHARED_EXPERTS = {
+    f"mlp.shared_expert.{n}_proj": (From(f"mlp.shared_experts.{n}_proj"),)
+    for n in ("gate", "up", "down")
+}
 
 
-def fused_mlp(name: str, prefix: str = "mlp.") -> dict[str, tuple[From, ...]]:
+def fused_mlp(name: str) -> dict[str, tuple[From, ...]]:
     """Return the origins of gate and up projections that are halves of one tensor."""
-    halves = (("gate", "first"), ("up", "second"))
-    return {f"{prefix}{part}_proj": (From(name, half),) for part, half in halves}
+    return {"mlp.gate_proj": (From(name, "first"),), "mlp.up_proj": (From(name, "second"),)}

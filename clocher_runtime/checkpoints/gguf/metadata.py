@@ -8,7 +8,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.gguf.blocks import F32
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.models.rope import inverse_frequencies
+from clocher_runtime.models.build import inverse_frequencies
 from clocher_runtime.models.spec import RopeSpec
 
 ROPE_FACTORS = "rope_freqs.weight"

@@ -1,4 +1,4 @@
-"""Model families, from config.json to ModelSpec: one module and one line of `FAMILIES` each."""
+"""Model families, from config.json to ModelSpec: a class and a row in a module of this folder."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -6,64 +6,41 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.schema import shown
-from clocher_runtime.models.config_fields import WHERE
-from clocher_runtime.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from clocher_runtime.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from clocher_runtime.models.families.gpt_oss import GPT_OSS
-from clocher_runtime.models.families.llada import LLADA2_MOE
-from clocher_runtime.models.families.llama import (
-    BITNET,
-    GRANITE,
-    GRANITE_HYBRID,
-    LLAMA,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SMOLLM3,
-)
-from clocher_runtime.models.families.llama4 import LLAMA4
-from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from clocher_runtime.models.families.qwen import (
-    FAST_DLLM,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
-    SDAR,
-)
+from clocher_runtime.models.config import WHERE
 from clocher_runtime.models.family import Family
 from clocher_runtime.models.spec import ModelSpec
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "GptOssForCausalLM": GPT_OSS,
-        "BitNetForCausalLM": BITNET,
-        "BitnetForCausalLM": BITNET,
-        "LlamaForCausalLM": LLAMA,
-        "SmolLM3ForCausalLM": SMOLLM3,
-        "Llama4ForCausalLM": LLAMA4,
-        "MistralForCausalLM": MISTRAL,
-        "Ministral3ForCausalLM": MINISTRAL3,
-        "MixtralForCausalLM": MIXTRAL,
-        "Qwen2ForCausalLM": QWEN2,
-        "Qwen2MoeForCausalLM": QWEN2_MOE,
-        "Qwen3ForCausalLM": QWEN3,
-        "SDARForCausalLM": SDAR,
-        "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
-        "Qwen3MoeForCausalLM": QWEN3_MOE,
-        "GemmaForCausalLM": GEMMA,
-        "Gemma2ForCausalLM": GEMMA2,
-        "Gemma3ForCausalLM": GEMMA3,
-        "Phi3ForCausalLM": PHI3,
-        "Olmo2ForCausalLM": OLMO2,
-        "Olmo3ForCausalLM": OLMO3,
-        "GraniteForCausalLM": GRANITE,
-        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
-        "DeepseekV2ForCausalLM": DEEPSEEK_V2,
-        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
-        "LLaDA2MoeModelLM": LLADA2_MOE,
+        "GptOssForCausalLM": "experts",
+        "BitNetForCausalLM": "llama",
+        "BitnetForCausalLM": "llama",
+        "LlamaForCausalLM": "llama",
+        "SmolLM3ForCausalLM": "llama",
+        "Llama4ForCausalLM": "llama",
+        "MistralForCausalLM": "llama",
+        "Ministral3ForCausalLM": "llama",
+        "MixtralForCausalLM": "llama",
+        "Qwen2ForCausalLM": "qwen",
+        "Qwen2MoeForCausalLM": "qwen",
+        "Qwen3ForCausalLM": "qwen",
+        "SDARForCausalLM": "qwen",
+        "Fast_dLLM_QwenForCausalLM": "qwen",
+        "Qwen3MoeForCausalLM": "qwen",
+        "GemmaForCausalLM": "gemma",
+        "Gemma2ForCausalLM": "gemma",
+        "Gemma3ForCausalLM": "gemma",
+        "Phi3ForCausalLM": "llama",
+        "Olmo2ForCausalLM": "llama",
+        "Olmo3ForCausalLM": "llama",
+        "GraniteForCausalLM": "llama",
+        "GraniteMoeHybridForCausalLM": "llama",
+        "DeepseekV2ForCausalLM": "experts",
+        "DeepseekV3ForCausalLM": "experts",
+        "LLaDA2MoeModelLM": "experts",
     }
 )
+"""Architecture -> the module of its family, which is imported when it is asked for."""
 
 _WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
@@ -122,12 +99,22 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises UnsupportedModel, FormatError."""
     name = _architectures(config)[0]
-    if name not in FAMILIES:
+    module = FAMILIES.get(name)
+    if module == "llama":
+        from clocher_runtime.models.families.llama import FAMILIES as found
+    elif module == "qwen":
+        from clocher_runtime.models.families.qwen import FAMILIES as found
+    elif module == "gemma":
+        from clocher_runtime.models.families.gemma import FAMILIES as found
+    elif module == "experts":
+        from clocher_runtime.models.families.experts import FAMILIES as found
+    else:
+        listed = ", ".join(sorted(each.removesuffix("ForCausalLM") for each in FAMILIES))
         raise UnsupportedModel(
             f"{WHERE}: architecture {shown(name)} is not known{_nearest(name)}; Clocher reads the "
-            f"decoders of text that docs/using.md lists: {', '.join(_families())}"
+            f"decoders of text that docs/using.md lists: {listed}"
         )
-    return FAMILIES[name]
+    return found[name]
 
 
 def _named(config: Mapping[str, Any]) -> str:
@@ -160,7 +147,3 @@ def _nearest(name: str) -> str:
 
     found = get_close_matches(name, FAMILIES, 1, 0.5)
     return f"; the nearest that is is {found[0]}" if found else ""
-
-
-def _families() -> list[str]:
-    return sorted(name.removesuffix("ForCausalLM") for name in FAMILIES)
