@@ -26,8 +26,8 @@ from clocher_runtime.config.setting import Given
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import check_functions, listed, token_ids
 from clocher_runtime.engine.backends import Progress
-from clocher_runtime.engine.kv_cache import KVCacheConfig as KVCacheConfig
-from clocher_runtime.engine.kv_cache import with_kv_cache
+from clocher_runtime.engine.footprint import KVCacheConfig as KVCacheConfig
+from clocher_runtime.engine.footprint import with_kv_cache
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.engine.session import Session

@@ -19,8 +19,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import TYPES
 from clocher_runtime.checkpoints.hf.checkpoint import _METHODS
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.models.families import FAMILIES, family_of
-from clocher_runtime.models.family import Family
+from clocher_runtime.models.families import FAMILIES, Family, family_of
 
 ROOT = Path(__file__).parents[1]
 ROWS = [Row(**row) for row in json.loads((ROOT / "docs" / "compatibility.json").read_text())]

@@ -34,7 +34,7 @@ cpu_fallback.ops
 cpu_fallback.executor
 clocher_kernels.library
 clocher_kernels.torch
-clocher_runtime.signals clocher_runtime.exit_codes
+clocher_runtime.exit_codes
 clocher_runtime.disk
 clocher_runtime.models
 clocher_runtime.checkpoints

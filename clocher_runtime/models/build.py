@@ -10,8 +10,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.rewrite import quantize_for_ternary
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, Sizes, tables_of
-from clocher_runtime.models.selection import PAGE_CELLS
-from clocher_runtime.models.spec import ModelSpec, QueryGrowth, RopeSpec
+from clocher_runtime.models.spec import PAGE_CELLS, ModelSpec, QueryGrowth, RopeSpec
 
 __all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "page_table", "table_bytes"]
 

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing, among, longest_text, of_call
+from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
 from clocher_runtime.serve.answers import Answer, ChatAnswer, CompletionAnswer
 from clocher_runtime.serve.choices import ChatChoice, TextChoice, TokenTexts
@@ -109,7 +109,7 @@ class Server:
         with self.engine.reserve(asked.choices):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
-            longest = longest_text(blocks, ready.longest)
+            longest = blocks.longest(ready.longest) if blocks else ready.longest
             ids, tail = await self.prompts.chat(
                 asked.dialogue(), asked.functions, asked.template_variables, longest
             )
@@ -142,7 +142,7 @@ class Server:
         with self.engine.reserve(len(asked.prompt) * asked.choices):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
-            longest = longest_text(blocks, ready.longest)
+            longest = blocks.longest(ready.longest) if blocks else ready.longest
             prompts = [await self.prompts.ids(p, True, longest) for p in asked.prompt]
             scores = bool(asked.echo) and (asked.top >= 0 or not asked.budget)
             if scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
@@ -191,7 +191,7 @@ class Server:
         scores: bool = False,
     ) -> list[Submit]:
         ready = self.engine.serving()
-        longest = longest_text(blocks, ready.longest)
+        longest = blocks.longest(ready.longest) if blocks else ready.longest
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
         spec = None
         if asked.must_call or asked.constraint is not None:
@@ -375,7 +375,7 @@ def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
     own = None
     try:
         if ready.blocks is not None:
-            own = among(ready.blocks, ready.vocab_size, ready.about["diffusion"])
+            own = among(ready.blocks, ready.about["diffusion"])
         return of_call(own, asked)
     except UsageError as error:
         raise invalid(str(error), "diffusion") from None

@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.engine.arguments import Constraint
 from clocher_runtime.text.grammar import GrammarMaker
 
 

@@ -5,10 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from clocher_runtime.models.builder import DRAWN
-from clocher_runtime.speculation.draft import NO_DRAFT, AcceptanceRates, Draft, Drafter
-from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose
-from clocher_runtime.speculation.model_gate import DraftModelGate
-from clocher_runtime.speculation.track import MAX_DRAFT, PRIORS, SOURCES, Pending, Track
+from clocher_runtime.speculation.draft import (
+    MAX_DRAFT,
+    NO_DRAFT,
+    PRIORS,
+    SOURCES,
+    AcceptanceRates,
+    Draft,
+    Drafter,
+    Pending,
+    Track,
+)
+from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, Trial, choose
 
 WITH_DRAFT_MODEL = ("auto", "draft")
 """Values of --speculate that ask a draft model, if there is one."""

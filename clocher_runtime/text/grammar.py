@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.engine.arguments import Constraint
 from clocher_runtime.text.grammar_rules import rules_of
 from clocher_runtime.text.text_process import Refused, TextProcess
 from clocher_runtime.text.tokenizer_library import loading_limits

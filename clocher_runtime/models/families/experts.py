@@ -25,7 +25,7 @@ from clocher_runtime.models.config import (
     magnitude,
     missing,
 )
-from clocher_runtime.models.family import SHARED_EXPERTS, Family, From, each_expert
+from clocher_runtime.models.families import SHARED_EXPERTS, Family, From, each_expert
 from clocher_runtime.models.spec import MlaSpec, MoeSpec, RopeSpec
 
 _Scaling = Annotated[float, Meta(ge=1e-6, le=1e6)]

@@ -17,7 +17,7 @@ from clocher_runtime.models.config import (
     Size,
     Theta,
 )
-from clocher_runtime.models.family import Family
+from clocher_runtime.models.families import Family
 
 
 class _Gemma(Decoder, kw_only=True):

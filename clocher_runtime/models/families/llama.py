@@ -22,7 +22,7 @@ from clocher_runtime.models.config import (
     Theta,
     checked,
 )
-from clocher_runtime.models.family import FUSED_QKV, Family, From, each_expert, fused_mlp
+from clocher_runtime.models.families import FUSED_QKV, Family, From, each_expert, fused_mlp
 from clocher_runtime.models.spec import MoeSpec, QueryGrowth, RopeSpec
 
 

@@ -16,7 +16,7 @@ from clocher_runtime.models.config import (
     MaskId,
     Size,
 )
-from clocher_runtime.models.family import Family, From, each_expert
+from clocher_runtime.models.families import Family, From, each_expert
 from clocher_runtime.models.spec import MoeSpec
 
 
