@@ -2,20 +2,26 @@
 
 import math
 import re
-import threading
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-from prometheus_client import CollectorRegistry, generate_latest, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
-from prometheus_client.registry import Collector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Info,
+    disable_created_metrics,
+    generate_latest,
+    start_http_server,
+)
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.command.jsonline import SCHEMA
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.monitoring.command import MAX_LINE_BYTES
+
+disable_created_metrics()
 
 HARNESS_SCHEMA = "clocher.bench/1"
 STATUSES = ("ok", "error", "void", "warmup")
@@ -207,56 +213,49 @@ def _number(line: Mapping[str, Any], field: Field) -> float | None:
     return float(value * field.scale)
 
 
-class _Series(NamedTuple):
-    totals: Counter[str]
-    last: dict[str, float]
-    peaks: list[float]  # of resident memory, in bytes
-
-
-class RunMetrics(Collector):
-    """Takes lines and collects metrics, with a bounded number of series; one thread may do each."""
+class RunMetrics:
+    """Takes lines, and has their metrics, with a bounded number of series."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lines = 0
-        self._runs = dict.fromkeys(STATUSES, 0)
-        self._rejected = dict.fromkeys(REASONS, 0)
-        self._errors: Counter[str] = Counter()
-        self._builds: dict[Build, None] = {}
-        self._series: dict[Configuration, _Series] = {}
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._lines = self._counter("ie_exporter_lines", "Lines read.")
+        about = "Lines that do not count."
+        self._rejected = self._counter("ie_exporter_lines_rejected", about, ("reason",), REASONS)
+        about = "Runs by how they ended."
+        self._runs = self._counter("ie_runs", about, ("status",), STATUSES)
+        self._errors = self._counter("ie_run_errors", "Failed runs by error.", ("type",))
+        about = "What ran, and on what."
+        self._info = Info("ie_build", about, Build._fields, registry=self._registry)
+        labels = Configuration._fields
+        self._totals = {each: self._counter(each.metric, each.about, labels) for each in COUNTERS}
+        self._last = {each: self._gauge(each.metric, each.about) for each in GAUGES}
+        self._rss_last = self._gauge("ie_rss_peak_mb_last", "ie_rss_peak_bytes / 2^20.")
+        self._rss_most = self._gauge("ie_rss_peak_mb_max", "Largest of all runs.")
+        self._peaks: dict[Configuration, float] = {}  # of resident memory, in bytes
+        self._builds: set[Build] = set()
+        self._error_types: set[str] = set()
 
     def take(self, line: bytes | None) -> Rejected | None:
         """Count a line (None: too long to read); return why it is rejected, if it is."""
-        why = None
+        self._lines.inc()
         try:
             if line is None:
                 raise Rejected("too_long", f"more than {MAX_LINE_BYTES} bytes")
-            run = read_line(line)
-            with self._lock:
-                self._add(run)
-        except Rejected as error:
-            why = error
-        with self._lock:
-            self._lines += 1
-            if why is not None:
-                self._rejected[why.reason] += 1
-        return why
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield every metric."""
-        with self._lock:
-            metrics = list(self._metrics())
-        yield from metrics
+            self._add(read_line(line))
+        except Rejected as why:
+            self._rejected.labels(why.reason).inc()
+            return why
+        return None
 
     def text(self) -> str:
         """Return the metrics in Prometheus' text format."""
-        return generate_latest(self._registry()).decode()
+        return generate_latest(self._registry).decode()
 
     @contextmanager
     def served(self, address: str, port: int) -> Iterator[int]:
         """Serve the metrics over HTTP while the context is open; yield the port."""
         try:
-            server, thread = start_http_server(port, address, self._registry())
+            server, thread = start_http_server(port, address, self._registry)
         except OSError as error:
             reason = error.strerror or error
             raise OSError(
@@ -269,68 +268,43 @@ class RunMetrics(Collector):
             server.server_close()
             thread.join()
 
-    def _registry(self) -> CollectorRegistry:
-        registry = CollectorRegistry(auto_describe=False)
-        registry.register(self)
-        return registry
+    def _counter(
+        self, name: str, about: str, labels: Sequence[str] = (), values: Sequence[str] = ()
+    ) -> Counter:
+        made = Counter(name, about, labels, registry=self._registry)
+        for value in values:  # shown from the start
+            made.labels(value)
+        return made
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(name, about, Configuration._fields, registry=self._registry)
 
     def _add(self, run: Run) -> None:
         if run.configuration is not None and run.build is not None:
-            if len(self._series) >= MAX_CONFIGURATIONS and run.configuration not in self._series:
-                raise Rejected("too_many", f"more than {MAX_CONFIGURATIONS} configurations")
-            series = self._series.setdefault(run.configuration, _Series(Counter(), {}, []))
-            for counter in COUNTERS:
-                series.totals[counter.metric] += run.values.get(counter.metric, 0)  # type: ignore[assignment]
-            series.last.clear()
-            series.last.update(
-                {g.metric: run.values[g.metric] for g in GAUGES if g.metric in run.values}
-            )
-            if _RSS in series.last:
-                series.peaks[:] = [max([series.last[_RSS], *series.peaks])]
+            self._measure(run.configuration, run.values)
             if run.build in self._builds or len(self._builds) < MAX_BUILDS:
-                self._builds[run.build] = None
+                self._builds.add(run.build)
+                self._info.labels(*run.build).info({})
         if run.error:
-            known = run.error in self._errors or len(self._errors) < MAX_ERROR_TYPES
-            self._errors[run.error if known else "other"] += 1
-        self._runs[run.status] += 1
+            known = run.error in self._error_types or len(self._error_types) < MAX_ERROR_TYPES
+            name = run.error if known else "other"
+            self._error_types.add(name)
+            self._errors.labels(name).inc()
+        self._runs.labels(run.status).inc()
 
-    def _metrics(self) -> Iterator[Metric]:
-        yield CounterMetricFamily("ie_exporter_lines", "Lines read.", self._lines)
-        about = "Lines that do not count."
-        yield _counted("ie_exporter_lines_rejected", about, "reason", self._rejected)
-        info = InfoMetricFamily("ie_build", "What ran, and on what.", labels=Build._fields)
-        for build in self._builds:
-            info.add_metric(build, {})
-        yield info
-        yield _counted("ie_runs", "Runs by how they ended.", "status", self._runs)
-        yield _counted("ie_run_errors", "Failed runs by error.", "type", self._errors)
-        for field in COUNTERS:
-            series = self._series.items()
-            rows = [(each, float(one.totals[field.metric])) for each, one in series]
-            yield _labelled(CounterMetricFamily, field.metric, field.about, rows)
-        for field in GAUGES:
-            yield self._gauge(field.metric, field.about, field.metric)
-        yield self._gauge("ie_rss_peak_mb_last", "ie_rss_peak_bytes / 2^20.", _RSS, _MIB)
-        rows = [(each, max(one.peaks) / _MIB) for each, one in self._series.items() if one.peaks]
-        yield _labelled(GaugeMetricFamily, "ie_rss_peak_mb_max", "Largest of all runs.", rows)
-
-    def _gauge(self, name: str, about: str, metric: str, unit: float = 1) -> Metric:
-        series = self._series.items()
-        rows = [(each, one.last[metric] / unit) for each, one in series if metric in one.last]
-        return _labelled(GaugeMetricFamily, name, about, rows)
-
-
-def _labelled(
-    family: type[Any], name: str, about: str, rows: Sequence[tuple[Configuration, float]]
-) -> Metric:
-    made: Metric = family(name, about, labels=Configuration._fields)
-    for configuration, value in rows:
-        made.add_metric(configuration, value)  # type: ignore[attr-defined]
-    return made
-
-
-def _counted(name: str, about: str, label: str, counts: dict[str, int]) -> Metric:
-    family = CounterMetricFamily(name, about, labels=[label])
-    for value, count in counts.items():
-        family.add_metric([value], count)
-    return family
+    def _measure(self, configuration: Configuration, values: Mapping[str, float]) -> None:
+        if len(self._peaks) >= MAX_CONFIGURATIONS and configuration not in self._peaks:
+            raise Rejected("too_many", f"more than {MAX_CONFIGURATIONS} configurations")
+        for field, total in self._totals.items():
+            total.labels(*configuration).inc(values.get(field.metric, 0))
+        gauges = [(self._last[field], values.get(field.metric)) for field in GAUGES]
+        rss = values.get(_RSS)
+        peak = max(self._peaks.get(configuration, 0.0), rss or 0.0)
+        self._peaks[configuration] = peak
+        gauges += [(self._rss_last, rss and rss / _MIB), (self._rss_most, peak / _MIB or None)]
+        for gauge, value in gauges:
+            if value is not None:
+                gauge.labels(*configuration).set(value)
+            else:  # the last run could not know it
+                with suppress(KeyError):
+                    gauge.remove(*configuration)
