@@ -56,13 +56,11 @@ def _text_or_ids(prompt: Prompt) -> str | list[int]:
 
 
 def _usable_path(path: object) -> Path | None:
-    return None if path is None else locate(_path(path, "path"), "path")
-
-
-def _path(given: object, name: str) -> str:
-    if not isinstance(given, str | os.PathLike):
-        raise UsageError(f"{name} is {shown(given)}; expected a string or a pathlib.Path")
-    return str(os.fspath(given))
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
+    return locate(str(os.fspath(path)), "path")
 
 
 class LanguageModel:

@@ -18,7 +18,7 @@ from clocher_runtime.engine.arguments import (
     prompt_ids,
     whole,
 )
-from clocher_runtime.engine.backends import Progress, acted_on, suffix_automaton
+from clocher_runtime.engine.backends import Progress, suffix_automaton
 from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation, StepLock
@@ -49,7 +49,6 @@ class Session:
     Attributes:
         diffusion: how blocks are decoded: "lossless", a rule, or "off".
         isa: instruction set that the kernels were compiled for.
-        acted_on: settings that have an effect; "pretranspose" if it was obeyed.
         longest: maximum sequence length: the context, or less if the KV cache is smaller.
         kv_cache_bytes: of the KV cache, tables and scales included.
     """
@@ -83,9 +82,7 @@ class Session:
         self.isa, self.context, self.longest = self.executor.isa, sizes.context, sizes.longest
         if self._blocks is not None:
             self.longest = self._blocks.longest(sizes.longest)
-        self.acted_on = acted_on(self.executor)
-        if bound.scope_is_kept:
-            self.acted_on |= {"pretranspose"}
+        self._scope_is_kept = bound.scope_is_kept
         buffers = self.executor.plan.buffers.values()
         self.kv_cache_bytes = sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
         self._draft_model: DraftModel | None = None
@@ -104,6 +101,12 @@ class Session:
         self.reading = AttentionReads(bound)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
+
+    @property
+    def acted_on(self) -> frozenset[str]:
+        """Settings that have an effect; "pretranspose" if it was obeyed."""
+        hints: frozenset[str] = getattr(self.executor, "acted_on", frozenset())
+        return hints | ({"pretranspose"} if self._scope_is_kept else set())
 
     def speculation(self, before: Counts | None = None) -> Account:
         """Return speculation figures, since an earlier state of its counts."""

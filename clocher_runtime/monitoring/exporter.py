@@ -21,7 +21,7 @@ from clocher_runtime.command.jsonline import SCHEMA
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.monitoring.command import MAX_LINE_BYTES
 
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 HARNESS_SCHEMA = "clocher.bench/1"
 STATUSES = ("ok", "error", "void", "warmup")

@@ -201,12 +201,6 @@ class DraftModelGate:
         self._spare = 0.0  # ns for looks
         self._tries = _TRIES
 
-    @property
-    def step_ns(self) -> float:
-        """Time of a one-token step of the model in nanoseconds; 0 if unknown."""
-        steps = self.model.costs.ns
-        return steps[1] if len(steps) > 1 else 0.0
-
     def ask(
         self,
         pending: Sequence[Pending],

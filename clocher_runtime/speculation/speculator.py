@@ -125,7 +125,8 @@ class Speculator:
     @property
     def draft_ns(self) -> float:
         """Time of a token of the draft model in nanoseconds; 0 without one."""
-        return 0.0 if self._gate is None else self._gate.step_ns
+        steps = [] if self._gate is None else self._gate.model.costs.ns
+        return steps[1] if len(steps) > 1 else 0.0
 
     def track(self) -> Track:
         """Return what is drafted for a new sequence."""
