@@ -53,10 +53,9 @@ from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig, resolve
 from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.probes import rss_peak_mib
+from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus
-from clocher_runtime.engine.work_touch import Touch, WorkTouch
 from clocher_runtime.exit_codes import ExitCode, exit_code
 from cpu_fallback.team.bandwidth import Reader
 

@@ -26,8 +26,8 @@ from clocher_runtime.config.setting import Given
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import check_functions, listed, token_ids
 from clocher_runtime.engine.backends import Progress
-from clocher_runtime.engine.kv_cache import KVCacheConfig as KVCacheConfig
-from clocher_runtime.engine.kv_cache import with_kv_cache
+from clocher_runtime.engine.footprint import KVCacheConfig as KVCacheConfig
+from clocher_runtime.engine.footprint import with_kv_cache
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.engine.session import Session
@@ -55,13 +55,11 @@ def _text_or_ids(prompt: Prompt) -> str | list[int]:
 
 
 def _usable_path(path: object) -> Path | None:
-    return None if path is None else locate(_path(path, "path"), "path")
-
-
-def _path(given: object, name: str) -> str:
-    if not isinstance(given, str | os.PathLike):
-        raise UsageError(f"{name} is {shown(given)}; expected a string or a pathlib.Path")
-    return str(os.fspath(given))
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"path is {shown(path)}; expected a string or a pathlib.Path")
+    return locate(str(os.fspath(path)), "path")
 
 
 class LanguageModel:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from clocher_runtime.signals import cause_of, ignore, listen, restore
+from clocher_runtime.exit_codes import cause_of, ignore, listen, restore
 
 _COLLECT_AFTER = 50_000
 """Objects made before a garbage collection."""
@@ -61,7 +61,7 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
         return code if text is None or _emit(text, name) else 1
     finally:
         if owns_process:
-            _flush_errors()
+            _flush()
         else:
             restore(before)
 
@@ -107,22 +107,12 @@ def _stdout_failed(error: OSError, name: str) -> None:
 
 
 def _flush() -> None:
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    _flush_errors()
-
-
-def _flush_errors() -> None:
-    """Discard output for a closed standard error, for which Python would change the exit code."""
-    if sys.stderr is None:
-        return
-    try:
-        sys.stderr.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+    """Discard output for a closed stream, for which Python would change the exit code."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _open_standard_streams() -> None:

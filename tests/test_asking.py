@@ -4,11 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from clocher_runtime.speculation.draft import Draft
-from clocher_runtime.speculation.gate import ForwardCosts, draft_depth
-from clocher_runtime.speculation.model_gate import DraftModelGate
+from clocher_runtime.speculation.draft import Draft, Pending, Track
+from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, draft_depth
 from clocher_runtime.speculation.speculator import Speculator, account
-from clocher_runtime.speculation.track import Pending, Track
 
 FLAT = [0.0, *[100.0] * 8]
 """Passes of up to 8 tokens that take as long as one of a single token."""

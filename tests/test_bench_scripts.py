@@ -11,7 +11,7 @@ from weight_files import BITNET, ROOT
 
 from clocher_runtime.command.settings import resolve
 from clocher_runtime.engine.act_sparsity import act_sparsity
-from clocher_runtime.models.selection import parse_selection
+from clocher_runtime.models.spec import parse_selection
 
 LINEAR = "--shapes 64x128 --tokens 1 --rounds 2 --mib 1 --threads 2"
 SIZES = {

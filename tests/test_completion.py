@@ -13,7 +13,7 @@ import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.sampling import sample_on_host
+from clocher_runtime.engine.requests import sample_on_host
 from clocher_runtime.text.tokenizer import Tokenizer
 
 PROMPT = "def read_lines(path):"
@@ -161,10 +161,10 @@ def test_a_cancelled_call_leaves(model: LanguageModel) -> None:
 def test_the_second_turn_computes_what_is_new(model: LanguageModel) -> None:
     first = [5 + i % 90 for i in range(300)]
     answer = model.complete(first, max_new=8)
-    before = model.session.kv_misses
+    before = model.session.scheduler.kv_misses
     turn = [*first, *answer.ids, 7, 8, 9]
     again = model.complete(turn, max_new=1)
-    assert model.session.kv_misses - before <= 3 + len(answer.ids) + 64
+    assert model.session.scheduler.kv_misses - before <= 3 + len(answer.ids) + 64
     with clocher_runtime.load(threads=1, context=512, prefix_cache=False) as cold:
         assert cold.complete(turn, max_new=1).ids == again.ids
 

@@ -10,8 +10,7 @@ from sessions import make_session
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.stub import stub_model

@@ -37,7 +37,7 @@ from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN
-from clocher_runtime.speculation.track import MAX_DRAFT
+from clocher_runtime.speculation.draft import MAX_DRAFT
 
 PROMPTS = [[5, 9, 300, 41, 7], [88, 1, 2000], list(range(10, 61))]
 LENGTH = 12

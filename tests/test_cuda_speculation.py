@@ -93,7 +93,7 @@ def test_rejected_guesses_leave_nothing_that_is_read(
     with session_of(TRUTH[sampling], batch=batch, **options) as session:
         poisoned(session)
         assert generate(session, PROMPTS, 16, SAMPLINGS[sampling]) == TRUTH[sampling]
-        counts = session.scheduler.speculator.counts  # type: ignore[union-attr]
+        counts = session.scheduler.forwards.speculator.counts  # type: ignore[union-attr]
         buckets = {tokens for tokens, _, _ in session.executor.buckets()}  # type: ignore[attr-defined]
     assert counts.drafted > counts.accepted > 10
     assert len({count for op, count in log if op == "embed"} & buckets - {32}) > 2
@@ -116,4 +116,4 @@ def test_the_kernels_draw_the_same_tokens(
         truth = generate(session, prompts, 8, SAMPLINGS[sampling])
     with session_of(truth, **options) as session:
         assert generate(session, prompts, 8, SAMPLINGS[sampling]) == truth
-        assert session.scheduler.speculator.counts.accepted > 0  # type: ignore[union-attr]
+        assert session.scheduler.forwards.speculator.counts.accepted > 0  # type: ignore[union-attr]

@@ -235,7 +235,7 @@ def test_logits_are_those_that_a_token_was_written_from(
     assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("rule", ["threshold:0.02", "joint:0.02,0.03", "canvas:3,5", "lossless"])
+@pytest.mark.parametrize("rule", ["threshold:0.02", "joint:0.02,0.03", "lossless"])
 def test_alone_in_a_batch_in_pieces_and_after_preemption(
     model: Model, causal: Model, rule: str
 ) -> None:
@@ -344,9 +344,6 @@ def test_the_context_holds_whole_blocks(model: Model) -> None:
         ("threshold:", "takes 1 number"),
         ("static:1.5", "takes 1 number"),
         ("joint:0.5", "takes 2 numbers"),
-        ("canvas:0.1", "takes 2 numbers"),
-        ("canvas:0.1,0", "takes 2 numbers"),
-        ("canvas:0.1,1.5", "takes 2 numbers"),
         ("factor:-1", "takes 1 number"),
         (3, "diffusion: got 3, expected auto, off, lossless or a rule"),
     ],

@@ -51,7 +51,7 @@ def session_of(
     sizes = {"threads": 2, "context": 256, "chunk": 32, "speculate": "draft"}
     made = make_session(model_of(name), batch=batch, draft=draft, **{**sizes, **more})
     if free:
-        made.scheduler.speculator.costs = Free(made.executor.plan.rows)
+        made.scheduler.forwards.speculator.costs = Free(made.executor.plan.rows)
         draft_of(made).costs = Cheap(32)
     with closing(made):
         yield made
@@ -63,8 +63,8 @@ def draft_of(session: Session) -> DraftModel:
 
 
 def speculator_of(session: Session) -> Speculator:
-    assert session.scheduler.speculator is not None
-    return session.scheduler.speculator
+    assert session.scheduler.forwards.speculator is not None
+    return session.scheduler.forwards.speculator
 
 
 @pytest.mark.parametrize("batch", [1, 3])

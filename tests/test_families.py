@@ -41,9 +41,9 @@ from weight_files import LLAMA, copy_model
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.engine.load import load_model
+from clocher_runtime.models.build import inverse_frequencies, rope_tables
 from clocher_runtime.models.families import FAMILIES, spec_from_config
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.models.rope import inverse_frequencies, rope_tables
 from clocher_runtime.models.spec import RopeSpec
 
 CONFIGS = {

@@ -21,7 +21,7 @@ from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.config.setting import Given
-from clocher_runtime.engine.attention_reads import PagesRead
+from clocher_runtime.engine.binding import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.exit_codes import ExitCode
@@ -136,7 +136,7 @@ class ScriptedSession:
 
     def __init__(self, clock):
         self.clock, self.calls = clock, []
-        self.kv_hits = self.kv_misses = 1000  # left by a warm-up
+        self.scheduler = SimpleNamespace(kv_hits=1000, kv_misses=1000)  # left by a warm-up
         self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
         self.config = SimpleNamespace(act_sparsity=None)
         self.diffusion = "off"
@@ -157,7 +157,7 @@ class ScriptedSession:
             with window.span("prefill", len(prompt)):
                 self.clock.now += 10 * MS * len(prompt)
                 self.touch(after_token, 1)
-            self.kv_misses += len(prompt)
+            self.scheduler.kv_misses += len(prompt)
             self.reading.pages = PagesRead(*(n + 8 for n in self.reading.pages))
             self.clock.now += 500 * MS  # what happens between spans does not count
             yield Token(sequence, 1)
@@ -165,7 +165,7 @@ class ScriptedSession:
             with window.span("decode", len(prompts)):
                 self.clock.now += step * MS
                 self.touch(after_token, len(prompts))
-            self.kv_hits += 1
+            self.scheduler.kv_hits += 1
             listed, seen = self.reading.pages
             self.reading.pages = PagesRead(listed + 4, seen + 8)
             for sequence in range(len(prompts)):

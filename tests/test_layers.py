@@ -34,7 +34,7 @@ cpu_fallback.ops
 cpu_fallback.executor
 clocher_kernels.library
 clocher_kernels.torch
-clocher_runtime.signals clocher_runtime.exit_codes
+clocher_runtime.exit_codes
 clocher_runtime.disk
 clocher_runtime.models
 clocher_runtime.checkpoints
@@ -288,7 +288,7 @@ def test_only_declared_libraries() -> None:
             "clocher_kernels.torch": ("torch",),
             "clocher_runtime.checkpoints.hf.torch_bin": ("torch",),
             "clocher_runtime.convert.to_compressed": ("compressed",),
-            "clocher_runtime.quality.report": ("bench",),
+            "clocher_runtime.quality.evaluate": ("bench",),
             "clocher_runtime.quality.transformers_model": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),
             "clocher_runtime.ray": ("ray", "serve"),

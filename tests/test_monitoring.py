@@ -28,18 +28,17 @@ from test_jsonline import RUN_KEYS, SPECULATION_KEYS, TOUCH_KEYS
 
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.command.jsonline import error_line
-from clocher_runtime.monitoring import exporter, sources
-from clocher_runtime.monitoring.command import PORT
-from clocher_runtime.monitoring.exporter import RunMetrics
-from clocher_runtime.monitoring.records import (
+from clocher_runtime.monitoring import command, exporter
+from clocher_runtime.monitoring.command import PORT, FollowedDirectory, FollowedFile, LineSplitter
+from clocher_runtime.monitoring.exporter import (
     COUNTERS,
     GAUGES,
     HARNESS_SCHEMA,
     REASONS,
     STATUSES,
     Configuration,
+    RunMetrics,
 )
-from clocher_runtime.monitoring.sources import FollowedDirectory, FollowedFile, LineSplitter
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs" / "monitoring"
@@ -385,7 +384,7 @@ def test_a_file_that_is_cut_or_replaced(tmp_path: Path) -> None:
 
 
 def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MAX_FILES", 3)
+    monkeypatch.setattr(command, "MAX_FILES", 3)
     (tmp_path / "a.jsonl").write_bytes(b"one\n")
     (tmp_path / "notes.txt").write_bytes(b"no\n")
     (tmp_path / "dir.json").mkdir()

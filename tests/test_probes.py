@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from clocher_kernels.errors import ModelError
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.engine import probes
-from clocher_runtime.engine.probes import rss_peak_bytes, rss_peak_mib
-from clocher_runtime.engine.work_touch import WorkTouch
+from clocher_runtime.engine.probes import WorkTouch, rss_peak_bytes, rss_peak_mib
 
 
 def plain_checksums(data: bytes, per_token: int, stride: int, tokens: int) -> list[int]:

@@ -132,7 +132,7 @@ def request_of(ids: list[int], budget: int, seed: int, salt: bytes = b"") -> Req
 
 
 def assert_conserved(scheduler: Scheduler, pages: int) -> None:
-    full, few = scheduler.page_stats()
+    full, few = scheduler.pages.stats()
     assert sum(full) == pages
     assert full.used == few.used == 0, "idle, and somebody holds pages"
 
@@ -238,7 +238,7 @@ def test_a_long_text_holds_few_window_pages() -> None:
     most = 0
     while not scheduler.is_idle:
         scheduler.step()
-        most = max(most, scheduler.page_stats()[1].used)
+        most = max(most, scheduler.pages.stats()[1].used)
     assert most <= -(-(WINDOW + 64) // PAGE_CELLS) + 1
 
 

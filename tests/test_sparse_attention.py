@@ -21,12 +21,12 @@ from clocher_kernels.ops.attention import KV_DTYPES, bits_of
 from clocher_kernels.ops.selection import LAST_PAGES, page_scores
 from clocher_kernels.plan import Attr
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.engine.attention_reads import PagesRead, step_bytes
-from clocher_runtime.engine.kv_cache import KVCacheConfig
+from clocher_runtime.engine.binding import PagesRead, step_bytes
+from clocher_runtime.engine.footprint import KVCacheConfig
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.models import selection
-from clocher_runtime.models.selection import PAGE_CELLS, parse_selection
+from clocher_runtime.models import spec
+from clocher_runtime.models.spec import PAGE_CELLS, parse_selection
 from clocher_runtime.speculation.speculator import Speculator
 
 SELECTORS = ("topk:256", "threshold:6", "window:64+100", "dynamic:0.7")
@@ -259,7 +259,7 @@ def test_the_promise_counts_bounds_which_are_an_eighth_of_the_keys_at_most(kv: s
         assert promised == session.kv_cache_bytes / (1 << 20)
         buffers = session.executor.plan.buffers
         assert buffers["kv.0.bounds"].nbytes <= buffers["kv.0.k"].nbytes / 8
-    assert LAST_PAGES == selection.LAST_PAGES
+    assert LAST_PAGES == spec.LAST_PAGES
     window = config.memory_usage_mb(MODELS["llama"], "cpu", attn="window:64+64")
     assert config.memory_usage_mb(MODELS["llama"], "cpu") < window < promised
 

@@ -160,7 +160,7 @@ def test_passes_count_where_a_constraint_cannot_take_back() -> None:
         truth = texts_of(session, SAMPLINGS["greedy"], [Even() for _ in PROMPTS])
     with session_of("llama", 2, speculate="auto") as session:
         assert texts_of(session, SAMPLINGS["greedy"], [Onward() for _ in PROMPTS]) == truth
-        speculator = session.scheduler.speculator
+        speculator = session.scheduler.forwards.speculator
         assert speculator is not None and speculator.counts.drafted == 0
         assert speculator.counts.forwards == len(PROMPTS) * (NEW - 6)
 
@@ -258,7 +258,7 @@ def test_guessing_that_loses_is_given_up_and_tried_again() -> None:
 def test_guessing_is_given_up_where_it_takes_longer_than_it_wins() -> None:
     with session_of("llama", 1, speculate="auto") as session:
         session.warm()
-        speculator = session.scheduler.speculator
+        speculator = session.scheduler.forwards.speculator
         assert speculator is not None
         speculator.judge = lambda sequences, tokens, ns: Speculator.judge(  # type: ignore[method-assign]
             speculator, sequences, tokens, 10 * ns

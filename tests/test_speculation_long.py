@@ -12,8 +12,7 @@ import pytest
 from sessions import make_session
 from test_session import MODELS, model_of
 
-from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.session import Session
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.text.grammar import GrammarMaker
@@ -127,7 +126,7 @@ def test_guesses_change_no_long_text(
     short = always and batch > 1
     more = {"speculate": "auto", "kv_pages": pages if short else None}
     with closing(session_of(name, new, batch, **more)) as session:
-        speculator = session.scheduler.speculator
+        speculator = session.scheduler.forwards.speculator
         assert speculator is not None
         if always:
             speculator.costs = Always(session.executor.plan.rows)

@@ -24,7 +24,7 @@ from bench.strict_checks import (
     within_bandwidth,
 )
 from clocher_kernels.errors import UsageError
-from clocher_runtime.engine.work_touch import WorkTouch
+from clocher_runtime.engine.probes import WorkTouch
 from clocher_runtime.exit_codes import ExitCode
 
 TEXT = str(Path(__file__).parent / "data" / "valid.txt")

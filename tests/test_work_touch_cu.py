@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from clocher_kernels.cuda.raw_module import OPTIONS, DeviceWorkTouch, source
 from clocher_kernels.errors import DeviceError, ModelError
-from clocher_runtime.engine.work_touch import WorkTouch
+from clocher_runtime.engine.probes import WorkTouch
 
 
 def _find_nvrtc() -> str | None:

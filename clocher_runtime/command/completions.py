@@ -14,10 +14,10 @@ from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.disk.output_file import JsonlWriter
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.sampling_defaults import NAMES, taken
 from clocher_runtime.engine.timing import Reservoir, StepTotals
 from clocher_runtime.engine.topology import numa_nodes
-from clocher_runtime.engine.work_touch import Touch
 from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
 

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Self, TextIO
 
-from clocher_runtime.exit_codes import ExitCode, exit_code, told
-from clocher_runtime.signals import cause_of
+from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, told
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID

@@ -22,13 +22,12 @@ from clocher_runtime.command.console import Console, quiet_keys
 from clocher_runtime.command.jsonline import Line
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig
-from clocher_runtime.engine.probes import rss_peak_mib
+from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
-from clocher_runtime.engine.work_touch import WorkTouch
 from clocher_runtime.text.prompts import (
     Preparation,
     Prompt,
@@ -167,7 +166,7 @@ def measure(
     if touch is None:
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
     sampling = sampling_of(config, engine)
-    hits, misses = session.kv_hits, session.kv_misses
+    hits, misses = session.scheduler.kv_hits, session.scheduler.kv_misses
     drafted, pages_read = session.speculation().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokens, cut, traced = 0, 0, bool(config.trace_topk)
@@ -229,8 +228,8 @@ def measure(
         touch=touch,
         speculation=session.speculation(drafted),
         pages_read=session.reading.pages.share(pages_read),
-        kv_hits=session.kv_hits - hits,
-        kv_misses=session.kv_misses - misses,
+        kv_hits=session.scheduler.kv_hits - hits,
+        kv_misses=session.scheduler.kv_misses - misses,
         rss_peak_mib=rss_peak_mib(),
     )
 

@@ -13,9 +13,9 @@ from types import MappingProxyType
 from typing import Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.diffusion.asked import USUAL, WORDS
-from clocher_runtime.diffusion.asked import parse as parse_rule
-from clocher_runtime.models.selection import TAKES, parse_selection
+from clocher_runtime.diffusion import USUAL, WORDS
+from clocher_runtime.diffusion import parse as parse_rule
+from clocher_runtime.models.spec import TAKES, parse_selection
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")

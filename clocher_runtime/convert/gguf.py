@@ -24,9 +24,9 @@ from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
+from clocher_runtime.models.build import inverse_frequencies
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
-from clocher_runtime.models.rope import inverse_frequencies
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
 Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]

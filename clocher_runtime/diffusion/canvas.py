@@ -1,35 +1,144 @@
-"""The block of a sequence that is being denoised."""
+"""The block of a sequence that is being denoised, and the rules that commit its tokens.
+
+Rules are pure functions of one forward's results; the caller excludes the mask id.
+
+| rule | writes |
+| --- | --- |
+| `static:N` | the ceil(block / N) open positions of the highest p |
+| `dynamic:T` | all open positions with p > T, but at least what `static` would |
+| `threshold:T` | all open positions with p > T, but at least the best one |
+| `factor:F` | the n best open positions, the largest n with (n + 1)(1 - p_n) < F, at least one |
+| `entropy:E` | open positions in order of entropy while their sum without the largest is <= E |
+| `joint:T,E` | `threshold:T`, and tokens written before where another one has p > E |
+
+Sources: SDAR (Cheng et al. 2025), LLaDA (static, dynamic); Fast-dLLM (Wu et al. 2025; threshold,
+factor); Ben-Hamu et al. 2025 (EB-sampler; over the whole distribution's entropy); LLaDA2.1 (joint).
+"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from clocher_runtime.diffusion.rules import MOST_EDITS, Rule, View, is_calm, temperature_of
+from clocher_runtime.diffusion import parse
 from clocher_runtime.models.spec import BlockDiffusion
 
 Array = np.ndarray
-
 Draw = Callable[[Array, int], int]
 """Returns the token drawn for a position from logits [V] fp32, in which the mask is -inf."""
+
+MOST_EDITS = 16
+"""Forwards that `joint` may spend on a block without a mask."""
+
+
+class View(NamedTuple):
+    """Results of a forward over B positions, [B] bool or f64; `entropy` is in nats.
+
+    `chance`: probability of the chosen token; `changes`: written, but another one was chosen.
+    """
+
+    is_open: Array
+    chance: Array
+    entropy: Array
+    changes: Array
+
+
+def static(view: View, steps: int) -> Array:
+    """Return the positions to write, [B] bool: a fixed share of the block, highest p first."""
+    return _best(view, -(-len(view.is_open) // steps))
+
+
+def dynamic(view: View, least: float, steps: int) -> Array:
+    """Return all open positions above a probability, but at least what `static` would."""
+    above = view.is_open & (view.chance > least)
+    usual = static(view, steps)
+    return above if above.sum() >= usual.sum() else usual
+
+
+def threshold(view: View, least: float) -> Array:
+    """Return all open positions above a probability, but at least the best one."""
+    above = view.is_open & (view.chance > least)
+    return above if above.any() else _best(view, 1)
+
+
+def factor(view: View, limit: float) -> Array:
+    """Return the n best open positions for the largest n with (n + 1)(1 - p_n) < limit."""
+    ranked = _ranked(view)
+    fits = [n for n, at in enumerate(ranked, 1) if (n + 1) * (1 - view.chance[at]) < limit]
+    return _best(view, max(fits, default=1))
+
+
+def entropy(view: View, bound: float) -> Array:
+    """Return open positions by rising entropy while their sum but for the largest is <= bound."""
+    places = np.flatnonzero(view.is_open)
+    ranked = places[np.argsort(view.entropy[places], kind="stable")]
+    before = np.cumsum(view.entropy[ranked]) - view.entropy[ranked]  # the last is the largest
+    out = np.zeros_like(view.is_open)
+    out[ranked[before <= bound]] = True  # the first has nothing before it
+    return out
+
+
+def joint(view: View, least: float, least_edit: float) -> Array:
+    """Return what `threshold` does, and written positions where another p > `least_edit`."""
+    fresh = threshold(view, least) if view.is_open.any() else np.zeros_like(view.is_open)
+    return fresh | (view.changes & (view.chance > least_edit))
+
+
+def _ranked(view: View) -> Array:
+    places = np.flatnonzero(view.is_open)
+    return places[np.argsort(-view.chance[places], kind="stable")]
+
+
+def _best(view: View, count: int) -> Array:
+    out = np.zeros_like(view.is_open)
+    out[_ranked(view)[:count]] = True
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """A rule and its numbers; `write` returns the positions to write, [B] bool.
+
+    `edits`: it rewrites tokens, so blocks are final only at their end.
+    """
+
+    text: str
+    write: Callable[[View], Array]
+    edits: bool = False
+
+
+_STEPS = 4  # of `dynamic`, a usual block's
+
+_WRITES: dict[str, Callable[..., Array]] = {
+    "static": lambda view, n: static(view, int(n)),
+    "dynamic": lambda view, least: dynamic(view, least, _STEPS),
+    "threshold": threshold,
+    "factor": factor,
+    "entropy": entropy,
+    "joint": joint,
+}
+
+
+def rule_of(text: str) -> Rule:
+    """Return the rule of a text such as "threshold:0.9". Raises UsageError."""
+    name, numbers = parse(text)
+    return Rule(text, lambda view: _WRITES[name](view, *numbers), edits=name == "joint")
 
 
 class Canvas:
     """The active block of one sequence: known ids and masks; empty between blocks.
 
-    `painted`: what the model sees, under a rule that uses noise; `fixed`: leading ids of the
-    prompt, or delivered; `edited`: forwards since the last mask was filled; `settled`: the last
-    forward changed nothing, or was the last allowed; `top`: the previous top-1 tokens; `logits`:
-    [V] fp32 of each position when its token was written, where wanted.
+    `fixed`: leading ids of the prompt, or delivered; `edited`: forwards since the last mask was
+    filled; `settled`: the last forward changed nothing, or was the last allowed; `logits`: [V] fp32
+    of each position when its token was written, where wanted.
     """
 
-    def __init__(self, blocks: BlockDiffusion, rule: Rule, vocabulary: int, seed: int) -> None:
-        self.size, self.rule = blocks.block, rule
-        self._blocks, self._vocabulary, self._seed = blocks, vocabulary, seed
+    def __init__(self, blocks: BlockDiffusion, rule: Rule) -> None:
+        self.size, self.rule, self._blocks = blocks.block, rule, blocks
         self.ids: list[int] = []
-        self.painted: list[int] = []
-        self.fixed = self.begun = self.forwards = self.edited = 0
+        self.fixed = self.edited = 0
         self.settled = False
-        self.top: Array | None = None
         self.logits: dict[int, Array] = {}
 
     @property
@@ -41,12 +150,7 @@ class Canvas:
         """Begin a block with its known ids, if none is active."""
         if not self.ids:
             self.ids = [*known, *[self._blocks.mask] * (self.size - len(known))]
-            self.fixed = len(known)
-            self.begun += 1
-            self.forwards = self.edited = 0
-            self.top = None
-            if self.rule.forwards:
-                self.painted = np.where(self._own(), self._noise(), self.ids).tolist()
+            self.fixed, self.edited = len(known), 0
 
     @property
     def waits(self) -> bool:
@@ -56,40 +160,32 @@ class Canvas:
     @property
     def shown(self) -> list[int]:
         """Ids that the next forward sees; none if it makes the first token."""
-        return [] if self.waits else self.painted or self.ids
+        return [] if self.waits else self.ids
 
     def see(self, logits: Array, draw: Draw | None = None, keep: bool = False) -> None:
         """Write what the rule commits; `keep` also stores the logits of written tokens.
 
         `logits`: [B, V] fp32, or [1, V] of the last token before the block. `draw` None: top-1.
         """
-        waits, temperature = self.waits, 1.0
+        waits = self.waits
         asked = np.arange(self.size) == 0 if waits else self._asked()
-        if self.rule.forwards and not waits:
-            temperature = temperature_of(self.forwards, self.rule.forwards)
         places = np.flatnonzero(asked)
         rows = places - (self._blocks.shift and not waits)  # whose logits are of these positions
-        heated = logits[rows] / np.float32(temperature)
-        heated[:, self._blocks.mask] = -np.inf
-        chances, entropies = distribution(heated)
-        top, chosen = np.array(self.ids), np.array(self.ids)
-        top[asked] = chosen[asked] = heated.argmax(axis=1)
+        known = logits[rows]
+        known[:, self._blocks.mask] = -np.inf
+        chances, entropies = distribution(known)
+        chosen = np.array(self.ids)
+        chosen[asked] = known.argmax(axis=1)
         if draw is not None:
-            chosen[asked] = [draw(row, int(at)) for at, row in zip(places, heated, strict=True)]
+            chosen[asked] = [draw(row, int(at)) for at, row in zip(places, known, strict=True)]
         chance, entropy = np.zeros(self.size), np.zeros(self.size)
         chance[asked] = chances[np.arange(len(places)), chosen[asked]]
         entropy[asked] = entropies
         if waits:
             wrote = asked
             self.ids[0] = int(chosen[0])
-            if self.painted:
-                self.painted[0] = self.ids[0]
         else:
-            self.forwards += 1
-            if self.rule.forwards:
-                wrote = self._paint(top, chosen, chance, entropy)
-            else:
-                wrote = self._write(chosen, chance, entropy)
+            wrote = self._write(chosen, chance, entropy)
         for at, row in zip(places, rows, strict=True) if keep else ():
             if wrote[at]:
                 self.logits[int(at)] = logits[row].copy()
@@ -97,7 +193,7 @@ class Canvas:
     def _asked(self) -> Array:
         own = self._own()
         is_open = own & (np.array(self.ids) == self._blocks.mask)
-        if self.rule.forwards or not is_open.any():
+        if not is_open.any():
             return own
         part = np.arange(self.size) // self._blocks.part
         now = is_open & (part == part[is_open.argmax()])
@@ -115,29 +211,8 @@ class Canvas:
         self.settled = not wrote.any() or self.edited >= MOST_EDITS
         return wrote
 
-    def _paint(self, top: Array, chosen: Array, chance: Array, entropy: Array) -> Array:
-        """Set what the next forward sees, or write the whole block; return where, [B] bool."""
-        own = self._own()
-        before, self.top = self.top, top[own]
-        if self.forwards == self.rule.forwards or is_calm(self.top, before, entropy[own]):
-            self.ids = np.where(own, top, self.ids).tolist()
-            self.painted = []
-            return own
-        none = np.zeros_like(own)
-        taken = self.rule.write(View(own, chance, entropy, none))
-        self.painted = np.where(taken, chosen, self.painted).tolist()
-        noise = own & ~taken
-        self.painted = np.where(noise, self._noise(), self.painted).tolist()
-        return none
-
     def _own(self) -> Array:
         return np.arange(self.size) >= max(self.fixed, self._blocks.shift)
-
-    def _noise(self) -> Array:
-        """Return random ids without the mask, [B], deterministic in seed, block and forward."""
-        rng = np.random.default_rng([self._seed, self.begun, self.forwards])
-        ids = rng.integers(0, self._vocabulary - 1, self.size)
-        return ids + (ids >= self._blocks.mask)
 
     def sure(self) -> list[int]:
         """Return the ids that follow the known ones and are final."""

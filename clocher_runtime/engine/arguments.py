@@ -1,8 +1,8 @@
-"""Checks of Python API arguments: numbers, token ids, settings."""
+"""Checks of Python API arguments: numbers, token ids, sampling settings, constraints."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -177,3 +177,34 @@ def check_functions(**functions: object) -> None:
     for name, function in functions.items():
         if function is not None and not callable(function):
             raise UsageError(f"{name} is {shown(function)}; expected a function or None")
+
+
+class Constraint(Protocol):
+    """Follows the generated tokens of one prompt; its exceptions end that call only."""
+
+    def fill(self, mask: np.ndarray) -> None:
+        """Write the allowed tokens to `mask` [W] u32, all of it; see `ops.sampling.sample`."""
+
+    def take(self, token: int) -> None:
+        """Advance by a token that was drawn, which may be one that ends the sequence."""
+
+    def undo(self, count: int) -> None:
+        """Take back the last tokens, which were only tried."""
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing may follow: the sequence ends without a stop token."""
+
+
+def one_for_each(
+    given: Sequence[Constraint | None] | None, prompts: int, masks: np.ndarray
+) -> list[Constraint | None]:
+    """Return a constraint or None per prompt; `masks` [C, W] u32. Raises UsageError."""
+    if given is None:
+        return [None] * prompts
+    found: list[Constraint | None] = listed(given, "a list of constraints, one for each prompt")
+    if len(found) != prompts:
+        raise UsageError(f"{len(found)} constraints for {prompts} prompts; give one for each")
+    if not masks.size and any(each is not None for each in found):
+        raise UsageError("this back end draws what it wants; leave constraints out")
+    return found

@@ -79,12 +79,6 @@ def reader(backend: str, nbytes: int) -> Reader | None:
     return made
 
 
-def acted_on(executor: Executor) -> frozenset[str]:
-    """Return the CPU hints that change what an executor does."""
-    names: frozenset[str] = getattr(executor, "acted_on", frozenset())
-    return names
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackEnd:
     """A way to execute Plans.

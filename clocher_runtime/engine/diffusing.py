@@ -1,23 +1,18 @@
 """How a session decodes a block-diffusion model, and the requests that do so."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import NO_TOKEN
-from clocher_runtime.diffusion.asked import RULES, WORDS
-from clocher_runtime.diffusion.canvas import Canvas, Draw
-from clocher_runtime.diffusion.rules import Rule, rule_of
-from clocher_runtime.engine.requests import Request, Snapshot, Token
-from clocher_runtime.engine.sampling import sample_on_host
+from clocher_runtime.diffusion.canvas import Canvas, Draw, Rule, rule_of
+from clocher_runtime.engine.requests import Request, Snapshot, Token, sample_on_host
 from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
 from clocher_runtime.speculation.draft import Draft
 
-MODES = (*WORDS, *RULES)
-"""Values of `--diffusion`; a rule may be followed by a colon and its numbers."""
 _USUAL_RULE = "threshold:0.9"
 _WHOLE_BLOCKS = b"\xff"  # no sequence has such a salt
 
@@ -25,6 +20,8 @@ _WHOLE_BLOCKS = b"\xff"  # no sequence has such a salt
 @dataclass(slots=True, eq=False, kw_only=True)
 class LookAhead(Request):
     """Decodes a block model losslessly: a forward drafts a block and verifies the previous one."""
+
+    looks_ahead: ClassVar[bool] = True
 
     blocks: BlockDiffusion
     drafted: Sequence[int] = ()
@@ -35,6 +32,7 @@ class LookAhead(Request):
 
     def look_ahead(self, room: int) -> None:
         """Queue the last forward's draft for verification, and masks to draft from."""
+        room = min(room, 2 * self.blocks.block - 1)
         most = min(room, self.budget - self.made - 1)
         drafted = list(self.drafted[: max(0, most)])
         self.draft = Draft(drafted, [0] * len(drafted))
@@ -65,6 +63,8 @@ class LookAhead(Request):
 class Denoise(Request):
     """Denoises blocks by a rule; `canvas` is the active block."""
 
+    denoises: ClassVar[bool] = True
+
     canvas: Canvas
 
     @property
@@ -90,8 +90,11 @@ class Denoise(Request):
 
     @property
     def snapshot(self) -> Snapshot:
-        seen = self.canvas.painted or self.canvas.ids
-        return Snapshot(self.forwards, seen[self.canvas.fixed :])
+        return Snapshot(self.forwards, self.canvas.ids[self.canvas.fixed :])
+
+    @property
+    def whole_blocks(self) -> bool:
+        return self.canvas.whole_blocks
 
     def rows(self, count: int) -> int:
         return (len(self.masks) or 1) if count == self.waiting_tokens else 0
@@ -122,12 +125,9 @@ class Denoise(Request):
         return made
 
     def _draw(self) -> Draw | None:
-        sampling, prompt, canvas = self.sampling, len(self.ids) - self.made, self.canvas
+        sampling, prompt = self.sampling, len(self.ids) - self.made
         first = self.text_end - prompt  # a position is drawn with its own number
-        if canvas.rule.forwards:  # the rule has temperatures of its own, and draws each time anew
-            sampling = replace(sampling, temperature=1.0)
-            first = (canvas.begun * canvas.rule.forwards + canvas.forwards) * canvas.size
-        elif not sampling.on_host and not sampling.temperature:
+        if not sampling.on_host and not sampling.temperature:
             return None
         return lambda row, at: sample_on_host(row, self.ids, prompt, max(first + at, 0), sampling)
 
@@ -137,7 +137,6 @@ class Diffusing:
     """How blocks are decoded; `rule` None: lossless, a forward drafts a block and verifies one."""
 
     blocks: BlockDiffusion
-    vocabulary: int
     rule: Rule | None
 
     @property
@@ -145,7 +144,12 @@ class Diffusing:
         """Name in reports."""
         return "lossless" if self.rule is None else self.rule.text
 
+    def longest(self, cells: int) -> int:
+        """Return the longest sequence for a context of `cells`; whole blocks under a rule."""
+        return cells if self.rule is None else cells // self.blocks.block * self.blocks.block
+
     def request(self, longest: int, fields: dict[str, Any]) -> Request:
+        """Return a request with the fields of `Request`. Raises UsageError."""
         constraint, ids = fields["constraint"], fields["ids"]
         if self.rule is None:
             if constraint is None or hasattr(constraint, "undo"):
@@ -156,7 +160,7 @@ class Diffusing:
                 f"a constraint with diffusion={self.name}: tokens are not made in their order; "
                 "use diffusion=lossless or off"
             )
-        if (room := longest_text(self, longest) - len(ids)) <= 0:
+        if (room := self.longest(longest) - len(ids)) <= 0:
             raise UsageError(
                 f"{len(ids)} tokens leave no room for a block in a context of "
                 f"{longest}; shorten the prompt or raise --context"
@@ -164,27 +168,9 @@ class Diffusing:
         fields["budget"] = min(fields["budget"], room)
         if self.blocks.context == "block":  # a sequence that is scored has other keys
             fields["salt"] = _WHOLE_BLOCKS + fields["salt"]
-        canvas = Canvas(self.blocks, self.rule, self.vocabulary, fields["sampling"].seed)
-        made = Denoise(canvas=canvas, **fields)
+        made = Denoise(canvas=Canvas(self.blocks, self.rule), **fields)
         made.begin_block()
         return made
-
-
-def width_of(blocks: Diffusing | None) -> int:
-    """Return the tokens and output rows of a sequence in a forward: two blocks, or 0."""
-    return 0 if blocks is None else 2 * blocks.blocks.block
-
-
-def usual_width(spec: ModelSpec) -> int:
-    """Return `width_of` a session with default settings."""
-    return width_of(diffusing(spec, "auto", "auto"))
-
-
-def longest_text(blocks: Diffusing | None, cells: int) -> int:
-    """Return the longest sequence for a context of `cells`; whole blocks under a rule."""
-    if blocks is None or blocks.rule is None:
-        return cells
-    return cells // blocks.blocks.block * blocks.blocks.block
 
 
 def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
@@ -195,7 +181,7 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
         raise UsageError(
             f"diffusion {asked}: this session decodes no blocks; load the model with diffusion=auto"
         )
-    return among(session.blocks, session.vocabulary, asked)
+    return among(session.blocks, asked)
 
 
 def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
@@ -208,7 +194,7 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
         )
-    found = among(blocks, spec.vocab_size, asked)
+    found = among(blocks, asked)
     if found is not None and speculate not in ("auto", "off"):
         raise UsageError(
             f"speculate {speculate} with diffusion {asked}: blocks are drafted by the model "
@@ -217,8 +203,8 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     return found
 
 
-def among(blocks: BlockDiffusion, vocabulary: int, asked: str) -> Diffusing | None:
-    """Return the decoding that one of `MODES` names; None for none. Raises UsageError."""
+def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
+    """Return the decoding that `--diffusion` names; None for none. Raises UsageError."""
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(
@@ -230,4 +216,4 @@ def among(blocks: BlockDiffusion, vocabulary: int, asked: str) -> Diffusing | No
     if asked == "auto" and not causal:
         asked = _USUAL_RULE
     rule = None if asked in ("auto", "lossless") else rule_of(asked)
-    return Diffusing(blocks, vocabulary, rule)
+    return Diffusing(blocks, rule)

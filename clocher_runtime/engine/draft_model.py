@@ -7,20 +7,15 @@ with the same seeds and temperatures. Rejected tokens' KV cells are overwritten.
 from collections.abc import Sequence
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.backends import suffix_automaton
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Part, StepInputs
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.timing import StepTimes
-from clocher_runtime.speculation.draft import SuffixDrafter
 from clocher_runtime.speculation.gate import ForwardCosts
-from clocher_runtime.speculation.model_gate import DraftModelGate
-from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL, Speculator
-from clocher_runtime.speculation.track import first_class
+from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 
 
 class DraftModel:
@@ -39,7 +34,7 @@ class DraftModel:
         return SequenceReader(self, ids, sampling, salt)
 
     def draft(self, readers: Sequence["SequenceReader"], depth: int, most: int) -> list[list[int]]:
-        """Read on in some sequences and draft for them; see `model_gate.DraftModel`."""
+        """Read on in some sequences and draft for them; see `gate.DraftModel`."""
         parts: list[Part] = []
         ready: list[SequenceReader] = []
         most = min(most, self._executor.plan.tokens)
@@ -181,25 +176,6 @@ class SequenceReader:
         if request.slot >= 0:
             self._model.slots.append(request.slot)
             self._model.pages.release(request)
-
-
-def speculator_of(mode: str, rows: int, model: DraftModel | None) -> Speculator:
-    """Return the drafter of a session's tokens."""
-
-    def drafters() -> list[SuffixDrafter]:
-        automaton = suffix_automaton()()
-        return [SuffixDrafter(automaton, first_class("suffix"))]
-
-    make = drafters if mode in ("auto", "suffix") else list
-    return Speculator(make, rows, None if model is None else DraftModelGate(model))
-
-
-def speculates(config: EngineConfig) -> bool:
-    """Return whether tokens are drafted, unless blocks are denoised. Raises UsageError."""
-    mode = config.speculate
-    if config.backend == "stub" and mode not in ("auto", "off"):
-        raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
-    return mode != "off" and config.backend != "stub"
 
 
 def check_draft(draft: Model | None, mode: str) -> None:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
@@ -10,15 +12,16 @@ from clocher_kernels.ops import matrices
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, skip_zeros, twice_packed
 from clocher_kernels.plan import Plan
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.locate import embedded_model, locate
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.backends import BACK_ENDS
-from clocher_runtime.engine.diffusing import usual_width
-from clocher_runtime.engine.load import Destined
+from clocher_runtime.config.values import shown
+from clocher_runtime.engine.backends import BACK_ENDS, choose
+from clocher_runtime.engine.load import Destined, describe
 from clocher_runtime.engine.pages import window_pages
 from clocher_runtime.models.build import PAGE_CELLS, Sizes, lay_out, table_bytes
 from clocher_runtime.models.inventory import in_scope, inventory
-from clocher_runtime.models.selection import Selection, parse_selection
-from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.models.spec import ModelSpec, Selection, parse_selection
 from clocher_runtime.speculation.speculator import rows_for
 
 DEFAULT_CONTEXT = 4096
@@ -53,6 +56,11 @@ def sizes_of(
         few = window_pages(window, tokens, batch, context, sizes.pages)
         sizes = replace(sizes, window_pages=few)
     return sizes
+
+
+def usual_width(spec: ModelSpec) -> int:
+    """Return the tokens of a sequence in a forward that denoises: two blocks; 0 without."""
+    return 2 * spec.diffusion.block if spec.diffusion else 0
 
 
 def draft_config(config: EngineConfig, sizes: Sizes, spec: ModelSpec) -> EngineConfig:
@@ -162,3 +170,52 @@ def kv_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
 
 def _state_bytes(plan: Plan) -> int:
     return sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheConfig:
+    """Size of a model's KV cache, for `load(..., kv_cache=KVCacheConfig(...))`.
+
+    `dtype`: f32, bf16, f16, e4m3, e5m2 or i8, None for the default; `context`: maximum sequence
+    length in tokens, None for the model's, at most 4096; `batch`: sequences side by side; `pages`:
+    shared pages of 64 tokens, None for `batch` full contexts.
+    """
+
+    dtype: str | None = None
+    context: int | None = None
+    batch: int = 1
+    pages: int | None = None
+
+    def memory_usage_mb(
+        self, path: str | Path | None = None, device: str = "auto", attn: str = "dense"
+    ) -> float:
+        """Return the MiB that `load(path, device=device, kv_cache=self)` allocates for the cache.
+
+        Reads no weights. Without a path: the embedded model. An `attn` that selects pages adds
+        their bounds. Raises ModelError, DeviceError, UsageError.
+        """
+        backend, _ = choose(device)
+        checkpoint = open_checkpoint(embedded_model() if path is None else locate(path, "path"))
+        try:
+            spec, _ = describe(checkpoint)
+            config = EngineConfig(backend=backend, attn=attn, **self.options())
+            return kv_cache_bytes(spec, sizes_of(spec, config, width=usual_width(spec))) / (1 << 20)
+        finally:
+            checkpoint.close()
+
+    def options(self) -> dict[str, Any]:
+        """Return these settings as fields of `EngineConfig`."""
+        sizes = {"context": self.context, "batch": self.batch, "kv_pages": self.pages}
+        return {"kv_dtype": self.dtype, **sizes}
+
+
+def with_kv_cache(settings: Mapping[str, Any], config: KVCacheConfig | None) -> dict[str, Any]:
+    """Merge a cache configuration into the keywords of `load`. Raises UsageError."""
+    if config is None:
+        return dict(settings)
+    if not isinstance(config, KVCacheConfig):
+        raise UsageError(f"kv_cache: got {shown(config)}, expected a KVCacheConfig")
+    options = config.options()
+    if twice := sorted(set(settings) & set(options)):
+        raise UsageError(f"got {twice[0]} and kv_cache, which sets it too; give one of them")
+    return {**settings, **options}

@@ -10,14 +10,12 @@ import numpy as np
 from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_kernels.plan import Executor
 from clocher_runtime.engine.backends import stager
-from clocher_runtime.engine.diffusing import Denoise, LookAhead
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
-from clocher_runtime.speculation.draft import NO_DRAFT
+from clocher_runtime.speculation.draft import MAX_DRAFT, NO_DRAFT, Pending
 from clocher_runtime.speculation.gate import ForwardCosts, Trial
 from clocher_runtime.speculation.speculator import Counts, Speculator
-from clocher_runtime.speculation.track import MAX_DRAFT, Pending
 
 _TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
 _ROWS = ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws")
@@ -62,7 +60,7 @@ class StepInputs:
                 0.0 if sampling.on_host else sampling.temperature,
                 sampling.top_p,
             )
-            if masks_behind or isinstance(request, Denoise):
+            if masks_behind or request.denoises:
                 self._show(request, start, count, drafted, row)
             start, row, masks = start + count + drafted, row + rows, masks + written
         self._executor.upload(masks)
@@ -71,11 +69,10 @@ class StepInputs:
     def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
         """Let the masks of a request, and the tokens of its block where needed, see each other."""
         ends, total = self._arrays["ends"], count + drafted
-        if isinstance(request, Denoise):
-            if request.canvas.whole_blocks:
-                size = request.canvas.size
-                places = request.cells + np.arange(count)
-                ends[start : start + count] = (places // size + 1) * size
+        if request.whole_blocks:
+            places = request.cells + np.arange(count)
+            ends[start : start + count] = (places // request.block + 1) * request.block
+        if request.denoises:
             self._arrays["draws"][row : row + request.rows(count)] = 0  # the host draws
         if drafted:
             behind = len(request.masks)
@@ -178,7 +175,7 @@ class Forwards:
                 if speculator is not None and not prompt:
                     speculator.costs.note(tokens, ended - drafted)
                     speculator.judge(decodes, decoded, ended - began)
-                elif not prompt and any(isinstance(request, LookAhead) for request, _ in parts):
+                elif not prompt and any(request.looks_ahead for request, _ in parts):
                     self._judge(decodes, decoded, ended - began)
             if not prompt:
                 tally.tokens, tally.sequences = decoded, decodes
@@ -206,13 +203,13 @@ class Forwards:
                 request.draft = draft
 
     def _look_ahead(self, parts: list[Part]) -> None:
-        ahead = [request for request, _ in parts if isinstance(request, LookAhead)]
+        ahead = [request for request, _ in parts if request.looks_ahead]
         self._ahead += bool(ahead)
         if not ahead or not self._trial.is_on or self._is_bare:
             return
         _, room = self._room(parts)
         for request in ahead:
-            request.look_ahead(min(room, 2 * request.blocks.block - 1))
+            request.look_ahead(room)
             cells = request.cells + request.waiting_tokens + request.behind
             if not self._pages.reserve(request, cells):  # drafts take no pages from others
                 request.draft, request.masks = NO_DRAFT, ()

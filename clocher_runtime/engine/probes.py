@@ -2,11 +2,13 @@
 
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from clocher_kernels.errors import DeviceError
+import numpy as np
+
+from clocher_kernels.errors import DeviceError, ModelError
 from clocher_kernels.host_memory import available
 from clocher_runtime.engine.backends import Reader, reader
 from clocher_runtime.models.inventory import EMBED
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from clocher_runtime.engine.load import Model
 
 _MIB = 1 << 20
+LINE_BYTES = 64
 
 
 def _getrusage_bytes() -> int:
@@ -74,3 +77,82 @@ def read_gbps(nbytes: int, threads: int, backend: str = "cpu") -> float | None:
         return None if buffer is None else buffer.gbps(threads, _SECONDS)
     except DeviceError:  # no more threads
         return None
+
+
+class Touch(Protocol):
+    """A work-touch: `WorkTouch`, or what a back end has in the memory of its device."""
+
+    bytes_per_token: int
+    stride: int
+
+    @property
+    def bytes_touched(self) -> int:
+        """Bytes walked over so far."""
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that had to move."""
+
+    @property
+    def checksum(self) -> int:
+        """Sum of all bytes read, modulo 2^64."""
+
+    def __call__(self, tokens: int) -> None:
+        """Touch the weights for some tokens that were just made."""
+
+
+class WorkTouch:
+    """Reads mapped weights with a stride for every generated token, to emulate memory pressure.
+
+    The files count as one ring of n bytes, one after another. The touch of token t = 0, 1, ...
+    reads the bytes at (t * bytes_per_token + k * stride) mod n for every k >= 0 with
+    k * stride < bytes_per_token. The next token goes on where this one stopped.
+
+    Args:
+        files: contents of the mapped files, u8 [size] each. They are read in place.
+        bytes_per_token: bytes that a token walks over; 0 switches the touch off.
+        stride: distance of the bytes that are read.
+    """
+
+    def __init__(self, files: Sequence[np.ndarray], bytes_per_token: int, stride: int) -> None:
+        self._files = [file for file in files if file.size]
+        self._size = sum(file.size for file in self._files)
+        if bytes_per_token and not self._size:
+            raise ModelError("work-touch: the model has no weight files to touch")
+        self.bytes_per_token, self.stride = bytes_per_token, stride
+        self.tokens = self.checksum = 0
+
+    @property
+    def bytes_touched(self) -> int:
+        """Bytes walked over so far."""
+        return self.tokens * self.bytes_per_token
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that had to move: one cache line of 64 bytes per read, or all of a finer walk."""
+        if self.stride <= LINE_BYTES:
+            return self.bytes_touched
+        reads = -(-self.bytes_per_token // self.stride)
+        return self.tokens * reads * LINE_BYTES
+
+    def __call__(self, tokens: int) -> None:
+        """Touch the weights for some tokens that were just made."""
+        for _ in range(tokens if self.bytes_per_token else 0):
+            self.checksum = (self.checksum + self._walk()) % (1 << 64)
+            self.tokens += 1
+
+    def _walk(self) -> int:
+        """Return the sum of the bytes that one token reads."""
+        # Counted from the start of the ring's first lap: the walk is [at, stop).
+        at = self.tokens * self.bytes_per_token % self._size
+        stop = at + self.bytes_per_token
+        total, begin = 0, 0
+        while True:
+            for file in self._files:
+                end = begin + file.size
+                piece = file[at - begin : min(stop, end) - begin : self.stride]
+                total += int(piece.sum(dtype=np.uint64))
+                at += piece.size * self.stride
+                if end >= stop:
+                    return total
+                begin = end

@@ -12,10 +12,7 @@ from contextlib import ExitStack
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Done, Forwards, Part
-from clocher_runtime.engine.nonfinite import explain
-from clocher_runtime.engine.pages import PageStats
 from clocher_runtime.engine.requests import Request, Score
-from clocher_runtime.engine.timing import StepSums, StepTimes
 from clocher_runtime.speculation.speculator import Speculator
 
 _WITH_PROMPTS = 1.5  # of the time of a step without prompts, a step with some may take
@@ -25,11 +22,13 @@ _LEAST_PIECE = 4  # tokens of a prompt that a step takes however long it lasts
 class Scheduler:
     """Requests, and the steps that serve them; callers run one step at a time.
 
-    `kv_hits`, `kv_misses`: keys found by tokens, tokens computed; `reused`: prefix-cache tokens.
+    `kv_hits`, `kv_misses`: keys found by tokens, tokens computed; `reused`: prefix-cache tokens;
+    `sums`: totals over all steps; `times`: expected step times.
     """
 
     def __init__(self, bound: Bound, speculator: Speculator | None = None) -> None:
         self.forwards = Forwards(bound.executor, bound.pages, speculator)
+        self.sums, self.times = self.forwards.sums, self.forwards.times
         self.itl_ms, self.pages = bound.config.itl_ms, bound.pages
         self.kv_hits = self.kv_misses = self.reused = self.preempted = 0
         self._bound, self._executor = bound, bound.executor
@@ -37,21 +36,6 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
         self._awake, self._is_awake = ExitStack(), False
-
-    @property
-    def sums(self) -> StepSums:
-        """Totals over all steps."""
-        return self.forwards.sums
-
-    @property
-    def times(self) -> StepTimes:
-        """Expected step times."""
-        return self.forwards.times
-
-    @property
-    def speculator(self) -> Speculator | None:
-        """The drafter, if any."""
-        return self.forwards.speculator
 
     @property
     def is_idle(self) -> bool:
@@ -62,10 +46,6 @@ class Scheduler:
     def counts(self) -> tuple[int, int]:
         """Requests that run, and that wait."""
         return len(self._running), len(self._waiting)
-
-    def page_stats(self) -> list[PageStats]:
-        """Count the pages of each pool."""
-        return self.pages.stats()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue the requests of a call. Raises SessionBusy."""
@@ -128,8 +108,8 @@ class Scheduler:
         self.forwards.forget()
         self._slots = list(range(self._bound.sizes.slots))[::-1]
         self.pages.reset()
-        if self.speculator is not None:
-            self.speculator.reset()
+        if self.forwards.speculator is not None:
+            self.forwards.speculator.reset()
         self.rest()
 
     def _choose(self) -> list[Part]:
@@ -221,6 +201,9 @@ class Scheduler:
             request.is_faulty = False
             if request.queue.is_over:
                 continue
+
+            from clocher_runtime.engine.nonfinite import explain  # late: rare
+
             weights, act_prec = self._bound.model.weights, self._bound.act_prec
             found = explain(self._executor, weights, act_prec, self._again(request))
             request.queue.error = NonFinite(str(found), request.index)

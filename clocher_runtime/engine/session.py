@@ -2,42 +2,40 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from clocher_kernels.errors import ModelChanged, UsageError
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import (
+    Constraint,
     Sampling,
     check_biases,
     check_functions,
     for_each_prompt,
+    one_for_each,
     prompt_ids,
     whole,
 )
-from clocher_runtime.engine.attention_reads import AttentionReads
-from clocher_runtime.engine.backends import Progress, acted_on
-from clocher_runtime.engine.binding import bind
-from clocher_runtime.engine.constraint import Constraint, one_for_each
-from clocher_runtime.engine.diffusing import diffusing, longest_text, of_call, width_of
-from clocher_runtime.engine.draft_model import (
-    DraftModel,
-    check_draft,
-    speculates,
-    speculator_of,
-)
+from clocher_runtime.engine.backends import Progress, suffix_automaton
+from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
-from clocher_runtime.engine.generation import Generation
+from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import PageStats
+from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
-from clocher_runtime.engine.step_lock import StepLock
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.engine.work_touch import Touch
-from clocher_runtime.speculation.speculator import Account, Counts, account
-from clocher_runtime.speculation.track import Track
+from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.speculation.draft import SuffixDrafter, Track, first_class
+from clocher_runtime.speculation.gate import DraftModelGate
+from clocher_runtime.speculation.speculator import Account, Counts, Speculator, account
+
+if TYPE_CHECKING:
+    from clocher_runtime.engine.diffusing import Diffusing
+    from clocher_runtime.engine.draft_model import DraftModel
 
 
 class Session:
@@ -47,6 +45,12 @@ class Session:
     is a model of the same vocabulary; `calibration`: see `act_sparsity`; `progress` and `packing`
     get (done, total) while kernels compile or weights are copied, and packed; `changed`: what
     happened to a weight file, with `keep_mapped`. Raises UsageError, OutOfMemory.
+
+    Attributes:
+        diffusion: how blocks are decoded: "lossless", a rule, or "off".
+        isa: instruction set that the kernels were compiled for.
+        longest: maximum sequence length: the context, or less if the KV cache is smaller.
+        kv_cache_bytes: of the KV cache, tables and scales included.
     """
 
     def __init__(
@@ -61,83 +65,52 @@ class Session:
     ) -> None:
         check_functions(progress=progress, packing=packing)
         self.model, self.config = model, config
-        self._blocks = diffusing(model.spec, config.diffusion, config.speculate)
-        drafts = self._blocks is None and speculates(config)
-        check_draft(draft, config.speculate if self._blocks is None else "off")
+        self._blocks = _blocks(model.spec, config)
+        drafts = self._blocks is None and _speculates(config)
+        if draft is not None or config.speculate == "draft":
+            from clocher_runtime.engine.draft_model import check_draft
+
+            check_draft(draft, config.speculate if self._blocks is None else "off")
         self.speculate = config.speculate if drafts else "off"
-        self.sizes = sizes = sizes_of(
-            model.spec, config, speculates=drafts, width=width_of(self._blocks)
-        )
-        bound = bind(
-            model, config, sizes, calibration=calibration, progress=progress, packing=packing
-        )
+        width = 0 if self._blocks is None else 2 * self._blocks.blocks.block
+        self.sizes = sizes = sizes_of(model.spec, config, speculates=drafts, width=width)
+        functions: dict[str, Any] = {"progress": progress, "packing": packing}
+        bound = bind(model, config, sizes, calibration=calibration, **functions)
         self.executor, self.act_prec = bound.executor, bound.act_prec
+        self.synchronize = self.executor.synchronize
+        self.diffusion = "off" if self._blocks is None else self._blocks.name
+        self.isa, self.context, self.longest = self.executor.isa, sizes.context, sizes.longest
+        if self._blocks is not None:
+            self.longest = self._blocks.longest(sizes.longest)
         self._scope_is_kept = bound.scope_is_kept
-        self._longest = longest_text(self._blocks, sizes.longest)
+        buffers = self.executor.plan.buffers.values()
+        self.kv_cache_bytes = sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
         self._draft_model: DraftModel | None = None
         if drafts and draft is not None:
+            from clocher_runtime.engine import draft_model
+
             smaller = draft_config(config, sizes, draft.spec)
-            guest = bind(
-                draft,
-                smaller,
-                sizes_of(draft.spec, smaller),
-                progress=progress,
-                packing=packing,
-                beside=self.executor,
-            )
-            self._draft_model = DraftModel(guest, model.spec.vocab_size)
+            its_sizes = sizes_of(draft.spec, smaller)
+            guest = bind(draft, smaller, its_sizes, beside=self.executor, **functions)
+            self._draft_model = draft_model.DraftModel(guest, model.spec.vocab_size)
         speculator = None
         if drafts:
-            speculator = speculator_of(self.speculate, sizes.rows, self._draft_model)
+            gate = None if self._draft_model is None else DraftModelGate(self._draft_model)
+            speculator = Speculator(_drafters(self.speculate), sizes.rows, gate)
         self.scheduler = Scheduler(bound, speculator)
         self.reading = AttentionReads(bound)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
 
     @property
-    def diffusion(self) -> str:
-        """How blocks are decoded: "lossless", a rule, or "off"."""
-        return "off" if self._blocks is None else self._blocks.name
-
-    @property
-    def isa(self) -> str:
-        """Instruction set that the kernels were compiled for."""
-        return self.executor.isa
-
-    @property
     def acted_on(self) -> frozenset[str]:
         """Settings that have an effect; "pretranspose" if it was obeyed."""
-        return acted_on(self.executor) | ({"pretranspose"} if self._scope_is_kept else set())
-
-    @property
-    def context(self) -> int:
-        """Tokens of the context."""
-        return self.sizes.context
-
-    @property
-    def longest(self) -> int:
-        """Maximum sequence length: the context, or less if the KV cache is smaller."""
-        return self._longest
-
-    @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the KV cache, tables and scales included."""
-        buffers = self.executor.plan.buffers.values()
-        return sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
-
-    @property
-    def kv_hits(self) -> int:
-        """Keys of earlier tokens that tokens found in the cache."""
-        return self.scheduler.kv_hits
-
-    @property
-    def kv_misses(self) -> int:
-        """Tokens that were computed."""
-        return self.scheduler.kv_misses
+        hints: frozenset[str] = getattr(self.executor, "acted_on", frozenset())
+        return hints | ({"pretranspose"} if self._scope_is_kept else set())
 
     def speculation(self, before: Counts | None = None) -> Account:
         """Return speculation figures, since an earlier state of its counts."""
-        speculator = self.scheduler.speculator
+        speculator = self.scheduler.forwards.speculator
         if speculator is None:
             return Account(self.scheduler.forwards.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
@@ -146,7 +119,7 @@ class Session:
         """Count the pages of each pool, without those of calls that left."""
         with self._lock.taken("page_stats"):
             self.scheduler.sweep()
-            return self.scheduler.page_stats()
+            return self.scheduler.pages.stats()
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled. Raises SessionBusy, UsageError."""
@@ -163,10 +136,6 @@ class Session:
             make = getattr(self.executor, "work_touch", None)
             touch: Touch | None = make(bytes_per_token, stride) if make else None
             return touch
-
-    def synchronize(self) -> None:
-        """Wait until the device has finished all steps."""
-        self.executor.synchronize()
 
     def close(self) -> None:
         """End all generations after the current step; release everything. Raises SessionBusy."""
@@ -205,7 +174,11 @@ class Session:
             allowed = self.executor.array("allowed")
             bound = one_for_each(call.constraints, len(usable), allowed)
             queue = OutputQueue(len(usable), window, after_token, call.logits)
-            blocks = of_call(self._blocks, call.diffusion)
+            blocks = self._blocks
+            if call.diffusion is not None:
+                from clocher_runtime.engine.diffusing import of_call
+
+                blocks = of_call(blocks, call.diffusion)
             requests: list[Request] = []
             for index, (ids, constraint) in enumerate(zip(usable, bound, strict=True)):
                 fields: dict[str, Any] = {
@@ -213,7 +186,7 @@ class Session:
                     "salt": salt,
                     "queue": queue,
                     "index": index,
-                    "budget": max(1, min(most, self._longest - len(ids))),
+                    "budget": max(1, min(most, self.longest - len(ids))),
                     "sampling": chosen,
                     "stop": stop,
                     "constraint": constraint,
@@ -222,7 +195,7 @@ class Session:
                 if blocks is None:
                     requests.append(Request(**fields))
                 else:
-                    requests.append(blocks.request(self._longest, fields))
+                    requests.append(blocks.request(self.longest, fields))
             self._submit("generate", requests)
             return queue
 
@@ -268,7 +241,7 @@ class Session:
     def _track(
         self, ids: list[int], sampling: Sampling, salt: bytes, constraint: Constraint | None
     ) -> Track | None:
-        speculator = self.scheduler.speculator
+        speculator = self.scheduler.forwards.speculator
         if speculator is None or not (constraint is None or hasattr(constraint, "undo")):
             return None
         track = speculator.track()
@@ -293,8 +266,8 @@ class Session:
         return for_each_prompt(given, self._usable_ids)
 
     def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
-        what = "context" if self._longest == self.context else "KV cache (kv_pages)"
-        return prompt_ids(prompt, self.model.spec.vocab_size, self._longest, what)
+        what = "context" if self.longest == self.context else "KV cache (kv_pages)"
+        return prompt_ids(prompt, self.model.spec.vocab_size, self.longest, what)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,3 +276,27 @@ class _Call:
     salt: str = ""
     constraints: Sequence[Constraint | None] | None = None
     diffusion: str | None = None
+
+
+def _blocks(spec: ModelSpec, config: EngineConfig) -> "Diffusing | None":
+    if spec.diffusion is None and config.diffusion in ("auto", "off"):
+        return None
+    from clocher_runtime.engine.diffusing import diffusing
+
+    return diffusing(spec, config.diffusion, config.speculate)
+
+
+def _speculates(config: EngineConfig) -> bool:
+    """Return whether tokens are drafted, unless blocks are denoised. Raises UsageError."""
+    mode = config.speculate
+    if config.backend == "stub" and mode not in ("auto", "off"):
+        raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
+    return mode != "off" and config.backend != "stub"
+
+
+def _drafters(mode: str) -> Callable[[], list[SuffixDrafter]]:
+    """Return what makes the drafters of a sequence, beside a draft model."""
+    if mode not in ("auto", "suffix"):
+        return list
+    automaton, first = suffix_automaton(), first_class("suffix")
+    return lambda: [SuffixDrafter(automaton(), first)]

@@ -15,7 +15,7 @@ from clocher_kernels.quant_tensor import encode
 from clocher_kernels.reference import ReferenceExecutor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.engine.load import Model, Weights
-from clocher_runtime.engine.work_touch import WorkTouch
+from clocher_runtime.engine.probes import WorkTouch
 from clocher_runtime.models.inventory import EMBED, NORM
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
 

@@ -1,5 +1,6 @@
-"""Turn a ModelSpec into a Plan. One builder serves every family."""
+"""Turn a ModelSpec into a Plan with its rotary tables. One builder serves every family."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -9,9 +10,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.rewrite import quantize_for_ternary
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, Sizes, tables_of
-from clocher_runtime.models.rope import rope_tables
-from clocher_runtime.models.selection import PAGE_CELLS
-from clocher_runtime.models.spec import ModelSpec, QueryGrowth, RopeSpec
+from clocher_runtime.models.spec import PAGE_CELLS, ModelSpec, QueryGrowth, RopeSpec
 
 __all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "page_table", "table_bytes"]
 
@@ -60,3 +59,83 @@ def table_bytes(spec: ModelSpec, context: int) -> int:
 def page_table(slots: int, blocks: int) -> np.ndarray:
     """Return the identity page table [S, B] i32: slot s owns pages s*B .. s*B + B - 1."""
     return np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
+
+
+def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.ndarray:
+    """Return the angle per position of each rotated pair, [pairs] fp32 (arXiv 2104.09864).
+
+    Where frequencies depend on length (dynamic, longrope), that of `context` (the longest; 0: as in
+    training) applies from the first token, so keys do not depend on when they were made.
+    """
+    size = spec.rotated or head_dim
+    pairs = np.arange(0, size, 2, dtype=np.float32) / np.float32(size)
+    theta = spec.theta
+    if spec.kind == "dynamic" and context > spec.original_positions:
+        growth = spec.factor * context / spec.original_positions - (spec.factor - 1)
+        theta *= growth ** (size / max(size - 2, 1))
+    plain = (1.0 / np.float32(theta) ** pairs).astype(np.float32)
+    if spec.kind in ("default", "dynamic"):
+        return plain
+    if spec.kind == "longrope":
+        is_long = context > spec.original_positions
+        factors = np.array(spec.long_factors if is_long else spec.short_factors, np.float32)
+        return (1.0 / (factors * np.float32(theta) ** pairs)).astype(np.float32)
+    stretched = (plain / np.float32(spec.factor)).astype(np.float32)
+    if spec.kind == "linear":
+        return stretched
+    if spec.kind == "llama3":
+        return _llama3(spec, plain, stretched)
+    keep = 1 - _yarn_ramp(spec, size)
+    return np.asarray(stretched * (1 - keep) + plain * keep, np.float32)
+
+
+def rope_tables(
+    spec: RopeSpec | None, head_dim: int, positions: int, growth: QueryGrowth | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosines and sines [positions, pairs] fp32, attention factor and growth included."""
+    if spec is None:
+        cos = np.ones((positions, head_dim // 2), np.float32)
+        sin = np.zeros_like(cos)
+    else:
+        frequencies = inverse_frequencies(spec, head_dim, positions)
+        angles = np.arange(positions, dtype=np.float32)[:, None] * frequencies
+        factor = np.float32(spec.attention_factor)
+        cos, sin = np.cos(angles), np.sin(angles, out=angles)  # a long context has large tables
+        cos *= factor
+        sin *= factor
+    if growth is not None:
+        steps = np.floor((np.arange(positions) + growth.after) / growth.every)
+        scale = (1 + growth.strength * np.log1p(steps)).astype(np.float32)[:, None]
+        cos *= scale
+        sin *= scale
+    return cos, sin
+
+
+def _llama3(spec: RopeSpec, plain: np.ndarray, stretched: np.ndarray) -> np.ndarray:
+    wavelength = 2 * np.pi / plain
+    longest = spec.original_positions / spec.low_freq_factor
+    shortest = spec.original_positions / spec.high_freq_factor
+    blend = (spec.original_positions / wavelength - spec.low_freq_factor) / (
+        spec.high_freq_factor - spec.low_freq_factor
+    )
+    blended = (1 - blend) * stretched + blend * plain
+    return np.where(
+        wavelength > longest, stretched, np.where(wavelength < shortest, plain, blended)
+    ).astype(np.float32)
+
+
+def _yarn_ramp(spec: RopeSpec, size: int) -> np.ndarray:
+    """Return 0 where a pair keeps its frequency, 1 where it is fully stretched, [size / 2]."""
+
+    def pair_of(rotations: float) -> float:
+        wave = spec.original_positions / (rotations * 2 * math.pi)
+        return size * math.log(wave) / (2 * math.log(spec.theta))
+
+    low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
+    if spec.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, size - 1)
+    if low == high:
+        high += 0.001  # as transformers does, to avoid dividing by zero
+    ramp = (np.arange(size // 2, dtype=np.float32) - low) / (high - low)
+    return np.asarray(np.clip(ramp, 0, 1))

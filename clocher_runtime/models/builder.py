@@ -10,8 +10,14 @@ from clocher_kernels.ops.sampling import words_for
 from clocher_kernels.ops.selection import WORD
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
-from clocher_runtime.models.selection import PAGE_CELLS, Selection
-from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec, QueryGrowth
+from clocher_runtime.models.spec import (
+    PAGE_CELLS,
+    MlaSpec,
+    ModelSpec,
+    MoeSpec,
+    QueryGrowth,
+    Selection,
+)
 
 DRAWN = 8
 """Tokens drawn per sequence and forward: one, and one after each draft token."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from clocher_runtime.models.spec import MlaSpec, ModelSpec
+from clocher_runtime.models.spec import MlaSpec, ModelSpec, MoeSpec
 
 SCOPES = {
     "none": (),
@@ -67,94 +67,83 @@ def inventory(spec: ModelSpec) -> dict[str, Need]:
 
 
 def _layer(spec: ModelSpec, layer: int) -> dict[str, Need]:
-    hidden, offset = spec.hidden_size, spec.norm_offset
+    hidden, offset, dim, moe = spec.hidden_size, spec.norm_offset, spec.head_dim, spec.moe
+    q, kv, heads = spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_heads
     needs: dict[str, Need] = {}
+
+    def vector(name: str, size: int, offset: float = 0.0) -> None:
+        needs[name] = Need("vector", (size,), offset)
+
+    def linear(name: str, rows: int, columns: int, bias: bool = False) -> None:
+        needs[f"{name}.weight"] = Need("linear", (rows, columns))
+        if bias:
+            vector(f"{name}.bias", rows)
+        if spec.input_norm_eps:
+            vector(f"{name}.rms_norm.weight", columns)
+
+    def mlp(prefix: str, inner: int) -> None:
+        linear(f"{prefix}gate_proj", inner, hidden, spec.mlp_bias)
+        linear(f"{prefix}up_proj", inner, hidden, spec.mlp_bias)
+        linear(f"{prefix}down_proj", hidden, inner, spec.mlp_bias)
+
+    def latent(mla: MlaSpec) -> None:
+        name, source = "self_attn.q_proj", hidden
+        if mla.query_rank:
+            linear("self_attn.q_a_proj", mla.query_rank, hidden, spec.qkv_bias)
+            vector("self_attn.q_a_layernorm.weight", mla.query_rank)
+            name, source = "self_attn.q_b_proj", mla.query_rank
+        linear(name, heads * (mla.plain + mla.rotated), source)
+        linear("self_attn.kv_a_proj", mla.rank, hidden, spec.qkv_bias)
+        linear("self_attn.k_rope_proj", mla.rotated, hidden, spec.qkv_bias)
+        vector("self_attn.kv_a_layernorm.weight", mla.rank)
+        linear("self_attn.k_b_proj", heads * mla.plain, mla.rank)
+        linear("self_attn.v_b_proj", heads * mla.value, mla.rank)
+        linear("self_attn.o_proj", hidden, heads * mla.value, spec.o_bias)
+
+    def attention() -> None:
+        for name, size in (("q", q), ("k", kv), ("v", kv)):
+            linear(f"self_attn.{name}_proj", size, hidden, spec.qkv_bias)
+        linear("self_attn.o_proj", hidden, q, spec.o_bias)
+        if spec.qk_norm in ("heads", "rows"):
+            for name, size in (("q", q), ("k", kv)):
+                size = dim if spec.qk_norm == "heads" else size
+                vector(f"self_attn.{name}_norm.weight", size, offset)
+        if spec.sinks:
+            vector("self_attn.sinks", heads)
+        if spec.sub_norms:
+            vector("self_attn.attn_sub_norm.weight", q)
+
+    def experts(moe: MoeSpec) -> None:
+        needs["mlp.router.weight"] = Need("router", (moe.experts, hidden))
+        for name, has in (("bias", moe.router_bias), ("choice_bias", moe.choice_bias)):
+            if has:
+                vector(f"mlp.router.{name}", moe.experts)
+        for name, rows, columns in (
+            ("mlp.experts.gate_up_proj", 2 * moe.inner, hidden),
+            ("mlp.experts.down_proj", hidden, moe.inner),
+        ):
+            needs[name] = Need("linear", (moe.experts, rows, columns))
+            if moe.expert_bias:
+                needs[f"{name}_bias"] = Need("vector", (moe.experts, rows))
+        if moe.shared:
+            mlp("mlp.shared_expert.", moe.shared)
+        if moe.shared_gate:
+            needs["mlp.shared_expert_gate.weight"] = Need("router", (1, hidden))
+
     if spec.pre_norms:
-        needs["input_layernorm.weight"] = Need("vector", (hidden,), offset)
-        needs[mlp_norm_name(spec)] = Need("vector", (hidden,), offset)
+        vector("input_layernorm.weight", hidden, offset)
+        vector(mlp_norm_name(spec), hidden, offset)
     if spec.post_norms:
         for place in ("attention", "feedforward"):
-            needs[f"post_{place}_layernorm.weight"] = Need("vector", (hidden,), offset)
-    _attention(needs, spec)
-    if spec.has_experts(layer):
-        _experts(needs, spec)
+            vector(f"post_{place}_layernorm.weight", hidden, offset)
+    if spec.mla is None:
+        attention()
     else:
-        _mlp(needs, spec, "mlp.", spec.intermediate_size)
+        latent(spec.mla)
+    if moe is not None and spec.has_experts(layer):
+        experts(moe)
+    else:
+        mlp("mlp.", spec.intermediate_size)
         if spec.sub_norms:
-            needs["mlp.ffn_sub_norm.weight"] = Need("vector", (spec.intermediate_size,))
+            vector("mlp.ffn_sub_norm.weight", spec.intermediate_size)
     return needs
-
-
-def _attention(needs: dict[str, Need], spec: ModelSpec) -> None:
-    hidden, dim = spec.hidden_size, spec.head_dim
-    q, kv = spec.num_heads * dim, spec.num_kv_heads * dim
-    if spec.mla is not None:
-        _latent(needs, spec, spec.mla)
-        return
-    _linear(needs, spec, "self_attn.q_proj", (q, hidden), spec.qkv_bias)
-    _linear(needs, spec, "self_attn.k_proj", (kv, hidden), spec.qkv_bias)
-    _linear(needs, spec, "self_attn.v_proj", (kv, hidden), spec.qkv_bias)
-    _linear(needs, spec, "self_attn.o_proj", (hidden, q), spec.o_bias)
-    if spec.qk_norm in ("heads", "rows"):
-        for name, size in (("q", q), ("k", kv)):
-            size = dim if spec.qk_norm == "heads" else size
-            needs[f"self_attn.{name}_norm.weight"] = Need("vector", (size,), spec.norm_offset)
-    if spec.sinks:
-        needs["self_attn.sinks"] = Need("vector", (spec.num_heads,))
-    if spec.sub_norms:
-        needs["self_attn.attn_sub_norm.weight"] = Need("vector", (q,))
-
-
-def _latent(needs: dict[str, Need], spec: ModelSpec, mla: MlaSpec) -> None:
-    hidden, heads, source = spec.hidden_size, spec.num_heads, spec.hidden_size
-    name = "self_attn.q_proj"
-    if mla.query_rank:
-        _linear(needs, spec, "self_attn.q_a_proj", (mla.query_rank, hidden), spec.qkv_bias)
-        needs["self_attn.q_a_layernorm.weight"] = Need("vector", (mla.query_rank,))
-        name, source = "self_attn.q_b_proj", mla.query_rank
-    _linear(needs, spec, name, (heads * (mla.plain + mla.rotated), source), False)
-    _linear(needs, spec, "self_attn.kv_a_proj", (mla.rank, hidden), spec.qkv_bias)
-    _linear(needs, spec, "self_attn.k_rope_proj", (mla.rotated, hidden), spec.qkv_bias)
-    needs["self_attn.kv_a_layernorm.weight"] = Need("vector", (mla.rank,))
-    _linear(needs, spec, "self_attn.k_b_proj", (heads * mla.plain, mla.rank), False)
-    _linear(needs, spec, "self_attn.v_b_proj", (heads * mla.value, mla.rank), False)
-    _linear(needs, spec, "self_attn.o_proj", (hidden, heads * mla.value), spec.o_bias)
-
-
-def _mlp(needs: dict[str, Need], spec: ModelSpec, prefix: str, inner: int) -> None:
-    hidden = spec.hidden_size
-    _linear(needs, spec, f"{prefix}gate_proj", (inner, hidden), spec.mlp_bias)
-    _linear(needs, spec, f"{prefix}up_proj", (inner, hidden), spec.mlp_bias)
-    _linear(needs, spec, f"{prefix}down_proj", (hidden, inner), spec.mlp_bias)
-
-
-def _experts(needs: dict[str, Need], spec: ModelSpec) -> None:
-    moe, hidden = spec.moe, spec.hidden_size
-    assert moe is not None
-    experts, inner = moe.experts, moe.inner
-    needs["mlp.router.weight"] = Need("router", (experts, hidden))
-    if moe.router_bias:
-        needs["mlp.router.bias"] = Need("vector", (experts,))
-    if moe.choice_bias:
-        needs["mlp.router.choice_bias"] = Need("vector", (experts,))
-    for name, shape in (
-        ("mlp.experts.gate_up_proj", (experts, 2 * inner, hidden)),
-        ("mlp.experts.down_proj", (experts, hidden, inner)),
-    ):
-        needs[name] = Need("linear", shape)
-        if moe.expert_bias:
-            needs[f"{name}_bias"] = Need("vector", shape[:2])
-    if moe.shared:
-        _mlp(needs, spec, "mlp.shared_expert.", moe.shared)
-    if moe.shared_gate:
-        needs["mlp.shared_expert_gate.weight"] = Need("router", (1, hidden))
-
-
-def _linear(
-    needs: dict[str, Need], spec: ModelSpec, name: str, shape: tuple[int, int], bias: bool
-) -> None:
-    needs[f"{name}.weight"] = Need("linear", shape)
-    if bias:
-        needs[f"{name}.bias"] = Need("vector", shape[:1])
-    if spec.input_norm_eps:
-        needs[f"{name}.rms_norm.weight"] = Need("vector", shape[1:])

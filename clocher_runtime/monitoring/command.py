@@ -1,27 +1,123 @@
 """The program metrics_exporter: serve what runs measured to Prometheus."""
 
+import os
 import signal
+import stat
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Event
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import PATH, Report, option, script, switch
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.monitoring import require_prometheus_client
-from clocher_runtime.monitoring.sources import FollowedDirectory, FollowedFile, stream_lines
 
 if TYPE_CHECKING:
     from clocher_runtime.monitoring.exporter import RunMetrics
 
 PORT = 9640
 
+MAX_LINE_BYTES = 16 << 20
+MAX_FILES = 1000
+SUFFIXES = (".json", ".jsonl")
+_CHUNK = 1 << 20
 _POLL_S = 1.0
+
+
+class LineSplitter:
+    """Cuts bytes into lines; drops lines that are too long."""
+
+    def __init__(self, limit: int = MAX_LINE_BYTES) -> None:
+        self._limit = limit
+        self._partial = bytearray()
+        self._skipping = False
+
+    def feed(self, data: bytes) -> Iterator[bytes | None]:
+        """Yield completed lines, without blank ones; None for one too long."""
+        *ended, rest = data.split(b"\n")
+        for piece in ended:
+            self._append(piece)
+            yield from self.end()
+        self._append(rest)
+
+    def end(self) -> Iterator[bytes | None]:
+        """Yield what came since the last line break, as a line."""
+        line = None if self._skipping else bytes(self._partial)
+        self._partial.clear()
+        self._skipping = False
+        if line is None or line.strip():
+            yield line
+
+    def _append(self, piece: bytes) -> None:
+        if self._skipping or len(self._partial) + len(piece) > self._limit:
+            self._skipping = True
+            self._partial.clear()
+        else:
+            self._partial += piece
+
+
+class FollowedFile:
+    """A file read as it grows, anew when replaced or truncated. It may not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._splitter = LineSplitter()
+        self._inode = -1
+        self._offset = 0
+
+    def lines(self, last: bool = False) -> Iterator[bytes | None]:
+        """Yield the lines that were added. Raises OSError."""
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return
+        # Opening a named pipe would block until there is a writer.
+        if not stat.S_ISREG(found.st_mode):
+            raise OSError(f"{self.path}: not a regular file; pipe it to standard input instead")
+        if found.st_ino != self._inode or found.st_size < self._offset:
+            self._splitter = LineSplitter()
+            self._inode, self._offset = found.st_ino, 0
+        if found.st_size > self._offset:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                while data := file.read(_CHUNK):
+                    self._offset += len(data)
+                    yield from self._splitter.feed(data)
+        if last:
+            yield from self._splitter.end()
+
+
+class FollowedDirectory:
+    """All files directly in a directory with a suffix in `SUFFIXES`; new ones are found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._files: dict[str, FollowedFile] = {}
+
+    def lines(self, last: bool = False) -> Iterator[bytes | None]:
+        """Yield the lines added to the first `MAX_FILES` files. Raises OSError."""
+        for name in sorted(os.listdir(self.path)):
+            known = name in self._files or len(self._files) >= MAX_FILES
+            if not known and name.endswith(SUFFIXES) and _readable(self.path / name):
+                self._files[name] = FollowedFile(self.path / name)
+        for file in self._files.values():
+            yield from file.lines(last)
+
+
+def _readable(path: Path) -> bool:
+    return path.is_file() and os.access(path, os.R_OK)
+
+
+def stream_lines(stream: BinaryIO) -> Iterator[bytes | None]:
+    """Yield the lines of a stream as they come, until it ends."""
+    splitter = LineSplitter()
+    while data := os.read(stream.fileno(), _CHUNK):
+        yield from splitter.feed(data)
+    yield from splitter.end()
 
 
 @script(
@@ -51,8 +147,13 @@ def export(report: Report, source: Path, port: int, address: str, once: bool) ->
     directory whose .json and .jsonl files are followed, or - for standard input, the default. A
     line that is neither is counted and does no harm.
     """
-    require_prometheus_client()
-    from clocher_runtime.monitoring.exporter import RunMetrics
+    try:
+        from clocher_runtime.monitoring.exporter import RunMetrics
+    except ImportError:
+        raise UsageError(
+            "metrics are served with prometheus-client, which is not installed; "
+            "pip install '.[monitoring]' in a clone of Clocher"
+        ) from None
 
     stream = str(source) == "-"
     if stream and sys.stdin.isatty():

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing, among, longest_text, of_call
+from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
 from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
 from clocher_runtime.serve.edge import (
@@ -119,7 +119,7 @@ class Server:
         with self.engine.reserve(asked.sequences):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
-            longest = longest_text(blocks, ready.longest)
+            longest = blocks.longest(ready.longest) if blocks else ready.longest
             if isinstance(asked, ChatRequest):
                 ids, tail = await self._conversation(asked, longest)
                 prompts.append(ids)
@@ -178,7 +178,7 @@ class Server:
         tail: str,
     ) -> list[Submit]:
         ready = self.engine.serving()
-        longest = longest_text(blocks, ready.longest)
+        longest = blocks.longest(ready.longest) if blocks else ready.longest
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
         spec = None
@@ -368,7 +368,7 @@ def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
     own = None
     try:
         if ready.blocks is not None:
-            own = among(ready.blocks, ready.vocab_size, ready.about["diffusion"])
+            own = among(ready.blocks, ready.about["diffusion"])
         return of_call(own, asked)
     except UsageError as error:
         raise invalid(str(error), "diffusion") from None

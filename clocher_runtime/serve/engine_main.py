@@ -16,8 +16,7 @@ import numpy as np
 from clocher_kernels.errors import ClocherError, NonFinite, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
-from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
@@ -219,7 +218,7 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
 def state_of(session: Session) -> State:
     """Return the gauges and counters of a session."""
     scheduler = session.scheduler
-    sums, forwards, speculator = scheduler.sums, scheduler.forwards, scheduler.speculator
+    sums, forwards, speculator = scheduler.sums, scheduler.forwards, scheduler.forwards.speculator
     denoising, counts = forwards.denoising, speculator.counts if speculator else None
     return State(
         running=scheduler.counts[0],

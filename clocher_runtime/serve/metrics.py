@@ -14,7 +14,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from clocher_runtime.speculation.track import PRIORS
+from clocher_runtime.speculation.draft import PRIORS
 
 if TYPE_CHECKING:
     from clocher_runtime.serve.engine_process import EngineProcess

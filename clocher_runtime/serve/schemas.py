@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_runtime.diffusion.asked import RULES, WORDS, parse
+from clocher_runtime.diffusion import RULES, WORDS, parse
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.serve.errors import Refused, described, from_validation, invalid
 

@@ -1,7 +1,16 @@
-"""How many draft tokens pay: expected gain against the cost of a larger forward."""
+"""How many draft tokens pay: expected gain against the cost of a larger forward.
+
+A draft model is asked where the expected gain exceeds its cost. Else it is probed for 1 % of the
+time at most; the first `_TRIES` drafts are always verified. An unread prompt is read in pieces, if
+drafts repay it.
+"""
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from clocher_runtime.speculation.draft import MAX_DRAFT, Draft, Pending, first_class
 
 MARGIN = 1.05
 """Minimum gain of drafts, which covers errors of the cost table."""
@@ -16,6 +25,12 @@ _ROUNDS = 3
 _LONGEST_NS = 300_000_000  # after so long no further round begins
 _NEW = 0.1  # weight of the newest time
 _DOUBT = 0.992  # what a time shrinks by each time that it is doubted
+_HORIZON = 32
+"""Forwards within which an unread prompt's drafts have to repay reading it."""
+_LOOKS = 0.01  # of the time; what is not used of it is kept for so many forwards' worth
+_LEAST_PIECE = 16  # tokens
+_TRIES, _TRIED = 8, 3
+"""Drafts verified unconditionally, and the tokens of each."""
 _ASSUMED = 0.03  # of a token's time, what a further one costs until it is measured
 
 
@@ -105,16 +120,6 @@ class Trial:
         self._spent = self._worth = 0.0
 
 
-def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
-    """Return the best expected tokens per time of one draft; `ns` by number of draft tokens."""
-    made, best = 1.0, 0.0
-    for chance, time in zip(chances, ns[1:], strict=False):
-        made += chance
-        if time and made / time > best:
-            best = made / time
-    return best
-
-
 def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) -> list[int]:
     """Return how many draft tokens of each sequence maximise tokens per time.
 
@@ -172,3 +177,94 @@ def worth_asking(
     """Return the sequences where `count` tokens of a draft model beat the others."""
     pairs = zip(mine, others, strict=True)
     return [i for i, (own, other) in enumerate(pairs) if sum(own[:count]) > sum(other)]
+
+
+class DraftModel(Protocol):
+    """Drafts for many sequences side by side; `costs`: time of a step by tokens."""
+
+    costs: ForwardCosts
+
+    def draft(self, readers: Sequence[Any], depth: int, most: int) -> list[list[int]]:
+        """Read up to `most` tokens of some sequences; draft `depth` for those read to their end."""
+
+    def reset(self) -> None:
+        """Forget all sequences."""
+
+
+class DraftModelGate:
+    """Asks a draft model where that pays."""
+
+    def __init__(self, model: DraftModel) -> None:
+        self.model = model
+        first = first_class("draft")
+        self._classes = range(first, first + MAX_DRAFT)
+        self._spare = 0.0  # ns for looks
+        self._tries = _TRIES
+
+    def ask(
+        self,
+        pending: Sequence[Pending],
+        taken: Sequence[Sequence[float]],
+        base: int,
+        ns: Sequence[float],
+    ) -> bool:
+        """Make better offers than the chances `taken`; return whether the model was asked."""
+        if base >= len(ns):
+            return False
+        steps = self.model.costs.ns
+        readers = [each.track.reader for each in pending]
+        behind = [
+            reader.behind(each.ids) if reader else 0
+            for reader, each in zip(readers, pending, strict=True)
+        ]
+        mine = [
+            each.track.rates.along(self._classes[: each.most]) if tokens else []
+            for each, tokens in zip(pending, behind, strict=True)
+        ]
+        entries = [
+            max(0.0, _time(steps, tokens) - steps[1]) / _forwards_left(each)
+            for each, tokens in zip(pending, behind, strict=True)
+        ]
+        piece = max(_LEAST_PIECE, 2 * len(pending), bisect_right(steps, ns[base]) - 1)
+        count = draft_depth(mine, taken, base, ns, entries, steps)
+        asked = worth_asking(mine, taken, count)
+        self._spare = min(self._spare + _LOOKS * ns[base], _HORIZON * ns[base])
+        if asked:
+            price = paid = steps[len(asked)]
+        else:
+            asked = sorted((i for i, tokens in enumerate(behind) if tokens), key=behind.__getitem__)
+            del asked[1:]
+            # Otherwise the read would serve a probe that cannot be afforded.
+            price = sum(_time(steps, behind[i]) for i in asked)
+            paid = sum(_time(steps, min(behind[i], piece)) for i in asked)
+        tries = self._tries > 0 and all(pending[i].most == MAX_DRAFT for i in asked)
+        if tries:
+            count = max(count, _TRIED)
+        elif count < MAX_DRAFT and self._spare >= price:
+            self._spare -= paid
+            count += 1
+        if not asked or not count:
+            return False
+        drafted = self.model.draft([readers[i] for i in asked], count, piece)
+        for i, tokens in zip(asked, drafted, strict=True):
+            self._offer(pending[i], tokens, sum(taken[i]), tries)
+            self._tries -= bool(tries and tokens)
+        return True
+
+    def _offer(self, pending: Pending, tokens: Sequence[int], taken: float, tries: bool) -> None:
+        count, track = min(len(tokens), pending.most), pending.track
+        draft = Draft(tokens[:count], self._classes[:count])
+        if tries and tokens:
+            track.tried = count
+        if track.tried or sum(track.rates.along(draft.classes)) > taken:
+            track.offer, draft = draft, track.offer
+        track.asides.append(draft)
+
+
+def _forwards_left(pending: Pending) -> int:
+    return _HORIZON if pending.most == MAX_DRAFT else pending.most
+
+
+def _time(steps: Sequence[float], tokens: int) -> float:
+    most = len(steps) - 1
+    return steps[tokens] if tokens <= most else steps[most] * tokens / most

@@ -5,10 +5,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 
 from clocher_runtime.models.builder import DRAWN
-from clocher_runtime.speculation.draft import NO_DRAFT, AcceptanceRates, Draft, Drafter
-from clocher_runtime.speculation.gate import ForwardCosts, Trial, choose
-from clocher_runtime.speculation.model_gate import DraftModelGate
-from clocher_runtime.speculation.track import MAX_DRAFT, PRIORS, SOURCES, Pending, Track
+from clocher_runtime.speculation.draft import (
+    MAX_DRAFT,
+    NO_DRAFT,
+    PRIORS,
+    SOURCES,
+    AcceptanceRates,
+    Draft,
+    Drafter,
+    Pending,
+    Track,
+)
+from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, Trial, choose
 
 WITH_DRAFT_MODEL = ("auto", "draft")
 """Values of --speculate that ask a draft model, if there is one."""
@@ -117,7 +125,8 @@ class Speculator:
     @property
     def draft_ns(self) -> float:
         """Time of a token of the draft model in nanoseconds; 0 without one."""
-        return 0.0 if self._gate is None else self._gate.step_ns
+        steps = [] if self._gate is None else self._gate.model.costs.ns
+        return steps[1] if len(steps) > 1 else 0.0
 
     def track(self) -> Track:
         """Return what is drafted for a new sequence."""

@@ -14,8 +14,7 @@ from clocher_runtime.command.flags import Command
 from clocher_runtime.command.settings import ChatConfig
 from clocher_runtime.config.setting import declared, defaults
 from clocher_runtime.config.sources import Sources, settle, unprefixed
-from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.signals import cause_of, listen, restore
+from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
 if TYPE_CHECKING:
     from clocher_runtime.command.loading import Engine

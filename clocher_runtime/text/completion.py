@@ -9,8 +9,7 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import shown
-from clocher_runtime.engine.arguments import Sampling, listed, refuse_unknown, whole
-from clocher_runtime.engine.constraint import Constraint
+from clocher_runtime.engine.arguments import Constraint, Sampling, listed, refuse_unknown, whole
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session

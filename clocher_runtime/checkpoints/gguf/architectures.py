@@ -13,7 +13,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.gguf.blocks import F32
 from clocher_runtime.checkpoints.gguf.file import FULL, SLIDING, Metadata
-from clocher_runtime.models.rope import inverse_frequencies
+from clocher_runtime.models.build import inverse_frequencies
 from clocher_runtime.models.spec import RopeSpec
 
 Config = dict[str, Any]

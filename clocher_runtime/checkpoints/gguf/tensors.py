@@ -19,7 +19,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
 from clocher_runtime.checkpoints.gguf.blocks import FLOATS, I2_S, Rows, repacked, same_format
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.models.family import rows_of
+from clocher_runtime.models.families import rows_of
 from clocher_runtime.models.inventory import EMBED, HEAD, NORM, Need
 from clocher_runtime.models.spec import MlaSpec, ModelSpec
 

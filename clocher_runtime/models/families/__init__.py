@@ -1,69 +1,201 @@
-"""Model families, from config.json to ModelSpec: one module and one line of `FAMILIES` each."""
+"""Model families: how a config.json is read, and how their files name `inventory`'s tensors.
 
-from collections.abc import Mapping
+Each is a class and a row in a module of this folder, and a row of `FAMILIES`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.disk.strict_json import shown
-from clocher_runtime.models.config_fields import WHERE
-from clocher_runtime.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from clocher_runtime.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from clocher_runtime.models.families.gpt_oss import GPT_OSS
-from clocher_runtime.models.families.llada import LLADA2_MOE
-from clocher_runtime.models.families.llama import (
-    BITNET,
-    GRANITE,
-    GRANITE_HYBRID,
-    LLAMA,
-    OLMO2,
-    OLMO3,
-    PHI3,
-    SMOLLM3,
-)
-from clocher_runtime.models.families.llama4 import LLAMA4
-from clocher_runtime.models.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from clocher_runtime.models.families.qwen import (
-    FAST_DLLM,
-    QWEN2,
-    QWEN2_MOE,
-    QWEN3,
-    QWEN3_MOE,
-    SDAR,
-)
-from clocher_runtime.models.family import Family
-from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.models.config import WHERE, Decoder, read_config
+from clocher_runtime.models.inventory import Need
+from clocher_runtime.models.spec import MlaSpec, ModelSpec
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+Rows = slice | np.ndarray | None
+"""Rows of a tensor, in the order wanted; None: all as they are."""
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_ENDINGS = (".weight", ".bias")
+
+
+@dataclass(frozen=True, slots=True)
+class From:
+    """Where a family's files have a tensor: its name without suffix, "{e}" for the expert.
+
+    `rows`: "all", or a key of `rows_of`.
+    """
+
+    name: str
+    rows: str = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A family; `tensors`: name within a layer (in full outside), without suffix -> origins.
+
+    Two origins are for alternating rows. Absent names are unchanged.
+    """
+
+    name: str
+    fields: type[Decoder]
+    tensors: Mapping[str, tuple[From, ...]] = field(default_factory=dict)
+
+    def read(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Return the ModelSpec of a config.json. Raises FormatError, UnsupportedModel."""
+        return read_config(config, self.fields).spec(self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows of a file's tensor, and where they go: `places` (None: all) of matrix `expert`."""
+
+    name: str
+    rows: Rows = None
+    expert: int | None = None
+    places: slice | None = None
+
+
+def names_of(family: Family, source: str, need: Need) -> Iterator[tuple[str, bool]]:
+    """Yield a model tensor's names in the files of a family."""
+    for name, rows, _, _ in _named(family, source, need):
+        yield name, rows != "all"
+
+
+def pieces(family: Family, spec: ModelSpec, source: str, need: Need) -> Iterator[Piece]:
+    """Yield the pieces of a model tensor in the files of a family."""
+    for name, rows, expert, places in _named(family, source, need):
+        yield Piece(name, rows_of(spec, rows, source, need), expert, places)
+
+
+def _named(
+    family: Family, source: str, need: Need
+) -> Iterator[tuple[str, str, int | None, slice | None]]:
+    match = _LAYER.fullmatch(source)
+    layer, rest = match.groups() if match else ("", source)
+    prefix = f"model.layers.{layer}." if match else ""
+    tail = next((end for end in _ENDINGS if rest.endswith(end)), "")
+    origins = family.tensors.get(rest.removesuffix(tail))
+    if origins is None:
+        yield source, "all", None, None
+        return
+    for place, origin in enumerate(origins):
+        name = prefix + origin.name
+        places = None if len(origins) == 1 else slice(place, None, len(origins))
+        if "{e}" in name:
+            for expert in range(need.shape[0]):
+                each = name.format(e=expert) + (tail or ".weight")
+                yield each, origin.rows, expert, places
+        else:
+            yield name + tail, origin.rows, None, places
+
+
+def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
+    """Return rows of a tensor that a family's files have fused or in another order.
+
+    `kind`: "all"; "q", "k", "v"; "first", "second" half; "paired" heads, whose rotated pairs are
+    neighbours; "mla_..." of latent attention.
+    """
+    count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
+    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if kind in ("first", "second"):
+        half = count // 2 if ".experts." in source else count
+        return slice(0, half) if kind == "first" else slice(half, 2 * half)
+    if kind in "qkv":
+        start = {"q": 0, "k": q, "v": q + kv}[kind]
+        return slice(start, start + count)
+    if kind == "paired":
+        rows = np.arange(count).reshape(-1, spec.head_dim)
+        halves: np.ndarray = np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)
+        return np.asarray(halves.reshape(-1))
+    return None if kind == "all" else _latent_rows(spec, kind)
+
+
+def _latent_rows(spec: ModelSpec, kind: str) -> Rows:
+    """Return rows of DeepSeek's projections, whose heads are plain values, then rotated pairs."""
+    mla = spec.mla
+    assert isinstance(mla, MlaSpec)
+    turned = np.arange(mla.rotated)
+    if mla.paired:
+        turned = np.concatenate([turned[0::2], turned[1::2]])
+    heads = np.arange(spec.num_heads)[:, None]
+    size = mla.plain + mla.value
+    if kind == "mla_latent":
+        return slice(0, mla.rank)
+    if kind == "mla_rope":
+        return np.asarray(mla.rank + turned)
+    if kind == "mla_q":
+        order = np.concatenate([mla.plain + turned, np.arange(mla.plain)])
+        rows = heads * (mla.plain + mla.rotated) + order
+    else:
+        rows = heads * size + (
+            np.arange(mla.plain) if kind == "mla_k" else np.arange(mla.plain, size)
+        )
+    return np.asarray(rows.reshape(-1))
+
+
+def each_expert(
+    prefix: str = "mlp.experts.{e}.",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+) -> dict[str, tuple[From, ...]]:
+    """Return the origins of experts stored as three tensors each."""
+    return {
+        "mlp.experts.gate_up_proj": (From(prefix + gate), From(prefix + up)),
+        "mlp.experts.down_proj": (From(prefix + down),),
+    }
+
+
+FUSED_QKV = {f"self_attn.{n}_proj": (From("self_attn.qkv_proj", n),) for n in "qkv"}
+"""A fused projection for queries, keys and values."""
+SHARED_EXPERTS = {
+    f"mlp.shared_expert.{n}_proj": (From(f"mlp.shared_experts.{n}_proj"),)
+    for n in ("gate", "up", "down")
+}
+
+
+def fused_mlp(name: str) -> dict[str, tuple[From, ...]]:
+    """Return the origins of gate and up projections that are halves of one tensor."""
+    return {"mlp.gate_proj": (From(name, "first"),), "mlp.up_proj": (From(name, "second"),)}
+
+
+FAMILIES: Mapping[str, str] = MappingProxyType(
     {
-        "GptOssForCausalLM": GPT_OSS,
-        "BitNetForCausalLM": BITNET,
-        "BitnetForCausalLM": BITNET,
-        "LlamaForCausalLM": LLAMA,
-        "SmolLM3ForCausalLM": SMOLLM3,
-        "Llama4ForCausalLM": LLAMA4,
-        "MistralForCausalLM": MISTRAL,
-        "Ministral3ForCausalLM": MINISTRAL3,
-        "MixtralForCausalLM": MIXTRAL,
-        "Qwen2ForCausalLM": QWEN2,
-        "Qwen2MoeForCausalLM": QWEN2_MOE,
-        "Qwen3ForCausalLM": QWEN3,
-        "SDARForCausalLM": SDAR,
-        "Fast_dLLM_QwenForCausalLM": FAST_DLLM,
-        "Qwen3MoeForCausalLM": QWEN3_MOE,
-        "GemmaForCausalLM": GEMMA,
-        "Gemma2ForCausalLM": GEMMA2,
-        "Gemma3ForCausalLM": GEMMA3,
-        "Phi3ForCausalLM": PHI3,
-        "Olmo2ForCausalLM": OLMO2,
-        "Olmo3ForCausalLM": OLMO3,
-        "GraniteForCausalLM": GRANITE,
-        "GraniteMoeHybridForCausalLM": GRANITE_HYBRID,
-        "DeepseekV2ForCausalLM": DEEPSEEK_V2,
-        "DeepseekV3ForCausalLM": DEEPSEEK_V3,
-        "LLaDA2MoeModelLM": LLADA2_MOE,
+        "GptOssForCausalLM": "experts",
+        "BitNetForCausalLM": "llama",
+        "BitnetForCausalLM": "llama",
+        "LlamaForCausalLM": "llama",
+        "SmolLM3ForCausalLM": "llama",
+        "Llama4ForCausalLM": "llama",
+        "MistralForCausalLM": "llama",
+        "Ministral3ForCausalLM": "llama",
+        "MixtralForCausalLM": "llama",
+        "Qwen2ForCausalLM": "qwen",
+        "Qwen2MoeForCausalLM": "qwen",
+        "Qwen3ForCausalLM": "qwen",
+        "SDARForCausalLM": "qwen",
+        "Fast_dLLM_QwenForCausalLM": "qwen",
+        "Qwen3MoeForCausalLM": "qwen",
+        "GemmaForCausalLM": "gemma",
+        "Gemma2ForCausalLM": "gemma",
+        "Gemma3ForCausalLM": "gemma",
+        "Phi3ForCausalLM": "llama",
+        "Olmo2ForCausalLM": "llama",
+        "Olmo3ForCausalLM": "llama",
+        "GraniteForCausalLM": "llama",
+        "GraniteMoeHybridForCausalLM": "llama",
+        "DeepseekV2ForCausalLM": "experts",
+        "DeepseekV3ForCausalLM": "experts",
+        "LLaDA2MoeModelLM": "experts",
     }
 )
+"""Architecture -> the module of its family, which is imported when it is asked for."""
 
 _WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
@@ -86,9 +218,9 @@ _SHARED = (
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the text model, maybe in `text_config`. Raises FormatError."""
     inner = config.get("text_config")
-    if inner is None and _named(config) in _WRAPPERS:
+    if inner is None and _stated_name(config) in _WRAPPERS:
         raise FormatError(
-            f"{WHERE}: text_config is missing, in which {_named(config)} has the text"
+            f"{WHERE}: text_config is missing, in which {_stated_name(config)} has the text"
         )
     if inner is None:
         return dict(config)
@@ -122,15 +254,25 @@ def spec_from_config(config: Mapping[str, Any]) -> ModelSpec:
 def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises UnsupportedModel, FormatError."""
     name = _architectures(config)[0]
-    if name not in FAMILIES:
+    module = FAMILIES.get(name)
+    if module == "llama":
+        from clocher_runtime.models.families.llama import FAMILIES as found
+    elif module == "qwen":
+        from clocher_runtime.models.families.qwen import FAMILIES as found
+    elif module == "gemma":
+        from clocher_runtime.models.families.gemma import FAMILIES as found
+    elif module == "experts":
+        from clocher_runtime.models.families.experts import FAMILIES as found
+    else:
+        listed = ", ".join(sorted(each.removesuffix("ForCausalLM") for each in FAMILIES))
         raise UnsupportedModel(
             f"{WHERE}: architecture {shown(name)} is not known{_nearest(name)}; Clocher reads the "
-            f"decoders of text that docs/using.md lists: {', '.join(_families())}"
+            f"decoders of text that docs/using.md lists: {listed}"
         )
-    return FAMILIES[name]
+    return found[name]
 
 
-def _named(config: Mapping[str, Any]) -> str:
+def _stated_name(config: Mapping[str, Any]) -> str:
     names = config.get("architectures")
     return str(names[0]) if isinstance(names, list) and names else ""
 
@@ -160,7 +302,3 @@ def _nearest(name: str) -> str:
 
     found = get_close_matches(name, FAMILIES, 1, 0.5)
     return f"; the nearest that is is {found[0]}" if found else ""
-
-
-def _families() -> list[str]:
-    return sorted(name.removesuffix("ForCausalLM") for name in FAMILIES)

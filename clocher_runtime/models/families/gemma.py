@@ -1,18 +1,30 @@
 """Gemma 1, 2 and 3, text only."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
-from msgspec import Meta
+from msgspec.structs import replace
 
 from clocher_kernels.errors import UnsupportedModel
-from clocher_runtime.models.config import LAYER_TYPES, Decoder, layer_windows, read_config
-from clocher_runtime.models.config_fields import WHERE, Factor, Heads, Layers, Size, Theta
-from clocher_runtime.models.family import Config, Family
-from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.models.config import (
+    ACTIVATIONS,
+    LAYER_TYPES,
+    WHERE,
+    Decoder,
+    Factor,
+    Heads,
+    Interval,
+    Layers,
+    Size,
+    Theta,
+)
+from clocher_runtime.models.families import Family
 
 
 class _Gemma(Decoder, kw_only=True):
-    """`norm_offset`: added to stored norms; GGUF files hold the sum."""
+    """Gemma (arXiv 2403.08295, section 2): GELU, norms around 1, scaled embeddings.
+
+    `norm_offset`: added to stored norms; GGUF files hold the sum.
+    """
 
     ACTIVATION: ClassVar[str] = "gelu_pytorch_tanh"
 
@@ -28,30 +40,23 @@ class _Gemma(Decoder, kw_only=True):
     norm_offset: float = 1.0
     use_bidirectional_attention: bool = False
 
-    def gemma(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
+    def more(self) -> dict[str, Any]:
         if self.use_bidirectional_attention:
             raise UnsupportedModel(
                 f"{WHERE}: use_bidirectional_attention is true; Clocher's attention is causal, and "
                 "a model of embeddings makes no text"
             )
-        return self.spec(
-            family,
-            windows,
-            norm_offset=self.norm_offset,
-            embedding_scale=float(self.hidden_size) ** 0.5,
-            **more,
-        )
-
-
-def gemma(config: Config) -> ModelSpec:
-    """Gemma (arXiv 2403.08295, section 2): GELU, norms around 1, scaled embeddings."""
-    # The first configs said "gelu" though the model was trained with the approximation.
-    if config.get("hidden_activation") is None:
-        config = {**config, "hidden_act": "gelu_pytorch_tanh"}
-    return read_config(config, _Gemma).gemma("gemma")
+        return {
+            # The first hidden_act said "gelu" though the model was trained with the approximation.
+            "act": ACTIVATIONS[self.hidden_activation or self.ACTIVATION],
+            "norm_offset": self.norm_offset,
+            "embedding_scale": float(self.hidden_size) ** 0.5,
+        }
 
 
 class _Gemma2(_Gemma, kw_only=True):
+    """Gemma 2 (arXiv 2408.00118, section 2): post-norms, capped logits, alternating windows."""
+
     PATTERN: ClassVar[int] = 2
 
     hidden_size: Size = 2304
@@ -61,52 +66,42 @@ class _Gemma2(_Gemma, kw_only=True):
     num_key_value_heads: Heads | None = 4
     query_pre_attn_scalar: Factor = 256.0
     sliding_window: Size | None = 4096
-    layer_types: list[Any] | None = None
-    sliding_window_pattern: Annotated[int, Meta(ge=1, le=1024)] | None = None
-    final_logit_softcapping: Factor | None = None
-    attn_logit_softcapping: Factor | None = None
+    sliding_window_pattern: Interval | None = None
+    attn_logit_softcapping: Factor | None = 50.0
+    final_logit_softcapping: Factor | None = 30.0
 
-    def windows(self) -> tuple[int, ...]:
-        layers, every = self.num_hidden_layers, self.sliding_window_pattern or self.PATTERN
-        pattern = tuple(LAYER_TYPES[(i + 1) % every == 0] for i in range(layers))
-        window = self.sliding_window
-        return layer_windows(self.layer_types, layers, window, pattern)
-
-    def gemma2(self, family: str, **more: Any) -> ModelSpec:
-        return self.gemma(
-            family,
-            self.windows(),
-            post_norms=True,
-            attention_scale=self.query_pre_attn_scalar**-0.5,
-            attention_softcap=self.attn_logit_softcapping or 0.0,
-            logit_softcap=self.final_logit_softcapping or 0.0,
-            **more,
-        )
-
-
-def gemma2(config: Config) -> ModelSpec:
-    """Gemma 2 (arXiv 2408.00118, section 2): post-norms, capped logits, alternating windows."""
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    return read_config({**caps, **config}, _Gemma2).gemma2("gemma2")
+    def more(self) -> dict[str, Any]:
+        every = self.sliding_window_pattern or self.PATTERN
+        return {
+            **super().more(),
+            "windows": self.windows(self.sliding_window, lambda layer: (layer + 1) % every),
+            "post_norms": True,
+            "attention_scale": self.query_pre_attn_scalar**-0.5,
+            "attention_softcap": self.attn_logit_softcapping or 0.0,
+            "logit_softcap": self.final_logit_softcapping or 0.0,
+        }
 
 
 class _Gemma3(_Gemma2, kw_only=True):
+    """Gemma 3 (arXiv 2503.19786, section 2): QK norms, own RoPE for sliding layers."""
+
     PATTERN: ClassVar[int] = 6
 
     vocab_size: Size = 262208
     max_position_embeddings: Size = 131072
     rope_theta: Theta = 1000000.0
     rope_local_base_freq: Theta = 10000.0
+    attn_logit_softcapping: Factor | None = None
+    final_logit_softcapping: Factor | None = None
+
+    def more(self) -> dict[str, Any]:
+        local = replace(self, rope_theta=self.rope_local_base_freq, rope_scaling=None)
+        window_rope = local.rope(LAYER_TYPES[0])
+        return {**super().more(), "qk_norm": "heads", "window_rope": window_rope}
 
 
-def gemma3(config: Config) -> ModelSpec:
-    """Gemma 3 (arXiv 2503.19786, section 2): QK norms, own RoPE for sliding layers."""
-    read = read_config(config, _Gemma3)
-    local = {**config, "rope_theta": read.rope_local_base_freq, "rope_scaling": None}
-    window_rope = read_config(local, _Gemma3).rope(LAYER_TYPES[0])
-    return read.gemma2("gemma3", qk_norm="heads", window_rope=window_rope)
-
-
-GEMMA = Family(gemma)
-GEMMA2 = Family(gemma2)
-GEMMA3 = Family(gemma3)
+FAMILIES = {
+    "GemmaForCausalLM": Family("gemma", _Gemma),
+    "Gemma2ForCausalLM": Family("gemma2", _Gemma2),
+    "Gemma3ForCausalLM": Family("gemma3", _Gemma3),
+}

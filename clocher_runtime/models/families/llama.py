@@ -1,110 +1,62 @@
-"""Llama and its relatives: SmolLM3, Phi, BitNet, OLMo and Granite."""
+"""Llama and its relatives: SmolLM3, Phi, BitNet, OLMo, Granite, Mistral and Llama 4."""
 
 from typing import Annotated, Any, ClassVar
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_runtime.disk.strict_json import shown
+from clocher_runtime.disk.strict_json import given, one_of, read_as, shown
 from clocher_runtime.models.config import (
     LAYER_TYPES,
-    Decoder,
-    bitnet_settings,
-    layer_windows,
-    read_config,
-)
-from clocher_runtime.models.config_fields import (
     WHERE,
+    Count,
+    Decoder,
     Epsilon,
+    Experts,
     Factor,
     Heads,
+    Interval,
+    LayerNumber,
     Layers,
     Size,
     Theta,
+    checked,
 )
-from clocher_runtime.models.family import FUSED_QKV, Config, Family, From, fused_mlp
-from clocher_runtime.models.spec import ModelSpec, RopeSpec
+from clocher_runtime.models.families import FUSED_QKV, Family, From, each_expert, fused_mlp
+from clocher_runtime.models.spec import MoeSpec, QueryGrowth, RopeSpec
 
 
 class _Llama(Decoder, kw_only=True):
+    """Llama 2 and 3: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+
     mlp_bias: bool = False
 
-
-def llama(config: Config) -> ModelSpec:
-    """Llama 2 and 3: RMSNorm, RoPE, grouped-query attention, SwiGLU."""
-    read = read_config(config, _Llama)
-    return read.spec("llama", mlp_bias=read.mlp_bias, **bitnet_settings(read))
+    def more(self) -> dict[str, Any]:
+        return {"mlp_bias": self.mlp_bias, **_bitnet(self)}
 
 
-class _SmolLm3(_Llama, kw_only=True):
-    vocab_size: Size = 128256
-    hidden_size: Size = 2048
-    num_hidden_layers: Layers = 36
-    num_attention_heads: Heads = 16
-    num_key_value_heads: Heads | None = 4
-    max_position_embeddings: Size = 32768
-    rope_theta: Theta = 2000000.0
-    tie_word_embeddings: bool = True
-    use_sliding_window: bool = False
-    sliding_window: Size | None = None
-    no_rope_layers: list[bool | int] | None = None
-    no_rope_layer_interval: Annotated[int, Meta(ge=1, le=1024)] = 4
-    layer_types: list[Any] | None = None
+class _OnlineNorm(Struct):
+    use_rms_norm: bool = False
+    rms_norm_eps: Epsilon = 1e-6
 
 
-def smollm3(config: Config) -> ModelSpec:
-    """SmolLM3: Llama with every fourth layer not rotated."""
-    read = read_config(config, _SmolLm3)
-    layers = read.num_hidden_layers
-    plain = unrotated(read.no_rope_layers, read.no_rope_layer_interval, layers)
-    window = read.sliding_window if read.use_sliding_window else None
-    names = ("sliding_attention", "full_attention")
-    pattern = tuple(names[not (window and i in plain)] for i in range(layers))
-    return read.spec(
-        "smollm3",
-        layer_windows(read.layer_types, layers, window, pattern),
-        unrotated=plain,
-        mlp_bias=read.mlp_bias,
-    )
-
-
-def unrotated(listed: list[bool | int] | None, interval: int, layers: int) -> tuple[int, ...]:
-    """Return layers with a 0 in a list, or every `interval`-th. Raises FormatError."""
-    rotated = listed or [int((i + 1) % interval != 0) for i in range(layers)]
-    if len(rotated) < layers:
-        raise FormatError(f"{WHERE}: no_rope_layers is {shown(listed)}; expected {layers} numbers")
-    return tuple(i for i in range(layers) if not rotated[i])
-
-
-LLAMA = Family(llama)
-SMOLLM3 = Family(smollm3)
-
-
-class _Phi3(Decoder, kw_only=True):
-    vocab_size: Size = 32064
-    hidden_size: Size = 3072
-    intermediate_size: Size = 8192
-    max_position_embeddings: Size = 4096
-    original_max_position_embeddings: Size | None = 4096
-    rms_norm_eps: Epsilon = 1e-5
-    sliding_window: Size | None = None
-
-
-def phi3(config: Config) -> ModelSpec:
-    """Phi-3, Phi-4 (arXiv 2404.14219, section 2): fused projections, LongRoPE, partial rotation."""
-    read = read_config(config, _Phi3)
-    rope = read.rope_scaling if read.rope_parameters is None else read.rope_parameters
-    # The first long-context configs used this name.
-    if rope is not None and "short_factor" in rope and rope.get("type") == "yarn":
-        read = read_config({**config, "rope_scaling": {**rope, "type": "longrope"}}, _Phi3)
-    window = read.sliding_window or 0
-    return read.spec("phi3", (window,) * read.num_hidden_layers)
-
-
-PHI3 = Family(phi3, {**FUSED_QKV, **fused_mlp("mlp.gate_up_proj")})
+def _bitnet(config: Decoder) -> dict[str, Any]:
+    """Return what a BitNetQuantConfig (transformers) changes."""
+    settings, where = config.quantization_config, f"{WHERE}: quantization_config"
+    if settings is None or settings.get("quant_method") != "bitnet":
+        return {}
+    mode = one_of(settings, "quantization_mode", "offline", ("offline", "online"), where)
+    linear = one_of(settings, "linear_class", "bitlinear", ("bitlinear", "autobitlinear"), where)
+    norm = read_as(given(settings), _OnlineNorm, where)
+    return {
+        "ternarize": mode == "online" and linear == "autobitlinear",
+        "input_norm_eps": norm.rms_norm_eps if norm.use_rms_norm else 0.0,
+    }
 
 
 class _BitNet(Decoder, kw_only=True):
+    """BitNet b1.58 (arXiv 2504.12285): ternary linears, int8 activations, sub-norms, ReLU^2."""
+
     ACTIVATION: ClassVar[str] = "relu2"
 
     vocab_size: Size = 128256
@@ -116,113 +68,302 @@ class _BitNet(Decoder, kw_only=True):
     rms_norm_eps: Epsilon = 1e-5
     rope_theta: Theta = 500000.0
 
-
-def bitnet(config: Config) -> ModelSpec:
-    """BitNet b1.58 (arXiv 2504.12285): ternary linears, int8 activations, sub-norms, ReLU^2."""
-    read = read_config(config, _BitNet)
-    return read.spec("bitnet", sub_norms=True, **bitnet_settings(read))
+    def more(self) -> dict[str, Any]:
+        return {"sub_norms": True, **_bitnet(self)}
 
 
-BITNET = Family(bitnet)
+class _SomeUnrotated(Decoder, kw_only=True):
+    """Layers with a 0 in a list, or every n-th, are not rotated."""
+
+    no_rope_layers: list[bool | int] | None = None
+    no_rope_layer_interval: Interval = 4
+
+    def unrotated(self) -> tuple[int, ...]:
+        layers, every = self.num_hidden_layers, self.no_rope_layer_interval
+        rotated = self.no_rope_layers or [(i + 1) % every != 0 for i in range(layers)]
+        if len(rotated) < layers:
+            raise FormatError(
+                f"{WHERE}: no_rope_layers is {shown(rotated)}; expected {layers} numbers"
+            )
+        return tuple(i for i in range(layers) if not rotated[i])
+
+
+class _SmolLm3(_SomeUnrotated, kw_only=True):
+    """SmolLM3: Llama with every fourth layer not rotated."""
+
+    vocab_size: Size = 128256
+    hidden_size: Size = 2048
+    num_hidden_layers: Layers = 36
+    num_attention_heads: Heads = 16
+    num_key_value_heads: Heads | None = 4
+    max_position_embeddings: Size = 32768
+    rope_theta: Theta = 2000000.0
+    tie_word_embeddings: bool = True
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: Size | None = None
+
+    def more(self) -> dict[str, Any]:
+        plain = self.unrotated()
+        window = self.sliding_window if self.use_sliding_window else None
+        windows = self.windows(window, lambda layer: window and layer in plain)
+        return {"windows": windows, "unrotated": plain, "mlp_bias": self.mlp_bias}
+
+
+class _Phi3(Decoder, kw_only=True):
+    """Phi-3, Phi-4 (arXiv 2404.14219, section 2): fused projections, LongRoPE, partial rotation."""
+
+    vocab_size: Size = 32064
+    hidden_size: Size = 3072
+    intermediate_size: Size = 8192
+    max_position_embeddings: Size = 4096
+    original_max_position_embeddings: Size | None = 4096
+    rms_norm_eps: Epsilon = 1e-5
+    sliding_window: Size | None = None
+
+    @property
+    def scaling(self) -> dict[str, Any] | None:
+        rope = super().scaling
+        # The first long-context configs used this name.
+        if rope is not None and "short_factor" in rope and rope.get("type") == "yarn":
+            return {**rope, "type": "longrope"}
+        return rope
+
+    def more(self) -> dict[str, Any]:
+        return {"windows": (self.sliding_window or 0,) * self.num_hidden_layers}
 
 
 class _Olmo2(Decoder, kw_only=True):
+    """OLMo 2 (arXiv 2501.00656, section 2.1): post-norms only, norms of whole queries and keys."""
+
     vocab_size: Size = 50304
     rms_norm_eps: Epsilon = 1e-5
 
-    def olmo(self, family: str, windows: tuple[int, ...] = (), **more: Any) -> ModelSpec:
-        return self.spec(
-            family,
-            windows,
-            pre_norms=False,
-            post_norms=True,
-            qk_norm="rows",
-            **more,
-        )
-
-
-def olmo2(config: Config) -> ModelSpec:
-    """OLMo 2 (arXiv 2501.00656, section 2.1): post-norms only, norms of whole queries and keys."""
-    return read_config(config, _Olmo2).olmo("olmo2")
+    def more(self) -> dict[str, Any]:
+        return {"pre_norms": False, "post_norms": True, "qk_norm": "rows"}
 
 
 class _Olmo3(_Olmo2, kw_only=True):
+    """OLMo 3: OLMo 2 where three of four layers slide, with the plain rotation."""
+
     rope_theta: Theta = 500000.0
     sliding_window: Size | None = 4096
-    layer_types: list[Any] | None = None
 
-
-def olmo3(config: Config) -> ModelSpec:
-    """OLMo 3: OLMo 2 where three of four layers slide, with the plain rotation."""
-    read = read_config(config, _Olmo3)
-    layers = read.num_hidden_layers
-    pattern = tuple(LAYER_TYPES[(i + 1) % 4 == 0] for i in range(layers))
-    windows = layer_windows(read.layer_types, layers, read.sliding_window, pattern)
-    rope = read.rope(LAYER_TYPES[0])
-    if read.rope_parameters is None:  # what stretches others is not for them
-        rope = RopeSpec(read.rope_theta)
-    return read.olmo("olmo3", windows, window_rope=rope)
-
-
-OLMO2 = Family(olmo2)
-OLMO3 = Family(olmo3)
+    def more(self) -> dict[str, Any]:
+        rope = self.rope(LAYER_TYPES[0])
+        if self.rope_parameters is None:  # what stretches others is not for them
+            rope = RopeSpec(self.rope_theta)
+        windows = self.windows(self.sliding_window, lambda layer: (layer + 1) % 4)
+        return {**super().more(), "windows": windows, "window_rope": rope}
 
 
 class _Granite(Decoder, kw_only=True):
+    """Granite 3: Llama with factors for embeddings, residuals, attention and logits."""
+
     mlp_bias: bool = False
     embedding_multiplier: Factor = 1.0
     logits_scaling: Factor = 1.0
     residual_multiplier: Factor = 1.0
     attention_multiplier: Factor = 1.0
 
-    def granite(self, family: str, **more: Any) -> ModelSpec:
-        return self.spec(
-            family,
-            embedding_scale=self.embedding_multiplier,
-            logit_scale=1 / self.logits_scaling,
-            residual_scale=self.residual_multiplier,
-            attention_scale=self.attention_multiplier,
-            **more,
-        )
+    def more(self) -> dict[str, Any]:
+        return {
+            "mlp_bias": self.mlp_bias,
+            "embedding_scale": self.embedding_multiplier,
+            "logit_scale": 1 / self.logits_scaling,
+            "residual_scale": self.residual_multiplier,
+            "attention_scale": self.attention_multiplier,
+        }
 
 
-def granite(config: Config) -> ModelSpec:
-    """Granite 3: Llama with factors for embeddings, residuals, attention and logits."""
-    read = read_config(config, _Granite)
-    return read.granite("granite", mlp_bias=read.mlp_bias)
+class _GraniteHybrid(_Granite, kw_only=True):
+    """Granite 4 without Mamba layers and experts: Granite 3 with other tensor names."""
 
-
-class _Hybrid(_Granite, kw_only=True):
     shared_intermediate_size: Size = 1024
-    num_local_experts: Annotated[int, Meta(ge=0, le=65536)] = 8
-    layer_types: list[Any] | None = None
+    num_local_experts: Count = 8
     position_embedding_type: str | None = None
 
+    def more(self) -> dict[str, Any]:
+        runs = "Clocher runs the Granite 4 models"
+        kinds = {"attention", "full_attention"}
+        if self.layer_types is None or not kinds.issuperset(map(str, self.layer_types)):
+            raise UnsupportedModel(
+                f"{WHERE}: layers of Mamba; {runs} whose layers are all attention (micro, 350m, 1b)"
+            )
+        if self.num_local_experts:
+            raise UnsupportedModel(
+                f"{WHERE}: num_local_experts is {self.num_local_experts}; {runs} without experts "
+                "(micro, 350m, 1b)"
+            )
+        is_rotated = self.position_embedding_type == "rope"
+        return {
+            **super().more(),
+            "mlp_bias": False,
+            "intermediate_size": self.shared_intermediate_size,
+            "unrotated": () if is_rotated else tuple(range(self.num_hidden_layers)),
+        }
 
-def granite_hybrid(config: Config) -> ModelSpec:
-    """Granite 4 without Mamba layers and experts: Granite 3 with other tensor names."""
-    read = read_config(config, _Hybrid)
-    kinds = {"attention", "full_attention"}
-    if read.layer_types is None or not kinds.issuperset(map(str, read.layer_types)):
-        raise UnsupportedModel(
-            f"{WHERE}: layers of Mamba; Clocher runs the Granite 4 models whose layers are all "
-            "attention (micro, 350m, 1b)"
+
+class _Mistral(Decoder, kw_only=True):
+    """Mistral: Llama with a sliding window on every layer, none if `sliding_window` is null.
+
+    Attention linears never have a bias, whatever `attention_bias` says.
+    """
+
+    intermediate_size: Size = 14336
+    num_key_value_heads: Heads | None = 8
+    max_position_embeddings: Size = 131072
+    sliding_window: Size | None = 4096
+
+    def more(self) -> dict[str, Any]:
+        windows = (self.sliding_window or 0,) * self.num_hidden_layers
+        return {"windows": windows, "qkv_bias": False, "o_bias": False}
+
+
+class _Mixtral(_Mistral, kw_only=True):
+    """Mixtral (arXiv 2401.04088): experts weighted by the softmax over the chosen ones."""
+
+    sliding_window: Size | None = None
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Theta = 1000000.0
+    num_local_experts: Experts = 8
+    num_experts_per_tok: Experts = 2
+
+    def more(self) -> dict[str, Any]:
+        experts = self.num_local_experts
+        active = min(self.num_experts_per_tok, experts)
+        moe = MoeSpec(experts=experts, active=active, inner=self.intermediate_size)
+        return {**super().more(), "moe": moe}
+
+
+class _Growth(Struct):
+    llama_4_scaling_beta: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
+    original_max_position_embeddings: Size = 16384
+
+
+class _Ministral3(_Mistral, kw_only=True):
+    """Ministral 3: Mistral with YaRN, and queries that grow beyond the training context."""
+
+    SCALING: ClassVar[dict[str, Any] | None] = {
+        "type": "yarn",
+        "rope_theta": 1000000.0,
+        "factor": 16.0,
+        "original_max_position_embeddings": 16384,
+        "mscale_all_dim": 1.0,
+        "mscale": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    }
+
+    vocab_size: Size = 131072
+    num_hidden_layers: Layers = 34
+    head_dim: Heads | None = 128
+    max_position_embeddings: Size = 262144
+    rms_norm_eps: Epsilon = 1e-5
+    sliding_window: Size | None = None
+
+    def more(self) -> dict[str, Any]:
+        read = read_as(given(self.scaling or {}), _Growth, f"{WHERE}: rope_parameters")
+        beta, every = read.llama_4_scaling_beta, read.original_max_position_embeddings
+        return {**super().more(), "query_growth": QueryGrowth(beta, every) if beta else None}
+
+
+class _Llama4(_SomeUnrotated, kw_only=True):
+    """Llama 4 (transformers Llama4TextModel): scaled expert inputs, chunks, layers without RoPE."""
+
+    vocab_size: Size = 202048
+    hidden_size: Size = 5120
+    intermediate_size: Size = 8192
+    intermediate_size_mlp: Size = 16384
+    num_hidden_layers: Layers = 48
+    num_attention_heads: Heads = 40
+    num_key_value_heads: Heads | None = 8
+    head_dim: Heads | None = 128
+    max_position_embeddings: Size = 131072
+    rms_norm_eps: Epsilon = 1e-5
+    rope_theta: Theta = 500000.0
+    num_experts_per_tok: Experts = 1
+    num_local_experts: Experts = 16
+    moe_layers: list[LayerNumber] | None = None
+    interleave_moe_layer_step: Interval = 1
+    use_qk_norm: bool = True
+    attention_chunk_size: Size | None = 8192
+    attn_temperature_tuning: bool = True
+    floor_scale: Size = 8192
+    attn_scale: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.1
+
+    def more(self) -> dict[str, Any]:
+        layers, step, plain = (
+            self.num_hidden_layers,
+            self.interleave_moe_layer_step,
+            self.unrotated(),
         )
-    if read.num_local_experts:
-        raise UnsupportedModel(
-            f"{WHERE}: num_local_experts is {read.num_local_experts}; Clocher runs the Granite 4 "
-            "models without experts (micro, 350m, 1b)"
-        )
-    layers = range(read.num_hidden_layers)
-    return read.granite(
+        sparse = range(step - 1, layers, step) if self.moe_layers is None else self.moe_layers
+        grows = self.attn_temperature_tuning and plain
+        size, types = self.attention_chunk_size or 0, self.layer_types
+        chunked, full = "chunked_attention", "full_attention"
+        if types is None:
+            types = [full if layer in plain else chunked for layer in range(layers)]
+        checked(types, (chunked, full), layers)
+        return {
+            "chunks": tuple(size if kind == chunked else 0 for kind in types),
+            "unrotated": plain,
+            "query_growth": QueryGrowth(self.attn_scale, self.floor_scale, 1) if grows else None,
+            "intermediate_size": self.intermediate_size_mlp,
+            "qk_norm": "after" if self.use_qk_norm else "",
+            "moe": MoeSpec(
+                experts=self.num_local_experts,
+                active=min(self.num_experts_per_tok, self.num_local_experts),
+                inner=self.intermediate_size,
+                score="sigmoid",
+                scale_inputs=True,
+                shared=self.intermediate_size,
+                dense_layers=tuple(i for i in range(layers) if i not in sparse),
+            ),
+        }
+
+
+def _moved(*names: str) -> dict[str, tuple[From, ...]]:
+    return {name: (From(name.replace("mlp.", "feed_forward.", 1)),) for name in names}
+
+
+_MLP = [f"mlp.{each}{n}_proj" for each in ("", "shared_expert.") for n in ("gate", "up", "down")]
+_EXPERTS = "feed_forward.experts.gate_up_proj"
+_BITNET = Family("bitnet", _BitNet)
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", _Llama),
+    "BitNetForCausalLM": _BITNET,
+    "BitnetForCausalLM": _BITNET,
+    "SmolLM3ForCausalLM": Family("smollm3", _SmolLm3),
+    "Phi3ForCausalLM": Family("phi3", _Phi3, {**FUSED_QKV, **fused_mlp("mlp.gate_up_proj")}),
+    "Olmo2ForCausalLM": Family("olmo2", _Olmo2),
+    "Olmo3ForCausalLM": Family("olmo3", _Olmo3),
+    "GraniteForCausalLM": Family("granite", _Granite),
+    "GraniteMoeHybridForCausalLM": Family(
         "granite_hybrid",
-        intermediate_size=read.shared_intermediate_size,
-        unrotated=() if read.position_embedding_type == "rope" else tuple(layers),
-    )
-
-
-GRANITE = Family(granite)
-GRANITE_HYBRID = Family(
-    granite_hybrid,
-    {**fused_mlp("shared_mlp.input_linear"), "mlp.down_proj": (From("shared_mlp.output_linear"),)},
-)
+        _GraniteHybrid,
+        {
+            **fused_mlp("shared_mlp.input_linear"),
+            "mlp.down_proj": (From("shared_mlp.output_linear"),),
+        },
+    ),
+    "MistralForCausalLM": Family("mistral", _Mistral),
+    "Ministral3ForCausalLM": Family("ministral3", _Ministral3),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        _Mixtral,
+        {
+            "mlp.router": (From("block_sparse_moe.gate"),),
+            **each_expert("block_sparse_moe.experts.{e}.", "w1", "w3", "w2"),
+        },
+    ),
+    "Llama4ForCausalLM": Family(
+        "llama4",
+        _Llama4,
+        {
+            "self_attn.q_proj": (From("self_attn.q_proj", "paired"),),
+            "self_attn.k_proj": (From("self_attn.k_proj", "paired"),),
+            **_moved(*_MLP, "mlp.router", "mlp.experts.down_proj"),
+            "mlp.experts.gate_up_proj": (From(_EXPERTS, "first"), From(_EXPERTS, "second")),
+        },
+    ),
+}

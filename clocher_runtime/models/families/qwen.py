@@ -5,26 +5,24 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from clocher_runtime.models.config import (
-    LAYER_TYPES,
     BlockDiffusionFields,
-    Decoder,
-    layer_windows,
-    read_config,
-)
-from clocher_runtime.models.config_fields import (
     BlockSize,
+    Decoder,
     Experts,
     Heads,
+    Interval,
     LayerNumber,
     Layers,
     MaskId,
     Size,
 )
-from clocher_runtime.models.family import Config, Family, From, each_expert
-from clocher_runtime.models.spec import BlockDiffusion, ModelSpec, MoeSpec
+from clocher_runtime.models.families import Family, From, each_expert
+from clocher_runtime.models.spec import MoeSpec
 
 
 class _Qwen2(Decoder, kw_only=True):
+    """Qwen2: biases on q, k, v."""
+
     vocab_size: Size = 151936
     intermediate_size: Size = 22016
     num_key_value_heads: Heads | None = 32
@@ -32,69 +30,49 @@ class _Qwen2(Decoder, kw_only=True):
     use_sliding_window: bool = False
     sliding_window: Size | None = 4096
     max_window_layers: Annotated[int, Meta(ge=0, le=1 << 24)] = 28
-    layer_types: list[Any] | None = None
 
-    def windows(self) -> tuple[int, ...]:
-        """Return the window of each layer; those below `max_window_layers` never slide."""
-        layers = self.num_hidden_layers
-        window = self.sliding_window if self.use_sliding_window else None
-        full = self.max_window_layers if window else layers
-        pattern = tuple(LAYER_TYPES[i < full] for i in range(layers))
-        return layer_windows(self.layer_types, layers, window, pattern)
+    @property
+    def window(self) -> int | None:
+        return self.sliding_window if self.use_sliding_window else None
+
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer has a window; those below `max_window_layers` never have."""
+        return self.window is not None and layer >= self.max_window_layers
+
+    def more(self) -> dict[str, Any]:
+        windows = self.windows(self.window, self.slides)
+        return {"windows": windows, "qkv_bias": True, "o_bias": False}
 
 
 class _Qwen3(_Qwen2, kw_only=True):
+    """Qwen3: norms on query and key heads."""
+
     head_dim: Heads | None = 128
 
-
-def qwen2(config: Config) -> ModelSpec:
-    """Qwen2: biases on q, k, v."""
-    read = read_config(config, _Qwen2)
-    return read.spec("qwen2", read.windows(), qkv_bias=True, o_bias=False)
-
-
-def qwen3(config: Config) -> ModelSpec:
-    """Qwen3: norms on query and key heads."""
-    read = read_config(config, _Qwen3)
-    return read.spec("qwen3", read.windows(), qk_norm="heads")
+    def more(self) -> dict[str, Any]:
+        return {"windows": self.windows(self.window, self.slides), "qk_norm": "heads"}
 
 
 class _Sdar(_Qwen3, kw_only=True):
+    """SDAR: Qwen3 with block diffusion and attention within blocks (Cheng et al. 2025)."""
+
     block_size: BlockSize = 4
     mask_token_id: MaskId = 151669
 
-    def diffusion(self) -> BlockDiffusion | None:
-        size, mask = self.block_size, self.mask_token_id
-        self.block_diffusion = BlockDiffusionFields(size, mask, "block")
-        return super().diffusion()
-
-
-def sdar(config: Config) -> ModelSpec:
-    """SDAR: Qwen3 with block diffusion and attention within blocks (Cheng et al. 2025)."""
-    read = read_config(config, _Sdar)
-    return read.spec("sdar", read.windows(), qk_norm="heads")
+    def blocks(self) -> BlockDiffusionFields | None:
+        return BlockDiffusionFields(self.block_size, self.mask_token_id, "block")
 
 
 class _FastDllm(_Qwen2, kw_only=True):
+    """Fast-dLLM v2: Qwen2 with block diffusion in sub-blocks, shifted logits (Wu et al. 2025)."""
+
     bd_size: BlockSize = 32
     small_block_size: BlockSize = 8
     mask_token_id: MaskId = 151665
 
-    def diffusion(self) -> BlockDiffusion | None:
-        self.block_diffusion = BlockDiffusionFields(
-            self.bd_size,
-            self.mask_token_id,
-            "block",
-            shift=True,
-            sub_block_size=self.small_block_size,
-        )
-        return super().diffusion()
-
-
-def fast_dllm(config: Config) -> ModelSpec:
-    """Fast-dLLM v2: Qwen2 with block diffusion in sub-blocks, shifted logits (Wu et al. 2025)."""
-    read = read_config(config, _FastDllm)
-    return read.spec("fast_dllm", read.windows(), qkv_bias=True, o_bias=False)
+    def blocks(self) -> BlockDiffusionFields | None:
+        size, part = self.bd_size, self.small_block_size
+        return BlockDiffusionFields(size, self.mask_token_id, "block", True, part)
 
 
 class _Experts(_Qwen2, kw_only=True):
@@ -103,7 +81,7 @@ class _Experts(_Qwen2, kw_only=True):
     num_hidden_layers: Layers = 24
     num_attention_heads: Heads = 16
     num_key_value_heads: Heads | None = 16
-    decoder_sparse_step: Annotated[int, Meta(ge=1, le=1024)] = 1
+    decoder_sparse_step: Interval = 1
     mlp_only_layers: list[LayerNumber] | None = None
     moe_intermediate_size: Size = 1408
     num_experts: Experts = 60
@@ -127,28 +105,23 @@ class _Experts(_Qwen2, kw_only=True):
 
 
 class _Qwen2Moe(_Experts, kw_only=True):
+    """Qwen2-MoE: experts, and a shared expert gated by a sigmoid."""
+
     qkv_bias: bool = True
     shared_expert_intermediate_size: Size = 5632
 
-    def windows(self) -> tuple[int, ...]:
-        """Return the window of each layer: every second one below `max_window_layers` slides."""
-        layers = self.num_hidden_layers
-        window = self.sliding_window if self.use_sliding_window else None
-        slides = self.max_window_layers if window else 0
-        pattern = tuple(LAYER_TYPES[not (i % 2 == 0 and i < slides)] for i in range(layers))
-        return layer_windows(self.layer_types, layers, window, pattern)
+    def slides(self, layer: int) -> bool:
+        """Return whether a layer has a window: every second one below `max_window_layers`."""
+        return self.window is not None and layer % 2 == 0 and layer < self.max_window_layers
 
-
-def qwen2_moe(config: Config) -> ModelSpec:
-    """Qwen2-MoE: experts, and a shared expert gated by a sigmoid."""
-    read = read_config(config, _Qwen2Moe)
-    shared = read.shared_expert_intermediate_size
-    moe = read.experts(shared=shared, shared_gate=True)
-    bias = {"qkv_bias": read.qkv_bias, "o_bias": False}
-    return read.spec("qwen2_moe", read.windows(), moe=moe, **bias)
+    def more(self) -> dict[str, Any]:
+        moe = self.experts(shared=self.shared_expert_intermediate_size, shared_gate=True)
+        return {**super().more(), "qkv_bias": self.qkv_bias, "moe": moe}
 
 
 class _Qwen3Moe(_Experts, kw_only=True):
+    """Qwen3-MoE (arXiv 2505.09388, section 2): Qwen3 with experts in most layers."""
+
     intermediate_size: Size = 6144
     num_attention_heads: Heads = 32
     num_key_value_heads: Heads | None = 4
@@ -156,26 +129,17 @@ class _Qwen3Moe(_Experts, kw_only=True):
     num_experts: Experts = 128
     num_experts_per_tok: Experts = 8
 
-
-def qwen3_moe(config: Config) -> ModelSpec:
-    """Qwen3-MoE (arXiv 2505.09388, section 2): Qwen3 with experts in most layers."""
-    read = read_config(config, _Qwen3Moe)
-    window = read.sliding_window if read.use_sliding_window else None
-    return read.spec(
-        "qwen3_moe",
-        (window or 0,) * read.num_hidden_layers,
-        moe=read.experts(),
-        qk_norm="heads",
-    )
+    def more(self) -> dict[str, Any]:
+        windows = (self.window or 0,) * self.num_hidden_layers
+        return {"windows": windows, "moe": self.experts(), "qk_norm": "heads"}
 
 
-_ROUTED = {
-    "mlp.router": (From("mlp.gate"),),
-    **each_expert(*(f"mlp.experts.{{e}}.{name}_proj" for name in ("gate", "up", "down"))),
+_ROUTED = {"mlp.router": (From("mlp.gate"),), **each_expert()}
+FAMILIES = {
+    "Qwen2ForCausalLM": Family("qwen2", _Qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", _Qwen3),
+    "SDARForCausalLM": Family("sdar", _Sdar),
+    "Fast_dLLM_QwenForCausalLM": Family("fast_dllm", _FastDllm),
+    "Qwen2MoeForCausalLM": Family("qwen2_moe", _Qwen2Moe, _ROUTED),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _Qwen3Moe, _ROUTED),
 }
-QWEN2 = Family(qwen2)
-QWEN3 = Family(qwen3)
-SDAR = Family(sdar)
-FAST_DLLM = Family(fast_dllm)
-QWEN2_MOE = Family(qwen2_moe, _ROUTED)
-QWEN3_MOE = Family(qwen3_moe, _ROUTED)
