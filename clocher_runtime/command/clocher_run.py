@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from clocher_kernels.errors import ModelChanged
-from clocher_runtime.command.console import Console, is_terminal
+from clocher_runtime.command.console import Console, Line, error_line, is_terminal, to_json
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.jsonline import Line, error_line, to_json
 from clocher_runtime.command.settings import ALL, RunConfig, resolve
-from clocher_runtime.config.setting import defaults
 from clocher_runtime.config.sources import unprefixed
+from clocher_runtime.config.values import defaults
 from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher-run"
@@ -35,17 +34,6 @@ EXAMPLES = (
     ("walk over 64 MB of the weights per token", "IE_BYTES_PER_TOKEN=64000000 clocher-run"),
 )
 
-EXIT_CODES = (
-    (ExitCode.OK, "done"),
-    (ExitCode.BUG, "unexpected: a defect of Clocher, or standard output cannot be written"),
-    (ExitCode.USAGE, "bad flag, environment variable or prompt"),
-    (ExitCode.MODEL, "model missing, invalid or not supported"),
-    (ExitCode.DEVICE, "device or engine not available"),
-    (ExitCode.MEMORY, "out of memory"),
-    (ExitCode.INTERRUPTED, "interrupted (Ctrl-C)"),
-    (ExitCode.TERMINATED, "terminated (SIGTERM)"),
-)
-
 PRECEDENCE = """A flag is stronger than a variable, a variable is stronger than the file of
 --config, and the file is stronger than the default."""
 
@@ -60,7 +48,10 @@ COMMAND = Command(
 it under hints_ignored unless it asks for what happens anyway.""",
     ),
     examples=EXAMPLES,
-    exit_codes=EXIT_CODES,
+    exit_codes={
+        ExitCode.BUG: "unexpected: a defect of Clocher, or standard output cannot be written",
+        ExitCode.TERMINATED: "terminated (SIGTERM)",
+    },
     positional=("model_dir", "prompt"),
 )
 

@@ -18,8 +18,7 @@ from clocher_runtime.command.completions import (
     run_line,
     sampling_of,
 )
-from clocher_runtime.command.console import Console, quiet_keys
-from clocher_runtime.command.jsonline import Line
+from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.engine.probes import rss_peak_mib

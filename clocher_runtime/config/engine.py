@@ -11,18 +11,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config.setting import Given, Setting, every, flag, internal, variable
 from clocher_runtime.config.values import (
+    Given,
+    Setting,
     Value,
     attention,
     diffusion,
+    every,
+    flag,
     integer,
+    internal,
     number,
     one_of,
     path,
     socket_policy,
     switch,
     text,
+    variable,
 )
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()

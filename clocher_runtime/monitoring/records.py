@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.command.jsonline import SCHEMA
+from clocher_runtime.command.console import SCHEMA
 from clocher_runtime.disk.strict_json import parse_object
 
 HARNESS_SCHEMA = "clocher.bench/1"

@@ -12,8 +12,8 @@ from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
 from clocher_runtime.command.settings import ChatConfig
-from clocher_runtime.config.setting import declared, defaults
 from clocher_runtime.config.sources import Sources, settle, unprefixed
+from clocher_runtime.config.values import declared, defaults
 from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.signals import cause_of, listen, restore
 
@@ -45,16 +45,12 @@ COMMAND = Command(
         ("one answer", 'clocher chat MODEL "Name a bird."'),
         ("the same, from a file", "clocher chat MODEL < question.txt > answer.txt"),
     ),
-    exit_codes=(
-        (ExitCode.OK, "left with /exit or Ctrl-D; or the piped message was answered"),
-        (ExitCode.BUG, "unexpected: a defect of Clocher, or standard output has no reader"),
-        (ExitCode.USAGE, "bad flag or variable; a piped message that is empty or too long"),
-        (ExitCode.MODEL, "model missing, invalid or not supported"),
-        (ExitCode.DEVICE, "device or engine not available"),
-        (ExitCode.MEMORY, "out of memory"),
-        (ExitCode.INTERRUPTED, "left with Ctrl-C"),
-        (ExitCode.TERMINATED, "terminated (SIGTERM)"),
-    ),
+    exit_codes={
+        ExitCode.OK: "left with /exit or Ctrl-D; or the piped message was answered",
+        ExitCode.BUG: "unexpected: a defect of Clocher, or standard output has no reader",
+        ExitCode.INTERRUPTED: "left with Ctrl-C",
+        ExitCode.TERMINATED: "terminated (SIGTERM)",
+    },
     positional=("model_dir", "prompt"),
 )
 
@@ -84,7 +80,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
         # NumPy and its users are imported after the flags are checked.
-        from clocher_runtime.command.model_choice import choose_model
+        from clocher_runtime.command.loading import choose_model
 
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
@@ -126,8 +122,7 @@ def _piped_message() -> str:
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
-    from clocher_runtime.subcommands.chat_keys import Typing
-    from clocher_runtime.subcommands.chat_talk import Talk
+    from clocher_runtime.subcommands.chat_talk import Talk, Typing
 
     engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)
     try:
@@ -167,7 +162,7 @@ def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console)
 
 
 def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
-    from clocher_runtime.command.model_choice import choose_model, converses
+    from clocher_runtime.command.loading import choose_model, converses
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer
 

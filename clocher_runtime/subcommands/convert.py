@@ -8,12 +8,10 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import (
-    EXIT_CODES,
     PATH,
     RESUMES,
     Report,
     Script,
-    Wrap,
     needed,
     option,
     place,
@@ -43,7 +41,7 @@ Q4_MAP = option(
 
 @script(
     "clocher convert",
-    place(
+    *place(
         "MODEL",
         "--model-dir",
         "The model: a directory with safetensors or pytorch_model*.bin (or with them in hf/ or "
@@ -51,7 +49,7 @@ Q4_MAP = option(
         "read; pytorch_model*.bin needs torch.",
         needed=False,
     ),
-    place(
+    *place(
         "OUT",
         "--out-dir",
         f"{OUT_DIR} Or a file whose name ends in .gguf, or with --to another.",
@@ -96,10 +94,7 @@ Q4_MAP = option(
         ),
     ),
     epilog=RESUMES,
-    exit_codes=(
-        *EXIT_CODES,
-        (ExitCode.MISMATCH, "--check: something is not as it was certified; a line for each"),
-    ),
+    exit_codes={ExitCode.MISMATCH: "--check: something is not as it was certified"},
 )
 def convert(
     report: Report,
@@ -205,7 +200,7 @@ def next_command(out_dir: Path) -> str:
     return f"next: clocher chat {shlex.quote(str(out_dir))}"
 
 
-def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> Script:
+def _converter(name: str, about: str, *options: click.Parameter, pickles: bool = False) -> Script:
     line = f"python scripts/{name}.py --hf-dir models/llama/hf --out-dir models/llama"
     with_manifest = f"{line}-q4 \\\n    --q4-map quant/q4_manifest.json --verify"
     weights = (

@@ -12,7 +12,7 @@ from clocher_runtime.checkpoints.gguf.parts import SUFFIX
 from clocher_runtime.checkpoints.hf.cache import HubName, repositories, revisions
 from clocher_runtime.checkpoints.hf.foreign import holds_model, listed
 from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model
-from clocher_runtime.command.model_choice import converses
+from clocher_runtime.command.loading import converses
 from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
 from clocher_runtime.engine.load import bytes_per_token, describe, destined, label
 

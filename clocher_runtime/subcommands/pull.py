@@ -26,14 +26,11 @@ Environment:
 
 Every file's size and hash are checked against what the Hub lists; a wrong file is removed. Killed
 at any moment, run it again: it keeps the files that are whole and fetches the others anew."""
-PULL_EXIT_CODES = (
-    (ExitCode.OK, "done"),
-    (ExitCode.USAGE, "a flag cannot be used, or HF_HUB_OFFLINE forbids the network"),
-    (ExitCode.MODEL, "there is no such model, or it cannot run here (--anyway gets it)"),
-    (ExitCode.DEVICE, "the network fails, or the disk is full or may not be written"),
-    (ExitCode.MISMATCH, "--check: a file is not what the Hub lists"),
-    (ExitCode.INTERRUPTED, "interrupted; run it again to go on"),
-)
+_CODES = {
+    ExitCode.USAGE: "a flag cannot be used, or HF_HUB_OFFLINE forbids the network",
+    ExitCode.MODEL: "there is no such model, or it cannot run here (--anyway gets it)",
+    ExitCode.DEVICE: "the network fails, or the disk is full or may not be written",
+}
 REVISION = option("--revision", str, "Branch, tag or commit.", default="main")
 _SCRIPT = "python scripts/download_gpt_oss_20b.py"
 ALLOW_HELP = "Shell pattern of wanted files, again for each. Without a slash: of the top folder."
@@ -41,22 +38,20 @@ ALLOW_HELP = "Shell pattern of wanted files, again for each. Without a slash: of
 
 @script(
     "clocher pull",
-    click.argument("name", metavar="OWNER/NAME", required=False),
+    click.Argument(["name"], metavar="OWNER/NAME", required=False),
     REVISION,
     option("--out-dir", PATH, "A directory for the files, in place of the Hub's cache."),
     option("--file", str, "One GGUF file of a repository that has several."),
     option("--allow", str, ALLOW_HELP, multiple=True),
     switch("--anyway", "Fetch it though this version cannot run it."),
-    switch("--check", "Fetch nothing: check the hashes of what is in the cache, or --out-dir."),
     examples=(
         ("A model, then a chat with it", "clocher pull Qwen/Qwen3-0.6B"),
         ("", "clocher chat Qwen/Qwen3-0.6B"),
         ("One GGUF file of many", "clocher pull Qwen/Qwen3-0.6B-GGUF --file Qwen3-0.6B-Q8_0.gguf"),
         ("Into a directory", "clocher pull Qwen/Qwen3-0.6B --out-dir models/qwen3"),
-        ("Are the files still what they were?", "clocher pull --check Qwen/Qwen3-0.6B"),
     ),
     epilog=ENVIRONMENT,
-    exit_codes=PULL_EXIT_CODES,
+    exit_codes=_CODES,
 )
 def pull(
     report: Report,
@@ -66,8 +61,7 @@ def pull(
     file: str | None,
     allow: tuple[str, ...],
     anyway: bool,
-    check: bool,
-) -> int:
+) -> None:
     """Get a model from the Hugging Face Hub into its local cache: config and safetensors.
 
     The config comes first: a model that cannot run here is refused before its weights are fetched.
@@ -78,10 +72,7 @@ def pull(
             "Qwen/Qwen3-0.6B"
         )
     hub = _hub_name(name, revision, file)
-    if check:
-        return _check(report, hub, out_dir)
     fetch(report, hub, out_dir, allow, anyway)
-    return ExitCode.OK
 
 
 COMMAND = pull
@@ -99,7 +90,7 @@ main = pull.run
         ("A part", f"{_SCRIPT} --allow '*.json' --allow 'model-00000*'"),
     ),
     epilog=ENVIRONMENT,
-    exit_codes=PULL_EXIT_CODES,
+    exit_codes=_CODES,
 )
 def download(
     report: Report, repo: str, revision: str, out_dir: Path, allow: tuple[str, ...]
@@ -215,34 +206,3 @@ def _refusal(report: Report, path: Path, download: "Download") -> Exception | No
         f"a run needs {size(needed)} of memory{fits}"
     )
     return None
-
-
-def _check(report: Report, hub: "HubName", out_dir: Path | None) -> int:
-    from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.cache import snapshot
-    from clocher_runtime.checkpoints.hf.hub import stored_hashes
-    from clocher_runtime.checkpoints.locate import locate
-
-    folder = out_dir or snapshot(hub)
-    if folder is None:
-        locate(str(hub), "")  # reports missing files and the next step
-    assert folder is not None
-    files = stored_hashes(folder)
-    if hub.file:
-        files = [each for each in files if each.name == hub.file]
-    if not files:
-        raise UsageError(f"{folder}: nothing there came from the Hub, so no hashes are known")
-    wrong = []
-    for each in files:
-        report.note(f"checking {each.name}")
-        if not each.matches(folder / each.name):
-            wrong.append(each.name)
-    if wrong:
-        report.done(
-            f"error: {len(wrong)} of {len(files)} files are not what was fetched: "
-            f"{', '.join(wrong[:5])}; run `clocher pull {hub.repo}` to fetch them anew"
-        )
-        return ExitCode.MISMATCH
-    open_checkpoint(folder / hub.file)  # whole, not only unharmed
-    report.done(f"{len(files)} files of {hub} in {folder}: all match their hashes")
-    return ExitCode.OK

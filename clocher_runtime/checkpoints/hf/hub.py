@@ -29,8 +29,6 @@ PATTERNS = (
 """Downloaded by default: safetensors only; pickled files are never needed."""
 
 _REPO = re.compile(REPO, re.ASCII)
-_METADATA_BYTES = 400
-_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)")
 
 
@@ -152,27 +150,6 @@ def local_or_fetched(path: Path) -> Path:
         except (ValueError, FileNotFoundError):
             raise error from None
         return Path(folder)
-
-
-def stored_hashes(folder: Path) -> list[HubFile]:
-    """Return the files of a cache snapshot or download directory with their recorded hashes."""
-    kept = folder / ".cache" / "huggingface" / "download"
-    tags: dict[str, str] = {}
-    if kept.is_dir():
-        for path in sorted(kept.rglob("*.metadata")):
-            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
-            with path.open("rb") as file:
-                lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
-            tags[name] = lines[1].strip() if len(lines) > 1 else ""
-    else:
-        for path in sorted(folder.rglob("*")):
-            if path.is_symlink():
-                tags[path.relative_to(folder).as_posix()] = os.readlink(path).rpartition("/")[2]
-    sizes = {
-        name: os.path.getsize(folder / name) if os.path.isfile(folder / name) else -1
-        for name in tags
-    }
-    return [HubFile(n, sizes[n], tag) for n, tag in tags.items() if _DIGEST.fullmatch(tag)]
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:
