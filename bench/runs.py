@@ -60,7 +60,7 @@ def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
     before = machine.read()
     done = subprocess.run(
         [*program, *cell.flags(), *bare],
-        env=cell.environment(os.environ),
+        env=cell.environment(os.environ) | {"CLOCHER_EMBEDDED": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,

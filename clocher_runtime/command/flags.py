@@ -1,6 +1,7 @@
 """Commands, flags, positionals and help: one kind of click command for all programs."""
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
@@ -156,10 +157,19 @@ class Command(click.Command):
         """Parse, and move positional values to their flags."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
+            self._take_text(ctx.params)
             for place in self.params:
                 if isinstance(place, Place):
                     place.merge(ctx.params)
         return rest
+
+    def _take_text(self, values: dict[str, Any]) -> None:
+        """Take a first positional for the prompt if it is a text: `clocher chat "Who are you?"`."""
+        if self._positional != ("model_dir", "prompt") or values["prompt_"] is not None:
+            return
+        text = values["model_dir_"]
+        if text and (" " in text or "\n" in text) and not os.path.exists(text):
+            values["model_dir_"], values["prompt_"] = None, text
 
     def describe(self, name: str, whole: bool = True) -> str:
         """Return a setting's help and default, with its variables if `whole`."""

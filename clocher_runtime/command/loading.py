@@ -14,7 +14,7 @@ from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
-from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model, locate
+from clocher_runtime.checkpoints.locate import DEFAULT, EMBEDDED, embedded_model, locate
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import Given, every, unmet
 from clocher_runtime.disk.read_ahead import read_ahead
@@ -44,8 +44,8 @@ _NOT_ON: Mapping[str, Set[str]] = {"cpu": {"tile_table"}, "cuda": {"isa"}}
 class ModelChoice:
     """A model, not opened yet.
 
-    `source`: the flag or variable that chose it, "current directory" or "embedded". `path`:
-    directory, GGUF file, or metadata file of an IEBIN pair, whose data file is `data`.
+    `source`: the flag or variable that chose it, "current directory", "default" or "embedded".
+    `path`: directory, GGUF file, or metadata file of an IEBIN pair, whose data file is `data`.
     """
 
     name: str
@@ -93,6 +93,7 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
     usual name, in the model directory if given, else beside the other file.
     """
     source, raw = config.given.get("model_dir", ("", str(config.model_dir)))
+    source = "default" if raw == DEFAULT else source
     model_dir = None if config.model_dir is None else locate(raw, source)
     named = config.model_json or config.model_bin
     if named is not None:

@@ -103,6 +103,11 @@ class EngineConfig:
         "1: exit 3 unless a model is named or lies in the current directory",
         "IE_REQUIRE_MODEL",
     )
+    yes: bool = _model(
+        _SWITCH,
+        "fetch a model of the Hub that is not on this machine without a question",
+        only=("run", "chat", "serve"),
+    )
     verify_weights: bool = _model(
         _SWITCH, "read all weights first; check their hashes, where they have any, and their codes"
     )
@@ -327,4 +332,5 @@ _NOT_KEYWORDS = {
     "tile_table",
     "isa",
     "keep_mapped",
+    "yes",
 }

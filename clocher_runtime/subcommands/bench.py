@@ -1,13 +1,16 @@
 """`clocher bench`: measured speed of a model, and its ratio to the memory limit."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import PATH, Report, engine_options, option, script, switch
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -26,10 +29,10 @@ _ABOUT = """Measure how fast a model reads prompts and generates, in the tests o
 Every test runs once to warm up and then -r times, in turns with the others. Beside "tg" tests a
 loop reads memory with the same threads: "% of read" says how much of that rate the weights and keys
 of a token reach. Every row is checked: all repetitions make the same tokens, and so does another
-way to compute them. Without MODEL it is the one in the current directory, else the embedded one."""
+way to compute them. Without MODEL it is the one in the current directory, else the default one."""
 
 _EXAMPLES = (
-    ("the embedded model", "clocher bench"),
+    ("the default model", "clocher bench"),
     ("a model, beside the rows of llama-bench", "clocher bench models/llama.gguf -p 512 -n 128"),
     ("generation only, after 0 and 4096 tokens", "clocher bench MODEL -p 0 -n 128 -d 0,4096"),
     ("how it scales: threads, sequences side by side", "clocher bench MODEL -t 1,2,4 -b 1,8"),
@@ -129,6 +132,7 @@ _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
         short="-o",
         default="md",
     ),
+    switch("--yes", "fetch a model of the Hub that is not here without a question"),
     switch("--no-check", "do not compute tokens in another way"),
     examples=_EXAMPLES,
     exit_codes={ExitCode.MISMATCH: "tokens differ, or a figure is above what the memory gives"},
@@ -137,10 +141,14 @@ _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
 )
 def bench(report: Report, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
+    from clocher_runtime.command.fetching import with_model
+    from clocher_runtime.config.sources import Sources, settle
     from clocher_runtime.subcommands.bench_measure import Plan, as_json, doubts, markdown, measure
 
+    flags = _flags(given)
+    config = settle(EngineConfig, Sources(flags, os.environ))
     plan = Plan(
-        flags=_flags(given),
+        flags=with_model(flags, replace(config, yes=given["yes"]), NAME, report.done),
         threads=given["threads"],
         cases=_cases(given),
         rounds=given["repetitions"],

