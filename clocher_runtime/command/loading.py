@@ -245,9 +245,7 @@ def load_engine(
         model=chosen.name,
         model_source=chosen.source,
         draft_model=None if chosen.draft is None else str(config.draft_model),
-        precision=model.precision,
-        act_prec=bound.act_prec,
-        kv_dtype=bound.sizes.cache_dtype if model.spec.windows else "none",  # no layers, no cache
+        **numerics(bound),
         threads=threads_of(config),
         kv_cache_bytes=bound.kv_cache_bytes,
         files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),

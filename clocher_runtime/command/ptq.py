@@ -10,13 +10,11 @@ from typing import Any
 
 import click
 import numpy as np
-from rich.filesize import decimal
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
-from clocher_runtime.command.script_run import Report
+from clocher_runtime.command.script_run import Report, size
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.convert.q4.map import (
     NamePattern,
@@ -62,18 +60,10 @@ _PROMPT = 32
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
 
-def run_ptq(report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]) -> int:
-    """Quantise; return the exit code. `options`: flag values, and `out`, the manifest's path."""
-    job, plan = planned(report, opener, options)
-    if options["dry_run"]:
-        return ExitCode.OK
-    return verdict_code(quantised(report, job, plan).verdict)
-
-
 def planned(
     report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
-    """Open the input and report the plan; arguments as `run_ptq`."""
+    """Open the input and report the plan; `options`: flag values, and `out`, the manifest."""
     rules_of(options, ())  # checks flags before a model is opened or fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
@@ -269,7 +259,7 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
     report.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
     report.note(
-        f"{decimal(plan.source_nbytes)} -> {decimal(plan.nbytes)}: {plan.bpw:.3f} bits per "
+        f"{size(plan.source_nbytes)} -> {size(plan.nbytes)}: {plan.bpw:.3f} bits per "
         f"weight, {plan.quantised_bpw:.3f} of the quantised ones"
     )
 
@@ -335,9 +325,9 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
 
     records = records_by_model(models, options["manifests"])
     found = {label: one(path, records.get(path)) for label, path in _labels(models).items()}
-    size = size_of(reference)
+    whole = size_of(reference)
     origin = next(iter(found.values()))[0].summary.perplexity_reference
-    rows = [Row("reference", size.bpw, size.nbytes, origin, tokens_per_s=speed(reference))]
+    rows = [Row("reference", whole.bpw, whole.nbytes, origin, tokens_per_s=speed(reference))]
     rows += [_row(label, evaluation, rate) for label, (evaluation, rate) in found.items()]
     click.echo(table(rows))
     for label, (evaluation, _) in found.items():
@@ -365,9 +355,9 @@ def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
 
 
 def _row(label: str, evaluation: Evaluation, speed: float | None) -> Row:
-    said, size = evaluation.summary, evaluation.size
+    said, stored = evaluation.summary, evaluation.size
     scores = (said.perplexity, said.ppl_ratio, said.kld, said.same_top, said.rms_dp)
-    return Row(label, size.bpw, size.nbytes, *scores, speed, evaluation.gate.verdict)
+    return Row(label, stored.bpw, stored.nbytes, *scores, speed, evaluation.gate.verdict)
 
 
 def _write(

@@ -56,11 +56,6 @@ from clocher_runtime.quality.verify import Checks, summary, verify
             "Compare it",
             "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR",
         ),
-        (
-            "Compare the tokens of the prompts alone",
-            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR \\\n"
-            "    --tokenizer-only --check-prompt --out verify.json",
-        ),
     ),
     exit_codes={
         ExitCode.OK: "no difference (near ties are counted, not differences)",

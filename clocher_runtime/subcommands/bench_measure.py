@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 from clocher_kernels import __version__
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.command.loading import Loaded, load, not_acted_on
+from clocher_runtime.command.script_run import Tell
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.config.values import every, unmet
@@ -40,9 +41,6 @@ from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.quality.statistics import median_of_runs, ratio, spread
 from clocher_runtime.quality.turns import in_turns
 from clocher_runtime.text.tokenizer import Tokenizer
-
-Tell = Callable[[str, int, int], None]
-"""Progress callback: label, done, total."""
 
 Row = dict[str, Any]
 
@@ -68,7 +66,6 @@ _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in _SETTINGS if name.star
 _READ_S = 0.1
 _MOST_TEXT = 64 << 20
 _TOKEN_CHARS = 64  # a token has fewer
-_LIBRARIES = ("numpy", "numba", "llvmlite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +232,7 @@ def _facts(bound: Loaded) -> Row:
         "versions": {
             "clocher": __version__,
             "python": platform.python_version(),
-            **{name: found for name in _LIBRARIES if (found := _version(name))},
+            **{name: version(name) for name in ("numpy", "numba", "llvmlite")},
         },
         "test_time": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "cpu_info": cpu_name(),
@@ -252,13 +249,6 @@ def _facts(bound: Loaded) -> Row:
 
 def _model_name(name: str) -> str:
     return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def speed(case: Case, samples_ns: Sequence[int]) -> Row:
@@ -350,7 +340,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ("median [IQR]", lambda row: f"{row['median_ts']:.1f} [{row['iqr_ts']:.1f}]"),
     ("tokens/forward", lambda row: _per_pass(row)),
     ("bytes/token", lambda row: _scaled(row["bytes_per_token"], _UNITS)),
-    ("GB/s", lambda row: _number(row["gbps"])),
+    ("GB/s", lambda row: "" if row["gbps"] is None else f"{row['gbps']:.1f}"),
     ("% of read", lambda row: _share(row)),
     ("same tokens", lambda row: {True: "✓", False: "✗", None: "-"}[row["correct"]]),
 )
@@ -397,10 +387,6 @@ def _scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:
         if value >= size:
             return f"{value / size:.2f} {unit}"
     return f"{value:.0f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
 
 
 def _per_pass(row: Row) -> str:

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
@@ -87,6 +86,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
         # NumPy and its users are imported after the flags are checked.
+        from clocher_runtime.checkpoints.locate import DEFAULT
         from clocher_runtime.command.fetching import with_model
         from clocher_runtime.command.loading import choose_model
 

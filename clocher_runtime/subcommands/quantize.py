@@ -148,7 +148,6 @@ FLAGS: tuple[click.Parameter, ...] = (
             "clocher quantize models/llama models/llama-int4 --method gptq \\\n"
             "    --calib-text calib.txt --gate held_out.txt",
         ),
-        ("MXFP4, which GPUs compute with", "clocher quantize models/llama out --format mxfp4"),
         ("8 bits; what would it take?", "clocher quantize models/llama out --bits 8 --dry-run"),
     ),
     epilog="Killed at any moment, it leaves the model that OUT_DIR held before, or none. Run it "
@@ -210,9 +209,13 @@ def manifest_script(
 
     @script(name, given, out, *FLAGS, examples=examples, exit_codes=PTQ_CODES, help=about)
     def main(report: Report, source: Any, **options: Any) -> int:
-        from clocher_runtime.command.ptq import run_ptq
+        from clocher_runtime.command.ptq import planned, quantised
+        from clocher_runtime.quality.gate import verdict_code
 
-        return run_ptq(report, lambda: opener(source), options)
+        job, plan = planned(report, lambda: opener(source), options)
+        if options["dry_run"]:
+            return ExitCode.OK
+        return verdict_code(quantised(report, job, plan).verdict)
 
     return main
 
@@ -251,10 +254,6 @@ ptq_from_hf = manifest_script(
     (
         ("Rounding to 4 bits", f"{_SELF} --bits 4 --weights-only 1"),
         ("Better, and judged", f"{_SELF} \\\n    --calib-text calib.txt --gate held_out.txt"),
-        (
-            "GPTQ where rules say",
-            f"{_SELF} \\\n    --rules quant/q4_manifest.json --method gptq --calib-text calib.txt",
-        ),
         (
             "Then the model; clocher quantize does both steps at once",
             "python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama \\\n"
@@ -300,11 +299,7 @@ ptq_from_source = manifest_script(
     """,
     (
         ("An archive of arrays", f"{_SOURCE} weights.npz --out quant/q4.json --bits 8"),
-        (
-            "A function of yours",
-            f"{_SOURCE} my_weights:load --out quant/q4.json \\\n"
-            "    --bits 4 --group 64 --symmetric --mse",
-        ),
+        ("A function of yours", f"{_SOURCE} my_weights:load --out quant/q4.json --group 64"),
     ),
     option("--source", str, "FILE.npz, or module:function (from here).", required=True),
     _open_arrays,
