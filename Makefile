@@ -14,7 +14,7 @@ EMBEDDED := clocher_runtime/assets/clocher-tiny-gptoss
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-23s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(VENV)/.installed  ## complete a Python function with the embedded model; ARGS='--max-new 100' adds flags
+run: $(VENV)/.installed  ## tell a story with SmolLM2-135M-Instruct, fetched once; ARGS='--max-new 100' adds flags
 	@$(BIN)/clocher run $(ARGS) </dev/null
 
 chat: $(VENV)/.installed  ## talk with a model in the terminal; ARGS=DIR names it

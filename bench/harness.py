@@ -37,9 +37,8 @@ from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.settings import ALL
-from clocher_runtime.config.setting import GivenInFile, Setting
 from clocher_runtime.config.sources import read_toml, setting_texts, sources_of
-from clocher_runtime.config.values import integer, number, path, text
+from clocher_runtime.config.values import GivenInFile, Setting, integer, number, path, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 FOLDER = Path("build/bench")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from bench import machine
 from bench.cells import Cell, code_sha256, prompts_sha256, source_names
 from bench.record import SCHEMA, Row, append_row, read_rows
-from clocher_runtime.command.jsonline import clocher_version
+from clocher_kernels import __version__
 
 REST_S = 1.0
 """Pause before a void run is repeated; it grows with each attempt."""
@@ -60,7 +60,7 @@ def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
     before = machine.read()
     done = subprocess.run(
         [*program, *cell.flags(), *bare],
-        env=cell.environment(os.environ),
+        env=cell.environment(os.environ) | {"CLOCHER_EMBEDDED": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -170,7 +170,7 @@ def build() -> dict[str, Any]:
 
     changes = git("status", "--porcelain", "--untracked-files=no")
     return {
-        "version": clocher_version(),
+        "version": __version__,
         "commit": git("rev-parse", "--short", "HEAD"),
         "dirty": None if changes is None else bool(changes),
         "code_sha256": code_sha256(),

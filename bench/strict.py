@@ -46,9 +46,9 @@ from bench.strict_checks import (
     touched_sum,
 )
 from bench.variables import of_program
+from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig, resolve
 from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
@@ -303,7 +303,7 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
     contract = {
         **shared,
         "op": "strict",
-        "version": clocher_version(),
+        "version": __version__,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": machine.describe(),
         "tokens": task["tokens"] + 1,

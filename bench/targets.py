@@ -167,7 +167,7 @@ def verify_ids(call: Call, device: str) -> int:
     engine += ["--trace-topk", str(topk)] if topk else []
     engine += [f"--device={device}"] if device else []
     with open(os.devnull, "w") as nowhere:
-        environ = of_program(call.environ)
+        environ = of_program(call.environ) | {"CLOCHER_EMBEDDED": "1"}
         code = call.run(engine, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=nowhere)
     if code:
         return code

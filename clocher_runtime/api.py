@@ -22,8 +22,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.locate import embedded_model, locate
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.engine import config_of
-from clocher_runtime.config.setting import Given
-from clocher_runtime.config.values import shown
+from clocher_runtime.config.values import Given, shown
 from clocher_runtime.engine.arguments import check_functions, listed, token_ids
 from clocher_runtime.engine.backends import Progress
 from clocher_runtime.engine.footprint import KVCacheConfig as KVCacheConfig

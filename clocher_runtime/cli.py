@@ -80,7 +80,7 @@ def _answer(words: Sequence[str], name: str) -> tuple[str | None, int]:
 
 def _interrupted(signal: BaseException) -> tuple[str | None, int]:
     """Return the output line (none for a terminal) and exit code of an interrupted run."""
-    from clocher_runtime.command.jsonline import error_line, to_json
+    from clocher_runtime.command.console import error_line, to_json
     from clocher_runtime.exit_codes import exit_code
 
     shown = sys.stdout is not None and sys.stdout.isatty() and "--json" not in sys.argv

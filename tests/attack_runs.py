@@ -24,10 +24,10 @@ from fuzz.attacks import Attack, compose
 
 # A run that is forked from here, maybe as another user, must not have to import anything.
 import cpu_fallback.executor  # noqa: F401
+from clocher_kernels import __version__
 from clocher_kernels.cuda import probe  # noqa: F401
 from clocher_runtime import cli
 from clocher_runtime.command import run  # noqa: F401
-from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.exit_codes import ExitCode
 from cpu_fallback.lanes import jit, objects
 from cpu_fallback.team import tape
@@ -52,7 +52,7 @@ Exit codes:
 @contextmanager
 def arenas(count: int) -> Iterator[list[Arena]]:
     """Yield arenas that share a copy of this user's kernels and know what an honest run needs."""
-    clocher_version(), jit.assembly(tape.lead)  # for what these import
+    __version__, jit.assembly(tape.lead)  # for what these import
     folder = Path(mkdtemp(prefix="clocher-attacks-"))
     try:
         mine = objects.ObjectCache.get().directory

@@ -31,6 +31,9 @@ for library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
 # Kernels of the CUDA back end run in Triton's interpreter; it must be chosen before the import.
 os.environ["TRITON_INTERPRET"] = "1"
 
+# No test fetches a model: a command without one takes what ships with Clocher.
+os.environ["CLOCHER_EMBEDDED"] = "1"
+
 # A shell starts what it puts in the background with SIGINT ignored, and so would be the processes
 # that tests interrupt. A handler, unlike that, is not inherited: they get the default.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

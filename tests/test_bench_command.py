@@ -1,7 +1,5 @@
-"""`clocher bench`: its rows, what they say of memory and of tokens, errors, and comparing runs."""
+"""`clocher bench`: its rows, what they say of memory and of tokens, and errors."""
 
-import csv
-import io
 import json
 import subprocess
 import sys
@@ -25,8 +23,8 @@ from clocher_runtime.quality import speed
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.subcommands import bench_measure
 from clocher_runtime.subcommands.bench import main
-from clocher_runtime.subcommands.bench_rows import doubts
-from clocher_runtime.subcommands.bench_rows import speed as row_of
+from clocher_runtime.subcommands.bench_measure import doubts
+from clocher_runtime.subcommands.bench_measure import speed as row_of
 
 FAST = ["-p", "16", "-n", "4", "-r", "2", "-t", "1"]
 
@@ -103,16 +101,6 @@ def test_tests_threads_and_batches(capsys: Capture) -> None:
         assert (row["bytes_per_token"] is None) == (row["n_seqs"] > 1 or row["n_prompt"] > 0)
     by_depth = [r["bytes_per_token"] for r in rows if r["bytes_per_token"]]
     assert by_depth[1] > by_depth[0]
-
-
-def test_formats(capsys: Capture) -> None:
-    assert main([*FAST, "-o", "jsonl"]) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line["test"] for line in lines] == ["pp16", "tg4"]
-    assert main([*FAST, "-o", "csv"]) == 0
-    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
-    assert [row["test"] for row in rows] == ["pp16", "tg4"]
-    assert "samples_ns" not in rows[0]
 
 
 def test_variables_act_and_are_named(capsys: Capture, monkeypatch: Patch) -> None:
@@ -316,7 +304,6 @@ def test_every_step_of_a_case_is_in_a_strict_window(model: Model, monkeypatch: P
         (["-n", "4096"], 2, "needs a context of 4098 tokens; this model's is 4096"),
         (["-d", "100"], 2, "give -d a multiple of 128"),
         (["-n", "8", "-p", "0", "-d", "4080", "-b", "2"], 2, "no room to decode all of them"),
-        (["-ctk", "q8_0"], 2, "give --kv-dtype"),
         (["--nothing"], 2, "No such option"),
         (["a", "b"], 2, "unexpected extra argument"),
         (["a", "-m", "b"], 2, "give one of them"),
@@ -352,7 +339,7 @@ def test_ctrl_c(capsys: Capture, monkeypatch: Patch) -> None:
     assert capsys.readouterr().err.startswith("clocher bench: interrupted")
 
 
-@pytest.mark.parametrize("words", [["-h"], ["--help"], ["compare", "-h"]])
+@pytest.mark.parametrize("words", [["-h"], ["--help"], ["quality", "-h"]])
 def test_help_begins_with_examples(capsys: Capture, words: list[str]) -> None:
     assert main(words) == 0
     out = capsys.readouterr().out
@@ -364,89 +351,3 @@ def test_importing_the_command_is_cheap() -> None:
     code += "print(*[m for m in ('numpy', 'numba', 'msgspec', 'rich') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.split() == []
-
-
-# Comparing.
-
-
-def result_file(path: Path, rates: list[float], **more: Any) -> str:
-    row = {"n_prompt": 0, "n_gen": 128, "n_threads": 2, "samples_ts": rates, "cpu_info": "a"}
-    path.write_text(json.dumps([row | more]))
-    return str(path)
-
-
-STEADY = [10.0, 10.1, 9.9, 10.0, 10.05]
-
-
-def test_a_run_is_not_slower_than_itself(tmp_path: Path, capsys: Capture) -> None:
-    assert main([*FAST, "-r", "3", "-o", "json"]) == 0
-    path = tmp_path / "a.json"
-    path.write_text(capsys.readouterr().out)
-    assert main(["compare", str(path), str(path), "--fail-below", "0.95"]) == 0
-    out = capsys.readouterr().out
-    assert column(out, "test") == ["pp16", "tg4"]
-    assert column(out, "second is") == ["no difference shown"] * 2
-    assert column(out, "second / first")[0].startswith("1.00x [")
-
-
-def test_slower_beyond_noise(tmp_path: Path, capsys: Capture) -> None:
-    first = result_file(tmp_path / "a.json", STEADY)
-    second = result_file(tmp_path / "b.json", [rate * 0.9 for rate in STEADY])
-    assert main(["compare", first, second]) == 0
-    assert column(capsys.readouterr().out, "second is") == ["slower"]
-    assert main(["compare", first, second, "--fail-below", "0.95"]) == 8
-    assert main(["compare", first, second, "--fail-below", "0.85"]) == 0
-    assert main(["compare", second, first, "--fail-below", "0.95"]) == 0
-    noisy = result_file(tmp_path / "c.json", [2.0, 9.0, 17.0, 4.0, 12.0])
-    assert main(["compare", first, noisy, "--fail-below", "0.95"]) == 0
-    alone = result_file(tmp_path / "d.json", [5.0])
-    assert main(["compare", first, alone, "--fail-below", "0.95"]) == 9
-
-
-def test_rows_of_llama_bench_and_lines_are_read(tmp_path: Path, capsys: Capture) -> None:
-    llama = {"n_depth": 512, "avg_ts": 10.0, "model_filename": "m.gguf", "flash_attn": -1}
-    first = result_file(tmp_path / "llama.json", STEADY, **llama)
-    ours = tmp_path / "ours.jsonl"
-    row = {"n_prompt": 0, "n_gen": 128, "n_threads": 2, "n_depth": 512, "samples_ts": STEADY}
-    ours.write_text(json.dumps(row) + "\n" + json.dumps(row | {"n_seqs": 8}) + "\n")
-    assert main(["compare", first, str(ours), "-o", "json"]) == 0
-    captured = capsys.readouterr()
-    (found,) = json.loads(captured.out)
-    assert found["test"] == "tg128 @ d512"
-    assert found["ratio"] == 1
-    assert "only in the second file: tg128 @ d512" in captured.err
-    assert "not the same cpu_info: a and unknown" in captured.err
-
-
-def test_files_without_a_common_row(tmp_path: Path, capsys: Capture) -> None:
-    first = result_file(tmp_path / "a.json", STEADY)
-    second = result_file(tmp_path / "b.json", STEADY, n_threads=1)
-    assert main(["compare", first, second]) == 2
-    assert "no row in common" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("", "no rows"),
-        ("[]", "no rows"),
-        ("{", "not valid JSON"),
-        ("[1]", "expected an object"),
-        ('{"n_prompt": 1}', "n_gen"),
-        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": []}', "samples_ts"),
-        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": [0]}', "samples_ts"),
-        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": [NaN]}', "not valid JSON"),
-        ('{"n_prompt": -1, "n_gen": 1, "n_threads": 1, "samples_ts": [1]}', "n_prompt"),
-        ('{"n_prompt": 1, "n_gen": 1, "n_threads": 1, "samples_ts": [1]}\n' * 2, "two rows"),
-        ("[" * 999, "JSON"),
-    ],
-)
-def test_a_hostile_result_file_is_one_line(
-    tmp_path: Path, capsys: Capture, text: str, said: str
-) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(text)
-    assert main(["compare", str(path), str(path)]) == 3
-    captured = capsys.readouterr()
-    assert said in captured.err
-    assert len(captured.err.splitlines()) == 1

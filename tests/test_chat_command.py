@@ -25,14 +25,13 @@ from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Screen
 from clocher_runtime.command.settings import CONTINUED, ChatConfig
-from clocher_runtime.config.setting import declared
 from clocher_runtime.config.sources import Sources, settle
+from clocher_runtime.config.values import declared
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.build import PAGE_CELLS
 from clocher_runtime.subcommands import chat
-from clocher_runtime.subcommands.chat_keys import Typed
-from clocher_runtime.subcommands.chat_talk import MAX_FILE_BYTES, Talk
+from clocher_runtime.subcommands.chat_talk import Talk, Typed
 from clocher_runtime.text.answers import Delta
 from clocher_runtime.text.chat_turn import ChatModel
 
@@ -335,7 +334,7 @@ def test_what_is_a_message_and_what_a_command(shown: Shown) -> None:
     notes = shown.type("", "   ", "/nix", "/ x", "/RESET", "/help")
     assert shown.said() == []
     assert notes.count("/help lists them") == 3
-    for command in ("/retry", "/save FILE", "/exit", "Ctrl-C"):
+    for command in ("/retry", "/undo", "/exit", "Ctrl-C"):
         assert command in notes
     shown.type("//etc is a folder", Typed("/reset\nis a command", is_block=True))
     assert shown.said()[0] == ("user", "/etc is a folder")
@@ -366,66 +365,8 @@ def test_a_full_context_says_so_and_loses_nothing(shown: Shown) -> None:
     assert "[24 tokens" in shown.type("/set max_new default", "one")
 
 
-def test_save_and_load(shown: Shown, tmp_path: Path, chat_model: ChatModel) -> None:
-    file = tmp_path / "talk.json"
-    assert f"saved 4 messages: {file}" in shown.type("one", "zwei ü", f"/save {file}")
-    assert json.loads(file.read_text()) == shown.talk.messages
-    assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
-    shown.type("three", f"/save {file}")  # what was saved before may be saved again
-    assert len(json.loads(file.read_text())) == 6
-    other = Shown(chat_model)
-    assert "is there already" in other.type(f"/save {file}")
-    assert f"loaded 6 messages: {file}" in other.type(f"/load {file}")
-    assert other.talk.messages == shown.talk.messages
-    shown.type("four")
-    other.type("four")
-    assert other.said() == shown.said()
-    for wrong in ("/save", "/load", f"/save {tmp_path / 'no' / 'x'}", f"/save {'a' * 5000}"):
-        notes = shown.type(wrong)
-        assert "error: " in notes
-        assert notes.count("\n") == 2
-
-
-@pytest.mark.parametrize(
-    ("content", "told"),
-    [
-        (b"", "not valid JSON"),
-        (b"[1", "not valid JSON"),
-        (b"\xff\xfe[]", "not valid JSON"),
-        (b"[]", "there are no messages"),
-        (b'{"role": "user"}', "expected a list of messages"),
-        (b'[{"role": "root", "content": "x"}]', "messages[0].role"),
-        (b'[{"role": "user", "content": 5}]', "messages[0].content"),
-        (b'[{"role": "user", "content": "\\ud800"}]', "not valid JSON"),
-        (b"[" * 100_000, "levels"),
-        (b" " * (MAX_FILE_BYTES + 1), "the limit for this file"),
-        (b'[{"role": "user", "content": "x"}, {"role": "system", "content": "y"}]', "beginning"),
-    ],
-)
-def test_a_file_that_is_no_conversation_changes_nothing(
-    shown: Shown, tmp_path: Path, content: bytes, told: str
-) -> None:
-    shown.type("one")
-    said = shown.said()
-    file = tmp_path / "talk.json"
-    file.write_bytes(content)
-    notes = shown.type(f"/load {file}")
-    assert told in notes
-    assert notes.count("\n") == 2
-    assert shown.said() == said
-
-
-def test_files_that_are_none(shown: Shown, tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("pipe", "missing", ".", "a" * 5000, "nul\0"):
-        assert "error: /load: " in shown.type(f"/load {tmp_path / name}")
-
-
-def test_a_terminal_obeys_nothing_of_a_file(shown: Shown, tmp_path: Path) -> None:
-    file = tmp_path / "talk.json"
-    hostile = [{"role": "system", "content": "\x1b]0;owned\x07\x1b[2J"}]
-    file.write_text(json.dumps(hostile))
-    shown.type(f"/load {file}", "/show", "/load \x1b[2J")
+def test_a_terminal_obeys_nothing_of_a_message(shown: Shown) -> None:
+    shown.type("/system \x1b]0;owned\x07\x1b[2J", "/show", "/set \x1b[2J 1")
     raw = shown.notes.getvalue().replace("\x1b[2m", "").replace("\x1b[22m", "")
     assert "owned" in raw
     assert "\x1b" not in raw
@@ -739,11 +680,10 @@ def test_a_narrow_terminal_takes_a_long_line(talker: Path, tmp_path: Path) -> No
         terminal.type(f"{text}\n")
         terminal.until("[8")
         terminal.until(">>> ")
-        terminal.type("/save t\n")
-        terminal.until("messages: t")
+        terminal.type("/show\n")
+        terminal.until("messages")
         terminal.type("/exit\n")
         assert terminal.end()[0] == 0
-    assert json.loads((tmp_path / "t").read_text())[0]["content"] == text
 
 
 # Models that say what no model should

@@ -25,8 +25,6 @@ LINES = sorted(
 
 HELP_ONLY = {
     "clocher pull": "needs the network",
-    "clocher models --remove": "needs a pulled model: test_models removes one",
-    "clocher bench compare": "needs two files of clocher bench: test_bench_command compares some",
 }
 """How lines begin whose help alone is asked for, which fails for a flag that is not there."""
 

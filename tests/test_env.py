@@ -56,6 +56,7 @@ SEED_FLAGS = [
     "--model-dir",
     "--model-json",
     "--model-bin",
+    "--yes",
     "--pretranspose",
     "--prefetch",
     "--warmup",

@@ -183,7 +183,6 @@ def test_a_word_that_is_no_command_gets_one_line(word, message):
         (("run", "--help"), 1),
         (("serve", "--help"), 1),
         (("chat", "--help"), 1),
-        (("completion", "bash"), 1),
         (("models",), 5),
         (("quantize", "--help"), 5),
     ],
@@ -214,13 +213,12 @@ def offered(*words: str) -> list[str]:
 
 
 def test_a_shell_is_offered_commands_flags_and_values():
-    assert offered("clocher", "c") == ["plain,chat", "plain,convert", "plain,completion"]
+    assert offered("clocher", "c") == ["plain,chat", "plain,convert"]
     assert "plain,--temperature" in offered("clocher", "chat", "--te")
     assert offered("clocher", "run", "--device", "c") == ["plain,cpu", "plain,cuda"]
     assert offered("clocher", "run", "--model-dir", "x") == ["file,x"]
     assert "plain,--port" in offered("clocher", "serve", "--po")
     assert offered("clocher", "chat", "mod") == ["file,mod"]
-    assert offered("clocher", "completion", "z") == ["plain,zsh"]
 
 
 def test_the_flags_of_every_command_can_be_completed():
@@ -230,16 +228,9 @@ def test_the_flags_of_every_command_can_be_completed():
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_script_of_a_shell_asks_clocher(shell):
-    code, out, _ = clocher("completion", shell)
+    code, out, _ = clocher(env={"_CLOCHER_COMPLETE": f"{shell}_source"})
     assert code == 0
     assert f"_CLOCHER_COMPLETE={shell}_complete" in out
-    assert clocher("completion", env={"SHELL": f"/bin/{shell}"})[1] == out
-
-
-def test_an_unknown_shell_is_told_the_known_ones():
-    code, _, err = clocher("completion", "tcsh")
-    assert code == 2
-    assert err == "clocher completion: error: SHELL: got 'tcsh', expected one of bash, zsh, fish\n"
 
 
 # Scripts

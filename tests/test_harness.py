@@ -24,7 +24,7 @@ from bench.record import append_row, read_rows
 from bench.runs import Child, Harness, Plan
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.command.settings import resolve
-from clocher_runtime.config.setting import GivenInFile
+from clocher_runtime.config.values import GivenInFile
 from clocher_runtime.quality.statistics import agree, apart_ratio, median_of_runs, paired_ratio
 
 ROOT = Path(__file__).parents[1]

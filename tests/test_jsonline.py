@@ -15,12 +15,11 @@ from clocher_kernels import errors, guards
 from clocher_runtime.command import completions as completions_module
 from clocher_runtime.command import run as run_module
 from clocher_runtime.command.completions import Completions, run_line, summary
-from clocher_runtime.command.console import Console
-from clocher_runtime.command.jsonline import error_line, to_json
+from clocher_runtime.command.console import Console, error_line, to_json
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure
 from clocher_runtime.command.settings import RunConfig
-from clocher_runtime.config.setting import Given
+from clocher_runtime.config.values import Given
 from clocher_runtime.engine.binding import PagesRead
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import TimedWindow

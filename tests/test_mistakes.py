@@ -99,7 +99,6 @@ MISTAKES = [
     ("convert nowhere out", MODEL, "nowhere"),
     ("bench models/tiny -p many", USAGE, "-p"),
     ("bench nowhere", MODEL, "give the directory of a model"),
-    ("bench compare a.json b.json", MODEL, "a.json: no such file"),
     ("bench quality models/tiny --task a.jsonl", MODEL, "a.jsonl: no such file"),
 ]
 

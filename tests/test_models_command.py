@@ -143,7 +143,7 @@ def test_what_does_not_fit_says_so(
 
 def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_model(machine / "hub", "own/tiny", GPTOSS)
-    assert models.main(["own/tiny", "--json", "--measure"]) == 0
+    assert models.main(["own/tiny", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = load_model(open_checkpoint(GPTOSS))
     assert found["bytes_per_token"] == model.bytes_per_token
@@ -152,7 +152,6 @@ def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) 
     per_layer = 2 * spec.num_kv_heads * spec.head_dim * 2
     assert found["kv_bytes_per_token"] == spec.num_layers * per_layer
     assert found["memory"]["2048"] < found["memory"]["4096"]
-    assert found["read_gbps"] > 0 and found["most_tokens_per_s"] > 0
     assert models.main(["own/tiny"]) == 0
     shown = capsys.readouterr().out
     assert "stored mxfp4" in shown and "with a context of 4096, fits" in shown
@@ -163,10 +162,6 @@ def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) 
     [
         (["absent"], 3, "'absent' is not a directory"),
         (["own/absent"], 3, "`clocher pull own/absent` fetches it"),
-        (["--measure"], 2, "name it: clocher models MODEL --measure"),
-        (["--remove", "models"], 2, "is not a model of the Hub's cache"),
-        (["--remove", "own/tiny"], 2, "would delete own/tiny, 1"),
-        (["--remove", "own/tiny@v9", "--yes"], 2, "no revision v9"),
         (["--jsn"], 2, "No such option"),
     ],
     ids=str,
@@ -183,21 +178,6 @@ def test_mistakes(
     assert models.main(words) == code
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err
-    assert (machine / "hub" / "models--own--tiny").is_dir()
-
-
-def test_a_model_of_the_cache_is_removed(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = add_model(machine / "hub", "own/tiny", LLAMA)
-    gone = add_model(machine / "hub", "own/tiny", BITNET, "v1", "f" * 40)
-    copies = [f"copy{number}/tiny" for number in range(6)]
-    for repo in copies:  # copies of a repository have its commits
-        add_model(machine / "hub", repo, LLAMA)
-    assert models.main(["--remove", "own/tiny@v1", "--yes"]) == 0
-    assert "deleted own/tiny@v1, " in capsys.readouterr().err
-    assert kept.is_dir() and not gone.exists()
-    assert models.main(["--remove", "own/tiny", "--yes"]) == 0
-    assert not (machine / "hub" / "models--own--tiny").exists()
-    assert [*listing(capsys)] == [EMBEDDED, *copies]
 
 
 def test_fifty_models_take_less_than_two_seconds(

@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from test_jsonline import RUN_KEYS, SPECULATION_KEYS, TOUCH_KEYS
 
 from clocher_kernels.errors import ModelNotFound
-from clocher_runtime.command.jsonline import error_line
+from clocher_runtime.command.console import error_line
 from clocher_runtime.monitoring import command, exporter
 from clocher_runtime.monitoring.command import PORT, FollowedDirectory, FollowedFile, LineSplitter
 from clocher_runtime.monitoring.exporter import (

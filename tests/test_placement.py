@@ -13,7 +13,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.command.loading import not_acted_on
 from clocher_runtime.command.settings import resolve
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import Given
+from clocher_runtime.config.values import Given
 from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.topology import Cpu, pinned_cpus, threads_of, usable_threads
 from cpu_fallback.executor import CpuExecutor

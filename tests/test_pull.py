@@ -58,8 +58,6 @@ def test_into_a_directory(model: Hub, capsys: pytest.CaptureFixture[str], tmp_pa
     code, err = run(capsys, "own/tiny", "--out-dir", str(tmp_path / "my model"))
     assert code == 0 and f"next: clocher chat '{tmp_path}/my model'" in err
     assert contents(tmp_path / "my model")["model.safetensors"] == MODEL["model.safetensors"]
-    code, err = run(capsys, "own/tiny", "--check", "--out-dir", str(tmp_path / "my model"))
-    assert code == 0 and "all match their hashes" in err
 
 
 def changed(name: str = "config.json", **fields: Any) -> bytes:
@@ -135,23 +133,6 @@ def test_a_repository_of_gguf_files_asks_which(
     assert code == 3 and "b-Q8_0.gguf" in err
     code, err = run(capsys, "own/tiny", "--file", "c.gguf")
     assert code == 2 and "no file matches c.gguf" in err
-
-
-def test_a_check_finds_what_changed(model: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    code, err = run(capsys, "--check", "own/tiny")
-    assert code == 3 and "`clocher pull own/tiny` fetches it" in err
-    assert run(capsys, "own/tiny")[0] == 0
-    model.requests.clear()
-    code, err = run(capsys, "--check", "own/tiny")
-    assert code == 0 and "checking model.safetensors" in err and model.requests == []
-    path = locate("own/tiny", "") / "model.safetensors"
-    with path.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\xff")
-    code, err = run(capsys, "--check", "own/tiny")
-    assert code == 7 and "not what was fetched: model.safetensors; run `clocher pull own" in err
-    path.resolve().unlink()
-    assert run(capsys, "--check", "own/tiny")[0] == 7
 
 
 @pytest.mark.parametrize(

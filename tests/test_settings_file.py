@@ -23,6 +23,7 @@ OTHER: dict[str, Any] = {
     "model_json": "a/model.ie.json",
     "model_bin": "a/model.ie.bin",
     "require_model": True,
+    "yes": True,
     "verify_weights": True,
     "stub": True,
     "precision": "int8w",

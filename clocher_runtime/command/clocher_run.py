@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from clocher_kernels.errors import ModelChanged
-from clocher_runtime.command.console import Console, is_terminal
+from clocher_runtime.command.console import Console, Line, error_line, is_terminal, to_json
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.jsonline import Line, error_line, to_json
 from clocher_runtime.command.settings import ALL, RunConfig, resolve
-from clocher_runtime.config.setting import defaults
 from clocher_runtime.config.sources import unprefixed
+from clocher_runtime.config.values import defaults
 from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher-run"
@@ -22,8 +21,8 @@ On a terminal it shows the text. Where standard output is a file or a pipe, or w
 exactly one line of JSON, also when the run fails, and the text goes to standard error."""
 
 EXAMPLES = (
-    ("the model that ships with Clocher completes a Python function", "clocher-run"),
-    ("another prompt, 100 tokens", 'clocher-run --prompt "class Stack:" --max-new 100'),
+    ("SmolLM2-135M-Instruct, fetched once (93 MB), tells a story", "clocher-run"),
+    ("another prompt, 100 tokens", 'clocher-run "The best thing about rain" --max-new 100'),
     (
         "your model: a Hugging Face directory, a GGUF file, or owner/name once it is pulled",
         'clocher-run MODEL "Once upon a time"',
@@ -33,17 +32,6 @@ EXAMPLES = (
     ("every line of a file, four at a time", "clocher-run --prompts-file FILE --batch 4"),
     ("only the numbers, one per line", "clocher-run 2>/dev/null | python3 -m json.tool"),
     ("walk over 64 MB of the weights per token", "IE_BYTES_PER_TOKEN=64000000 clocher-run"),
-)
-
-EXIT_CODES = (
-    (ExitCode.OK, "done"),
-    (ExitCode.BUG, "unexpected: a defect of Clocher, or standard output cannot be written"),
-    (ExitCode.USAGE, "bad flag, environment variable or prompt"),
-    (ExitCode.MODEL, "model missing, invalid or not supported"),
-    (ExitCode.DEVICE, "device or engine not available"),
-    (ExitCode.MEMORY, "out of memory"),
-    (ExitCode.INTERRUPTED, "interrupted (Ctrl-C)"),
-    (ExitCode.TERMINATED, "terminated (SIGTERM)"),
 )
 
 PRECEDENCE = """A flag is stronger than a variable, a variable is stronger than the file of
@@ -60,7 +48,10 @@ COMMAND = Command(
 it under hints_ignored unless it asks for what happens anyway.""",
     ),
     examples=EXAMPLES,
-    exit_codes=EXIT_CODES,
+    exit_codes={
+        ExitCode.BUG: "unexpected: a defect of Clocher, or standard output cannot be written",
+        ExitCode.TERMINATED: "terminated (SIGTERM)",
+    },
     positional=("model_dir", "prompt"),
 )
 
@@ -84,8 +75,10 @@ def command(
             for message in unprefixed(config):
                 console.note(message)
             # NumPy and its users are imported after the flags are checked.
+            from clocher_runtime.command.fetching import with_model
             from clocher_runtime.disk.files import ending_on_lost_pages
 
+            config = resolve(with_model(flags, config, name, console.note), os.environ)
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
                 from clocher_runtime.command.completions import summary
                 from clocher_runtime.command.run import run

@@ -7,8 +7,8 @@ from math import isnan, nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clocher_runtime.command.console import Console
-from clocher_runtime.command.jsonline import Line, clocher_version, head
+from clocher_kernels import __version__
+from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.disk.output_file import JsonlWriter
@@ -87,7 +87,7 @@ class Completions(ExitStack):
 
         sampling = self.sampling
         trace = Trace(
-            version=clocher_version(),
+            version=__version__,
             model=engine.model,
             fingerprint=self.fingerprint,
             **engine.numerics,

@@ -1,12 +1,17 @@
-"""Terminal output of a run; standard output is for the JSON line unless it is a terminal."""
+"""Output of a run: texts and messages for people, and the line of JSON for programs.
 
+Standard output is for that line unless it is a terminal; docs/json-line.md describes its keys.
+"""
+
+import json
 import os
 import sys
 import termios
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO
 
+from clocher_kernels import __version__
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, told
 
 if TYPE_CHECKING:
@@ -269,3 +274,31 @@ class Console:
         if self._bar is not None:
             (progress, _), self._bar = self._bar, None
             self._notes.guarded(lambda _: progress.stop())
+
+
+SCHEMA = "clocher.run/1"
+Line = Mapping[str, Any]
+"""Keys in order; non-finite numbers become null."""
+
+
+def head(status: str) -> dict[str, Any]:
+    """Return the first keys of every line."""
+    return {"schema": SCHEMA, "status": status, "version": __version__}
+
+
+def error_line(error: BaseException) -> dict[str, Any]:
+    """Return the line of an error."""
+    kind = type(error).__name__
+    return {
+        **head("error"),
+        "code": int(exit_code(error)),
+        "type": kind,
+        "message": str(error) or kind,
+    }
+
+
+def to_json(line: Line) -> str:
+    """Return a line as ASCII JSON on one line, NaN and infinities as null."""
+    from clocher_runtime.disk.strict_json import finite
+
+    return json.dumps(finite(line), allow_nan=False)

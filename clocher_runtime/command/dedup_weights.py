@@ -16,7 +16,7 @@ from clocher_runtime.checkpoints.dedup.index import INDEX_NAME
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, Keep, has_dedup, open_deduplicated
 from clocher_runtime.checkpoints.iebin import BIN_NAME
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import every, unmet
+from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import write_file
 

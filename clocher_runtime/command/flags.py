@@ -1,21 +1,31 @@
 """Commands, flags, positionals and help: one kind of click command for all programs."""
 
+import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import click
 from click.shell_completion import CompletionItem
 
+from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.config.engine import HINTS
-from clocher_runtime.config.setting import Setting
+from clocher_runtime.config.values import Setting
 from clocher_runtime.exit_codes import ExitCode
 
 HELP_WIDTH = 100
 Examples = Sequence[tuple[str, str]]
 """(description, command line) pairs."""
-Codes = Sequence[tuple[ExitCode, str]]
+Codes = Mapping[ExitCode, str] | Sequence[tuple[ExitCode, str]]
+USUAL_CODES: Mapping[ExitCode, str] = {
+    ExitCode.OK: "done",
+    ExitCode.USAGE: "a flag, a variable or an input cannot be used",
+    ExitCode.MODEL: "the model or input is missing, damaged or not supported",
+    ExitCode.DEVICE: "device not available, or the output cannot be written",
+    ExitCode.MEMORY: "out of memory",
+    ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
+}
 _HELP = ("-h, --help", "this text")
 _MORE = (
     ("--help-all", "also variables for tuning, hints and exit codes"),
@@ -74,6 +84,7 @@ class Place(click.Argument):
 class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
+    `exit_codes`: those that mean something else than in `USUAL_CODES`, or are not there.
     `table`: name -> setting, empty for a command that calls a function; `defaults`: their values;
     `positional`: settings that may be given without their flag, in order.
     """
@@ -92,9 +103,10 @@ class Command(click.Command):
         **more: Any,
     ) -> None:
         self.table, self.defaults, self._positional = table or {}, defaults or {}, positional
-        self.notes, self.examples, self.exit_codes = notes, examples, exit_codes
+        self.notes, self.examples = notes, examples
+        self.exit_codes = sorted({**USUAL_CODES, **dict(exit_codes)}.items())
         params = more.pop("params", None) or [*self._setting_params()]
-        params.append(_asking("--help", lambda context: self.get_help(context), "-h"))
+        params.append(_asking("--help", click.Context.get_help, "-h"))
         settings = {"max_content_width": HELP_WIDTH}
         super().__init__(
             name,
@@ -112,23 +124,15 @@ class Command(click.Command):
             for n in self._positional
         ]
         flags = [setting_option(n, s, reads=False) for n, s in table.items() if s.flag]
-        version = _asking("--version", lambda _: f"{self.name} {clocher_version()}")
-        return [*places, *flags, version, _asking("--help-all", self._help_all)]
+        version = _asking("--version", lambda context: f"{context.info_name} {__version__}")
+        return [*places, *flags, version, _asking("--help-all", _help_all)]
 
-    def named(self, name: str) -> "Command":
+    def named(self, name: str) -> Self:
         """Return the command under another name, examples included."""
-        old = self.name or ""
-        examples = [(about, line.replace(old, name)) for about, line in self.examples]
-        return Command(
-            name,
-            self.help or "",
-            table=self.table,
-            defaults=self.defaults,
-            positional=self._positional,
-            notes=self.notes,
-            examples=examples,
-            exit_codes=self.exit_codes,
-        )
+        other, old = copy.copy(self), self.name or ""
+        other.name = name
+        other.examples = [(about, line.replace(old, name)) for about, line in self.examples]
+        return other
 
     def parse(
         self, argv: Sequence[str], show: Callable[[str], object] = click.echo
@@ -153,10 +157,19 @@ class Command(click.Command):
         """Parse, and move positional values to their flags."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
+            self._take_text(ctx.params)
             for place in self.params:
                 if isinstance(place, Place):
                     place.merge(ctx.params)
         return rest
+
+    def _take_text(self, values: dict[str, Any]) -> None:
+        """Take a first positional for the prompt if it is a text: `clocher chat "Who are you?"`."""
+        if self._positional != ("model_dir", "prompt") or values["prompt_"] is not None:
+            return
+        text = values["model_dir_"]
+        if text and (" " in text or "\n" in text) and not os.path.exists(text):
+            values["model_dir_"], values["prompt_"] = None, text
 
     def describe(self, name: str, whole: bool = True) -> str:
         """Return a setting's help and default, with its variables if `whole`."""
@@ -167,10 +180,6 @@ class Command(click.Command):
         if default is not None and default is not False:
             notes.append(f"default: {f'{default:g}' if isinstance(default, float) else default}")
         return f"{setting.help}  [{'; '.join(notes)}]" if notes else setting.help
-
-    def _help_all(self, ctx: click.Context) -> str:
-        ctx.meta[__name__] = True
-        return self.get_help(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write examples and flags; with --help-all also variables, notes and exit codes."""
@@ -200,27 +209,6 @@ class Command(click.Command):
             _section(formatter, "Exit codes", [(str(int(c)), t) for c, t in self.exit_codes])
 
 
-class Tasks(click.Group):
-    """A command group with its examples first in its help."""
-
-    def __init__(
-        self, name: str, about: str, tasks: Mapping[str, click.Command], examples: Examples
-    ) -> None:
-        settings = {"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]}
-        super().__init__(name, commands=dict(tasks), help=about, context_settings=settings)
-        self.examples = examples
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples, tasks and flags."""
-        write_examples(formatter, self.examples)
-        self.format_commands(ctx, formatter)
-        _section(formatter, "Options", [_HELP])
-
-    def help_text(self) -> str:
-        """Return the help text."""
-        return self.get_help(click.Context(self, info_name=self.name, **self.context_settings))
-
-
 def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> click.Option:
     """Return the click option of a setting."""
     if stands_alone(setting):
@@ -238,6 +226,11 @@ def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> c
     return click.Option(
         [*short, flag], is_flag=True, is_eager=True, expose_value=False, callback=callback
     )
+
+
+def _help_all(context: click.Context) -> str:
+    context.meta[__name__] = True
+    return context.get_help()
 
 
 def write_examples(formatter: click.HelpFormatter, examples: Examples) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import NonFinite, UsageError
+from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.completions import (
     Completions,
     Measured,
@@ -18,8 +19,7 @@ from clocher_runtime.command.completions import (
     run_line,
     sampling_of,
 )
-from clocher_runtime.command.console import Console, quiet_keys
-from clocher_runtime.command.jsonline import Line
+from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from clocher_runtime.quality.verify import TopLogits
 
 _PIPE_WAIT_S = 5
+_STORY = "Once upon a time"
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
 
 Pipelines = Callable[[], PromptPipeline]
@@ -68,14 +69,15 @@ def _single_prompt(config: RunConfig, console: Console) -> str | tuple[int, ...]
     given = config.prompt_ids or config.prompt
     if given is not None or config.prompts_file is not None:
         return given
+    usual = _STORY if str(config.model_dir) == DEFAULT else None
     try:
-        return piped_text(_PIPE_WAIT_S)
+        return piped_text(_PIPE_WAIT_S) or usual
     except TimeoutError:
         console.note(
             f"standard input is a pipe, and nothing came in {_PIPE_WAIT_S} s: the usual prompt is "
             "used; --prompt TEXT gives another, --prompt - waits"
         )
-        return None
+        return usual
 
 
 def _run(
@@ -122,7 +124,7 @@ def _run(
 def _untemplated(engine: Engine) -> str:
     """Return a hint for a chat model given plain text; else ""."""
     tokenizer = engine.tokenizer
-    if engine.model_source == "embedded" or not isinstance(tokenizer, Tokenizer):
+    if engine.model_source in ("default", "embedded") or not isinstance(tokenizer, Tokenizer):
         return ""
     if not tokenizer.chat_template:
         return ""

@@ -15,19 +15,12 @@ import click
 from clocher_kernels.errors import ClocherError
 from clocher_runtime.command.flags import Codes, Command, Examples, Place, setting_option
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import declared
+from clocher_runtime.config.values import declared
 from clocher_runtime.exit_codes import ExitCode, exit_code, told
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-EXIT_CODES = (
-    (ExitCode.OK, "done"),
-    (ExitCode.USAGE, "a flag, a variable or a manifest cannot be used"),
-    (ExitCode.MODEL, "the input is missing, damaged or of an unknown kind"),
-    (ExitCode.DEVICE, "the output cannot be written (disk full, no permission)"),
-    (ExitCode.MEMORY, "out of memory"),
-)
 RESUMES = (
     "Killed at any moment, it leaves either the model that was there before, or no model, or the "
     "finished new one. Run it again to go on."
@@ -45,7 +38,6 @@ PATH = _Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 COUNT = click.IntRange(1)
 
-Wrap = Callable[[Any], Any]
 Tell = Callable[[str, int, int], None]
 """Progress callback: label, done, total."""
 
@@ -55,12 +47,12 @@ _FIRST_WORD_S = 5.0
 _LATER = 1.5
 
 
-def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> Wrap:
-    """Declare an option with its default and variable in help; `more` as `click.option`."""
-    names = (flag, more.pop("name")) if "name" in more else (flag,)
+def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> click.Option:
+    """Return an option whose help has its default and variable; `more` as `click.Option`."""
+    names = filter(None, (more.pop("short", ""), flag, more.pop("name", "")))
     more.setdefault("show_default", more.get("default") is not None)
     more.setdefault("show_envvar", "envvar" in more)
-    return click.option(*names, type=kind, help=_phrase(help), **more)
+    return click.Option([*names], type=kind, help=_phrase(help), **more)
 
 
 def _phrase(help: str | None) -> str | None:
@@ -70,46 +62,38 @@ def _phrase(help: str | None) -> str | None:
 
 
 def engine_options(
-    *names: str, defaults: Mapping[str, str] = MappingProxyType({}), **more: Any
-) -> tuple[Wrap, ...]:
-    """Declare flags of `EngineConfig` fields, with their variables and other `defaults`."""
-    return tuple(_engine_option(name, defaults.get(name), more) for name in names)
+    *names: str,
+    defaults: Mapping[str, str] = MappingProxyType({}),
+    reads: bool = True,
+    **more: Any,
+) -> list[click.Option]:
+    """Return the flags of `EngineConfig` fields, with other `defaults`; not `reads`: as text."""
+    found = []
+    for name in names:
+        setting, default = _ENGINE[name], defaults.get(name)
+        help = setting.help if default is None else setting.help.partition(" (unset")[0]
+        how = {"envvar": list(setting.env), "show_envvar": True, "show_default": True, **more}
+        found.append(setting_option(name, setting, reads=reads, help=help, default=default, **how))
+    return found
 
 
-def _engine_option(name: str, default: str | None, more: Mapping[str, Any]) -> Wrap:
-    setting = _ENGINE[name]
-    more = {"envvar": list(setting.env), "show_envvar": True, "show_default": True, **more}
-    help = setting.help if default is None else setting.help.partition(" (unset")[0]
-
-    def declare(function: Any) -> Any:
-        made = setting_option(name, setting, reads=True, help=help, default=default, **more)
-        function.__dict__.setdefault("__click_params__", []).append(made)
-        return function
-
-    return declare
-
-
-def needed(flag: str, help: str, **more: Any) -> Wrap:
-    """Declare a required path."""
+def needed(flag: str, help: str, **more: Any) -> click.Option:
+    """Return a required path."""
     return option(flag, PATH, help, required=True, **more)
 
 
-def switch(flag: str, help: str, *names: str) -> Wrap:
-    """Declare a flag without a value."""
-    return click.option(flag, *names, is_flag=True, help=_phrase(help))
+def switch(flag: str, help: str, *names: str) -> click.Option:
+    """Return a flag without a value."""
+    return click.Option([flag, *names], is_flag=True, help=_phrase(help))
 
 
-def place(word: str, flag: str, help: str, *, needed: bool = True, many: bool = False) -> Wrap:
-    """Declare a path as a positional, or by a flag that names the parameter."""
+def place(
+    word: str, flag: str, help: str, *, needed: bool = True, many: bool = False
+) -> tuple[click.Parameter, ...]:
+    """Return a path as a positional, and its flag, which names the parameter."""
     name = flag.removeprefix("--").replace("-", "_")
-
-    def declare(function: Any) -> Any:
-        spot = Place(word, flag, name, needed, type=PATH, nargs=-1 if many else 1)
-        function = option(flag, PATH, help, name=name, multiple=many)(function)
-        function.__dict__.setdefault("__click_params__", []).append(spot)
-        return function
-
-    return declare
+    spot = Place(word, flag, name, needed, type=PATH, nargs=-1 if many else 1)
+    return spot, option(flag, PATH, help, name=name, multiple=many)
 
 
 class Script(Command):
@@ -140,27 +124,21 @@ class Script(Command):
 
 def script(
     name: str,
-    *options: Wrap,
+    *params: click.Parameter,
     examples: Examples = (),
     epilog: str | None = None,
-    exit_codes: Codes = EXIT_CODES,
+    exit_codes: Codes = (),
     help: str | None = None,
 ) -> Callable[[Callable[..., int | None]], Script]:
     """Return a decorator that makes a command of a function that returns an exit code or None."""
 
     def decorate(function: Callable[..., int | None]) -> Script:
-        run: Any = click.pass_obj(function)
-        for each in reversed(options):
-            run = each(run)
-        params = run.__dict__.pop("__click_params__", [])[::-1]
-        about = inspect.cleandoc(help or function.__doc__ or "")
-        notes = (epilog,) if epilog else ()
         return Script(
             name,
-            about,
-            params=params,
-            callback=run,
-            notes=notes,
+            inspect.cleandoc(help or function.__doc__ or ""),
+            params=[*params],
+            callback=click.pass_obj(function),
+            notes=(epilog,) if epilog else (),
             examples=examples,
             exit_codes=exit_codes,
         )

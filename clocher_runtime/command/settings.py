@@ -7,9 +7,22 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from clocher_runtime.config.engine import BYTES, COUNT, HINTS, TOKENS, EngineConfig
-from clocher_runtime.config.setting import GivenInFile, Setting, declared, flag, redefault, variable
 from clocher_runtime.config.sources import Sources, settle
-from clocher_runtime.config.values import id_list, integer, number, one_of, path, switch, text
+from clocher_runtime.config.values import (
+    GivenInFile,
+    Setting,
+    declared,
+    flag,
+    id_list,
+    integer,
+    number,
+    one_of,
+    path,
+    redefault,
+    switch,
+    text,
+    variable,
+)
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE, taken
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()

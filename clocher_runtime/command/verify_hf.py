@@ -11,15 +11,7 @@ import click
 from clocher_kernels.errors import ModelError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import find_hf, no_directory
-from clocher_runtime.command.script_run import (
-    EXIT_CODES,
-    PATH,
-    Report,
-    needed,
-    option,
-    script,
-    switch,
-)
+from clocher_runtime.command.script_run import PATH, Report, needed, option, script, switch
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.transformers_model import DTYPES, TOLERANCES, HfModel, hf_tokenizer
@@ -62,20 +54,12 @@ from clocher_runtime.quality.verify import Checks, Trace, fingerprint, read_trac
             "Compare it",
             "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR",
         ),
-        (
-            "Compare the tokens of the prompts alone",
-            "python scripts/verify_hf_generation_ids.py --trace-jsonl trace.jsonl --hf-dir DIR \\\n"
-            "    --tokenizer-only --check-prompt --out verify.json",
-        ),
     ),
-    exit_codes=(
-        (ExitCode.OK, "no difference (near ties are counted, not differences)"),
-        (ExitCode.USAGE, "a flag or the trace cannot be used, or transformers is not installed"),
-        (ExitCode.MODEL, "the model is missing, or transformers cannot load it"),
-        (ExitCode.DEVICE, "the device is not there, or the report cannot be written"),
-        *EXIT_CODES[4:],
-        (ExitCode.MISMATCH, "a difference was found"),
-    ),
+    exit_codes={
+        ExitCode.OK: "no difference (near ties are counted, not differences)",
+        ExitCode.USAGE: "a flag or the trace cannot be used, or transformers is not installed",
+        ExitCode.MISMATCH: "a difference was found",
+    },
 )
 def verify_ids(
     report: Report, trace_jsonl: Path, hf_dir: Path, out: Path | None, **how: Any

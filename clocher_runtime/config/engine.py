@@ -11,18 +11,23 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config.setting import Given, Setting, every, flag, internal, variable
 from clocher_runtime.config.values import (
+    Given,
+    Setting,
     Value,
     attention,
     diffusion,
+    every,
+    flag,
     integer,
+    internal,
     number,
     one_of,
     path,
     socket_policy,
     switch,
     text,
+    variable,
 )
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
@@ -97,6 +102,11 @@ class EngineConfig:
         _SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",
         "IE_REQUIRE_MODEL",
+    )
+    yes: bool = _model(
+        _SWITCH,
+        "fetch a model of the Hub that is not on this machine without a question",
+        only=("run", "chat", "serve"),
     )
     verify_weights: bool = _model(
         _SWITCH, "read all weights first; check their hashes, where they have any, and their codes"
@@ -322,4 +332,5 @@ _NOT_KEYWORDS = {
     "tile_table",
     "isa",
     "keep_mapped",
+    "yes",
 }

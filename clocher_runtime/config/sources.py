@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import Given, GivenInFile, Setting, declared
+from clocher_runtime.config.values import Given, GivenInFile, Setting, declared
 
 MAX_BYTES = 1 << 20
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.plan import Executor, Plan
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import every
+from clocher_runtime.config.values import every
 from clocher_runtime.engine.load import Weights
 from clocher_runtime.engine.topology import pinned_cpus, threads_of
 

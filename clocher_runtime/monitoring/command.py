@@ -122,7 +122,7 @@ def stream_lines(stream: BinaryIO) -> Iterator[bytes | None]:
 
 @script(
     "metrics_exporter",
-    click.argument("source", type=PATH, default="-"),
+    click.Argument(["source"], type=PATH, default="-"),
     option("--port", click.IntRange(0, 65535), default=PORT),
     option("--address", str, "Address to listen on.", default="127.0.0.1"),
     switch("--once", "Read what is there, print the metrics and end."),

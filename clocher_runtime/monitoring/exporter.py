@@ -17,7 +17,7 @@ from prometheus_client import (
 )
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.command.jsonline import SCHEMA
+from clocher_runtime.command.console import SCHEMA
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.monitoring.command import MAX_LINE_BYTES
 

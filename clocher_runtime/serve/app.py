@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
@@ -289,11 +289,11 @@ class Server:
 
     async def describe(self, request: Request) -> ASGIApp:
         """GET /openapi.json."""
-        return json_response(document(clocher_version()))
+        return json_response(document(__version__))
 
     async def root(self, request: Request) -> ASGIApp:
         """GET /, where there is no page: the name of the server."""
-        about = {"name": "clocher-serve", "version": clocher_version(), "model": self.name}
+        about = {"name": "clocher-serve", "version": __version__, "model": self.name}
         return json_response(about | {"routes": sorted(r.path for r in request.app.routes)})
 
     def app(self) -> Starlette:

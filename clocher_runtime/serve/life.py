@@ -22,8 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.hub import repository_of
-from clocher_runtime.command.loading import defaults_of
-from clocher_runtime.command.model_choice import ModelChoice, choose_model, converses
+from clocher_runtime.command.loading import ModelChoice, choose_model, converses, defaults_of
 from clocher_runtime.config.sources import Sources
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.exit_codes import ExitCode

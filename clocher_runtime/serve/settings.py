@@ -7,9 +7,19 @@ from typing import Any, ClassVar
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import Setting, declared, defaults, every, flag, redefault
 from clocher_runtime.config.sources import Sources, settle, with_file
-from clocher_runtime.config.values import integer, number, switch, text
+from clocher_runtime.config.values import (
+    Setting,
+    declared,
+    defaults,
+    every,
+    flag,
+    integer,
+    number,
+    redefault,
+    switch,
+    text,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

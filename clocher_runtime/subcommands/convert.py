@@ -8,12 +8,10 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import (
-    EXIT_CODES,
     PATH,
     RESUMES,
     Report,
     Script,
-    Wrap,
     needed,
     option,
     place,
@@ -43,7 +41,7 @@ Q4_MAP = option(
 
 @script(
     "clocher convert",
-    place(
+    *place(
         "MODEL",
         "--model-dir",
         "The model: a directory with safetensors or pytorch_model*.bin (or with them in hf/ or "
@@ -51,7 +49,7 @@ Q4_MAP = option(
         "read; pytorch_model*.bin needs torch.",
         needed=False,
     ),
-    place(
+    *place(
         "OUT",
         "--out-dir",
         f"{OUT_DIR} Or a file whose name ends in .gguf, or with --to another.",
@@ -96,10 +94,7 @@ Q4_MAP = option(
         ),
     ),
     epilog=RESUMES,
-    exit_codes=(
-        *EXIT_CODES,
-        (ExitCode.MISMATCH, "--check: something is not as it was certified; a line for each"),
-    ),
+    exit_codes={ExitCode.MISMATCH: "--check: something is not as it was certified"},
 )
 def convert(
     report: Report,
@@ -205,7 +200,11 @@ def next_command(out_dir: Path) -> str:
     return f"next: clocher chat {shlex.quote(str(out_dir))}"
 
 
-def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> Script:
+_BYTES = """Tensors that are already quantised (MXFP4, BitNet, fp8) keep their exact bytes. Two
+tensors at a time are in memory."""
+
+
+def _converter(name: str, about: str, *options: click.Parameter, pickles: bool = False) -> Script:
     line = f"python scripts/{name}.py --hf-dir models/llama/hf --out-dir models/llama"
     with_manifest = f"{line}-q4 \\\n    --q4-map quant/q4_manifest.json --verify"
     weights = (
@@ -228,7 +227,7 @@ def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> 
             *([("With a quantisation manifest", with_manifest)] if options else []),
         ),
         epilog=RESUMES,
-        help=about,
+        help=f"{about}\n\n{_BYTES}",
     )
     def main(
         report: Report, hf_dir: Path, out_dir: Path, verify: bool, q4_map: Path | None = None
@@ -243,38 +242,20 @@ def _converter(name: str, about: str, *options: Wrap, pickles: bool = False) -> 
 
 
 hf_to_iebin = _converter(
-    "hf_to_iebin",
-    """Convert a checkpoint to IEBIN: one file of weights, ready to be mapped.
-
-    Tensors that are already quantised (MXFP4, BitNet, fp8) keep their exact bytes. Two tensors at
-    a time are in memory.
-    """,
-    Q4_MAP,
+    "hf_to_iebin", "Convert a checkpoint to IEBIN: one file of weights, ready to be mapped.", Q4_MAP
 )
 hf_to_iebin_raw = _converter(
     "hf_to_iebin_raw",
-    """Convert a checkpoint to IEBIN bit for bit.
-
-    This is hf_to_iebin.py without --q4-map, for those who want to be sure that no weight changes;
-    the result is the same, byte for byte.
-    """,
+    "Convert a checkpoint to IEBIN bit for bit: hf_to_iebin.py without --q4-map.",
 )
 hf_to_iebin_stream = _converter(
     "hf_to_iebin_stream",
-    """Convert a checkpoint to IEBIN without ever holding the model in memory.
-
-    Every Clocher converter streams: two tensors at a time are in memory, and the disk gets pieces
-    of 4 MiB. This is hf_to_iebin.py without --q4-map under the name that guides use; the result is
-    the same, byte for byte.
-    """,
+    "Convert a checkpoint to IEBIN, streaming as hf_to_iebin.py does, which has --q4-map too.",
 )
 hf_to_iebin_stream_pt = _converter(
     "hf_to_iebin_stream_pt",
-    """Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle.
-
-    The pickle is followed only to learn where the tensors lie, without torch. Files that ask for
-    more than plain tensors are refused.
-    """,
+    "Convert a checkpoint with pickled weights to IEBIN, without running what is in the pickle. "
+    "Files that ask for more than plain tensors are refused.",
     Q4_MAP,
     pickles=True,
 )

@@ -7,7 +7,6 @@ import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_runtime.command.script_run import (
-    EXIT_CODES,
     Report,
     place,
     script,
@@ -29,7 +28,7 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
 
 @script(
     "clocher dedup",
-    place(
+    *place(
         "MODEL",
         "--model-dir",
         "Directory with model.ie.json and model.ie.bin. The output goes there, too: "
@@ -46,10 +45,9 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
         ("Run it", 'IE_DEDUP=1 clocher-run --model-dir models/llama --prompt "def f"'),
     ),
     epilog=_NOTES,
-    exit_codes=(
-        *EXIT_CODES,
-        (ExitCode.REJECTED, "it would save less than 3 %: nothing was written (see --keep-anyway)"),
-    ),
+    exit_codes={
+        ExitCode.REJECTED: "it would save less than 3 %: nothing was written (see --keep-anyway)"
+    },
 )
 def dedup(
     report: Report,

@@ -17,13 +17,12 @@ from clocher_runtime.command.script_run import (
 )
 from clocher_runtime.config.engine import EXACT, NUMERICS
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.subcommands.perplexity import READ_CODES
 from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
 
 
 @script(
     "clocher gate",
-    place("MODEL", "--model", "Again for each model.", many=True),
+    *place("MODEL", "--model", "Again for each model.", many=True),
     needed("--reference", "float model"),
     option("--text", FILE, required=True),
     option("--chars", COUNT, "use the first CHARS characters of the text"),
@@ -73,21 +72,18 @@ from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
             "    --text held_out.txt --report results/llama",
         ),
     ),
-    exit_codes=(
-        (ExitCode.OK, "every model passes"),
-        *READ_CODES[1:3],
-        (ExitCode.DEVICE, "a file cannot be written"),
-        *READ_CODES[4:],
-        (ExitCode.REJECTED, "a model fails"),
-        (ExitCode.UNDECIDED, "none fails, but one needs more text for a decision"),
-    ),
+    exit_codes={
+        ExitCode.OK: "every model passes",
+        ExitCode.REJECTED: "a model fails",
+        ExitCode.UNDECIDED: "none fails, but one needs more text for a decision",
+    },
 )
 def gate(report: Report, **options: Any) -> int:
     """Judge quantised models against the float model they were made from, on held-out text.
 
     A MODEL is a directory, or a quantisation manifest, which is applied to the reference.
     """
-    from clocher_runtime.command.quality_gate import judge
+    from clocher_runtime.command.ptq import judge
 
     return judge(report, options)
 

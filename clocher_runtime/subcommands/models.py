@@ -2,16 +2,14 @@
 
 import json
 import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.script_run import Report, option, script, size, switch
+from clocher_kernels.errors import ModelNotFound
+from clocher_runtime.command.script_run import Report, script, size, switch
 from clocher_runtime.exit_codes import ExitCode
 
 ENVIRONMENT = """\b
@@ -29,50 +27,29 @@ _RIGHT = {"PARAMETERS", "DISK", "MEMORY"}
 
 @script(
     "clocher models",
-    click.argument("where", metavar="[MODEL|DIR...]", nargs=-1),
+    click.Argument(["where"], metavar="[MODEL|DIR...]", nargs=-1),
     switch("--json", "A line of JSON, in place of a table.", "as_json"),
-    switch("--measure", "With one MODEL: measure memory, and say what speed it allows."),
-    option("--remove", str, "Delete a model from the Hub's cache, after a question."),
-    switch("--yes", "With --remove: do not ask."),
     examples=(
         ("What is on this machine", "clocher models"),
         ("The same, for a program", "clocher models --json"),
         ("What is below a directory", "clocher models /srv/models"),
-        ("All about one", "clocher models Qwen/Qwen3-0.6B --measure"),
-        ("Make room", "clocher models --remove Qwen/Qwen3-0.6B"),
+        ("All about one", "clocher models Qwen/Qwen3-0.6B"),
     ),
     epilog=ENVIRONMENT,
-    exit_codes=(
-        (ExitCode.OK, "done; a model that does not fit is no error"),
-        (ExitCode.USAGE, "a flag cannot be used"),
-        (ExitCode.MODEL, "there is no such model, or directory"),
-        (ExitCode.DEVICE, "the cache cannot be written (no permission)"),
-    ),
+    exit_codes={ExitCode.OK: "done; a model that does not fit is no error"},
 )
-def models(
-    report: Report,
-    where: tuple[str, ...],
-    as_json: bool,
-    measure: bool,
-    remove: str | None,
-    yes: bool,
-) -> int:
+def models(report: Report, where: tuple[str, ...], as_json: bool) -> None:
     """List the models on this machine, and whether each fits in memory and runs.
 
     Looked into: the embedded model, the caches of the Hub and of llama.cpp, ./models, and the
     directories that are given, three levels deep.
     """
-    if remove is not None:
-        return _remove(report, remove, yes)
     from clocher_runtime.subcommands.models_found import details, find, look
 
     one = _one_model(where)
     if one is not None:
-        about = details(where[0], one)
-        _tell(about | (_speed_limit(about["bytes_per_token"]) if measure else {}), as_json)
-        return ExitCode.OK
-    if measure:
-        raise UsageError("--measure is about one model; name it: clocher models MODEL --measure")
+        _tell(details(where[0], one), as_json)
+        return
     rows = [look(found) for found in find([Path(each) for each in where], not where)]
     if as_json:
         click.echo(json.dumps(rows))
@@ -80,7 +57,6 @@ def models(
         _print_table(rows)
     if not rows:
         report.note("no models; get one: clocher pull OWNER/NAME")
-    return ExitCode.OK
 
 
 COMMAND = models
@@ -97,16 +73,6 @@ def _one_model(where: Sequence[str]) -> Path | None:
     if len(paths) != 1:
         return None
     return paths[0] if not paths[0].is_dir() or holds_model(paths[0]) else None
-
-
-def _speed_limit(per_token: int) -> dict[str, Any]:
-    from clocher_runtime.engine.probes import read_gbps
-    from clocher_runtime.engine.topology import default_threads
-
-    gbps = read_gbps(per_token, default_threads())
-    if gbps is None:
-        return {"read_gbps": None, "most_tokens_per_s": None}
-    return {"read_gbps": round(gbps, 2), "most_tokens_per_s": round(1e9 * gbps / per_token, 2)}
 
 
 def _tell(found: Mapping[str, Any], as_json: bool) -> None:
@@ -132,9 +98,6 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
         lines.append(("memory", f"{size(nbytes)} with a context of {context}{fits}"))
     if left is not None:
         lines.append(("available", size(left)))
-    if found.get("read_gbps"):
-        speed = f"{found['most_tokens_per_s']:g} tokens/s"
-        lines.append(("at most", f"{speed}, from {found['read_gbps']:g} GB/s of memory"))
     width = max(len(name) for name, _ in lines)
     for name, value in lines:
         click.echo(_inert(f"{name:<{width}}  {value}"))
@@ -142,24 +105,6 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
 
 def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
     cells = [_HEADS, *map(_cells, rows)]
-    if sys.stdout is not None and sys.stdout.isatty():
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
-        table = Table(box=None, pad_edge=False, header_style="bold")
-        for head in _HEADS:
-            is_name = head in ("MODEL", "RUNS")
-            table.add_column(
-                head,
-                justify="right" if head in _RIGHT else "left",
-                no_wrap=not is_name,
-                overflow="fold",
-            )
-        for row in cells[1:]:
-            table.add_row(*map(Text, row))
-        Console(highlight=False).print(table)
-        return
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         line = (
@@ -170,7 +115,6 @@ def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-
     spell: dict[str, Callable[[Any], str]] = {
         "name": shlex.quote,
         "parameters": _count,
@@ -192,45 +136,3 @@ def _count(number: int) -> str:
 def _inert(text: str) -> str:
     """Make control characters visible: names come from anywhere."""
     return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
-
-
-def _remove(report: Report, name: str, yes: bool) -> int:
-    from clocher_runtime.checkpoints.hf.hub import (
-        cache_directory,
-        hub_name,
-        repositories,
-        snapshot,
-    )
-
-    hub = hub_name(name)
-    folder = repositories().get(hub.repo) if hub else None
-    if hub is None or folder is None or hub.file:
-        raise UsageError(
-            f"--remove: {name[:200]!r} is not a model of the Hub's cache ({cache_directory()}); "
-            "clocher models lists them, other files are yours to delete"
-        )
-    revision = snapshot(hub)
-    if hub.revision != "main" and revision is None:
-        raise UsageError(f"--remove: the Hub's cache has no revision {hub.revision} of {hub.repo}")
-    from huggingface_hub import scan_cache_dir
-
-    found = scan_cache_dir(cache_directory())
-    repos = {repo.repo_path.name: repo for repo in found.repos}
-    if folder.name not in repos:
-        raise UsageError(f"--remove: {folder} is damaged; delete that directory yourself")
-    commits = [each.commit_hash for each in repos[folder.name].revisions]
-    if hub.revision != "main" and revision is not None:
-        commits = [revision.name]
-    # The library takes the first repository with a commit, and a copy of another has the same.
-    only = replace(found, repos=frozenset([repos[folder.name]]))
-    strategy = only.delete_revisions(*commits)
-    freed = size(strategy.expected_freed_size)
-    if not yes:
-        if not (sys.stdin is not None and sys.stdin.isatty()):
-            raise UsageError(f"--remove: would delete {hub}, {freed}; say so with --yes")
-        if not click.confirm(f"delete {hub}, {freed}?", err=True):
-            report.done("nothing was deleted")
-            return ExitCode.OK
-    strategy.execute()
-    report.done(f"deleted {hub}, {freed}")
-    return ExitCode.OK

@@ -10,7 +10,7 @@ from clocher_kernels.host_memory import available
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.hf.hub import HubName, repositories, revisions
 from clocher_runtime.checkpoints.locate import EMBEDDED, SUFFIX, embedded_model, holds_model, listed
-from clocher_runtime.command.model_choice import converses
+from clocher_runtime.command.loading import converses
 from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
 from clocher_runtime.engine.load import bytes_per_token, describe, destined, label
 

@@ -1,4 +1,4 @@
-"""`clocher perplexity`: perplexity of a model on a text; and the loading of scored models."""
+"""`clocher perplexity`, `clocher bench quality`: a model's loss on a text, its score on a task."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import click
 from clocher_runtime.command.script_run import (
     COUNT,
     FILE,
+    PATH,
     Report,
     engine_options,
     option,
@@ -20,20 +21,12 @@ from clocher_runtime.command.script_run import (
     script,
 )
 from clocher_runtime.config.engine import EXACT, NUMERICS, EngineConfig
-from clocher_runtime.config.setting import Given, every
-from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.config.values import Given, every
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.session import Session
     from clocher_runtime.text.tokenizer import Tokenizer
 
-READ_CODES = (
-    (ExitCode.OK, "done"),
-    (ExitCode.USAGE, "a flag or the text cannot be used"),
-    (ExitCode.MODEL, "a model is missing, damaged or of an unknown kind"),
-    (ExitCode.DEVICE, "the back end is not there"),
-    (ExitCode.MEMORY, "out of memory"),
-)
 PLACE = place(
     "MODEL", "--model-dir", "Default: CLOCHER_MODEL_DIR, else the embedded model.", needed=False
 )
@@ -80,7 +73,7 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
 
 @script(
     "clocher perplexity",
-    PLACE,
+    *PLACE,
     option("--text", FILE, required=True),
     option("--chars", COUNT, "use the first CHARS characters of the text"),
     option("--window", click.IntRange(2), default=256),
@@ -93,7 +86,6 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
             "clocher perplexity models/llama --text held_out.txt --chars 60000 --precision int4w",
         ),
     ),
-    exit_codes=READ_CODES,
 )
 def perplexity(
     report: Report, text: Path, chars: int | None, window: int, limit: int | None, **model: Any
@@ -112,6 +104,50 @@ def perplexity(
         "perplexity": score.perplexity,
     }
     click.echo(json.dumps(line))
+
+
+_ABOUT_TASK = """Score a model on a task file; print one JSON line on standard output.
+
+A task file has a JSON object a line, of either kind:
+
+\b
+  {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}
+  {"text": "A whole text, whose perplexity is computed."}
+
+A choice follows its context as it is, so it begins with a space where one belongs. Nothing is
+downloaded. Numbers are those of lm-evaluation-harness for the same texts."""
+
+
+@script(
+    "clocher bench quality",
+    *PLACE,
+    option("--task", PATH, "the task file, of JSON lines", required=True),
+    option("--limit", COUNT, "score the first LIMIT items"),
+    option("--batch", COUNT, "texts side by side", default=8),
+    option("--context", COUNT, "tokens of the longest text; default: the model's, at most 4096"),
+    *OPTIONS,
+    examples=(
+        ("the embedded model", "clocher bench quality --task questions.jsonl"),
+        (
+            "what 4 bits cost",
+            "clocher bench quality models/llama --task questions.jsonl --precision int4w",
+        ),
+    ),
+    help=_ABOUT_TASK,
+)
+def quality(
+    report: Report, task: Path, limit: int | None, batch: int, context: int | None, **model: Any
+) -> None:
+    """Score the items of a file and print the line."""
+    from clocher_runtime.disk.strict_json import finite
+    from clocher_runtime.quality.likelihood import Scorer, read_task, score_task
+
+    items = read_task(task)[:limit]
+    with report.counting() as tell, scored(**model, batch=batch, context=context) as ready:
+        scorer = Scorer(ready.session, ready.tokenizer)
+        found = score_task(scorer, items, partial(tell, "texts and choices"))
+        facts = {**ready.facts, "context": ready.session.context}
+    click.echo(json.dumps(finite({"task": str(task), **facts, **found})))
 
 
 COMMAND = perplexity

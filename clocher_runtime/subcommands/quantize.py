@@ -14,11 +14,9 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.command.flags import Examples
 from clocher_runtime.command.script_run import (
     COUNT,
-    EXIT_CODES,
     FILE,
     Report,
     Script,
-    Wrap,
     needed,
     option,
     place,
@@ -44,16 +42,14 @@ _NEXT = {
     "undecided": "judge it with more text, or loosen a limit",
 }
 
-PTQ_CODES = (
-    (ExitCode.OK, "done (and the gate, if there is one, accepts it); or --dry-run"),
-    (ExitCode.USAGE, "a flag, the rules or a text cannot be used"),
-    *EXIT_CODES[2:],
-    (ExitCode.REJECTED, "the gate rejects: there is a manifest NAME.rejected.json, nothing else"),
-    (ExitCode.UNDECIDED, "the gate is undecided and needs more text: as 8"),
-    (ExitCode.INTERRUPTED, "interrupted; run it again to go on after the last finished layer"),
-)
+PTQ_CODES = {
+    ExitCode.OK: "done (and the gate, if there is one, accepts it); or --dry-run",
+    ExitCode.REJECTED: "the gate rejects: there is a manifest NAME.rejected.json, nothing else",
+    ExitCode.UNDECIDED: "the gate is undecided and needs more text: as 8",
+    ExitCode.INTERRUPTED: "interrupted; run it again to go on after the last finished layer",
+}
 
-LIMIT_FLAGS: tuple[Wrap, ...] = (
+LIMIT_FLAGS: tuple[click.Parameter, ...] = (
     option("--max-ppl-ratio", float, "perplexity over that of the reference"),
     option("--max-kld", float, "mean KL divergence, nats"),
     option("--min-same-top", float, "share of tokens, 0 to 1"),
@@ -61,7 +57,7 @@ LIMIT_FLAGS: tuple[Wrap, ...] = (
     option("--min-tokens", COUNT, "fewer never pass; default: 32768"),
     option("--min-documents", COUNT, "fewer never pass; default: 64"),
 )
-FLAGS: tuple[Wrap, ...] = (
+FLAGS: tuple[click.Parameter, ...] = (
     option(
         "--format",
         click.Choice(FORMATS),
@@ -86,11 +82,11 @@ FLAGS: tuple[Wrap, ...] = (
         click.Choice(["32", "64", "128", "256"]),
         "Columns that share a scale, int4 and int8.  [default: 32]",
     ),
-    click.option(
+    option(
         "--symmetric/--affine",
-        "symmetric",
+        None,
+        "Without or with a zero point per group.  [default: affine for 4 bits]",
         default=None,
-        help="without or with a zero point per group  [default: affine for 4 bits]",
     ),
     option("--scale-dtype", click.Choice(["f16", "bf16", "f32"])),
     option("--clamp", float, "Clamp weights to [-CLAMP, CLAMP] first."),
@@ -131,13 +127,13 @@ FLAGS: tuple[Wrap, ...] = (
 
 @script(
     "clocher quantize",
-    place(
+    *place(
         "MODEL",
         "--model-dir",
         "The float model: a directory with safetensors or pytorch_model*.bin, a GGUF file, or "
         "owner/name of what `clocher pull` has fetched. It is only read.",
     ),
-    place("OUT_DIR", "--out-dir", f"{OUT_DIR} {MANIFEST} goes there, too."),
+    *place("OUT_DIR", "--out-dir", f"{OUT_DIR} {MANIFEST} goes there, too."),
     *FLAGS,
     switch("--force", "Replace the IEBIN model that OUT_DIR holds."),
     VERIFY,
@@ -152,7 +148,6 @@ FLAGS: tuple[Wrap, ...] = (
             "clocher quantize models/llama models/llama-int4 --method gptq \\\n"
             "    --calib-text calib.txt --gate held_out.txt",
         ),
-        ("MXFP4, which GPUs compute with", "clocher quantize models/llama out --format mxfp4"),
         ("8 bits; what would it take?", "clocher quantize models/llama out --bits 8 --dry-run"),
     ),
     epilog="Killed at any moment, it leaves the model that OUT_DIR held before, or none. Run it "
@@ -198,7 +193,11 @@ main = quantize.run
 
 
 def manifest_script(
-    name: str, about: str, examples: Examples, given: Wrap, opener: "Callable[[Any], Checkpoint]"
+    name: str,
+    about: str,
+    examples: Examples,
+    given: click.Parameter,
+    opener: "Callable[[Any], Checkpoint]",
 ) -> Script:
     """Return a script that writes the manifest alone; `opener` opens the input of `given`."""
     out = option(
@@ -210,9 +209,13 @@ def manifest_script(
 
     @script(name, given, out, *FLAGS, examples=examples, exit_codes=PTQ_CODES, help=about)
     def main(report: Report, source: Any, **options: Any) -> int:
-        from clocher_runtime.command.ptq import run_ptq
+        from clocher_runtime.command.ptq import planned, quantised
+        from clocher_runtime.quality.gate import verdict_code
 
-        return run_ptq(report, lambda: opener(source), options)
+        job, plan = planned(report, lambda: opener(source), options)
+        if options["dry_run"]:
+            return ExitCode.OK
+        return verdict_code(quantised(report, job, plan).verdict)
 
     return main
 
@@ -249,10 +252,6 @@ ptq_from_hf = manifest_script(
     (
         ("Rounding to 4 bits", f"{_SELF} --bits 4 --weights-only 1"),
         ("Better, and judged", f"{_SELF} \\\n    --calib-text calib.txt --gate held_out.txt"),
-        (
-            "GPTQ where rules say",
-            f"{_SELF} \\\n    --rules quant/q4_manifest.json --method gptq --calib-text calib.txt",
-        ),
         (
             "Then the model; clocher quantize does both steps at once",
             "python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama \\\n"
@@ -295,13 +294,7 @@ ptq_from_source = manifest_script(
     The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It
     is your code and is run as such.
     """,
-    (
-        (
-            "A function of yours",
-            f"{_SOURCE} my_weights:load --out quant/q4.json \\\n"
-            "    --bits 4 --group 64 --symmetric --mse",
-        ),
-    ),
+    (("A function of yours", f"{_SOURCE} my_weights:load --out quant/q4.json --group 64"),),
     option("--source", str, "module:function (from here).", required=True),
     _open_arrays,
 )

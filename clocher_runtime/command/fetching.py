@@ -1,0 +1,164 @@
+"""Models that are not here yet: fetched from the Hub, or the default one; after a question."""
+
+import glob
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clocher_kernels.errors import UnsupportedModel, UsageError
+from clocher_runtime.checkpoints.hf.hub import HubName, cache_directory, hub_name, snapshot
+from clocher_runtime.checkpoints.iebin import JSON_NAME
+from clocher_runtime.checkpoints.locate import DEFAULT
+from clocher_runtime.command.console import is_terminal
+from clocher_runtime.command.default_model import NotFetched, fetch_default, is_set
+from clocher_runtime.command.script_run import Report, size
+from clocher_runtime.config.engine import EngineConfig
+
+if TYPE_CHECKING:
+    from clocher_runtime.checkpoints.hf.hub import Download
+
+
+def with_model(
+    flags: Mapping[str, str], config: EngineConfig, name: str, note: Callable[[str], object]
+) -> Mapping[str, str]:
+    """Return the flags of a command with a model that is here, if it can be had.
+
+    A repository of the Hub is fetched with --yes, or after a question on a terminal. Without a
+    model it is the default one. `config` is that of the flags; `name` of the command begins
+    messages.
+    """
+    if config.model_dir is not None:
+        _offer(config.model_dir, name, config.yes)
+        return flags
+    named = config.model_json or config.model_bin or config.stub or config.require_model
+    if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
+        return flags
+    try:
+        fetch_default(Report(name))
+    except NotFetched as reason:
+        note(
+            f"SmolLM2-135M-Instruct is not here and cannot be fetched ({reason}); the model that "
+            "ships with Clocher serves, which only completes Python"
+        )
+        return flags
+    return {**flags, "model_dir": DEFAULT}
+
+
+def _offer(model: Path, name: str, yes: bool) -> None:
+    hub = hub_name(os.fspath(model))
+    if hub is None or os.path.exists(model) or os.path.isdir(model.parent):
+        return
+    folder = snapshot(hub)
+    if folder is not None and (not hub.file or os.path.isfile(folder / hub.file)):
+        return
+    if not yes and is_terminal(sys.stdin) and is_terminal(sys.stderr):
+        sys.stderr.write(f"{name}: {hub} is not on this machine; fetch it from the Hub? [y/N] ")
+        sys.stderr.flush()
+        yes = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if yes:
+        fetch(Report(name), hub)
+
+
+def fetch(
+    report: Report,
+    hub: HubName,
+    out_dir: Path | None = None,
+    allow: Sequence[str] = (),
+    anyway: bool = False,
+) -> str:
+    """Download missing files of a model, with reports; return what `clocher chat` takes then.
+
+    Raises ModelError, UsageError, OSError.
+    """
+    if DEFAULT.startswith(f"{hub.repo}/"):
+        fetch_default(report)
+        return DEFAULT
+    from clocher_runtime.checkpoints import open_checkpoint
+    from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
+    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
+
+    patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
+    try:
+        download = plan_download(hub.repo, out_dir, patterns, hub.revision)
+    except (UsageError, ConnectionError):
+        if out_dir is None and snapshot(hub) is not None:
+            report.note(f"note: {hub} is in the cache already: clocher chat {hub}")
+        raise
+    if not (allow or hub.file):
+        _look_ahead(report, download, anyway)
+    target = out_dir or cache_directory()
+    report.disk(str(hub), target, download.nbytes, download.free_bytes)
+    folder = download.run(lambda name: report.note(f"checking {name}"))
+    report.done(
+        f"{len(download.files)} files of {hub.repo} at {download.commit} are in {folder}, "
+        f"{len(download.missing)} of them new; all match their hashes"
+    )
+    if hub.file:
+        open_checkpoint(folder / hub.file)  # its header shows whether it can run
+    typed = shlex.quote(str(hub) if out_dir is None else str(out_dir / hub.file))
+    if any(file.name == ADAPTER_CONFIG for file in download.files):
+        return f"{shlex.quote(base_of(folder) or 'BASE')} --lora {typed}"
+    return typed
+
+
+def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
+    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
+
+    names = {file.name for file in download.files}
+    has_weights = any(name.endswith(".safetensors") for name in names)
+    small = [file for file in download.files if file.name in ("config.json", ADAPTER_CONFIG)]
+    folder = replace(download, files=tuple(small)).run() if small else None
+    refusal: Exception | None = None
+    if folder is not None and ADAPTER_CONFIG in names:
+        base = base_of(folder) or "its base"
+        report.note(f"{download.repo}: a LoRA adapter of {base}, which has to be fetched as well")
+        return
+    if "config.json" not in names:
+        refusal = UnsupportedModel(
+            f"{download.repo}: no config.json; is it a model's repository? --allow PATTERN fetches "
+            "files of any"
+        )
+    elif not has_weights:
+        refusal = UnsupportedModel(
+            f"{download.repo}: no model*.safetensors; pickled weights are not fetched"
+        )
+    elif folder is not None:
+        refusal = _refusal(report, folder / "config.json", download)
+    if refusal is None:
+        return
+    if not anyway:
+        raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
+    report.note(f"note: it cannot run here: {refusal}")
+
+
+def _refusal(report: Report, path: Path, download: "Download") -> Exception | None:
+    """Return why a model cannot run; else report what it is and whether it fits."""
+    from clocher_kernels.errors import ModelError
+    from clocher_kernels.host_memory import available
+    from clocher_runtime.checkpoints.hf.checkpoint import check_config
+    from clocher_runtime.disk.files import read_bytes
+    from clocher_runtime.disk.strict_json import parse_object
+    from clocher_runtime.engine.footprint import expected_bytes
+    from clocher_runtime.models.families import spec_from_config
+
+    try:
+        config = parse_object(read_bytes(path, 16_000_000), f"{download.repo}: config.json")
+        spec = spec_from_config(config)
+        check_config(config, download.repo)
+    except ModelError as error:
+        return error
+    weights = sum(f.nbytes for f in download.files if f.name.endswith(".safetensors"))
+    needed, left = expected_bytes(spec, weights), available()
+    fits = "fits"
+    if left is not None and needed > left:
+        fits = "does not fit, weights are read from disk again and again"
+    fits = "" if left is None else f", {size(left)} available: {fits}"
+    report.note(
+        f"{download.repo}: {spec.family}, {spec.num_layers} layers, {size(weights)} of weights; "
+        f"a run needs {size(needed)} of memory{fits}"
+    )
+    return None
