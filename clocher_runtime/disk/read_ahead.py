@@ -5,7 +5,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from clocher_kernels import host_memory
+from clocher_kernels import guards
 from clocher_kernels.errors import ModelError
 from clocher_runtime.disk.files import open_regular
 
@@ -15,7 +15,7 @@ _SAMPLES = 16
 
 def read_ahead(paths: Sequence[Path]) -> None:
     """Read files in a thread, unless cached or too large for the memory (Linux)."""
-    left = host_memory.available()
+    left = guards.available()
     if left is None or not hasattr(os, "RWF_NOWAIT"):
         return
     try:

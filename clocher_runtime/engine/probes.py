@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import DeviceError
-from clocher_kernels.host_memory import available
+from clocher_kernels.guards import available
 from clocher_runtime.engine.backends import Reader, reader
 from clocher_runtime.models.inventory import EMBED
 

@@ -8,7 +8,7 @@ from statistics import median
 
 from clocher_kernels.errors import ModelError, UsageError
 from clocher_kernels.formats import parse_format
-from clocher_kernels.host_memory import require
+from clocher_kernels.guards import require
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model

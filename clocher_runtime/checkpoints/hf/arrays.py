@@ -8,7 +8,8 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Float, Fp8
-from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.floats import Scope
 from clocher_kernels.formats.scaling import check_scales
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
