@@ -59,10 +59,10 @@ def _decode(words, values, KIND: tl.constexpr, W: tl.constexpr, PER_WORD: tl.con
 def _unpacked(packed: DeviceTensor) -> np.ndarray:
     """Read prepacked words with the kernels' decoders: fp32 [..., N, K], not scaled."""
     held = vectors_of(packed)
-    words = held.words.flatten(0, -2)
+    words = held.data.flatten(0, -2)
     rows, width = words.shape
-    values = torch.full((rows, width * held.weights // 4), float("nan"))
-    _decode[(rows, width // 4)](words, values, held.kind, width, held.weights // 4)
+    values = torch.full((rows, width * held.vector // 4), float("nan"))
+    _decode[(rows, width // 4)](words, values, held.code, width, held.vector // 4)
     return values.numpy()[:, : packed.shape[-1]].reshape(packed.shape)
 
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_streamed_is_refused(fmt: str) -> None:
 
 
 def _words(weight: QuantTensor) -> np.ndarray:
-    return vectors_of(prepack.prepack(weight, INTERPRETER)).words.numpy().view(np.uint32)
+    return vectors_of(prepack.prepack(weight, INTERPRETER)).data.numpy().view(np.uint32)
 
 
 def _halves(words: np.ndarray) -> np.ndarray:
