@@ -48,7 +48,7 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
 """Variable -> type, default, help."""
 
 # Variables of clocher-run whose values are input paths.
-_PATHS = ("MODEL_DIR", "PROMPTS", "CLOCHER_TILE_TABLE")
+_PATHS = ("MODEL_DIR", "PROMPTS")
 _GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
 
 

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from clocher_kernels.library.arrays import linear, quantize
+    from clocher_kernels.library import linear, quantize
 
 __all__ = ["__version__", "linear", "quantize"]
 __version__ = "0.1.0"
@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     """Import `quantize` and `linear`, which need Numba, on first use."""
     if name in ("linear", "quantize"):
-        from clocher_kernels.library import arrays
+        from clocher_kernels import library
 
-        return getattr(arrays, name)
+        return getattr(library, name)
     raise AttributeError(f"module 'clocher_kernels' has no attribute {name!r}")

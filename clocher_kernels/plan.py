@@ -78,7 +78,7 @@ class Plan:
 
     def scratch_bytes(self) -> int:
         """Bytes of all buffers, state (KV cache) included."""
-        return sum(prod(b.shape) * STORAGE[b.dtype].itemsize for b in self.buffers.values())
+        return sum(buffer.nbytes for buffer in self.buffers.values())
 
 
 class Executor(Protocol):

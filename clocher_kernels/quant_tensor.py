@@ -44,14 +44,6 @@ class QuantTensor:
         """Return the values as fp32, in the logical shape."""
         return self.format.decode(self.planes, self.shape)
 
-    def cut(self, axis: int, start: int, stop: int) -> "QuantTensor":
-        """Return a contiguous part of the tensor; see `Format.cut`."""
-        shape = list(self.shape)
-        shape[axis] = stop - start
-        planes = self.format.cut(self.planes, self.shape, axis, start, stop)
-        kept = {name: np.ascontiguousarray(plane) for name, plane in planes.items()}
-        return QuantTensor(tuple(shape), self.format, kept)
-
     def check(self) -> None:
         """Raise FormatError if a stored code is forbidden by the format."""
         self.format.check(self.planes, self.shape)

@@ -11,8 +11,8 @@ from aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from cuda_cases import meta, meta_device
 from sass_ratchet import print_or_record
 
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops.sampling import words_for

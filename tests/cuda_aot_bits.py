@@ -15,12 +15,12 @@ from aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
 from cuda_cases import meta, meta_device
 from sass_ratchet import figures, print_or_record
 
-from clocher_kernels.cuda.finish import Tail
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS

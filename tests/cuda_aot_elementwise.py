@@ -12,7 +12,7 @@ import torch
 from aot import compile_code
 from cuda_cases import meta, meta_device
 
-from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format

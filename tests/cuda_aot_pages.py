@@ -20,8 +20,8 @@ from cuda_aot_attention import (
 )
 from sass_ratchet import print_or_record
 
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.ops.attention import KV_DTYPES
 
 Model = tuple[int, int, int]

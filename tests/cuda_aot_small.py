@@ -10,7 +10,7 @@ from cuda_aot_attention import GPT_OSS, attention
 from cuda_aot_elementwise import FP16, FP32, I32, weight
 from cuda_cases import meta, meta_device
 
-from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
+from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 
 CAPABILITY = 90
 

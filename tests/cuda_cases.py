@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from op_cases import Arrays, OpRun
 
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import as_torch
 from clocher_kernels.dtypes import STORAGE

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case, Value
 from clocher_kernels.plan import Attr
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 Values = dict[str, np.ndarray]

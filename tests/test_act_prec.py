@@ -7,7 +7,7 @@ import pytest
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import FP32
 from clocher_kernels.ops.quantize import BITNET, fake_quantize
 from clocher_kernels.ops.rewrite import (
@@ -18,7 +18,6 @@ from clocher_kernels.ops.rewrite import (
 )
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 M, N, K = 3, 24, 256

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from weight_files import LLAMA
 
-from clocher_kernels import host_memory
+from clocher_kernels import guards
 from clocher_kernels.errors import WindowError
 from clocher_kernels.guards import refuse_in_window
 from clocher_runtime.checkpoints import open_checkpoint
@@ -323,7 +323,7 @@ def test_one_line_says_what_is_wrong(
 
 
 def test_too_little_memory(capsys: Capture, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(host_memory, "available", lambda *_: 1 << 20)
+    monkeypatch.setattr(guards, "available", lambda *_: 1 << 20)
     assert main(["-p", "0", "-n", "4", "-t", "1,2"]) == 6
     captured = capsys.readouterr()
     assert "1 MiB are available" in captured.err

@@ -261,7 +261,7 @@ def test_other_errors_keep_their_code_where_memory_was_short_before(inside, monk
 
 
 def test_cache_that_does_not_fit_is_code_6(inside, monkeypatch):
-    monkeypatch.setattr("clocher_kernels.host_memory.available", lambda *root: 1 << 20)
+    monkeypatch.setattr("clocher_kernels.guards.available", lambda *root: 1 << 20)
     code, line, _ = inside()
     assert (code, line["type"]) == (6, "OutOfMemory")
     assert "--context" in line["message"]

@@ -8,10 +8,9 @@ import pytest
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import Bsr, parse_format
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.ops.lowering import LOWER
 

@@ -12,12 +12,12 @@ from clocher_kernels.dtypes import E2M1_VALUES, to_f32
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import Ggml, Int8, Mxfp4, Ternary, known_formats, parse_format
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, KINDS
+from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.ops.linear import INTEGER_FORMATS
 from clocher_kernels.ops.quantize import GROUPED, groups_of, quantize
 from clocher_kernels.ops.rewrite import takes_int8
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.tiles import tile_pack

@@ -13,11 +13,10 @@ from op_cases import Arrays, OpRun, error
 
 from clocher_kernels.cuda.launch import INTERPRETER
 from clocher_kernels.dtypes import from_f32
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.attention import KV_DTYPES, visible_cells
 from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case
-from clocher_kernels.reference import ReferenceExecutor
 
 ATTENTION = OPS["attention"]
 PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors")

@@ -15,22 +15,20 @@ import triton.language as tl
 from cuda_cases import aot_report, run_interpreted
 from op_cases import OpRun, error
 
-from clocher_kernels.cuda import decode, dots, prepack, ternary
-from clocher_kernels.cuda.gemv_bits import gemv_bits
+from clocher_kernels.cuda import codes, dots, prepack
+from clocher_kernels.cuda.gemv_bits import _DOT16, _LESS16, gemv_bits, gemv_tile
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down
-from clocher_kernels.cuda.stored import vectors_of
+from clocher_kernels.cuda.prepack import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.ternary import Ternary
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import EXACT, Case
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_kernels.reference import ReferenceExecutor
 
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
@@ -49,11 +47,11 @@ def _decode(words, values, KIND: tl.constexpr, W: tl.constexpr, PER_WORD: tl.con
     row, column = tl.program_id(0), tl.program_id(1) * 4
     w = tl.load(words + row * W + column + tl.arange(0, 4)[None, :])
     if KIND == "int4":
-        v = decode.decode_words(w, "int4", tl.float16)
+        v = codes.decode_words(w, "int4", tl.float16)
     elif KIND == "mxfp4":
-        v = decode.decode_words(w, "mxfp4", tl.float32)
+        v = codes.decode_words(w, "mxfp4", tl.float32)
     else:
-        v = decode.decode_words(w, "ternary", tl.int8)
+        v = codes.decode_words(w, "ternary", tl.int8)
     at = (row * W + column) * PER_WORD + tl.arange(0, 4 * PER_WORD)[None, :]
     tl.store(values + at, v.to(tl.float32))
 
@@ -61,10 +59,10 @@ def _decode(words, values, KIND: tl.constexpr, W: tl.constexpr, PER_WORD: tl.con
 def _unpacked(packed: DeviceTensor) -> np.ndarray:
     """Read prepacked words with the kernels' decoders: fp32 [..., N, K], not scaled."""
     held = vectors_of(packed)
-    words = held.words.flatten(0, -2)
+    words = held.data.flatten(0, -2)
     rows, width = words.shape
-    values = torch.full((rows, width * held.weights // 4), float("nan"))
-    _decode[(rows, width // 4)](words, values, held.kind, width, held.weights // 4)
+    values = torch.full((rows, width * held.vector // 4), float("nan"))
+    _decode[(rows, width // 4)](words, values, held.code, width, held.vector // 4)
     return values.numpy()[:, : packed.shape[-1]].reshape(packed.shape)
 
 
@@ -218,7 +216,7 @@ def test_what_cannot_be_streamed_is_refused(fmt: str) -> None:
 
 
 def _words(weight: QuantTensor) -> np.ndarray:
-    return vectors_of(prepack.prepack(weight, INTERPRETER)).words.numpy().view(np.uint32)
+    return vectors_of(prepack.prepack(weight, INTERPRETER)).data.numpy().view(np.uint32)
 
 
 def _halves(words: np.ndarray) -> np.ndarray:
@@ -348,8 +346,8 @@ def test_assembly_adds_ternary_products() -> None:
     words, total = _words(weight), np.zeros(4, np.uint32)
     for c in range(4):
         xs = list(q.view(np.uint32)[4 * c : 4 * c + 4])
-        (total,) = ptx_emulator.run(ternary._DOT16.value, 1, words[:, c], *xs, total)
-        (total,) = ptx_emulator.run(ternary._LESS16.value, 1, *xs, total)
+        (total,) = ptx_emulator.run(_DOT16.value, 1, words[:, c], *xs, total)
+        (total,) = ptx_emulator.run(_LESS16.value, 1, *xs, total)
     codes = weight.format.codes(weight.planes, weight.shape)
     np.testing.assert_array_equal(total.view(np.int32), codes.astype(np.int32) @ q)
 

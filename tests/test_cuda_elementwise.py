@@ -6,15 +6,14 @@ import torch
 from cuda_cases import aot_report, run_interpreted
 from op_cases import OpRun, error
 
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, execute
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import Case
 from clocher_kernels.quant_tensor import encode
-from clocher_kernels.reference import ReferenceExecutor
 
 
 @pytest.mark.parametrize(

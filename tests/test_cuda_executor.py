@@ -16,14 +16,18 @@ import torch
 from sessions import make_session
 
 from clocher_kernels.cuda import executor as executor_module
-from clocher_kernels.cuda import graph, prepack
-from clocher_kernels.cuda.buffers import activation_types
-from clocher_kernels.cuda.executor import CudaExecutor
-from clocher_kernels.cuda.graph import bucket, context_buckets, row_buckets, token_buckets
+from clocher_kernels.cuda import prepack, step
+from clocher_kernels.cuda.executor import LOWER, CudaExecutor
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch
-from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.step import (
+    activation_types,
+    bucket,
+    check_memory,
+    context_buckets,
+    row_buckets,
+    token_buckets,
+)
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.upload import check_memory
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Executor, Plan
@@ -93,7 +97,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
     for table in ("LOWER", "LOWER_GREEDY"):
         monkeypatch.setattr(executor_module, table, {op: lower(op) for op in OPS})
     monkeypatch.setattr(prepack, "REARRANGE", {})
-    monkeypatch.setattr(graph, "CONTEXT_CELLS", (64,))
+    monkeypatch.setattr(step, "CONTEXT_CELLS", (64,))
     monkeypatch.setattr(binding, "make_executor", make)
     yield launched
 
@@ -250,7 +254,7 @@ def test_other_threads_may_use_the_gpu_during_a_capture(monkeypatch: pytest.Monk
 
     for name, value in {"CUDAGraph": Graph, "graph": capturing, "stream": nullcontext}.items():
         monkeypatch.setattr(torch.cuda, name, value)
-    graph.capture([], Stream())()  # type: ignore[arg-type]
+    step.capture([], Stream())()  # type: ignore[arg-type]
     assert modes == ["thread_local"]
 
 

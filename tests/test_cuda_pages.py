@@ -11,15 +11,14 @@ from cuda_cases import aot_report, run_interpreted
 from op_cases import Arrays, OpRun
 from test_cuda_attention import close, paged
 
-from clocher_kernels.cuda import attention, attention_decode
+from clocher_kernels.cuda import attention
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.attention import bits_of
 from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case
 from clocher_kernels.plan import Attr
-from clocher_kernels.reference import ReferenceExecutor
 
 MODES: dict[str, dict[str, Attr]] = {
     "topk": {"budget": 9},
@@ -115,8 +114,7 @@ def test_a_path_reads_the_pages_of_its_tokens_one_by_one() -> None:
 
 
 def test_many_tokens_have_a_list_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (attention, attention_decode):
-        monkeypatch.setattr(module, "DECODE_TOKENS", 2)
+    monkeypatch.setattr(attention, "DECODE_TOKENS", 2)
     lists = np.zeros((3, 2, 6), bool)
     lists[[0, 1, 2], :, [0, 1, 0]] = True
     op = only(attending("f16", 64, [128] * 3, lists), slice(3), 2)

@@ -5,9 +5,9 @@ import pytest
 import torch
 from masks import masks_of
 
-from clocher_kernels.cuda.buffers import InputBlock
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, execute
-from clocher_kernels.cuda.lowering import LOWER
+from clocher_kernels.cuda.step import InputBlock
 from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
 from clocher_kernels.ops.sampling import sample as reference
 from clocher_kernels.plan import Buffer, Plan

@@ -49,7 +49,6 @@ SEED_VARIABLES = {
     "IE_STREAM_BLOCK_BYTES": ("4096", "4 KiB"),
     "IE_REUSE_GUARD_WINDOWS": ("2", "two"),
     "CLOCHER_ISA": ("avx2", "sse2"),
-    "CLOCHER_TILE_TABLE": ("tiles.json", None),
 }
 SEED_FLAGS = [
     "--device",

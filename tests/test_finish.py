@@ -6,7 +6,7 @@ from one_op import run
 
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops.activations import ACTIVATIONS, activate
+from clocher_kernels.ops.elementwise import ACTIVATIONS, activate
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import encode
 

@@ -26,8 +26,8 @@ from bench.gpu import kernels, parity, steps
 from bench.gpu.__main__ import note, rows_of
 from bench.gpu.setting import Row, Setting, Timer, make_setting, run_item
 from clocher_kernels.cuda import prepack
+from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import EXACT

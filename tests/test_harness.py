@@ -276,9 +276,9 @@ def test_different_tokens_are_a_problem(tmp_path: Path) -> None:
 
 
 def test_the_command_of_a_sweep_is_one_that_a_shell_takes() -> None:
-    settings = {"max_new": "4", "ignore_eos": "1", "tile_table": "a b"}
+    settings = {"max_new": "4", "ignore_eos": "1", "isa": "avx2"}
     assert command_of(settings, "threads=1,2|nt_loads=0,1", 3) == (
-        "'CLOCHER_TILE_TABLE=a b' python -m bench.harness --runs 3 "
+        "CLOCHER_ISA=avx2 python -m bench.harness --runs 3 "
         "--sweep 'threads=1,2|nt_loads=0,1' -- --max-new=4 --ignore-eos"
     )
     assert command_of({}, "", 1) == "python -m bench.harness --runs 1"

@@ -6,10 +6,9 @@ from cuda_cases import run_interpreted
 from hostile_inputs import careless, hostile, selectors
 from op_cases import ALL, ON_CUDA, ONE_EACH, OpRun, error, name_of
 
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_kernels.ops.sampling import NO_TOKEN
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 _EACH = {name_of(*own) for own in ONE_EACH}

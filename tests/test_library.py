@@ -18,12 +18,13 @@ from op_cases import OpRun, error
 import clocher_kernels
 from clocher_kernels import linear, quantize
 from clocher_kernels.cuda.launch import INTERPRETER
+from clocher_kernels.cuda.tensors import as_torch
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedOp, UsageError
-from clocher_kernels.library.signature import LIBRARY, facts
+from clocher_kernels.library.host import LIBRARY, facts
 from clocher_kernels.ops import OPS as CONTRACTS
+from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.ops.contract import Case, OpSpec
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_kernels.reference import ReferenceExecutor
 from clocher_kernels.torch import OPS, QuantLinear, stored
 from clocher_kernels.torch.gpu import on_gpu
 
@@ -60,11 +61,11 @@ def torch_call(run: OpRun, spec: OpSpec) -> dict[str, Any]:
         value = run.values.get(p.name)
         if isinstance(value, QuantTensor):
             planes = value.format.planes(value.shape)
-            made[p.name] = [stored.from_numpy(value.planes[n], planes[n].dtype) for n in planes]
+            made[p.name] = [as_torch(value.planes[n].copy(), planes[n].dtype) for n in planes]
             made |= {f"{p.name}_format": value.format.name, f"{p.name}_shape": [*value.shape]}
         elif value is not None:
             buffer = run.plan.buffers.get(p.name)
-            made[p.name] = stored.from_numpy(value, buffer.dtype if buffer else "f32")
+            made[p.name] = as_torch(value.copy(), buffer.dtype if buffer else "f32")
     made |= {letter: case.sizes[letter] for letter in facts(spec.name).untold}
     return made | dict(case.attrs)
 

@@ -17,9 +17,8 @@ from bench.ops import op_timing
 from bench.ops.op_run import OpRun
 from bench.ops.op_timing import compare, timed
 from bench.ops.shapes import real_cases, resized
-from clocher_kernels.ops import OPS
+from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import Case, Real
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 ROOT = Path(__file__).parents[1]

@@ -16,7 +16,7 @@ from terminal import Terminal, plain
 from weight_files import BITNET, GPTOSS, LLAMA, copy_model, rng, write_hf
 
 import clocher_runtime
-from clocher_kernels import host_memory
+from clocher_kernels import guards
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import EMBEDDED
 from clocher_runtime.convert.synthetic import plan_synthesis
@@ -133,7 +133,7 @@ def test_what_does_not_fit_says_so(
     (group / "memory.current").write_text("0\n")
     (machine / "root" / "proc/self").mkdir(parents=True)
     (machine / "root" / "proc/self/cgroup").write_text("0::/\n")
-    measured = host_memory.available
+    measured = guards.available
     within = "clocher_runtime.subcommands.models_found.available"
     monkeypatch.setattr(within, lambda: measured(machine / "root"))
     assert listing(capsys)[EMBEDDED]["fits"] is False

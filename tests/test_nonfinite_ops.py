@@ -13,8 +13,8 @@ from cuda_cases import run_interpreted
 from op_cases import Arrays, OpRun, name_of
 from planting import odd_tokens, one_case_of_each, plants, ready
 
+from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.ops.contract import Case, OpSpec
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 CASES = one_case_of_each()

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from op_cases import ALL, ON_CUDA, OpRun, error, name_of
 
+from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Tolerance
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 
 _ON_CPU = [pytest.param(s, c, id=f"cpu-{name_of(s, c)}") for s, c in ALL]

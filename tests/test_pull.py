@@ -108,7 +108,7 @@ def test_what_cannot_run_is_not_fetched(
 def test_memory_that_is_not_there_is_told_and_no_reason_to_stop(
     model: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clocher_kernels.host_memory.available", lambda: 1 << 20)
+    monkeypatch.setattr("clocher_kernels.guards.available", lambda: 1 << 20)
     code, err = run(capsys, "own/tiny")
     assert code == 0 and "1.0 MB available: does not fit" in err
 

@@ -47,7 +47,6 @@ OTHER: dict[str, Any] = {
     "device": "cpu",
     "isa": "generic",
     "threads": 1,
-    "tile_table": "tiles.json",
     "batch": 2,
     "speculate": "suffix",
     "attn": "topk:256",
@@ -85,7 +84,7 @@ OTHER: dict[str, Any] = {
     "l3_bytes": 4096,
     "reuse_guard_windows": 2,
 }
-READ_BY_BACK_ENDS = {"isa", "tile_table"}
+READ_BY_BACK_ENDS = {"isa"}
 
 
 def toml(path: Path, **settings: object) -> dict[str, str]:
@@ -145,21 +144,9 @@ def line_of(tmp_path: Path, **settings: object) -> tuple[int, dict[str, Any]]:
     return code, json.loads(out)
 
 
-def test_isa_and_tile_table_of_a_file_reach_the_back_end(tmp_path: Path) -> None:
-    code, line = line_of(tmp_path, isa="generic", tile_table="none.json", device="cpu")
+def test_isa_of_a_file_reaches_the_back_end(tmp_path: Path) -> None:
+    code, line = line_of(tmp_path, isa="generic", device="cpu")
     assert (code, line["isa"]) == (0, "generic")
-    assert line["hints_ignored"] == [f"{tmp_path / 'run.toml'}: tile_table=none.json"]
-
-
-def test_a_tile_table_reaches_the_gpu_back_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("CLOCHER_TILE_TABLE", "")
-    hand_on(None, tmp_path / "missing.json")
-    from clocher_kernels.cuda import tiles
-
-    with pytest.raises(UsageError, match=r"CLOCHER_TILE_TABLE: .*missing\.json"):
-        tiles.tuned("int8_row_f32/64x64", 1, 90)
 
 
 def test_a_process_has_one_instruction_set() -> None:
@@ -167,7 +154,7 @@ def test_a_process_has_one_instruction_set() -> None:
 
     other = next(name for name in isa.ISAS if name != isa.CURRENT.name)
     with pytest.raises(UsageError, match=f"isa {other}: this process has compiled kernels for"):
-        hand_on(other, None)
+        hand_on(other)
 
 
 def test_perplexity_obeys_the_variables_of_a_run(tmp_path: Path) -> None:

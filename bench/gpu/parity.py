@@ -17,9 +17,9 @@ from bench.ops.op_run import OpRun, error
 from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
+from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Tolerance, Value
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_kernels.reference import ReferenceExecutor
 
 ACTIVATIONS = ("f32", "f16", "bf16")
 _MOST_ALONE = 8

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, current_device
-from clocher_kernels.cuda.lowering import LOWER
 
 Row = dict[str, Any]
 """A result; status "ok", or "failed", "crashed", "timeout", "not measured" with a reason."""

@@ -9,10 +9,9 @@ import numpy as np
 
 from bench.ops.experiment import Subject
 from bench.ops.op_run import OpRun, error
-from clocher_kernels.ops import OpSpec
+from clocher_kernels.ops import OpSpec, ReferenceExecutor
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.ops.contract import EXACT, Case, Cost
-from clocher_kernels.reference import ReferenceExecutor
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.hints import Hints
 

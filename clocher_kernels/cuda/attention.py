@@ -1,51 +1,270 @@
 """Attention over the paged cache (online softmax): a kernel for few tokens, one for prefill chunks.
 
 Blocks and summation order of a token's keys depend on its own position and end alone: a result does
-not depend on the batch, and a tree path's equals sequential decoding, bit for bit.
+not depend on the batch, and a tree path's equals sequential decoding, bit for bit. For few tokens
+the keys of each are split over programs; the last to end combines.
+
+Source: Dao et al. 2022 (arXiv 2205.14135); split keys: Dao et al. 2023, "Flash-Decoding".
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.attention_block import (
     NEVER,
     attend_block,
     cells_at,
+    count_bits,
     in_table,
     load_query,
+    load_words,
+    lowest,
+    path_cells,
     visible_cells,
     work_type,
     write_heads,
 )
-from clocher_kernels.cuda.attention_decode import DECODE_TOKENS, few_tokens
 from clocher_kernels.cuda.codes import unit
 from clocher_kernels.cuda.kv import cache_sizes, tree_length
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import start, within
+from clocher_kernels.errors import UnsupportedOp
+
+DECODE_TOKENS = 32
+"""Steps of up to this many tokens split the keys of each token over programs."""
+
+_LEAST = 16
+_PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
+
+
+@triton.jit
+def _decode(
+    q, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale, sinks, listed,
+    y, partial, tops, totals, arrivals,
+    Q_ROW: tl.constexpr, Y_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr,
+    CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr,
+    TAKE: tl.constexpr, WORDS: tl.constexpr, WORDS_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
+    KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Attend from one token to one of at most RUNS runs of its keys; the last to end combines."""
+    start(PDL)
+    split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    end = within(tl.load(ends + token), CELLS + 1)
+    position = within(tl.load(positions + token), CELLS)
+    tree = in_table(tl.load(ancestors + token), end, CELLS)
+    length = tree_length(tree)
+    last = end + count_bits(tree.to(tl.uint64, bitcast=True))
+    first, nearest = 0, 0
+    if WINDOW > 0 or CHUNK > 0:
+        # Places are positions, unless a tree node's position contradicts its end: then nodes count.
+        keys = position % CHUNK + 1 if CHUNK > 0 else WINDOW
+        keys = tl.minimum(keys, WINDOW) if WINDOW > 0 else keys
+        first, nearest = tl.maximum(position - keys + 1, 0), last - keys
+        first = tl.where(first >= end, tl.maximum(end, nearest), first)
+    first_block = first // BLOCK
+    blocks = tl.maximum(tl.cdiv(last, BLOCK) - first_block, 1)
+    if listed is not None:
+        # The blocks of listed pages, in their order, less those behind the last cell.
+        PARTS: tl.constexpr = PAGE // BLOCK
+        words = listed + (token * HEADS + head) * WORDS
+        first_page, end_page = first // PAGE, tl.cdiv(last, PAGE)
+        word = tl.arange(0, WORDS_WIDTH)
+        bits = load_words(words, word, first_page, end_page, WORDS)
+        counts = count_bits(bits)
+        upto = tl.cumsum(counts)
+        at_end = count_bits(load_words(words, word, end_page - 1, end_page, WORDS))
+        behind = end_page * PARTS - tl.cdiv(last, BLOCK)
+        listed_blocks = tl.sum(counts) * PARTS - tl.sum(at_end) * behind
+        blocks = tl.maximum(listed_blocks, 1)
+    per_split = tl.cdiv(blocks, RUNS)
+    splits = tl.cdiv(blocks, per_split)
+    if split >= splits:
+        return
+
+    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
+    row = tl.arange(0, ROWS)
+    live = row < GROUP
+    mine = live[:, None]
+    branch = tl.where(tree != 0, end, NEVER)
+    slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
+    heads_at = token * Q_ROW + (head * GROUP + row) * DIM
+    query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+
+    begin = (first_block + split * per_split) * BLOCK
+    stop = tl.minimum(begin + per_split * BLOCK, last)
+    if listed is not None:
+        begin = split * per_split
+        stop = tl.minimum(begin + per_split, listed_blocks)
+        # The word of the first page, without earlier pages.
+        page = begin // PARTS
+        current = tl.sum((upto <= page).to(tl.int32))
+        left = tl.sum(tl.where(word == current, bits, 0))
+        for _ in range(tl.sum(tl.where(word == current, upto - counts, 0)), page):
+            left &= left - 1
+    for place0 in range(begin, stop, BLOCK if listed is None else 1):
+        cell0 = place0
+        if listed is not None:
+            # Unseen pages come last and are not reached.
+            while (left == 0) & (current < WORDS - 1):
+                current += 1
+                left = tl.load(words + current).to(tl.uint64, bitcast=True)
+            cell0 = (current * 64 + lowest(left)) * PAGE + place0 % PARTS * BLOCK
+            if place0 % PARTS == PARTS - 1:
+                left &= left - 1
+        place = cell0 + tl.arange(0, BLOCK)
+        seen = (place >= first) & (place < last)
+        if WINDOW > 0 or CHUNK > 0:
+            seen = seen & ((place < end) | (place >= nearest))
+        if cell0 + BLOCK > branch:
+            cell = path_cells(place, end, tree, length)
+            at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, False)
+        else:
+            at = cells_at(slot_pages, cell0, place, seen, head, POOL, HEADS, PAGE, ONE_PAGE)
+        top, total, acc = attend_block(
+            top, total, acc, query, rest, at, seen, mine & seen[None, :],
+            k_cache, v_cache, k_scale, v_scale,
+            DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
+        )  # fmt: skip
+
+    dim = tl.arange(0, WIDTH)
+    out = y + token * Y_ROW + head * GROUP * DIM
+    if splits == 1:
+        write_heads(out + row * DIM, top, total, acc, sinks, head * GROUP + row, live, DIM, UNIT)
+        return
+    # Partial results are [token, head, split, lane].
+    pair = token * HEADS + head
+    at = (pair * SPLITS + split) * LANES + row
+    tl.store(partial + at[:, None] * WIDTH + dim[None, :], acc, live[:, None])
+    tl.store(tops + at, top, live)
+    tl.store(totals + at, total, live)
+    tl.debug_barrier()
+    if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == splits - 1:
+        tl.store(arrivals + pair, 0)
+        _combine(
+            pair * SPLITS * LANES, splits, partial, tops, totals, sinks, head * GROUP, out,
+            GROUP, LANES, DIM, WIDTH, SPLITS, TAKE, UNIT,
+        )  # fmt: skip
+
+
+@triton.jit
+def _combine(
+    base, splits, partial, tops, totals, sinks, head0, out,
+    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits' partial results, read from L2, and write the heads of a group."""
+    lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
+    live = lane < GROUP
+    split = tl.arange(0, SPLITS)[:, None]
+    at, done = base + split * LANES + lane[None, :], (split < splits) & live[None, :]
+    top = tl.load(tops + at, done, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(totals + at, done, other=0.0, cache_modifier=".cg")
+    highest = tl.max(top, 0)
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(total * tl.exp2(top - anchor[None, :]), 0)
+    acc = tl.zeros((LANES, WIDTH), tl.float32)
+    for split0 in tl.static_range(0, SPLITS, TAKE):
+        if split0 < splits:
+            part = split0 + tl.arange(0, TAKE)[:, None]
+            cell, inside = base + part * LANES + lane[None, :], (part < splits) & live[None, :]
+            weight = tl.load(tops + cell, inside, other=float("-inf"), cache_modifier=".cg")
+            values = tl.load(
+                partial + cell[:, :, None] * WIDTH + dim[None, None, :],
+                inside[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
+    write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
+
+
+def few_tokens(
+    tensors: Mapping[str, Any], constants: Mapping[str, Any], device: Device
+) -> list[Launch]:
+    """Return the launches for few tokens; UnsupportedOp if listed pages are not whole blocks."""
+    heads, page, lanes, width = (constants[name] for name in ("HEADS", "PAGE", "LANES", "WIDTH"))
+    listed, words = tensors.get("listed"), 0
+    splits, block = _splits(heads), _block(width, constants["KV"])
+    if listed is not None:
+        words, block = listed.shape[2], min(block, page & -page)
+        if block < _LEAST:
+            raise UnsupportedOp(
+                f"attention: no CUDA kernel reads lists of pages of {page} cells; expected a "
+                f"multiple of {_LEAST}; read all pages"
+            )
+    # A window spans this many blocks, tree cells included; tokens that see more have longer runs.
+    least = min((keys for keys in (constants["WINDOW"], constants["CHUNK"]) if keys), default=0)
+    runs = min(splits, triton.cdiv(least + 64 + block - 1, block)) if least else splits
+    own = {
+        **constants,
+        "ROWS": max(16, lanes),
+        "BLOCK": block,
+        "RUNS": runs,
+        "SPLITS": splits,
+        "TAKE": min(max(8192 // (lanes * width), 1), splits),
+        "WORDS": words,
+        "WORDS_WIDTH": triton.next_power_of_2(max(words, 1)),
+    }
+    results = DECODE_TOKENS * heads * splits * lanes
+    partial = {
+        "partial": device.scratch("attention_partial", (results, width), torch.float32),
+        "tops": device.scratch("attention_tops", (results,), torch.float32),
+        "totals": device.scratch("attention_totals", (results,), torch.float32),
+        "arrivals": device.scratch("attention_arrivals", (DECODE_TOKENS * heads,), torch.int32),
+    }
+    # Blocks beyond the page table are not visible: their runs need no programs.
+    reach = min(runs, triton.cdiv(constants["CELLS"], block))
+    launches = []
+    for begin in range(0, len(tensors["q"]), DECODE_TOKENS):
+        some = {
+            name: value[begin : begin + DECODE_TOKENS] if name in _PER_TOKEN else value
+            for name, value in tensors.items()
+        }
+        grid = (reach, heads, len(some["q"]))
+        launches.append(launch(_decode, grid, device, **some, **partial, **own))
+    return launches
+
+
+def _splits(heads: int) -> int:
+    """Return the most splits of a token's keys: two programs per multiprocessor of a large GPU."""
+    return min(max(triton.next_power_of_2(256 // heads + 1) // 2, 8), 64)
+
+
+def _block(width: int, kv: str) -> int:
+    return min(64, max(16, (4096 if kv == "f32" else 8192) // width))
+
 
 _LOG2_E = 1.4426950408889634
 
 
 def attention(
     *,
-    q: torch.Tensor,
-    y: torch.Tensor,
+    q: Tensor,
+    y: Tensor,
     kv_dtype: str,
     scale: float,
     window: int,
     device: Device,
     chunk: int = 0,
     softcap: float = 0.0,
-    **tensors: torch.Tensor,
+    **tensors: Tensor,
 ) -> list[Launch]:
     """Lower `ops.attention.attention`; `pages` may be cut to the blocks that the step can reach."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
     group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]
-    parts = unit(kv_dtype, "pairs") if kv_dtype in ("e4m3", "e5m2") else 1.0
+    parts = unit(kv_dtype, "pairs")
     constants: dict[str, Any] = {
         **sizes,
         "Q_ROW": q.stride(0),
@@ -141,6 +360,3 @@ def _tile(width: int) -> tuple[int, int, int]:
     if width > 128:
         return 32, 32, 8
     return (64, 32, 4) if width <= 64 else (64, 16, 8)
-
-
-LOWER = {"attention": attention}

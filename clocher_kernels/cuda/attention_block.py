@@ -13,11 +13,11 @@ from clocher_kernels.cuda.scalar import or_nan, tanh, within
 NEVER = tl.constexpr(0x7FFFFFFF)
 
 
-def work_type(kv_dtype: str, device: Device) -> tl.dtype:
+def work_type(kv: str, device: Device) -> tl.dtype:
     """Return the type that holds keys and values exactly in matmuls; fp32 in the interpreter."""
-    if kv_dtype in ("f16", "e4m3", "e5m2"):
+    if kv in ("f16", "e4m3", "e5m2"):
         return tl.float16
-    return tl.bfloat16 if kv_dtype in ("bf16", "i8") and device.asm else tl.float32
+    return tl.bfloat16 if kv in ("bf16", "i8") and device.asm else tl.float32
 
 
 @triton.jit

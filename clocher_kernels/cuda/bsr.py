@@ -6,14 +6,14 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.dots import split4, vector_dot
-from clocher_kernels.cuda.finish import Tail, finish
-from clocher_kernels.cuda.gemm import TL_TYPES, decoded, operand_type
 from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, arithmetic, stack
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.scalar import start
+from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.scalar import Tail, finish, start
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.formats.bsr import Bsr
 
@@ -273,35 +273,20 @@ def _gemm_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
 
 
 def bsr_linear(
-    *, x: torch.Tensor, w: DeviceTensor, y: torch.Tensor, device: Device, **after: Any
+    *, x: Tensor, w: DeviceTensor, y: Tensor, device: Device, **after: Any
 ) -> list[Launch]:
     """Lower `ops.linear.bsr_linear`; up to `MOST_SLICED` tokens a token's sum has one order."""
-    launches, tail = [], Tail(**after)
-    step = MAX_TOKENS if len(x) <= MOST_SLICED else len(x)
-    for first in range(0, len(x), step):
-        tokens = slice(first, first + step)
-        launches.append(_launch(x[tokens], w, y[tokens], tail.of(tokens), device))
-    return launches
-
-
-def _launch(
-    x: torch.Tensor,
-    w: DeviceTensor,
-    y: torch.Tensor,
-    tail: Tail,
-    device: Device,
-) -> Launch:
     assert isinstance(w.format, Bsr)
-    block = w.format.block
+    block, n = w.format.block, w.shape[0]
     code = w.format.inner if w.format.inner in ("int8", "int4") else "float"
-    (m, k), n = x.shape, w.shape[0]
-    given = {"x": x, "values": w.planes["values" if code == "float" else "codes"], "CODE": code}
-    given |= {name: w.planes.get(name) for name in ("row_ptr", "col_idx", "scales")}
-    given |= {"M": m, "N": n, "K": k, "R": block[0], "C": block[1]}
-    given |= tail.given("bsr_linear", y, n)
-    if m > MAX_TOKENS:
-        return _gemm_launch(given, block, device)
-    return (_int4_launch if code == "int4" else _gemv_launch)(given, block, device)
-
-
-LOWER = {"bsr_linear": bsr_linear}
+    stored = {name: w.planes.get(name) for name in ("row_ptr", "col_idx", "scales")}
+    stored["values"] = w.planes["values" if code == "float" else "codes"]
+    stored |= {"CODE": code, "N": n, "K": x.shape[1], "R": block[0], "C": block[1]}
+    few = len(x) <= MOST_SLICED
+    lower = _gemm_launch if not few else _int4_launch if code == "int4" else _gemv_launch
+    launches = []
+    for tokens, tail in Tail(**after).parts(len(x), MAX_TOKENS if few else len(x)):
+        given = {"x": x[tokens], "M": len(x[tokens]), **stored}
+        given |= tail.given("bsr_linear", y[tokens], n)
+        launches.append(lower(given, block, device))
+    return launches

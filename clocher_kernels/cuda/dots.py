@@ -16,7 +16,7 @@ activations above about 1000 need fp32 or bf16; mxfp4 experts take any. All else
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.decode import int4_code, mxfp4_value, ternary_digit
+from clocher_kernels.cuda.codes import int4_code, mxfp4_value, ternary_digit
 
 # A word of int4 -> four pairs of code - zero. A nibble becomes the last bits of an fp16 number
 # between 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
@@ -303,7 +303,7 @@ def vector_dot(
         GROUP: columns that share a scale, even; 0 leaves the scale to the caller.
         FORMAT: "int4", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
         WEIGHTS: weights of a vector.
-        PAIRS: packed arithmetic, see `Vectors.pairs`: "words", "blocks" (mxfp4) or "" for none;
+        PAIRS: packed arithmetic, see `Stored.pairs`: "words", "blocks" (mxfp4) or "" for none;
             needs 4-bit weights, fp16 activations and groups of whole words.
         ASM: inline assembly is allowed.
     """

@@ -5,17 +5,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.prepack import stored
 from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
-from clocher_kernels.cuda.stored import stored
 from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats.float import Float
-from clocher_kernels.formats.fp8 import Fp8
-from clocher_kernels.formats.int4 import Int4
-from clocher_kernels.formats.int8 import Int8
+from clocher_kernels.formats.floats import Float, Fp8
+from clocher_kernels.formats.integers import Int4, Int8
 
 _BLOCK = 1024
 
@@ -43,11 +42,11 @@ def _rms_norm(
 
 def rms_norm(
     *,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    y: torch.Tensor,
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
     eps: float,
-    residual: torch.Tensor | None = None,
+    residual: Tensor | None = None,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.elementwise.rms_norm`; one program per group."""
@@ -68,9 +67,7 @@ def _columns(SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     return tl.program_id(1), at, at < SIZE
 
 
-def _by_columns(
-    kernel: Any, x: torch.Tensor, y: torch.Tensor, device: Device, **given: Any
-) -> list[Launch]:
+def _by_columns(kernel: Any, x: Tensor, y: Tensor, device: Device, **given: Any) -> list[Launch]:
     """Return the launch of a kernel whose programs each write some columns of a row of y."""
     rows, size = y.shape
     given |= {"SIZE": size, "X_ROW": x.stride(0), "Y_ROW": y.stride(0), "BLOCK": _BLOCK}
@@ -107,7 +104,7 @@ def _embed(
 
 
 def embed(
-    *, ids: torch.Tensor, table: DeviceTensor, y: torch.Tensor, scale: float = 1.0, device: Device
+    *, ids: Tensor, table: DeviceTensor, y: Tensor, scale: float = 1.0, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.embed` for floats, int8, fp8 and int4; else UnsupportedOp."""
     if not isinstance(table.format, Float | Int8 | Fp8 | Int4):
@@ -140,9 +137,7 @@ def _gather_rows(
     tl.store(y + row * Y_ROW + at, value, inside)
 
 
-def gather_rows(
-    *, x: torch.Tensor, rows: torch.Tensor, y: torch.Tensor, device: Device
-) -> list[Launch]:
+def gather_rows(*, x: Tensor, rows: Tensor, y: Tensor, device: Device) -> list[Launch]:
     """Lower `ops.elementwise.gather_rows`."""
     return _by_columns(_gather_rows, x, y, device, rows=rows, TOKENS=len(x))
 
@@ -164,7 +159,7 @@ def _join_heads(
 
 
 def join_heads(
-    *, first: torch.Tensor, second: torch.Tensor, y: torch.Tensor, heads: int, device: Device
+    *, first: Tensor, second: Tensor, y: Tensor, heads: int, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.join_heads`."""
     right = second.shape[1] // heads
@@ -186,7 +181,7 @@ def _resize_heads(
     tl.store(y + row * Y_ROW + column, value.to(y.dtype.element_ty), inside)
 
 
-def resize_heads(*, x: torch.Tensor, y: torch.Tensor, heads: int, device: Device) -> list[Launch]:
+def resize_heads(*, x: Tensor, y: Tensor, heads: int, device: Device) -> list[Launch]:
     """Lower `ops.elementwise.resize_heads`."""
     sizes = {"OLD": x.shape[1] // heads, "NEW": y.shape[1] // heads}
     return _by_columns(_resize_heads, x, y, device, **sizes)
@@ -211,7 +206,7 @@ def _rope(
 
 
 def rope(
-    *, x: torch.Tensor, cos: torch.Tensor, head: int = 0, device: Device, **tables: torch.Tensor
+    *, x: Tensor, cos: Tensor, head: int = 0, device: Device, **tables: Tensor
 ) -> list[Launch]:
     """Lower `ops.elementwise.rope`; a thread owns both halves of a pair."""
     half = cos.shape[1]
@@ -239,19 +234,8 @@ def _advance(
     tl.store(draws + at, tl.load(draws + at, inside, other=0) + 1, inside)
 
 
-def advance(*, sampled: torch.Tensor, device: Device, **inputs: torch.Tensor) -> list[Launch]:
+def advance(*, sampled: Tensor, device: Device, **inputs: Tensor) -> list[Launch]:
     """Lower `ops.sampling.advance`, so that a decode step needs no host; a token has one row."""
     sizes = {"R": len(sampled), "TOKENS": len(inputs["ids"])}
     block = triton.next_power_of_2(len(sampled))
     return [launch(_advance, (1,), device, 1, sampled=sampled, **inputs, **sizes, BLOCK=block)]
-
-
-LOWER = {
-    "rms_norm": rms_norm,
-    "embed": embed,
-    "gather_rows": gather_rows,
-    "join_heads": join_heads,
-    "resize_heads": resize_heads,
-    "rope": rope,
-    "advance": advance,
-}

@@ -10,23 +10,59 @@ from contextvars import copy_context
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
-from clocher_kernels.cuda.buffers import InputBlock, activation_types, allocate, buffer_bytes
-from clocher_kernels.cuda.graph import (
+from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, quantize, sampling
+from clocher_kernels.cuda.launch import Device, Launch, current_device, execute, options
+from clocher_kernels.cuda.raw_module import DeviceWorkTouch
+from clocher_kernels.cuda.step import (
+    InputBlock,
+    Progress,
+    Weight,
+    activation_types,
+    allocate,
     bucket,
+    buffer_bytes,
     capture,
+    check_memory,
     context_buckets,
+    host_bytes,
+    place,
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.cuda.launch import Device, Launch, current_device, execute, options
-from clocher_kernels.cuda.lowering import LOWER, LOWER_GREEDY
-from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
-from clocher_kernels.cuda.upload import Progress, Weight, check_memory, host_bytes, place
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, UnsupportedOp
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.plan import Call, Plan
+
+LOWER: dict[str, Callable[..., list[Launch]]] = {
+    lower.__name__: lower
+    for lower in (
+        elementwise.advance,
+        attention.attention,
+        bsr.bsr_linear,
+        elementwise.embed,
+        quantize.fake_quantize,
+        elementwise.gather_rows,
+        elementwise.join_heads,
+        kv.kv_append,
+        linear.linear,
+        moe.moe_down,
+        moe.moe_gate_up,
+        kv.page_bounds,
+        quantize.quantize,
+        elementwise.resize_heads,
+        elementwise.rms_norm,
+        elementwise.rope,
+        moe.route,
+        sampling.sample,
+        kv.select_pages,
+    )
+}
+"""Op -> function that lowers a call of it to launches."""
+LOWER_GREEDY = {**LOWER, "sample": sampling.sample_greedy}
+"""The same for steps with only greedy rows."""
 
 Key = tuple[int, int, int]
 """Tokens, output rows and cache cells of a captured step."""
@@ -39,7 +75,7 @@ class CudaExecutor:
 
     Positions, tokens and draws advance on the device; the host sends new inputs with `upload` and
     reads results with `fetch`. `weights` has a QuantTensor for each "matrix", an fp32 array for
-    each "vector", or the results of `upload.place`. `activations` between matmuls are "f16", "bf16"
+    each "vector", or the results of `step.place`. `activations` between matmuls are "f16", "bf16"
     or "f32". `device` None is the current GPU. `progress` gets (bytes copied, total bytes).
     `beside`: an executor whose stream is shared.
 
@@ -48,8 +84,6 @@ class CudaExecutor:
         ShapeError: an array does not fit its op.
         UnsupportedOp: no kernel for an op, or for its format.
     """
-
-    name = "cuda"
 
     def __init__(
         self,
@@ -189,7 +223,7 @@ class CudaExecutor:
 
     def work_touch(self, bytes_per_token: int, stride: int) -> DeviceWorkTouch:
         """Return a work-touch of the weights in device memory, on the steps' stream."""
-        planes: list[torch.Tensor] = []
+        planes: list[Tensor] = []
         for name in self.plan.weights:
             value = self._values[name]
             planes += value.planes.values() if isinstance(value, DeviceTensor) else [value]
@@ -311,12 +345,12 @@ if hasattr(os, "register_at_fork"):
 
 def compile_side_by_side(launches: Sequence[Launch]) -> None:
     """Compile kernels in threads, or load them from Triton's cache; run nothing."""
-    mode = getattr(triton, "AsyncCompileMode", None)
-    if mode is None:  # Triton before 3.4; capture compiles serially
-        return
 
     def compile_all() -> None:
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool, mode(pool):
+        with (
+            ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
+            triton.AsyncCompileMode(pool),
+        ):
             for launch in launches:
                 arguments = {**launch.args, **launch.constants, **options(launch)}
                 launch.kernel.warmup(grid=launch.grid, **arguments)

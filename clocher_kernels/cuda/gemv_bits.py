@@ -1,19 +1,82 @@
-"""GEMV for 1 to 8 tokens and weights of less than a byte; W is streamed once.
+"""GEMV for weights of less than a byte, and for those of experts; W is streamed once.
 
-A token's sum has one order whatever the number of tokens.
+A token's sum has one order whatever the number of tokens. Ternary weights times int8 activations
+are bit-identical to the reference: products are kept apart from later sums, which the compiler
+would fuse into one rounding.
 """
 
-import torch
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from clocher_kernels.cuda.codes import ternary_digit
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
-from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.scalar import start
-from clocher_kernels.cuda.stored import vectors_of
+from clocher_kernels.cuda.prepack import vectors_of
+from clocher_kernels.cuda.quantize import rounded_product
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, start
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tiles import gemv_tile
+
+_RESIDENT_WARPS = 12
+"""Warps per multiprocessor (16 would fit), each with 2 x 8 loads of 512 bytes in flight."""
+
+_LANES = (16, 8, 32, 64, 128)
+"""Vectors read side by side, at least 128 bytes of a row; fewer reuse activations more."""
+
+_WORTH = {8: 1.0, 4: 0.9, 2: 0.75}
+"""Rows of a lane -> relative value: more rows reuse loaded activations more."""
+
+_MOST_ROWS = {1: 8, 2: 8, 4: 2, 8: 4}
+"""Tokens -> most rows of a lane: fits registers and keeps 40 KB in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class GemvTile:
+    """The tile of a GEMV program: `vectors` adjacent lanes share `rows_of_lane` rows of W."""
+
+    warps: int
+    vectors: int
+    tokens: int
+    rows_of_lane: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of W of the program."""
+        return 32 * self.warps // self.vectors * self.rows_of_lane
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """The kernels' names of its lanes, vectors and rows of a lane."""
+        return {"L": 32 * self.warps, "BV": self.vectors, "R": self.rows_of_lane}
+
+
+def gemv_tile(
+    *, rows: int, vectors: int, tokens: int, copies: int, device: Device, most: int = 8
+) -> GemvTile:
+    """Choose the tile of y = x W^T for 1 to 8 tokens.
+
+    The tile's `vectors` set the summation order and do not depend on `tokens`. A row of W has
+    `vectors` 16-byte vectors; `copies` matrices (experts) meet one token at a time; `most` limits
+    rows of a lane.
+    """
+    together = 1 << (tokens - 1).bit_length()
+    if device.capability == 0:
+        # Triton's interpreter costs time per program, whatever its size.
+        return GemvTile(1, 8, together, 16)
+
+    def score(cut: tuple[int, int]) -> float:
+        lanes, of_lane = cut
+        turns = -(-vectors // lanes)
+        busy = vectors / (turns * lanes)
+        # With a single turn there is no second one in flight.
+        warps = rows * copies * lanes / (32 * of_lane) * min(turns, 2) / 2
+        return busy * min(1.0, warps / (device.sms * _RESIDENT_WARPS)) * _WORTH[of_lane]
+
+    lanes, of_lane = max(((b, r) for b in _LANES for r in _WORTH), key=score)
+    of_lane = min(of_lane, _MOST_ROWS[together], most)
+    return GemvTile(max(1, lanes // 32), lanes, together, of_lane)
 
 
 @triton.jit
@@ -108,19 +171,138 @@ def _gemv_bits(
 
 
 def gemv_bits(
-    *,
-    x: torch.Tensor,
-    w: DeviceTensor,
-    y: torch.Tensor,
-    tail: Tail = PLAIN,
-    device: Device,
+    *, x: Tensor, w: DeviceTensor, y: Tensor, tail: Tail = PLAIN, device: Device
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
     (m, k), n = x.shape, w.shape[0]
-    held, key = vectors_of(w), f"{w.format.name}/{n}x{k}"
-    vectors = -(-k // held.weights)
-    tile = gemv_tile(rows=n, vectors=vectors, tokens=m, copies=1, device=device, key=key)
+    held = vectors_of(w)
+    vectors = -(-k // held.vector)
+    tile = gemv_tile(rows=n, vectors=vectors, tokens=m, copies=1, device=device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
-    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows_of_lane * held.weights
+    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows_of_lane * held.vector
     return [launch(_gemv_bits, grid, device, tile.warps, weights, **sizes, **given)]
+
+
+MAX_TOKENS = 8
+"""Tokens of a program."""
+
+_WEIGHTS = 64
+
+# $0 = $6 + the dot product of a word of codes 0..2 with 16 int8, four words $2..$5.
+_DOT16 = tl.constexpr("""{
+.reg .b32 c, t;
+and.b32 c, $1, 0x03030303;
+dp4a.s32.s32 t, c, $2, $6;
+shr.u32 c, $1, 2;
+and.b32 c, c, 0x03030303;
+dp4a.s32.s32 t, c, $3, t;
+shr.u32 c, $1, 4;
+and.b32 c, c, 0x03030303;
+dp4a.s32.s32 t, c, $4, t;
+shr.u32 c, $1, 6;
+and.b32 c, c, 0x03030303;
+dp4a.s32.s32 $0, c, $5, t;
+}""")
+
+# $0 = $5 - the sum of 16 int8: the offset of codes 0..2.
+_LESS16 = tl.constexpr("""{
+.reg .b32 t, o;
+mov.b32 o, 0xffffffff;
+dp4a.s32.s32 t, $1, o, $5;
+dp4a.s32.s32 t, $2, o, t;
+dp4a.s32.s32 t, $3, o, t;
+dp4a.s32.s32 $0, $4, o, t;
+}""")
+
+
+@triton.jit
+def _load16(q, m, k, inside, K: tl.constexpr):
+    """Load columns k .. k + 15 of tokens m as 4 tiles [L, BM, 1] of words, 0 beyond K."""
+    if K % 4 == 0:
+        at = (k // 4)[:, :, :, None] + tl.arange(0, 4)[None, None, None, :]
+        row = q.to(tl.pointer_type(tl.int32), bitcast=True) + (m * (K // 4))[:, :, :, None]
+        to = tl.max_contiguous(row + at, (2, 1, 1, 4))
+        return split4(tl.load(to, inside[:, :, :, None] & (at < K // 4), other=0))
+    else:
+        at = k[:, :, :, None] + tl.arange(0, 16)[None, None, None, :]
+        row = q + (m * K)[:, :, :, None]
+        t = tl.load(row + at, inside[:, :, :, None] & (at < K), other=0).to(tl.int32) & 255
+        even, odd = tl.split(t.reshape(t.shape[0], t.shape[1], t.shape[2], 4, 2, 2))
+        b0, b2 = tl.split(even)
+        b1, b3 = tl.split(odd)
+        return split4(b0 | (b1 << 8) | (b2 << 16) | (b3 << 24))
+
+
+@triton.jit
+def _add_word(total, less, word, xs, ASM: tl.constexpr):
+    """Add a word's 16 products to `total`; `less` is the part common to all rows."""
+    if ASM:
+        registers: tl.constexpr = "=r,r,r,r,r,r,r"
+        operands = [word, xs[0], xs[1], xs[2], xs[3], total]
+        total = tl.inline_asm_elementwise(_DOT16, registers, operands, tl.int32, True, 1)
+        operands = [xs[0], xs[1], xs[2], xs[3], less]
+        less = tl.inline_asm_elementwise(_LESS16, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
+    else:
+        for j in tl.static_range(16):
+            total += (xs[j // 4] << (24 - j % 4 * 8) >> 24) * ternary_digit(word, j)
+    return total, less
+
+
+@triton.jit
+def _linear_ternary(
+    x, x_scale, w, multiplier, bias, times, residual, y,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    BN: tl.constexpr = L // BV * R
+    V: tl.constexpr = (K + 63) // 64
+    first = tl.program_id(0) * BN
+    m = (tl.program_id(1) * BM + tl.arange(0, BM))[None, :, None]
+    lane = (tl.arange(0, L) % BV)[:, None, None]
+    row = rows_of(first, L, BV, R)[:, None, :]
+    # Rows beyond the last one repeat it and are not stored.
+    row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
+    total = tl.zeros((L, BM, R), tl.int32)
+    less = tl.zeros((L, BM, 1), tl.int32)
+    w += row * (V * 4)
+    ahead = load_vectors(w, lane, V)
+    start(PDL)
+    for turn in range(0, V, BV):
+        v = turn + lane
+        words = split4(ahead)
+        if V > BV:
+            ahead = load_vectors(w, v + BV, V)
+        for c in tl.static_range(4):
+            xs = _load16(x, m, v * 64 + c * 16, m < M, K)
+            total, less = _add_word(total, less, words[c], xs, ASM)
+
+    total = add_lanes(total + less, BV).to(tl.float32)
+    factor = tl.load(x_scale + m, m < M, other=0.0) * tl.load(multiplier)
+    total = rounded_product(total, factor, ASM)
+    n = rows_of(first, L // BV, 1, R)[:, None, :]
+    inside = (m < M) & (n < N)
+    finish(total, bias, times, residual, y, m.to(tl.int64), n, inside, N, F, ACT, CAP)
+
+
+def linear_ternary(
+    *, x: Tensor, x_scale: Tensor, w: DeviceTensor, y: Tensor, tail: Tail = PLAIN, device: Device
+) -> list[Launch]:
+    """Lower `ops.linear.linear` for ternary weights and int8 activations with a scale per token."""
+    (m, k), n = x.shape, w.shape[0]
+    tile = gemv_tile(
+        rows=n,
+        vectors=-(-k // _WEIGHTS),
+        tokens=min(m, MAX_TOKENS),
+        copies=1,
+        device=device,
+        most=8 if m <= 2 else 2,  # limited by registers
+    )
+    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
+    stored = {"w": w.planes["codes"], "multiplier": w.planes["scale"]}
+    given = {"x": x, "x_scale": x_scale, **stored, **tail.given("linear", y, n)}
+    grid = (triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens))
+    weights = tile.rows_of_lane * _WEIGHTS
+    return [launch(_linear_ternary, grid, device, tile.warps, weights, **sizes, **given)]

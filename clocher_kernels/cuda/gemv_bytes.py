@@ -4,19 +4,16 @@ A program owns a few rows of W; a thread reads 16 bytes of a row (a chunk) at a 
 order depends on K and the format alone, so a token's result is bit-identical for every M.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
-from clocher_kernels.cuda.finish import PLAIN, Tail, finish
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.scalar import start
-from clocher_kernels.cuda.stored import Stored, stored
+from clocher_kernels.cuda.prepack import Stored, stored
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, start
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tiles import tuned
 
 MAX_TOKENS = 8
 MOST_SLICED = 32
@@ -172,31 +169,23 @@ def _gemv(
         finish(total, bias, times, residual, y, m, n, inside, N, F, ACT, CAP)
 
 
-class Tile(NamedTuple):
-    """GEMV tiling: rows of a program, weights a thread reads at once, warps on each row."""
-
-    rows: int
-    lane: int
-    warps: int
+_ROWS = 4
+"""Rows of W of a program."""
 
 
-def tile_for(held: Stored, n: int, k: int, device: Device, key: str = "", tokens: int = 1) -> Tile:
-    """Choose the tile; only `rows`, which changes no sum, may depend on the number of tokens."""
+def _tile(held: Stored, n: int, k: int, device: Device) -> tuple[int, int]:
+    """Return how many weights a thread reads at once, and the warps on each row."""
     # 16 bytes, or less to keep rows aligned and chunks within a group.
-    lane = 16 // held.data.element_size()
+    lane, warps = 16 // held.data.element_size(), 1
     while k % lane or held.span % lane:
         lane //= 2
-    found = tuned(key, tokens, device.capability)
-    if found is not None:
-        return Tile(found["rows"], lane, found["warps"])
-    rows, warps = 4, 1
-    while warps < 4 and n * warps < 12 * rows * device.sms:
+    while warps < 4 and n * warps < 12 * _ROWS * device.sms:
         wider = 2 * warps * 32 * lane
         # The last turn of a row leaves threads idle.
         if -(-k // wider) * wider > 1.15 * k:
             break
         warps *= 2
-    return Tile(rows, lane, warps)
+    return lane, warps
 
 
 def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
@@ -205,25 +194,20 @@ def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
 
 
 def gemv_bytes(
-    *,
-    x: torch.Tensor,
-    w: DeviceTensor,
-    y: torch.Tensor,
-    tail: Tail = PLAIN,
-    device: Device,
+    *, x: Tensor, w: DeviceTensor, y: Tensor, tail: Tail = PLAIN, device: Device
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for at most 8 tokens and weights of whole bytes."""
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
-    tile = tile_for(held, n, k, device, f"{w.format.name}/{n}x{k}", m)
-    math = arithmetic(held.code, x.dtype, tile.lane == 16)
+    lane, warps = _tile(held, n, k, device)
+    math = arithmetic(held.code, x.dtype, lane == 16)
     per = 4 if math == "pairs" else 1
-    sizes = {"M": m, "N": n, "K": k // per, "ROWS": tile.rows, "LANE": tile.lane // per}
-    sizes["BLOCK"] = tile.lane * 32 * tile.warps // per
+    sizes = {"M": m, "N": n, "K": k // per, "ROWS": _ROWS, "LANE": lane // per}
+    sizes["BLOCK"] = lane * 32 * warps // per
     stored_as = {"CODE": held.code, "MATH": math, "UNIT": unit(held.code, math)}
     stored_as |= {"SPAN": held.span // per, "SCALE_ROWS": held.scale_rows}
     given = {"x": x, "w": held.data, "scales": held.scales, **tail.given("linear", y, n)}
     if per == 4:
         given |= {"x": x.view(torch.int64), "w": held.data.view(torch.int32)}
-    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows * tile.lane
-    return [launch(_gemv, grid, device, tile.warps, weights, **sizes, **stored_as, **given)]
+    grid = (triton.cdiv(n, _ROWS),)
+    return [launch(_gemv, grid, device, warps, _ROWS * lane, **sizes, **stored_as, **given)]

@@ -1,16 +1,21 @@
-"""KV cache: the cell of a token's keys and values, and narrowing to the cache's type.
+"""The KV cache: a token's cell, narrowing to the cache's type, bounds and lists of pages.
 
 Narrowing is integer arithmetic on fp32 bits: exact on every architecture and in the interpreter,
-equal to `dtypes.from_f32`, but f16 saturates (see `ops.attention`).
+equal to `dtypes.from_f32`, but f16 saturates (see `ops.attention`). A list of pages depends on its
+own query alone; the best ones are found by bisecting the scores.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor, float32
 
+from clocher_kernels.cuda.attention_block import pages_seen
+from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.scalar import or_nan, saturated, start
+from clocher_kernels.cuda.scalar import or_nan, saturated, start, within
 from clocher_kernels.dtypes import LARGEST
+from clocher_kernels.errors import ShapeError
+from clocher_kernels.ops.selection import LAST_PAGES, WORD
 
 
 @triton.jit
@@ -124,7 +129,7 @@ def _kv_append(
     _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, LARGEST, DIM)
 
 
-def cache_sizes(pages: torch.Tensor, cache: torch.Tensor) -> dict[str, int]:
+def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
     """Return the constexprs of a paged cache [pool, heads, page, dim] and its page table."""
     pool, heads, page, dim = cache.shape
     sizes = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": pool}
@@ -133,7 +138,7 @@ def cache_sizes(pages: torch.Tensor, cache: torch.Tensor) -> dict[str, int]:
 
 
 def kv_append(
-    *, k: torch.Tensor, v: torch.Tensor, kv_dtype: str, device: Device, **cells: torch.Tensor
+    *, k: Tensor, v: Tensor, kv_dtype: str, device: Device, **cells: Tensor
 ) -> list[Launch]:
     """Lower `ops.attention.kv_append`; one program per token and key/value head."""
     sizes = cache_sizes(cells["pages"], cells["k_cache"])
@@ -144,4 +149,218 @@ def kv_append(
     return [launch(_kv_append, grid, device, 1, **given, BLOCK=block)]
 
 
-LOWER = {"kv_append": kv_append}
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_TILE = 2048
+"""Elements that a program holds at once of a page's keys, or of bounds of one kind."""
+
+
+@triton.jit
+def _page_bounds(
+    slots, positions, ends, ancestors, pages, k_cache, k_scale, bounds,
+    PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    head, token = tl.program_id(0), tl.program_id(1)
+    page, cell = own_cell(
+        slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
+    )
+    if (cell % PAGE != PAGE - 1) | (page < 0) | (page >= POOL):
+        return
+    line, dim = (page * HEADS + head) * PAGE, tl.arange(0, WIDTH)
+    high = tl.full((WIDTH,), float("-inf"), tl.float32)
+    low = tl.full((WIDTH,), float("inf"), tl.float32)
+    odd = tl.zeros((WIDTH,), tl.int32)
+    for first in range(0, PAGE, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < PAGE)[:, None] & (dim < DIM)[None, :]
+        stored = tl.load(k_cache + (line + row)[:, None] * DIM + dim[None, :], inside, other=0)
+        if KV == "e4m3" or KV == "e5m2":
+            keys = to_f32(stored, KV, ASM) * UNIT
+        else:
+            keys = stored.to(tl.float32)
+        wrong = (tl.abs(keys) < float("inf")).to(tl.int32) ^ 1
+        if KV == "e4m3":  # has no infinity, and its NaN is decoded as a number
+            wrong = ((stored & 0x7F) == 0x7F).to(tl.int32)
+        if KV == "i8":
+            keys *= tl.load(k_scale + line + row, row < PAGE, other=0.0)[:, None]
+            wrong = (tl.abs(keys) < float("inf")).to(tl.int32) ^ 1
+        high = tl.maximum(high, tl.max(tl.where(inside, keys, float("-inf")), 0))
+        low = tl.minimum(low, tl.min(tl.where(inside, keys, float("inf")), 0))
+        odd = tl.maximum(odd, tl.max(tl.where(inside, wrong, 0), 0))
+    at = bounds + (page * HEADS + head) * 2 * DIM + dim
+    tl.store(at, tl.where(odd > 0, float("nan"), high), dim < DIM)
+    tl.store(at + DIM, tl.where(odd > 0, float("nan"), low), dim < DIM)
+
+
+def page_bounds(
+    *, pages: Tensor, k_cache: Tensor, kv_dtype: str, device: Device, **cells: Tensor
+) -> list[Launch]:
+    """Lower `ops.selection.page_bounds`; a program whose token completes no page does nothing."""
+    sizes = cache_sizes(pages, k_cache)
+    width = triton.next_power_of_2(sizes["DIM"])
+    kind = {"UNIT": unit(kv_dtype, "fp32"), "KV": kv_dtype}
+    given = {"pages": pages, "k_cache": k_cache, **cells, **sizes, **kind}
+    grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // width, 1)
+    return [launch(_page_bounds, grid, device, **given, WIDTH=width, ROWS=rows)]
+
+
+@triton.jit
+def _score_pages(
+    q, slots, ends, ancestors, pages, bounds, scores,
+    Q_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
+    POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the scores of ROWS pages for a token and a key/value head, [token, head, page]."""
+    start(PDL)
+    begin, head, token = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
+    old = pages_seen(ends, ancestors, token, BLOCKS * PAGE, PAGE) - LAST
+    if (old <= FIRST) | (begin >= old):
+        return
+    number, dim = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    there = number < old
+    slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
+    page = within(tl.load(slot_pages + number, there, other=0), POOL).to(tl.int64)
+    at = bounds + ((page * HEADS + head) * 2 * DIM)[:, None] + dim[None, :]
+    inside = there[:, None] & (dim < DIM)[None, :]
+    high, low = tl.load(at, inside, other=0.0), tl.load(at + DIM, inside, other=0.0)
+    best = tl.full((ROWS,), -_LARGEST, tl.float32)
+    for row in range(0, GROUP):
+        query = tl.load(q + token * Q_ROW + (head * GROUP + row) * DIM + dim, dim < DIM, other=0.0)
+        query = (query * SCALE)[None, :]
+        larger = tl.maximum(query * high, query * low, propagate_nan=tl.PropagateNan.ALL)
+        score = tl.sum(larger, 1)
+        best = tl.maximum(best, tl.where(tl.abs(score) <= _LARGEST, score, _LARGEST))
+    # Negative zero is no less than zero.
+    best = tl.where(best == 0.0, 0.0, best)
+    tl.store(scores + (token * HEADS + head) * BLOCKS + number, best, there)
+
+
+@triton.jit
+def _ranked(score):
+    """Return uint32 in the order of fp32."""
+    bits = score.to(tl.uint32, bitcast=True)
+    return tl.where(bits < 0x80000000, bits | 0x80000000, ~bits)
+
+
+@triton.jit
+def _cut(rank, weight, goal, BITS: tl.constexpr):
+    """Return the highest rank whose pages, with all above, weigh `goal`; 0 if none."""
+    way = tl.arange(0, 1 << BITS).to(tl.uint32)
+    cut = tl.min(way)
+    for turn in range(0, 32 // BITS):
+        tried = cut + (way << (32 - BITS - turn * BITS))
+        weighs = tl.sum(tl.where(rank[None, :] >= tried[:, None], weight[None, :], 0), 1)
+        cut = tl.max(tl.where(weighs >= goal, tried, cut))
+    return cut
+
+
+@triton.jit
+def _choice(
+    scores, number, old,
+    FIRST: tl.constexpr, COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Return which of the pages 0 .. old - 1 are listed by score; the first ones always are."""
+    there = number < tl.where(old > FIRST, old, 0)
+    score = tl.load(scores + number, there, other=-_LARGEST)
+    highest = tl.max(score)
+    if COUNT > 0:
+        among = there & (number >= FIRST)
+        rank = _ranked(score)
+        cut = _cut(rank, among.to(tl.int32), COUNT, BITS)
+        above, equal = among & (rank > cut), among & (rank == cut)
+        left = COUNT - tl.sum(above.to(tl.int32))
+        return above | (equal & (tl.cumsum(equal.to(tl.int32)) <= left))
+    elif MARGIN > 0:
+        return there & (score >= highest - MARGIN)
+    elif MASS > 0:
+        rank = _ranked(score)
+        weight = tl.where(there, tl.exp(score - highest), 0.0)
+        goal = tl.sum(weight) * MASS
+        return there & (rank >= _cut(rank, weight, goal, BITS))
+    else:
+        return number < 0
+
+
+@triton.jit
+def _list_pages(
+    ends, ancestors, scores, listed, counts,
+    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, REST: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Write the page list of a token and a key/value head, and its length."""
+    start(PDL)
+    head, token = tl.program_id(0), tl.program_id(1)
+    pair = token * HEADS + head
+    seen = pages_seen(ends, ancestors, token, BLOCKS * PAGE, PAGE)
+    number, old = tl.arange(0, WIDTH), tl.maximum(seen - LAST, 0)
+    chosen = (number < seen) & ((number < FIRST) | (number >= old))
+    if scores is not None:
+        chosen |= _choice(scores + pair * BLOCKS, number, old, FIRST, COUNT, MARGIN, MASS, BITS)
+    # A shortened page table leaves words over.
+    bits = chosen.to(tl.int64) << (number % 64).to(tl.int64)
+    word, rest = tl.arange(0, WIDTH // 64), tl.arange(0, REST)
+    out = listed + pair * WORDS
+    tl.store(out + word, tl.sum(tl.reshape(bits, (WIDTH // 64, 64)), 1), word < WORDS)
+    tl.store(out + rest, tl.zeros((REST,), tl.int64), (rest >= WIDTH // 64) & (rest < WORDS))
+    at = counts + pair * 2
+    tl.store(at, tl.load(at) + tl.sum(chosen.to(tl.int64)))
+    tl.store(at + 1, tl.load(at + 1) + seen)
+
+
+def select_pages(
+    *,
+    q: Tensor,
+    pages: Tensor,
+    listed: Tensor,
+    cells: int,
+    scale: float,
+    device: Device,
+    first: int = 1,
+    last: int = LAST_PAGES,
+    budget: int = 0,
+    margin: float = 0.0,
+    mass: float = 0.0,
+    bounds: Tensor | None = None,
+    **tokens_of: Tensor,
+) -> list[Launch]:
+    """Lower `ops.selection.select_pages`; `pages` may be cut to the blocks in reach."""
+    tokens, blocks = len(q), pages.shape[1]
+    _, heads, words = listed.shape
+    if words * WORD < blocks:
+        raise ShapeError(
+            f"select_pages: 'listed' has {words} words; {blocks} pages need {-(-blocks // WORD)}"
+        )
+    common = {"BLOCKS": blocks, "HEADS": heads, "PAGE": cells, "FIRST": first, "LAST": last}
+    seen = {name: tokens_of[name] for name in ("ends", "ancestors")}
+    launches, scores = [], None
+    if bounds is not None:
+        dim = bounds.shape[3]
+        group = q.shape[1] // (heads * dim)
+        if not group or q.shape[1] != group * heads * dim:
+            raise ShapeError(
+                f"select_pages: 'q' has {q.shape[1]} columns; expected a multiple of {heads} "
+                f"key/value heads x {dim}"
+            )
+        width = triton.next_power_of_2(dim)
+        rows = max(_TILE // width, 1)
+        scores = device.scratch("page_scores", (tokens, heads, blocks), float32)
+        pool = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": bounds.shape[0]}
+        sizes = {"GROUP": group, "DIM": dim, "WIDTH": width, "ROWS": rows}
+        given = {"q": q, "slots": tokens_of["slots"], **seen, "pages": pages, "bounds": bounds}
+        given |= {"scores": scores, "Q_ROW": q.stride(0), "SCALE": scale, **common, **pool, **sizes}
+        grid = (triton.cdiv(blocks, rows), heads, tokens)
+        launches.append(launch(_score_pages, grid, device, **given))
+    width = max(triton.next_power_of_2(blocks), WORD)
+    bits, warps = (4, 4) if width <= 512 else (2, 8) if width <= 4096 else (1, 16)
+    sizes = {"WIDTH": width, "WORDS": words, "REST": triton.next_power_of_2(words)}
+    rule = {"COUNT": budget - first - last, "MARGIN": margin, "MASS": mass, "BITS": bits}
+    given = {**seen, "scores": scores, "listed": listed, "counts": tokens_of["counts"]}
+    given |= {**common, **sizes, **rule}
+    return [*launches, launch(_list_pages, (heads, tokens), device, warps, **given)]

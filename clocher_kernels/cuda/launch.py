@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 import triton
+from torch import Tensor
 
-Arg = torch.Tensor | int | float | None
+Arg = Tensor | int | float | None
 
 # gdc_wait of Triton 3.4 does not compile.
 _HAS_PDL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
@@ -28,7 +29,7 @@ class Device:
     torch_device: str
     capability: int
     sms: int
-    _scratch: dict[tuple[str, tuple[int, ...], torch.dtype], torch.Tensor] = field(
+    _scratch: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(
         default_factory=dict, repr=False, compare=False
     )
 
@@ -42,7 +43,7 @@ class Device:
         """Whether programmatic dependent launch is available."""
         return self.capability >= 90 and _HAS_PDL
 
-    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a zeroed array that lives as long as the device object.
 
         Calls with the same name, shape and type share it: launches of one stream do not overlap. A

@@ -6,18 +6,17 @@ token's result does not depend on the batch. Expert ids come from `route` and ar
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.dots import to_scale
-from clocher_kernels.cuda.gemv_bits import add_lanes, rows_of, stream_rows
+from clocher_kernels.cuda.gemv_bits import add_lanes, gemv_tile, rows_of, stream_rows
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import no_codes
+from clocher_kernels.cuda.prepack import vectors_of
 from clocher_kernels.cuda.scalar import activate, as_activation, or_nan, start
-from clocher_kernels.cuda.stored import vectors_of
 from clocher_kernels.cuda.tensors import DeviceTensor
-from clocher_kernels.cuda.tiles import gemv_tile
 from clocher_kernels.errors import UnsupportedOp
 
 
@@ -114,32 +113,32 @@ def _down(
 
 
 def _launch(
-    kernel: Any, x: torch.Tensor, ids: torch.Tensor, w: DeviceTensor, device: Device, **given: Any
+    kernel: Any, x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any
 ) -> list[Launch]:
     """Return the launch for the chosen experts' rows; tokens come first to share reads."""
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
-    tile = gemv_tile(rows=n, vectors=-(-k // held.weights), tokens=1, copies=chosen, device=device)
+    tile = gemv_tile(rows=n, vectors=-(-k // held.vector), tokens=1, copies=chosen, device=device)
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
     together = given.get("BA")  # experts that a program multiplies side by side
     grid = (ids.shape[0] if together else ids.numel(), triton.cdiv(n, tile.rows))
     given |= {"x": x, "ids": ids, **sizes, **held.given(x, device, alone=True)}
-    weights = tile.rows_of_lane * held.weights
+    weights = tile.rows_of_lane * held.vector
     return [launch(kernel, grid, device, tile.warps * (together or 1), weights, **given)]
 
 
 def moe_gate_up(
     *,
-    x: torch.Tensor,
-    ids: torch.Tensor,
+    x: Tensor,
+    ids: Tensor,
     w: DeviceTensor,
     device: Device,
     act: str = "clamped",
     limit: float = 0.0,
     alpha: float = 0.0,
-    x_scale: torch.Tensor | None = None,
+    x_scale: Tensor | None = None,
     group: int = 0,
-    **given: torch.Tensor,
+    **given: Tensor,
 ) -> list[Launch]:
     """Lower `ops.moe.moe_gate_up`; UnsupportedOp for int8 x or an unknown activation function."""
     if x_scale is not None:
@@ -152,13 +151,13 @@ def moe_gate_up(
 
 def moe_down(
     *,
-    x: torch.Tensor,
-    ids: torch.Tensor,
+    x: Tensor,
+    ids: Tensor,
     w: DeviceTensor,
     device: Device,
-    x_scale: torch.Tensor | None = None,
+    x_scale: Tensor | None = None,
     group: int = 0,
-    **given: torch.Tensor,
+    **given: Tensor,
 ) -> list[Launch]:
     """Lower `ops.moe.moe_down`; UnsupportedOp for int8 activations."""
     if x_scale is not None:
@@ -252,8 +251,8 @@ def _route(
 
 def route(
     *,
-    logits: torch.Tensor,
-    ids: torch.Tensor,
+    logits: Tensor,
+    ids: Tensor,
     score: str = "chosen",
     normalise: bool = False,
     factor: float = 1.0,
@@ -273,6 +272,3 @@ def route(
     widths |= {"BA": triton.next_power_of_2(chosen), "BG": triton.next_power_of_2(max(groups, 1))}
     given |= {"logits": logits, "ids": ids, "FACTOR": float(factor), **chosen_from, **widths}
     return [launch(_route, (m,), device, 1, **given)]
-
-
-LOWER = {"moe_gate_up": moe_gate_up, "moe_down": moe_down, "route": route}

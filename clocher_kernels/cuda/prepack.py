@@ -21,22 +21,24 @@ Planes that are not named here are as stored.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clocher_kernels.cuda.launch import Device
 from clocher_kernels.cuda.tensors import DeviceTensor, planes_as_torch
-from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.floats import FP8_BLOCK, MXFP4_BLOCK, Float, Fp8, Mxfp4
 from clocher_kernels.formats.ggml import Ggml
-from clocher_kernels.formats.int4 import Int4
-from clocher_kernels.formats.mxfp4 import Mxfp4
+from clocher_kernels.formats.integers import Int4, Int8
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 
-Planes = dict[str, torch.Tensor]
+Planes = dict[str, Tensor]
 
 VECTOR = 16
 """Bytes that a lane loads at once; packed rows are whole vectors."""
@@ -122,7 +124,7 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
 """Format class -> rearrangement of its planes; other formats are read as stored."""
 
 
-def _whole_vectors(rows: torch.Tensor, width: int = VECTOR, fill: int = 0) -> torch.Tensor:
+def _whole_vectors(rows: Tensor, width: int = VECTOR, fill: int = 0) -> Tensor:
     """View bytes [..., B] as words, with rows padded to whole vectors of `width` bytes."""
     missing = -rows.shape[-1] % width
     if missing:
@@ -130,7 +132,7 @@ def _whole_vectors(rows: torch.Tensor, width: int = VECTOR, fill: int = 0) -> to
     return rows.view(torch.int32)
 
 
-def _pair_nibbles(words: torch.Tensor) -> torch.Tensor:
+def _pair_nibbles(words: Tensor) -> Tensor:
     """Move nibble 2p + h of each word to bit 4p + 16h."""
     even, odd = words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F
     for nibbles in (even, odd):
@@ -142,7 +144,7 @@ def _pair_nibbles(words: torch.Tensor) -> torch.Tensor:
     return even.bitwise_or_(odd)
 
 
-def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
+def _fp16_bits(words: Tensor) -> Tensor:
     """Spread the four nibbles of each half to the places that the kernels' masks expect."""
     # (shift left, result bits); negative shifts go right.
     moves = (
@@ -160,3 +162,88 @@ def _fp16_bits(words: torch.Tensor) -> torch.Tensor:
         both = mask | mask << 16
         out |= moved.bitwise_and_(both - (1 << 32) if both >> 31 else both)
     return out
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A matrix [N, K] as kernels see it, or experts [E, N, K].
+
+    `code` is "float", "int8", "e4m3", "e5m2", "int4", "mxfp4" or "ternary", for `vectors_of` a
+    float's type; `data` [..., N, stride] holds elements of `per` weights. Scales (None for floats)
+    and zero points (None: all are 8) are shared by `span` columns (0: the row) and `scale_rows`
+    rows (if span is 0: 1 for a scale per row, 0 for a single one).
+    """
+
+    code: str
+    data: Tensor
+    per: int
+    scales: Tensor | None
+    span: int = 0
+    scale_rows: int = 0
+    zeros: Tensor | None = None
+
+    @property
+    def vector(self) -> int:
+        """Weights that a lane loads at once."""
+        return VECTOR // self.data.itemsize * self.per
+
+    def pairs(self, x: Tensor, device: Device, *, alone: bool = False) -> str:
+        """Return how weights meet fp16 activations in pairs, "" if they do not.
+
+        "words": exact word by word. "blocks": a block's activations are scaled (`dots.vector_dot`);
+        that pays where many rows share them, so for one token per program (`alone`). The results
+        differ in bits.
+        """
+        if not device.asm or self.vector != 32 or x.dtype != torch.float16 or self.span % 8:
+            return ""
+        return "blocks" if alone and self.code == "mxfp4" else "words"
+
+    def given(self, x: Tensor, device: Device, *, alone: bool = False) -> dict[str, Any]:
+        """Return the arguments of `stream_rows`, of what `vectors_of` returns; see `pairs`."""
+        format_ = {"FORMAT": self.code, "WEIGHTS": self.vector, "GROUP": self.span}
+        format_ |= {"SCALE_ROWS": self.scale_rows, "PAIRS": self.pairs(x, device, alone=alone)}
+        return {"w": self.data, "scales": self.scales, "zeros": self.zeros, **format_}
+
+
+def stored(w: DeviceTensor) -> Stored:
+    """Describe prepacked weights in any dense format."""
+    fmt, planes = w.format, w.planes
+    if isinstance(fmt, Float):
+        return Stored("float", planes["data"], 1, None)
+    if isinstance(fmt, Ternary):
+        return Stored("ternary", planes["codes"], 16, planes["scale"])
+    if isinstance(fmt, Mxfp4):
+        return Stored("mxfp4", planes["blocks"], 8, planes["scales"], MXFP4_BLOCK, 1)
+    codes, scales = planes["codes"], planes["scales"]
+    if isinstance(fmt, Fp8):
+        if fmt.scope == "b128":
+            return Stored(fmt.code_dtype, codes, 1, scales, FP8_BLOCK, FP8_BLOCK)
+        if fmt.scope == "g128" and w.shape[-1] > FP8_BLOCK:
+            return Stored(fmt.code_dtype, codes, 1, scales, FP8_BLOCK, 1)
+        return Stored(fmt.code_dtype, codes, 1, scales, 0, int(fmt.scope != "tensor"))
+    assert isinstance(fmt, Int4 | Int8)
+    code, per = ("int8", 1) if isinstance(fmt, Int8) else ("int4", 8)
+    # A group as long as the row, or longer, is a row.
+    span = fmt.group if isinstance(fmt.group, int) and fmt.group < w.shape[-1] else 0
+    return Stored(code, codes, per, scales, span, int(fmt.group != "tensor"), planes.get("zeros"))
+
+
+def vectors_of(w: DeviceTensor) -> Stored:
+    """Describe prepacked weights as words of whole vectors; UnsupportedOp, ShapeError if none."""
+    fmt = w.format
+    odd = isinstance(fmt, Int8) and isinstance(fmt.group, int) and fmt.group % 2 == 1
+    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8):
+        raise UnsupportedOp(
+            f"experts in {fmt.name} have no CUDA kernel; expected mxfp4, a float type, int4, or "
+            "int8 with even groups; convert them to one of these"
+        )
+    held = stored(w)
+    size = held.data.itemsize
+    nbytes = held.data.shape[-1] * size
+    if nbytes % VECTOR:
+        raise ShapeError(
+            f"experts of shape {list(w.shape)} in {fmt.name}: rows of {nbytes} bytes; expected a "
+            f"multiple of {VECTOR} bytes; convert them to int4, which pads rows"
+        )
+    code = fmt.dtype if isinstance(fmt, Float) else held.code
+    return replace(held, code=code, data=held.data.view(torch.int32), per=held.per * 4 // size)

@@ -1,22 +1,8 @@
 """Whether this machine has a usable GPU. Imports nothing heavy."""
 
 import ctypes
-from dataclasses import dataclass
 
 LOWEST_CAPABILITY = 80
-
-
-@dataclass(frozen=True, slots=True)
-class Gpu:
-    """The current GPU: capability (90 for sm_90), SMs, memory, clocks (0 without NVML)."""
-
-    name: str
-    capability: int
-    sms: int
-    memory_mib: int
-    driver: str
-    sm_clock_mhz: int
-    memory_clock_mhz: int
 
 
 def no_driver() -> str:
@@ -54,21 +40,21 @@ def unusable() -> str:
     return ""
 
 
-def describe() -> Gpu:
-    """Return what is known about the current GPU."""
+def describe() -> dict[str, str | int]:
+    """Return name, driver, memory, SMs and clocks (0 without NVML) of the current GPU."""
     import torch
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     driver, sm_clock, memory_clock = _nvml(torch.cuda.current_device())
-    return Gpu(
-        name=properties.name,
-        capability=properties.major * 10 + properties.minor,
-        sms=properties.multi_processor_count,
-        memory_mib=properties.total_memory >> 20,
-        driver=driver,
-        sm_clock_mhz=sm_clock,
-        memory_clock_mhz=memory_clock,
-    )
+    return {
+        "name": properties.name,
+        "capability": properties.major * 10 + properties.minor,
+        "sms": properties.multi_processor_count,
+        "memory_mib": properties.total_memory >> 20,
+        "driver": driver,
+        "sm_clock_mhz": sm_clock,
+        "memory_clock_mhz": memory_clock,
+    }
 
 
 def _nvml(index: int) -> tuple[str, int, int]:

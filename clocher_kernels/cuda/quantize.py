@@ -1,8 +1,8 @@
 """Quantise activations: to int8 codes with a scale per token, or to values of a narrower type."""
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.codes import to_f32
 from clocher_kernels.cuda.kv import narrow
@@ -53,14 +53,7 @@ def _quantize(
 
 
 def quantize(
-    *,
-    x: torch.Tensor,
-    q: torch.Tensor,
-    scale: torch.Tensor,
-    group: int,
-    floor: float,
-    lowest: int,
-    device: Device,
+    *, x: Tensor, q: Tensor, scale: Tensor, group: int, floor: float, lowest: int, device: Device
 ) -> list[Launch]:
     """Lower `ops.quantize.quantize` with one scale per token; UnsupportedOp for group scales."""
     if group:
@@ -122,13 +115,7 @@ def _fake_quantize(
 
 
 def fake_quantize(
-    *,
-    x: torch.Tensor,
-    y: torch.Tensor,
-    dtype: str,
-    group: int = 0,
-    floor: float = 0.0,
-    device: Device,
+    *, x: Tensor, y: Tensor, dtype: str, group: int = 0, floor: float = 0.0, device: Device
 ) -> list[Launch]:
     """Lower `ops.quantize.fake_quantize`; UnsupportedOp for an unknown dtype."""
     if dtype not in FAKE_DTYPES:
@@ -143,6 +130,3 @@ def fake_quantize(
     given = {"K": k, "GROUP": run, "BLOCK": block, "CODE": dtype, "FLOOR": floor, "LIMIT": limit}
     grid = (x.numel() // k, triton.cdiv(k, run))
     return [launch(_fake_quantize, grid, device, x=x, y=y, **given)]
-
-
-LOWER = {"quantize": quantize, "fake_quantize": fake_quantize}

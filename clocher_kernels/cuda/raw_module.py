@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from clocher_kernels.errors import DeviceError, ModelError
 from clocher_kernels.guards import refuse_in_window
@@ -30,7 +31,7 @@ class DeviceWorkTouch:
 
     def __init__(
         self,
-        buffers: Sequence[torch.Tensor],
+        buffers: Sequence[Tensor],
         bytes_per_token: int,
         stride: int,
         stream: torch.cuda.Stream | None = None,

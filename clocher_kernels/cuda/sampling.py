@@ -1,6 +1,9 @@
 """Sample the next tokens in a few launches of fixed size.
 
-A row takes four: the largest logit (enough for greedy rows), the bins, the cuts, the draw.
+A row takes four: the largest logit (enough for greedy rows), the bins, the cuts, the draw. Weights
+are integer numbers of units, so sums are exact in any order. They are summed in bins of equal logit
+width; only the bins that may hold a cut of top-k or top-p are searched by token. A rank is 64 bits:
+the logit's bits, order-preserving, above the inverted id; larger ones come first.
 """
 
 from typing import Any
@@ -8,24 +11,170 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.sampling_cuts import (
-    BINS,
-    KEEP_ALL,
-    bin_of,
-    find_bins,
-    find_cut,
-    load_logits,
-    rank_of,
-    share_of,
-    unit_for,
-    weight_of,
-    without_forbidden,
-)
 from clocher_kernels.cuda.scalar import or_nan, start
 from clocher_kernels.ops.sampling import NO_TOKEN as NOTHING
 from clocher_kernels.ops.sampling import NONE_ALLOWED as FORBIDDEN
+
+# The last bin holds weights that round to zero.
+BINS = tl.constexpr(2048)
+# Range of the other bins in natural logs: exp(-32) is less than half a unit of 2^-44.
+_SPAN = tl.constexpr(32.0)
+# Listed tokens processed together.
+_LISTED = tl.constexpr(512)
+KEEP_ALL = tl.constexpr(-(1 << 63))
+_LARGEST_RANK = tl.constexpr((1 << 63) - 1)
+
+
+def unit_for(vocabulary: int) -> float:
+    """Return the units of the largest weight; the sum over all tokens fits in 62 bits."""
+    return 2.0 ** min(44, 62 - vocabulary.bit_length())
+
+
+@triton.jit
+def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
+    """Load logits of a row; minus infinity beyond it."""
+    x = tl.load(logits + row.to(tl.int64) * ROW + token, token < V, other=float("-inf"))
+    return x.to(tl.float32)
+
+
+@triton.jit
+def without_forbidden(
+    x, allowed, masked, row, token, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr
+):
+    """Set logits that the row's mask does not allow to minus infinity."""
+    mask = tl.load(masked + row)
+    words = allowed + (tl.minimum(mask, C) - 1).to(tl.int64) * W + token // 32
+    # Rows without a mask read nothing.
+    word = tl.load(words, token < tl.where(mask > 0, V, 0), other=-1)
+    return tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
+
+
+@triton.jit
+def weight_of(x, largest, temperature, UNIT: tl.constexpr):
+    """Return weights in units, int64."""
+    exponent = (x.to(tl.float64) - largest.to(tl.float64)) / temperature.to(tl.float64)
+    # Infinity minus itself would be NaN.
+    exponent = tl.where(x == largest, 0.0, exponent)
+    return (tl.exp(exponent) * UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def rank_of(x, token):
+    """Return the ranks of tokens; both zeros are one logit."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def _logit_of(rank):
+    key = (rank >> 32).to(tl.int32)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bin_of(x, largest, temperature):
+    """Return the bins of logits, monotonic in the logit."""
+    # A tiny temperature must not make infinity, which times zero is NaN.
+    per_logit = tl.minimum(BINS / _SPAN / temperature, 1e30)
+    distance = tl.where(x == largest, 0.0, (largest - x) * per_logit)
+    return tl.minimum(distance, BINS - 1.0).to(tl.int32)
+
+
+@triton.jit
+def find_bins(counts, masses, k, p):
+    """Find the bins of a row that the cuts are in, and set all bins to zero.
+
+    Return (k_bin, k_need, k_above, p_low, p_high, p_above): the bin of the k-th token (-1 if top-k
+    cuts off no weight), the tokens kept of it, the weight before it (all, without a cut); the first
+    and last bin that top-p's cut may be in (last < first if none), the weight before them.
+    """
+    bin_ = tl.arange(0, BINS)
+    count = tl.load(counts + bin_, cache_modifier=".cg")
+    mass = tl.load(masses + bin_, cache_modifier=".cg")
+    tl.store(counts + bin_, tl.zeros_like(count))
+    tl.store(masses + bin_, tl.zeros_like(mass))
+    mass_to = tl.cumsum(mass, 0)
+
+    k_bin = tl.sum((tl.cumsum(count, 0) < k).to(tl.int32))
+    k_bin = tl.where((k > 0) & (k_bin < BINS - 1), k_bin, -1)
+    last = tl.where(k_bin < 0, BINS, k_bin)
+    k_need = k - tl.sum(tl.where(bin_ < last, count, 0))
+    k_above = tl.sum(tl.where(bin_ < last, mass, 0))
+    # The weight kept by top-k is between k_above and k_above plus the whole bin.
+    least = share_of(p, k_above)
+    most = share_of(p, k_above + tl.sum(tl.where(bin_ == k_bin, mass, 0)))
+    p_low = tl.sum((mass_to < least).to(tl.int32))
+    p_high = tl.minimum(tl.sum((mass_to < most).to(tl.int32)), last)
+    p_above = tl.sum(tl.where(bin_ < p_low, mass, 0))
+    return k_bin, k_need, k_above, p_low, tl.where(p < 1, p_high, -1), p_above
+
+
+@triton.jit
+def share_of(p, mass):
+    """Return the units that reach a share of a weight, at least 1."""
+    return tl.maximum(tl.ceil(p.to(tl.float64) * mass.to(tl.float64)).to(tl.int64), 1)
+
+
+@triton.jit
+def _walk(
+    ranks, count, low, high, middle, largest, temperature,
+    BY_MASS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Split the listed tokens of some bins at a middle rank.
+
+    Return the number or the weight of those of at least `middle`, their least rank, the largest
+    rank of the others, and the weight of the first.
+    """
+    amount = tl.zeros((_LISTED,), tl.int64)
+    weight = tl.zeros((_LISTED,), tl.int64)
+    above = tl.full((_LISTED,), _LARGEST_RANK, tl.int64)
+    below = tl.full((_LISTED,), KEEP_ALL, tl.int64)
+    begin = count * 0
+    while begin < count:
+        at = begin + tl.arange(0, _LISTED)
+        rank = tl.load(ranks + at, at < count, other=0, cache_modifier=".cg")
+        x = _logit_of(rank)
+        which = bin_of(x, largest, temperature)
+        inside = (at < count) & (which >= low) & (which <= high)
+        first = inside & (rank >= middle)
+        units = tl.where(first, weight_of(x, largest, temperature, UNIT), 0)
+        weight += units
+        amount += units if BY_MASS else first.to(tl.int64)
+        above = tl.where(first, tl.minimum(above, rank), above)
+        below = tl.where(inside & (rank < middle), tl.maximum(below, rank), below)
+        begin += _LISTED
+    return tl.sum(amount), tl.min(above), tl.max(below), tl.sum(weight)
+
+
+@triton.jit
+def find_cut(
+    ranks, count, low, high, need, largest, temperature,
+    BY_MASS: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Find the last kept token by bisection over the listed ranks of bins low .. high.
+
+    At least `need` tokens or units are kept. Return its rank and the weight of all kept.
+    """
+    _, least, _, _ = _walk(ranks, count, low, high, KEEP_ALL, largest, temperature, BY_MASS, UNIT)
+    _, _, most, _ = _walk(
+        ranks, count, low, high, _LARGEST_RANK, largest, temperature, BY_MASS, UNIT
+    )
+    while least < most:
+        # The mean, rounded up; their sum could overflow.
+        middle = (least | most) - ((least ^ most) >> 1)
+        amount, above, below, _ = _walk(
+            ranks, count, low, high, middle, largest, temperature, BY_MASS, UNIT
+        )
+        enough = amount >= need
+        least = tl.where(enough, above, least)
+        most = tl.where(enough, most, below)
+    _, _, _, weight = _walk(ranks, count, low, high, least, largest, temperature, BY_MASS, UNIT)
+    return least, weight
+
 
 # Tokens of a program.
 _BLOCK = 2048
@@ -33,16 +182,8 @@ NO_TOKEN = tl.constexpr(NOTHING)
 NONE_ALLOWED = tl.constexpr(FORBIDDEN)
 
 # What a row keeps between launches, int64: kept ranks are at least CUT; the rest says in which bins
-# the cuts are, what is before them, and how many tokens are in these bins.
-CUT = tl.constexpr(0)
-K_BIN = tl.constexpr(1)
-K_NEED = tl.constexpr(2)
-K_ABOVE = tl.constexpr(3)
-P_LOW = tl.constexpr(4)
-P_HIGH = tl.constexpr(5)
-P_ABOVE = tl.constexpr(6)
-LISTED = tl.constexpr(7)
-STATE = tl.constexpr(8)
+# the cuts are, what is before them, how many tokens are in these bins; STATE is their number.
+CUT, K_BIN, K_NEED, K_ABOVE, P_LOW, P_HIGH, P_ABOVE, LISTED, STATE = map(tl.constexpr, range(9))
 
 
 @triton.jit
@@ -220,9 +361,7 @@ def _draw(
         tl.store(ids + row, tl.minimum(chosen * BLOCK + inside, V - 1))
 
 
-def sample(
-    *, logits: torch.Tensor, allowed: torch.Tensor, device: Device, **rows: torch.Tensor
-) -> list[Launch]:
+def sample(*, logits: Tensor, allowed: Tensor, device: Device, **rows: Tensor) -> list[Launch]:
     """Lower `ops.sampling.sample`.
 
     Draws equal the reference's up to its rounding: weights are integers of 2^-44 of the largest
@@ -235,21 +374,20 @@ def sample(
     sizes |= {"ROW": logits.stride(0), "BLOCK": _BLOCK, "PROGRAMS": programs}
     sizes |= {"WIDTH": triton.next_power_of_2(programs), "UNIT": unit_for(vocabulary)}
 
-    def scratch(name: str, columns: int, dtype: torch.dtype) -> torch.Tensor:
-        return device.scratch(f"sample_{name}", (count, columns), dtype)
-
-    given = {**rows, **sizes, "logits": logits, "allowed": allowed}
-    given |= {
-        "largest": scratch("largest", 1, f32),
-        "state": scratch("state", STATE.value, i64),
-        "arrivals": scratch("arrivals", 1, i32),
-        "tops": scratch("tops", programs, f32),
-        "firsts": scratch("firsts", programs, i32),
-        "counts": scratch("counts", bins, i32),
-        "bin_masses": scratch("bin_masses", bins, i64),
-        "ranks": scratch("ranks", vocabulary, i64),
-        "masses": scratch("masses", programs, i64),
+    columns = {
+        "largest": (1, f32),
+        "state": (STATE.value, i64),
+        "arrivals": (1, i32),
+        "tops": (programs, f32),
+        "firsts": (programs, i32),
+        "counts": (bins, i32),
+        "bin_masses": (bins, i64),
+        "ranks": (vocabulary, i64),
+        "masses": (programs, i64),
     }
+    given = {**rows, **sizes, "logits": logits, "allowed": allowed}
+    for name, (width, dtype) in columns.items():
+        given[name] = device.scratch(f"sample_{name}", (count, width), dtype)
     launches = []
     for kernel in (_largest, _fill_bins, _cut, _draw):
         own = {name: value for name, value in given.items() if name in kernel.arg_names}
@@ -260,61 +398,3 @@ def sample(
 def sample_greedy(**given: Any) -> list[Launch]:
     """Lower `ops.sampling.sample` for rows of temperature 0, with the first launch only."""
     return sample(**given)[:1]
-
-
-@triton.jit
-def _best(x, token, V: tl.constexpr):
-    top = tl.max(x)
-    return top, tl.min(tl.where(x == top, token, V))
-
-
-@triton.jit
-def _top_tokens(
-    logits, candidates, tops, firsts, arrivals,
-    V: tl.constexpr, K: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
-    part, row = tl.program_id(0), tl.program_id(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits, row, token, V, ROW)
-    odd = (token < V) & ((tl.abs(x) < float("inf")) == 0)
-    x = tl.where(odd, float("inf"), x)
-    found = (row * PROGRAMS + part) * K
-    for k in tl.static_range(K):
-        top, first = _best(x, token, V)
-        tl.store(tops + found + k, top)
-        tl.store(firsts + found + k, first)
-        x = tl.where(token == first, float("-inf"), x)
-    if is_last(arrivals + row, PROGRAMS):
-        each = tl.arange(0, WIDTH)
-        at, inside = row * PROGRAMS * K + each, each < PROGRAMS * K
-        best = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
-        best_of = tl.load(firsts + at, inside, other=V, cache_modifier=".cg")
-        faulty = tl.max(best) == float("inf")
-        for k in tl.static_range(K):
-            top, first = _best(best, best_of, V)
-            none = faulty | (top == float("-inf"))
-            tl.store(candidates + row * K + k, tl.where(none, NO_TOKEN, first))
-            best = tl.where(best_of == first, float("-inf"), best)
-
-
-def top_tokens(*, logits: torch.Tensor, candidates: torch.Tensor, device: Device) -> list[Launch]:
-    """Lower `ops.top_tokens.top_tokens` in one launch; none if a logit is not finite."""
-    (rows, vocabulary), kept = logits.shape, candidates.shape[1]
-    programs = triton.cdiv(vocabulary, _BLOCK)
-    shape = (rows, programs * kept)
-    given = {
-        "logits": logits,
-        "candidates": candidates,
-        "tops": device.scratch("top_tokens_tops", shape, torch.float32),
-        "firsts": device.scratch("top_tokens_firsts", shape, torch.int32),
-        "arrivals": device.scratch("top_tokens_arrivals", (rows, 1), torch.int32),
-    }
-    sizes = {"V": vocabulary, "K": kept, "ROW": logits.stride(0), "BLOCK": _BLOCK}
-    sizes |= {"PROGRAMS": programs, "WIDTH": triton.next_power_of_2(programs * kept)}
-    return [launch(_top_tokens, (programs, rows), device, **given, **sizes)]
-
-
-LOWER = {"sample": sample, "top_tokens": top_tokens}
-LOWER_GREEDY = {"sample": sample_greedy}

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from clocher_kernels.formats.base import Format
 from clocher_kernels.quant_tensor import QuantTensor
@@ -34,7 +35,7 @@ class DeviceTensor:
 
     shape: tuple[int, ...]
     format: Format
-    planes: Mapping[str, torch.Tensor]
+    planes: Mapping[str, Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -42,7 +43,7 @@ class DeviceTensor:
         return sum(plane.nbytes for plane in self.planes.values())
 
 
-def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
+def as_torch(array: np.ndarray, dtype: str) -> Tensor:
     """View a NumPy array as torch type `dtype`, on the CPU, without a copy."""
     array = np.ascontiguousarray(array)
     if dtype in ("bf16", "f16"):
@@ -56,7 +57,7 @@ def as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
     return tensor.view(TORCH_DTYPES[dtype])
 
 
-def planes_as_torch(tensor: QuantTensor) -> dict[str, torch.Tensor]:
+def planes_as_torch(tensor: QuantTensor) -> dict[str, Tensor]:
     """View a tensor's planes as torch tensors on the CPU, without a copy."""
     expected = tensor.format.planes(tensor.shape)
     return {name: as_torch(tensor.planes[name], p.dtype) for name, p in expected.items()}

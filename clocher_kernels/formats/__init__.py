@@ -11,12 +11,9 @@ from typing import Any
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Format, Plane
 from clocher_kernels.formats.bsr import Bsr
-from clocher_kernels.formats.float import Float
-from clocher_kernels.formats.fp8 import Fp8
+from clocher_kernels.formats.floats import Float, Fp8, Mxfp4
 from clocher_kernels.formats.ggml import GGML_KINDS, Ggml
-from clocher_kernels.formats.int4 import Int4
-from clocher_kernels.formats.int8 import Int8
-from clocher_kernels.formats.mxfp4 import Mxfp4
+from clocher_kernels.formats.integers import Int4, Int8
 from clocher_kernels.formats.ternary import Ternary
 
 __all__ = [

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -27,10 +28,7 @@ class Plane:
     @property
     def nbytes(self) -> int:
         """Bytes of the plane."""
-        count = 1
-        for dim in self.shape:
-            count *= dim
-        return count * self.storage.itemsize
+        return prod(self.shape) * self.storage.itemsize
 
 
 class Format(ABC):
@@ -65,35 +63,6 @@ class Format(ABC):
     @abstractmethod
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
         """Decode planes into fp32 values [*shape]."""
-
-    @property
-    def unit(self) -> tuple[int, int]:
-        """Rows and columns that a part of a tensor has to be multiples of; its last may be less."""
-        return 1, 1
-
-    def cut(self, planes: Planes, shape: Shape, axis: int, start: int, stop: int) -> Planes:
-        """Return the planes of a part of a tensor, views of these where its rows lie together.
-
-        Args:
-            planes: of the whole.
-            shape: of the whole.
-            axis: -2 for rows, -1 for columns, 0 for experts where there are any.
-            start: first index of the part, a multiple of `unit`.
-            stop: index behind its last, a multiple of `unit`, or the end.
-        """
-        part = list(shape)
-        axis %= len(shape)
-        part[axis] = stop - start
-        found = {}
-        for name, wanted in self.planes(tuple(part)).items():
-            plane = planes[name]
-            # A scale of whole rows or of the matrix is the part's too.
-            if axis < plane.ndim and plane.shape[axis] != wanted.shape[axis]:
-                first = start * plane.shape[axis] // shape[axis]
-                taken = slice(first, first + wanted.shape[axis])
-                plane = plane[(slice(None),) * axis + (taken,)]
-            found[name] = plane
-        return found
 
     def check(self, planes: Planes, shape: Shape) -> None:  # noqa: B027  most formats allow all codes
         """Raise FormatError if a plane holds a code that the format forbids."""

@@ -6,12 +6,11 @@ from typing import Self
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.errors import FormatError, ShapeError, UnsupportedOp
+from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import scaling
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
-from clocher_kernels.formats.float import FLOATS, round_to
-from clocher_kernels.formats.int4 import Int4
-from clocher_kernels.formats.int8 import Int8
+from clocher_kernels.formats.floats import FLOATS, round_to
+from clocher_kernels.formats.integers import Int4, Int8
 
 MAX_BLOCK = 1024
 _CODECS: dict[str, Format] = {"int8": Int8("row", "bf16"), "int4": Int4(True, "row", "bf16")}
@@ -70,12 +69,6 @@ class Bsr(Format):
         empty = cls(block, inner)
         occupied = empty._occupied(empty._rounded(values))
         return replace(empty, nnzb=int(np.count_nonzero(occupied)))
-
-    def cut(self, planes: Planes, shape: Shape, axis: int, start: int, stop: int) -> Planes:
-        raise UnsupportedOp(
-            f"{self.name}: block-sparse weights cannot be divided among ranks; use one rank, or "
-            "weights in another format"
-        )
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
         block_rows, block_cols = self._grid(shape)

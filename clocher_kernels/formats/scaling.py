@@ -23,11 +23,7 @@ SCALE_DTYPES = ("f32", "f16", "bf16")
 
 
 def matrix_shape(name: str, shape: Shape) -> tuple[Shape, int, int]:
-    """Split a logical shape into (leading dimensions, N, K).
-
-    Raises:
-        ShapeError: fewer than two dimensions, or an empty one.
-    """
+    """Split a logical shape into (leading dimensions, N, K); ShapeError if it has no matrices."""
     if len(shape) < 2 or min(shape) < 1:
         raise ShapeError(
             f"{name} holds matrices, got shape {list(shape)}; expected [N, K] or [E, N, K], "
@@ -77,14 +73,9 @@ def absmax(cells: np.ndarray) -> np.ndarray:
 def store(name: str, ideal: np.ndarray, dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """Round the ideal scales to their stored type.
 
-    The codes are chosen for the stored scale, so they see its rounding. A cell whose ideal scale is
-    zero gets scale 1; one that only rounds to zero gets the smallest positive value of its type.
-
-    Returns:
-        The scales as stored, and their fp32 values.
-
-    Raises:
-        FormatError: a scale is beyond the largest value of its type.
+    Return the scales as stored, and their fp32 values: codes are chosen for these. A cell whose
+    ideal scale is zero gets scale 1; one that only rounds to zero gets the smallest positive value
+    of its type. FormatError if a scale is beyond the largest.
     """
     largest = float(absmax(ideal.reshape(-1)))
     if largest > LARGEST[dtype]:

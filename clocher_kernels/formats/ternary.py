@@ -48,17 +48,6 @@ class Ternary(Format):
         suffix = "" if self.scale_dtype == "bf16" else f"_{self.scale_dtype}"
         return f"ternary{'_inverse' if self.inverse else ''}{suffix}"
 
-    @property
-    def unit(self) -> tuple[int, int]:
-        return _PER_BYTE, 1
-
-    def cut(self, planes: Planes, shape: Shape, axis: int, start: int, stop: int) -> Planes:
-        # A byte holds rows that are a quarter of the matrix apart.
-        if axis % len(shape) == 0:
-            digits = self.codes(planes, shape)[start:stop]
-            return {"codes": _pack(digits + 1), "scale": planes["scale"]}
-        return super().cut(planes, shape, axis, start, stop)
-
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = scaling.matrix_shape(self.name, shape)
         if lead or n % _PER_BYTE:

@@ -1,25 +1,22 @@
-"""Single ops on the CPU: `CpuExecutor`s with a Plan of one op, bound once to a weight."""
+"""The contract of an op called alone, and its calls on the CPU, bound once to a weight."""
 
+import inspect
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UsageError
-from clocher_kernels.library.signature import (
-    checked_attributes,
-    facts,
-    one_of_act_prec,
-    op_plan,
-    shapes_of,
-    sizes_of,
-)
-from clocher_kernels.ops.contract import OpSpec, Param, Value, rows_of
+from clocher_kernels.formats.base import Format
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.cases import case_plan
+from clocher_kernels.ops.contract import Case, OpSpec, Param, Value, dtype_of, rows_of
+from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Attr, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
@@ -27,6 +24,112 @@ from cpu_fallback.team.hints import Hints
 from cpu_fallback.team.openmp import OpenMP
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.team.team import aligned
+
+LIBRARY = ("linear", "bsr_linear", "route", "moe_gate_up", "moe_down", "attention", "kv_append")
+ACT_GROUP = 128
+ACT_PREC = ("", "int8", "fp32")
+"""Activations of integer weights; "" is the back end's default."""
+_HALF = {"I": "J"}
+"""Dimension letter -> the letter of twice its size: gate and up are rows of one matrix."""
+
+
+class Facts(NamedTuple):
+    """Properties of a contract.
+
+    `given` are the caller's arguments, required ones first, `attributes` the scalar ones. `untold`
+    are letters of outputs that no argument has.
+    """
+
+    given: tuple[Param, ...]
+    attributes: Mapping[str, inspect.Parameter]
+    untold: tuple[str, ...]
+    outputs: tuple[Param, ...]
+
+
+@cache
+def facts(name: str) -> Facts:
+    """Return the properties of an op's contract."""
+    spec = OPS[name]
+    params = sorted((p for p in spec.params if p.kind != "out"), key=lambda p: p.optional)
+    outputs = tuple(p for p in spec.params if p.kind == "out")
+    told = {letter for p in params for letter in p.letters}
+    told |= {half for half, whole in _HALF.items() if whole in told}
+    letters = dict.fromkeys(letter for p in outputs for letter in p.letters)
+    names = {p.name for p in spec.params}
+    taken = inspect.signature(spec.reference).parameters
+    attributes = {name: each for name, each in taken.items() if name not in names}
+    untold = tuple(letter for letter in letters if letter not in told)
+    return Facts(tuple(params), attributes, untold, outputs)
+
+
+def sizes_of(
+    spec: OpSpec, shapes: Mapping[str, Sequence[int]], more: Mapping[str, int]
+) -> dict[str, int]:
+    """Return the sizes of a call's dimension letters; ShapeError if arguments do not fit."""
+    sizes = dict(more)
+    for param in facts(spec.name).given:
+        shape = shapes.get(param.name)
+        if shape is None:
+            continue
+        if len(shape) != len(param.letters):
+            raise ShapeError(
+                f"{spec.name}: {param.name!r} has shape {list(shape)}; expected [{param.dims}]"
+            )
+        for letter, size in zip(param.letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                raise ShapeError(
+                    f"{spec.name}: {param.name!r} has shape {list(shape)}, [{param.dims}], but "
+                    f"{letter} is {sizes[letter]} elsewhere in the call"
+                )
+    for half, whole in _HALF.items():
+        if whole in sizes and sizes.setdefault(half, sizes[whole] // 2) * 2 != sizes[whole]:
+            raise ShapeError(
+                f"{spec.name}: {whole} is {sizes[whole]}, which is not 2 x {half} = "
+                f"2 x {sizes[half]}"
+            )
+    return sizes
+
+
+def op_plan(
+    spec: OpSpec,
+    arrays: Mapping[str, tuple[str, Sequence[int]]],
+    formats: Mapping[str, Format],
+    sizes: Mapping[str, int],
+    attrs: Mapping[str, Attr],
+    act_prec: str,
+) -> Plan:
+    """Return the Plan of one op, with quantisation of its activations if needed; M at capacity.
+
+    `arrays` has the element type and the shape of each argument but matrices.
+    """
+    values: dict[str, Any] = {  # they have no memory
+        name: np.broadcast_to(np.zeros((), STORAGE[dtype]), shape)
+        for name, (dtype, shape) in arrays.items()
+    }
+    plan = case_plan(spec, Case("call", sizes, attrs), {**values, **dict.fromkeys(formats)})  # type: ignore[dict-item]
+    plan = quantize_for_ternary(plan, formats)
+    return quantize_activations(plan, formats, ACT_GROUP) if act_prec == "int8" else plan
+
+
+def checked_attributes(spec: OpSpec, attrs: Mapping[str, Attr]) -> dict[str, Attr]:
+    """Return all attributes, with defaults; UsageError for a missing or unknown one."""
+    known = facts(spec.name).attributes
+    for name in attrs.keys() - known:
+        raise UsageError(f"{spec.name} has no attribute {name!r}; it has {', '.join(known)}")
+    whole = {name: attrs.get(name, each.default) for name, each in known.items()}
+    for name, value in whole.items():
+        if value is inspect.Parameter.empty:
+            raise UsageError(f"{spec.name}: no attribute {name!r}; give it by name")
+    return whole
+
+
+def one_of_act_prec(act_prec: str) -> str:
+    """Return `act_prec`; UsageError if it is not one of `ACT_PREC`."""
+    if act_prec not in ACT_PREC:
+        spelled = ", ".join(map(repr, ACT_PREC))
+        raise UsageError(f"act_prec is {act_prec!r}; expected one of {spelled}")
+    return act_prec
+
 
 Bound = dict[Any, "BoundOp"]
 
@@ -126,51 +229,30 @@ def bind(
     bound ops, is kept. `more` has sizes that no argument has. ShapeError, UnsupportedOp or
     UsageError for bad arguments.
     """
-    attrs = checked_attributes(spec, attrs)
+    attrs, more = checked_attributes(spec, attrs), more or {}
     one_of_act_prec(act_prec)
-    sizes = sizes_of(spec, shapes_of(values), more or {})
-    _require(spec, values, more or {})
-    tokens = sizes["M"]
-    capacity = _FEW if tokens <= _FEW else _MANY
-    there = [p for p in spec.params if p.name in values]
-    kept = {p.name: values[p.name] for p in there if stays(p)}
-    signature = tuple((p.name, p.name in kept or values[p.name].shape[1:]) for p in there)
-    objects = tuple(id(each) for each in kept.values() if isinstance(each, np.ndarray))
-    setting = (tuple(attrs.items()), tuple((more or {}).items()), act_prec)
-    key = (spec.name, capacity, id(team), signature, setting, objects, _types(values))
+    sizes = sizes_of(spec, {name: value.shape for name, value in values.items()}, more)
+    _require(spec, values, more)
+    capacity = _FEW if sizes["M"] <= _FEW else _MANY
+    given = [(p, v) for p in spec.params if isinstance(v := values.get(p.name), np.ndarray)]
+    signature = tuple((p.name, v.dtype, id(v) if stays(p) else v.shape[1:]) for p, v in given)
+    setting = (tuple(attrs.items()), tuple(more.items()), act_prec)
+    key = (spec.name, capacity, id(team), signature, setting)
     if key not in bound:
+        arrays = {
+            p.name: (dtype_of(p, v, attrs), (capacity, *v.shape[1:]) if rows_of(p) else v.shape)
+            for p, v in given
+        }
+        matrices = {n: v for n, v in values.items() if isinstance(v, QuantTensor)}
+        formats = {name: w.format for name, w in matrices.items()}
+        sizes["M"] = capacity
+        plan = op_plan(spec, arrays, formats, sizes, attrs, act_prec or "int8")
+        # A copy, so that bound ops are freed with the caller's object.
+        own: dict[str, Value] = {p.name: v for p, v in given if stays(p)}
+        own |= {n: QuantTensor(w.shape, w.format, w.planes) for n, w in matrices.items()}
         with team.lock:
-            bound[key] = _bind(spec, values, kept, attrs, sizes, capacity, act_prec, team)
+            bound[key] = BoundOp(spec, plan, own, team)
     return bound[key]
-
-
-def _bind(
-    spec: OpSpec,
-    values: Mapping[str, Value],
-    kept: Mapping[str, Value],
-    attrs: Mapping[str, Attr],
-    sizes: Mapping[str, int],
-    capacity: int,
-    act_prec: str,
-    team: Host,
-) -> BoundOp:
-    shapes = {
-        p.name: (capacity, *values[p.name].shape[1:]) if rows_of(p) else values[p.name].shape
-        for p in spec.params
-        if p.name in values
-    }
-    formats = {n: v.format for n, v in values.items() if isinstance(v, QuantTensor)}
-    dtypes = {p.name: _dtype(p, values[p.name], attrs) for p in spec.params if p.name in shapes}
-    dtypes = {name: dtype for name, dtype in dtypes.items() if name not in formats}
-    plan = op_plan(
-        spec, shapes, dtypes, formats, {**sizes, "M": capacity}, attrs, act_prec or "int8"
-    )
-    # A copy, so that bound ops are freed with the caller's object.
-    own = {
-        name: QuantTensor(v.shape, v.format, v.planes) if isinstance(v, QuantTensor) else v
-        for name, v in kept.items()
-    }
-    return BoundOp(spec, plan, own, team)
 
 
 def stays(param: Param) -> bool:
@@ -191,14 +273,3 @@ def _require(spec: OpSpec, values: Mapping[str, Value], more: Mapping[str, int])
             if known and value.dtype not in [STORAGE[d] for d in known]:
                 expected = " or ".join(str(STORAGE[d]) for d in known)
                 raise ShapeError(f"{spec.name}: {name!r} is {value.dtype}; expected {expected}")
-
-
-def _types(values: Mapping[str, Value]) -> tuple[str, ...]:
-    return tuple(str(v.dtype) for v in values.values() if isinstance(v, np.ndarray))
-
-
-def _dtype(param: Param, value: Value, attrs: Mapping[str, Attr]) -> str:
-    if isinstance(value, QuantTensor):
-        return ""
-    known = param.dtypes or (str(attrs["kv_dtype"]),)
-    return next((d for d in known if STORAGE[d] == value.dtype), known[0])

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, STORAGE, from_f32, to_f32
+from clocher_kernels.ops.cases import paged_case, planes, tokens
 from clocher_kernels.ops.contract import (
     EXACT,
     Case,
@@ -24,7 +25,6 @@ from clocher_kernels.ops.contract import (
     Value,
     nearest,
 )
-from clocher_kernels.ops.paged_cases import paged_case, planes, tokens
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray
@@ -32,9 +32,21 @@ Array = np.ndarray
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 
 
-def cell_of(position: int, end: int, ancestors: int) -> int:
-    """Return the cache cell of a token: its position, or its tree node's cell after `end`."""
-    return end + int(ancestors).bit_length() - 1 if ancestors else position
+def own_cells(
+    slots: Array, positions: Array, ends: Array, ancestors: Array, pages: Array, cache: Array
+) -> Iterator[tuple[int, int, int]]:
+    """Yield tokens whose own cell exists: token, page, cell of the page.
+
+    It is the cell of the position; of a tree node, that of its highest bit after `end`.
+    """
+    size = cache.shape[2]
+    for m, slot in enumerate(slots):
+        tree = int(ancestors[m])
+        cell = int(ends[m]) + tree.bit_length() - 1 if tree else int(positions[m])
+        if 0 <= slot < len(pages) and 0 <= cell < pages.shape[1] * size:
+            page = pages[slot, cell // size]
+            if 0 <= page < len(cache):
+                yield m, page, cell % size
 
 
 def visible_cells(
@@ -90,28 +102,14 @@ def kv_append(
 
     Args:
         k: [M, F] fp32, F = H * D.
-        v: [M, F] fp32.
-        slots: [M] i32.
-        positions: [M] i32.
-        ends: [M] i32.
-        ancestors: [M] u64.
-        pages: [S, B] i32.
-        k_cache: [P, H, T, D], updated.
-        v_cache: [P, H, T, D], updated.
         kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even; those below 32 bits saturate,
             and NaN and infinity become NaN), or i8: codes clamp(rint(x / scale), -127, 127) with
             scale = absmax / 127 of the head, 1 if all are zero, NaN if one is not finite.
         k_scale: [P, H, T] fp32, updated; i8 only.
         v_scale: [P, H, T] fp32, updated; i8 only.
     """
-    heads, size, dim = k_cache.shape[1:]
-    for m in range(len(k)):
-        cell = cell_of(int(positions[m]), int(ends[m]), int(ancestors[m]))
-        if not (0 <= slots[m] < len(pages) and 0 <= cell < pages.shape[1] * size):
-            continue
-        page, offset = pages[slots[m], cell // size], cell % size
-        if not 0 <= page < len(k_cache):
-            continue
+    heads, _, dim = k_cache.shape[1:]
+    for m, page, offset in own_cells(slots, positions, ends, ancestors, pages, k_cache):
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             row = x[m].reshape(heads, dim)
             if scale is None:
@@ -161,14 +159,8 @@ def attention(
 
     Args:
         q: [M, F] fp32, F = query heads * D.
-        slots: [M] i32.
-        positions: [M] i32.
         ends: [M] i32, committed keys that the token may see.
         ancestors: [M] u64, see `plan`.
-        pages: [S, B] i32.
-        k_cache: [P, H, T, D].
-        v_cache: [P, H, T, D].
-        y: [M, F] fp32, written.
         kv_dtype: storage of the cache.
         scale: factor of the dot product, usually D^-0.5.
         window: visible keys, the query included; 0 for all.

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.plan import Attr, Call, Rows
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -138,6 +139,12 @@ class Case:
     missing: Mapping[str, str] = field(default_factory=dict)
 
 
+NO_CODES = {"cuda": "int8 activations are for ternary weights there; others multiply 16-bit ones"}
+"""Back end -> why it does not multiply int8 activations by what is not ternary."""
+NO_BLOCKS = {"cuda": "ggml's blocks are read by the CPU; convert them to another format"}
+"""Back end -> why it does not read the formats of `Ggml`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Real:
     """Sizes of a real model for the cases of an op, to be timed on.
@@ -159,7 +166,8 @@ class OpSpec:
 
     Attributes:
         reference: takes the arrays by parameter name, the attributes by name, writes the outputs.
-            Buffers are sliced to the step's tokens or rows. Arithmetic is fp32 or fp64.
+            Buffers are sliced to the step's tokens or rows. Arithmetic is fp32 or fp64. Its
+            docstring says of arguments what `params` do not.
         real: sizes to time it on; none: the cases' own.
         rounds: a GPU may round on the way, whatever the activations are stored as.
         make: case, random generator -> inputs that `cases.inputs` would not make as they have to
@@ -216,6 +224,17 @@ class OpSpec:
 def nearest(index: np.ndarray | int, count: int) -> Any:
     """Return the numbers in 0 .. count - 1 that are nearest to indices."""
     return np.clip(index, 0, count - 1)
+
+
+def dtypes_of(param: Param, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
+    """Return the element types that a buffer parameter may have in a call; caches have one."""
+    return param.dtypes or (str(attrs["kv_dtype"]),)
+
+
+def dtype_of(param: Param, array: np.ndarray, attrs: Mapping[str, Attr]) -> str:
+    """Return the element type of an argument."""
+    known = dtypes_of(param, attrs)
+    return next((d for d in known if STORAGE[d] == array.dtype), known[0])
 
 
 def rows_of(param: Param) -> Rows:

@@ -1,14 +1,56 @@
-"""Norms, rotary embedding, embeddings, heads of other sizes, row gathers."""
+"""Activations, norms, rotary embedding, embeddings, heads of other sizes, row gathers."""
+
+import math
 
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
+from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.ggml import GGML_KINDS
-from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, nearest
-from clocher_kernels.ops.linear import NO_BLOCKS
+from clocher_kernels.ops.contract import EXACT, FP32, NO_BLOCKS, Case, OpSpec, Param, Real, nearest
 from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "relu2", "sigmoid", "tanh")
+
+
+def activate(act: str, x: Array, cap: float = 1.0) -> Array:
+    """Return an activation of fp64 values; of what is not finite NaN.
+
+    "silu" is x / (1 + e^-x) (Llama, Qwen); "gelu" is x Phi(x) and "gelu_tanh" its approximation by
+    a tanh (Gemma; `gelu_pytorch_tanh`); "relu2" is the squared ReLU (BitNet); "sigmoid" is
+    1 / (1 + e^-x) (the score of Qwen2-MoE's shared experts); "tanh" is cap * tanh(x / cap) (what
+    bends the logits of Gemma 2).
+
+    Raises:
+        UnsupportedOp: another name.
+
+    Source: Hendrycks and Gimpel 2016 (arXiv 1606.08415); Gemma 2 (arXiv 2408.00118), section 2.
+    """
+    check_activation("activate", act)
+    x = np.where(np.isfinite(x), x, np.nan)
+    if act == "relu2":
+        made: Array = np.square(np.maximum(x, 0))
+    elif act == "gelu":
+        made = 0.5 * x * (1 + _erf(x * np.sqrt(0.5)))
+    elif act == "gelu_tanh":
+        made = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    elif act == "tanh":
+        made = cap * np.tanh(x / cap)
+    else:
+        with np.errstate(over="ignore"):
+            made = (x if act == "silu" else 1) / (1 + np.exp(-x))
+    return made
+
+
+def check_activation(op: str, act: str) -> None:
+    """Raise UnsupportedOp unless an activation is known."""
+    if act not in ACTIVATIONS:
+        raise UnsupportedOp(f"{op}: no activation {act!r}; there are {', '.join(ACTIVATIONS)}")
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def rms_norm(
@@ -20,7 +62,6 @@ def rms_norm(
 
     Args:
         x: [M, F] fp32; F is a multiple of D. F = D is a layer norm, F = H D a norm of each head.
-        weight: [D] fp32.
         y: [M, F] fp32, written; may be x itself, or the residual's own buffer.
         eps: added to the mean square.
         residual: [M, F] fp32; of models that normalise what a block adds (Gemma 2, OLMo 2).
@@ -44,7 +85,6 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array, head: int = 0) -
         x: [M, F] fp32, updated; F = heads * head.
         positions: [M] i32, rows of the tables.
         cos: [C, P] fp32, attention factor included.
-        sin: [C, P] fp32.
         head: values of a head, at least 2P; those beyond 2P stay as they are. 0 for 2P.
 
     Source: Su et al. 2021 (arXiv 2104.09864); pairing as in transformers' rotate_half.
@@ -81,8 +121,6 @@ def resize_heads(*, x: Array, y: Array, heads: int) -> None:
     """Copy heads to heads of another size: zeros follow those that grow, others are cut.
 
     Args:
-        x: [M, F] fp32.
-        y: [M, G] fp32, written.
         heads: of both.
     """
     old, new = (a.reshape(len(a), heads, -1) for a in (x, y))
@@ -97,20 +135,13 @@ def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> No
     Args:
         ids: [M] i32, each in [0, V).
         table: logical [V, K], any format.
-        y: [M, K] fp32, written.
         scale: of all embeddings (Gemma, Granite).
     """
     y[...] = table.decode()[nearest(ids, table.shape[0])] * np.float32(scale)
 
 
 def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
-    """Copy the rows whose logits are wanted: y[r] = x[rows[r]].
-
-    Args:
-        x: [M, K] fp32.
-        rows: [R] i32.
-        y: [R, K] fp32, written.
-    """
+    """Copy the rows whose logits are wanted: y[r] = x[rows[r]]."""
     y[...] = x[nearest(rows, len(x))]
 
 

@@ -11,10 +11,11 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ternary import Ternary
-from clocher_kernels.ops.activations import ACTIVATIONS, activate
 from clocher_kernels.ops.contract import (
     EXACT,
     FP32,
+    NO_BLOCKS,
+    NO_CODES,
     Case,
     Cost,
     OpSpec,
@@ -22,6 +23,7 @@ from clocher_kernels.ops.contract import (
     Real,
     Value,
 )
+from clocher_kernels.ops.elementwise import ACTIVATIONS, activate
 from clocher_kernels.ops.quantize import GROUPS, dequantize, groups_of
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
@@ -57,11 +59,6 @@ _COVERED = {
 INTEGER_FORMATS = tuple(_COVERED)
 """Formats that are tried with int8 activations. Groups of weights must be multiples of 32."""
 
-NO_CODES = {"cuda": "int8 activations are for ternary weights there; others multiply 16-bit ones"}
-"""Back end -> why it does not multiply int8 activations by what is not ternary."""
-NO_BLOCKS = {"cuda": "ggml's blocks are read by the CPU; convert them to another format"}
-"""Back end -> why it does not read the formats of `Ggml`."""
-
 
 def sums_exactly(fmt: Format, group: int) -> bool:
     """Return whether int8 activations and weights of a format are summed in int32 over all K."""
@@ -95,10 +92,8 @@ def linear(
             multiple of 32 columns, mxfp4, ternary, or of ggml's types q2_k to q6_k and iq4.
         y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
         x_scale: [M, B] fp32; B = ceil(K / group), or 1.
-        bias: [N] fp32.
         times: [M, F] fp32, what the activated sums are multiplied by: F = N, or 1 for a factor of
             each token.
-        residual: [M, N] fp32.
         activation: "none", "silu", "gelu", "gelu_tanh", "relu2", "sigmoid" or "tanh", as
             `activate` has them. It makes no number of what is not finite.
         cap: of "tanh", positive: cap * tanh(sum / cap).
@@ -151,12 +146,9 @@ def bsr_linear(
     """Multiply by block-sparse rows, touching stored blocks only: `linear` of another format.
 
     Args:
-        x: [M, K] fp32.
         w: logical [N, K], a "bsr_RxC_..." format. Tail blocks are clipped by N and K.
         y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
-        bias: [N] fp32.
         times: [M, F] fp32; F = N or 1.
-        residual: [M, N] fp32.
         activation: as `linear` has it.
         cap: as `linear` has it.
     """
@@ -198,11 +190,9 @@ def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
 
 
 def bent(options: Mapping[str, Any], turn: int = 0) -> dict[str, Attr]:
-    """Return the attributes of a case's activation: its option "act", a name or a place.
+    """Return the attributes of a case's option "act": a name, or a place, to which `turn` is added.
 
-    Args:
-        options: of the case.
-        turn: added to the place, so that formats take turns.
+    So formats take turns.
     """
     act = options.get("act", "none")
     if isinstance(act, int):

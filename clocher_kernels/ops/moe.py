@@ -6,9 +6,18 @@ from dataclasses import replace
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
-from clocher_kernels.ops.activations import activate
-from clocher_kernels.ops.contract import Case, OpSpec, Param, Real, Tolerance, Value, nearest
-from clocher_kernels.ops.linear import NO_BLOCKS, NO_CODES
+from clocher_kernels.ops.contract import (
+    NO_BLOCKS,
+    NO_CODES,
+    Case,
+    OpSpec,
+    Param,
+    Real,
+    Tolerance,
+    Value,
+    nearest,
+)
+from clocher_kernels.ops.elementwise import activate
 from clocher_kernels.ops.quantize import dequantize, groups_of
 from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor
@@ -38,7 +47,6 @@ def route(
     chosen ones if they are normalised, times the factor.
 
     Args:
-        logits: [M, E] fp32.
         ids: [M, A] i32, written, by descending score + bias; equal ones by ascending expert.
         weights: [M, A] fp32, written; NaN if a logit is NaN or infinity, or score + bias is NaN. A
             logit of minus infinity is that of an expert nobody chooses.
@@ -106,13 +114,11 @@ def moe_gate_up(
         x: [M, K]; int8 codes from `quantize` if there are scales, else fp32.
         ids: [M, A] i32, chosen experts.
         w: logical [E, J, K], J = 2 I, a format that `linear` takes.
-        y: [M, A, I] fp32, written.
         act: "silu" or "clamped".
         limit: clamp; of "clamped" only.
         alpha: slope of the sigmoid; of "clamped" only.
         x_scale: [M, B] fp32; B = ceil(K / group), or 1.
         factors: [M, A] fp32, of a token's activations for each expert (Llama 4).
-        bias: [E, J] fp32.
         group: columns per activation scale; 0 for one scale per token.
 
     Source: gpt-oss `swiglu`; transformers GptOssExperts.
@@ -152,13 +158,10 @@ def moe_down(
 
     Args:
         x: [M, A, I]; int8 codes from `quantize` if there are scales, else fp32.
-        ids: [M, A] i32.
         w: logical [E, N, I], a format that `linear` takes.
         y: [M, N] fp32, written; may be the residual's own buffer.
         weights: [M, A] fp32; without them all are 1.
         x_scale: [M, A, B] fp32; B = ceil(I / group), or 1.
-        bias: [E, N] fp32.
-        residual: [M, N] fp32.
         group: columns per activation scale; 0 for one scale per token and expert.
     """
     dense = w.decode()
@@ -199,18 +202,9 @@ def _case(
     rest: bool,
     group: int | None = None,
 ) -> Case:
-    """Spell a case of either product; with a group `x` is int8.
+    """Spell a case of either matmul, by its `attrs`; with a group `x` is int8.
 
-    Args:
-        attrs: of the call; those of the gated hidden layer, or none.
-        fmt: of the experts' matrices.
-        m: tokens.
-        e: experts.
-        a: experts that a token chooses.
-        n: values that an expert makes of a token.
-        k: columns of a matrix.
-        rest: whether there are a bias and a residual.
-        group: columns per activation scale.
+    M tokens choose A of E experts, which make N values of K; `rest`: with bias and residual.
     """
     sides = {"J": 2 * n, "I": n, "K": k} if "act" in attrs else {"N": n, "I": k}
     sizes = {"M": m, "E": e, "A": a, **sides}

@@ -51,7 +51,6 @@ def quantize(*, x: Array, q: Array, scale: Array, group: int, floor: float, lowe
 
     Args:
         x: [M, A*, K] fp32; of experts' hidden layers [M, A, K].
-        q: [M, A*, K] int8, written.
         scale: [M, A*, B] fp32, written: absmax / 127; B = ceil(K / group), or 1. A group with NaN
             or infinity has the scale NaN, and any codes.
         group: columns per scale; 0 for all.
@@ -83,7 +82,6 @@ def fake_quantize(*, x: Array, y: Array, dtype: str, group: int = 0, floor: floa
     the code the nearest to x * (448 or 127 / absmax), in fp32 as in `quantize`.
 
     Args:
-        x: [M, A*, K] fp32.
         y: [M, A*, K] fp32, written. What is not finite becomes NaN, and where there are scales so
             does its group.
         dtype: of `FAKE_DTYPES`.

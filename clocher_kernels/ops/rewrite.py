@@ -40,12 +40,7 @@ def takes_int8(fmt: Format) -> bool:
 
 
 def quantize_for_ternary(plan: Plan, formats: Mapping[str, Format]) -> Plan:
-    """Quantise the inputs of linears with ternary weights as BitNet does, which they ask for.
-
-    Args:
-        plan: what is rewritten.
-        formats: format of each matrix by name.
-    """
+    """Quantise the inputs of linears with ternary weights as BitNet does; `formats` by matrix."""
 
     def wanted(call: Call) -> bool:
         return call.op == "linear" and isinstance(formats.get(call.args["w"]), Ternary)
@@ -54,14 +49,9 @@ def quantize_for_ternary(plan: Plan, formats: Mapping[str, Format]) -> Plan:
 
 
 def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) -> Plan:
-    """Quantise the inputs of products with integer weights to int8.
+    """Quantise the inputs of matmuls with integer weights, of those in `formats`, to int8.
 
-    Products with float weights, and what is no product, stay as they are.
-
-    Args:
-        plan: from `build_plan`.
-        formats: format of each matrix whose products may be integer ones, by name.
-        group: columns per activation scale; 0 for one scale per token.
+    A scale is for `group` columns, 0: for a token.
     """
 
     def wanted(call: Call) -> bool:
@@ -73,14 +63,10 @@ def quantize_activations(plan: Plan, formats: Mapping[str, Format], group: int) 
 
 
 def round_activations(plan: Plan, precision: str) -> Plan:
-    """Round the inputs of products to a narrower type; they stay fp32.
+    """Round the inputs of matmuls to a precision of `ROUNDED`; they stay fp32.
 
     What is int8 codes already stays as it is. What BitNet's `quantize` reads is rounded before it,
     but for int8, which it makes itself.
-
-    Args:
-        plan: from `build_plan`, or from `quantize_activations` of it.
-        precision: of `ROUNDED`.
     """
     buffers = dict(plan.buffers)
     calls: list[Call] = []
@@ -104,12 +90,7 @@ def skip_zeros(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Pl
     """Leave out what the zeros of squared ReLUs would multiply; no result changes.
 
     Gate and up projection with ternary weights become `relu2_gate_up`, and the product with their
-    hidden layer becomes `skip_linear`.
-
-    Args:
-        plan: from `build_plan`.
-        formats: format of each matrix by name.
-        scope: weights that may be in memory a second time.
+    hidden layer becomes `skip_linear`. `scope`: weights that may be in memory a second time.
     """
 
     def wanted(call: Call) -> bool:
@@ -167,18 +148,11 @@ def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
 
 
 def _with_codes(
-    plan: Plan,
-    wanted: Callable[[Call], bool],
-    endings: tuple[str, str],
-    attrs: Mapping[str, Attr],
+    plan: Plan, wanted: Callable[[Call], bool], endings: tuple[str, str], attrs: Mapping[str, Attr]
 ) -> Plan:
-    """Store the `x` of calls as int8, quantised once for all that read it.
+    """Store the `x` of wanted calls as int8, quantised once for all that read it.
 
-    Args:
-        plan: what is rewritten.
-        wanted: which calls; those whose `x` is int8 already stay as they are.
-        endings: what the names of the buffers of codes and scales end with.
-        attrs: of `quantize`.
+    `endings`: of the names of the buffers of codes and scales; `attrs`: of `quantize`.
     """
     buffers = dict(plan.buffers)
     calls: list[Call] = []

@@ -67,16 +67,12 @@ def sample(
     allowed or not, gets `NO_TOKEN`; another one whose mask allows no token gets `NONE_ALLOWED`.
 
     Args:
-        logits: [R, V] fp32.
         allowed: [C, W] u32, masks, W = ceil(V / 32): bit i of word w is token 32 w + i. Bits beyond
             V mean nothing.
         masked: [R] i32, a row's mask is number `masked - 1`; 0 or less: all tokens are allowed.
         temperature: [R] fp32, >= 0.
-        top_k: [R] i32.
         top_p: [R] fp32, in (0, 1].
-        seeds: [R] u64.
         draws: [R] i32, how many tokens the sequence has drawn.
-        ids: [R] i32, written.
     """
     for r, row in enumerate(logits):
         if not np.isfinite(row).all():
@@ -120,10 +116,6 @@ def advance(
     Args:
         sampled: [R] i32; what is no token goes on as token 0, which every table has.
         rows: [R] i32, the token each row came from.
-        ids: [M] i32, updated.
-        positions: [M] i32, updated.
-        ends: [M] i32, updated.
-        draws: [R] i32, updated.
     """
     inside = (rows >= 0) & (rows < len(ids))
     tokens = rows[inside]

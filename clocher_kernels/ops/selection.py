@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.ops.attention import TOKEN, cell_of, within_table
+from clocher_kernels.ops.attention import TOKEN, own_cells, within_table
+from clocher_kernels.ops.cases import paged_case, planes, tokens
 from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Real, Value, nearest
-from clocher_kernels.ops.paged_cases import paged_case, planes, tokens
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray
@@ -49,23 +49,13 @@ def page_bounds(
     them. Where a key is not finite both are NaN. A page that is written again has new bounds.
 
     Args:
-        slots: [M] i32.
-        positions: [M] i32.
-        ends: [M] i32.
-        ancestors: [M] u64.
-        pages: [S, B] i32.
-        k_cache: [P, H, T, D].
         bounds: [P, H, 2, D] fp32, updated: the largest value of each column, and the least.
         kv_dtype: storage of the cache.
         k_scale: [P, H, T] fp32, i8 only.
     """
     size = k_cache.shape[2]
-    for m in range(len(slots)):
-        cell = cell_of(int(positions[m]), int(ends[m]), int(ancestors[m]))
-        if not (0 <= slots[m] < len(pages) and 0 <= cell < pages.shape[1] * size):
-            continue
-        page = pages[slots[m], cell // size]
-        if cell % size != size - 1 or not 0 <= page < len(k_cache):
+    for _, page, offset in own_cells(slots, positions, ends, ancestors, pages, k_cache):
+        if offset != size - 1:
             continue
         keys = to_f32(k_cache[page], kv_dtype)
         if k_scale is not None:
@@ -103,11 +93,6 @@ def select_pages(
 
     Args:
         q: [M, F] fp32, F = query heads * D.
-        slots: [M] i32.
-        positions: [M] i32.
-        ends: [M] i32.
-        ancestors: [M] u64.
-        pages: [S, B] i32.
         listed: [M, H, W] u64, written: bit b % 64 of word b // 64 is page b.
         counts: [M, H, 2] i64, updated: pages listed, and pages seen, are added.
         cells: T, cells of a page.
@@ -142,11 +127,9 @@ def select_pages(
 
 
 def page_scores(q: Array, bounds: Array) -> Array:
-    """Return the score of each page, fp32 [B]: no logit of a cell of it is above that.
+    """Return the scores of pages, fp32 [B], which no logit of their cells is above.
 
-    Args:
-        q: [G, D] fp32, the queries of a group, scaled.
-        bounds: [B, 2, D] fp32.
+    `q` are a group's scaled queries, fp32 [G, D]; `bounds` fp32 [B, 2, D].
     """
     high, low = bounds[None, :, 0].astype(np.float64), bounds[None, :, 1].astype(np.float64)
     query = q[:, None].astype(np.float64)

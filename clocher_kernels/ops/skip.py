@@ -23,7 +23,7 @@ Array = np.ndarray
 
 SKIPPED_GROUPS = (32, 64, 128)
 """Columns per scale of int4 weights whose columns can be skipped."""
-_GROUPED = {"cuda": "columns of int4 weights are skipped on a CPU only"}
+_NOT_ON = {"cuda": "only CPU Plans leave out zeros; a GPU multiplies densely, with `linear`"}
 
 
 def skips_columns(fmt: Format) -> bool:
@@ -44,10 +44,8 @@ def relu2_gate_up(
 
     Args:
         x: [M, K] int8 codes.
-        x_scale: [M, 1] fp32.
         gate: logical [I, K], ternary.
         w: logical [I, K], ternary.
-        y: [M, I] fp32, written.
         group: 0; one scale per token.
 
     Source: ReLU^2 is of "Primer" (arXiv 2109.08668); that its zeros need not be computed of "Deja
@@ -81,9 +79,7 @@ def skip_linear(
         x_scale: [M, B] fp32; B = 1 with ternary weights, else ceil(K / 128).
         w: logical [N, K], ternary, or symmetric int4 with a scale for 32, 64 or 128 columns.
         y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
-        bias: [N] fp32.
         times: [M, F] fp32; F = N or 1.
-        residual: [M, N] fp32.
         activation: as `linear` has it.
         cap: as `linear` has it.
         group: columns per activation scale: 128, or with ternary weights 0: one scale per token.
@@ -139,19 +135,13 @@ def _cases(rows: str) -> tuple[Case, ...]:
             {"group": 0},
             {**({"gate": "ternary"} if rows == "I" else {}), "w": "ternary", "x": "i8"},
             {"x_scale": True, "live": live, **(more if rows == "N" else {})},
+            missing=_NOT_ON,
         )
         for m, n, k, live, more in _SIZES
     )
 
 
-def _grouped(
-    fmt: str,
-    m: int,
-    n: int,
-    k: int,
-    live: float,
-    more: Mapping[str, Any],
-) -> Case:
+def _grouped(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, Any]) -> Case:
     return Case(
         f"{fmt}-m{m}-n{n}-k{k}-live{int(100 * live)}",
         {"M": m, "N": n, "K": k, "B": groups_of(k, 128), **wide(more, n)},
@@ -159,7 +149,7 @@ def _grouped(
         {"w": fmt, "x": "i8"},
         {"x_scale": True, "live": live, **more},
         FP32,
-        missing=_GROUPED,
+        missing=_NOT_ON,
     )
 
 
@@ -172,6 +162,88 @@ _BY_COLUMN = (
     _grouped("int4_sym_g128_f32", 1, 520, 300, 1.0, {"bias": True}),
     _grouped("int4_sym_g32_f16", 1, 148, 352, 0.75, {"bias": True, "act": "silu", "times": "N"}),
 )
+
+_LANES = 16
+
+
+def drop_small(
+    *, x: Array, y: Array, threshold: Array | None = None, most: float = 1.0, least: float = 1.0
+) -> None:
+    """Set the activations of a token to zero that are small.
+
+    With a threshold, those below it. Without one it is the token's own: that which keeps the
+    largest ceil(K f). f is `least` where all weight is in one channel, and `most` where it is in
+    all alike: f = least + (most - least) (sum |x|)^2 / (K sum x^2), the inverse participation
+    ratio, an entropy (of order 2) without a logarithm. As many as share the last place are kept.
+
+    Args:
+        x: [M, K] fp32. NaN and infinity are kept.
+        threshold: [T] fp32, T = 1.
+        most: largest share of channels to keep.
+        least: smallest one; that of `most` for the same share in every token.
+
+    Source: TEAL (arXiv 2408.14690) for thresholds; Q-Sparse (arXiv 2407.10969) for the largest K.
+    """
+    size = np.abs(x)
+    if threshold is not None:
+        y[...] = np.where(size < threshold[0], np.float32(0), x)
+        return
+    for row, out, values in zip(size, y, x, strict=True):
+        bits = row.view(np.int32)
+        count = _kept(row, np.float32(most), np.float32(least))
+        out[...] = np.where(bits < np.sort(bits)[len(row) - count], np.float32(0), values)
+
+
+def _kept(size: Array, most: np.float32, least: np.float32) -> int:
+    """Return how many of a token's channels are kept; every step is rounded to fp32."""
+    k = np.float32(len(size))
+    with np.errstate(all="ignore"):
+        total, squares = _lane_sum(size), _lane_sum(size * size)
+        even = total * total / (k * squares)
+    if not even <= 1:
+        even = np.float32(1)
+    wanted = (least + (most - least) * even) * k
+    return int(max(1, min(np.ceil(wanted), len(size))))
+
+
+def _lane_sum(values: Array) -> np.float32:
+    """Return the sum as 16 lanes make it, then the tree 16 -> 8 -> 4 -> 2 -> 1."""
+    cells = np.zeros((-(-len(values) // _LANES), _LANES), np.float32)
+    cells.reshape(-1)[: len(values)] = values
+    sums = np.zeros(_LANES, np.float32)
+    for row in cells:
+        sums += row
+    while len(sums) > 1:
+        half = len(sums) // 2
+        sums = sums[:half] + sums[half:]
+    return np.float32(sums[0])
+
+
+def _make_activations(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
+    x = rng.standard_normal([case.sizes[d] for d in "MK"], dtype=np.float32)
+    x[-1] **= 3
+    x[..., -3:] = 0
+    x[..., 1] = x[..., 2]  # a tie
+    found: dict[str, Value] = {"x": x}
+    if "T" in case.sizes:
+        found["threshold"] = np.full(1, 0.4, np.float32)
+    return found
+
+
+_SHARES = {"topk": (0.6, 0.6), "adaptive": (1.0, 0.5)}
+
+
+def _dropping(name: str, m: int, k: int) -> Case:
+    sizes = {"M": m, "K": k, **({"T": 1} if name == "threshold" else {})}
+    most, least = _SHARES.get(name, (1.0, 1.0))
+    return Case(
+        f"{name}-m{m}-k{k}",
+        sizes,
+        {} if name == "threshold" else {"most": most, "least": least},
+        options={"threshold": True} if name == "threshold" else {},
+        missing=_NOT_ON,
+    )
+
 
 SPECS = (
     OpSpec(
@@ -207,5 +279,23 @@ SPECS = (
             Real("int4_sym_g32_f16-m1-*", {"M": 1, "N": 8192, "K": 2048}),
         ),
         make=_make_down,
+    ),
+    OpSpec(
+        "drop_small",
+        "activations with the small ones set to zero, by a threshold or by the token's own",
+        (
+            Param("x", "in", "M K"),
+            Param("threshold", "vector", "T", optional=True),
+            Param("y", "out", "M K"),
+        ),
+        drop_small,
+        tuple(
+            _dropping(name, m, k)
+            for name in ("threshold", "topk", "adaptive")
+            for m, k in ((1, 256), (5, 100), (3, 37))
+        ),
+        EXACT,
+        (Real("*-m1-*", {"M": 1, "K": 8192}),),
+        make=_make_activations,
     ),
 )

@@ -6,7 +6,10 @@ the contract lets a GPU store them narrow.
 """
 
 import inspect
+import os
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -14,17 +17,49 @@ import numpy as np
 import torch
 
 from clocher_kernels.errors import DeviceError, ShapeError, UnsupportedOp
-from clocher_kernels.library.host import Bound, bind, stays
-from clocher_kernels.library.signature import (
+from clocher_kernels.library.host import (
     LIBRARY,
+    Bound,
+    Host,
+    bind,
     facts,
+    host,
     one_of_act_prec,
+    stays,
 )
 from clocher_kernels.ops import OPS as CONTRACTS
-from clocher_kernels.ops.contract import OpSpec, Param
-from clocher_kernels.torch import ready
-from clocher_kernels.torch.stored import as_numpy, host_matrix, kept, sizes, type_of, typed
-from clocher_kernels.torch.threads import team
+from clocher_kernels.ops.contract import OpSpec, Param, dtypes_of
+from clocher_kernels.torch.stored import (
+    as_numpy,
+    host_matrix,
+    keep,
+    kept,
+    repeat,
+    sizes,
+    type_of,
+    typed,
+)
+from cpu_fallback.team.openmp import OpenMP
+
+_PROCESS = os.getpid()
+
+
+@cache
+def _runtime(process: int) -> OpenMP | None:
+    # After a fork it would wait for threads that the child does not have.
+    return OpenMP.of(torch._C.__file__) if process == _PROCESS else None
+
+
+def team(threads: int | None = None) -> Host:
+    """Return the team of a size; None: as many threads as torch has."""
+    return host(torch.get_num_threads() if threads is None else threads, _runtime(os.getpid()))
+
+
+def awake(threads: int | None = None) -> AbstractContextManager[None]:
+    """Return a context in which a team of our own does not sleep between two calls."""
+    running: AbstractContextManager[None] = team(threads).executor.running()
+    return running
+
 
 Arguments = Mapping[str, Any]
 _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
@@ -49,9 +84,9 @@ def schema_of(spec: OpSpec) -> str:
         facts(spec.name).attributes.items(), key=lambda a: a[1].default is not _EMPTY
     )
     for name, each in by_default:
-        default = f'"{each.default}"' if each.type is str else each.default
+        default = f'"{each.default}"' if each.annotation is str else each.default
         said = "" if each.default is _EMPTY else f"={default}"
-        args.append(f"{_SCHEMA_TYPES[each.type]} {name}{said}")
+        args.append(f"{_SCHEMA_TYPES[each.annotation]} {name}{said}")
     if _takes_codes(spec):
         args.append('str act_prec=""')
     outs = ", ".join(["Tensor"] * len(facts(spec.name).outputs))
@@ -111,7 +146,7 @@ def _on_cpu(
                 f"{spec.name}: {p.name!r} is not contiguous, and it is used where it lies; "
                 "make the cache with torch.zeros"
             )
-        one = kept([given_value], (p.name, attrs.get("kv_dtype")), array, live=is_cache)
+        one = kept([given_value], (p.name, dtypes_of(p, attrs)), array, live=is_cache)
         values[p.name] = one.value
         bound = one.bound if bound is None and is_cache else bound
     op = bind(
@@ -124,13 +159,13 @@ def _on_cpu(
         act_prec=found.get("act_prec", ""),
     )
     outs = [(p.name, type_of(spec, p, found)) for p in facts(spec.name).outputs]
-    ready.keep(spec, positional, named, op, types, outs)
+    keep(spec, positional, named, op, types, outs)
     made = op.run(values, sizes(spec, found)["M"])
     return [torch.from_numpy(made[name]).to(dtype) for name, dtype in outs]
 
 
 def _run(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> list[torch.Tensor]:
-    if again := ready.repeat(spec.name, positional, named):
+    if again := repeat(spec.name, positional, named):
         return again
     found = _arguments(spec, positional, named)
     lead = found[facts(spec.name).given[0].name]
@@ -177,7 +212,11 @@ def _register(spec: OpSpec) -> Any:
     if not any(p.kind == "inout" for p in spec.params):
         torch.library.register_autograd(name, backward, lib=_LIBRARY)
     packet = getattr(torch.ops.clocher, spec.name)
-    packet.__doc__ = packet.default.__doc__ = f"{spec.summary}\n\n{inspect.getdoc(spec.reference)}"
+    shapes = "\n".join(
+        f"    {p.name}: {p.kind}, {p.dtype or 'stored'} [{p.dims}]" for p in spec.params
+    )
+    said = f"{spec.summary}\n\n{inspect.getdoc(spec.reference)}\n\nShapes:\n{shapes}"
+    packet.__doc__ = packet.default.__doc__ = said
     return packet.default
 
 

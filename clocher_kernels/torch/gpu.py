@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Device, current_device, execute
-from clocher_kernels.cuda.lowering import LOWER
 from clocher_kernels.cuda.prepack import rearrange
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import Format
-from clocher_kernels.library.signature import checked_attributes, facts, op_plan
+from clocher_kernels.library.host import checked_attributes, facts, op_plan
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec
 from clocher_kernels.plan import Attr, Plan
-from clocher_kernels.torch.stored import TYPES, kept, planes_of, sizes, type_of, typed
+from clocher_kernels.torch.stored import kept, planes_of, sizes, type_of, typed
 
 
 @cache
@@ -32,22 +32,13 @@ def device_of(tensor: torch.Tensor) -> Device:
 @lru_cache(maxsize=4096)
 def _plan(
     name: str,
-    shapes: tuple[tuple[str, tuple[int, ...]], ...],
-    dtypes: tuple[tuple[str, str], ...],
+    arrays: tuple[tuple[str, tuple[str, tuple[int, ...]]], ...],
     formats: tuple[tuple[str, Format], ...],
     told: tuple[tuple[str, int], ...],
     attrs: tuple[tuple[str, Attr], ...],
     act_prec: str,
 ) -> Plan:
-    return op_plan(
-        OPS[name],
-        dict(shapes),
-        dict(dtypes),
-        dict(formats),
-        dict(told),
-        dict(attrs),
-        act_prec or "fp32",
-    )
+    return op_plan(OPS[name], dict(arrays), dict(formats), dict(told), dict(attrs), act_prec)
 
 
 def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch.Tensor]:
@@ -74,18 +65,17 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
     formats = {n: v.format for n, v in values.items() if isinstance(v, DeviceTensor)}
     plan = _plan(
         spec.name,
-        tuple((n, tuple(v.shape)) for n, v in values.items() if n in dtypes),
-        tuple(dtypes.items()),
+        tuple((n, (dtype, tuple(values[n].shape))) for n, dtype in dtypes.items()),
         tuple(formats.items()),
         tuple(sizes(spec, found).items()),
         tuple(attrs.items()),
-        found.get("act_prec", ""),
+        found.get("act_prec") or "fp32",
     )
     own = {p.name: type_of(spec, p, found) for p in facts(spec.name).outputs}
     lead = values[facts(spec.name).given[0].name]
     for name, buffer in plan.buffers.items():
         if name not in values:
-            dtype = own.get(name, TYPES[buffer.dtype])
+            dtype = own.get(name, TORCH_DTYPES[buffer.dtype])
             values[name] = torch.empty(buffer.shape, dtype=dtype, device=lead.device)
     if len(plan.calls) > 1:  # quantised first, from fp32
         first = plan.calls[0].args["x"]

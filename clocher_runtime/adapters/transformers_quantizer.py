@@ -17,8 +17,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Bsr
-from clocher_kernels.library.arrays import format_of
-from clocher_kernels.library.signature import one_of_act_prec
+from clocher_kernels.library import format_of
+from clocher_kernels.library.host import one_of_act_prec
 from clocher_kernels.torch import QuantLinear, quantize_linears
 
 METHOD = "clocher"

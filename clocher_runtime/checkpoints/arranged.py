@@ -9,7 +9,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_kernels.formats import Float, Format, Fp8, Int8, Ternary
-from clocher_kernels.formats.fp8 import BLOCK
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_runtime.checkpoints.checkpoint import (
     LazyTensor,
     Stored,

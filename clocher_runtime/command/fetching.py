@@ -138,7 +138,7 @@ def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
 def _refusal(report: Report, path: Path, download: "Download") -> Exception | None:
     """Return why a model cannot run; else report what it is and whether it fits."""
     from clocher_kernels.errors import ModelError
-    from clocher_kernels.host_memory import available
+    from clocher_kernels.guards import available
     from clocher_runtime.checkpoints.hf.checkpoint import check_config
     from clocher_runtime.disk.files import read_bytes
     from clocher_runtime.disk.strict_json import parse_object

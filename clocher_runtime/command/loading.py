@@ -36,7 +36,7 @@ _CALIBRATION_CHARS = 1 << 16
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
 _MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
-_NOT_ON: Mapping[str, Set[str]] = {"cpu": {"tile_table"}, "cuda": {"isa"}}
+_NOT_ON: Mapping[str, Set[str]] = {"cuda": {"isa"}}
 """Device -> settings of the other device."""
 
 
@@ -269,7 +269,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """Load a model; arguments and errors as `load_engine`."""
     if config.stub:
         return _stub(config)
-    hand_on(config.isa, config.tile_table)
+    hand_on(config.isa)
     backend, reason = "reference", "asked for"
     if config.backend != "reference":
         backend, reason = choose(config.device)

@@ -154,9 +154,6 @@ class EngineConfig:
     threads: int | None = _run(
         integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
     )
-    tile_table: Path | None = variable(
-        _PATH, "JSON table of tiles for GPU kernels", "CLOCHER_TILE_TABLE"
-    )
     config: Path | None = _run(
         _PATH, "TOML file of settings by name; flags and variables are stronger"
     )
@@ -329,7 +326,6 @@ _NOT_KEYWORDS = {
     "stub",
     "require_model",
     "ignore_eos",
-    "tile_table",
     "isa",
     "keep_mapped",
     "yes",

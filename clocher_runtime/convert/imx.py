@@ -16,7 +16,8 @@ import numpy as np
 from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, scaling
-from clocher_kernels.formats.fp8 import BLOCK, by_blocks
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.floats import by_blocks
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 GRID = 23

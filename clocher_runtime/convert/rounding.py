@@ -24,7 +24,7 @@ import numpy as np
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Ternary, scaling
-from clocher_kernels.formats.fp8 import BLOCK
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
 

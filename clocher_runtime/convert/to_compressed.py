@@ -11,7 +11,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel, UsageError
 from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4
-from clocher_kernels.formats.fp8 import BLOCK
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf

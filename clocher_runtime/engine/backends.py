@@ -3,8 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from clocher_kernels.errors import DeviceError, UsageError
@@ -37,13 +36,11 @@ def choose(device: str) -> tuple[str, str]:
     raise DeviceError(f"device 'cuda': {reason}; use --device cpu or --device auto")
 
 
-def hand_on(isa: str | None, tile_table: Path | None) -> None:
-    """Apply instruction set and tile table to the back ends; None changes nothing.
+def hand_on(isa: str | None) -> None:
+    """Apply an instruction set to the CPU back end; None changes nothing.
 
-    Child processes inherit the instruction set. UsageError: kernels were compiled for another.
+    Child processes inherit it. UsageError: kernels were compiled for another.
     """
-    if tile_table is not None:
-        os.environ["CLOCHER_TILE_TABLE"] = str(tile_table)
     if isa is None:
         return
     compiled = sys.modules.get("cpu_fallback.lanes.isa")
@@ -59,7 +56,8 @@ def gpu() -> dict[str, str | int]:
     """Return name, driver, clocks and memory of the current GPU."""
     from clocher_kernels.cuda.probe import describe
 
-    return asdict(describe())
+    found: dict[str, str | int] = describe()
+    return found
 
 
 class Reader(Protocol):
@@ -156,7 +154,7 @@ def make_executor(
 
         executor = StubExecutor(plan)
     else:
-        from clocher_kernels.reference import ReferenceExecutor
+        from clocher_kernels.ops import ReferenceExecutor
 
         executor = ReferenceExecutor(plan, weights)
     return executor

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import UsageError
-from clocher_kernels.host_memory import require
+from clocher_kernels.guards import require
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
 from clocher_kernels.plan import Executor, Plan

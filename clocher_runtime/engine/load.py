@@ -9,9 +9,8 @@ import numpy as np
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
-from clocher_kernels.formats.float import Float
-from clocher_kernels.guards import refuse_in_window
-from clocher_kernels.host_memory import require
+from clocher_kernels.formats.floats import Float
+from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
 from clocher_runtime.config.engine import PRECISIONS as PRECISIONS

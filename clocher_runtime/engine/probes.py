@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, ModelError
-from clocher_kernels.host_memory import available
+from clocher_kernels.guards import available
 from clocher_runtime.engine.backends import Reader, reader
 from clocher_runtime.models.inventory import EMBED
 

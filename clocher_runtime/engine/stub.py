@@ -10,9 +10,9 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import parse_format
+from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.plan import Plan
 from clocher_kernels.quant_tensor import encode
-from clocher_kernels.reference import ReferenceExecutor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.engine.load import Model, Weights
 from clocher_runtime.engine.probes import WorkTouch

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from clocher_kernels.cgroups import ROOT, groups, read
 from clocher_kernels.errors import UsageError
+from clocher_kernels.guards import ROOT, groups, read
 from clocher_runtime.config.engine import EngineConfig
 
 _CPUS = "sys/devices/system/cpu"

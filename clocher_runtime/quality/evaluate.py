@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from clocher_kernels.errors import ModelError
 from clocher_kernels.formats import parse_format
-from clocher_kernels.host_memory import require
+from clocher_kernels.guards import require
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model

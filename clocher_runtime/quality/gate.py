@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, Ternary, parse_format
-from clocher_kernels.formats.float import Float
+from clocher_kernels.formats.floats import Float
 from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.compare import Summary

@@ -57,7 +57,7 @@ _BUSY = 0.5
 """Load average per CPU above which a machine counts as busy."""
 
 _NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
-tile_table act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
+act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
 prefetch_distance stream_block_bytes speculate draft_model attn act_sparsity act_calibration"""
 _SETTINGS = dict(every(EngineConfig))
 _ACTS_ON = frozenset(_NEEDED.split()) | {name for name in _SETTINGS if name.startswith("dedup")}

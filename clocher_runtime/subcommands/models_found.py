@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clocher_kernels.errors import ClocherError, UnsupportedModel
-from clocher_kernels.host_memory import available
+from clocher_kernels.guards import available
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.hf.hub import HubName, repositories, revisions
 from clocher_runtime.checkpoints.locate import EMBEDDED, SUFFIX, embedded_model, holds_model, listed

@@ -322,7 +322,7 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    from clocher_kernels.host_memory import available
+    from clocher_kernels.guards import available
     from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quantize.job import needs_of
 

@@ -10,7 +10,7 @@ import numpy as np
 from llvmlite import ir
 
 from clocher_kernels.errors import ShapeError
-from clocher_kernels.ops.activations import check_activation
+from clocher_kernels.ops.elementwise import check_activation
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import f32, i64, void

@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from clocher_kernels import host_memory
+from clocher_kernels import guards
 
 HUGE = 2 << 20
 _LINE = 64
@@ -116,7 +116,7 @@ def fetch_ahead(nbytes: int) -> None:
     process, or less than four times as much memory.
     """
     global _ahead
-    left = host_memory.available()
+    left = guards.available()
     if _ahead is not None or nbytes < HUGE or left is None or left < 4 * nbytes:
         return
     if not hasattr(mmap, "MADV_HUGEPAGE") or len(os.sched_getaffinity(0)) < 2:

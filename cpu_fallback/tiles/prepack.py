@@ -8,8 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from clocher_kernels.formats import Bsr, Int4
-from clocher_kernels.guards import refuse_in_window
-from clocher_kernels.host_memory import require
+from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.ops import matrices
 from clocher_kernels.ops.contract import Value, has_codes
 from clocher_kernels.plan import Call, Plan

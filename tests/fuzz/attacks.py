@@ -36,7 +36,7 @@ PLANTS = (
 )
 # Prompts and settings may come from a pipe; to wait for who writes it is then what was asked for.
 _NO_PIPES = tuple(plant for plant in PLANTS if plant != "fifo")
-_MAY_BE_PIPES = ("prompts_file", "config", "tile_table")
+_MAY_BE_PIPES = ("prompts_file", "config")
 
 _TEXTS = (
     *("", "-", "--", "-1", "0", "1", "2", "7", " 1", "1_000", "0x10", "1e3", "1e999", "nan", "inf"),

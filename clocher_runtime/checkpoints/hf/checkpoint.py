@@ -9,7 +9,8 @@ from msgspec import Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Mxfp4, Ternary
-from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.floats import Scope
 from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
 from clocher_runtime.checkpoints.hf.shards import (

@@ -29,8 +29,9 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
-from clocher_kernels.formats import Int8, Mxfp4, mxfp4
-from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.formats import Int8, Mxfp4
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_kernels.formats.scaling import Group
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.checkpoints.hf.packed_words import (
@@ -264,12 +265,12 @@ def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
 def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
     linear.weight.expect(("U8",))
     n, width = linear.weight.matrix()
-    if 2 * width % mxfp4.BLOCK:
+    if 2 * width % MXFP4_BLOCK:
         raise FormatError(
-            f"{linear.weight.where}: {2 * width} columns, no multiple of {mxfp4.BLOCK}"
+            f"{linear.weight.where}: {2 * width} columns, no multiple of {MXFP4_BLOCK}"
         )
-    linear.scale.expect(("U8",), (n, 2 * width // mxfp4.BLOCK))
-    blocks = linear.weight.array.reshape(n, -1, mxfp4.BLOCK // 2)
+    linear.scale.expect(("U8",), (n, 2 * width // MXFP4_BLOCK))
+    blocks = linear.weight.array.reshape(n, -1, MXFP4_BLOCK // 2)
     planes = {"blocks": blocks, "scales": linear.scale.array}
     return stored_tensor((n, 2 * width), Mxfp4(), planes, linear.weight.where)
 

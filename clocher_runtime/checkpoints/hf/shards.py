@@ -17,7 +17,8 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Fp8
-from clocher_kernels.formats.fp8 import BLOCK, Scope
+from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.floats import Scope
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.checkpoints.locate import listed, no_weights, unfinished

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 from sessions import make_session
 
-from clocher_kernels import host_memory
+from clocher_kernels import guards
 from clocher_kernels.errors import OutOfMemory
-from clocher_kernels.host_memory import available, require
+from clocher_kernels.guards import available, require
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
@@ -99,7 +99,7 @@ def test_require_names_both_sizes_and_the_way_out(tmp_path):
 @pytest.fixture
 def little(monkeypatch):
     """Give this process a MiB."""
-    monkeypatch.setattr(host_memory, "available", lambda root: MIB)
+    monkeypatch.setattr(guards, "available", lambda root: MIB)
 
 
 def test_a_session_asks_before_its_tables_are_made(little, monkeypatch):
