@@ -7,15 +7,13 @@ from pkgutil import resolve_name
 import click
 
 CASES = {
-    "harness": ("bench.harness", "clocher-run in fresh processes, in turns; sweeps, comparisons"),
-    "strict": ("bench.strict", "speed by the strict contract: three windows, and checks"),
-    "peers": ("bench.cases.peers", "a model beside llama.cpp, ik_llama.cpp, OpenVINO GenAI"),
-    "linear": ("bench.cases.linear", "matrix products: roofline, decoded ahead, torch"),
-    "attention": ("bench.cases.attention", "attention of a step, for each dtype of the KV cache"),
-    "block_sparse": ("bench.cases.block_sparse", "dense against block-sparse products"),
-    "profile": ("bench.cases.profile", "where the time of a step goes, flame graph, overhead"),
-    "start": ("bench.cases.start", "from the command to the first token"),
-    "ptq_calib": ("bench.ptq_calib", "cosine of min-max INT8, and a gate"),
+    "harness": ("bench.harness:main", "clocher-run in fresh processes, in turns; sweeps"),
+    "strict": ("bench.strict:main", "speed by the strict contract: three windows, and checks"),
+    "peers": ("bench.peers:main", "a model beside llama.cpp, ik_llama.cpp, OpenVINO GenAI"),
+    "linear": ("bench.linear:main", "matrix products: roofline, decoded ahead, torch's floats"),
+    "block_sparse": ("bench.linear:sparse", "dense against block-sparse products"),
+    "profile": ("bench.profile:main", "where the time of a step goes, flame graph, overhead"),
+    "ptq_calib": ("bench.ptq_calib:main", "cosine of min-max INT8, and a gate"),
 }
 
 
@@ -31,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in CASES:
         click.echo(f"error: no case {name!r}; cases are {', '.join(CASES)}", err=True)
         sys.exit(2)
-    command = resolve_name(f"{CASES[name][0]}:main")
+    command = resolve_name(CASES[name][0])
     if isinstance(command, click.Command):
         command.main(rest, prog_name=f"python -m bench {name}")
     else:

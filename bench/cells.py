@@ -1,4 +1,4 @@
-"""Cells, each one engine configuration, and the sweep they come from."""
+"""Cells, each one engine configuration: from make's variables, a file, flags and a sweep."""
 
 import hashlib
 import itertools
@@ -14,7 +14,7 @@ import clocher_kernels
 import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.loading import choose_model
-from clocher_runtime.command.settings import ALL, RunConfig, resolve
+from clocher_runtime.command.settings import ALL, SETTINGS, RunConfig, resolve
 from clocher_runtime.config.engine import HINTS
 from clocher_runtime.config.sources import sources_of
 from clocher_runtime.config.values import Given
@@ -30,8 +30,32 @@ ALIASES: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 """Name in a sweep -> the setting that it means, and what its values mean there."""
 
+OF_MAKE: Mapping[str, str] = {
+    "MODEL_DIR": "model_dir",
+    "PROMPTS": "prompts_file",
+    "ROUNDS": "rounds",
+    "THREADS": "threads",
+    "BATCH": "batch",
+    "PREFETCH": "prefetch",
+    "PRETRANSPOSE": "pretranspose",
+    "MAX_NEW": "max_new",
+    "WARMUP_TOKENS": "warmup",
+}
+"""Variables of make's targets -> settings, which have CLOCHER_ names in the program."""
+
 _NOT_SWEPT = ("config", "outputs", "trace_ids", "trace_topk")
 _MODEL_FILES = (".safetensors", ".bin", ".json", ".gguf")
+
+
+def of_program(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment with make's variables under the program's names, which win."""
+    found = dict(environ)
+    for variable, name in OF_MAKE.items():
+        raw = found.pop(variable, "")
+        if raw and not found.get(own := SETTINGS[name].env[0]):
+            SETTINGS[name].takes.read(variable, raw)
+            found[own] = raw
+    return found
 
 
 @dataclass(frozen=True, slots=True)

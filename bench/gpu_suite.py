@@ -10,8 +10,10 @@ shapes in Triton's interpreter, without a GPU. Exits 1 if a check failed or a pa
 """
 
 import contextlib
+import gc
 import json
 import os
+import pkgutil
 import re
 import signal
 import subprocess
@@ -24,16 +26,14 @@ from typing import Any, NamedTuple
 
 import click
 
-from bench.gpu import kernels
-from bench.gpu.__main__ import NO_DEVICE, note, rows_of
-
 
 class Part(NamedTuple):
-    """The call that a part belongs to, and time limits of it and of one item."""
+    """The call that a part belongs to, its time limit, that of an item, the maker of its items."""
 
     call: int
     seconds: float
     item_seconds: float
+    items: str = ""
 
 
 CALLS = (0, 1, 2)
@@ -41,14 +41,16 @@ BUDGET = 520.0
 """Seconds of a call; the limits of its parts add up to no more."""
 
 PARTS = {
-    "machine": Part(0, 40, 40),  # a freshly started machine has a cold disk
-    "smoke": Part(0, 75, 60),
-    "ceilings": Part(0, 35, 30),
+    "machine": Part(0, 40, 40, "ops:machine_items"),  # a freshly started machine has a cold disk
+    "smoke": Part(0, 75, 60, "models:tiny_items"),
+    "ceilings": Part(0, 35, 30, "ops:ceiling_items"),
     "parity": Part(1, 480, 480),
-    "steps": Part(2, 200, 80),
-    "ops": Part(2, 150, 60),
-    "peers": Part(2, 130, 80),
+    "steps": Part(2, 200, 80, "models:step_items"),
+    "ops": Part(2, 150, 60, "ops:op_items"),
+    "peers": Part(2, 130, 80, "ops:peer_items"),
 }
+LOST, NO_DEVICE = 3, 4
+"""Exit codes of a part: the GPU stopped answering (a new process goes on); there is none."""
 _PARITY = ("-m", "pytest", "-v", "--color=no", "tests/test_gpu_parity.py")
 _WRONG = re.compile(
     r"(?:FAILED|ERROR) tests/\S+::(.+?)(?: - (.*))?$|::(\S+) (?:FAILED|ERROR)", re.M
@@ -67,12 +69,15 @@ _PATH = click.Path(path_type=Path)
 @click.option("--only", multiple=True, help="only items whose name contains this")
 @click.option("--budget", type=float, help=f"seconds for all parts  [default: {BUDGET:g} a call]")
 @click.option("--merge", "folders", multiple=True, type=_PATH, help="put these calls together")
-@click.option("--cache", "caches", multiple=True, type=_PATH, help="archive of compiled kernels")
+@click.option("--here", is_flag=True, hidden=True, help="run a part in this process")
 def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) -> None:
     """Run the parts in order and print the report."""
     out.mkdir(parents=True, exist_ok=True)
+    if given["here"]:
+        raise SystemExit(
+            run_items(names[0], out / f"{names[0]}.jsonl", given["dry"], given["only"])
+        )
     try:
-        cache = kernels.use(given["caches"]) if given["caches"] else None
         good = bool(given["folders"]) and report(out, given["folders"], list(PARTS))
     except (OSError, ValueError) as error:
         raise click.UsageError(str(error)) from None
@@ -86,11 +91,47 @@ def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) ->
         click.echo(f"{left:4.0f} s left: {name}", err=True)
         if left > 0:
             run_part(name, out, left, given["dry"], given["only"])
-        good = report(out, [out], chosen, cache.said if cache else "")
-    if cache and (new := cache.files()):
-        (out / "kernels.tar.xz").write_bytes(kernels.tar(new))
+        good = report(out, [out], chosen)
     click.echo((out / "suite.md").read_text())
     raise SystemExit(not good)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a part's file, without a half-written last line."""
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def note(path: Path, *rows: dict[str, Any]) -> None:
+    """Append rows to a part's file."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def run_items(part: str, path: Path, dry: bool, only: Sequence[str]) -> int:
+    """Run the items that the file does not list yet; return the exit code."""
+    os.environ["TRITON_INTERPRET"] = str(int(dry))  # read when triton is imported
+    done = {row["item"] for row in rows_of(path)}
+    try:
+        from bench.gpu.setting import make_setting, run_item
+
+        items = pkgutil.resolve_name(f"bench.gpu.{PARTS[part].items}")(dry)
+        setting = make_setting(dry)
+    except Exception as error:
+        status = "failed" if isinstance(error, ImportError) else "not measured"
+        note(path, {"item": "start", "status": status, "reason": str(error)})
+        return NO_DEVICE
+    for name, run in items:
+        if name in done or (only and not any(text in name for text in only)):
+            continue
+        note(path, {"item": name, "status": "begun"})
+        note(path, *run_item(setting, (name, run)))
+        gc.collect()
+        try:
+            setting.timer.synchronize()
+        except Exception:  # after an illegal access; tearing the context down may hang
+            os._exit(LOST)
+    return 0
 
 
 def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) -> None:
@@ -104,7 +145,8 @@ def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) 
         command += ["-k", " or ".join(only)] if only else ["-k", "in_the_interpreter"] * dry
         run(command, out / "parity.log", path, deadline, item_seconds)
         return
-    command = ["-m", "bench.gpu", name, str(path), *["--dry-run"] * dry, *only]
+    command = ["-m", "bench.gpu_suite", "--here", "--out", str(out), "--part", name]
+    command += ["--dry-run"] * dry + [f"--only={text}" for text in only]
     for start in range(1, _MOST_STARTS + 1):
         code = run(command, out / "suite.log", path, deadline, item_seconds)
         rows = rows_of(path)
@@ -158,7 +200,7 @@ def rows_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
     return parts
 
 
-def report(out: Path, folders: Sequence[Path], names: Sequence[str], said: str = "") -> bool:
+def report(out: Path, folders: Sequence[Path], names: Sequence[str]) -> bool:
     """Write suite.json and suite.md of some calls, on one GPU; return whether all is well."""
     parts: dict[str, list[dict[str, Any]]] = {}
     for folder in folders:
@@ -172,13 +214,13 @@ def report(out: Path, folders: Sequence[Path], names: Sequence[str], said: str =
         raise ValueError(f"--merge: calls on {' and '.join(sorted(gpus))}; merge those of one GPU")
     for name in names:
         parts.setdefault(name, [{"item": name, "status": "ended", "reason": "not run"}])
-    (out / "suite.json").write_text(json.dumps({"kernels": said, "parts": parts}, indent=1))
-    (out / "suite.md").write_text("\n".join(_page(parts, said)) + "\n")
+    (out / "suite.json").write_text(json.dumps({"parts": parts}, indent=1))
+    (out / "suite.md").write_text("\n".join(_page(parts)) + "\n")
     return not any(row["status"] in _BAD for rows in parts.values() for row in rows)
 
 
-def _page(parts: dict[str, list[dict[str, Any]]], said: str) -> Iterator[str]:
-    yield f"# GPU suite\n\n{said}"
+def _page(parts: dict[str, list[dict[str, Any]]]) -> Iterator[str]:
+    yield "# GPU suite"
     for name, rows in parts.items():
         counts = Counter(row["status"] for row in rows)
         said = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()))

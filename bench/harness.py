@@ -30,10 +30,9 @@ import click
 from rich.console import Console
 
 from bench import compared, machine
-from bench.cells import base_settings, command_of, content_key, make_cells
+from bench.cells import base_settings, command_of, content_key, make_cells, of_program
 from bench.record import print_table, read_rows
 from bench.runs import Harness, Plan
-from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.settings import ALL

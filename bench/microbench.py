@@ -4,22 +4,145 @@ Usage: `make microbench ARGS="-k cpu-linear-mxfp4"`. A benchmark whose first cal
 reference fails. Data may stay in caches: for memory bandwidth see `python -m bench linear`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
-from bench.ops.op_timing import DEVICES, Timed, timed
-from bench.ops.shapes import real_cases
+from bench.experiment import Subject
+from bench.ops import OpRun, error, real_cases
 from clocher_kernels.cuda.probe import unusable
-from clocher_kernels.ops.contract import Case, OpSpec
+from clocher_kernels.ops import OpSpec, ReferenceExecutor
+from clocher_kernels.ops.cases import cost
+from clocher_kernels.ops.contract import EXACT, Case, Cost
 from clocher_runtime.engine.topology import default_threads
+from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.team.hints import Hints
 
+DEVICES = ("cpu", "cuda")
 ROWS = pytest.StashKey[list[dict[str, Any]]]()
 
 _MOST_S = 0.1
 _LEAST_ROUNDS = 5
+_ENOUGH_BYTES = 4 << 20
+_MOST_CALLS = 32
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed(Subject):
+    """An op on a back end, its cost per call, and facts: device, `correct`."""
+
+    cost: Cost
+    facts: Facts
+
+    def rates(self, seconds: float) -> Facts:
+        """Return time, bandwidth and arithmetic of one call, from the seconds of a run."""
+        call = seconds / self.calls
+        return {
+            "us_per_call": call * 1e6,
+            "gbps": self.cost.bytes / call / 1e9,
+            "gflops": self.cost.flops / call / 1e9,
+        }
+
+
+def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
+    """Return an op on one of `DEVICES`, compared with its reference."""
+    op = OpRun(spec, case)
+    spent = cost_of(op)
+    # A very short call would measure waking the team.
+    calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(spent.bytes, 1)))
+    facts = {
+        "op": spec.name,
+        "case": case.id,
+        "device": device,
+        "bytes": spent.bytes,
+        "flops": spent.flops,
+        "calls": calls,
+    }
+    if device == "cuda":
+        return _on_gpu(spec, case, calls, spent, facts)
+    return _on_cpu(op, threads, calls, spent, facts)
+
+
+def cost_of(op: OpRun) -> Cost:
+    """Return the cost of one call."""
+    buffers = op.plan.buffers
+    outputs = {n: buffers[n].allocate() for n in op.written if n not in op.values}
+    return cost(op.spec, {**op.values, **outputs}, op.case.attrs)
+
+
+def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
+    """Return whether outputs are `correct`, and their errors."""
+    expected = op.run(ReferenceExecutor)
+    facts: Facts = {"correct": True, "rms_error": 0.0, "max_error": 0.0}
+    limit = op.spec.allowed(op.case)
+    for name in op.written:
+        if limit == EXACT or expected[name].dtype.kind != "f":
+            facts["correct"] &= bool(np.array_equal(got[name], expected[name]))
+            continue
+        if not np.isfinite(got[name]).all():  # NaN and infinity are not JSON
+            facts |= {"correct": False, "rms_error": None, "max_error": None}
+            break
+        rms, largest = error(got[name], expected[name])
+        facts["rms_error"] = max(facts["rms_error"], rms)
+        facts["max_error"] = max(facts["max_error"], largest)
+        facts["correct"] &= rms <= limit.rms and largest <= limit.max
+    return facts
+
+
+def _on_cpu(op: OpRun, threads: int, calls: int, spent: Cost, facts: Facts) -> Timed:
+    # A dynamic team could use fewer threads than the result says.
+    hints = Hints(adaptive=False)
+    plan = op.plan
+    executor = CpuExecutor(plan, op.weights, threads, hints=hints)
+    op.fill(executor)
+    executor.step(plan.tokens, plan.rows)
+    facts |= compare(op, op.outputs(executor))
+    facts |= {"isa": executor.isa, "threads": threads}
+    if calls > 1:
+        executor.close()
+        plan = replace(plan, calls=plan.calls * calls)
+        executor = CpuExecutor(plan, op.weights, threads, hints=hints)
+        op.fill(executor)
+    return Timed(
+        run=partial(executor.step, plan.tokens, plan.rows),
+        calls=calls,
+        awake=executor.running,
+        close=executor.close,
+        cost=spent,
+        facts=facts,
+    )
+
+
+def _on_gpu(spec: OpSpec, case: Case, calls: int, spent: Cost, facts: Facts) -> Timed:
+    from bench.gpu.parity import Trial
+    from bench.gpu.setting import make_setting
+    from clocher_kernels.cuda.launch import execute
+
+    setting = make_setting(dry=False)
+    act = "f16" if spec.narrow else "f32"
+    trial = Trial(setting, spec, case, act)
+    row = trial.check()
+    facts |= {
+        "correct": row["status"] == "ok",
+        "rms_error": row.get("rms"),
+        "max_error": row.get("max"),
+        "isa": f"sm_{setting.device.capability}",
+        "activations": act,
+    }
+    replay = setting.timer.replay([partial(execute, trial.launches())] * calls)
+
+    def run() -> None:
+        replay()
+        setting.timer.synchronize()
+
+    return Timed(run=run, calls=calls, cost=spent, facts=facts)
 
 
 def parameters(devices: Sequence[str]) -> list[Any]:

@@ -66,13 +66,6 @@ KINDS: Mapping[str, Kind] = {
         "{model} | {cache} | {engine} | {s:.2f} | {over_read:.2f}x [{over_read_95[0]:.2f}, "
         "{over_read_95[1]:.2f}]",
     ),
-    "attention": Kind(
-        "Attention",
-        f"model | cache | context | tokens | threads | us a layer | {_READ} | GFLOP/s",
-        "{model} | {kv} | {context} | {tokens} | {threads} | {us_per_layer:.1f} | "
-        + _OF_READ
-        + " | {gflops:.0f}",
-    ),
     "block_sparse": Kind(
         "Block-sparse weights",
         "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",

@@ -34,7 +34,8 @@ import click
 import numpy as np
 
 from bench import machine
-from bench.ops.experiment import MIB, NEW, help_text, turns
+from bench.cells import of_program
+from bench.experiment import MIB, NEW, help_text, turns
 from bench.record import Row, print_table, write_json
 from bench.strict_checks import (
     Check,
@@ -45,7 +46,6 @@ from bench.strict_checks import (
     tables,
     touched_sum,
 )
-from bench.variables import of_program
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console

@@ -15,9 +15,9 @@ from typing import Any
 
 import click
 
+from bench.cells import of_program
 from bench.compared import group, unmeasured
 from bench.record import read_rows
-from bench.variables import of_program
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.settings import resolve
 from clocher_runtime.config.values import Value, integer, number, one_of, path, switch, text

@@ -1,4 +1,4 @@
-"""Measure attention over long contexts, for each dtype of the KV cache."""
+"""Measure steps with the KV cache in each of its dtypes; --prompts names a long text."""
 
 from clocher_runtime.command.scripts import start
 

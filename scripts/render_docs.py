@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-import compatibility_page
 
 from clocher_kernels.formats import FAMILIES, Family, parse_format
 from clocher_kernels.ops import OPS, OpSpec
 from clocher_kernels.ops.contract import EXACT, Param
+
+Row = dict[str, Any]
 
 DOCS = Path(__file__).parents[1] / "docs"
 NOTE = "<!-- Written by scripts/render_docs.py. Edit the source that it reads, not this file. -->"
@@ -46,6 +47,8 @@ _COLUMNS = 24
 _HEIGHTS = {"stat": 5, "table": 5, "timeseries": 8}
 _SCHEMA_VERSION = 39  # of Grafana's dashboards
 
+LAYOUTS_OF_TESTS = "the test, in the layout"
+
 EXAMPLE_SHAPE = (256, 4096)
 
 LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
@@ -60,12 +63,13 @@ LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
 def main(check: bool, docs: Path) -> None:
     """Render the files."""
     stale = []
-    rows = compatibility_page.load(DOCS / "compatibility.json")
+    rows = json.loads((DOCS / "compatibility.json").read_text(encoding="utf-8"))
+    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
     metrics = tomllib.loads((DOCS / MONITORING).read_text(encoding="utf-8"))
     pages = {
         "ops.md": render_ops(),
         "formats.md": render_formats(),
-        "compatibility.md": f"{NOTE}\n\n{compatibility_page.render(rows, table)}",
+        "compatibility.md": render_compatibility(page, rows),
         "monitoring/metrics_memory.rules.yml": render_rules(metrics),
         "monitoring/grafana/dashboards/clocher.json": render_dashboard(metrics),
     }
@@ -164,6 +168,111 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     """Return a Markdown table."""
     first, *others = [f"| {' | '.join(cells)} |" for cells in [head, *rows]]
     return "\n".join([first, "|---" * len(head) + "|", *others])
+
+
+def render_compatibility(page: str, rows: list[Row]) -> str:
+    """Return docs/compatibility.md, which is written by hand, with new tables in it."""
+    floats = [row for row in rows if row["reader"] == "float"]
+    ggml = [row for row in rows if row["reader"].startswith("gguf ")]
+    pairs = [row for row in rows if row["writer"] == LAYOUTS_OF_TESTS]
+    known = {id(row) for row in (*floats, *ggml, *pairs)}
+    quantised = [row for row in rows if id(row) not in known]
+    layouts = sorted({row["format"] for row in pairs})
+    writers = " and ".join(sorted({row["writer"] for row in floats}))
+    dates = sorted({row["date"] for row in rows})
+    kinds = ", ".join(f"`{name}`" for name in sorted({row["isa"] for row in rows}))
+    found = {
+        "families": table(
+            ("family", "difference", "same ids", "quantised"),
+            [(family_name(row), *numbers(row), packed(row, pairs)) for row in floats],
+        ),
+        "layouts": f"Written by {writers}. {len(layouts)} layouts: {'; '.join(layouts)}.",
+        "quantised": table(
+            ("read as", "written by", "family: formats", "difference", "same ids", "reference"),
+            [
+                (f"`{row['reader']}`", row["writer"], f"{family_name(row)}: {row['format']}")
+                + (*numbers(row), row["reference"])
+                for row in together(sorted(quantised, key=order), "reader")
+            ],
+        ),
+        "gguf": table(
+            ("files", "written by", "difference", "same ids", "compared with"),
+            [
+                (f"{family_name(row)}: {row['format']}", row["writer"])
+                + (*numbers(row), row["reference"])
+                for row in together([file_of(row) for row in sorted(ggml, key=order)])
+            ],
+        ),
+        "dates": f"Made {dates[0]} to {dates[-1]}, instruction sets {kinds}; {len(rows)} rows.",
+    }
+    return re.sub(
+        r"(<!-- (\w+) -->\n).*?(\n<!-- end -->)",
+        lambda match: match[1] + found[match[2]] + match[3],
+        page,
+        flags=re.S,
+    )
+
+
+def file_of(row: Row) -> Row:
+    """Return a row of GGUF with the type as its format, or the name of the file's mixture."""
+    mixture, _, types = row["format"].partition(":")
+    kind = mixture if types else row["reader"].removeprefix("gguf ").upper()
+    return row | {"format": kind}
+
+
+def packed(row: Row, pairs: list[Row]) -> str:
+    """Return the largest difference of a family in the layouts, and which are refused."""
+    same = [each for each in pairs if family_name(each) == family_name(row)]
+    found = [each for each in same if each["difference"] is not None]
+    refused = [f"{each['format']} refused: {each['refused']}" for each in same if each["refused"]]
+    largest = max((each["difference"] for each in found), default=None)
+    return "; ".join([*([difference({"difference": largest})] if found else []), *refused])
+
+
+def together(rows: list[Row], *apart: str) -> list[Row]:
+    """Return rows with those that differ only in family and format in one.
+
+    Rows whose ids were not all the same, or not compared, are not mixed with others.
+    """
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        ids = row["same_ids"] if row["same_ids"] is None else row["same_ids"] == row["models"]
+        key = (*(row[name] for name in (*apart, "writer", "reference")), ids)
+        if ids is False or ((old := found.get(key)) is None):
+            found[(*key, row["format"]) if ids is False else key] = dict(row)
+            continue
+        for name in ("family", "format"):
+            if row[name] not in old[name].split(", "):
+                old[name] += f", {row[name]}"
+        old["models"] += row["models"]
+        old["same_ids"] = None if ids is None else old["same_ids"] + row["same_ids"]
+        old["difference"] = max(old["difference"], row["difference"])
+    return list(found.values())
+
+
+def order(row: Row) -> tuple[str, ...]:
+    """Return where a row stands: files of libraries before those of tests."""
+    by_test = str(row["writer"].startswith("the test"))
+    return by_test, row["reader"], row["writer"], row["format"], row["family"]
+
+
+def family_name(row: Row) -> str:
+    """Return a family's short name, with what sets the row apart."""
+    name = row["family"].replace("ForCausalLM", "")
+    apart = row["format"].partition(", ")[2] if row["reader"] == "float" else ""
+    return f"{name}, {apart}" if apart else name
+
+
+def numbers(row: Row) -> tuple[str, str]:
+    """Return the cells of how far, and how many with the same ids."""
+    same = "" if row["same_ids"] is None else f"{row['same_ids']} of {row['models']}"
+    return difference(row), same
+
+
+def difference(row: Row) -> str:
+    """Return a difference with two digits, or that the model is refused."""
+    value = row["difference"]
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}".replace("e-0", "e-")
 
 
 def render_rules(source: Mapping[str, Any]) -> str:

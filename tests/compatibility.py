@@ -1,7 +1,7 @@
 """What the parity tests have seen, one row for each family, format, writer and reference.
 
 `pytest --record-compatibility docs/compatibility.json` adds what a run has seen to that file;
-scripts/compatibility_page.py makes the page of it. A row that a run sees again replaces the older
+scripts/render_docs.py puts them into the page. A row that a run sees again replaces the older
 one, so all the models of a row belong in one run.
 """
 

@@ -2,7 +2,7 @@
 
 from zlib import crc32
 
-from bench.ops.op_run import Arrays, OpRun, error, name_of
+from bench.ops import Arrays, OpRun, error, name_of
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import Case, OpSpec
 

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench import __main__ as bench
-from bench.cases import attention, block_sparse, linear, peers, start
-from bench.cases.llama_cpp import LlamaCpp
-from bench.cases.products import ENGINES, Problem, clocher, exact_product
-from bench.ops.experiment import NotMeasured, experiment, limit_note, ratio, seconds, turns
+from bench import linear, peers
+from bench.experiment import NotMeasured, experiment, limit_note, ratio, seconds, turns
+from bench.linear import ENGINES, Problem, clocher, exact_product
+from bench.other_engines import OWN, LlamaBench
 from bench.record import KINDS, Kind, Row, write_json
 from clocher_runtime.convert.synthetic import plan_synthesis
 from cpu_fallback.team.bandwidth import Reader
@@ -133,7 +133,7 @@ def rows_of(command: click.Command, out: Path, *words: str) -> tuple[int, list[R
 
 
 def test_products(tmp_path: Path) -> None:
-    words = [*FAST, "--shapes", "64x256", "--formats", "int4_sym_g32_f16", "--threads", "2"]
+    words = [*FAST, "--shapes", "64x256", "--formats", "bf16", "--threads", "2"]
     words += ["--engines", "clocher,cached,torch"]
     code, found = rows_of(linear.main, tmp_path / "rows.json", *words)
     assert code == 0
@@ -229,9 +229,8 @@ def test_a_peer_that_cannot_be_imported(
     (tmp_path / f"{module}.py").write_text("raise ImportError('blocked by the test')\n")
     paths = [str(tmp_path), str(Path(__file__).parents[1])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    command = None if module == "llama_cpp" else [sys.executable, "-m", f"bench.cases.{module}"]
     with pytest.raises(NotMeasured, match=f"{module} cannot be imported: blocked"):
-        LlamaCpp(command, model_dir / "model.gguf", 2).speed("tg2")
+        LlamaBench([*OWN, module], model_dir / "model.gguf", 2).speed("tg2")
 
 
 def test_openvino_is_a_peer_where_its_wheel_is_installed(
@@ -342,7 +341,7 @@ def test_block_sparse(tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     arguments = ["--shape", "64x64", "--blocks", "16x16,32x16", "--sparsity", "0,50"]
     arguments += ["--rounds", "2", "--threads", "2", "--json", str(out)]
-    done = CliRunner().invoke(block_sparse.main, arguments, catch_exceptions=False)
+    done = CliRunner().invoke(linear.sparse, arguments, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     rows = json.loads(out.read_text())
     assert [(r["op"], r["block"], r["sparsity"]) for r in rows] == [
@@ -351,21 +350,3 @@ def test_block_sparse(tmp_path: Path) -> None:
         for op, sparsity in (("linear", 0), ("bsr_linear", 0), ("bsr_linear", 0.5))
     ]
     assert all(r["correct"] and r["seconds"] > 0 and 0 <= r["break_even"] <= 1 for r in rows)
-
-
-def test_attention_counts_the_keys_and_values(tmp_path: Path) -> None:
-    words = ["--models", "llama-1b", "--kv", "f16,i8", "--context", "64", "--rounds", "2"]
-    code, rows = rows_of(attention.main, tmp_path / "rows.json", *words, "--threads", "2")
-    assert code == 0 and [row["kv"] for row in rows] == ["f16", "i8"]
-    assert all(row["us_per_layer"] > 0 and row["pct_low"] <= row["pct_of_limit"] for row in rows)
-
-
-def test_start_runs_processes_in_turns(model_dir: Path, tmp_path: Path) -> None:
-    peer = tmp_path / "llama-bench"
-    peer.write_text("#!/bin/sh\nexit 0\n")
-    peer.chmod(0o755)
-    words = ["--model-dir", str(model_dir), "--llama-bench", str(peer), "--cache", "warm"]
-    code, rows = rows_of(start.main, tmp_path / "rows.json", *words, "--rounds", "1")
-    assert code == 0 and [row["engine"] for row in rows] == ["clocher", "read", "llama.cpp"]
-    ours, read, theirs = rows
-    assert ours["s"] > theirs["s"] > 0 and read["over_read"] == 1

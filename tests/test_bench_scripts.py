@@ -15,8 +15,6 @@ from clocher_runtime.models.spec import parse_selection
 
 LINEAR = "--shapes 64x128 --tokens 1 --rounds 2 --mib 1 --threads 2"
 SIZES = {
-    "gemv_cached": ("linear", f"{LINEAR} --formats ternary"),
-    "kv_cache_bench": ("attention", "--models llama-1b --kv f16 --context 64 --rounds 2"),
     "profile_bitnet_ops": ("linear", LINEAR),
     "direct_bitnet_inference": ("linear", LINEAR),
     "profile_forward_pass": ("profile", "--tokens 4 --mib 16"),
@@ -37,19 +35,25 @@ def test_a_script_measures_what_its_case_does(name: str, tmp_path: Path) -> None
     assert all(row.get("correct", True) for row in rows)
     if kind == "linear":
         assert {row["format"] for row in rows} == {"ternary"}
-    if name == "gemv_cached":
-        assert [row["engine"] for row in rows] == ["clocher", "cached", "torch"]
 
 
-def test_the_script_of_sparsity_sweeps_the_harness(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "setting", "values"),
+    [
+        ("sparsity_benchmark", "act_sparsity", {None, "topk:0.6", "adaptive"}),
+        ("kv_cache_bench", "kv_dtype", {None, "fp16", "e4m3", "i8"}),
+    ],
+)
+def test_a_script_sweeps_the_harness(
+    name: str, setting: str, values: set[str | None], tmp_path: Path
+) -> None:
     flags = ["--runs", "1", "--retries", "0", "--patience", "0", "--others-limit", "100"]
     words = ["--out", tmp_path / "r.jsonl", "--model-dir", BITNET, "--", "--max-new", "4"]
-    done = run_script("sparsity_benchmark", *flags, *words, cwd=tmp_path)
+    done = run_script(name, *flags, *words, cwd=tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "r.jsonl").read_text().splitlines()]
     counts = any(row["status"] == "ok" for row in rows)  # else the host took CPU time from all
     assert done.returncode == (0 if counts else 9), done.stderr
-    swept = {row["swept"].get("act_sparsity") for row in rows}
-    assert len(rows) == 3 and swept == {None, "topk:0.6", "adaptive"}
+    assert len(rows) == len(values) and {row["swept"].get(setting) for row in rows} == values
 
 
 @pytest.mark.parametrize("name", SIZES)

@@ -15,7 +15,7 @@ from op_cases import ALL
 
 from bench.gpu import parity
 from bench.gpu.setting import Setting, make_setting
-from bench.ops.op_run import OpRun
+from bench.ops import OpRun
 from clocher_kernels.cuda.executor import LOWER, CudaExecutor
 from clocher_kernels.cuda.launch import INTERPRETER, Device
 from clocher_kernels.errors import ShapeError, UnsupportedOp

@@ -1,12 +1,10 @@
 """The GPU suite without a GPU: its dry run, what it makes of wrong kernels, crashes and hangs."""
 
 import json
-import os
 import re
 import shlex
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,10 +19,9 @@ import torch
 from click.testing import CliRunner, Result
 
 from bench import gpu_suite
-from bench.gpu import __main__ as part_process
-from bench.gpu import kernels, parity, steps
-from bench.gpu.__main__ import note, rows_of
+from bench.gpu import parity
 from bench.gpu.setting import Row, Setting, Timer, make_setting, run_item
+from bench.gpu_suite import note, rows_of
 from clocher_kernels.cuda import prepack
 from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.launch import Device, Launch
@@ -34,6 +31,7 @@ from clocher_kernels.ops.contract import EXACT
 from clocher_kernels.quant_tensor import QuantTensor
 
 ROOT = Path(__file__).parents[1]
+ITEMS = [name for name, part in gpu_suite.PARTS.items() if part.items]
 SPEEDS = {"us", "us_low", "us_high", "gbs", "share", "tokens_per_s", "first_token_ms"}
 
 
@@ -109,7 +107,7 @@ def parts_in(out: Path) -> dict[str, list[Row]]:
 def items_of(part: str, dry: bool = True) -> list[Any]:
     from pkgutil import resolve_name
 
-    made: list[Any] = resolve_name(f"bench.gpu.{part_process.PARTS[part]}")(dry)
+    made: list[Any] = resolve_name(f"bench.gpu.{gpu_suite.PARTS[part].items}")(dry)
     return made
 
 
@@ -122,7 +120,7 @@ def test_dry_run_of_the_command(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) <= 8
 
 
-@pytest.mark.parametrize("part", part_process.PARTS)
+@pytest.mark.parametrize("part", ITEMS)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.usefixtures("references")
 def test_every_line_of_a_part(part: str, setting: Setting) -> None:
@@ -140,30 +138,9 @@ def test_the_whole_dry_run_with_the_kernels(tmp_path: Path) -> None:
 
 
 def test_every_part_has_items_for_a_gpu() -> None:
-    for part in part_process.PARTS:
+    for part in ITEMS:
         names = [name for name, _ in items_of(part, dry=False)]
         assert names and len(names) == len(set(names)), part
-
-
-def compiled(launches: list[Launch]) -> set[str]:
-    """Return what kernels are compiled for: their constants, and the types of their arguments."""
-    return {
-        repr((k.kernel.fn.__name__, k.constants, k.num_warps, k.pdl))
-        + repr([(n, getattr(value, "dtype", value)) for n, value in k.args.items()])
-        for k in launches
-    }
-
-
-def test_what_a_session_launches_is_compiled_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two layers are lowered ahead; all of a model's may launch nothing else."""
-    meta = Setting(Device("meta", 90, 132), Timer(dry=True), None)  # type: ignore[arg-type]
-    for name, value in (("_RUNS", steps._DRY_RUNS), ("_NEW", 2), ("_CHUNK", 4)):
-        monkeypatch.setattr(steps, name, value)
-    (shape,) = steps._TINY
-    session, _ = steps._session(meta, shape, dry=True)
-    run: Any = session.executor
-    launched = [k for key in run.buckets() for g in (True, False) for k in run.lower(key, g)]
-    assert launched and compiled(launched) <= compiled(steps.launches(meta, shape))
 
 
 def check(setting: Setting, op: str, case_id: str, act: str = "f16") -> Row:
@@ -231,7 +208,7 @@ def test_nan_and_large_errors_never_pass() -> None:
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from bench.gpu.__main__ import note, rows_of
+from bench.gpu_suite import note, rows_of
 path, what = Path(sys.argv[1]), sys.argv[2]
 for item in ("first", "bad", "last"):
     if item in {row["item"] for row in rows_of(path)}:
@@ -453,88 +430,18 @@ import sys
 missing = ("msgspec", "tokenizers", "re2", "safetensors", "huggingface_hub", "numba", "llvmlite")
 sys.modules.update(dict.fromkeys(missing))
 from pathlib import Path
-from bench.gpu.__main__ import PARTS, main, rows_of
-for part in PARTS:
+from bench.gpu_suite import PARTS, rows_of, run_items
+for part in [name for name in PARTS if PARTS[name].items]:
     path = Path(sys.argv[1], part)
-    main(part, path, dry=True, only=["nothing"])
+    run_items(part, path, dry=True, only=["nothing"])
     print(part, *[row["reason"] for row in rows_of(path)])
 """
 
 
 def test_parts_need_only_what_they_use(tmp_path: Path) -> None:
-    """On a fresh machine with torch and Triton alone parts run, but for those that step a model."""
+    """With torch, Triton and click alone parts run, but for those that step a model."""
     command = [sys.executable, "-c", WITHOUT, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    why = "steps import of msgspec halted; None in sys.modules"
-    assert done.stdout.splitlines() == [p if p != "steps" else why for p in part_process.PARTS]
-
-
-@pytest.fixture
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", os.environ.get("TRITON_CACHE_DIR", ""))  # put back
-
-
-def compiled_ahead(out: Path) -> str:
-    command = [sys.executable, "-m", "bench.gpu.kernels", str(out), "90", "gather_rows-r5"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.usefixtures("environment")
-@pytest.mark.slow
-def test_kernels_compiled_ahead_are_found_after_they_moved(tmp_path: Path) -> None:
-    """Compiles in processes of their own, without the interpreter and without a GPU."""
-    archive, moved = tmp_path / "here.tar.xz", tmp_path / "there.tar.xz"
-    assert "0 failed; 3 kernels compiled ahead" in compiled_ahead(archive)
-    with tarfile.open(archive) as packed:
-        names = set(packed.getnames())
-    assert {Path(name).suffix for name in names} == {".cubin", ".json"}
-    os.rename(archive, moved)
-    os.rename(tmp_path / "here", tmp_path / "gone")
-    used = kernels.use([moved])
-    compiled_ahead(moved)
-    assert used.files() == [], "nothing was compiled again, so nothing has to be carried back"
-    assert not list(used.path.glob("*/*.ptx")), "nothing was compiled again"
-
-
-@pytest.mark.usefixtures("environment")
-def test_kernels_travel_there_and_new_ones_back(tmp_path: Path) -> None:
-    """A kernel here is a few small files, as Triton leaves them."""
-
-    def compile_one(used: kernels.Cache, name: str) -> None:
-        (used.path / name).mkdir()
-        for suffix in ("cubin", "json", "ptx"):
-            (used.path / name / f"k.{suffix}").write_text(name)
-        children = {f"k.{s}": str(used.path / name / f"k.{s}") for s in ("cubin", "json", "ptx")}
-        group = used.path / name / "__grp__k.json"
-        group.write_text(json.dumps({"child_paths": children}))
-
-    ahead = kernels.use([tmp_path / "ahead.tar.xz"])
-    assert ahead.said.startswith("0 kernels") and ahead.files() == []
-    assert os.environ["TRITON_CACHE_DIR"] == str(ahead.path)
-    compile_one(ahead, "A")
-    carried, back = tmp_path / "carried.tar.xz", tmp_path / "back.tar.xz"
-    carried.write_bytes(kernels.tar(ahead.files()))
-    there = kernels.use([carried])
-    assert there.said.startswith("1 kernels") and there.files() == []
-    (group,) = there.path.glob("A/__grp__*")
-    named = json.loads(group.read_text())["child_paths"]
-    assert set(named) == {"k.cubin", "k.json"}, "what did not travel is not named"
-    assert all(Path(path).parent == there.path / "A" for path in named.values())
-    compile_one(there, "B")
-    assert len(there.files()) == 3 and all("/B/" in name for name, _ in there.files())
-    back.write_bytes(kernels.tar(there.files()))
-    both = kernels.use([tmp_path / "next.tar.xz", carried, back])
-    assert both.said.startswith("2 kernels")
-    (tmp_path / "next" / "abc").mkdir()
-    assert kernels.use([tmp_path / "next.tar.xz"]).said.endswith("for libtriton.so abc")
-
-
-@pytest.mark.parametrize("name", ["kernels", "kernels.tar.xz"])
-@pytest.mark.usefixtures("environment")
-def test_what_is_no_archive_of_kernels_is_refused(name: str, tmp_path: Path) -> None:
-    (tmp_path / name).write_text("no archive")
-    done = suite(tmp_path / "o", "--cache", str(tmp_path / name))
-    assert done.exit_code == 2 and str(name) in done.output
+    why = " import of msgspec halted; None in sys.modules"
+    assert done.stdout.splitlines() == [p + why * (p in ("smoke", "steps")) for p in ITEMS]

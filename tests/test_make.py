@@ -11,8 +11,8 @@ import pytest
 from commands import VARIABLES
 
 from bench import harness, targets
+from bench.cells import OF_MAKE
 from bench.record import read_rows
-from bench.variables import OF_MAKE
 from clocher_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[1]

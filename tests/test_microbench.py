@@ -11,12 +11,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from bench import microbench as timing
 from bench.gpu import setting
-from bench.microbench import parameters
-from bench.ops import op_timing
-from bench.ops.op_run import OpRun
-from bench.ops.op_timing import compare, timed
-from bench.ops.shapes import real_cases, resized
+from bench.microbench import compare, parameters, timed
+from bench.ops import OpRun, real_cases, resized
 from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import Case, Real
 from cpu_fallback.executor import CpuExecutor
@@ -64,7 +62,7 @@ def test_every_format_of_linear_is_there() -> None:
 
 def test_an_op_without_an_entry_keeps_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     without = {**OPS, "rope": replace(OPS["rope"], real=())}
-    monkeypatch.setattr("bench.ops.shapes.OPS", without)
+    monkeypatch.setattr("bench.ops.OPS", without)
     assert real_cases_of("rope") == list(OPS["rope"].cases)
 
 
@@ -118,7 +116,7 @@ def test_a_wrong_kernel_is_not_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     right = timed(spec, spec.cases[0], "cpu", 2)
     right.close()
     assert right.facts["correct"] is True
-    monkeypatch.setattr(op_timing, "CpuExecutor", _Off)
+    monkeypatch.setattr(timing, "CpuExecutor", _Off)
     wrong = timed(spec, spec.cases[0], "cpu", 2)
     wrong.close()
     assert wrong.facts["correct"] is False

@@ -7,9 +7,17 @@ import pytest
 from click.testing import CliRunner
 from sessions import make_session
 
-from bench.cases import profile
-from bench.cases.profile import Profiler, flame, label, layer_of, median_step, rows_of
-from bench.cases.step_pictures import Frame, svg
+from bench import profile
+from bench.profile import (
+    Frame,
+    Profiler,
+    flame,
+    label,
+    layer_of,
+    median_step,
+    rows_of,
+    svg,
+)
 from clocher_kernels.plan import Call
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model

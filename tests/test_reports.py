@@ -13,11 +13,19 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner
 
+from bench import report as commands
+from bench.pages import (
+    NOTE,
+    Section,
+    add,
+    chart,
+    html,
+    markdown,
+    render,
+    without_directories,
+)
 from bench.record import FOLDER, ResultFile, Table, read_file, read_folder
-from bench.report import __main__ as commands
-from bench.report.__main__ import sections, write_report
-from bench.report.document import Section, chart, html, markdown
-from bench.report.page import NOTE, add, render, without_directories
+from bench.report import sections, write_report
 from clocher_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[1]

@@ -74,6 +74,7 @@ def entry(**changes: object) -> dict[str, object]:
     return header_of(ARRAYS) | {"b": header_of(ARRAYS)["b"] | changes}
 
 
+_SOUND = json.dumps(header_of(ARRAYS))
 BAD_HEADERS: dict[str, object] = {
     "not json": b"{x",
     "an array": b"[]",
@@ -82,8 +83,8 @@ BAD_HEADERS: dict[str, object] = {
     "a nul in a name": {"\0": header_of(ARRAYS)["a"]},
     "an empty name": {"": header_of(ARRAYS)["a"]},
     "a lone surrogate": b'{"\\ud800": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}}',
-    "a duplicate tensor": b'{"a": {}, "a": {}}',
-    "a duplicate field": b'{"a": {"dtype": "U8", "dtype": "U8"}}',
+    "a duplicate tensor": f'{{"b": {json.dumps(header_of(ARRAYS)["b"])}, {_SOUND[1:]}'.encode(),
+    "a duplicate field": _SOUND.replace('"dtype"', '"dtype": "U8", "dtype"', 1).encode(),
     "a tensor that is a list": header_of(ARRAYS) | {"b": []},
     "a missing field": header_of(ARRAYS) | {"b": {"dtype": "BF16", "shape": [4]}},
     "an unknown field": entry(strides=[1]),

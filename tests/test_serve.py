@@ -113,6 +113,13 @@ def test_a_stream_obeys_the_rules_of_its_clients(server):
     assert usage["usage"]["completion_tokens"] == 6
 
 
+def test_a_stream_asks_proxies_not_to_buffer_it(server):
+    body = {"prompt": "x", "max_tokens": 1, "stream": True}
+    with server.client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+
+
 def test_a_stream_without_usage_has_no_chunk_without_choices(server):
     for path, body in (
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
@@ -313,7 +320,9 @@ def edge(**config: Any) -> Iterator[TestClient]:
 
 def test_bodies_and_headers_are_bounded(server):
     with edge(max_body_mb=1) as client:
-        assert client.post("/v1/completions", content=b"x" * ((1 << 20) + 2)).status_code == 413
+        most = b"x" * ((1 << 20) + 2)
+        for content in (most, (piece for piece in (most,))):  # with its length, and in chunks
+            assert client.post("/v1/completions", content=content).status_code == 413
     raw = socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])))
     raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Long: " + b"y" * 100_000)
     raw.settimeout(10)

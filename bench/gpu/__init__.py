@@ -1,1 +1,1 @@
-"""The parts of the GPU suite (`python -m bench.gpu_suite`), and one part alone (`-m bench.gpu`)."""
+"""The parts of the GPU suite (`python -m bench.gpu_suite`)."""

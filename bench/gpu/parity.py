@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from bench.gpu.setting import Row, Setting
-from bench.ops.op_run import OpRun, error
+from bench.ops import OpRun, error
 from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from clocher_kernels import host_memory
+from clocher_kernels import guards
 from clocher_kernels.errors import FormatError, ModelChanged, ModelError, ModelNotFound
 from clocher_kernels.formats.base import Plane
 from clocher_kernels.guards import refuse_in_window
@@ -231,7 +231,7 @@ def sha256_of(*arrays: np.ndarray) -> str:
 
 def read_ahead(paths: Sequence[Path]) -> None:
     """Read files into the page cache in a thread, unless cached or too large (Linux)."""
-    left = host_memory.available()
+    left = guards.available()
     if left is None or not hasattr(os, "RWF_NOWAIT"):
         return
     try:

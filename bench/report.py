@@ -24,9 +24,8 @@ import click
 
 from bench import strict_checks
 from bench.compared import cells_tables, group
+from bench.pages import Section, add, html, markdown, render
 from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, table_of
-from bench.report.document import Section, html, markdown
-from bench.report.page import add, render
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode, exit_code
@@ -34,7 +33,7 @@ from clocher_runtime.quality.statistics import median_of_runs
 
 SCHEMA = "clocher.report/1"
 RESULTS = "bench.jsonl"
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 _FILE = click.Path(path_type=Path)
 _TEXT_CHARS = 400

@@ -1,14 +1,20 @@
-"""Run one case of an op on a back end, and compare what it wrote."""
+"""Cases of the op table, at real sizes too, run on a back end and compared."""
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any
 
 import numpy as np
 
-from clocher_kernels.ops import OpSpec, cases
-from clocher_kernels.ops.contract import Case, Value
+from clocher_kernels.ops import OPS, OpSpec, cases
+from clocher_kernels.ops.contract import Case, Real, Value
+from clocher_kernels.ops.quantize import groups_of
 from clocher_kernels.plan import Plan
+
+_PAGE = 16  # cells of a page in every case
+_KIND = {"aligned", "wide"}  # words of case ids about replaced sizes
 
 Arrays = dict[str, np.ndarray]
 
@@ -86,3 +92,37 @@ def error(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     a, b = got.astype(np.float64), expected.astype(np.float64)
     scale = float(np.sqrt(np.mean(b * b))) or 1.0
     return float(np.sqrt(np.mean((a - b) ** 2))) / scale, float(np.abs(a - b).max()) / scale
+
+
+def real_cases() -> list[tuple[OpSpec, Case]]:
+    """Return every op with its cases at real sizes."""
+    found = []
+    for spec in OPS.values():
+        sized = [
+            resized(spec, case, real)
+            for real in spec.real
+            for case in spec.cases
+            if fnmatchcase(case.id, real.cases)
+        ]
+        by_id = {case.id: case for case in (sized if spec.real else spec.cases)}
+        found += [(spec, case) for case in by_id.values()]
+    return found
+
+
+def resized(spec: OpSpec, case: Case, real: Real) -> Case:
+    """Return a case with other sizes, and the attributes that depend on them."""
+    attrs, sizes = dict(case.attrs), dict(real.sizes)
+    if "group" in attrs:
+        sizes["B"] = groups_of(sizes[spec.param("x").letters[-1]], int(attrs["group"]))
+    if "kv_dtype" in attrs:
+        sizes |= {"F": sizes["N"] * sizes["D"], "T": _PAGE, "P": sizes["S"] * sizes["B"]}
+        if "scale" in attrs:
+            attrs["scale"] = sizes["D"] ** -0.5
+    words = case.id.split("-") if real.label is None else [real.label]
+    kept = [word for word in words if word and word not in _KIND and not _is_size(word, case)]
+    spelled = [f"{letter.lower()}{size}" for letter, size in real.sizes.items()]
+    return replace(case, id="-".join(kept + spelled), sizes=sizes, attrs=attrs)
+
+
+def _is_size(word: str, case: Case) -> bool:
+    return word[1:].isdigit() and case.sizes.get(word[0].upper()) == int(word[1:])

@@ -15,9 +15,8 @@ number. Products of matrices beside torch: python -m bench linear.
 
 import re
 import shlex
-import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from importlib import metadata
 from itertools import product
@@ -26,8 +25,7 @@ from statistics import median
 
 import click
 
-from bench.cases.llama_cpp import TEST, LlamaCpp, parsed
-from bench.ops.experiment import (
+from bench.experiment import (
     MIB,
     TEAM,
     NotMeasured,
@@ -39,6 +37,7 @@ from bench.ops.experiment import (
     over,
     turns,
 )
+from bench.other_engines import OWN, TEST, LlamaBench, parsed
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
@@ -51,7 +50,7 @@ _DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
 
 def compare(
     model: Model,
-    peers: dict[str, LlamaCpp],
+    peers: dict[str, LlamaBench],
     cases: dict[str, Case],
     threads: int,
     reader: Reader,
@@ -105,7 +104,7 @@ def _speed(runner: Runner, case: Case) -> float:
 
 def _peers(
     directory: Path, more: Sequence[Path], programs: Sequence[str], threads: int
-) -> dict[str, LlamaCpp]:
+) -> dict[str, LlamaBench]:
     files = [path for path in (directory / GGUF_NAME, *more) if path.is_file()]
     if not files:
         raise click.UsageError(
@@ -114,24 +113,26 @@ def _peers(
         )
     names = [path.name for path in files]
     found = {}
-    for program, path in product(programs or _found_here(), files):
-        named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", program)
-        assert named is not None
-        command = shlex.split(named[2])
-        module = command[1:2] == ["-m"]
-        label = [named[1] or "llama.cpp", *command[3 if module else 1 :]]
-        label.append(path.name if names.count(path.name) == 1 else str(path))
-        found[" ".join(label)] = LlamaCpp(command or None, path, threads)
+    for (label, command), path in product(map(_named, programs) if programs else _own(), files):
+        said = path.name if names.count(path.name) == 1 else str(path)
+        found[" ".join([*label, said])] = LlamaBench(command, path, threads)
     return found
 
 
-def _found_here() -> tuple[str, ...]:
-    """Return the peers that are installed as Python packages."""
-    try:
+def _named(program: str) -> tuple[list[str], list[str]]:
+    """Return the label of a "NAME=PROGRAM ARGUMENTS", and its command."""
+    named = re.fullmatch(r"(?:([\w.-]+)=)?(.*)", program)
+    assert named is not None
+    command = shlex.split(named[2])
+    return [named[1] or "llama.cpp", *command[1:]], command
+
+
+def _own() -> Iterator[tuple[list[str], list[str]]]:
+    """Yield the peers that are Python packages; OpenVINO GenAI where it is installed."""
+    yield ["llama.cpp"], [*OWN, "llama_cpp"]
+    with suppress(metadata.PackageNotFoundError):
         metadata.version("openvino-genai")
-    except metadata.PackageNotFoundError:
-        return ("",)
-    return "", f"openvino={shlex.quote(sys.executable)} -m bench.cases.openvino_genai"
+        yield ["openvino"], [*OWN, "openvino_genai"]
 
 
 def _cases(

@@ -1,29 +1,37 @@
-"""Whole models at published shapes with random weights, stepped by a session."""
+"""Whole models: tiny ones beside the CPU, published shapes with random weights timed."""
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
+
 from bench.gpu.setting import Item, Row, Setting
 from clocher_kernels.cuda import executor
-from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.prepack import rearrange
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
-from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import find_preset
+from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
+
+_DATA = Path(__file__).parents[2] / "tests/data"
+_MODELS = ("embedded", "clocher-tiny-llama", "clocher-tiny-bitnet")
+_LOGIT_RMS = 0.02
+"""fp16 activations against fp32 ones, relative to the RMS of the logits."""
 
 _KV, _INT8, _REPEATS = "bf16", "int8_row_f32", 3
 _NO_FILES = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
@@ -56,15 +64,47 @@ _RUNS, _NEW, _CHUNK = ((1, 128), (1, 1024), (1, 8128), (8, 1024)), 64, 512
 _DRY_RUNS, _DRY_NEW, _DRY_CHUNK = ((1, 3),), 2, 4
 
 
-def items(dry: bool) -> list[Item]:
+def tiny_items(dry: bool) -> list[Item]:
+    """Return one item for each tiny model."""
+    models = [m for m in _MODELS if m == "embedded" or (_DATA / m).exists()]
+    return [(name, partial(_model, name=name)) for name in models[: 1 if dry else None]]
+
+
+def step_items(dry: bool) -> list[Item]:
     """Return one item for each model."""
     return [(s.label, partial(_measure, shape=s)) for s in (_TINY if dry else SHAPES)]
 
 
-def launches(setting: Setting, shape: Shape) -> list[Launch]:
-    """Return the launches of a model's steps, cut to two layers, in every size."""
-    run: Any = _session(setting, shape, dry=False, layers=2)[0].executor
-    return [k for key in run.buckets() for greedy in (False, True) for k in run.lower(key, greedy)]
+def _model(setting: Setting, name: str) -> list[Row]:
+    """Compare greedy ids and fp32 logits with the CPU's, then logits with fp16 activations."""
+    path = embedded_model() if name == "embedded" else _DATA / name
+    model = load_model(open_checkpoint(path))
+    # The interpreter would take minutes: a dry run compares the CPU with the reference.
+    other, prompt, new = "cuda", list(range(40, 60)), 24
+    if setting.dry:
+        other, prompt, new = "reference", [40, 41, 42], 2
+
+    def run(backend: str, act_prec: str) -> tuple[np.ndarray, list[int]]:
+        shared = EngineConfig(chunk=len(prompt), all_logits=True, speculate="off", context=64)
+        own = {"backend": backend, "act_prec": act_prec, "kv_dtype": "bf16"}
+        session = Session(model, replace(shared, **own))  # type: ignore[arg-type]
+        try:
+            tokens = session.generate([prompt], new, stop_ids=frozenset())
+            return session.logits(prompt), [token.id for token in tokens]
+        finally:
+            session.close()
+
+    want, ids = run("cpu", "fp32")
+    rows: list[Row] = []
+    for act_prec in ("fp32",) if setting.dry else ("fp32", "fp16"):
+        logits, got = run(other, act_prec)
+        rms = float(np.sqrt(np.mean((logits - want) ** 2) / np.mean(want**2)))
+        rows.append({"against": other, "act_prec": act_prec, "rms": rms})
+        if not rms <= _LOGIT_RMS:
+            rows[-1] |= {"status": "failed", "reason": f"logits are off by {rms:.3g} of their RMS"}
+        elif got != ids and act_prec == "fp32":
+            rows[-1] |= {"status": "failed", "reason": f"the tokens are {got}, on the CPU {ids}"}
+    return rows
 
 
 @dataclass(frozen=True)
@@ -91,10 +131,8 @@ class Made:
         return int(total) + batch * keys * cell
 
 
-def _session(
-    setting: Setting, shape: Shape, dry: bool, layers: int | None = None
-) -> tuple[Session, Made]:
-    spec = spec_from_config(find_preset(shape.preset).config(layers))
+def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
+    spec = spec_from_config(find_preset(shape.preset).config(None))
     formats: dict[str, Format] = {}
     weights: dict[str, Any] = {}
     for name, need in inventory(spec).items():

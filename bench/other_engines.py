@@ -1,9 +1,9 @@
-"""llama.cpp, measured through llama-bench or through llama-cpp-python.
+"""llama.cpp and OpenVINO GenAI, as commands that print llama-bench's JSON, a run per round.
 
-Both are run as a command that prints llama-bench's JSON, a run per round. Started as a program,
-this module is that command for llama-cpp-python:
+    python -m bench.other_engines llama_cpp -m FILE.gguf -t 2 -p 128
+    python -m bench.other_engines openvino_genai -m FILE.gguf -t 2 -n 32
 
-    python -m bench.cases.llama_cpp -m FILE -t 2 -p 128
+OpenVINO's pipeline reads GGUF files of Llama and Qwen with Q4_0, Q8_0 and F16 weights.
 """
 
 import json
@@ -11,19 +11,20 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
+import numpy as np
 
-from bench.ops.experiment import NotMeasured
+from bench.experiment import NotMeasured
 
 TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 _TIMEOUT_S = 3600
 
-OWN = (sys.executable, "-m", "bench.cases.llama_cpp")
+OWN = (sys.executable, "-m", "bench.other_engines")
 
 
 class Test(NamedTuple):
@@ -42,20 +43,20 @@ def parsed(test: str) -> Test:
 
 
 @dataclass(slots=True)
-class LlamaCpp:
-    """A GGUF file run by llama.cpp; `command` is None for llama-cpp-python."""
+class LlamaBench:
+    """A GGUF file run by a command with llama-bench's arguments."""
 
-    command: Sequence[str] | None
+    command: Sequence[str]
     gguf: Path
     threads: int
     about: dict[str, Any] = field(default_factory=dict)
 
     def speed(self, test: str) -> float:
-        """Return tokens per second of a test; NotMeasured if llama.cpp cannot run it."""
+        """Return tokens per second of a test; NotMeasured if it cannot be run."""
         kind, tokens, depth = parsed(test)
         sizes = ["-p", "0", "-n", str(tokens)] if kind == "tg" else ["-p", str(tokens), "-n", "0"]
         sizes += ["-d", str(depth)] if depth else []
-        line = [*(self.command or OWN), "-m", str(self.gguf), "-t", str(self.threads), *sizes]
+        line = [*self.command, "-m", str(self.gguf), "-t", str(self.threads), *sizes]
         line += ["-r", "1", "-o", "json"]
         try:
             run = subprocess.run(line, capture_output=True, text=True, timeout=_TIMEOUT_S)
@@ -72,7 +73,9 @@ class LlamaCpp:
             raise NotMeasured(f"{line[0]} printed no llama-bench JSON") from None
 
 
-def _speed(model: Path, threads: int, prompt: int, generated: int, depth: int) -> tuple[float, str]:
+def _llama_cpp(
+    model: Path, threads: int, prompt: int, generated: int, depth: int
+) -> tuple[float, str]:
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as error:
@@ -124,36 +127,67 @@ def _silent(llama_cpp: Any, ctypes: Any) -> Any:
     return callback
 
 
-Speed = Callable[[Path, int, int, int, int], tuple[float, str]]
-"""Takes model, threads, prompt, generated, depth; returns tokens a second and a version."""
+def _openvino_genai(
+    model: Path, threads: int, prompt: int, generated: int, depth: int
+) -> tuple[float, str]:
+    try:
+        import openvino_genai as genai
+        from openvino import Tensor
+    except (ImportError, OSError) as error:
+        raise NotMeasured(f"openvino_genai cannot be imported: {error}") from None
+    schedule = genai.SchedulerConfig()
+    schedule.enable_prefix_caching = False
+    schedule.max_num_batched_tokens = max(prompt, depth, 256)
+    try:
+        pipeline = genai.LLMPipeline(
+            str(model), "CPU", scheduler_config=schedule, INFERENCE_NUM_THREADS=threads
+        )
+    except (RuntimeError, IndexError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise NotMeasured(f"OpenVINO GenAI cannot load {model.name}: {reason}") from None
+    settings = genai.GenerationConfig()
+    settings.do_sample, settings.ignore_eos = False, True
+    settings.max_new_tokens = settings.min_new_tokens = 1 if prompt else generated + 1
+    length = prompt or max(depth, 1)
+    # Small ids exist in every vocabulary.
+    ids = (np.arange(length, dtype=np.int64) * 31 + 1) % 200
+    tokens = genai.TokenizedInputs(Tensor(ids[None]), Tensor(np.ones((1, length), np.int64)))
+
+    def run() -> float:
+        metrics = pipeline.generate(tokens, settings).perf_metrics
+        if prompt:
+            return float(prompt / (metrics.get_ttft().mean / 1e3))
+        return float(1e3 / metrics.get_tpot().mean)
+
+    run()
+    return run(), f"OpenVINO GenAI {genai.__version__}"
 
 
-def bench_command(text: str | None, speed: Speed) -> click.Command:
-    """Return a command with llama-bench's arguments and JSON that measures one test by `speed`."""
-
-    @click.command(help=text)
-    @click.option("-m", "model", type=click.Path(path_type=Path), required=True)
-    @click.option("-t", "threads", type=click.IntRange(1), required=True)
-    @click.option("-p", "prompt", type=click.IntRange(0), default=0)
-    @click.option("-n", "generated", type=click.IntRange(0), default=0)
-    @click.option("-d", "depth", type=click.IntRange(0), default=0)
-    @click.option("-r", type=click.Choice(["1"]), default="1", expose_value=False)
-    @click.option("-o", type=click.Choice(["json"]), default="json", expose_value=False)
-    def main(model: Path, **test: int) -> None:
-        """Measure one test and print it as llama-bench does."""
-        try:
-            found, version = speed(
-                model, test["threads"], test["prompt"], test["generated"], test["depth"]
-            )
-        except NotMeasured as reason:
-            raise click.ClickException(str(reason)) from None
-        about = {"build_commit": version, "model_type": model.stem}
-        click.echo(json.dumps([{"avg_ts": found, **about}]))
-
-    return main
+ENGINES: Mapping[str, Callable[[Path, int, int, int, int], tuple[float, str]]] = {
+    "llama_cpp": _llama_cpp,
+    "openvino_genai": _openvino_genai,
+}
+"""Take model, threads, prompt, generated, depth; return tokens a second and a version."""
 
 
-main = bench_command(__doc__, _speed)
+@click.command(help=__doc__)
+@click.argument("engine", type=click.Choice(list(ENGINES)))
+@click.option("-m", "model", type=click.Path(path_type=Path), required=True)
+@click.option("-t", "threads", type=click.IntRange(1), required=True)
+@click.option("-p", "prompt", type=click.IntRange(0), default=0)
+@click.option("-n", "generated", type=click.IntRange(0), default=0)
+@click.option("-d", "depth", type=click.IntRange(0), default=0)
+@click.option("-r", type=click.Choice(["1"]), default="1", expose_value=False)
+@click.option("-o", type=click.Choice(["json"]), default="json", expose_value=False)
+def main(engine: str, model: Path, threads: int, prompt: int, generated: int, depth: int) -> None:
+    """Measure one test and print it as llama-bench does."""
+    try:
+        found, version = ENGINES[engine](model, threads, prompt, generated, depth)
+    except NotMeasured as reason:
+        raise click.ClickException(str(reason)) from None
+    about = {"build_commit": version, "model_type": model.stem}
+    click.echo(json.dumps([{"avg_ts": found, **about}]))
+
 
 if __name__ == "__main__":
     main()

@@ -1,1 +1,0 @@
-"""The cases of the bench: each yields rows of what it timed."""

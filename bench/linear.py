@@ -1,0 +1,385 @@
+r"""Matrix products with quantised weights: every format, at real shapes, beside plain reads.
+
+\b
+    python -m bench linear                                    the roofline of Clocher's kernels
+    python -m bench linear --engines clocher,torch            beside torch, with the same weights
+    python -m bench linear --engines clocher,cached           beside weights decoded ahead to fp32
+
+For each shape, number of tokens, thread count and format, the engines and a loop that only reads
+take turns. Each walks several matrices, more than a cache holds, and every byte of the weights is
+counted once. Integer formats get int8 activations, float formats fp32. A result is right if it
+agrees with fp64 arithmetic on the decoded weights within what the activations allow. An engine that
+cannot run is shown with the reason, never with a number.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from statistics import median
+
+import click
+import numpy as np
+
+from bench.experiment import (
+    COUNTS,
+    FORMATS,
+    PAGES,
+    SHAPES,
+    TEAM,
+    TEAMS,
+    Listed,
+    NotMeasured,
+    Row,
+    Subject,
+    experiment,
+    limit_note,
+    of_read,
+    over,
+    ratio,
+    turns,
+)
+from clocher_kernels.formats import Bsr, Float, Fp8, Ternary, parse_format
+from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
+from clocher_kernels.plan import Buffer, Call, Plan
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.convert.synthetic import normal_matrix
+from clocher_runtime.engine.footprint import ACT_GROUP
+from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
+from cpu_fallback.team.hints import Hints
+
+_FORMATS = (
+    "int4_sym_g32_f16",
+    "int4_sym_g128_f16",
+    "int8_row_f32",
+    "int8_g32_f16",
+    "mxfp4",
+    "ternary",
+    "fp8_e4m3_row_f32",
+    "fp8_e4m3_b128_f32",
+    "bf16",
+    "f16",
+    "f32",
+)
+_SHAPES = "14336x4096,4096x14336,4096x2880,2560x6912"
+_SECONDS = 0.1
+_MAX_COPIES = 64
+_BYTES = 128 << 20
+_SPARSE_COPIES, _TOLERANCE = 256, 1e-5
+_DENSE = {"f32": "f32", "f16": "f16", "bf16": "bf16", "int8": "int8_row_bf16"}
+_DENSE["int4"] = "int4_sym_g32_f16"
+
+SPARSE_ABOUT = """Dense against block-sparse: y = x W^T over sparsities and block shapes.
+
+    python -m bench block_sparse [--blocks 32x32,16x16] [--inner f32] [--json FILE]
+
+Dense and sparse run in turns, each over copies of its weight that together exceed every cache. The
+break-even density is where the times of the sparse product, taken as a line in the density, meet
+that of the dense one.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Y = X W^T for X [M, K] and `copies` of W [N, K] in a format."""
+
+    format: str
+    n: int
+    k: int
+    m: int
+    copies: int
+
+    @classmethod
+    def filling(cls, fmt: str, n: int, k: int, m: int, nbytes: int) -> "Problem":
+        """Return a problem whose matrices have about this many bytes."""
+        one = parse_format(fmt).nbytes((n, k))
+        return cls(fmt, n, k, m, max(1, min(_MAX_COPIES, -(-nbytes // one))))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all matrices."""
+        return self.copies * parse_format(self.format).nbytes((self.n, self.k))
+
+    def weights(self) -> list[QuantTensor]:
+        """Return the matrices."""
+        fmt, std = parse_format(self.format), self.k**-0.5
+        shape = (self.n, self.k)
+        if not isinstance(fmt, Fp8):
+            return [normal_matrix(f"w{i}", shape, 0, std, fmt) for i in range(self.copies)]
+        values = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(std)
+        return copies_of(encode(values, fmt), self.copies)
+
+    def x(self) -> np.ndarray:
+        """Return X, fp32."""
+        return np.random.default_rng(1).standard_normal((self.m, self.k), np.float32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine(Subject):
+    """An engine; `first` is X W^T of the first matrix, fp32, within relative RMS `tolerance`."""
+
+    first: Callable[[], np.ndarray]
+    tolerance: float
+    products: int
+    nbytes: int
+    note: str = ""
+
+    def correct(self, exact: np.ndarray) -> bool:
+        """Multiply once and compare."""
+        self.run()
+        error = self.first().astype(np.float64) - exact
+        return bool(np.sqrt((error**2).mean()) <= self.tolerance * np.sqrt((exact**2).mean()))
+
+
+def copies_of(weight: QuantTensor, count: int) -> list[QuantTensor]:
+    """Return tensors with the same values, each in memory of its own."""
+    return [
+        replace(weight, planes={name: plane.copy() for name, plane in weight.planes.items()})
+        for _ in range(count)
+    ]
+
+
+def exact_product(problem: Problem, weights: list[QuantTensor]) -> np.ndarray:
+    """Return the product with the first matrix, fp64 [M, N]."""
+    return np.asarray(problem.x().astype(np.float64) @ weights[0].decode().T.astype(np.float64))
+
+
+def clocher(
+    problem: Problem, weights: list[QuantTensor], threads: int, act_group: int | None = ACT_GROUP
+) -> Engine:
+    """Return Clocher's CPU back end; `act_group` None keeps activations fp32."""
+    buffers = {"x": Buffer((problem.m, problem.k), "f32", "M", "input")}
+    calls = []
+    op = "bsr_linear" if isinstance(weights[0].format, Bsr) else "linear"
+    tolerance, note = 1e-3, ""
+    if isinstance(weights[0].format, Ternary):
+        tolerance, note = 0.03, "int8 activations"
+    tensors = {f"w{i}": weight for i, weight in enumerate(weights)}
+    for i in range(len(weights)):
+        buffers[f"y{i}"] = Buffer((problem.m, problem.n), "f32", "M", "output")
+        calls.append(Call(op, {"x": "x", "w": f"w{i}", "y": f"y{i}"}))
+    formats = {name: weight.format for name, weight in tensors.items()}
+    plan = Plan(problem.m, 1, buffers, {}, tuple(tensors), tuple(calls))
+    plan = quantize_for_ternary(plan, formats)
+    if act_group is not None and not has_codes(plan.calls[-1]):
+        plan = quantize_activations(plan, formats, act_group)
+        if has_codes(plan.calls[-1]):
+            tolerance, note = 0.03, f"int8 activations, groups of {act_group}"
+    # A dynamic team could use fewer threads than the result says.
+    executor = CpuExecutor(plan, tensors, threads, hints=Hints(adaptive=False))
+    executor.array("x")[...] = problem.x()
+    return Engine(
+        run=partial(executor.step, problem.m, 1),
+        awake=executor.running,
+        close=executor.close,
+        first=partial(executor.array, "y0"),
+        tolerance=tolerance,
+        products=len(weights),
+        nbytes=sum(weight.nbytes for weight in weights),
+        note=note,
+    )
+
+
+def cached(problem: Problem, weights: list[QuantTensor], threads: int) -> Engine:
+    """Return Clocher's back end with weights decoded ahead to fp32."""
+    count = Problem.filling("f32", problem.n, problem.k, problem.m, problem.nbytes).copies
+    decoded = [encode(weight.decode(), parse_format("f32")) for weight in weights[:count]]
+    return clocher(replace(problem, format="f32", copies=count), decoded, threads)
+
+
+def torch_cpu(problem: Problem, weights: list[QuantTensor], threads: int) -> Engine:
+    """Return torch's CPU matmul, of bf16 and fp32 weights."""
+    try:
+        import torch
+    except ImportError as error:
+        raise NotMeasured(f"torch cannot be imported: {error}") from None
+    fmt = weights[0].format
+    if not isinstance(fmt, Float) or fmt.dtype not in ("bf16", "f32"):
+        raise NotMeasured(f"torch multiplies floats here, not {fmt.name}")
+    torch.set_num_threads(threads)
+    kind = torch.bfloat16 if fmt.dtype == "bf16" else torch.float32
+    values = [torch.from_numpy(weight.planes["data"]).view(kind) for weight in weights]
+    x = torch.from_numpy(problem.x()).to(kind)
+
+    def run() -> None:
+        with torch.inference_mode():
+            for value in values:
+                torch.nn.functional.linear(x, value)
+
+    return Engine(
+        run=run,
+        first=lambda: torch.nn.functional.linear(x, values[0]).float().numpy(),
+        tolerance=1e-3 if fmt.dtype == "f32" else 0.03,
+        products=len(values),
+        nbytes=sum(weight.nbytes for weight in weights),
+        note="" if fmt.dtype == "f32" else "activations and results bf16",
+    )
+
+
+ENGINES: Mapping[str, Callable[[Problem, list[QuantTensor], int], Engine]] = {
+    "clocher": clocher,
+    "cached": cached,
+    "torch": torch_cpu,
+}
+"""Engines by name; the first is compared with the others."""
+
+
+@experiment("linear", __doc__, title="matrix products, {isa}", rounds=11)
+@click.option("--formats", type=FORMATS, default=",".join(_FORMATS), show_default=True)
+@click.option("--shapes", type=SHAPES, default=_SHAPES, show_default=True, help="N x K")
+@click.option("--tokens", type=COUNTS, default="1", show_default=True, help="M")
+@click.option("--engines", type=Listed.of(ENGINES), default="clocher", show_default=True)
+@TEAMS
+@click.option("--mib", type=click.IntRange(1), default=192, show_default=True, help="Per format.")
+@click.option("--pages", type=click.Choice(PAGES), default="2m", help="of what is read")
+def main(
+    formats: tuple[str, ...],
+    shapes: tuple[tuple[int, int], ...],
+    tokens: tuple[int, ...],
+    engines: tuple[str, ...],
+    threads: tuple[int, ...],
+    mib: int,
+    pages: str,
+    rounds: int,
+) -> Iterator[Row]:
+    """Yield a row for each shape, number of tokens, thread count, format and engine."""
+    reader = Reader(pages, mib << 20)
+    for (n, k), m, count, name in product(shapes, tokens, threads, formats):
+        problem = Problem.filling(name, n, k, m, mib << 20)
+        about = {"format": name, "N": n, "K": k, "M": m, "threads": count, "isa": CURRENT.name}
+        for engine, row in _compared(problem, engines, count, reader, rounds).items():
+            yield {"op": "linear", **about, "engine": engine, **row}
+
+
+def _compared(
+    problem: Problem, names: tuple[str, ...], threads: int, reader: Reader, rounds: int
+) -> dict[str, Row]:
+    weights = problem.weights()
+    exact = exact_product(problem, weights)
+    made: dict[str, Engine] = {}
+    rows: dict[str, Row] = {}
+    with ExitStack() as stack:
+        for name in names:
+            try:
+                made[name] = stack.enter_context(closing(ENGINES[name](problem, weights, threads)))
+                rows[name] = {"correct": made[name].correct(exact)}
+            except NotMeasured as reason:
+                rows[name] = {"note": f"not measured: {reason}"}
+        runs = {name: partial(engine.seconds, _SECONDS) for name, engine in made.items()}
+        took = turns({**runs, "read": lambda: 1 / reader.gbps(threads, _SECONDS)}, rounds)
+    reads = [1 / value for value in took["read"]]
+    for name, engine in made.items():
+        share = of_read([engine.nbytes / s / 1e9 for s in took[name]], reads)
+        notes = filter(None, (engine.note, limit_note(share["pct_of_limit"])))
+        rows[name] |= {**share, "us": median(took[name]) / engine.products * 1e6}
+        rows[name] |= {"samples": took[name], "note": "; ".join(notes)}
+        if name != names[0] and names[0] in made:
+            # In matmuls per second: cached weights may have fewer copies of the matrix.
+            speeds = {each: [made[each].products / s for s in took[each]] for each in made}
+            rows[name] |= over(speeds[names[0]], speeds[name])
+    return rows
+
+
+def sparse_weight(
+    shape: tuple[int, int], block: tuple[int, int], inner: str, sparsity: float
+) -> QuantTensor:
+    """Return a random weight with this share of zero blocks."""
+    rng = np.random.default_rng(1)
+    grid = -(-shape[0] // block[0]), -(-shape[1] // block[1])
+    kept = np.zeros(grid[0] * grid[1], bool)
+    kept[: round(len(kept) * (1 - sparsity))] = True
+    mask = np.kron(rng.permutation(kept).reshape(grid), np.ones(block, bool))
+    values = rng.standard_normal(shape, dtype=np.float32) * mask[: shape[0], : shape[1]]
+    return encode(values, Bsr.for_values(values, block, inner))
+
+
+def break_even(densities: Sequence[float], times: Sequence[float], dense: float) -> float:
+    """Return the density at which sparse takes as long as dense, 0 .. 1."""
+    slope, start = np.polyfit(np.asarray(densities), np.asarray(times), 1)
+    return float(np.clip((dense - start) / slope, 0, 1)) if slope > 0 else 1.0
+
+
+def _engine(weight: QuantTensor, tokens: int, threads: int) -> Engine:
+    copies = min(_SPARSE_COPIES, -(-_BYTES // weight.nbytes))
+    problem = Problem(weight.format.name, *weight.shape, tokens, copies)
+    made = clocher(problem, copies_of(weight, copies), threads, None)
+    return replace(made, tolerance=_TOLERANCE)
+
+
+def _whole_percent(text: str) -> float:
+    if not (text.isascii() and text.isdigit() and len(text) < 3):
+        raise ValueError
+    return int(text) / 100
+
+
+@experiment(
+    "block_sparse",
+    SPARSE_ABOUT,
+    title="block-sparse, {n}x{k} {inner}, M={m}, {threads} threads, {isa}",
+    rounds=9,
+)
+@click.option("--shape", type=SHAPES, default="4096x4096", show_default=True, help="N x K")
+@click.option("--blocks", type=SHAPES, default="16x16,32x32,64x64,16x64", show_default=True)
+@click.option("--inner", type=click.Choice(INNERS), default="f32", show_default=True)
+@click.option(
+    "--sparsity",
+    type=Listed(_whole_percent, "whole per cents below 100, such as 0,50,90"),
+    default="0,50,70,80,90,95",
+    show_default=True,
+)
+@click.option("--tokens", type=click.IntRange(1), default=1, show_default=True)
+@TEAM
+def sparse(
+    shape: tuple[tuple[int, int], ...],
+    blocks: tuple[tuple[int, int], ...],
+    inner: str,
+    sparsity: tuple[float, ...],
+    tokens: int,
+    threads: int,
+    rounds: int,
+) -> Iterator[Row]:
+    """Yield rows for each block shape: the dense matmul, then one for each sparsity."""
+    size = shape[0]
+    values = np.random.default_rng(2).standard_normal(size, dtype=np.float32)
+    dense = encode(values, parse_format(_DENSE[inner]))
+    for block in blocks:
+        weights = {part: sparse_weight(size, block, inner, part) for part in sparsity}
+        read = partial(Reader("2m", _BYTES).gbps, threads)
+        with ExitStack() as stack:
+            made = {
+                name: stack.enter_context(closing(_engine(weight, tokens, threads)))
+                for name, weight in {None: dense, **weights}.items()
+            }
+            problem = Problem("f32", *size, tokens, 1)
+            right = {
+                name: name is None or made[name].correct(exact_product(problem, [weights[name]]))
+                for name in made
+            }
+            runs = {name: engine.seconds for name, engine in made.items()}
+            found = turns({**runs, "read": read}, rounds, rest_s=0.01)
+        took = {name: [s / made[name].products for s in found[name]] for name in made}
+        times = {name: median(each) for name, each in took.items()}
+        even = break_even([1 - part for part in weights], [times[p] for p in weights], times[None])
+        for name, engine in made.items():
+            yield {
+                "op": "linear" if name is None else "bsr_linear",
+                "block": f"{block[0]}x{block[1]}",
+                "sparsity": name or 0.0,
+                "seconds": times[name],
+                "us": times[name] * 1e6,
+                **of_read([engine.nbytes / s / 1e9 for s in found[name]], found["read"]),
+                "speedup": ratio(took[None], took[name]).value,
+                "correct": right[name],
+                **{"n": size[0], "k": size[1], "inner": inner, "m": tokens, "threads": threads},
+                "isa": CURRENT.name,
+                "break_even": even,
+            }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""Shared by the benches: the skeleton of a case, matmuls and ops."""
