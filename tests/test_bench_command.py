@@ -1,5 +1,7 @@
 """`clocher bench`: its rows, what they say of memory and of tokens, and errors."""
 
+import csv
+import io
 import json
 import subprocess
 import sys
@@ -101,6 +103,16 @@ def test_tests_threads_and_batches(capsys: Capture) -> None:
         assert (row["bytes_per_token"] is None) == (row["n_seqs"] > 1 or row["n_prompt"] > 0)
     by_depth = [r["bytes_per_token"] for r in rows if r["bytes_per_token"]]
     assert by_depth[1] > by_depth[0]
+
+
+def test_formats(capsys: Capture) -> None:
+    assert main([*FAST, "-o", "jsonl"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["test"] for line in lines] == ["pp16", "tg4"]
+    assert main([*FAST, "-o", "csv"]) == 0
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["test"] for row in rows] == ["pp16", "tg4"]
+    assert "samples_ns" not in rows[0]
 
 
 def test_variables_act_and_are_named(capsys: Capture, monkeypatch: Patch) -> None:

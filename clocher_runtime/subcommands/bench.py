@@ -1,5 +1,8 @@
 """`clocher bench`: measured speed of a model, and its ratio to the memory limit."""
 
+import csv
+import io
+import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +14,7 @@ import click
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import PATH, Report, engine_options, option, script, switch
 from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -127,8 +131,8 @@ _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
     option("--text", PATH, "of prompts  [default: random ids]", metavar="FILE"),
     option(
         "--output",
-        click.Choice(["md", "json"]),
-        "json keeps every sample",
+        click.Choice(["md", "json", "jsonl", "csv"]),
+        "json and jsonl keep every sample",
         short="-o",
         default="md",
     ),
@@ -143,7 +147,7 @@ def bench(report: Report, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
     from clocher_runtime.command.fetching import with_model
     from clocher_runtime.config.sources import Sources, settle
-    from clocher_runtime.subcommands.bench_measure import Plan, as_json, doubts, markdown, measure
+    from clocher_runtime.subcommands.bench_measure import Plan, doubts, markdown, measure
 
     flags = _flags(given)
     config = settle(EngineConfig, Sources(flags, os.environ))
@@ -157,14 +161,27 @@ def bench(report: Report, **given: Any) -> int:
     )
     with report.counting() as tell:
         rows = measure(plan, tell)
-    if given["output"] == "json":
-        click.echo(as_json(rows))
-    else:
+    if given["output"] == "md":
         click.echo(f"{markdown(rows)}\n\n{_WINDOW}\n{_machine(rows)}")
+    else:
+        click.echo(_as_text(rows, given["output"]))
     for warning in doubts(rows):
         report.done(f"warning: {warning}")
     good = all(row["correct"] is not False and row["valid"] for row in rows)
     return ExitCode.OK if good else ExitCode.MISMATCH
+
+
+def _as_text(rows: Sequence["Row"], form: str) -> str:
+    """Return rows as JSON, JSON lines or, without their lists, CSV."""
+    if form == "csv":
+        text = io.StringIO()
+        flat = [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in rows]
+        writer = csv.DictWriter(text, flat[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(finite, flat))
+        return text.getvalue().rstrip("\n")
+    lines = [json.dumps(finite(row)) for row in rows]
+    return "\n".join(lines) if form == "jsonl" else "[\n" + ",\n".join(lines) + "\n]"
 
 
 COMMAND = bench

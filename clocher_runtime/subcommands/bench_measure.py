@@ -3,7 +3,6 @@
 llama-bench's keys have its meaning.
 """
 
-import json
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,6 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.engine.backends import gpu
 from clocher_runtime.engine.probes import memory_reader, working_set
 from clocher_runtime.engine.session import Session
@@ -372,11 +370,6 @@ def aligned(columns: Sequence[Sequence[str]]) -> str:
         + " |"
         for line in lines
     )
-
-
-def as_json(rows: Sequence[Row]) -> str:
-    """Return rows as a JSON list, one row per line."""
-    return "[\n" + ",\n".join(json.dumps(finite(row)) for row in rows) + "\n]"
 
 
 def _scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:
