@@ -24,7 +24,7 @@ ROUNDED: Mapping[str, Mapping[str, Attr]] = {
 _KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}
 """Op -> what it writes that is zero where what it reads is."""
 _UNIT = 32
-_GGML_KINDS = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")
+_OTHER_KINDS = ("iq3_s", "iq3_xxs", "tq1_0")  # of ggml
 
 
 def takes_int8(fmt: Format) -> bool:
@@ -35,7 +35,7 @@ def takes_int8(fmt: Format) -> bool:
         case Mxfp4():
             return True
         case Ggml(kind=kind):
-            return kind in _GGML_KINDS
+            return kind not in _OTHER_KINDS
     return False
 
 
