@@ -9,7 +9,7 @@ from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import scaling
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 from clocher_kernels.formats.ggml_blocks import KINDS
-from clocher_kernels.formats.ggml_encode import ENCODERS
+from clocher_kernels.formats.ggml_encode import encode
 
 GGML_KINDS = tuple(KINDS)
 """Names of the types."""
@@ -99,10 +99,11 @@ class Ggml(Format):
         plane = self.planes(values.shape)["blocks"]
         scaling.require_finite(self.name, values)
         cells = values.reshape(-1, self.block)
-        blocks = np.empty(len(cells), KINDS[self.kind].fields)
+        blocks = np.empty((len(cells), self.block_bytes), np.uint8)
         for piece in self._pieces(len(cells)):
-            blocks[piece] = ENCODERS[self.kind](cells[piece])
-        return {"blocks": blocks.view(np.uint8).reshape(plane.shape)}
+            made = encode(self.kind, cells[piece])
+            blocks[piece] = made.view(np.uint8).reshape(len(made), -1)
+        return {"blocks": blocks.reshape(plane.shape)}
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
         blocks = self._blocks(planes)

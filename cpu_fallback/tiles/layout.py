@@ -34,12 +34,14 @@ half empty. Lines stand in the order in which a product wants them, or memory wo
     q3_k    3.5    d | 3 of 6-bit scales | 4 of low bits, 4 of high bits, 4 and 4, 8 of low
     q2_k    2.625  (d, dmin) | 4 of 4-bit scales and minima | 16 of codes
     iq4_xs  4.25   (d, high bits of scales) | low nibbles of scales | 32 of codes
+    iq3_s   4.375  d | 2 of scales | 32 of nibbles: `ggml_blocks.recoded`; others of a grid likewise
 """
 
 from dataclasses import dataclass
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.ggml_blocks import PLANES, places_of
 from clocher_kernels.formats.scaling import Group
 from cpu_fallback.lanes.isa import CURRENT
 
@@ -60,19 +62,6 @@ if SIGNED:
     BIAS |= {"iq4": 0, "int8": 0}
 
 BLOCK = 256  # Columns of a block of `BlockLayout`
-_ORDERS: dict[str, tuple[tuple[int, int], ...]] = {
-    "q4_k": ((0, 36),),
-    "q5_k": ((0, 4), (12, 8), (4, 8), (20, 24)),
-    "q6_k": (
-        *((52, 1), (48, 4)),
-        *((0, 4), (32, 4), (4, 4), (36, 4), (8, 8)),
-        *((16, 4), (40, 4), (20, 4), (44, 4), (24, 8)),
-    ),
-    "q3_k": ((27, 1), (24, 3), (8, 4), (0, 4), (12, 4), (4, 4), (16, 8)),
-    "q2_k": ((20, 1), (0, 20)),
-    "iq4_xs": ((0, 34),),
-}
-"""Kind -> runs of dwords of a stored block, first and count, in the order of the lines."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +120,6 @@ class BlockLayout:
     """How the tiles of a type of ggml with blocks of 256 columns are laid out."""
 
     kind: str  # of `Ggml`
-    block_bytes: int  # of a stored block
 
     @property
     def name(self) -> str:
@@ -140,9 +128,20 @@ class BlockLayout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dword of the stored block that each line holds."""
-        runs = _ORDERS[self.kind]
-        return tuple(i for first, count in runs for i in range(first, first + count))
+        """The dword of the block that each line holds: the scales, then codes as they are used."""
+        about = PLANES[self.kind]
+        own = [*places_of(about.scales), *places_of(about.minima)]
+        first = [about.at("d"), *sorted(byte for places in own for byte, *_ in places)]
+        codes = places_of(about.codes)
+        for start in range(0, BLOCK, about.run):
+            for plane in zip(*codes[start : start + about.run : 4], strict=True):
+                first += [byte for byte, *_ in plane]
+        return tuple(dict.fromkeys(byte // 4 for byte in first))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block as it is packed."""
+        return PLANES[self.kind].fields.itemsize
 
     @property
     def lines(self) -> int:
@@ -196,12 +195,12 @@ def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:
             return Layout("ternary", "one")
         case Ggml(kind=kind) if kind in _UNITS:
             return _UNITS[kind]
-        case Ggml(kind=kind) if kind in _ORDERS:
-            return BlockLayout(kind, fmt.block_bytes)
+        case Ggml(kind=kind, block=256):
+            return BlockLayout(kind)
     raise UnsupportedOp(
         f"{op_name}: no CPU kernel reads the format {fmt.name} with int8 activations; expected "
         "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4, ternary, "
-        "q4_1, q5, q2_k to q6_k or iq4; keep its activations fp32"
+        "one of ggml's types; keep its activations fp32"
     )
 
 

@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
@@ -203,6 +204,8 @@ def _source(
     places = tuple(range(0, 4 * layout.lines, 4))
     if isinstance(layout, BlockLayout):
         codes, columns = planes["blocks"], layouts.BLOCK
+        if layout.kind in RECODED:
+            codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))  # type: ignore[attr-defined]
         places = tuple(4 * dword for dword in layout.order)
         unit = unit_bytes = layout.block_bytes
         stride = k // columns * unit
@@ -257,13 +260,15 @@ def _source(
         mask=0x80808080 if flipped else 0,
         by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
-    ), (scales, order)
+    ), (scales, order, codes)
 
 
 def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray) -> Tiles:
     """Return the tiles of a tensor whose bytes are these."""
     *_, n, k = tensor.shape
     factor = 0.5 if isinstance(tensor.format, Mxfp4) else 1.0
+    if isinstance(layout, BlockLayout):
+        factor = PLANES[layout.kind].factor
     if isinstance(tensor.format, Ternary):
         factor = float(tensor.format.multiplier(tensor.planes))
     return Tiles(layout, data, -(-n // ROWS), layout.tile_bytes(k), factor)
