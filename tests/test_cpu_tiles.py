@@ -261,7 +261,7 @@ def test_extreme_codes_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("m", [1, 3, 16])
 @pytest.mark.parametrize("byte", [0x00, 0x77, 0x7F, 0x80, 0xFF, None])
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, "iq2_xs", "iq1_s"])
 def test_extreme_blocks_do_not_overflow(name: str, byte: int | None, m: int) -> None:
     n, k = 18, 512
     fmt = parse_format(name)

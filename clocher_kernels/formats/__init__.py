@@ -13,7 +13,7 @@ from clocher_kernels.formats.base import Format, Plane
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.float import Float
 from clocher_kernels.formats.fp8 import Fp8
-from clocher_kernels.formats.ggml import GGML_KINDS, Ggml
+from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS, Ggml
 from clocher_kernels.formats.int4 import Int4
 from clocher_kernels.formats.int8 import Int8
 from clocher_kernels.formats.mxfp4 import Mxfp4
@@ -123,7 +123,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         f"{{{'|'.join(GGML_KINDS)}}}",
         "ggml's blocks, as GGUF files store them",
-        GGML_KINDS,
+        ENCODED_KINDS,
         re.compile(f"({'|'.join(GGML_KINDS)})"),
         Ggml,
     ),

@@ -188,7 +188,7 @@ class Kind:
 
 
 def _signed(magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return magnitudes i8 [blocks, 64, 4] with the signs u8 [blocks, 32], a bit an element."""
+    """Return groups of magnitudes, i8, with the signs u8 [blocks, 32], a bit an element."""
     negative = (signs[..., None] >> np.arange(8, dtype=np.uint8) & 1).view(np.int8)
     magnitudes = magnitudes.reshape(negative.shape)
     return np.where(negative, -magnitudes, magnitudes).reshape(len(magnitudes), -1)
@@ -206,6 +206,35 @@ def _iq3_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     signs = SIGNS[words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127]
     codes = _signed(ggml_grids.IQ3_XXS[blocks["qs"]], signs.reshape(-1, 32))
     return 1 + 2 * (words >> 28).astype(np.uint8), codes
+
+
+def _iq2_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    words = blocks["words"].reshape(-1, 8, 2)
+    signs = SIGNS[words[..., 1:] >> np.array([0, 7, 14, 21], np.uint32) & 127]
+    indices = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 32)
+    codes = _signed(ggml_grids.IQ2_XXS[indices], signs.reshape(-1, 32))
+    return 1 + 2 * (words[..., 1] >> 28).astype(np.uint8), codes
+
+
+def _iq2_xs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    codes = _signed(ggml_grids.IQ2_XS[blocks["qs"] & 511], SIGNS[blocks["qs"] >> 9])
+    return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
+
+
+def _iq2_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    indices = blocks["qs"] | Plane(0, 8, 2, 1).read(blocks["qh"]).astype(np.uint16) << 8
+    codes = _signed(ggml_grids.IQ2_S[indices], blocks["signs"])
+    return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
+
+
+def _iq1_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight times what is stored: -1, 0 or 1, and an eighth added or taken off."""
+    high = blocks["qh"]
+    indices = high[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7
+    indices = blocks["qs"] | indices.reshape(-1, 32) << 8
+    eighths = np.where(high >> 15, -1, 1).astype(np.int8)[..., None]
+    codes = 8 * ggml_grids.IQ1_S[indices].reshape(len(blocks), 8, 32) + eighths
+    return (1 + 2 * (high >> 12 & 7)).astype(np.uint8), codes.reshape(len(blocks), -1)
 
 
 def _tq1_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -286,6 +315,17 @@ KINDS = {
         grid=_iq3_xxs,
         factor=0.25,
     ),
+    "iq2_xxs": Kind(256, _fields(_D, ("words", "<u4", 16)), grid=_iq2_xxs, factor=0.125),
+    "iq2_xs": Kind(
+        256, _fields(_D, ("qs", "<u2", 32), ("scales", "u1", 8)), grid=_iq2_xs, factor=0.125
+    ),
+    "iq2_s": Kind(
+        256,
+        _fields(_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)),
+        grid=_iq2_s,
+        factor=0.125,
+    ),
+    "iq1_s": Kind(256, _fields(_D, ("qs", "u1", 32), ("qh", "<u2", 8)), grid=_iq1_s, factor=0.125),
     "tq1_0": Kind(256, _fields(("qs", "u1", 48), ("qh", "u1", 4), _D), run=256, grid=_tq1_0),
 }
 """Name -> type."""
@@ -306,6 +346,10 @@ def _both(*magnitudes: int) -> list[int]:
 RECODED = {
     "iq3_s": _nibbles(_both(*range(1, 16, 2))),
     "iq3_xxs": _nibbles(_both(2, 6, 10, 14, 18, 22, 26, 31), factor=0.5),
+    "iq2_xxs": _nibbles(_both(8, 25, 43), factor=0.125),
+    "iq2_xs": _nibbles(_both(8, 25, 43), 16, factor=0.125),
+    "iq2_s": _nibbles(_both(8, 25, 43), 16, factor=0.125),
+    "iq1_s": _nibbles(_both(1, 7, 9), factor=0.125),
     "tq1_0": Kind(
         *(256, _at(76, d=0), ((Plane(12, 64, 2, 16),),)),
         bias=1,

@@ -179,10 +179,17 @@ def _pack_digits(digits: np.ndarray) -> np.ndarray:
 _OF_GRIDS = {"iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs, "tq1_0": _tq1_0}
 
 
+READ_ONLY = tuple(kind for kind, about in KINDS.items() if about.grid and kind not in _OF_GRIDS)
+"""Types without an encoder."""
+
+
 def encode(kind: str, cells: np.ndarray) -> np.ndarray:
     """Return blocks, an array of the kind's fields, of fp32 [blocks, elements]."""
     if kind in _OF_GRIDS:
         return _OF_GRIDS[kind](cells)
+    if kind in READ_ONLY:
+        others = ", ".join(name for name in KINDS if name not in READ_ONLY)
+        raise FormatError(f"{kind} is only read, not written; choose one of {others}")
     about = KINDS[kind]
     encoder = _affine if about.minima else _range if about.low else _symmetric
     return encoder(kind, cells)
