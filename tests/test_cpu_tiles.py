@@ -19,6 +19,7 @@ from clocher_kernels.ops.rewrite import takes_int8
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from cpu_fallback.executor import CpuExecutor
+from cpu_fallback.ops.decode_ggml import blocks_of
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.tiles import tile_pack
 from cpu_fallback.tiles.layout import LINE, ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of
@@ -40,6 +41,8 @@ def _digits(code: str, line: np.ndarray) -> np.ndarray:
     if code == "ternary":
         planes = [line >> 2 * p & 3 for p in range(4)]
         return np.concatenate(planes, axis=1).astype(np.float32) - 1
+    if code in ("q4", "q5"):
+        return np.concatenate([line & 15, line >> 4], axis=1).astype(np.float32)
     nibbles = np.stack([line & 15, line >> 4], axis=-1).reshape(ROWS, 8)
     if code == "iq4":
         return IQ4_VALUES[np.concatenate([line & 15, line >> 4], axis=1)].astype(np.float32)
@@ -50,9 +53,9 @@ def _unpack(layout: Layout, tile: np.ndarray, k: int) -> np.ndarray:
     """Return the values of a tile [16, K] by the words of `cpu_fallback.tiles.layout`."""
     values = np.zeros((ROWS, -(-k // UNIT) * UNIT), np.float32)
     at, head, scale, zero = 0, 0, np.ones(ROWS, np.float32), np.zeros(ROWS, np.float32)
-    if layout.code == "int4" and not layout.zeros:
-        zero += 8
-    width = UNIT // layout.lines
+    if not layout.offset:
+        zero += {"int4": 8, "q5": 16}.get(layout.code, 0)
+    width, minimum = UNIT // min(layout.lines, 8 if layout.code == "int8" else 4), zero * 0
     for column in range(0, values.shape[1], UNIT):
         if layout.block and column % layout.block == 0:
             index = column // layout.block % layout.per_head
@@ -63,17 +66,27 @@ def _unpack(layout: Layout, tile: np.ndarray, k: int) -> np.ndarray:
             dtype = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16, "e8m0": np.uint8}
             storage = np.dtype(dtype[layout.scale])
             scale = to_f32(record[: ROWS * storage.itemsize].view(storage), layout.scale)
-            if layout.zeros:
+            if layout.offset == "zeros":
                 zero = record[-ROWS:].astype(np.float32)
+            elif layout.offset:
+                minimum = to_f32(record[-2 * ROWS :].view(np.float16), "f16")
+        if layout.code == "q5":
+            fifth = tile[at + 4 * LINE : at + 5 * LINE].reshape(ROWS, 4)
         for i in range(layout.lines):
             line = tile[at : at + LINE].reshape(ROWS, 4)
             start = column + i * width
             columns = np.arange(start, start + width)
-            if layout.code == "iq4":
+            if layout.code in ("iq4", "q4", "q5"):
                 columns = column + np.r_[4 * i : 4 * i + 4, 4 * i + 16 : 4 * i + 20]
-            digits = _digits(layout.code, line) - zero[:, None]
-            values[:, columns] = digits * scale[:, None]
+            digits = _digits(layout.code, line)
+            if layout.code == "q5" and i < 4:
+                digits += 16 * np.concatenate([fifth >> i & 1, fifth >> i + 4 & 1], axis=1)
+            elif layout.code == "q5":
+                break
+            digits -= zero[:, None]
+            values[:, columns] = digits * scale[:, None] + minimum[:, None]
             at += LINE
+        at += LINE * (layout.code == "q5")
     if layout.scale == "row":
         values *= tile[at : at + LINE].view(np.float32)[:, None]
         at += LINE
@@ -114,7 +127,7 @@ def test_tiles_of_blocks_are_the_dwords_of_the_file(name: str, n: int, k: int) -
     assert sorted(layout.order) == list(range(lines.shape[2]))
     dwords = lines[:, :, np.argsort(layout.order)].transpose(0, 3, 1, 2, 4)
     blocks = dwords.reshape(-1, k // 256, lines.shape[2] * 4)
-    stored = tensor.planes["blocks"].reshape(n, k // 256, -1)
+    stored = blocks_of(tensor).reshape(n, k // 256, -1)
     np.testing.assert_array_equal(blocks[:n, :, : stored.shape[2]], stored)
     assert not blocks[n:].any() and not blocks[..., stored.shape[2] :].any()
     assert blocks.shape[2] - stored.shape[2] < 4
@@ -147,9 +160,7 @@ def test_large_allocations_begin_on_a_large_page() -> None:
     assert allocate(100).ctypes.data % LINE == 0
 
 
-@pytest.mark.parametrize(
-    "name", ["int4_sym_g34_f16", "int8_g37_f32", "bf16", "fp8_e4m3_row_f32", "q5_0"]
-)
+@pytest.mark.parametrize("name", ["int4_sym_g34_f16", "int8_g37_f32", "bf16", "fp8_e4m3_row_f32"])
 def test_formats_without_tiles_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedOp, match=rf"linear: .* {name} .*; keep its activations fp32"):
         layout_of("linear", parse_format(name))
@@ -185,6 +196,9 @@ def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
         ("q4_k", 150, 37, 2048, 128),
         ("q6_k", 21, 33, 2816, 0),
         ("iq4_xs", 9, 19, 1024, 32),
+        ("q4_1", 21, 37, 576, 128),
+        ("q5_0", 33, 19, 896, 128),
+        ("q5_1", 9, 50, 1568, 0),
     ],
 )
 def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group: int) -> None:
@@ -247,7 +261,7 @@ def test_extreme_codes_are_exact(name: str) -> None:
 
 @pytest.mark.parametrize("m", [1, 3, 16])
 @pytest.mark.parametrize("byte", [0x00, 0x77, 0x7F, 0x80, 0xFF, None])
-@pytest.mark.parametrize("name", BLOCK_FORMATS)
+@pytest.mark.parametrize("name", [*BLOCK_FORMATS, "iq2_xs", "iq1_s"])
 def test_extreme_blocks_do_not_overflow(name: str, byte: int | None, m: int) -> None:
     n, k = 18, 512
     fmt = parse_format(name)

@@ -553,9 +553,9 @@ HOSTILE = {
     "dim-0": (build((), (entry(b"a", (0,)),), 128), "expected at least 1 each"),
     "elements": (build((), (entry(b"a", (2**40, 2**40)),), 128), "more than 2\\^48 elements"),
     "type": (build((), (entry(b"a", kind=99),), 128), "the ggml type 99, which is not known"),
-    "iq2_xs": (
-        build((), (entry(b"a", (256,), 17),), 96),
-        "is iq2_xs; .* f32, f16.* llama-quantize",
+    "iq1_m": (
+        build((), (entry(b"a", (256,), 29),), 64),
+        "is iq1_m; .* f32, f16.* llama-quantize",
     ),
     "nvfp4": (build((), (entry(b"a", (256,), 40),), 160), "is nvfp4; Clocher reads f32, f16, bf16"),
     "row-blocks": (build((), (entry(b"a", (33,), 8),), 128), "q8_0: rows of 33 elements"),

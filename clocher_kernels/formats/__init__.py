@@ -12,7 +12,7 @@ from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Format, Plane
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.floats import Float, Fp8, Mxfp4
-from clocher_kernels.formats.ggml import GGML_KINDS, Ggml
+from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS, Ggml
 from clocher_kernels.formats.integers import Int4, Int8
 from clocher_kernels.formats.ternary import Ternary
 
@@ -120,7 +120,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         f"{{{'|'.join(GGML_KINDS)}}}",
         "ggml's blocks, as GGUF files store them",
-        GGML_KINDS,
+        ENCODED_KINDS,
         re.compile(f"({'|'.join(GGML_KINDS)})"),
         Ggml,
     ),

@@ -9,10 +9,12 @@ from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import scaling
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 from clocher_kernels.formats.ggml_blocks import KINDS
-from clocher_kernels.formats.ggml_encode import ENCODERS
+from clocher_kernels.formats.ggml_encode import READ_ONLY, encode
 
 GGML_KINDS = tuple(KINDS)
 """Names of the types."""
+ENCODED_KINDS = tuple(kind for kind in KINDS if kind not in READ_ONLY)
+"""Those that values can be encoded in."""
 
 _PIECE = 1 << 14  # elements that are converted at a time
 
@@ -38,16 +40,19 @@ class Ggml(Format):
     | iq4_xs | 256 | 136 | 16 of -127..113 | d * (-32..31), 32 columns | |
     | iq3_s | 256 | 110 | fours of a grid of 512, signs | d * (1, 3 .. 31), 32 columns | |
     | iq3_xxs | 256 | 98 | fours of a grid of 256, signs | d * (1, 3 .. 31) / 4, 32 columns | |
+    | iq2_xxs | 256 | 66 | eights of a grid of 256, signs | d * (1, 3 .. 31) / 8, 32 columns | |
+    | iq2_xs, iq2_s | 256 | 74, 82 | of 512, of 1024 | d * (1, 3 .. 31) / 8, 16 columns | |
+    | iq1_s | 256 | 50 | eights of a grid, plus or minus 1/8 | d * (1, 3 .. 15), 32 columns | |
     | tq1_0 | 256 | 54 | -1, 0, 1 | d | |
 
     `decode` equals gguf-py's `dequantize` bit for bit.
 
-    Encoding is plain, without the search for the least error of llama-quantize. Types with minima
-    spread the codes over the range of a run (K-quants: widened to include zero at its lower end),
-    the others give the element of largest magnitude the first code (q5_0: -16, iq4: -127); tq1_0
-    takes the largest magnitude as its scale, iq3 gives it the last magnitude of the grid. The
-    error of an element is at most half a step s of its run, and where the scales of runs are
-    codes themselves half a step of theirs: with `top` the largest code
+    iq2 and iq1 are only read. Encoding is plain, without llama-quantize's search for the least
+    error. Types with minima spread the codes over the range of a run (K-quants: widened to include
+    zero at its lower end), the others give the element of largest magnitude the first code (q5_0:
+    -16, iq4: -127); tq1_0 takes the largest magnitude as its scale, iq3 gives it the last magnitude
+    of the grid. The error of an element is at most half a step s of its run, and where the scales
+    of runs are codes themselves half a step of theirs: with `top` the largest code
         q4_k, q5_k, q2_k: s / 2 + top * d / 2 + dmin / 2
         q6_k, q3_k: s + top * |d|, because the other sign has one code less, in scales too
         q4_1, q5_1, tq1_0: s / 2, and the rounding of m; q5_0: s
@@ -99,10 +104,11 @@ class Ggml(Format):
         plane = self.planes(values.shape)["blocks"]
         scaling.require_finite(self.name, values)
         cells = values.reshape(-1, self.block)
-        blocks = np.empty(len(cells), KINDS[self.kind].fields)
+        blocks = np.empty((len(cells), self.block_bytes), np.uint8)
         for piece in self._pieces(len(cells)):
-            blocks[piece] = ENCODERS[self.kind](cells[piece])
-        return {"blocks": blocks.view(np.uint8).reshape(plane.shape)}
+            made = encode(self.kind, cells[piece])
+            blocks[piece] = made.view(np.uint8).reshape(len(made), -1)
+        return {"blocks": blocks.reshape(plane.shape)}
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
         blocks = self._blocks(planes)

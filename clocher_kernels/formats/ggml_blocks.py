@@ -1,13 +1,15 @@
-"""Blocks of ggml's quantised types: their fields, and what codes and scales they hold.
+"""Blocks of ggml's quantised types: which bits are which numbers. Decoders and tiles follow.
 
-Every type is value = scale * code - minimum, with a scale and a minimum for each run of columns, so
-a type is known by what `Parts` its blocks unpack to.
+Every type is value = scale * code - minimum, with a scale and a minimum for each run of columns. A
+type whose codes are the indices of a grid has a function instead of planes, and what it unpacks to
+is an entry in `recoded`.
 
 Source: ggml-common.h (block_q4_K and so on); ggml-quants.c (dequantize_row_*); gguf-py's quants.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +26,89 @@ POWERS = np.array([1, 3, 9, 27, 81], np.uint8)[:, None]
 """What a byte of tq1_0 is multiplied by to bring each of its digits to the top."""
 
 
+@dataclass(frozen=True)
+class Plane:
+    """Bytes of a block with some bits of consecutive numbers.
+
+    The bytes of a span have a number each in their lowest bits, then the next ones above those;
+    then comes the next span.
+    """
+
+    at: int  # first byte
+    nbytes: int
+    width: int  # bits of a number
+    span: int = 0  # bytes; 0 for all
+    to: int = 0  # which bit of the number they begin at
+    only: int = -1  # first bit of each byte that is used, if the others are not
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """First bits of the numbers of a byte."""
+        return (self.only,) if self.only >= 0 else tuple(range(0, 9 - self.width, self.width))
+
+    @property
+    def mask(self) -> int:
+        """The bits of a number, shifted to the lowest place."""
+        return (1 << self.width) - 1
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Byte and first bit of each number."""
+        span, end = self.span or self.nbytes, self.at + self.nbytes
+        starts = range(self.at, end, span)
+        return [(at + i, shift) for at in starts for shift in self.shifts for i in range(span)]
+
+    def read(self, raw: np.ndarray) -> np.ndarray:
+        """Return the numbers' bits in place, u8 [blocks, numbers], of blocks u8 [blocks, bytes]."""
+        cells = raw[:, self.at : self.at + self.nbytes].reshape(-1, self._spans, 1, self._span)
+        found = cells >> np.array(self.shifts, np.uint8)[:, None] & np.uint8(self.mask)
+        return np.asarray((found << np.uint8(self.to)).reshape(len(raw), -1))
+
+    def write(self, raw: np.ndarray, numbers: np.ndarray) -> None:
+        """Undo `read`, where the bits are zero so far."""
+        bits = numbers.reshape(len(raw), self._spans, -1, self._span) >> np.uint8(self.to)
+        found = (bits & np.uint8(self.mask)) << np.array(self.shifts, np.uint8)[:, None]
+        cells = np.bitwise_or.reduce(found, axis=2).reshape(len(raw), -1)
+        raw[:, self.at : self.at + self.nbytes] |= cells
+
+    @property
+    def _span(self) -> int:
+        return self.span or self.nbytes
+
+    @property
+    def _spans(self) -> int:
+        return self.nbytes // self._span
+
+
+Numbers = tuple[tuple[Plane, ...], ...]
+"""Numbers one after the other: each part is put together from the bits of its planes."""
+
+
+def read_numbers(numbers: Numbers, raw: np.ndarray) -> np.ndarray:
+    """Return numbers u8 [blocks, count] of blocks u8 [blocks, bytes]."""
+    parts = [reduce(np.bitwise_or, [plane.read(raw) for plane in part]) for part in numbers]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+
+def write_numbers(numbers: Numbers, raw: np.ndarray, values: np.ndarray) -> None:
+    """Undo `read_numbers`."""
+    first = 0
+    for part in numbers:
+        count = len(part[0].places)
+        for plane in part:
+            plane.write(raw, values[:, first : first + count])
+        first += count
+
+
+def places_of(numbers: Numbers) -> list[list[tuple[int, int, int, int]]]:
+    """Return of each number where its bits are: byte, first bit, mask, and bit of the number."""
+    found = []
+    for part in numbers:
+        planes = [[(*place, plane.mask, plane.to) for place in plane.places] for plane in part]
+        found += [list(own) for own in zip(*planes, strict=True)]
+    return found
+
+
 class Parts(NamedTuple):
     """What blocks hold: value = scale * code - minimum, in fp32, both operations rounded.
 
@@ -38,146 +123,121 @@ class Parts(NamedTuple):
     minima: np.ndarray | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """A type of blocks.
 
-    Attributes:
-        block: elements of a block.
-        fields: a block's bytes; those of f16 are the scales.
-        unpack: blocks, an array of `fields`, to what they hold.
+    Scales are d * (a number - scale_bias), or d; minima are dmin * a number, or -m.
     """
 
-    block: int
-    fields: np.dtype
-    unpack: Callable[[np.ndarray], Parts]
+    block: int  # elements
+    fields: np.dtype  # a block's bytes; those of f16 are d, and dmin or m
+    codes: Numbers = ()
+    run: int = 32  # columns that share a scale
+    bias: int = 0  # what is taken off codes
+    table: np.ndarray | None = None  # i8 [16], the values of codes
+    scales: Numbers = ()
+    scale_bias: int = 0
+    minima: Numbers = ()
+    factor: float = 1.0  # of scales, a power of two
+    # fields to the numbers of scales [blocks, S] and codes i8 [blocks, elements], without planes
+    grid: Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]] | None = None
 
+    @property
+    def low(self) -> str:
+        """The field that minima follow from, or ""."""
+        return next((name for name in ("dmin", "m") if name in (self.fields.names or ())), "")
 
-def _f32(field: np.ndarray) -> np.ndarray:
-    return field.astype(np.float32)
+    def at(self, field: str) -> int:
+        """Return the first byte of a field."""
+        assert self.fields.fields is not None
+        return int(self.fields.fields[field][1])
 
+    def numbers(self, blocks: np.ndarray) -> tuple[np.ndarray | None, np.ndarray]:
+        """Return what scales are d times of, [blocks, S] or None, and codes [blocks, elements]."""
+        if self.grid:
+            return self.grid(blocks)
+        raw = blocks.view(np.uint8).reshape(len(blocks), -1)
+        codes = read_numbers(self.codes, raw)
+        if self.table is not None:
+            codes = self.table[codes]
+        elif self.bias:
+            codes = codes.view(np.int8) - np.int8(self.bias)
+        if not self.scales:
+            return None, codes
+        return read_numbers(self.scales, raw).view(np.int8) - np.int8(self.scale_bias), codes
 
-def split_bits(packed: np.ndarray, width: int) -> np.ndarray:
-    """Return [..., 8 / width, bytes]: the bits of each byte, the lowest first."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    return packed[..., None, :] >> shifts & np.uint8((1 << width) - 1)
+    def store(self, blocks: np.ndarray, codes: np.ndarray, **numbers: np.ndarray) -> None:
+        """Write codes, u8 [blocks, elements], scales and minima, without their biases."""
+        raw = blocks.view(np.uint8).reshape(len(blocks), -1)
+        for name, values in {"codes": codes, **numbers}.items():
+            write_numbers(getattr(self, name), raw, values)
 
-
-def _nibbles(blocks: np.ndarray, run: int) -> np.ndarray:
-    """Return the codes in `qs` [blocks, 2 * bytes]: low nibbles of a run, then its high ones."""
-    return split_bits(blocks["qs"].reshape(len(blocks), -1, run), 4).reshape(len(blocks), -1)
-
-
-def _fifth_bits(blocks: np.ndarray) -> np.ndarray:
-    return (blocks["qh"][:, None] >> np.arange(32, dtype=np.uint32) & 1).astype(np.uint8)
-
-
-def _q4_1(blocks: np.ndarray) -> Parts:
-    codes = _nibbles(blocks, 16)
-    return Parts(_f32(blocks["d"])[:, None], codes[:, None], -_f32(blocks["m"])[:, None])
-
-
-def _q5_0(blocks: np.ndarray) -> Parts:
-    codes = (_nibbles(blocks, 16) | _fifth_bits(blocks) << 4).view(np.int8) - np.int8(16)
-    return Parts(_f32(blocks["d"])[:, None], codes[:, None])
-
-
-def _q5_1(blocks: np.ndarray) -> Parts:
-    codes = _nibbles(blocks, 16) | _fifth_bits(blocks) << 4
-    return Parts(_f32(blocks["d"])[:, None], codes[:, None], -_f32(blocks["m"])[:, None])
-
-
-def _iq4_nl(blocks: np.ndarray) -> Parts:
-    return Parts(_f32(blocks["d"])[:, None], IQ4_VALUES[_nibbles(blocks, 16)][:, None])
-
-
-def _sixes(scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the 6-bit scales and minima of q4_k and q5_k, u8 [blocks, 8] each."""
-    low, middle, high = scales[:, :4], scales[:, 4:8], scales[:, 8:]
-    return (
-        np.concatenate([low & 63, high & 15 | low >> 6 << 4], axis=1),
-        np.concatenate([middle & 63, high >> 4 | middle >> 6 << 4], axis=1),
-    )
-
-
-def _q4_k(blocks: np.ndarray) -> Parts:
-    scales, minima = _sixes(blocks["scales"])
-    return Parts(
-        _f32(blocks["d"])[:, None] * scales,
-        _nibbles(blocks, 32).reshape(-1, 8, 32),
-        _f32(blocks["dmin"])[:, None] * minima,
-    )
-
-
-def _q5_k(blocks: np.ndarray) -> Parts:
-    scales, minima = _sixes(blocks["scales"])
-    return Parts(
-        _f32(blocks["d"])[:, None] * scales,
-        _nibbles(blocks, 32).reshape(-1, 8, 32) | split_bits(blocks["qh"], 1) << 4,
-        _f32(blocks["dmin"])[:, None] * minima,
-    )
-
-
-def _q6_k(blocks: np.ndarray) -> Parts:
-    high = split_bits(blocks["qh"].reshape(-1, 2, 32), 2).reshape(-1, 256)
-    codes = (_nibbles(blocks, 64) | high << 4).view(np.int8) - np.int8(32)
-    return Parts(_f32(blocks["d"])[:, None] * blocks["scales"], codes.reshape(-1, 16, 16))
-
-
-def _q3_k(blocks: np.ndarray) -> Parts:
-    low = split_bits(blocks["scales"][:, None, :8], 4).reshape(-1, 16)
-    high = split_bits(blocks["scales"][:, None, 8:], 2).reshape(-1, 16)
-    scales = (low | high << 4).view(np.int8) - np.int8(32)
-    codes = split_bits(blocks["qs"].reshape(-1, 2, 32), 2).reshape(-1, 8, 32)
-    codes = (codes | split_bits(blocks["hmask"], 1) << 2).view(np.int8) - np.int8(4)
-    return Parts(_f32(blocks["d"])[:, None] * scales, codes.reshape(-1, 16, 16))
-
-
-def _q2_k(blocks: np.ndarray) -> Parts:
-    codes = split_bits(blocks["qs"].reshape(-1, 2, 32), 2)
-    return Parts(
-        _f32(blocks["d"])[:, None] * (blocks["scales"] & 15),
-        codes.reshape(-1, 16, 16),
-        _f32(blocks["dmin"])[:, None] * (blocks["scales"] >> 4),
-    )
-
-
-def _iq4_xs(blocks: np.ndarray) -> Parts:
-    low = split_bits(blocks["scales_l"][..., None], 4).reshape(-1, 8)
-    high = blocks["scales_h"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = (low | high.astype(np.uint8) << 4).view(np.int8) - np.int8(32)
-    codes = IQ4_VALUES[_nibbles(blocks, 16)]
-    return Parts(_f32(blocks["d"])[:, None] * scales, codes.reshape(-1, 8, 32))
+    def unpack(self, blocks: np.ndarray) -> Parts:
+        """Return what blocks, an array of `fields`, hold."""
+        scales, codes = self.numbers(blocks)
+        d = blocks["d"].astype(np.float32)[:, None]
+        if scales is not None:
+            d = d * scales.astype(np.float32) * np.float32(self.factor)
+        minima = None
+        if self.low:
+            minima = blocks[self.low].astype(np.float32)[:, None]
+            raw = blocks.view(np.uint8).reshape(len(blocks), -1)
+            minima = minima * read_numbers(self.minima, raw) if self.minima else -minima
+        return Parts(d, codes.reshape(len(blocks), d.shape[1], -1), minima)
 
 
 def _signed(magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return magnitudes i8 [blocks, 64, 4] with the signs u8 [blocks, 32], a bit an element."""
+    """Return groups of magnitudes, i8, with the signs u8 [blocks, 32], a bit an element."""
     negative = (signs[..., None] >> np.arange(8, dtype=np.uint8) & 1).view(np.int8)
     magnitudes = magnitudes.reshape(negative.shape)
-    return np.where(negative, -magnitudes, magnitudes).reshape(-1, 8, 32)
+    return np.where(negative, -magnitudes, magnitudes).reshape(len(magnitudes), -1)
 
 
-def _iq3_s(blocks: np.ndarray) -> Parts:
-    scales = split_bits(blocks["scales"][..., None], 4).reshape(-1, 8)
-    high = blocks["qh"][..., None] >> np.arange(8, dtype=np.uint8) & 1
-    indices = blocks["qs"] | high.reshape(-1, 64).astype(np.uint16) << 8
-    return Parts(
-        _f32(blocks["d"])[:, None] * (1 + 2 * scales),
-        _signed(ggml_grids.IQ3_S[indices], blocks["signs"]),
-    )
+def _iq3_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    scales = Plane(0, 4, 4, 1).read(blocks["scales"])
+    high = Plane(0, 8, 1, 1).read(blocks["qh"])
+    indices = blocks["qs"] | high.astype(np.uint16) << 8
+    return 1 + 2 * scales, _signed(ggml_grids.IQ3_S[indices], blocks["signs"])
 
 
-def _iq3_xxs(blocks: np.ndarray) -> Parts:
+def _iq3_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     words = blocks["scales_and_signs"]
-    scales = _f32(words >> 28) + np.float32(0.5)
     signs = SIGNS[words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127]
-    return Parts(
-        _f32(blocks["d"])[:, None] * scales * np.float32(0.5),
-        _signed(ggml_grids.IQ3_XXS[blocks["qs"]], signs.reshape(-1, 32)),
-    )
+    codes = _signed(ggml_grids.IQ3_XXS[blocks["qs"]], signs.reshape(-1, 32))
+    return 1 + 2 * (words >> 28).astype(np.uint8), codes
 
 
-def _tq1_0(blocks: np.ndarray) -> Parts:
+def _iq2_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    words = blocks["words"].reshape(-1, 8, 2)
+    signs = SIGNS[words[..., 1:] >> np.array([0, 7, 14, 21], np.uint32) & 127]
+    indices = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 32)
+    codes = _signed(ggml_grids.IQ2_XXS[indices], signs.reshape(-1, 32))
+    return 1 + 2 * (words[..., 1] >> 28).astype(np.uint8), codes
+
+
+def _iq2_xs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    codes = _signed(ggml_grids.IQ2_XS[blocks["qs"] & 511], SIGNS[blocks["qs"] >> 9])
+    return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
+
+
+def _iq2_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    indices = blocks["qs"] | Plane(0, 8, 2, 1).read(blocks["qh"]).astype(np.uint16) << 8
+    codes = _signed(ggml_grids.IQ2_S[indices], blocks["signs"])
+    return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
+
+
+def _iq1_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eight times what is stored: -1, 0 or 1, and an eighth added or taken off."""
+    high = blocks["qh"]
+    indices = high[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7
+    indices = blocks["qs"] | indices.reshape(-1, 32) << 8
+    eighths = np.where(high >> 15, -1, 1).astype(np.int8)[..., None]
+    codes = 8 * ggml_grids.IQ1_S[indices].reshape(len(blocks), 8, 32) + eighths
+    return (1 + 2 * (high >> 12 & 7)).astype(np.uint8), codes.reshape(len(blocks), -1)
+
+
+def _tq1_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Each byte is a fraction of 256 in base three: its next digit is the whole part of three."""
     runs = (
         blocks["qs"][:, None, :32] * POWERS,
@@ -186,34 +246,136 @@ def _tq1_0(blocks: np.ndarray) -> Parts:
     )
     bytes_ = np.concatenate([run.reshape(len(blocks), -1) for run in runs], axis=1)
     digits = (bytes_.astype(np.uint16) * 3 >> 8).astype(np.int8) - np.int8(1)
-    return Parts(_f32(blocks["d"])[:, None], digits[:, None])
+    return np.ones((len(blocks), 1), np.uint8), digits
 
 
 def _fields(*fields: tuple[str, str] | tuple[str, str, int]) -> np.dtype:
     return np.dtype(list(fields))
 
 
-_D, _M, _DMIN = ("d", "<f2"), ("m", "<f2"), ("dmin", "<f2")
-_QH32, _QS16, _QS128 = ("qh", "<u4"), ("qs", "u1", 16), ("qs", "u1", 128)
-_SCALES12 = ("scales", "u1", 12)
+def _at(nbytes: int, **places: int) -> np.dtype:
+    """Return fields of f16 at these bytes."""
+    names, offsets = list(places), list(places.values())
+    formats = ["<f2"] * len(names)
+    return np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": nbytes})
+
+
+def _sixes(first: int, nibble: int) -> Numbers:
+    """Return eight 6-bit numbers of q4_k and q5_k: the last four have their high bits elsewhere."""
+    last = (Plane(12, 4, 4, only=nibble), Plane(first, 4, 2, to=4, only=6))
+    return (Plane(first, 4, 6),), last
+
+
+_SCALES, _MINIMA = _sixes(4, 0), _sixes(8, 4)
+_D = ("d", "<f2")
 
 KINDS = {
-    "q4_k": Kind(256, _fields(_D, _DMIN, _SCALES12, _QS128), _q4_k),
-    "q5_k": Kind(256, _fields(_D, _DMIN, _SCALES12, ("qh", "u1", 32), _QS128), _q5_k),
-    "q6_k": Kind(256, _fields(_QS128, ("qh", "u1", 64), ("scales", "i1", 16), _D), _q6_k),
-    "q3_k": Kind(256, _fields(("hmask", "u1", 32), ("qs", "u1", 64), _SCALES12, _D), _q3_k),
-    "q2_k": Kind(256, _fields(("scales", "u1", 16), ("qs", "u1", 64), _D, _DMIN), _q2_k),
-    "q4_1": Kind(32, _fields(_D, _M, _QS16), _q4_1),
-    "q5_0": Kind(32, _fields(_D, _QH32, _QS16), _q5_0),
-    "q5_1": Kind(32, _fields(_D, _M, _QH32, _QS16), _q5_1),
-    "iq4_nl": Kind(32, _fields(_D, _QS16), _iq4_nl),
-    "iq4_xs": Kind(256, _fields(_D, ("scales_h", "<u2"), ("scales_l", "u1", 4), _QS128), _iq4_xs),
+    "q4_k": Kind(
+        *(256, _at(144, d=0, dmin=2), ((Plane(16, 128, 4, 32),),)),
+        scales=_SCALES,
+        minima=_MINIMA,
+    ),
+    "q5_k": Kind(
+        *(256, _at(176, d=0, dmin=2), ((Plane(48, 128, 4, 32), Plane(16, 32, 1, 32, 4)),)),
+        scales=_SCALES,
+        minima=_MINIMA,
+    ),
+    "q6_k": Kind(
+        *(256, _at(210, d=208), ((Plane(0, 128, 4, 64), Plane(128, 64, 2, 32, 4)),), 16, 32),
+        scales=((Plane(192, 16, 8),),),
+    ),
+    "q3_k": Kind(
+        *(256, _at(110, d=108), ((Plane(32, 64, 2, 32), Plane(0, 32, 1, 32, 2)),), 16, 4),
+        scales=((Plane(96, 8, 4), Plane(104, 4, 2, to=4)),),
+        scale_bias=32,
+    ),
+    "q2_k": Kind(
+        *(256, _at(84, d=80, dmin=82), ((Plane(16, 64, 2, 32),),), 16),
+        scales=((Plane(0, 16, 4, only=0),),),
+        minima=((Plane(0, 16, 4, only=4),),),
+    ),
+    "q4_1": Kind(32, _at(20, d=0, m=2), ((Plane(4, 16, 4),),)),
+    "q5_0": Kind(32, _at(22, d=0), ((Plane(6, 16, 4), Plane(2, 4, 1, 1, 4)),), bias=16),
+    "q5_1": Kind(32, _at(24, d=0, m=2), ((Plane(8, 16, 4), Plane(4, 4, 1, 1, 4)),)),
+    "iq4_nl": Kind(32, _at(18, d=0), ((Plane(2, 16, 4),),), table=IQ4_VALUES),
+    "iq4_xs": Kind(
+        *(256, _at(136, d=0), ((Plane(8, 128, 4, 16),),)),
+        table=IQ4_VALUES,
+        scales=((Plane(4, 4, 4, 1), Plane(2, 2, 2, 1, 4)),),
+        scale_bias=32,
+    ),
     "iq3_s": Kind(
         256,
         _fields(_D, ("qs", "u1", 64), ("qh", "u1", 8), ("signs", "u1", 32), ("scales", "u1", 4)),
-        _iq3_s,
+        grid=_iq3_s,
     ),
-    "iq3_xxs": Kind(256, _fields(_D, ("qs", "u1", 64), ("scales_and_signs", "<u4", 8)), _iq3_xxs),
-    "tq1_0": Kind(256, _fields(("qs", "u1", 48), ("qh", "u1", 4), _D), _tq1_0),
+    "iq3_xxs": Kind(
+        256,
+        _fields(_D, ("qs", "u1", 64), ("scales_and_signs", "<u4", 8)),
+        grid=_iq3_xxs,
+        factor=0.25,
+    ),
+    "iq2_xxs": Kind(256, _fields(_D, ("words", "<u4", 16)), grid=_iq2_xxs, factor=0.125),
+    "iq2_xs": Kind(
+        256, _fields(_D, ("qs", "<u2", 32), ("scales", "u1", 8)), grid=_iq2_xs, factor=0.125
+    ),
+    "iq2_s": Kind(
+        256,
+        _fields(_D, ("qs", "u1", 32), ("signs", "u1", 32), ("qh", "u1", 8), ("scales", "u1", 8)),
+        grid=_iq2_s,
+        factor=0.125,
+    ),
+    "iq1_s": Kind(256, _fields(_D, ("qs", "u1", 32), ("qh", "<u2", 8)), grid=_iq1_s, factor=0.125),
+    "tq1_0": Kind(256, _fields(("qs", "u1", 48), ("qh", "u1", 4), _D), run=256, grid=_tq1_0),
 }
 """Name -> type."""
+
+
+def _nibbles(values: list[int], run: int = 32, factor: float = 1.0) -> Kind:
+    """Return blocks of 16 values, a byte for the scale of each run."""
+    count, table = 256 // run, np.array([*values, *[0] * (16 - len(values))], np.int8)
+    codes = ((Plane(4 + count, 128, 4, 16),),)
+    fields, scales = _at(132 + count, d=0), ((Plane(4, count, 8),),)
+    return Kind(256, fields, codes, run, table=table, scales=scales, factor=factor)
+
+
+def _both(*magnitudes: int) -> list[int]:
+    return [*(-m for m in reversed(magnitudes)), *magnitudes]
+
+
+RECODED = {
+    "iq3_s": _nibbles(_both(*range(1, 16, 2))),
+    "iq3_xxs": _nibbles(_both(2, 6, 10, 14, 18, 22, 26, 31), factor=0.5),
+    "iq2_xxs": _nibbles(_both(8, 25, 43), factor=0.125),
+    "iq2_xs": _nibbles(_both(8, 25, 43), 16, factor=0.125),
+    "iq2_s": _nibbles(_both(8, 25, 43), 16, factor=0.125),
+    "iq1_s": _nibbles(_both(1, 7, 9), factor=0.125),
+    "tq1_0": Kind(
+        *(256, _at(76, d=0), ((Plane(12, 64, 2, 16),),)),
+        bias=1,
+        scales=((Plane(4, 8, 8),),),
+    ),
+}
+"""Types whose codes are of a grid -> blocks of planes with the same values."""
+PLANES = {**KINDS, **RECODED}
+"""Type -> the blocks that kernels read."""
+
+
+def recoded(name: str, stored: np.ndarray) -> np.ndarray:
+    """Return blocks of `RECODED`, u8 [blocks, bytes], of stored ones, u8 [blocks, bytes]."""
+    old, new = KINDS[name], RECODED[name]
+    blocks = np.zeros(len(stored), new.fields)
+    raw = blocks.view(np.uint8).reshape(len(blocks), -1)
+    table = np.arange(-new.bias, 16 - new.bias) if new.table is None else new.table
+    index = np.zeros(256, np.uint8)
+    index[table.astype(int) * int(new.factor / old.factor) & 255] = np.arange(16)
+    for start in range(0, len(stored), 1024):
+        piece = slice(start, start + 1024)
+        source = np.ascontiguousarray(stored[piece]).view(old.fields)[:, 0]
+        scales, codes = old.numbers(source)
+        assert scales is not None
+        blocks["d"][piece] = source["d"]
+        repeated = np.repeat(scales.astype(np.uint8), 256 // new.run // scales.shape[1], axis=1)
+        write_numbers(new.scales, raw[piece], repeated)
+        write_numbers(new.codes, raw[piece], index[codes.view(np.uint8)])
+    return raw

@@ -1,13 +1,11 @@
 """Plain encoders of ggml's types: fp32 [blocks, elements] to blocks; `Ggml` says their errors."""
 
-from collections.abc import Callable, Mapping
-
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, SMALLEST
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import ggml_grids
-from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, KINDS, POWERS
+from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, KINDS, POWERS, Kind, Plane, places_of
 
 _BITS = 1 << np.arange(8, dtype=np.uint8)
 _IQ4_BOUNDS = (IQ4_VALUES[1:].astype(np.float32) + IQ4_VALUES[:-1]) / 2
@@ -48,146 +46,64 @@ def _u8(steps: np.ndarray, top: int) -> np.ndarray:
     return np.asarray(np.clip(np.rint(steps), 0, top), np.uint8)
 
 
-def _pack(codes: np.ndarray, width: int) -> np.ndarray:
-    """Undo `split_bits`: codes [..., 8 / width, bytes] become bytes, the first in the low bits."""
-    shifts = np.arange(0, 8, width, dtype=np.uint8)[:, None]
-    return np.asarray(np.bitwise_or.reduce(codes << shifts, axis=-2))
-
-
-def _pack_nibbles(codes: np.ndarray, run: int) -> np.ndarray:
-    return _pack((codes & 15).reshape(len(codes), -1, 2, run), 4).reshape(len(codes), -1)
-
-
-def _pack_fifths(codes: np.ndarray) -> np.ndarray:
-    return np.packbits(codes >> 4, axis=-1, bitorder="little").view("<u4")[:, 0]
-
-
-def _range(kind: str, cells: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return blocks with `d` and `m`, and codes that spread over the range of each."""
-    blocks = np.zeros(len(cells), KINDS[kind].fields)
+def _range(kind: str, cells: np.ndarray) -> np.ndarray:
+    """Spread codes over the range of a block."""
+    about = KINDS[kind]
+    blocks, top = np.zeros(len(cells), about.fields), _top(about)
     low = cells.min(axis=1)
     # Divided before the difference, which could overflow.
     blocks["d"], d = _half(kind, cells.max(axis=1) / np.float32(top) - low / np.float32(top))
     blocks["m"], _ = _half(kind, low)
     m = blocks["m"].astype(np.float32)
-    return blocks, _u8((cells - m[:, None]) / d[:, None], top)
-
-
-def _q4_1(cells: np.ndarray) -> np.ndarray:
-    blocks, codes = _range("q4_1", cells, 15)
-    blocks["qs"] = _pack_nibbles(codes, 16)
+    about.store(blocks, _u8((cells - m[:, None]) / d[:, None], top))
     return blocks
 
 
-def _q5_1(cells: np.ndarray) -> np.ndarray:
-    blocks, codes = _range("q5_1", cells, 31)
-    blocks["qh"], blocks["qs"] = _pack_fifths(codes), _pack_nibbles(codes, 16)
-    return blocks
-
-
-def _q5_0(cells: np.ndarray) -> np.ndarray:
-    blocks = np.zeros(len(cells), KINDS["q5_0"].fields)
-    blocks["d"], d = _half("q5_0", _extreme(cells) / np.float32(-16))
-    codes = _u8(cells / d[:, None] + np.float32(16), 31)
-    blocks["qh"], blocks["qs"] = _pack_fifths(codes), _pack_nibbles(codes, 16)
-    return blocks
-
-
-def _iq4(steps: np.ndarray) -> np.ndarray:
-    return np.searchsorted(_IQ4_BOUNDS, steps.ravel()).astype(np.uint8).reshape(steps.shape)
-
-
-def _iq4_nl(cells: np.ndarray) -> np.ndarray:
-    blocks = np.zeros(len(cells), KINDS["iq4_nl"].fields)
-    blocks["d"], d = _half("iq4_nl", _extreme(cells) / np.float32(IQ4_VALUES[0]))
-    blocks["qs"] = _pack_nibbles(_iq4(cells / d[:, None]), 16)
-    return blocks
-
-
-def _affine(
-    kind: str, cells: np.ndarray, run: int, top: int, sub_top: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return blocks with `d` and `dmin`, scales and minima u8 [blocks, S], codes like the cells."""
-    blocks = np.zeros(len(cells), KINDS[kind].fields)
-    runs = cells.reshape(len(cells), -1, run)
+def _affine(kind: str, cells: np.ndarray) -> np.ndarray:
+    """Spread codes over the range of each run, with scales and minima that are codes too."""
+    about = KINDS[kind]
+    blocks, top = np.zeros(len(cells), about.fields), _top(about)
+    sub_top = max(sum(mask << to for *_, mask, to in own) for own in places_of(about.scales))
+    runs = cells.reshape(len(cells), -1, about.run)
     low = np.minimum(runs.min(axis=2), 0)
     ideal = runs.max(axis=2) / np.float32(top) - low / np.float32(top)
     blocks["d"], d = _half(kind, ideal.max(axis=1) / np.float32(sub_top))
     blocks["dmin"], dmin = _half(kind, -low.min(axis=1) / np.float32(sub_top))
     scales, minima = _u8(ideal / d[:, None], sub_top), _u8(-low / dmin[:, None], sub_top)
     steps = _steps(runs + (dmin[:, None] * minima)[..., None], d[:, None] * scales)
-    return blocks, scales, minima, _u8(steps, top).reshape(cells.shape)
-
-
-def _pack_sixes(scales: np.ndarray, minima: np.ndarray) -> np.ndarray:
-    high = scales[:, 4:] & 15 | minima[:, 4:] << 4
-    parts = (part[:, :4] | part[:, 4:] >> 4 << 6 for part in (scales, minima))
-    return np.concatenate([*parts, high], axis=1)
-
-
-def _q4_k(cells: np.ndarray) -> np.ndarray:
-    blocks, scales, minima, codes = _affine("q4_k", cells, 32, 15, 63)
-    blocks["scales"], blocks["qs"] = _pack_sixes(scales, minima), _pack_nibbles(codes, 32)
+    about.store(blocks, _u8(steps, top).reshape(cells.shape), scales=scales, minima=minima)
     return blocks
 
 
-def _q5_k(cells: np.ndarray) -> np.ndarray:
-    blocks, scales, minima, codes = _affine("q5_k", cells, 32, 31, 63)
-    blocks["scales"], blocks["qs"] = _pack_sixes(scales, minima), _pack_nibbles(codes, 32)
-    blocks["qh"] = _pack((codes >> 4).reshape(-1, 8, 32), 1)
-    return blocks
+def _symmetric(kind: str, cells: np.ndarray) -> np.ndarray:
+    """Give the first code to the element of largest magnitude of a run.
 
-
-def _q2_k(cells: np.ndarray) -> np.ndarray:
-    blocks, scales, minima, codes = _affine("q2_k", cells, 16, 3, 15)
-    blocks["scales"] = scales | minima << 4
-    blocks["qs"] = _pack(codes.reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
-    return blocks
-
-
-def _symmetric(
-    kind: str, cells: np.ndarray, run: int, low: int, sub_low: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return blocks with `d`, scales [blocks, S] of sub_low .. -sub_low - 1, and cells in steps.
-
-    The element of largest magnitude of a run is `low` steps, the largest scale is `sub_low` of `d`.
+    The largest scale is the lowest of its numbers: they go one further on that side.
     """
-    blocks = np.zeros(len(cells), KINDS[kind].fields)
-    runs = cells.reshape(len(cells), -1, run)
-    ideal = _extreme(runs) / np.float32(low)
-    blocks["d"], d = _half(kind, _extreme(ideal) / np.float32(sub_low))
-    scales = np.clip(np.rint(ideal / d[:, None]), sub_low, -sub_low - 1)
-    return blocks, scales, _steps(runs, d[:, None] * scales).reshape(cells.shape)
-
-
-def _q6_k(cells: np.ndarray) -> np.ndarray:
-    blocks, scales, steps = _symmetric("q6_k", cells, 16, -32, -128)
-    codes = _u8(steps + np.float32(32), 63)
-    blocks["scales"], blocks["qs"] = scales, _pack_nibbles(codes, 64)
-    blocks["qh"] = _pack((codes >> 4).reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
+    about = KINDS[kind]
+    blocks = np.zeros(len(cells), about.fields)
+    low = np.float32(-about.bias if about.table is None else about.table[0])
+    numbers = {}
+    if about.scales:
+        runs, sub_low = cells.reshape(len(cells), -1, about.run), -(about.scale_bias or 128)
+        ideal = _extreme(runs) / low
+        blocks["d"], d = _half(kind, _extreme(ideal) / np.float32(sub_low))
+        scales = np.clip(np.rint(ideal / d[:, None]), sub_low, -sub_low - 1)
+        steps = _steps(runs, d[:, None] * scales).reshape(cells.shape)
+        numbers["scales"] = (scales + about.scale_bias).astype(np.int8).view(np.uint8)
+    else:
+        blocks["d"], d = _half(kind, _extreme(cells) / low)
+        steps = cells / d[:, None]
+    if about.table is None:
+        codes = _u8(steps + np.float32(about.bias), 2 * about.bias - 1)
+    else:
+        codes = np.searchsorted(_IQ4_BOUNDS, steps.ravel()).astype(np.uint8).reshape(steps.shape)
+    about.store(blocks, codes, **numbers)
     return blocks
 
 
-def _q3_k(cells: np.ndarray) -> np.ndarray:
-    blocks, scales, steps = _symmetric("q3_k", cells, 16, -4, -32)
-    codes = _u8(steps + np.float32(4), 7)
-    blocks["hmask"] = _pack((codes >> 2).reshape(-1, 8, 32), 1)
-    blocks["qs"] = _pack((codes & 3).reshape(-1, 2, 4, 32), 2).reshape(-1, 64)
-    sixes = (scales + 32).astype(np.uint8)
-    low, high = _pack((sixes & 15).reshape(-1, 2, 8), 4), _pack((sixes >> 4).reshape(-1, 4, 4), 2)
-    blocks["scales"] = np.concatenate([low, high], axis=1)
-    return blocks
-
-
-def _iq4_xs(cells: np.ndarray) -> np.ndarray:
-    blocks, scales, steps = _symmetric("iq4_xs", cells, 32, int(IQ4_VALUES[0]), -32)
-    sixes = (scales + 32).astype(np.uint16)
-    blocks["scales_l"] = sixes[:, 0::2] & 15 | (sixes[:, 1::2] & 15) << 4
-    blocks["scales_h"] = np.bitwise_or.reduce(
-        sixes >> 4 << np.arange(0, 16, 2, dtype=np.uint16), axis=1
-    )
-    blocks["qs"] = _pack_nibbles(_iq4(steps), 16)
-    return blocks
+def _top(kind: Kind) -> int:
+    return sum(mask << to for *_, mask, to in places_of(kind.codes)[0])
 
 
 def _nearest(grid: np.ndarray, magnitudes: np.ndarray) -> np.ndarray:
@@ -223,7 +139,7 @@ def _iq3_s(cells: np.ndarray) -> np.ndarray:
     blocks["qs"] = found & 255
     blocks["qh"] = np.packbits((found >> 8).astype(np.uint8), axis=1, bitorder="little")
     blocks["signs"] = np.packbits(cells < 0, axis=1, bitorder="little")
-    blocks["scales"] = scales[:, 0::2] | scales[:, 1::2] << 4
+    Plane(0, 4, 4, 1).write(blocks["scales"], scales)
     return blocks
 
 
@@ -260,19 +176,20 @@ def _pack_digits(digits: np.ndarray) -> np.ndarray:
     return np.asarray(((digits * weights).sum(axis=1) * 256 + 242) // 243, np.uint8)
 
 
-ENCODERS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
-    "q4_k": _q4_k,
-    "q5_k": _q5_k,
-    "q6_k": _q6_k,
-    "q3_k": _q3_k,
-    "q2_k": _q2_k,
-    "q4_1": _q4_1,
-    "q5_0": _q5_0,
-    "q5_1": _q5_1,
-    "iq4_nl": _iq4_nl,
-    "iq4_xs": _iq4_xs,
-    "iq3_s": _iq3_s,
-    "iq3_xxs": _iq3_xxs,
-    "tq1_0": _tq1_0,
-}
-"""Type -> encoder."""
+_OF_GRIDS = {"iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs, "tq1_0": _tq1_0}
+
+
+READ_ONLY = tuple(kind for kind, about in KINDS.items() if about.grid and kind not in _OF_GRIDS)
+"""Types without an encoder."""
+
+
+def encode(kind: str, cells: np.ndarray) -> np.ndarray:
+    """Return blocks, an array of the kind's fields, of fp32 [blocks, elements]."""
+    if kind in _OF_GRIDS:
+        return _OF_GRIDS[kind](cells)
+    if kind in READ_ONLY:
+        others = ", ".join(name for name in KINDS if name not in READ_ONLY)
+        raise FormatError(f"{kind} is only read, not written; choose one of {others}")
+    about = KINDS[kind]
+    encoder = _affine if about.minima else _range if about.low else _symmetric
+    return encoder(kind, cells)

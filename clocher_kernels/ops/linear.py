@@ -53,8 +53,14 @@ _COVERED = {
     "q6_k": (32, 128),
     "q3_k": (0,),
     "q2_k": (128,),
+    "q4_1": (128, 0),
+    "q5_0": (128, 32),
+    "q5_1": (32, 128),
     "iq4_nl": (128, 32),
     "iq4_xs": (128,),
+    "iq3_s": (128,),
+    "iq3_xxs": (0, 32),
+    "tq1_0": (128,),
 }
 INTEGER_FORMATS = tuple(_COVERED)
 """Formats that are tried with int8 activations. Groups of weights must be multiples of 32."""
@@ -89,7 +95,7 @@ def linear(
     Args:
         x: [M, K]; int8 codes from `quantize` (never -128) if there are scales, else fp32.
         w: logical [N, K], any format; with int8 activations int8 or int4 with scales per row or per
-            multiple of 32 columns, mxfp4, ternary, or of ggml's types q2_k to q6_k and iq4.
+            multiple of 32 columns, mxfp4, ternary, or one of ggml's types.
         y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
         x_scale: [M, B] fp32; B = ceil(K / group), or 1.
         times: [M, F] fp32, what the activated sums are multiplied by: F = N, or 1 for a factor of

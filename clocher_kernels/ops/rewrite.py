@@ -24,7 +24,6 @@ ROUNDED: Mapping[str, Mapping[str, Attr]] = {
 _KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}
 """Op -> what it writes that is zero where what it reads is."""
 _UNIT = 32
-_GGML_KINDS = ("q4_k", "q5_k", "q6_k", "q3_k", "q2_k", "iq4_nl", "iq4_xs")
 
 
 def takes_int8(fmt: Format) -> bool:
@@ -32,10 +31,8 @@ def takes_int8(fmt: Format) -> bool:
     match fmt:
         case Int4(group=group) | Int8(group=group):
             return not isinstance(group, int) or group % _UNIT == 0
-        case Mxfp4():
+        case Mxfp4() | Ggml():
             return True
-        case Ggml(kind=kind):
-            return kind in _GGML_KINDS
     return False
 
 

@@ -152,7 +152,7 @@ _U8, _U16 = ir.VectorType(INT8, LANES), ir.VectorType(INT16, LANES)
 read_f32, write_f32 = _read(FLOAT, f32), _write(FLOAT, f32)
 read_i64, write_i64 = _read(INT64), _write(INT64)
 read_i32, write_i32 = _read(INT32, signed=True), _write(INT32)
-read_u16 = _read(INT16)
+read_u16, write_u16 = _read(INT16), _write(INT16)
 read_u8, read_i8, write_u8 = _read(INT8), _read(INT8, signed=True), _write(INT8)
 
 load_f32, load_f32_n = _loads(F32, F32.llvm)

@@ -16,7 +16,7 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.late import i64
 from cpu_fallback.lanes.narrow import WIDEN, loads_of
-from cpu_fallback.ops.decode_ggml import GGML_DECODERS, table_of
+from cpu_fallback.ops.decode_ggml import GGML_DECODERS, blocks_of
 from cpu_fallback.ops.product import PITCH, Weight, weight_at
 
 _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
@@ -160,11 +160,8 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
         case Ternary():
             return plain("ternary", planes["codes"], n, k, fmt.multiplier(planes))
         case Ggml(kind=kind):
-            blocks = planes["blocks"]
-            table = table_of(kind)
-            return plain(kind, blocks, n, k)._replace(
-                stride=blocks.shape[-1], scales=0 if table is None else _address(table)
-            )
+            blocks = blocks_of(tensor)
+            return plain(kind, blocks, n, k)._replace(stride=blocks.shape[-1])
         case Int8(group=scope, scale_dtype=scale):
             kind, codes = "int8", planes["codes"]
         case Int4(group=scope, scale_dtype=scale):

@@ -21,7 +21,7 @@ from cpu_fallback.lanes.late import cgutils
 from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import emit_fma
 from cpu_fallback.lanes.vector import BYTES, F32, FLOAT, I32, INT16, INT32, constant, number, spread
-from cpu_fallback.tiles.block_kinds import KINDS, Head, Lines
+from cpu_fallback.tiles.block_kinds import Head, Lines, kind_of
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, UNIT, BlockLayout
 from cpu_fallback.tiles.multiply import dot, emit_runs, emit_split, pair_dots, run_length
 
@@ -40,10 +40,10 @@ class BlockEmitter:
 
     def __init__(self, b: Any, layout: BlockLayout, group: int, tokens: int) -> None:
         self.b, self.layout, self.tokens = b, layout, tokens
-        self.kind = KINDS[layout.kind]
+        self.kind = kind_of(layout)
         self.group = group
         run = run_length(self.kind.top)
-        self.in_words = CURRENT.in_shorts and run >= 2
+        self.in_words = CURRENT.in_shorts and run >= 1
         self.run = min(run, self.kind.run // 4)
 
     def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:

@@ -7,7 +7,7 @@ dot products of few tokens do not wait for each other.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.late import cgutils
 from cpu_fallback.lanes.neon import join
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.layout import BIAS, LINE, UNIT, Layout, lines_of
+from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
 
 _HALF = ir.VectorType(v.INT8, 32)
 
@@ -34,6 +34,9 @@ NUMBER = 0x4B400000
 """The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
+OPERANDS = 8  # Of a unit: four columns each
+
+Load = Callable[[int], Any]
 Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`
 
 
@@ -52,7 +55,7 @@ class Dots:
     @property
     def lines(self) -> int:
         """Lines of a unit."""
-        return lines_of(self.code)
+        return LINES[self.code]
 
     @property
     def code_bytes(self) -> int:
@@ -64,8 +67,8 @@ class Dots:
 
         Args:
             b: the builder.
-            start: -bias times the sum of the activations; if there are zero points, the low 16 bits
-                of the negative sum, lane by lane.
+            start: -bias times the sum of the activations, nothing if there are minima; if there are
+                zero points, the low 16 bits of the negative sum, lane by lane.
             zeros: int32 zero points or None.
         """
         if zeros is not None:
@@ -84,20 +87,18 @@ class Dots:
 
         `lines` and `codes` are addresses; lines are asked for so many bytes ahead.
         """
-        count = self.lines
+        for i in range(self.lines):
+            v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
+
+        def load(line: int) -> Any:
+            return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
+
         few_registers = CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1
         if CURRENT.in_shorts or few_registers:
-            self._unit_in_registers(b, lines, codes, sums, ahead, count)
+            self._unit_in_registers(b, load, codes, sums)
             return
-        operands: list[tuple[Any, int]] = []
-        for i in range(count):
-            at = v.behind(b, lines, LINE * i)
-            v.emit_prefetch(b, b.add(at, ahead), level=1)
-            line = v.emit_load(b, v.BYTES.llvm, at)
-            operands += self.operands(b, line)
-        if self.code == "iq4":
-            operands = operands[0::2] + operands[1::2]
-        places = range(len(operands))
+        places = range(OPERANDS)
+        operands = [self.operand(b, load, i) for i in places]
         if CURRENT.vnni:  # dot products of one token wait for each other: the others go between
             for i in places:
                 for t, total in enumerate(sums):
@@ -106,27 +107,20 @@ class Dots:
         for t, total in enumerate(sums):
             self.add(b, [self._pair(b, operands, codes, t, i) for i in places], total)
 
-    def _unit_in_registers(
-        self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any, count: int
-    ) -> None:
+    def _unit_in_registers(self, b: Any, load: Load, codes: Any, sums: Sequence[Sum]) -> None:
         """Emit a unit whose operands are decoded one by one, each multiplied by all tokens.
 
         Without VNNI products are added in int16 as far as they fit. Those of a byte would not: even
         and odd bytes are multiplied as int16.
         """
-        for i in range(count):
-            v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
-        places = _operand_places(self.code, count)
         in_words = self.wide or CURRENT.vnni
-        run = len(places) if in_words else m.run_length(self.top)
-        for start in range(0, len(places), run):
+        run = OPERANDS if in_words else m.run_length(self.top)
+        for start in range(0, OPERANDS, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
                 found = [m.registers(b, b.load(own[0])) for own in sums]
-            for index in range(start, min(start + run, len(places))):
-                line, part = places[index]
-                at = v.behind(b, lines, LINE * line)
-                weights = self.operands(b, v.emit_load(b, v.BYTES.llvm, at))[part][0]
+            for index in range(start, min(start + run, OPERANDS)):
+                weights, _ = self.operand(b, load, index)
                 for place, operand in self._factors(b, weights, index):
                     for t, own in enumerate(found):
                         own[:] = self._add_products(b, own, operand, codes, t, place)
@@ -191,22 +185,29 @@ class Dots:
     def arrange(self, b: Any, sums: Sequence[Sum], back: bool = False) -> None:
         """Emit what puts the sums of a block in the order in which units add to them, or back."""
 
-    def operands(self, b: Any, line: Any) -> list[tuple[Any, int]]:
-        """Emit the operands of a line in the order of the activations, and their accumulators."""
+    def operand(self, b: Any, load: Load, index: int) -> tuple[Any, int]:
+        """Emit one of the operands of a unit in the order of the activations; its accumulator.
+
+        `load` emits a line of the unit.
+        """
         if self.code == "int8":
-            return [(line, 0)]
+            return load(index), 0
         if self.code == "ternary":
+            line, p = divmod(index, 4)
             if len(self.shifts) == 4:
-                masks = [v.constant(v.BYTES, 3 << 2 * p) for p in range(4)]
-                return [(b.and_(line, mask), p) for p, mask in enumerate(masks)]
-            return [(bits(b, line, 2 * p, 3), 0) for p in range(4)]
-        if self.code == "int4" and len(self.shifts) == 2:
-            masks = [v.constant(v.BYTES, mask) for mask in (15, 240)]
-            return [(b.and_(line, mask), i) for i, mask in enumerate(masks)]
-        nibbles = [bits(b, line, shift, 15) for shift in (0, 4)]
-        if table := _TABLES.get(self.code):
-            nibbles = [look_up(b, table, nibble) for nibble in nibbles]
-        return [(nibble, 0) for nibble in nibbles]
+                return b.and_(load(line), v.constant(v.BYTES, 3 << 2 * p)), p
+            return bits(b, load(line), 2 * p, 3), 0
+        if self.code in ("int4", "fp4"):
+            line, part = divmod(index, 2)
+        else:
+            part, line = divmod(index, 4)
+        if len(self.shifts) == 2:
+            return b.and_(load(line), v.constant(v.BYTES, (15, 240)[part])), part
+        value = bits(b, load(line), 4 * part, 15)
+        if self.code == "q5":
+            value = b.or_(value, bits(b, load(4), index - 4, 16))
+        table = _TABLES.get(self.code)
+        return look_up(b, table, value) if table else value, 0
 
     def add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
         """Emit the addition of products to a running sum: operand, activations, accumulator."""
@@ -240,18 +241,13 @@ def is_number(layout: Layout, group: int) -> bool:
 
 def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
     """Return how the dot products of a code are emitted with so many tokens of a pass."""
-    top = {"int4": 15, "fp4": max(_FP4), "iq4": max(IQ4), "int8": 255, "ternary": 2}[code]
+    tables = {code: max(table) for code, table in _TABLES.items()}
+    top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
-        shifts = {"int4": (0, 4), "ternary": (0, 2, 4, 6), "int8": (0, 0)}.get(code, shifts)
+        several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}
+        shifts = (0, 4) if code in ("int4", "q4") else several.get(code, shifts)
     return Dots(code, shifts, top, is_wide(code), number)
-
-
-def _operand_places(code: str, lines: int) -> list[tuple[int, int]]:
-    """Return the line of each operand of a unit, and which one of the line it is."""
-    parts = {"int8": 1, "ternary": 4}.get(code, 2)
-    places = [(line, part) for line in range(lines) for part in range(parts)]
-    return sorted(places, key=lambda place: place[::-1]) if code == "iq4" else places
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:

@@ -9,15 +9,18 @@ multiplies signed bytes, int8 and iq4 have none.
     int4      8                  columns 2i (low nibble) and 2i + 1  8, or the zero point
     fp4       8                  as int4, the e2m1 code              12, after look-up of 2 * value
     iq4       8                  as below                            128, after look-up
+    q4        8                  as below                            none: the block has a minimum
+    q5        8                  as below, and a line of high bits   16, or a minimum
     int8      4                  code + 128                          128
     ternary   16                 bits 2p, 2p + 1: column 4p + i      1
 
-i is the byte's place 0 .. 3 in its lane (iq4: in line l of a unit the low nibble is column 4l + i,
-the high one column 16 + 4l + i). The columns of a row come in units of 32, the last one filled with
+i is the byte's place 0 .. 3 in its lane. In iq4, q4 and q5 the low nibble of line l of a unit is
+column 4l + i, the high one column 16 + 4l + i; bit o of the fifth line of q5 is the high bit of
+column 4o + i. The columns of a row come in units of 32, the last one filled with
 bytes that are multiplied by zeros. Scales stand before the lines that they scale, as they are
 stored in the tensor, in heads of whole lines: a head holds `per_head` records, one for each block
-of columns, of 16 scales and, if the format has them, 16 zero points. A scale per row is a line of
-16 fp32 at the end of the tile.
+of columns, of 16 scales and, if the format has them, 16 zero points or minima. A scale per row is a
+line of 16 fp32 at the end of the tile.
 
 ggml's types with blocks of 256 columns are laid out by `BlockLayout` instead: a line holds a dword
 of the stored block of each row, and nothing is unpacked or scaled before the product. So they take
@@ -31,12 +34,14 @@ half empty. Lines stand in the order in which a product wants them, or memory wo
     q3_k    3.5    d | 3 of 6-bit scales | 4 of low bits, 4 of high bits, 4 and 4, 8 of low
     q2_k    2.625  (d, dmin) | 4 of 4-bit scales and minima | 16 of codes
     iq4_xs  4.25   (d, high bits of scales) | low nibbles of scales | 32 of codes
+    iq3_s   4.375  d | 2 of scales | 32 of nibbles: `ggml_blocks.recoded`; others of a grid likewise
 """
 
 from dataclasses import dataclass
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.ggml_blocks import PLANES, places_of
 from clocher_kernels.formats.scaling import Group
 from cpu_fallback.lanes.isa import CURRENT
 
@@ -44,63 +49,47 @@ ROWS = 16
 UNIT = 32
 LINE = 64
 
-_COLUMNS = {"int4": 8, "fp4": 8, "iq4": 8, "int8": 4, "ternary": 16}
+LINES = {"int4": 4, "fp4": 4, "iq4": 4, "q4": 4, "q5": 5, "int8": 8, "ternary": 2}
+"""Code -> lines that hold 32 columns."""
 _SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
+_OFFSET_BYTES = {"": 0, "zeros": 1, "minima": 2}
 _BLOCKS = (128, 64, 32)
 
 SIGNED = CURRENT.neon
 """Whether int8 and iq4 are multiplied as signed bytes; the other operands fit seven bits."""
-BIAS = {"int4": 8, "fp4": 12, "iq4": 128, "int8": 128, "ternary": 1}
+BIAS = {"int4": 8, "fp4": 12, "iq4": 128, "q4": 8, "q5": 16, "int8": 128, "ternary": 1}
 if SIGNED:
     BIAS |= {"iq4": 0, "int8": 0}
 
 BLOCK = 256  # Columns of a block of `BlockLayout`
-_ORDERS: dict[str, tuple[tuple[int, int], ...]] = {
-    "q4_k": ((0, 36),),
-    "q5_k": ((0, 4), (12, 8), (4, 8), (20, 24)),
-    "q6_k": (
-        *((52, 1), (48, 4)),
-        *((0, 4), (32, 4), (4, 4), (36, 4), (8, 8)),
-        *((16, 4), (40, 4), (20, 4), (44, 4), (24, 8)),
-    ),
-    "q3_k": ((27, 1), (24, 3), (8, 4), (0, 4), (12, 4), (4, 4), (16, 8)),
-    "q2_k": ((20, 1), (0, 20)),
-    "iq4_xs": ((0, 34),),
-}
-"""Kind -> runs of dwords of a stored block, first and count, in the order of the lines."""
-
-
-def lines_of(code: str) -> int:
-    """Return the lines that hold 32 columns."""
-    return UNIT // _COLUMNS[code]
 
 
 @dataclass(frozen=True)
 class Layout:
     """How the tiles of a format are laid out."""
 
-    code: str  # "int4", "fp4", "iq4", "int8" or "ternary"
+    code: str  # of `LINES`
     # "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per row, "one"
     # for one for the tensor, which the tile does not hold
     scale: str
     block: int = 0  # columns per scale: 32, 64 or 128; 0 if there is one per row or for the tensor
-    zeros: bool = False  # whether each block has a zero point
+    offset: str = ""  # what each block has too: "zeros", integer points, or "minima" to be added
 
     @property
     def name(self) -> str:
         """Name for kernels: "int4_f16_32"."""
-        zeros = "z" if self.zeros else ""
-        return f"{self.code}{zeros}_{self.scale}" + (f"_{self.block}" if self.block else "")
+        name = f"{self.code}{self.offset[:1]}_{self.scale}"
+        return name + (f"_{self.block}" if self.block else "")
 
     @property
     def lines(self) -> int:
         """Lines per unit of 32 columns."""
-        return lines_of(self.code)
+        return LINES[self.code]
 
     @property
     def record(self) -> int:
-        """Bytes of the scales and zero points of a block."""
-        return ROWS * (_SCALE_BYTES[self.scale] + self.zeros)
+        """Bytes of the scales and offsets of a block."""
+        return ROWS * (_SCALE_BYTES[self.scale] + _OFFSET_BYTES[self.offset])
 
     @property
     def per_head(self) -> int:
@@ -131,7 +120,6 @@ class BlockLayout:
     """How the tiles of a type of ggml with blocks of 256 columns are laid out."""
 
     kind: str  # of `Ggml`
-    block_bytes: int  # of a stored block
 
     @property
     def name(self) -> str:
@@ -140,9 +128,20 @@ class BlockLayout:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """The dword of the stored block that each line holds."""
-        runs = _ORDERS[self.kind]
-        return tuple(i for first, count in runs for i in range(first, first + count))
+        """The dword of the block that each line holds: the scales, then codes as they are used."""
+        about = PLANES[self.kind]
+        own = [*places_of(about.scales), *places_of(about.minima)]
+        first = [about.at("d"), *sorted(byte for places in own for byte, *_ in places)]
+        codes = places_of(about.codes)
+        for start in range(0, BLOCK, about.run):
+            for plane in zip(*codes[start : start + about.run : 4], strict=True):
+                first += [byte for byte, *_ in plane]
+        return tuple(dict.fromkeys(byte // 4 for byte in first))
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block as it is packed."""
+        return PLANES[self.kind].fields.itemsize
 
     @property
     def lines(self) -> int:
@@ -156,6 +155,15 @@ class BlockLayout:
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
         return tiles_in(shape) * self.tile_bytes(shape[-1])
+
+
+_UNITS = {
+    "q4_1": Layout("q4", "f16", UNIT, "minima"),
+    "q5_0": Layout("q5", "f16", UNIT),
+    "q5_1": Layout("q5", "f16", UNIT, "minima"),
+    "iq4_nl": Layout("iq4", "f16", UNIT),
+}
+"""Type of ggml with blocks of 32 columns -> layout."""
 
 
 def tiles_in(shape: tuple[int, ...]) -> int:
@@ -175,7 +183,7 @@ def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:
             if group == "row" and symmetric:
                 return Layout("int4", "row")
             if block := _block(group):
-                return Layout("int4", scale, block, not symmetric)
+                return Layout("int4", scale, block, "" if symmetric else "zeros")
         case Int8(group="tensor" | "row"):
             return Layout("int8", "row")
         case Int8(group=group, scale_dtype=scale):
@@ -185,14 +193,14 @@ def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:
             return Layout("fp4", "e8m0", 32)
         case Ternary():
             return Layout("ternary", "one")
-        case Ggml(kind="iq4_nl"):
-            return Layout("iq4", "f16", UNIT)
-        case Ggml(kind=kind) if kind in _ORDERS:
-            return BlockLayout(kind, fmt.block_bytes)
+        case Ggml(kind=kind) if kind in _UNITS:
+            return _UNITS[kind]
+        case Ggml(kind=kind, block=256):
+            return BlockLayout(kind)
     raise UnsupportedOp(
         f"{op_name}: no CPU kernel reads the format {fmt.name} with int8 activations; expected "
         "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4, ternary, "
-        "q2_k to q6_k or iq4; keep its activations fp32"
+        "one of ggml's types; keep its activations fp32"
     )
 
 

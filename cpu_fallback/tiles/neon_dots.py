@@ -16,7 +16,7 @@ from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch
 from cpu_fallback.lanes.vector import INT32, INT64, number, pick
-from cpu_fallback.tiles.byte_dots import Dots, Sum, dots_of
+from cpu_fallback.tiles.byte_dots import OPERANDS, Dots, Sum, dots_of
 from cpu_fallback.tiles.layout import LINE, UNIT
 
 _PAIR = ir.VectorType(INT64, 2)
@@ -79,18 +79,11 @@ class NeonDots(Dots):
         for q in _QUARTERS:
             at = number(_NBYTES * q)
             quarter = [emit_load(b, neon.SIXTEEN, b.add(place, at)) for place in places]
-            weights = self._in_order(b, quarter)
+            weights = [self.operand(b, quarter.__getitem__, i)[0] for i in range(OPERANDS)]
             add = self._add_pairs if self.in_pairs else self._add_dots
             add(b, weights, x, totals, q)
         for own, total in zip(sums, totals, strict=True):
             b.store(neon.join(b, total), own[0])
-
-    def _in_order(self, b: Any, lines: list[Any]) -> list[Any]:
-        """Emit the operands of a quarter of the rows in the order of the activations."""
-        operands = [[operand for operand, _ in self.operands(b, line)] for line in lines]
-        if self.code == "iq4":
-            return [own[part] for part in (0, 1) for own in operands]
-        return [operand for own in operands for operand in own]
 
     def _add_dots(
         self, b: Any, weights: list[Any], x: list[Any], totals: list[list[Any]], q: int

@@ -135,7 +135,8 @@ def row_dot(b, row, x, lines):
         own = emit_at(b, x, loop.index, 4 * LINE)
         pairs = [
             (weights, v.emit_load(b, BYTES.llvm, behind(b, own, LINE * p)), slot)
-            for p, (weights, slot) in enumerate(dots.operands(b, line))
+            for p in range(4)
+            for weights, slot in [dots.operand(b, lambda _: line, p)]
         ]
         dots.add(b, pairs, sums)
     return b.sext(v.halve(b, dots.end(b, sums), b.add), INT64)

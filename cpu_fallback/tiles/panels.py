@@ -5,7 +5,8 @@ The panel of T tokens is three runs, one after the other:
     codes   i8 [units, T, 32]    columns of a unit in the order of the tile's operands, zero-padded;
                                  of wide products int16, columns 0, 2, 1, 3 of each four
     starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off;
-                                 if it is `is_number`, plus `NUMBER`
+                                 if it is `is_number`, plus `NUMBER`; of weights with minima the
+                                 sums of the activations, fp32
     scales  f32 [groups, T]      activation scales, times the weight's own factor
 
 A block is what is summed in int32: the shorter of weight block and activation group. For tiles of a
@@ -15,6 +16,7 @@ A block is what is summed in int32: the shorter of weight block and activation g
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
@@ -41,6 +43,7 @@ class Form(NamedTuple):
     wide: int  # whether codes are stored as int16, even ones of each four before odd ones
     halves: int  # whether the sums of 16 columns take the place of starts
     bias: int  # of the codes, -1 if it is taken off by other means
+    real: int  # whether starts are fp32
     first: int  # what starts are counted from
     units: int  # per block, 0 for all
     group: int  # columns per activation scale, 0 for all
@@ -120,13 +123,15 @@ def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
         factor: what activation scales are multiplied by.
     """
     if isinstance(layout, BlockLayout):
-        return Form(0, 0, 1, -1, 0, 1, group, float(factor))
+        return Form(0, 0, 1, -1, 0, 0, 1, group, float(factor))
     periods = [p // UNIT for p in (layout.block, group) if p]
-    bias = 1 if layout.zeros else BIAS[layout.code]
+    bias = {"": BIAS[layout.code], "zeros": 1, "minima": -1}[layout.offset]
     paired = int(layout.code in ("int4", "fp4"))
     wide = int(is_wide(layout.code))
-    first = NUMBER if is_number(layout, group) and not layout.zeros else 0
-    return Form(paired, wide, 0, bias, first, min(periods, default=0), group, float(factor))
+    first = 0 if layout.offset or not is_number(layout, group) else NUMBER
+    real = int(layout.offset == "minima")
+    units = min(periods, default=0)
+    return Form(paired, wide, 0, bias, real, first, units, group, float(factor))
 
 
 def panel_bytes(layout: Layout | BlockLayout, group: int, k: int) -> int:
@@ -155,7 +160,7 @@ def fill_token(form, q, scale, k, panel, t, tokens):
     """Write token t of a panel of `tokens`: codes i8 [K] at `q`, scales fp32 at `scale`."""
     f = form_at(form)
     paired, wide, halves, bias = f.paired, f.wide, f.halves, f.bias
-    first, per_block, group = f.first, f.units, f.group
+    real, first, per_block, group = f.real, f.first, f.units, f.group
     nbytes = 32 << wide
     units = (k + 31) >> 5
     if per_block == 0:
@@ -176,7 +181,10 @@ def fill_token(form, q, scale, k, panel, t, tokens):
         code += nbytes * tokens
         left -= 1
         if left == 0 or u == units - 1:
-            v.write_i32(start, first - bias * total)
+            if real:
+                v.write_f32(start, np.float32(total))
+            else:
+                v.write_i32(start, first - bias * total)
             start += 4 * tokens
             total = 0
             left = per_block

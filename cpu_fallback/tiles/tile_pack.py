@@ -17,6 +17,7 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
@@ -44,13 +45,14 @@ class Source(NamedTuple):
     tile_bytes: int  # of a tile
     codes: int  # the stored codes
     stride: int  # from one stored row to the next
-    row_end: int  # where a row ends, from its codes on
     units: int  # of columns of a row
     unit: int  # from the codes of a unit to those of the next
     unit_bytes: int  # of the codes of a unit
     order: int  # bytes of a unit that each of its lines holds: see `_order`
+    fifths: int  # whether the last line has bit o of every four columns in place of those columns
     scales: int  # the stored scales
     zeros: int  # the stored zero points, 0 if there are none
+    minima: int  # whether a minimum follows each scale, as stored and in a tile
     size: int  # of a scale
     step: int  # from one scale to the next
     groups: int  # scales of a row
@@ -182,10 +184,10 @@ def _parts(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Tiles, li
     return packed, [partial(part, start) for start in range(0, tiles, step)]
 
 
-def _order(dwords: tuple[int, ...]) -> np.ndarray:
-    """Return, of each line of a unit, 8 * its dword, + 1 if the next three lines go on from it."""
-    runs = [dwords[i : i + 4] == tuple(range(d, d + 4)) for i, d in enumerate(dwords)]
-    return np.array([8 * d + run for d, run in zip(dwords, runs, strict=True)], np.int64)
+def _order(places: tuple[int, ...]) -> np.ndarray:
+    """Return, of each line of a unit, 2 * its byte, + 1 if the next three lines go on from it."""
+    runs = [places[i : i + 4] == tuple(range(p, p + 16, 4)) for i, p in enumerate(places)]
+    return np.array([2 * p + run for p, run in zip(places, runs, strict=True)], np.int64)
 
 
 def _source(
@@ -195,13 +197,16 @@ def _source(
     fmt, planes = tensor.format, tensor.planes
     *lead, n, k = tensor.shape
     experts = lead[0] if lead else 1
-    zeros = at = block = 0
+    zeros = block = 0
     scales = np.ones(1, np.float32)
     group, step, columns, unit = k, scales.itemsize, UNIT, 4 * layout.lines
     unit_bytes = unit
-    dwords = tuple(range(layout.lines))
+    places = tuple(range(0, 4 * layout.lines, 4))
     if isinstance(layout, BlockLayout):
-        codes, columns, dwords = planes["blocks"], layouts.BLOCK, layout.order
+        codes, columns = planes["blocks"], layouts.BLOCK
+        if layout.kind in RECODED:
+            codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))  # type: ignore[attr-defined]
+        places = tuple(4 * dword for dword in layout.order)
         unit = unit_bytes = layout.block_bytes
         stride = k // columns * unit
     elif isinstance(fmt, Ternary):
@@ -218,29 +223,32 @@ def _source(
             zeros = int(planes["zeros"].ctypes.data)
     elif isinstance(fmt, Ggml):
         codes, group, step = planes["blocks"], fmt.block, fmt.block_bytes
-        stride, unit, at = codes.shape[-1], fmt.block_bytes, 2
+        stride, unit = codes.shape[-1], fmt.block_bytes
+        first, unit_bytes = unit - 16, unit
+        places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
         scales = codes.reshape(-1).view(np.float16)
     else:
         codes, scales, group = planes["blocks"], planes["scales"], UNIT
         stride, step = k // 2, scales.itemsize
     in_blocks = isinstance(layout, Layout) and layout.block
     block = layout.block // UNIT if in_blocks else 0
-    order = _order(dwords)
+    order = _order(places)
     flipped = isinstance(layout, Layout) and layout.code == "int8" and not layouts.SIGNED
     return Source(  # its addresses live as long as the arrays
         n=n,
         k=k,
         tiles=packed.per_expert,
         tile_bytes=packed.tile_bytes,
-        codes=codes.ctypes.data + at,
+        codes=codes.ctypes.data,
         stride=stride,
-        row_end=stride - at,
         units=-(-k // columns),
         unit=unit,
         unit_bytes=unit_bytes,
         order=order.ctypes.data,
+        fifths=int(isinstance(layout, Layout) and layout.code == "q5"),
         scales=scales.ctypes.data,
         zeros=zeros,
+        minima=int(isinstance(layout, Layout) and layout.offset == "minima"),
         size=scales.itemsize,
         step=step,
         groups=-(-k // group),
@@ -252,13 +260,15 @@ def _source(
         mask=0x80808080 if flipped else 0,
         by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
-    ), (scales, order)
+    ), (scales, order, codes)
 
 
 def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray) -> Tiles:
     """Return the tiles of a tensor whose bytes are these."""
     *_, n, k = tensor.shape
     factor = 0.5 if isinstance(tensor.format, Mxfp4) else 1.0
+    if isinstance(layout, BlockLayout):
+        factor = PLANES[layout.kind].factor
     if isinstance(tensor.format, Ternary):
         factor = float(tensor.format.multiplier(tensor.planes))
     return Tiles(layout, data, -(-n // ROWS), layout.tile_bytes(k), factor)
@@ -276,8 +286,9 @@ def _pack_record(form, first, column, at):
             v.write_i32(at + 4 * r, v.read_i32(scales + step * index))
         elif size == 2:
             value = v.read_u16(scales + step * index)
-            v.write_u8(at + 2 * r, value)
-            v.write_u8(at + 2 * r + 1, value >> 8)
+            v.write_u16(at + 2 * r, value)
+            if f.minima:
+                v.write_u16(at + 32 + 2 * r, v.read_u16(scales + step * index + 2))
         else:
             v.write_u8(at + r, v.read_u8(scales + step * index))
         if zeros:
@@ -311,6 +322,18 @@ def _read_some(address, end):
     return value
 
 
+@device
+def _by_operand(word):
+    """Return a word whose byte i has bit o where this one has bit 4 o + i."""
+    made = 0
+    for i in range(4):
+        nibbles = word >> i & 0x11111111
+        pairs = (nibbles | nibbles >> 3) & 0x03030303
+        fours = (pairs | pairs >> 6) & 0x000F000F
+        made |= ((fours | fours >> 12) & 255) << 8 * i
+    return made
+
+
 def _lines(form, begin, stop):
     """Pack tiles begin .. stop-1 of a format whose rows are stored one after the other."""
     f = _source_at(form)
@@ -329,7 +352,7 @@ def _lines(form, begin, stop):
                     at += f.per_head * f.record
                 _pack_record(form, first, unit * 32, head + index % f.per_head * f.record)
             codes, i = f.codes + first * stride, 0
-            end = codes + min(f.row_end, unit * f.unit + f.unit_bytes)
+            end = codes + min(stride, unit * f.unit + f.unit_bytes)
             while i < lines:
                 entry = v.read_i64(f.order + 8 * i)
                 source = codes + unit * f.unit + (entry >> 1)
@@ -339,6 +362,8 @@ def _lines(form, begin, stop):
                     continue
                 for r in range(rows):
                     value = _read_some(source + r * stride, end + r * stride)
+                    if f.fifths and i == 4:
+                        value = _by_operand(value)
                     v.write_i32(at + 64 * i + 4 * r, _flip(value, f.mask))
                 i += 1
             at += 64 * lines

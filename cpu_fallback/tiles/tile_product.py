@@ -30,7 +30,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.late import cgutils, i64, void
 from cpu_fallback.tiles.block_product import BlockEmitter
-from cpu_fallback.tiles.byte_dots import Dots, dots_of, is_number
+from cpu_fallback.tiles.byte_dots import NUMBER, Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.neon_dots import neon_dots_of
 
@@ -62,6 +62,7 @@ class _Emitter:
         self.b, self.layout, self.tokens = b, layout, tokens
         dots = neon_dots_of if CURRENT.neon else dots_of
         self.dots: Dots = dots(layout.code, tokens, is_number(layout, group))
+        self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
         self.block = min(periods, default=0)
@@ -138,36 +139,45 @@ class _Emitter:
         b, totals = self.b, self._zeros()
         with self._steps(units, self.group) as within:
             if self.block == self.group:
-                scale, zeros = self._weight_scales()
-                parts = [b.fmul(s, scale) for s in self._sums(within, zeros)]
+                scale, offset = self._weight_scales()
+                parts = [b.fmul(s, scale) for s in self._sums(within, offset)]
+                if self.minima:
+                    added = zip(self.lows, parts, strict=True)
+                    parts = [v.emit_fma(b, low, offset, part) for low, part in added]
                 self._add(totals, parts, self._activation_scales())
             elif self.wide == self.block:
                 self._add(totals, self._parts(within, self.block), self._activation_scales())
             else:
-                scale, zeros = self._weight_scales()
-                parts = self._parts(within, self.block, zeros)
+                scale, offset = self._weight_scales()
+                parts = self._parts(within, self.block, offset)
                 self._add(totals, parts, [scale] * self.tokens)
         return [b.load(slot) for slot in totals]
 
-    def _parts(self, units: Any, block: int, zeros: Any = None) -> list[Any]:
+    def _parts(self, units: Any, block: int, offset: Any = None) -> list[Any]:
         """Emit the sum over blocks, each scaled by the scale that changes with every block."""
         parts = self._zeros()
         with self._steps(units, block) as within:
             if self.wide == block:
-                scale, zeros = self._weight_scales()
-                self._add(parts, self._sums(within, zeros), [scale] * self.tokens)
+                scale, offset = self._weight_scales()
+                self._add(parts, self._sums(within, offset), [scale] * self.tokens)
+                if self.minima:
+                    self._add(parts, self.lows, [offset] * self.tokens)
             else:
-                self._add(parts, self._sums(within, zeros), self._activation_scales())
+                self._add(parts, self._sums(within, offset), self._activation_scales())
         return [self.b.load(slot) for slot in parts]
 
-    def _sums(self, units: Any, zeros: Any = None) -> list[Any]:
-        """Emit the exact sum over one block, as fp32."""
-        b, t = self.b, self.tokens
+    def _sums(self, units: Any, offset: Any = None) -> list[Any]:
+        """Emit the exact sum over one block, as fp32; `lows` are those of the activations."""
+        b = self.b
         at = self.starts.take(self.row)
-        sums = []
-        for i in range(t):
-            start = v.spread(b, v.I32, v.emit_load(b, v.INT32, b.add(at, v.number(4 * i))))
-            sums.append(self.dots.begin(b, start, zeros))
+        places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
+        if self.minima:
+            self.lows = [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
+            starts, zeros = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
+        else:
+            starts = [v.spread(b, v.I32, v.emit_load(b, v.INT32, place)) for place in places]
+            zeros = offset
+        sums = [self.dots.begin(b, start, zeros) for start in starts]
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
         with self._one() if one else self._steps(units, 1):
@@ -189,7 +199,7 @@ class _Emitter:
         return [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
 
     def _weight_scales(self) -> tuple[Any, Any]:
-        """Emit the scales of a block, fp32, and its zero points, int32 or None."""
+        """Emit the scales of a block, fp32, and its zero points, int32, or minima, fp32."""
         b, layout = self.b, self.layout
         if layout.per_head == 1:
             at = self.weights.take(layout.head)
@@ -200,11 +210,13 @@ class _Emitter:
             here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
             at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
             b.store(at, self.head)
-        zeros = None
-        if layout.zeros:
-            place = b.add(at, v.number(layout.record - ROWS))
-            zeros = b.zext(v.emit_load(b, ir.VectorType(v.INT8, ROWS), place), v.I32.llvm)
-        return v.WIDEN[layout.scale].emit(b, at), zeros
+        scale, offset = v.WIDEN[layout.scale], None
+        place = b.add(at, v.number(scale.nbytes))
+        if self.minima:
+            offset = v.WIDEN["f16"].emit(b, place)
+        elif layout.offset:
+            offset = b.zext(v.emit_load(b, ir.VectorType(v.INT8, ROWS), place), v.I32.llvm)
+        return scale.emit(b, at), offset
 
 
 def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 | ggml | format |
 |---|---|
-| f32, f16, bf16, K-quants, q4_1, q5_0, q5_1, iq4, iq3 | the same; a view if rows are in order |
+| f32, f16, bf16, K-quants, q4_1, q5_0, q5_1, iq4 to iq1_s | the same; a view if rows are in order |
 | q8_0, q4_0, mxfp4 | int8_g32_f16, int4_sym_g32_f16, mxfp4 |
 | tq2_0 | ternary_f16 if all scales of the matrix agree, else int4_sym_g256_f16 |
 | tq1_0 | ternary_f16 if all scales of the matrix agree, else tq1_0 |
@@ -66,6 +66,7 @@ _SAME = {  # name -> its number, and that of a file that is mostly of it
     **{"q4_1": (3, 3), "q5_0": (6, 8), "q5_1": (7, 9), "q2_k": (10, 10), "q3_k": (11, 12)},
     **{"q4_k": (12, 15), "q5_k": (13, 17), "q6_k": (14, 18), "iq3_xxs": (18, 23)},
     **{"iq4_nl": (20, 25), "iq3_s": (21, 26), "iq4_xs": (23, 30), "tq1_0": (34, 36)},
+    **{"iq2_xxs": (16, 19), "iq2_xs": (17, 20), "iq1_s": (19, 24), "iq2_s": (22, 28)},
 }
 FLOATS = {kind.name: kind for kind in (F32, F16, BF16)}
 BLOCKS = {

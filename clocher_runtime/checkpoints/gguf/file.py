@@ -38,7 +38,7 @@ _NUMBERS: Mapping[int, np.dtype[Any]] = {
 _FIELD_BYTES = 8 + 1 + 4 + 1
 _ENTRY_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _OTHER_TYPES = {
-    **{9: "q8_1", 15: "q8_k", 16: "iq2_xxs", 17: "iq2_xs", 19: "iq1_s", 22: "iq2_s", 24: "i8"},
+    **{9: "q8_1", 15: "q8_k", 24: "i8"},
     **{25: "i16", 26: "i32", 27: "i64", 28: "f64", 29: "iq1_m", 40: "nvfp4", 41: "q1_0"},
     **{37: "i8_s of bitnet.cpp", 38: "tl1 of bitnet.cpp"},
 }
