@@ -45,7 +45,6 @@ ELSEWHERE = {
     "python -m bench.gpu_suite --out call0 --call 0": "needs a GPU",
     "from openai import OpenAI": "needs a server: test_serve runs it",
     "import ray": "needs the extra ray, and half a minute: test_ray_cluster runs one",
-    'model = clocher_runtime.load("models/llama", batch=16)': "needs Dynamo, as the page says",
     "from langchain_openai import ChatOpenAI": "needs a server: test_serve_clients runs it",
 }
 
