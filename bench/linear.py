@@ -51,7 +51,7 @@ from clocher_runtime.engine.footprint import ACT_GROUP
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
-from cpu_fallback.team.hints import Hints
+from cpu_fallback.team.placement import Hints
 
 _FORMATS = (
     "int4_sym_g32_f16",

@@ -161,8 +161,7 @@ def make_executor(
 
 
 def _hints(config: EngineConfig, copied: frozenset[str]) -> Any:
-    from cpu_fallback.team.hints import Hints
-    from cpu_fallback.team.placement import Placement
+    from cpu_fallback.team.placement import Hints, Placement
 
     cpus, ahead = pinned_cpus(config), config.prefetch_distance
     return Hints(

@@ -17,16 +17,15 @@ from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops.skip import skips_columns
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import cgutils, i64, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.epilogue import expect, write_rows
 from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.byte_dots import bits
-from cpu_fallback.tiles.neurons import interleaved, plus
-from cpu_fallback.tiles.row_pack import CHUNK, LINE, rows_of
+from cpu_fallback.tiles.layout import LINE
+from cpu_fallback.tiles.neurons import CHUNK, interleaved, plus, rows_of
 
 _GROUP = 128
 _QUAD = 4
@@ -48,7 +47,7 @@ _OWN = {
     "lead": "entries of the list that are asked for ahead of use",
     "longest": "entries there are room for",
 }
-Skipped = NamedTuple(  # a weight in tiles, and by input channel (`tiles.row_pack`)
+Skipped = NamedTuple(  # a weight in tiles, and by input channel (`tiles.neurons`)
     "Skipped", [*Tiled.__annotations__.items(), *((name, int) for name in _OWN)]
 )
 _SHIFTED = 4 if CURRENT.vnni else 0
