@@ -40,8 +40,8 @@ from bench.experiment import (
     ratio,
     turns,
 )
-from clocher_kernels.formats import Bsr, Float, Fp8, Ternary, parse_format
-from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.formats import Float, Fp8, Ternary, parse_format
+from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan

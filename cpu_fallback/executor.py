@@ -14,7 +14,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.formats import Bsr, Int4
+from clocher_kernels.formats import Int4
 from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value, has_codes
@@ -78,7 +78,7 @@ def _second_layout(call: Call, tensor: QuantTensor) -> int:
 
 def reads_in_place(call: Call, tensor: Value) -> bool:
     """Return whether a call multiplies by a weight as it is stored, from wherever it lies."""
-    dense = isinstance(tensor, QuantTensor) and not isinstance(tensor.format, Bsr)
+    dense = isinstance(tensor, QuantTensor) and not tensor.format.is_sparse
     return dense and not has_codes(call)
 
 
@@ -140,7 +140,7 @@ def _lower_rare(call: BoundCall) -> Sequence[Launch]:
             from cpu_fallback.ops.bsr import LOWER as table
         case "page_bounds" | "select_pages":
             from cpu_fallback.ops.selection import LOWER as table
-        case "relu2_gate_up" | "skip_linear":
+        case "relu2_gate_up" | "skip_linear" | "drop_small":
             from cpu_fallback.ops.skip import LOWER as table
         case _:
             from cpu_fallback.ops.moe import LOWER as table
@@ -148,7 +148,8 @@ def _lower_rare(call: BoundCall) -> Sequence[Launch]:
 
 
 _RARE = """
-    bsr_linear page_bounds select_pages relu2_gate_up skip_linear route moe_gate_up moe_down
+    bsr_linear page_bounds select_pages relu2_gate_up skip_linear drop_small
+    route moe_gate_up moe_down
 """
 LOWER: Mapping[str, Kernel | Lower] = {
     **{name: lower for module in _USUAL for name, lower in module.LOWER.items()},

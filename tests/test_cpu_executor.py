@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.formats import Bsr, parse_format
+from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode

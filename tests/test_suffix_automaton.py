@@ -8,7 +8,7 @@ import pytest
 from kernel_run import kernel_cache
 
 from clocher_kernels.errors import OutOfMemory
-from cpu_fallback.drafts.automaton import (
+from cpu_fallback.ops.automaton import (
     EDGE_COUNT,
     FRESHENED,
     MOST_DRAFTED,

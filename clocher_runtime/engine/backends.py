@@ -185,13 +185,13 @@ def fetch_ahead(nbytes: int) -> None:
 
 def suffix_automaton() -> Any:
     """Return the suffix-automaton class that drafts from the sequence itself."""
-    from cpu_fallback.drafts.automaton import SuffixAutomaton
+    from cpu_fallback.ops.automaton import SuffixAutomaton
 
     return SuffixAutomaton
 
 
 def stager() -> Any:
     """Return the class that writes the inputs of a step."""
-    from cpu_fallback.drafts.staging import Stager
+    from cpu_fallback.ops.staging import Stager
 
     return Stager

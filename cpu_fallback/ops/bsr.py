@@ -13,7 +13,7 @@ import numpy as np
 from llvmlite import ir
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Bsr
+from clocher_kernels.formats.bsr import Bsr
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
