@@ -191,10 +191,10 @@ def _make_bsr(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
 
 
 def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    x, w = values["x"], values["w"]
-    assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
     from clocher_kernels.formats.bsr import Bsr
 
+    x, w = values["x"], values["w"]
+    assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
     assert isinstance(w.format, Bsr)
     stored = w.format.nnzb * w.format.block[0] * w.format.block[1]
     return Cost(sum(v.nbytes for v in values.values()), 2 * x.shape[0] * stored)
