@@ -40,8 +40,8 @@ from bench.experiment import (
     ratio,
     turns,
 )
-from clocher_kernels.formats import Bsr, Float, Fp8, Ternary, parse_format
-from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.formats import Float, Fp8, Ternary, parse_format
+from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan
@@ -51,7 +51,7 @@ from clocher_runtime.engine.footprint import ACT_GROUP
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
-from cpu_fallback.team.hints import Hints
+from cpu_fallback.team.placement import Hints
 
 _FORMATS = (
     "int4_sym_g32_f16",

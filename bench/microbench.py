@@ -21,7 +21,7 @@ from clocher_kernels.ops.cases import cost
 from clocher_kernels.ops.contract import EXACT, Case, Cost
 from clocher_runtime.engine.topology import default_threads
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.team.hints import Hints
+from cpu_fallback.team.placement import Hints
 
 DEVICES = ("cpu", "cuda")
 ROWS = pytest.StashKey[list[dict[str, Any]]]()

@@ -1,7 +1,12 @@
-"""The CPU executor: bind a Plan once, then execute it in one compiled call per step."""
+"""The CPU executor: bind a Plan once, then execute it in one compiled call per step.
+
+First: which weights of a Plan are packed into tiles, or copied into large pages, before it runs.
+"""
 
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Generator, Iterator, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
@@ -9,25 +14,148 @@ import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.formats import Int4
+from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.ops import OPS, matrices
-from clocher_kernels.ops.contract import Value
+from clocher_kernels.ops.contract import Value, has_codes
 from clocher_kernels.plan import Buffer, Call, Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import jit
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, Progress
-from cpu_fallback.ops.bind import BoundCall
-from cpu_fallback.ops.lowering import LOWER
+from cpu_fallback.ops import attention, elementwise, kv, linear, quantize, sampling
+from cpu_fallback.ops.bind import BoundCall, Lower
 from cpu_fallback.team import tape
-from cpu_fallback.team.hints import Asked, Hints
-from cpu_fallback.team.large_pages import HUGE, allocate, stop_ahead
-from cpu_fallback.team.placement import call_on, hot_weights, replicate
+from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped, spare, stop_ahead
+from cpu_fallback.team.placement import Asked, Hints, call_on, hot_weights, replicate, usable_cpus
 from cpu_fallback.team.tape import Launch, Stamps, stamp
 from cpu_fallback.team.team import Team, aligned
-from cpu_fallback.tiles import together
-from cpu_fallback.tiles.prepack import check_memory, in_large_pages, reads_in_place, waiting
+from cpu_fallback.tiles import tile_cache
+from cpu_fallback.tiles.tile_pack import is_packed
+
+_CHUNK = 4 << 20
+_BY_COLUMN = {"relu2_gate_up": False, "skip_linear": True}
+"""Op that has its weight by neuron too -> whether a neuron is a column."""
+_copies: dict[int, np.ndarray] = {}
+
+
+def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[str, int]:
+    """Return the bytes of each weight that binding a Plan will pack or copy.
+
+    Args:
+        plan: what is bound.
+        values: every parameter by name.
+        copied: weights to copy if they are read in place and lie in a mapped file.
+    """
+    found: dict[str, int] = {}
+    for call in plan.calls:
+        for name in matrices(call):
+            tensor = values[name]
+            if not isinstance(tensor, QuantTensor):
+                continue  # refused by name when the call is bound
+            if has_codes(call):
+                found[name] = 0 if is_packed(tensor) else tensor.nbytes
+                if name == call.args["w"]:
+                    found[name] += _second_layout(call, tensor)
+            elif name == call.args.get("w") and name in copied and reads_in_place(call, tensor):
+                planes = tensor.planes.values()
+                fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
+                found[name] = sum(fresh)
+    return found
+
+
+def _second_layout(call: Call, tensor: QuantTensor) -> int:
+    """Return the bytes of what lets a call leave out zeros, if that is not packed yet."""
+    columns = _BY_COLUMN.get(call.op)
+    if columns is None:
+        return 0
+    from cpu_fallback.tiles.neurons import are_packed, nbytes_of, rows_are_packed, rows_nbytes
+
+    if isinstance(tensor.format, Int4):
+        return 0 if rows_are_packed(tensor) else rows_nbytes(tensor)
+    return 0 if are_packed(tensor, columns) else nbytes_of(tensor.shape, columns)
+
+
+def reads_in_place(call: Call, tensor: Value) -> bool:
+    """Return whether a call multiplies by a weight as it is stored, from wherever it lies."""
+    dense = isinstance(tensor, QuantTensor) and not tensor.format.is_sparse
+    return dense and not has_codes(call)
+
+
+def check_memory(packed: int, beside: int) -> None:
+    """Refuse to pack so many bytes beside buffers, which are allocated but not touched yet.
+
+    Raises:
+        OutOfMemory: it does not fit.
+    """
+    if packed:
+        require(
+            max(0, packed + beside - spare()),
+            f"packing weights takes {packed >> 20} MiB beside buffers of {beside >> 20}, together",
+            "--pretranspose none reads them from the file, slower",
+        )
+
+
+def in_large_pages(tensor: QuantTensor) -> QuantTensor:
+    """Return a tensor whose large planes are copies in large pages, if they lie in a mapped file.
+
+    They are copied once, shared by all Plans, and kept as long as the originals live, whose pages
+    are given back.
+    """
+    return replace(tensor, planes={name: _copied(p) for name, p in tensor.planes.items()})
+
+
+def _copied(array: np.ndarray) -> np.ndarray:
+    if not _is_worth_it(array):
+        return array
+    key = id(array)
+    if key not in _copies:
+        refuse_in_window("copy weights")
+        made, source = allocate(array.nbytes), array.reshape(-1).view(np.uint8)
+
+        def part(start: int) -> None:
+            made[start : start + _CHUNK] = source[start : start + _CHUNK]
+
+        with ThreadPoolExecutor(usable_cpus()) as pool:
+            list(pool.map(part, range(0, array.nbytes, _CHUNK)))
+        _copies[key] = made.view(array.dtype).reshape(array.shape)
+        weakref.finalize(array, _copies.pop, key, None)
+        give_back(array)
+    return _copies[key]
+
+
+def _is_worth_it(array: np.ndarray) -> bool:
+    return array.nbytes >= HUGE and is_mapped(array)
+
 
 _MANY_BYTES = 512 << 20
+_USUAL = (attention, elementwise, kv, linear, quantize, sampling)
+
+
+def _lower_rare(call: BoundCall) -> Sequence[Launch]:
+    """Lower an op that few models have: its kernels are loaded when it is bound."""
+    table: Mapping[str, Lower]
+    match call.spec.name:
+        case "bsr_linear":
+            from cpu_fallback.ops.bsr import LOWER as table
+        case "page_bounds" | "select_pages":
+            from cpu_fallback.ops.selection import LOWER as table
+        case "relu2_gate_up" | "skip_linear" | "drop_small":
+            from cpu_fallback.ops.skip import LOWER as table
+        case _:
+            from cpu_fallback.ops.moe import LOWER as table
+    return table[call.spec.name](call)
+
+
+_RARE = """
+    bsr_linear page_bounds select_pages relu2_gate_up skip_linear drop_small
+    route moe_gate_up moe_down
+"""
+LOWER: Mapping[str, Kernel | Lower] = {
+    **{name: lower for module in _USUAL for name, lower in module.LOWER.items()},
+    **dict.fromkeys(_RARE.split(), _lower_rare),
+}
+"""Op name -> its kernel, or a function from a bound call to its launches."""
 
 
 class CpuExecutor(Executor):
@@ -85,7 +213,7 @@ class CpuExecutor(Executor):
         self._shared = aligned(0)
         self._waiting = self._ready = 0
         try:
-            with together.packing(self._tell):
+            with tile_cache.packing(self._tell):
                 bound = self._bind(threads, hints)
                 launches = self._launches = next(iter(bound.values()))
                 self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
@@ -187,7 +315,7 @@ class CpuExecutor(Executor):
         self._waiting, self._ready = sum(left.values()), 0
         check_memory(self._waiting, self.plan.scratch_bytes())
         self._tell(0)
-        here = together.current()
+        here = tile_cache.current()
         launches: list[Launch] = []
         self._calls: list[int] = []
         for index, call in enumerate(self.plan.calls):

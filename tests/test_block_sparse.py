@@ -15,8 +15,8 @@ from sessions import make_session
 from weight_files import LLAMA, mutants, resealed
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.formats import Bsr, parse_format
-from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.plane_writer import IebinWriter

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.formats import Bsr, parse_format
+from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.ops.lowering import LOWER
+from cpu_fallback.executor import LOWER, CpuExecutor
 
 RNG = np.random.default_rng(17)
 M, R, N, K = 3, 2, 12, 40

@@ -9,7 +9,7 @@ from masks import masks_of
 from one_op import run
 
 from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
-from cpu_fallback.lanes.maths import boltzmann, store_f64
+from cpu_fallback.lanes.language import boltzmann, store_f64
 from cpu_fallback.lanes.memory import load_f32, read_f32
 
 __all__ = ["kernel_cache"]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.formats import Bsr, Format, parse_format
+from clocher_kernels.formats import Format, parse_format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 

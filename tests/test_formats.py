@@ -20,7 +20,6 @@ from clocher_kernels.dtypes import LARGEST, SMALLEST, to_f32
 from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import (
     FAMILIES,
-    Bsr,
     Float,
     Format,
     Fp8,
@@ -32,6 +31,7 @@ from clocher_kernels.formats import (
     known_formats,
     parse_format,
 )
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS
 from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.quant_tensor import QuantTensor, encode

@@ -12,7 +12,7 @@ from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models import build
 from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, scoring
-from cpu_fallback.tiles.prepack import check_memory
+from cpu_fallback.executor import check_memory
 
 MIB = 1 << 20
 MACHINE = {"proc/meminfo": "MemTotal: 99999 kB\nMemAvailable:    8192 kB\n"}

@@ -179,7 +179,7 @@ def test_an_edit_gives_another_directory(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(objects, "__file__", str(package / "objects.py"))
     before = objects.fingerprint()
     assert objects.fingerprint() == before
-    with open(package / "sync.py", "a") as source:
+    with open(package / "tape.py", "a") as source:
         source.write("\n")
     assert objects.fingerprint() != before
 

@@ -28,7 +28,6 @@ clocher_kernels.plan clocher_kernels.ops
 clocher_kernels.cuda
 cpu_fallback.lanes
 cpu_fallback.team
-cpu_fallback.drafts
 cpu_fallback.tiles
 cpu_fallback.ops
 cpu_fallback.executor

@@ -275,9 +275,10 @@ def test_verify_weights_checks_the_hashes_and_a_normal_start_does_not(
 
 
 def test_the_indices_of_block_sparse_rows_cannot_change_after_the_check(tmp_path: Path) -> None:
-    from clocher_kernels.formats import Bsr
+    from clocher_kernels.formats.bsr import Bsr
     from clocher_kernels.quant_tensor import encode
-    from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+    from clocher_runtime.checkpoints.iebin import open_iebin
     from clocher_runtime.checkpoints.plane_writer import IebinWriter
 
     values = np.eye(8, dtype=np.float32)

@@ -10,7 +10,8 @@ import pytest
 from weight_files import LLAMA
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.convert.gguf import write_gguf
 from clocher_runtime.convert.q4_planes import plan_q4
 from clocher_runtime.convert.to_iebin import plan_conversion

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cpu_fallback.team.pace import WINDOW_NS, Pace
+from cpu_fallback.team.placement import WINDOW_NS, Pace
 
 DECODE, PREFILL = (1, 1), (128, 1)
 STEP_NS = 5_000_000

@@ -17,8 +17,16 @@ from clocher_runtime.config.values import Given
 from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.topology import Cpu, pinned_cpus, threads_of, usable_threads
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.team.hints import Asked, Hints
-from cpu_fallback.team.placement import Placement, call_on, hot_weights, pin, replicate, unpin
+from cpu_fallback.team.placement import (
+    Asked,
+    Hints,
+    Placement,
+    call_on,
+    hot_weights,
+    pin,
+    replicate,
+    unpin,
+)
 
 pytestmark = [
     pytest.mark.usefixtures("kernel_cache"),

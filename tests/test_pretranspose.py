@@ -25,9 +25,8 @@ from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope
 from cpu_fallback import executor
+from cpu_fallback.executor import in_large_pages
 from cpu_fallback.team.large_pages import allocate, give_back, is_mapped
-from cpu_fallback.tiles import prepack
-from cpu_fallback.tiles.prepack import in_large_pages
 
 DATA = Path(__file__).parent / "data"
 LLAMA, BITNET = DATA / "clocher-tiny-llama", DATA / "clocher-tiny-bitnet"
@@ -179,10 +178,10 @@ def test_float_weights_are_copied_once(mapped) -> None:
     np.testing.assert_array_equal(copy, data)
     again = QuantTensor((1024, 3072), Float("bf16"), {"data": data})
     assert in_large_pages(again).planes["data"] is copy
-    before = len(prepack._copies)
+    before = len(executor._copies)
     del tensor, again, data
     gc.collect()
-    assert len(prepack._copies) == before - 1
+    assert len(executor._copies) == before - 1
 
 
 def test_small_weights_and_those_in_memory_stay(mapped) -> None:
@@ -194,7 +193,7 @@ def test_small_weights_and_those_in_memory_stay(mapped) -> None:
 
 @pytest.mark.parametrize("scope", SCOPES)
 def test_copies_change_no_bit(scope: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepack, "HUGE", 1)  # tiny weights too
+    monkeypatch.setattr(executor, "HUGE", 1)  # tiny weights too
     logits = []
     for pretranspose in (None, scope):
         session = session_of(model_of(LLAMA), all_logits=True, pretranspose=pretranspose)

@@ -13,9 +13,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cpu_fallback.lanes import objects, private_files
-from cpu_fallback.lanes.objects import ObjectCache, cache_root
-from cpu_fallback.lanes.private_files import locked, open_private, private_directory
+from cpu_fallback.lanes import objects
+from cpu_fallback.lanes.objects import (
+    ObjectCache,
+    cache_root,
+    locked,
+    open_private,
+    private_directory,
+)
 from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.tile_cache import TileCache
 
@@ -28,7 +33,7 @@ def foreign(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if os.geteuid() == 0:
         os.chown(path, 12345, -1, follow_symlinks=False)
     else:
-        monkeypatch.setattr(private_files.os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(objects.os, "geteuid", lambda: 12345)
 
 
 def mode(path: Path) -> int:

@@ -7,7 +7,7 @@ import pytest
 from kernel_run import compiled, kernel_cache
 
 from clocher_kernels.dtypes import E2M1_VALUES, STORAGE, from_f32, to_f32
-from cpu_fallback.lanes import maths, memory, narrow, simd
+from cpu_fallback.lanes import language, memory, simd
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")
 __all__ = ["kernel_cache"]
@@ -34,11 +34,11 @@ def _encoder(convert: object, store: object, size: int) -> Callable[..., None]:
 
 
 _NARROW = {
-    "bf16": (load_u16, narrow.from_bf16, narrow.to_bf16, store_u16),
-    "f16": (load_u16, narrow.from_f16, narrow.to_f16, store_u16),
-    "f16-bits": (load_u16, narrow.from_f16_bits, narrow.to_f16_bits, store_u16),
-    "e4m3": (load_u8, narrow.from_e4m3, narrow.to_e4m3, store_u8),
-    "e5m2": (load_u8, narrow.from_e5m2, narrow.to_e5m2, store_u8),
+    "bf16": (load_u16, language.from_bf16, language.to_bf16, store_u16),
+    "f16": (load_u16, language.from_f16, language.to_f16, store_u16),
+    "f16-bits": (load_u16, language.from_f16_bits, language.to_f16_bits, store_u16),
+    "e4m3": (load_u8, language.from_e4m3, language.to_e4m3, store_u8),
+    "e5m2": (load_u8, language.from_e5m2, language.to_e5m2, store_u8),
 }
 
 
@@ -92,7 +92,7 @@ def _exp(source, target, n):
         simd_store(target + 4 * i, simd_exp(simd_load(source + 4 * i)))
 
 
-simd_exp, simd_load, simd_store = maths.exp, memory.load_f32, memory.store_f32
+simd_exp, simd_load, simd_store = language.exp, memory.load_f32, memory.store_f32
 
 
 def test_exp_is_within_its_bound() -> None:
@@ -104,7 +104,7 @@ def test_exp_is_within_its_bound() -> None:
     normal = (x >= np.float32(-87.33)) & (x <= np.float32(88.72))
     ulp = np.spacing(expected[normal].astype(np.float32)).astype(np.float64)
     error = np.abs(got[normal] - expected[normal]) / ulp
-    assert error.max() < (2 if maths.CURRENT.fma else 3), error.max()
+    assert error.max() < (2 if language.CURRENT.fma else 3), error.max()
     assert (got[x < np.float32(-87.33)] == 0).all()
     assert np.isinf(got[x > np.float32(88.73)]).all()
 
@@ -123,7 +123,7 @@ def _tanh(source, target, n):
         simd_store(target + 4 * i, simd_tanh(simd_load(source + 4 * i)))
 
 
-simd_tanh = maths.tanh
+simd_tanh = language.tanh
 
 
 def test_tanh_is_within_its_bound_and_clamped() -> None:
@@ -136,7 +136,7 @@ def test_tanh_is_within_its_bound_and_clamped() -> None:
     assert np.array_equal(np.isnan(got), ~number)
     exact = np.tanh(x[number].astype(np.float64))
     error = np.abs(got[number] - exact)
-    bound = 5.2 if maths.CURRENT.fma else 6.2
+    bound = 5.2 if language.CURRENT.fma else 6.2
     assert (error <= bound * np.spacing(np.abs(exact).astype(np.float32))).all()
     assert np.array_equal(np.signbit(got[number]), np.signbit(x[number]))
     assert np.abs(got[number]).max() == 1
@@ -161,7 +161,7 @@ def _lookup(source, target, n):
         simd_store(target + 4 * i, fp4_lookup(fp4_table(), fp4_load(source + i // 2)))
 
 
-fp4_lookup, fp4_table, fp4_load = simd.lookup, narrow.e2m1_table, memory.load_u4
+fp4_lookup, fp4_table, fp4_load = simd.lookup, language.e2m1_table, memory.load_u4
 
 
 def test_lookup_gives_every_fp4_code() -> None:

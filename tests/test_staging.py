@@ -9,7 +9,7 @@ import pytest
 from kernel_run import kernel_cache
 
 from clocher_kernels.errors import ShapeError
-from cpu_fallback.drafts.staging import ROWS, TOKENS, Stager
+from cpu_fallback.ops.staging import ROWS, TOKENS, Stager
 
 pytestmark = pytest.mark.usefixtures(kernel_cache.__name__)
 M, R = 800, 80

@@ -12,7 +12,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.disk import files
 from cpu_fallback.team import large_pages
 from cpu_fallback.team.large_pages import HUGE
-from cpu_fallback.tiles import tile_pack, together
+from cpu_fallback.tiles import tile_cache, tile_pack
 
 
 def _tensor(n: int = 64, k: int = 256) -> QuantTensor:
@@ -61,7 +61,7 @@ def _resident() -> int:
 def test_tensors_packed_together_are_those_packed_alone() -> None:
     tensors, told = [_tensor(16 * i) for i in range(1, 9)], []
     alone = [tile_pack.pack(tile_pack.layout_of("test", t.format), t).data for t in tensors]
-    with together.packing(told.append) as here:
+    with tile_cache.packing(told.append) as here:
         packed = [tile_pack.tiles_of("test", t) for t in tensors]
         assert [tile_pack.tiles_of("test", t) for t in tensors] == packed
     assert here.queued == sum(told) == sum(t.nbytes for t in tensors)
@@ -71,7 +71,7 @@ def test_tensors_packed_together_are_those_packed_alone() -> None:
 
 def test_an_interrupt_leaves_no_tiles_that_are_not_whole() -> None:
     tensor = _tensor()
-    with pytest.raises(KeyboardInterrupt), together.packing(lambda _: None):
+    with pytest.raises(KeyboardInterrupt), tile_cache.packing(lambda _: None):
         tile_pack.tiles_of("test", tensor)
         assert tile_pack.is_packed(tensor)
         raise KeyboardInterrupt
@@ -82,8 +82,8 @@ def test_an_interrupt_leaves_no_tiles_that_are_not_whole() -> None:
 def test_another_thread_gets_tiles_that_are_whole() -> None:
     tensor = _tensor(4096, 256)
     alone = tile_pack.pack(tile_pack.layout_of("test", tensor.format), tensor).data
-    with together.ThreadPoolExecutor(1) as other:
-        with together.packing(lambda _: None):
+    with tile_cache.ThreadPoolExecutor(1) as other:
+        with tile_cache.packing(lambda _: None):
             tile_pack.tiles_of("test", tensor)
             found = other.submit(lambda: tile_pack.tiles_of("test", tensor).data.copy())
         np.testing.assert_array_equal(found.result(), alone)

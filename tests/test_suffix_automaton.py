@@ -8,8 +8,13 @@ import pytest
 from kernel_run import kernel_cache
 
 from clocher_kernels.errors import OutOfMemory
-from cpu_fallback.drafts import states
-from cpu_fallback.drafts.automaton import MOST_DRAFTED, SuffixAutomaton
+from cpu_fallback.ops.automaton import (
+    EDGE_COUNT,
+    FRESHENED,
+    MOST_DRAFTED,
+    STATE_COUNT,
+    SuffixAutomaton,
+)
 
 pytestmark = pytest.mark.usefixtures(kernel_cache.__name__)
 PYTHON_TEXT = list(Path(__file__).read_bytes())
@@ -54,7 +59,7 @@ class Reference:
                 at = self.links[at]
         self.links[made] = known
         self.before = self.ends[known]
-        for _ in range(states.FRESHENED):
+        for _ in range(FRESHENED):
             if known > 0:
                 self.ends[known] = place
                 known = self.links[known]
@@ -174,7 +179,7 @@ def test_states_and_edges_stay_in_their_arrays(name: str) -> None:
     automaton = SuffixAutomaton()
     for size, token in enumerate(text, 1):
         automaton.extend([token])
-        made = automaton._head[[states.STATE_COUNT, states.EDGE_COUNT]]
+        made = automaton._head[[STATE_COUNT, EDGE_COUNT]]
         assert made[0] <= 2 * size and made[1] <= size
         used = automaton._table[automaton._table > 0]
         assert sorted(used) == list(range(1, made[1] + 1))

@@ -15,9 +15,8 @@ from clocher_kernels.errors import DeviceError, UsageError
 from cpu_fallback.lanes.jit import kernel, warm
 from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.team import tape
-from cpu_fallback.team.hints import Hints
-from cpu_fallback.team.sync import fetch_add, sleep_ns
-from cpu_fallback.team.tape import Launch
+from cpu_fallback.team.placement import Hints
+from cpu_fallback.team.tape import Launch, fetch_add, sleep_ns
 from cpu_fallback.team.team import Team
 
 pytestmark = pytest.mark.usefixtures("kernel_cache")

@@ -18,9 +18,9 @@ from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.loading import StubTokenizer
 from clocher_runtime.models.split_patterns import KNOWN
-from clocher_runtime.text import text_process, tokenizer_library
+from clocher_runtime.text import Refused, text_process, tokenizer_library
 from clocher_runtime.text.prompts import Line, Preparation
-from clocher_runtime.text.text_process import PROCESS, Refused
+from clocher_runtime.text.text_process import PROCESS
 from clocher_runtime.text.tokenizer import LONG_TEXT_CHARS, MAX_TEXT_CHARS, Tokenizer
 from clocher_runtime.text.tokenizer_library import (
     MAX_ADDED,

@@ -53,7 +53,7 @@ def as_activation(x, y):
 def tanh(x):
     """Return tanh x of fp32 values, clamped to 1 beyond 7.91; NaN stays NaN.
 
-    A quotient of polynomials, as `cpu_fallback.lanes.falling.tanh`: within 6.2 ulp plus 2 of the
+    A quotient of polynomials, as `cpu_fallback.lanes.language.tanh`: within 6.2 ulp plus 2 of the
     GPU's fast division; the GPU's own instruction has 11 bits only.
 
     Source: the coefficients of Eigen's `ptanh_float`, by rminimax (Filip 2018).

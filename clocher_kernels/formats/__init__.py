@@ -10,7 +10,6 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Format, Plane
-from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.floats import Float, Fp8, Mxfp4
 from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS, Ggml
 from clocher_kernels.formats.integers import Int4, Int8
@@ -18,7 +17,6 @@ from clocher_kernels.formats.ternary import Ternary
 
 __all__ = [
     "FAMILIES",
-    "Bsr",
     "Family",
     "Float",
     "Format",
@@ -55,6 +53,12 @@ class Family:
 
 def _group(text: str) -> Any:
     return int(text[1:]) if text.startswith("g") else text
+
+
+def _bsr(rows: str, columns: str, inner: str) -> Format:
+    from clocher_kernels.formats.bsr import Bsr
+
+    return Bsr((int(rows), int(columns)), inner)
 
 
 _FLOAT = "(f32|f16|bf16)"
@@ -129,7 +133,7 @@ FAMILIES: tuple[Family, ...] = (
         "block-sparse rows, blocks of R x C",
         ("bsr_16x32_f32", "bsr_8x8_bf16", "bsr_1x16_f16", "bsr_16x32_int8", "bsr_16x32_int4"),
         re.compile(f"bsr_({_COUNT})x({_COUNT})_(f32|f16|bf16|int8|int4)"),
-        lambda rows, cols, inner: Bsr((int(rows), int(cols)), inner),
+        _bsr,
     ),
 )
 

@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import ClassVar
 
 import numpy as np
 
@@ -37,6 +38,9 @@ class Format(ABC):
     `encode` and `decode` are NumPy and are the definition of the format; kernels must equal
     `decode`. Leading dimensions before the last two are batch dimensions (experts).
     """
+
+    is_sparse: ClassVar = False
+    """Whether blocks of zeros are left out (`bsr`)."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """Block-sparse rows: the non-zero R x C blocks of a matrix, row of blocks by row of blocks."""
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class Bsr(Format):
         inner: "f32", "f16", "bf16", "int8" or "int4".
         nnzb: blocks stored.
     """
+
+    is_sparse: ClassVar = True
 
     block: tuple[int, int]
     inner: str

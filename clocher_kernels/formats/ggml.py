@@ -8,8 +8,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import scaling
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
-from clocher_kernels.formats.ggml_blocks import KINDS
-from clocher_kernels.formats.ggml_encode import READ_ONLY, encode
+from clocher_kernels.formats.ggml_blocks import KINDS, READ_ONLY
 
 GGML_KINDS = tuple(KINDS)
 """Names of the types."""
@@ -101,6 +100,8 @@ class Ggml(Format):
         return {"blocks": Plane("u8", (*lead, n, k // self.block * self.block_bytes))}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        from clocher_kernels.formats.ggml_encode import encode
+
         plane = self.planes(values.shape)["blocks"]
         scaling.require_finite(self.name, values)
         cells = values.reshape(-1, self.block)

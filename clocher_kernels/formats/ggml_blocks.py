@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.formats import ggml_grids
-
 IQ4_VALUES = np.array(
     [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8
 )
@@ -187,6 +185,14 @@ class Kind:
         return Parts(d, codes.reshape(len(blocks), d.shape[1], -1), minima)
 
 
+def grid(name: str) -> np.ndarray:
+    """Return a grid of `ggml_grids`, which are unpacked when the first is asked for."""
+    from clocher_kernels.formats import ggml_grids
+
+    found: np.ndarray = getattr(ggml_grids, name)
+    return found
+
+
 def _signed(magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
     """Return groups of magnitudes, i8, with the signs u8 [blocks, 32], a bit an element."""
     negative = (signs[..., None] >> np.arange(8, dtype=np.uint8) & 1).view(np.int8)
@@ -198,13 +204,13 @@ def _iq3_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = Plane(0, 4, 4, 1).read(blocks["scales"])
     high = Plane(0, 8, 1, 1).read(blocks["qh"])
     indices = blocks["qs"] | high.astype(np.uint16) << 8
-    return 1 + 2 * scales, _signed(ggml_grids.IQ3_S[indices], blocks["signs"])
+    return 1 + 2 * scales, _signed(grid("IQ3_S")[indices], blocks["signs"])
 
 
 def _iq3_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     words = blocks["scales_and_signs"]
     signs = SIGNS[words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127]
-    codes = _signed(ggml_grids.IQ3_XXS[blocks["qs"]], signs.reshape(-1, 32))
+    codes = _signed(grid("IQ3_XXS")[blocks["qs"]], signs.reshape(-1, 32))
     return 1 + 2 * (words >> 28).astype(np.uint8), codes
 
 
@@ -212,18 +218,18 @@ def _iq2_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     words = blocks["words"].reshape(-1, 8, 2)
     signs = SIGNS[words[..., 1:] >> np.array([0, 7, 14, 21], np.uint32) & 127]
     indices = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 32)
-    codes = _signed(ggml_grids.IQ2_XXS[indices], signs.reshape(-1, 32))
+    codes = _signed(grid("IQ2_XXS")[indices], signs.reshape(-1, 32))
     return 1 + 2 * (words[..., 1] >> 28).astype(np.uint8), codes
 
 
 def _iq2_xs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    codes = _signed(ggml_grids.IQ2_XS[blocks["qs"] & 511], SIGNS[blocks["qs"] >> 9])
+    codes = _signed(grid("IQ2_XS")[blocks["qs"] & 511], SIGNS[blocks["qs"] >> 9])
     return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
 
 
 def _iq2_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     indices = blocks["qs"] | Plane(0, 8, 2, 1).read(blocks["qh"]).astype(np.uint16) << 8
-    codes = _signed(ggml_grids.IQ2_S[indices], blocks["signs"])
+    codes = _signed(grid("IQ2_S")[indices], blocks["signs"])
     return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
 
 
@@ -233,7 +239,7 @@ def _iq1_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     indices = high[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7
     indices = blocks["qs"] | indices.reshape(-1, 32) << 8
     eighths = np.where(high >> 15, -1, 1).astype(np.int8)[..., None]
-    codes = 8 * ggml_grids.IQ1_S[indices].reshape(len(blocks), 8, 32) + eighths
+    codes = 8 * grid("IQ1_S")[indices].reshape(len(blocks), 8, 32) + eighths
     return (1 + 2 * (high >> 12 & 7)).astype(np.uint8), codes.reshape(len(blocks), -1)
 
 
@@ -379,3 +385,7 @@ def recoded(name: str, stored: np.ndarray) -> np.ndarray:
         write_numbers(new.scales, raw[piece], repeated)
         write_numbers(new.codes, raw[piece], index[codes.view(np.uint8)])
     return raw
+
+
+READ_ONLY = tuple(kind for kind in KINDS if kind.startswith(("iq1", "iq2")))
+"""Types without an encoder."""

@@ -4,8 +4,16 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, SMALLEST
 from clocher_kernels.errors import FormatError
-from clocher_kernels.formats import ggml_grids
-from clocher_kernels.formats.ggml_blocks import IQ4_VALUES, KINDS, POWERS, Kind, Plane, places_of
+from clocher_kernels.formats.ggml_blocks import (
+    IQ4_VALUES,
+    KINDS,
+    POWERS,
+    READ_ONLY,
+    Kind,
+    Plane,
+    grid,
+    places_of,
+)
 
 _BITS = 1 << np.arange(8, dtype=np.uint8)
 _IQ4_BOUNDS = (IQ4_VALUES[1:].astype(np.float32) + IQ4_VALUES[:-1]) / 2
@@ -135,7 +143,7 @@ def _grid_scales(
 
 def _iq3_s(cells: np.ndarray) -> np.ndarray:
     blocks, scales, steps = _grid_scales("iq3_s", cells, 15, 1.0)
-    found = _nearest(ggml_grids.IQ3_S, steps).reshape(-1, 64)
+    found = _nearest(grid("IQ3_S"), steps).reshape(-1, 64)
     blocks["qs"] = found & 255
     blocks["qh"] = np.packbits((found >> 8).astype(np.uint8), axis=1, bitorder="little")
     blocks["signs"] = np.packbits(cells < 0, axis=1, bitorder="little")
@@ -152,7 +160,7 @@ def _iq3_xxs(cells: np.ndarray) -> np.ndarray:
     least = np.abs(eights).argmin(axis=1)
     negative[odd, least[odd]] ^= True
     steps.reshape(-1, 8)[odd, least[odd]] = 0
-    blocks["qs"] = _nearest(ggml_grids.IQ3_XXS, steps).reshape(-1, 64)
+    blocks["qs"] = _nearest(grid("IQ3_XXS"), steps).reshape(-1, 64)
     signs = (negative[:, :7] @ _BITS[:7]).astype(np.uint32).reshape(-1, 8, 4)
     shifted = signs << np.array([0, 7, 14, 21], np.uint32)
     words = np.bitwise_or.reduce(shifted, axis=2)
@@ -177,10 +185,6 @@ def _pack_digits(digits: np.ndarray) -> np.ndarray:
 
 
 _OF_GRIDS = {"iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs, "tq1_0": _tq1_0}
-
-
-READ_ONLY = tuple(kind for kind, about in KINDS.items() if about.grid and kind not in _OF_GRIDS)
-"""Types without an encoder."""
 
 
 def encode(kind: str, cells: np.ndarray) -> np.ndarray:

@@ -6,7 +6,8 @@ import weakref
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
-from clocher_kernels.formats import Bsr, Format, parse_format
+from clocher_kernels.formats import Format, parse_format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.library.host import Bound, bind, host
 from clocher_kernels.ops import OPS
 from clocher_kernels.quant_tensor import QuantTensor, encode

@@ -20,9 +20,8 @@ from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_terna
 from clocher_kernels.plan import Attr, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.team.hints import Hints
 from cpu_fallback.team.openmp import OpenMP
-from cpu_fallback.team.placement import usable_cpus
+from cpu_fallback.team.placement import Hints, usable_cpus
 from cpu_fallback.team.team import aligned
 
 LIBRARY = ("linear", "bsr_linear", "route", "moe_gate_up", "moe_down", "attention", "kv_append")

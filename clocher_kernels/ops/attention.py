@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, STORAGE, from_f32, to_f32
-from clocher_kernels.ops.cases import paged_case, planes, tokens
 from clocher_kernels.ops.contract import (
     EXACT,
     Case,
@@ -24,6 +23,9 @@ from clocher_kernels.ops.contract import (
     Tolerance,
     Value,
     nearest,
+    paged_case,
+    planes,
+    tokens,
 )
 from clocher_kernels.plan import Attr
 

@@ -18,8 +18,19 @@ import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.ops.attention import TOKEN, own_cells, within_table
-from clocher_kernels.ops.cases import paged_case, planes, tokens
-from clocher_kernels.ops.contract import EXACT, Case, Cost, OpSpec, Param, Real, Value, nearest
+from clocher_kernels.ops.contract import (
+    EXACT,
+    Case,
+    Cost,
+    OpSpec,
+    Param,
+    Real,
+    Value,
+    nearest,
+    paged_case,
+    planes,
+    tokens,
+)
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray

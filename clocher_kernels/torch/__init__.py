@@ -7,7 +7,8 @@ import torch
 
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
 from clocher_kernels.errors import ShapeError, UsageError
-from clocher_kernels.formats import Bsr, Format
+from clocher_kernels.formats import Format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.library import format_of, quantize
 from clocher_kernels.library.host import one_of_act_prec
 from clocher_kernels.quant_tensor import QuantTensor

@@ -14,7 +14,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from clocher_kernels.cuda.tensors import TORCH_DTYPES as TYPES
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
-from clocher_kernels.formats import Bsr, Format, Plane, parse_format
+from clocher_kernels.formats import Format, Plane, parse_format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.library.host import Bound, BoundOp, facts, sizes_of
 from clocher_kernels.ops.contract import OpSpec, Param, dtypes_of
 from clocher_kernels.quant_tensor import QuantTensor

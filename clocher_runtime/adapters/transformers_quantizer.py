@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Bsr
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.library import format_of
 from clocher_kernels.library.host import one_of_act_prec
 from clocher_kernels.torch import QuantLinear, quantize_linears

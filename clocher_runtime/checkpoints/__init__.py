@@ -3,10 +3,9 @@
 import os
 from pathlib import Path
 
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 
-__all__ = ["Checkpoint", "open_checkpoint", "open_iebin"]
+__all__ = ["Checkpoint", "open_checkpoint"]
 
 
 def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
@@ -22,6 +21,8 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
 
             if has_dedup(path):
                 return open_deduplicated(path, verify=verify).checkpoint
+        from clocher_runtime.checkpoints.iebin import open_iebin
+
         return open_iebin(path / JSON_NAME, verify=verify)
     from clocher_runtime.checkpoints.locate import find_hf, no_model
 

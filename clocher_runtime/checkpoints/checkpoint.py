@@ -8,11 +8,13 @@ from typing import Any, Literal
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, ShapeError, UnsupportedModel, UsageError
-from clocher_kernels.formats import Bsr, Float, Format, Mxfp4
+from clocher_kernels.formats import Float, Format, Mxfp4
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.plane_index import check_hashes
 from clocher_runtime.disk.strict_json import checked_name
+
+JSON_NAME, BIN_NAME = "model.ie.json", "model.ie.bin"  # of `iebin`
 
 CHECK_LIMIT_BYTES = 64 << 20
 _INDICES = ("row_ptr", "col_idx")
@@ -98,13 +100,13 @@ class Checkpoint:
         planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
         if isinstance(stored, LazyTensor):
             self.release()
-        if isinstance(stored.format, Bsr):
+        if stored.format.is_sparse:
             planes |= {key: planes[key].copy() for key in _INDICES}
         if verify:
             where = f"{self.path}: tensor {name!r}"
             check_hashes(planes, self.hashes.get(name, {}), where, "convert the model again")
         tensor = QuantTensor(stored.shape, stored.format, planes)
-        always = isinstance(tensor.format, Bsr | Mxfp4)
+        always = tensor.format.is_sparse or isinstance(tensor.format, Mxfp4)
         if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
             try:
                 tensor.check()

@@ -13,7 +13,12 @@ from typing import Any
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, stored_tensor
+from clocher_runtime.checkpoints.checkpoint import (
+    BIN_NAME,
+    Checkpoint,
+    Stored,
+    stored_tensor,
+)
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.plane_index import (
     Entry,
@@ -25,8 +30,6 @@ from clocher_runtime.disk.plane_index import (
 )
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 
-JSON_NAME = "model.ie.json"
-BIN_NAME = "model.ie.bin"
 VOCAB_NAME = "vocab.json"
 CERTIFICATE_NAME = "model.ie.certificate.json"
 FORMAT = "iebin"

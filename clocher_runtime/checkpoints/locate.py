@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import ModelError, ModelNotFound, UnsupportedModel, UsageError
-from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_object
 

@@ -8,11 +8,10 @@ import numpy as np
 
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.iebin import (
-    BIN_NAME,
     CERTIFICATE_NAME,
     FORMAT,
-    JSON_NAME,
     VERSION,
     VOCAB_NAME,
     facts_of,

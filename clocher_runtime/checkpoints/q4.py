@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Float, Format, Int4
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored
-from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin, tensors_of
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
+from clocher_runtime.checkpoints.iebin import open_iebin, tensors_of
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import (

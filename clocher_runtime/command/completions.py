@@ -11,7 +11,6 @@ from clocher_kernels import __version__
 from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.settings import RunConfig
-from clocher_runtime.disk.output_file import JsonlWriter
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch
@@ -22,6 +21,7 @@ from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
 
 if TYPE_CHECKING:
+    from clocher_runtime.disk.output_file import JsonlWriter
     from clocher_runtime.quality.verify import TopLogits
 
 MAX_LISTED = 1000
@@ -48,8 +48,12 @@ class Completions(ExitStack):
         self._outputs = self._writer(config.outputs, "--outputs")
         self._traces = self._writer(config.trace_ids, "--trace-ids")
 
-    def _writer(self, path: Path | None, flag: str) -> JsonlWriter | None:
-        return None if path is None else self.enter_context(JsonlWriter(path, flag))
+    def _writer(self, path: Path | None, flag: str) -> "JsonlWriter | None":
+        if path is None:
+            return None
+        from clocher_runtime.disk.output_file import JsonlWriter
+
+        return self.enter_context(JsonlWriter(path, flag))
 
     def add(
         self,

@@ -12,9 +12,9 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, UsageError
 from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME
 from clocher_runtime.checkpoints.dedup.index import INDEX_NAME
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, Keep, has_dedup, open_deduplicated
-from clocher_runtime.checkpoints.iebin import BIN_NAME
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import MappedFile

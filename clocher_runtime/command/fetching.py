@@ -10,16 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import UnsupportedModel, UsageError
-from clocher_runtime.checkpoints.hf.hub import HubName, cache_directory, hub_name, snapshot
-from clocher_runtime.checkpoints.iebin import JSON_NAME
-from clocher_runtime.checkpoints.locate import DEFAULT
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 from clocher_runtime.command.console import is_terminal
-from clocher_runtime.command.default_model import NotFetched, fetch_default, is_set
-from clocher_runtime.command.script_run import Report, size
 from clocher_runtime.config.engine import EngineConfig
 
 if TYPE_CHECKING:
-    from clocher_runtime.checkpoints.hf.hub import Download
+    from clocher_runtime.checkpoints.hf.hub import Download, HubName
+    from clocher_runtime.command.script_run import Report
+
+_TRUE = ("1", "on", "yes", "true")
+
+
+def is_set(*variables: str) -> str:
+    """Return which of some 0/1 variables is set to 1; else ""."""
+    return next((each for each in variables if os.environ.get(each, "").lower() in _TRUE), "")
 
 
 def with_model(
@@ -37,6 +41,10 @@ def with_model(
     named = config.model_json or config.model_bin or config.stub or config.require_model
     if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
         return flags
+    from clocher_runtime.checkpoints.locate import DEFAULT
+    from clocher_runtime.command.default_model import NotFetched, fetch_default
+    from clocher_runtime.command.script_run import Report
+
     try:
         fetch_default(Report(name))
     except NotFetched as reason:
@@ -49,8 +57,13 @@ def with_model(
 
 
 def _offer(model: Path, name: str, yes: bool) -> None:
+    if os.path.exists(model) or os.path.isdir(model.parent):
+        return
+    from clocher_runtime.checkpoints.hf.hub import hub_name, snapshot
+    from clocher_runtime.command.script_run import Report
+
     hub = hub_name(os.fspath(model))
-    if hub is None or os.path.exists(model) or os.path.isdir(model.parent):
+    if hub is None:
         return
     folder = snapshot(hub)
     if folder is not None and (not hub.file or os.path.isfile(folder / hub.file)):
@@ -64,8 +77,8 @@ def _offer(model: Path, name: str, yes: bool) -> None:
 
 
 def fetch(
-    report: Report,
-    hub: HubName,
+    report: "Report",
+    hub: "HubName",
     out_dir: Path | None = None,
     allow: Sequence[str] = (),
     anyway: bool = False,
@@ -74,12 +87,19 @@ def fetch(
 
     Raises ModelError, UsageError, OSError.
     """
+    from clocher_runtime.checkpoints import open_checkpoint
+    from clocher_runtime.checkpoints.hf.hub import (
+        PATTERNS,
+        cache_directory,
+        plan_download,
+        snapshot,
+    )
+    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, DEFAULT, base_of
+    from clocher_runtime.command.default_model import fetch_default
+
     if DEFAULT.startswith(f"{hub.repo}/"):
         fetch_default(report)
         return DEFAULT
-    from clocher_runtime.checkpoints import open_checkpoint
-    from clocher_runtime.checkpoints.hf.hub import PATTERNS, plan_download
-    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
 
     patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
     try:
@@ -105,7 +125,7 @@ def fetch(
     return typed
 
 
-def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
+def _look_ahead(report: "Report", download: "Download", anyway: bool) -> None:
     from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}
@@ -135,11 +155,12 @@ def _look_ahead(report: Report, download: "Download", anyway: bool) -> None:
     report.note(f"note: it cannot run here: {refusal}")
 
 
-def _refusal(report: Report, path: Path, download: "Download") -> Exception | None:
+def _refusal(report: "Report", path: Path, download: "Download") -> Exception | None:
     """Return why a model cannot run; else report what it is and whether it fits."""
     from clocher_kernels.errors import ModelError
     from clocher_kernels.guards import available
     from clocher_runtime.checkpoints.hf.checkpoint import check_config
+    from clocher_runtime.command.script_run import size
     from clocher_runtime.disk.files import read_bytes
     from clocher_runtime.disk.strict_json import parse_object
     from clocher_runtime.engine.footprint import expected_bytes

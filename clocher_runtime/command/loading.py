@@ -13,7 +13,7 @@ import numpy as np
 from clocher_kernels.errors import ModelNotFound, UsageError
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
-from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import DEFAULT, EMBEDDED, embedded_model, locate
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import Given, every, unmet

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.formats import Bsr, Float
+from clocher_kernels.formats import Float
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.iebin import BIN_NAME
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.convert.q4_map import NamePattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary

@@ -12,9 +12,9 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ModelChanged, ModelError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import BIN_NAME, CERTIFICATE_NAME, JSON_NAME, read_index
+from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, read_index
 from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.convert.q4_parts import plane_hashes
 from clocher_runtime.convert.rounding import row_pieces

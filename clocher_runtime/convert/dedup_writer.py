@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelNotFound
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.dedup.codec import SPLITS, Stream
 from clocher_runtime.checkpoints.dedup.index import (
     FILE_NAMES,
@@ -22,7 +23,7 @@ from clocher_runtime.checkpoints.dedup.index import (
     raw_planes,
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_deduplicated
-from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
 from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
 from clocher_runtime.convert.dedup_encode import Choice, choose, encode
 from clocher_runtime.disk.files import MappedFile

@@ -18,16 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.formats import (
-    Bsr,
-    Float,
-    Format,
-    Fp8,
-    Int4,
-    Int8,
-    Mxfp4,
-    Ternary,
-)
+from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.convert.q4_parts import (

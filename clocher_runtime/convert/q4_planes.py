@@ -11,8 +11,8 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
-from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored
-from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
+from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared

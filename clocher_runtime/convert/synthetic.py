@@ -21,12 +21,8 @@ from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.checkpoints.iebin import (
-    BIN_NAME,
-    JSON_NAME,
-    model_bytes,
-    open_iebin,
-)
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
+from clocher_runtime.checkpoints.iebin import model_bytes, open_iebin
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.to_iebin import refuse_hf_folder

@@ -14,16 +14,10 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
-from clocher_runtime.checkpoints.iebin import (
-    BIN_NAME,
-    JSON_NAME,
-    MAX_VOCAB_BYTES,
-    model_bytes,
-    read_index,
-)
+from clocher_runtime.checkpoints.iebin import MAX_VOCAB_BYTES, model_bytes, read_index
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.checkpoints.q4 import Q4Planes, is_q4_planes, load_q4_planes

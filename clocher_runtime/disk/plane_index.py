@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
-from clocher_kernels.formats import Bsr, Format, parse_format
+from clocher_kernels.formats import Format, parse_format
 from clocher_runtime.disk.files import MappedFile, sha256_of
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, parse_object
 
@@ -52,8 +52,8 @@ def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Regio
         planes = fmt.planes(shape)
     except ShapeError as error:
         raise FormatError(str(error)) from None
-    if isinstance(fmt, Bsr):
-        _check_density(fmt, shape)
+    if fmt.is_sparse:
+        _check_density(fmt, shape, planes["col_idx"].shape[0])
     placed: dict[str, Region] = {}
     ends = dict(ends)
     for key, plane in planes.items():
@@ -63,10 +63,10 @@ def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Regio
     return placed
 
 
-def _check_density(fmt: Bsr, shape: Shape) -> None:
+def _check_density(fmt: Format, shape: Shape, blocks: int) -> None:
     """Refuse a matrix without blocks, or a small file that decodes to a huge matrix."""
     nbytes = fmt.nbytes(shape)
-    if not fmt.nnzb:
+    if not blocks:
         raise FormatError(f"{fmt.name}: no block is stored; expected at least 1")
     if shape[0] * shape[1] > MAX_ELEMENTS_PER_BYTE * nbytes:
         raise FormatError(
@@ -98,7 +98,7 @@ class Entry:
     def parse_format(cls, name: str, shape: Shape, planes: Mapping[str, Any]) -> Format:
         """Return the format of a listed tensor; raises FormatError."""
         fmt = parse_format(name)
-        return _counted(fmt, planes) if isinstance(fmt, Bsr) else fmt
+        return _counted(fmt, planes) if fmt.is_sparse else fmt
 
     @property
     def ends(self) -> dict[str, int]:
@@ -176,8 +176,11 @@ class Entry:
         return entry
 
 
-def _counted(fmt: Bsr, planes: Mapping[str, Any]) -> Bsr:
+def _counted(fmt: Format, planes: Mapping[str, Any]) -> Format:
     """Return the format with its number of blocks, known only from a plane's shape."""
+    from clocher_kernels.formats.bsr import Bsr
+
+    assert isinstance(fmt, Bsr)
     described = planes.get("col_idx")
     shape = described.get("shape") if isinstance(described, dict) else None
     if not isinstance(shape, list) or len(shape) != 1 or type(shape[0]) is not int:

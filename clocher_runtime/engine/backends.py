@@ -161,8 +161,7 @@ def make_executor(
 
 
 def _hints(config: EngineConfig, copied: frozenset[str]) -> Any:
-    from cpu_fallback.team.hints import Hints
-    from cpu_fallback.team.placement import Placement
+    from cpu_fallback.team.placement import Hints, Placement
 
     cpus, ahead = pinned_cpus(config), config.prefetch_distance
     return Hints(
@@ -186,13 +185,13 @@ def fetch_ahead(nbytes: int) -> None:
 
 def suffix_automaton() -> Any:
     """Return the suffix-automaton class that drafts from the sequence itself."""
-    from cpu_fallback.drafts.automaton import SuffixAutomaton
+    from cpu_fallback.ops.automaton import SuffixAutomaton
 
     return SuffixAutomaton
 
 
 def stager() -> Any:
     """Return the class that writes the inputs of a step."""
-    from cpu_fallback.drafts.staging import Stager
+    from cpu_fallback.ops.staging import Stager
 
     return Stager

@@ -4,10 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clocher_kernels.formats.base import Format
-from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.sampling import words_for
-from clocher_kernels.ops.selection import WORD
 from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
 from clocher_runtime.models.spec import (
@@ -255,6 +253,8 @@ class Builder:
         scale: float,
         selection: Selection,
     ) -> str:
+        from clocher_kernels.ops.selection import WORD
+
         heads, dim = self.spec.num_kv_heads, self.spec.head_dim
         self._buffer("listed", (self.tokens, heads, -(-self.sizes.blocks // WORD)), "u64", "M")
         self._buffer(COUNTS, (self.tokens, heads, 2), "i64", "M", "state")
@@ -348,7 +348,7 @@ class Builder:
             source = f"{x}.normed"
             self.buffers[source] = self.buffers[x]
             self._norm(x, f"{stem}.rms_norm.weight", source, self.spec.input_norm_eps)
-        op = "bsr_linear" if isinstance(fmt, Bsr) else "linear"
+        op = "bsr_linear" if fmt.is_sparse else "linear"
         self._call(op, {"x": source, "w": weight, **tail}, **attrs)
 
     def _norm(

@@ -138,7 +138,8 @@ def convert(
 
 
 def _check(report: Report, model_dir: Path, source: Path | None) -> ExitCode:
-    from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+    from clocher_runtime.checkpoints.iebin import read_index
     from clocher_runtime.convert.certificate import check_certificate
 
     with report.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
@@ -271,7 +272,8 @@ def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:
 
 def run_conversion(report: Report, conversion: "Conversion", verify: bool) -> None:
     """Write a planned conversion, and report it."""
-    from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+    from clocher_runtime.checkpoints.iebin import open_iebin
     from clocher_runtime.convert.certificate import write_certificate
 
     out_dir = conversion.out_dir

@@ -62,8 +62,8 @@ def dedup(
 
     One tensor at a time is in memory. Everything is decoded again and compared before it counts.
     """
+    from clocher_runtime.checkpoints.checkpoint import BIN_NAME
     from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
-    from clocher_runtime.checkpoints.iebin import BIN_NAME
 
     if (back or check) and (remove_bin or keep_anyway or back == check):
         raise UsageError("--restore and --check stand alone, or with --verify")
@@ -89,7 +89,8 @@ main = dedup.run
 
 
 def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
-    from clocher_runtime.checkpoints.iebin import JSON_NAME, read_index
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+    from clocher_runtime.checkpoints.iebin import read_index
     from clocher_runtime.convert.dedup_writer import plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
@@ -108,8 +109,9 @@ def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
 
 
 def _restore(report: Report, model_dir: Path) -> None:
+    from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
     from clocher_runtime.checkpoints.dedup.reader import has_dedup
-    from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, read_index
+    from clocher_runtime.checkpoints.iebin import read_index
     from clocher_runtime.convert.dedup_writer import restore
 
     if not has_dedup(model_dir):

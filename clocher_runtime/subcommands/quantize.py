@@ -301,8 +301,8 @@ ptq_from_source = manifest_script(
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.gguf.checkpoint import find_gguf
-    from clocher_runtime.checkpoints.iebin import JSON_NAME
     from clocher_runtime.convert.to_iebin import refuse_hf_folder
 
     model, out = source.resolve(), out_dir.resolve()

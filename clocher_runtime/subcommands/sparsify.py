@@ -77,7 +77,8 @@ def sparsify(
     """
     from rich.console import Console
 
-    from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+    from clocher_runtime.checkpoints.iebin import open_iebin
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse
 

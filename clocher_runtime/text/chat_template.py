@@ -7,8 +7,9 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.engine.arguments import listed
+from clocher_runtime.text import Refused
 from clocher_runtime.text.answers import AnswerStyle
-from clocher_runtime.text.text_process import PROCESS, Refused
+from clocher_runtime.text.text_process import PROCESS
 
 MAX_TEMPLATE_BYTES = 64 << 10
 MAX_SECONDS = 1.0

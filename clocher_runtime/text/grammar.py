@@ -18,7 +18,8 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import Constraint, listed, one_of
-from clocher_runtime.text.text_process import Refused, TextProcess
+from clocher_runtime.text import Refused
+from clocher_runtime.text.text_process import TextProcess
 from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect, loading_limits
 
 if TYPE_CHECKING:

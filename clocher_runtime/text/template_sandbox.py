@@ -13,7 +13,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from clocher_runtime.text.text_process import Refused
+from clocher_runtime.text import Refused
 
 MAX_OUTPUT_CHARS = 16 << 20
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from select import POLLIN, poll
 from typing import Any
 
-from clocher_kernels.errors import ClocherError
+from clocher_runtime.text import Refused
 
 HEADER_BYTES = 8
 MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 128 << 20, 256 << 20
@@ -21,14 +21,6 @@ MAX_IDLE_BYTES = 512 << 20
 BASE_PATIENCE, PATIENCE = 60.0, 20.0
 """Seconds to wait for a reply, and more per allowed CPU second; this catches deadlocks."""
 _MODULE = "clocher_runtime.text.text_process_main"
-
-
-class Refused(ClocherError):
-    """The work failed; `kind` is "refused", "forbidden", "unicode", "memory", "time" or "crash"."""
-
-    def __init__(self, kind: str, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class TextProcess:

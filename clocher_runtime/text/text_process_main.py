@@ -15,7 +15,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.text.text_process import HEADER_BYTES, Refused, from_bytes, to_bytes
+from clocher_runtime.text import Refused
+from clocher_runtime.text.text_process import HEADER_BYTES, from_bytes, to_bytes
 from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
-from clocher_runtime.text.text_process import Refused
+from clocher_runtime.text import Refused
 from clocher_runtime.text.tokenizer_library import (
     MAX_FILE_BYTES,
     LibraryTokenizer,

@@ -14,7 +14,7 @@ import tokenizers
 from clocher_kernels.errors import FormatError
 from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.models.split_patterns import KNOWN
-from clocher_runtime.text.text_process import PROCESS, Refused
+from clocher_runtime.text import Refused
 
 MAX_FILE_BYTES = 64 << 20
 MAX_VOCABULARY = 1 << 20
@@ -344,6 +344,8 @@ class TokenizerApart:
         return found
 
     def _ask(self, operation: str, size: int, **arguments: Any) -> Any:
+        from clocher_runtime.text.text_process import PROCESS
+
         return PROCESS.ask(
             operation,
             BASE_SECONDS + size / CHARS_PER_SECOND,

@@ -15,8 +15,8 @@ from typing import Any
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.late import VecT, cgutils, f32, i64, void
-from cpu_fallback.lanes.vector import (
+from cpu_fallback.lanes.jit import VecT, cgutils, f32, i64, void
+from cpu_fallback.lanes.simd import (
     BYTES,
     F32,
     FLOAT,

@@ -36,10 +36,9 @@ import numpy as np
 
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec, rows_of
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import Intrinsic, f32, i64, numba_type
+from cpu_fallback.lanes.jit import Intrinsic, Kernel, device, f32, i64, numba_type
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.vector import FLOAT, INT64, number
+from cpu_fallback.lanes.simd import FLOAT, INT64, number
 
 Value = int | float | Kernel | tuple[Any, ...]
 

@@ -1,8 +1,11 @@
-"""Operations on 16 lanes of fp32 or int32, for Numba kernels.
+"""Vectors for Numba, how an intrinsic is made, and operations on 16 lanes of fp32 or int32.
+
+Numba has no vector types: `jit` gives it one whose data model is an LLVM vector. `op` makes an
+intrinsic of a function that emits LLVM.
 
 Kernels call these like functions, and each compiles to one instruction or a few. `memory` has the
-loads and stores, scalar and vector; `narrow` the small floats; `maths` what takes a polynomial;
-`sync` the atomics. `language` has all of them but the last.
+loads and stores, scalar and vector; `language` the small floats and what takes a polynomial;
+`tape` the atomics. `language` has all of them but the last.
 
 Conventions:
     F32, I32, MASK  16 lanes of fp32, int32, bool. Every ISA sees the same 16 lanes, so the order
@@ -15,29 +18,111 @@ Conventions:
         int64: int64 with uint64 gives fp64.
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
 
-from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.late import cgutils, f32, i64
-from cpu_fallback.lanes.vector import (
-    F32,
-    FLOAT,
-    I32,
-    INT32,
-    INT64,
-    LANES,
-    MASK,
-    call,
-    constant,
-    op,
-    pick,
-    shuffle,
-    spread,
-)
+from cpu_fallback.lanes.jit import Intrinsic, Kind, VecT, cgutils, f32, i64, numba_type, void
+
+LANES = 16
+INT1, INT8, INT16, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+FLOAT, DOUBLE, VOID = ir.FloatType(), ir.DoubleType(), ir.VoidType()
+
+F32, I32, MASK = VecT(FLOAT, LANES), VecT(INT32, LANES), VecT(INT1, LANES)
+BYTES = VecT(INT8, 64)  # 64 bytes, signed or unsigned as the operation says
+SHORTS = ir.VectorType(INT16, 32)  # The LLVM type of 64 bytes as int16
+
+
+def op(result: Kind, *params: Kind) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator: function (builder, *values) -> value that emits LLVM -> intrinsic.
+
+    Arguments are cast to the types of the parameters.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        def typing(context: Any, *args: Any) -> Any:
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                made = emit(builder, *values)
+                return context.get_dummy_value() if result is void else made
+
+            return numba_type(result)(*map(numba_type, params)), generate
+
+        return intrinsic(typing, emit.__name__, [f"p{i}" for i in range(len(params))])
+
+    return decorate
+
+
+def intrinsic(typing: Callable[..., Any], name: str, params: Sequence[str]) -> Intrinsic:
+    """Return the intrinsic of a typing function (context, *params)."""
+    # Numba looks at the parameters of the typing function.
+    names = [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("context", *params)]
+    typing.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
+    typing.__name__ = name
+    return Intrinsic(typing)
+
+
+def call(b: Any, name: str, result: ir.Type, *values: Any) -> Any:
+    """Emit a call of an LLVM intrinsic or of a C function."""
+    function = ir.FunctionType(result, [value.type for value in values])
+    return b.call(cgutils.get_or_insert_function(b.module, function, name), values)
+
+
+def call_at(b: Any, address: Any, result: ir.Type, *values: Any) -> Any:
+    """Emit a call of the function at an address."""
+    function = ir.FunctionType(result, [value.type for value in values])
+    return b.call(b.inttoptr(address, function.as_pointer()), values)
+
+
+def caller(params: int) -> Any:
+    """Return the intrinsic (address, *int64) that calls a kernel of so many parameters."""
+
+    def call_kernel(b: Any, address: Any, *values: Any) -> None:
+        call_at(b, address, VOID, *values)
+
+    return op(void, *[i64] * (params + 1))(call_kernel)
+
+
+def number(value: int) -> ir.Constant:
+    """Return a constant int64."""
+    return ir.Constant(INT64, value)
+
+
+def emit_at(b: Any, base: Any, index: Any, size: Any) -> Any:
+    """Emit base + index * size."""
+    return b.add(base, b.mul(index, number(size) if isinstance(size, int) else size))
+
+
+def behind(b: Any, base: Any, nbytes: int) -> Any:
+    """Emit base + nbytes."""
+    return b.add(base, number(nbytes))
+
+
+def constant(kind: VecT | ir.VectorType, values: Any) -> ir.Constant:
+    """Return a constant vector of these values, or of one value everywhere."""
+    vector = kind.llvm if isinstance(kind, VecT) else kind
+    many = isinstance(values, (list, tuple, range))
+    return ir.Constant(vector, list(values) if many else [values] * vector.count)
+
+
+def spread(b: Any, kind: VecT | ir.VectorType, scalar: Any) -> Any:
+    """Emit a vector with a scalar in every lane."""
+    vector = kind.llvm if isinstance(kind, VecT) else kind
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = b.insert_element(undefined, scalar, ir.Constant(INT32, 0))
+    return b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(INT32, vector.count), None))
+
+
+def shuffle(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
+    """Emit a shuffle: lanes of two vectors, those of the second one behind those of the first."""
+    return b.shuffle_vector(x, y, constant(ir.VectorType(INT32, len(lanes)), list(lanes)))
+
+
+def pick(b: Any, vector: Any, lanes: Sequence[int]) -> Any:
+    """Emit a shuffle: the lanes of one vector, in another order or number."""
+    return shuffle(b, vector, ir.Constant(vector.type, ir.Undefined), lanes)
 
 
 def halve(b: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
@@ -140,6 +225,39 @@ def first(b, count):
     return b.icmp_signed("<", constant(wide, range(LANES)), pick(b, one, [0] * LANES))
 
 
+def quarter(b: Any, vector: Any, q: int) -> Any:
+    """Emit one of the four registers of a vector."""
+    count = vector.type.count // 4
+    return pick(b, vector, list(range(q * count, (q + 1) * count)))
+
+
+def join(b: Any, parts: Sequence[Any]) -> Any:
+    """Emit the vector of some registers, a power of two of them."""
+    while len(parts) > 1:
+        count = parts[0].type.count
+        lanes = ir.Constant(ir.VectorType(INT32, 2 * count), list(range(2 * count)))
+        pairs = zip(parts[::2], parts[1::2], strict=True)
+        parts = [b.shuffle_vector(low, high, lanes) for low, high in pairs]
+    return parts[0]
+
+
+def each_quarter(b: Any, emit: Callable[..., Any], *vectors: Any) -> Any:
+    """Emit something for each register of some vectors, joined."""
+    return join(b, [emit(*(quarter(b, v, q) for v in vectors)) for q in range(4)])
+
+
+def _neon_lookup(b: Any, table: Any, index: Any) -> Any:
+    """Emit table[index] of 16 lanes: the four bytes of each entry, from four registers."""
+    spread = b.mul(index, constant(I32, 0x04040404))
+    places = b.bitcast(b.add(spread, constant(I32, 0x03020100)), BYTES.llvm)
+    entries = [quarter(b, b.bitcast(table, BYTES.llvm), q) for q in range(4)]
+    name = "llvm.aarch64.neon.tbl4.v16i8"
+    found = each_quarter(
+        b, lambda part: call(b, name, ir.VectorType(INT8, 16), *entries, part), places
+    )
+    return b.bitcast(found, F32.llvm)
+
+
 def emit_lookup(b: Any, table: Any, index: Any) -> Any:
     """Emit table[index] lane by lane; the index must be 0 .. 15."""
     if CURRENT.avx512:
@@ -155,7 +273,7 @@ def emit_lookup(b: Any, table: Any, index: Any) -> Any:
             halves.append(b.select(b.icmp_signed(">", part, constant(part.type, 7)), high, low))
         return shuffle(b, *halves, range(LANES))
     if CURRENT.neon:
-        return neon.look_up_f32(b, table, index)
+        return _neon_lookup(b, table, index)
     slot = cgutils.alloca_once(b, F32.llvm)
     b.store(table, slot)
     entries = b.bitcast(slot, FLOAT.as_pointer())

@@ -28,7 +28,7 @@ from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.vector import LANES
+from cpu_fallback.lanes.simd import LANES
 from cpu_fallback.ops.attention_block import LONGEST, TURNED_ROWS, block, score_columns
 from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
 from cpu_fallback.ops.attention_rows import (

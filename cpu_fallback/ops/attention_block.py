@@ -20,12 +20,21 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import i64, void
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_store
-from cpu_fallback.lanes.neon import join
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, FLOAT, INT32, LANES, constant, number, op, pick, spread
+from cpu_fallback.lanes.simd import (
+    F32,
+    FLOAT,
+    INT32,
+    LANES,
+    constant,
+    emit_fma,
+    join,
+    number,
+    op,
+    pick,
+    spread,
+)
 from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, padded, sight_at, weigh
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, mix, score
 from cpu_fallback.ops.bind import within

@@ -21,9 +21,8 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.vector import BYTES, F32, FLOAT, I32, INT8, INT32, INT64, LANES, SHORTS
+from cpu_fallback.lanes.jit import cgutils, device, i64, void
+from cpu_fallback.lanes.simd import BYTES, F32, FLOAT, I32, INT8, INT32, INT64, LANES, SHORTS
 from cpu_fallback.ops import attention_tiles as tiles
 from cpu_fallback.ops.attention_tiles import BLOCK, QUERY_STEP, SCORES, STEP, Cells, emit_sums
 from cpu_fallback.tiles.multiply import dot, pair_dots

@@ -20,9 +20,8 @@ from typing import Any
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.vector import F32, FLOAT, I32, INT64, LANES, behind, emit_at, number, spread
+from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
+from cpu_fallback.lanes.simd import F32, FLOAT, I32, INT64, LANES, behind, emit_at, number, spread
 
 constant, pick = v.constant, v.pick
 

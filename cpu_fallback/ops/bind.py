@@ -15,7 +15,7 @@ selects something goes through `within`, or what it selects is not written (`ops
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import COUNT, contract_fields, words
 from cpu_fallback.lanes.record import Value as Field
-from cpu_fallback.team.hints import Asked
+from cpu_fallback.team.placement import Asked
 from cpu_fallback.team.tape import Launch
 
 _COUNT = {"M": -1, "R": -2}
@@ -168,3 +168,6 @@ class BoundCall:
                     f"{where} has shape {list(value.shape)}, [{param.dims}], but {letter} is "
                     f"{self._dims[letter]} elsewhere in the call"
                 )
+
+
+Lower = Callable[[BoundCall], Sequence[Launch]]

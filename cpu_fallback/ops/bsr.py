@@ -13,13 +13,12 @@ import numpy as np
 from llvmlite import ir
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Bsr
+from clocher_kernels.formats.bsr import Bsr
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import cgutils, i64, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.vector import LANES
+from cpu_fallback.lanes.simd import LANES
 from cpu_fallback.ops.attention_tiles import emit_totals
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.epilogue import activation_of, finish

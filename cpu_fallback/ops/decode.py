@@ -11,12 +11,11 @@ import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.ggml import GGML_KINDS
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import i64
-from cpu_fallback.lanes.narrow import WIDEN, loads_of
-from cpu_fallback.ops.decode_ggml import GGML_DECODERS, blocks_of
+from cpu_fallback.lanes.jit import Kernel, device, i64
+from cpu_fallback.lanes.language import WIDEN, loads_of
 from cpu_fallback.ops.product import PITCH, Weight, weight_at
 
 _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
@@ -140,10 +139,9 @@ DECODERS = {
         "int4": _int4,
         "mxfp4": _mxfp4,
         "ternary": _ternary,
-        **GGML_DECODERS,
     }.items()
 }
-"""Stored kind of code -> decoder."""
+"""Stored kind of code -> decoder. Those of ggml's types are made when a weight needs one."""
 
 
 def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
@@ -156,12 +154,14 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
     *_, n, k = tensor.shape
     match fmt:
         case Float(name=kind):
-            return plain(kind, planes["data"], n, k)
+            return plain(DECODERS[kind], planes["data"], n, k)
         case Ternary():
-            return plain("ternary", planes["codes"], n, k, fmt.multiplier(planes))
+            return plain(DECODERS["ternary"], planes["codes"], n, k, fmt.multiplier(planes))
         case Ggml(kind=kind):
-            blocks = blocks_of(tensor)
-            return plain(kind, blocks, n, k)._replace(stride=blocks.shape[-1])
+            from cpu_fallback.ops.decode_ggml import blocks_of, decoder_of
+
+            blocks, decoder = blocks_of(tensor), decoder_of(kind)
+            return plain(decoder, blocks, n, k)._replace(stride=blocks.shape[-1])
         case Int8(group=scope, scale_dtype=scale):
             kind, codes = "int8", planes["codes"]
         case Int4(group=scope, scale_dtype=scale):
@@ -173,7 +173,7 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
         case _:
             raise UnsupportedOp(
                 f"{op_name}: no CPU kernel reads the format {fmt.name}; there are decoders for "
-                f"{', '.join(DECODERS)}"
+                f"{', '.join((*DECODERS, *GGML_KINDS))}"
             )
     group, tall = {"tensor": (k, n), "row": (k, 1), "g128": (128, 1), "b128": (128, 128)}.get(
         scope, (scope, 1)
@@ -198,14 +198,14 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
     )
 
 
-def plain(kind: str, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0) -> Weight:
+def plain(decoder: Kernel, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0) -> Weight:
     """Return the record of a weight without a plane of scales: codes [n, k] times a multiplier.
 
-    `kind` is the name of its decoder; f32 ignores the multiplier.
+    f32 ignores the multiplier.
     """
     return Weight(
-        decoder=DECODERS[kind],
-        pitch=4 * k if kind == "f32" else PITCH,
+        decoder=decoder,
+        pitch=4 * k if decoder is DECODERS["f32"] else PITCH,
         n=n,
         k=k,
         codes=_address(codes),

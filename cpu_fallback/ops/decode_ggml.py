@@ -5,7 +5,7 @@ are of a grid are decoded from `recoded` blocks.
 """
 
 import weakref
-from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, Numbers, places
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.vector import F32, I32, INT8, INT16, INT32, LANES
+from cpu_fallback.lanes.jit import Kernel, i64, void
+from cpu_fallback.lanes.simd import F32, I32, INT8, INT16, INT32, LANES
 from cpu_fallback.ops.product import PITCH, weight_at
 
 _copies: dict[int, np.ndarray] = {}
@@ -99,8 +99,9 @@ class _Columns:
         return b.sitofp(b.sub(total, v.constant(I32, self.about.bias)), F32.llvm)
 
 
-def _decoder(kind: str) -> Callable[..., int]:
-    """Return a decoder by halves of blocks of 256 columns, or by blocks of 32."""
+@cache
+def decoder_of(kind: str) -> Kernel:
+    """Return the decoder of a type, by halves of blocks of 256 columns, or by blocks of 32."""
     about = PLANES[kind]
     block, nbytes = about.block, about.fields.itemsize
     width = min(block, 128)
@@ -126,8 +127,4 @@ def _decoder(kind: str) -> Callable[..., int]:
                     second(at, out + 4 * k)
         return panel
 
-    return decoder
-
-
-GGML_DECODERS = {kind: _decoder(kind) for kind in PLANES}
-"""Type -> decoder."""
+    return Kernel(decoder, i64, f"decode.{kind}")

@@ -12,9 +12,8 @@ from llvmlite import ir
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.elementwise import check_activation
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import f32, i64, void
-from cpu_fallback.lanes.vector import INT32, INT64, VOID, op
+from cpu_fallback.lanes.jit import Kernel, device, f32, i64, void
+from cpu_fallback.lanes.simd import INT32, INT64, VOID, op
 from cpu_fallback.ops.bind import BoundCall
 
 _ROOT_HALF = np.float32(0.5**0.5)

@@ -22,9 +22,9 @@ from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.narrow import WIDEN, loads_of
+from cpu_fallback.lanes.language import WIDEN, loads_of
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.vector import caller
+from cpu_fallback.lanes.simd import caller
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.quantize import largest_of
 from cpu_fallback.team.tape import Launch

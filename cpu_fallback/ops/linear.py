@@ -25,8 +25,7 @@ from cpu_fallback.ops.product import (
 )
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.ops.stream import FEW, Stored, stored
-from cpu_fallback.team.sync import EPOCH
-from cpu_fallback.team.tape import Launch
+from cpu_fallback.team.tape import EPOCH, Launch
 from cpu_fallback.tiles import panels
 from cpu_fallback.tiles.layout import BlockLayout, Layout
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width

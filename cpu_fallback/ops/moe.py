@@ -4,9 +4,11 @@ Work is split over output rows, so there are no atomics and every thread walks t
 in the same order. `moe_tiles` has the kernels for int8 activations.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
@@ -26,6 +28,173 @@ from cpu_fallback.ops.moe_tiles import (
 from cpu_fallback.ops.product import ROWS, SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
 from cpu_fallback.team.tape import Launch
+
+_SCORES = ("chosen", "softmax", "sigmoid")
+_CHOSEN, _SOFTMAX, _SIGMOID = range(3)
+_INFINITY, _NAN = np.float32(np.inf), np.float32(np.nan)
+_LEAST = np.float32(1e-20)
+
+
+class Choice(NamedTuple):
+    """How scores are made, and whether weights are divided by their sum."""
+
+    score_kind: int
+    normal: int
+
+
+@executes("route", Choice)
+def route(a, rank, size, scratch):
+    """Choose experts for each token, and weigh them; each thread has a range of tokens.
+
+    A NaN is not chosen; if too few others are left, expert 0 is chosen again. All weights are NaN
+    then.
+    """
+    wide = (a.E + 15) & -16
+    scores, ranks = scratch, scratch + 4 * wide
+    first, last = share(a.M, rank, size)
+    for t in range(first, last):
+        _score(a.logits + 4 * t * a.E, a.E, a.score_kind, scores)
+        odd = _rank(a, a.logits + 4 * t * a.E, scores, ranks)
+        if a.groups:
+            _close_groups(a, ranks, ranks + 4 * wide, ranks + 8 * wide)
+        _choose(a, t, scores, ranks, a.factor + odd)
+
+
+@device
+def _score(logits, experts, kind, scores):
+    """Write the scores of all experts, and up to a whole vector those of a logit -inf."""
+    whole, wide = experts & -16, (experts + 15) & -16
+    if whole < wide:
+        v.store_f32(scores + 4 * whole, v.splat(-_INFINITY))
+    for i in range(0, wide, 16):
+        n = min(16, experts - i)
+        v.store_f32_n(scores + 4 * i, v.load_f32_n(logits + 4 * i, n), n)
+    if kind == _SOFTMAX:
+        _softmax(scores, wide)
+    if kind == _SIGMOID:
+        one = v.splat(np.float32(1))
+        for i in range(0, wide, 16):
+            score = v.div(one, v.add(one, v.exp(v.neg(v.load_f32(scores + 4 * i)))))
+            v.store_f32(scores + 4 * i, score)
+
+
+@device
+def _softmax(x, count):
+    top, total = v.splat(-_INFINITY), v.zero()
+    for i in range(0, count, 16):
+        top = v.maximum(v.load_f32(x + 4 * i), top)
+    top = v.splat(v.hmax(top))
+    for i in range(0, count, 16):
+        value = v.exp(v.sub(v.load_f32(x + 4 * i), top))
+        total = v.add(total, value)
+        v.store_f32(x + 4 * i, value)
+    total = v.splat(v.hsum(total))
+    for i in range(0, count, 16):
+        v.store_f32(x + 4 * i, v.div(v.load_f32(x + 4 * i), total))
+
+
+@device
+def _rank(a, logits, scores, ranks):
+    """Write what experts are chosen by, NaN beyond the last; return 0, NaN if something is odd."""
+    odd, nan = v.zero(), v.splat(_NAN)
+    for i in range(0, a.E, 16):
+        n = min(16, a.E - i)
+        rank = v.load_f32(scores + 4 * i)
+        if a.bias:
+            rank = v.add(rank, v.load_f32_n(a.bias + 4 * i, n))
+        odd = v.select(v.eq(rank, rank), odd, nan)
+        odd = v.select(v.lt(v.load_f32_n(logits + 4 * i, n), v.splat(_INFINITY)), odd, nan)
+        v.store_f32(ranks + 4 * i, nan)
+        v.store_f32_n(ranks + 4 * i, rank, n)
+    return v.hsum(odd)
+
+
+@device
+def _close_groups(a, ranks, some, best):
+    """Set the ranks of all groups but the best ones to minus infinity."""
+    size = a.E // a.groups
+    v.store_f32(best + 4 * (a.groups & -16), v.splat(_NAN))
+    for g in range(a.groups):
+        of_group = ranks + 4 * g * size
+        for i in range(0, size, 16):
+            n = min(16, size - i)
+            v.store_f32(some + 4 * i, v.splat(_NAN))
+            v.store_f32_n(some + 4 * i, v.load_f32_n(of_group + 4 * i, n), n)
+        total = np.float32(0)
+        for _ in range(a.group_best):
+            total += v.read_f32(of_group + 4 * _take(some, size))
+        if total != total:  # infinities of both signs
+            total = -_INFINITY
+        v.write_f32(best + 4 * g, total)
+    for _ in range(a.group_top):
+        _take(best, a.groups)
+    for g in range(a.groups):
+        left = v.read_f32(best + 4 * g)
+        if left == left:
+            for i in range(g * size, (g + 1) * size):
+                v.write_f32(ranks + 4 * i, -_INFINITY)
+
+
+@device
+def _take(x, count):
+    """Return where the first of the largest values is, and make it NaN; 0 if all are NaN."""
+    top = v.splat(-_INFINITY)
+    for i in range(0, count, 16):
+        top = v.maximum(v.load_f32(x + 4 * i), top)
+    top = v.splat(v.hmax(top))
+    for i in range(0, count, 16):
+        found = v.mask_bits(v.eq(v.load_f32(x + 4 * i), top))
+        if found:
+            index = i + v.lowest_bit(found)
+            v.write_f32(x + 4 * index, _NAN)
+            return index
+    return 0
+
+
+@device
+def _choose(a, t, scores, ranks, factor):
+    """Write the ids of a token's experts and their weights, times a factor."""
+    ids, weights = a.ids + 4 * t * a.A, a.weights + 4 * t * a.A
+    top, total = -_INFINITY, np.float32(0)
+    for i in range(a.A):
+        index = _take(ranks, a.E)
+        score = v.read_f32(scores + 4 * index)
+        top = max(top, score)
+        v.write_i32(ids + 4 * i, index)
+        v.write_f32(weights + 4 * i, score)
+    for i in range(a.A):
+        weight = v.read_f32(weights + 4 * i)
+        if a.score_kind == _CHOSEN:
+            weight = v.lane(v.exp(v.sub(v.splat(weight), v.splat(top))), 0)
+            v.write_f32(weights + 4 * i, weight)
+        total += weight
+    if a.normal:
+        total += _LEAST
+    else:
+        total = np.float32(1)
+    for i in range(a.A):
+        v.write_f32(weights + 4 * i, v.read_f32(weights + 4 * i) / total * factor)
+
+
+def _route(call: BoundCall) -> list[Launch]:
+    score, experts = str(call.attr("score")), call.dim("E")
+    if score not in _SCORES:
+        raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
+    if call.dim("A") > experts:
+        raise ShapeError(f"route: {call.dim('A')} experts of {experts} are to be chosen")
+    groups, top, best = (int(call.attr(n)) for n in ("groups", "group_top", "group_best"))
+    if groups and not (
+        groups > 0 and experts % groups == 0 and 0 < top <= groups and 0 < best <= experts // groups
+    ):
+        raise ShapeError(
+            f"route: the {best} best of each of {groups} groups of {experts} experts, and {top} "
+            "groups are to be chosen; expected groups of one size, and no more than there are"
+        )
+    kind = _SCORES.index(score)
+    normal = kind == _CHOSEN or bool(call.attr("normalise"))
+    # Scores, ranks, those of a group, and one of each group: each up to a whole vector more.
+    scratch = 4 * (4 * ((experts + 15) & -16) + 16)
+    return [call.launch(route, Choice(kind, int(normal)), scratch)]
 
 
 @executes("moe_gate_up", Stored)
@@ -167,4 +336,4 @@ def _moe_down(call: BoundCall) -> list[Launch]:
     return [call.launch(moe_down, stored(call), SCRATCH + order + 4 * pairs * ROWS)]
 
 
-LOWER = {"moe_gate_up": _moe_gate_up, "moe_down": _moe_down}
+LOWER = {"route": _route, "moe_gate_up": _moe_gate_up, "moe_down": _moe_down}

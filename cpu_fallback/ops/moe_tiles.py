@@ -11,7 +11,7 @@ import numpy as np
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.vector import F32, op, pick
+from cpu_fallback.lanes.simd import F32, op, pick
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
 from cpu_fallback.ops.linear import PANELS, SHARES, TILE_SUMS, Tiled, is_filled, tiled

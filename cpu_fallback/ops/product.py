@@ -22,12 +22,10 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import cgutils, i64, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.simd import emit_fma
-from cpu_fallback.lanes.vector import F32, INT32, INT64, LANES, caller, number, op
+from cpu_fallback.lanes.simd import F32, INT32, INT64, LANES, caller, emit_fma, number, op
 
 ROWS = 8
 COLUMNS = 512

@@ -8,25 +8,28 @@ tokens do.
 A thread lists the live columns of all blocks once for a product. Random rows are nothing that a
 core's own prefetcher foresees, so with every four rows that are multiplied, four rows of the list
 are asked for, one line of each, a group of columns further on.
+
+And `drop_small`, which makes such zeros.
 """
 
 from functools import cache
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops.skip import skips_columns
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import cgutils, i64, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.epilogue import expect, write_rows
 from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.byte_dots import bits
-from cpu_fallback.tiles.neurons import interleaved, plus
-from cpu_fallback.tiles.row_pack import CHUNK, LINE, rows_of
+from cpu_fallback.tiles.layout import LINE
+from cpu_fallback.tiles.neurons import CHUNK, interleaved, plus, rows_of
 
 _GROUP = 128
 _QUAD = 4
@@ -48,7 +51,7 @@ _OWN = {
     "lead": "entries of the list that are asked for ahead of use",
     "longest": "entries there are room for",
 }
-Skipped = NamedTuple(  # a weight in tiles, and by input channel (`tiles.row_pack`)
+Skipped = NamedTuple(  # a weight in tiles, and by input channel (`tiles.neurons`)
     "Skipped", [*Tiled.__annotations__.items(), *((name, int) for name in _OWN)]
 )
 _SHIFTED = 4 if CURRENT.vnni else 0
@@ -278,3 +281,80 @@ def by_column(call: BoundCall) -> list[Launch]:
     few = _STATE + 64 + 4 * rows.chunks * CHUNK + _BLOCK * rows.blocks + _ENTRY * longest + 64
     shares = SHARES if tiles.data.nbytes >= 1 << 17 else 1
     return [call.launch(skip_columns, own, max(few, panels_room(dense)), shares)]
+
+
+@device
+def _below(x, k, limit):
+    """Return how many magnitudes have bits below a limit."""
+    found, bound, one = v.izero(), v.isplat(limit), v.isplat(1)
+    for i in range(0, k, 16):
+        n = min(16, k - i)
+        bits = v.bits_i32(v.absolute(v.load_f32_n(x + 4 * i, n)))
+        found = v.iadd(found, v.iselect(v.ilt(bits, bound), one, v.izero()))
+    return v.ihsum(found) - (-(-k // 16) * 16 - k) * (limit > 0)
+
+
+@device
+def _kept(x, k, most, least):
+    """Return how many channels of a token are kept."""
+    total, squares = v.zero(), v.zero()
+    for i in range(0, k, 16):
+        size = v.absolute(v.load_f32_n(x + 4 * i, min(16, k - i)))
+        total, squares = v.add(total, size), v.add(squares, v.mul(size, size))
+    sum_of = v.hsum(total)
+    width = np.float32(k)
+    bottom = width * v.hsum(squares)
+    even = np.float32(1)
+    if bottom > np.float32(0):
+        even = sum_of * sum_of / bottom
+    if not even <= np.float32(1):
+        even = np.float32(1)
+    wanted = (least + (most - least) * even) * width
+    count = int(wanted)
+    if np.float32(count) < wanted:
+        count += 1
+    return max(1, min(count, k))
+
+
+@device
+def _limit(x, k, count):
+    limit = 0
+    for place in range(30, -1, -1):
+        higher = limit + (1 << place)
+        if k - _below(x, k, higher) >= count:
+            limit = higher
+    return limit
+
+
+class Drop(NamedTuple):
+    """Nothing besides the contract."""
+
+    given: int
+
+
+@executes("drop_small", Drop)
+def drop_small(a, rank, size, scratch):
+    """Copy a token but for what is small; each thread has a range of tokens."""
+    first, last = share(a.M, rank, size)
+    k = a.K
+    for t in range(first, last):
+        x, y = a.x + 4 * t * k, a.y + 4 * t * k
+        if a.given:
+            bound = v.splat(v.read_f32(a.threshold))
+            for i in range(0, k, 16):
+                n = min(16, k - i)
+                values = v.load_f32_n(x + 4 * i, n)
+                kept = v.select(v.lt(v.absolute(values), bound), v.zero(), values)
+                v.store_f32_n(y + 4 * i, kept, n)
+        else:
+            low = v.isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
+            for i in range(0, k, 16):
+                n = min(16, k - i)
+                values = v.load_f32_n(x + 4 * i, n)
+                small = v.ilt(v.bits_i32(v.absolute(values)), low)
+                v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
+
+
+def lower_drop_small(call: BoundCall) -> list[Launch]:
+    """Return the launch of a call of `drop_small`."""
+    return [call.launch(drop_small, Drop(int(call.has("threshold"))))]

@@ -13,10 +13,9 @@ from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.selection import WORD
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.late import i64, void
+from cpu_fallback.lanes.jit import device, i64, void
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.vector import F32, INT64, LANES, behind, constant, emit_at, number
+from cpu_fallback.lanes.simd import F32, INT64, LANES, behind, constant, emit_at, number
 from cpu_fallback.ops.attention_tiles import emit_sums, emit_totals
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.kv import kv_dtype, own_line, padded, page_of, read_lines

@@ -28,7 +28,7 @@ from cpu_fallback.ops.linear import (
     panels_room,
     tiled,
 )
-from cpu_fallback.ops.row_skip import by_column
+from cpu_fallback.ops.row_skip import by_column, lower_drop_small
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.layout import LINE
 from cpu_fallback.tiles.neurons import (
@@ -309,4 +309,8 @@ def _skip_linear(call: BoundCall) -> list[Launch]:
     return [replace(launch, shared=kept) for launch in both]
 
 
-LOWER = {"relu2_gate_up": _relu2_gate_up, "skip_linear": _skip_linear}
+LOWER = {
+    "relu2_gate_up": _relu2_gate_up,
+    "skip_linear": _skip_linear,
+    "drop_small": lower_drop_small,
+}

@@ -15,7 +15,7 @@ from clocher_kernels.errors import DeviceError
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.team.large_pages import HUGE, allocate
-from cpu_fallback.team.sync import fetch_add, load_acquire, now_ns, wait_a_little
+from cpu_fallback.team.tape import fetch_add, load_acquire, now_ns, wait_a_little
 
 _LINES = 512
 _LEAST_BYTES = 64 << 20

@@ -16,14 +16,12 @@ import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.vector import INT32, INT64, VOID, call_at, op
-from cpu_fallback.team import sync
-from cpu_fallback.team.sync import now_ns
-from cpu_fallback.team.tape import begin, walk
+from cpu_fallback.lanes.jit import Kernel, i64, void
+from cpu_fallback.lanes.simd import INT32, INT64, VOID, call_at, op
+from cpu_fallback.team import tape
+from cpu_fallback.team.tape import begin, now_ns, walk
 
-_PARALLEL, _RANK, _SIZE, _BODY = range(sync.STOP + 1, sync.STOP + 5)
+_PARALLEL, _RANK, _SIZE, _BODY = range(tape.STOP + 1, tape.STOP + 5)
 
 
 class OpenMP(NamedTuple):
@@ -69,7 +67,7 @@ def _lead(ctl, tokens, rows, size):
         walk(ctl, 0, 1)
     else:
         _open_region(v.read_i64(ctl + 8 * _PARALLEL), v.read_i64(ctl + 8 * _BODY), ctl, size)
-    v.write_i64(ctl + 8 * sync.STEP_NS, now_ns() - start)
+    v.write_i64(ctl + 8 * tape.STEP_NS, now_ns() - start)
 
 
 take_part = Kernel(_take_part)

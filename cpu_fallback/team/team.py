@@ -6,7 +6,7 @@ then short sleeps. Outside they are parked in a Python `Event` and cost nothing.
 
 The protocol is level-triggered and has no state that an interruption could leave half-way. A worker
 remembers the last step that it has seen, and a step cannot end without the workers that take part
-in it (`pace`), so a worker that wakes late, or twice, or never left, does the right thing.
+in it (`Pace`), so a worker that wakes late, or twice, or never left, does the right thing.
 `running` sets the stop word to 0 and all events; leaving it sets the stop word to 1. A worker looks
 for a step before it looks at the stop word.
 
@@ -29,10 +29,8 @@ from contextlib import contextmanager
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.team import openmp, sync, tape
-from cpu_fallback.team.hints import Hints
-from cpu_fallback.team.pace import Pace
-from cpu_fallback.team.placement import pin, unpin
+from cpu_fallback.team import tape
+from cpu_fallback.team.placement import Hints, Pace, pin, unpin
 
 _LINE = 64
 _MOST_THREADS = (1 << 16) - 1
@@ -62,7 +60,7 @@ class Work:
 
     def lay_before(self, control: np.ndarray) -> None:
         """Write into a control block that this is what the next step executes."""
-        control[sync.TAPES : sync.SCRATCH_BYTES + 1] = self._words
+        control[tape.TAPES : tape.SCRATCH_BYTES + 1] = self._words
 
 
 class Team:
@@ -72,7 +70,7 @@ class Team:
         threads: size of the team, the calling thread included.
         words: the tape, or one for each thread.
         scratch: bytes of scratch memory per thread.
-        hints: where the threads run, whether some sit out (`pace`), and whose threads take part.
+        hints: where the threads run, whether some sit out (`Pace`), and whose threads take part.
 
     Raises:
         DeviceError: the system does not start so many threads.
@@ -93,14 +91,16 @@ class Team:
         hints = hints or Hints()
         self._adaptive = hints.adaptive and threads > 1
         self._placement, runtime = hints.placement, hints.runtime
-        self._control = aligned(8 * (sync.LOST + sync.LINE * threads)).view(np.int64)
+        self._control = aligned(8 * (tape.LOST + tape.LINE * threads)).view(np.int64)
         self.work.lay_before(self._control)
-        self._control[sync.STOP] = 1
+        self._control[tape.STOP] = 1
         self._address = self._control.ctypes.data
         self._has_workers = runtime is None
+        lead = tape.lead
         if runtime:
+            from cpu_fallback.team.openmp import lead
+
             runtime.write(self._control)
-        lead = openmp.lead if runtime else tape.lead
         self._lead = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(lead.address)
         self._inside = 0
         self._led_by = 0
@@ -128,7 +128,7 @@ class Team:
         pace = work.pace
         self._lead(self._address, tokens, rows, pace.active)
         if self._adaptive:
-            pace.stepped((tokens, rows), int(self._control[sync.STEP_NS]), self._lost)
+            pace.stepped((tokens, rows), int(self._control[tape.STEP_NS]), self._lost)
 
     def execute(self, words: np.ndarray, tokens: int, rows: int, work: Work | None = None) -> None:
         """Execute a tape of some launches of `work` once. Only inside `running`."""
@@ -162,14 +162,14 @@ class Team:
                 self._start_workers()
                 self._led_by = threading.get_native_id()
                 self._before = pin(self._placement.cpu(0))
-            self._control[sync.STOP] = 0
+            self._control[tape.STOP] = 0
             for worker in self._workers:
                 worker.wake.set()
             yield
         finally:
             self._inside = max(0, self._inside - 1)
             if not self._inside:
-                self._control[sync.STOP] = 1
+                self._control[tape.STOP] = 1
                 unpin(self._before, self._led_by)
 
     def close(self) -> None:
@@ -199,15 +199,15 @@ class Team:
         self._inside = 0
         unpin(self._before, 0)
         self._before = frozenset()
-        self._control[sync.EPOCH :] = 0
-        self._control[sync.STOP] = 1
+        self._control[tape.EPOCH :] = 0
+        self._control[tape.STOP] = 1
         for work in (self.work, *self._others):
             for words in work.tapes:
                 tape.clear_counts(words)
 
     def _lost(self) -> int:
         """Return what the thread that lost most has lost at barriers since the last call, in ns."""
-        counts = self._control[sync.LOST :: sync.LINE]
+        counts = self._control[tape.LOST :: tape.LINE]
         most = int(counts.max())
         counts[...] = 0
         return most
@@ -251,7 +251,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _end(control: np.ndarray, workers: list[_Worker]) -> None:
-    control[sync.STOP] = 1
+    control[tape.STOP] = 1
     for worker in workers:
         worker.closing = True
         worker.wake.set()

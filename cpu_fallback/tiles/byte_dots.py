@@ -16,10 +16,9 @@ from llvmlite import ir
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.late import cgutils
-from cpu_fallback.lanes.neon import join
+from cpu_fallback.lanes.jit import cgutils
+from cpu_fallback.lanes.simd import join
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
 
@@ -256,7 +255,7 @@ def bits(b: Any, line: Any, shift: int, mask: int) -> Any:
     Without a shift of bytes the mask removes the neighbour's.
     """
     if CURRENT.neon:
-        return neon.bits(b, line, shift, mask)
+        return m.neon_bits(b, line, shift, mask)
     if shift:
         shorts = b.bitcast(line, ir.VectorType(v.INT16, line.type.count // 2))
         count = v.constant(shorts.type, abs(shift))
@@ -269,7 +268,7 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
     """Emit table[nibble] byte by byte."""
     table = list(table)
     if CURRENT.neon:
-        return neon.look_up(b, table, nibbles)
+        return m.neon_look_up(b, table, nibbles)
     if CURRENT.avx512:
         entries = ir.Constant(v.BYTES.llvm, table * 4)
         return v.call(b, "llvm.x86.avx512.pshuf.b.512", v.BYTES.llvm, entries, nibbles)

@@ -9,10 +9,19 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.neon import join
-from cpu_fallback.lanes.vector import I32, INT16, INT32, SHORTS, call, constant, pick
+from cpu_fallback.lanes.simd import (
+    I32,
+    INT8,
+    INT16,
+    INT32,
+    SHORTS,
+    call,
+    constant,
+    each_quarter,
+    join,
+    pick,
+)
 
 REGISTERS = 1 if CURRENT.avx512 else 2  # Of 64 bytes, with AVX2 and better
 
@@ -90,7 +99,7 @@ def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
     On NEON both are signed, and a product is an instruction.
     """
     if CURRENT.neon:
-        return neon.dot(b, total, weights, x)
+        return _neon_dot(b, total, weights, x)
     eight = constant(SHORTS, 8)
     w, x = b.bitcast(weights, SHORTS), b.bitcast(x, SHORTS)
     even = (b.and_(w, constant(SHORTS, 255)), b.ashr(b.shl(x, eight), eight))
@@ -106,7 +115,7 @@ def pair_dots(b: Any, left: Any, right: Any) -> Any:
         pairs = zip(registers(b, left), registers(b, right), strict=True)
         return join(b, [madd_shorts(b, *pair) for pair in pairs])
     if CURRENT.neon:
-        return neon.pair_dots(b, left, right)
+        return _neon_pair_dots(b, left, right)
     products = []
     for first in (0, 1):
         a, c = (b.sext(pick(b, x, range(first, 32, 2)), I32.llvm) for x in (left, right))
@@ -129,3 +138,59 @@ def keep_order(b: Any, rows: list[list[Any]]) -> None:
     kept = [found] if len(flat) == 1 else [b.extract_value(found, i) for i in range(len(flat))]
     for row in rows:
         row[:] = [kept.pop(0) for _ in row]
+
+
+SIXTEEN, EIGHT, FOUR = ir.VectorType(INT8, 16), ir.VectorType(INT16, 8), ir.VectorType(INT32, 4)
+"""A register of NEON as bytes, shorts and dwords."""
+
+
+def emit_sdot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 [4] plus four products of signed bytes each, of a register."""
+    return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", FOUR, total, weights, x)
+
+
+def emit_smmla(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 [2, 2] plus signed bytes [2, 8] times the transpose of signed bytes [2, 8]."""
+    return call(b, "llvm.aarch64.neon.smmla.v4i32.v16i8", FOUR, total, weights, x)
+
+
+def emit_table(b: Any, entries: Sequence[int], indices: Any) -> Any:
+    """Emit entries[index] of a register of bytes; zero for an index above 15."""
+    table = ir.Constant(SIXTEEN, list(entries))
+    return call(b, "llvm.aarch64.neon.tbl1.v16i8", SIXTEEN, table, indices)
+
+
+def _neon_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 [16] plus four products of signed bytes each."""
+    return each_quarter(b, lambda *parts: emit_sdot(b, *parts), total, weights, x)
+
+
+def neon_look_up(b: Any, entries: Sequence[int], indices: Any) -> Any:
+    """Emit entries[index] of 64 bytes, or of a register."""
+    if indices.type == SIXTEEN:
+        return emit_table(b, entries, indices)
+    return each_quarter(b, lambda part: emit_table(b, entries, part), indices)
+
+
+def _neon_pair_dots(b: Any, left: Any, right: Any) -> Any:
+    """Emit products of int16 [32], added in pairs to int32 [16]."""
+
+    def products(x: Any, y: Any) -> Any:
+        halves = []
+        for start in (0, 4):
+            parts = [pick(b, v, list(range(start, start + 4))) for v in (x, y)]
+            halves.append(call(b, "llvm.aarch64.neon.smull.v4i32", FOUR, *parts))
+        return call(b, "llvm.aarch64.neon.addp.v4i32", FOUR, *halves)
+
+    return each_quarter(b, products, left, right)
+
+
+def neon_bits(b: Any, vector: Any, shift: int, mask: int) -> Any:
+    """Emit bits of each byte, shifted to the right, or to the left if `shift` is negative."""
+    count = ir.Constant(vector.type, [abs(shift)] * vector.type.count)
+    if shift:
+        vector = b.lshr(vector, count) if shift > 0 else b.shl(vector, count)
+    left = 0xFF >> shift if shift >= 0 else 0xFF << -shift & 0xFF
+    if mask & left == left:  # the shift has removed the others
+        return vector
+    return b.and_(vector, ir.Constant(vector.type, [mask] * vector.type.count))

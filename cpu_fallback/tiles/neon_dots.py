@@ -12,10 +12,10 @@ from typing import Any
 
 from llvmlite import ir
 
-from cpu_fallback.lanes import neon
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch
-from cpu_fallback.lanes.vector import INT32, INT64, number, pick
+from cpu_fallback.lanes.simd import INT32, INT64, join, number, pick, quarter
+from cpu_fallback.tiles import multiply as neon
 from cpu_fallback.tiles.byte_dots import OPERANDS, Dots, Sum, dots_of
 from cpu_fallback.tiles.layout import LINE, UNIT
 
@@ -61,8 +61,8 @@ class NeonDots(Dots):
             else:
                 zipped = [p for pair in zip(own, others, strict=True) for p in _zipped(b, *pair)]
                 own, others = zipped[:4], zipped[4:]
-            b.store(neon.join(b, own), one[0])
-            b.store(neon.join(b, others), other[0])
+            b.store(join(b, own), one[0])
+            b.store(join(b, others), other[0])
 
     def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
         """Emit one unit: add 16 rows times 32 columns of each token to its sum."""
@@ -83,7 +83,7 @@ class NeonDots(Dots):
             add = self._add_pairs if self.in_pairs else self._add_dots
             add(b, weights, x, totals, q)
         for own, total in zip(sums, totals, strict=True):
-            b.store(neon.join(b, total), own[0])
+            b.store(join(b, total), own[0])
 
     def _add_dots(
         self, b: Any, weights: list[Any], x: list[Any], totals: list[list[Any]], q: int
@@ -108,7 +108,7 @@ class NeonDots(Dots):
 
 def _quarters(b: Any, total: Sum) -> list[Any]:
     value = b.load(total[0])
-    return [neon.quarter(b, value, q) for q in _QUARTERS]
+    return [quarter(b, value, q) for q in _QUARTERS]
 
 
 def _two_by_two(b: Any, one: list[Any], other: list[Any]) -> list[Any]:

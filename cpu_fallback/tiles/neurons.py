@@ -11,24 +11,37 @@ l and v are 0 .. 15 and 0 .. 3 in turn, i, p and d 0 .. 3. So a row's line times
 activations needs no shuffle, and the lines of four columns, interleaved byte by byte, are dwords of
 four neurons of one row each, in an order in which sums are stored as they are. What lies behind the
 last column or row is zero.
+
+int4 weights by input channel, so that the channels which a token does not have are not read.
+
+Output channels come in chunks of 128, chunks in panels. A panel is a run of records, one for each
+block of columns that share a scale:
+
+    scales  of the block, as stored, one for each output channel of the panel
+    rows    one for each column: 64 bytes a chunk
+
+In the 64 bytes of a chunk byte 16 q + 4 a + i holds in its low half the code of channel
+16 a + 4 q + i, in its high half that of the channel 64 further. Four rows whose bytes are
+interleaved within quarters are then operands of dot products, in the order of the channels.
 """
 
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Ternary
+from clocher_kernels.formats import Int4, Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.lanes.vector import BYTES, I32, INT32, INT64, SHORTS, behind, constant, emit_at
-from cpu_fallback.team.large_pages import allocate
+from cpu_fallback.lanes.jit import cgutils, i64, void
+from cpu_fallback.lanes.simd import BYTES, I32, INT32, INT64, SHORTS, behind, constant, emit_at
+from cpu_fallback.team.large_pages import allocate, give_back
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.byte_dots import bits, dots_of
 from cpu_fallback.tiles.layout import LINE
@@ -207,3 +220,101 @@ def nonzero(b, first, second):
     both = b.or_(v.emit_load(b, BYTES.llvm, first), v.emit_load(b, BYTES.llvm, second))
     mask = b.bitcast(b.icmp_unsigned("!=", both, constant(BYTES, 0)), INT64)
     return v.call(b, "llvm.ctpop.i64", INT64, mask)
+
+
+CHUNK = 128  # Output channels of a chunk
+MOST_BLOCK = 128  # Most columns of a block
+_MOST_CHUNKS = 16
+_PART = 2048
+
+_BYTE = np.arange(LINE)
+_LOW = 16 * (_BYTE // 4 % 4) + 4 * (_BYTE // 16) + _BYTE % 4
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A packed matrix."""
+
+    data: np.ndarray  # u8, the panels one after the other
+    scale: str  # element type of the scales
+    block: int  # columns that share a scale: 32, 64 or 128
+    blocks: int  # of a row
+    chunks: int  # of a panel
+    panels: int  # how many
+    record: int  # bytes of a block of a panel
+
+
+_packed_rows: dict[int, Rows] = {}
+
+
+def rows_are_packed(tensor: QuantTensor) -> bool:
+    """Return whether the rows of a tensor are in memory."""
+    return id(tensor.planes.get("codes")) in _packed_rows
+
+
+def rows_nbytes(tensor: QuantTensor) -> int:
+    """Return the bytes that a matrix takes by input channel."""
+    fmt, (n, k) = tensor.format, tensor.shape
+    assert isinstance(fmt, Int4) and isinstance(fmt.group, int)
+    chunks = _chunks(n)
+    record = _head(chunks, tensor) + fmt.group * chunks * LINE
+    return -(-n // (chunks * CHUNK)) * -(-k // fmt.group) * record
+
+
+def _chunks(n: int) -> int:
+    """Return the chunks of a panel: two panels or more, but rows as long as may be."""
+    return min(_MOST_CHUNKS, -(-n // (2 * CHUNK)))
+
+
+def _head(chunks: int, tensor: QuantTensor) -> int:
+    return chunks * CHUNK * tensor.planes["scales"].itemsize
+
+
+def rows_of(tensor: QuantTensor) -> Rows:
+    """Return a matrix by input channel, packed when it is first asked for, kept as long as it."""
+    codes = tensor.planes["codes"]
+    key = id(codes)
+    if key not in _packed_rows:
+        refuse_in_window("pack weights by input channel")
+        _packed_rows[key] = _pack_rows(tensor)
+        weakref.finalize(codes, _packed_rows.pop, key, None)
+        for plane in tensor.planes.values():
+            give_back(plane)
+    return _packed_rows[key]
+
+
+def _pack_rows(tensor: QuantTensor) -> Rows:
+    """Pack a matrix [N, K] of symmetric int4 with a scale for 32, 64 or 128 columns."""
+    fmt, (n, k) = tensor.format, tensor.shape
+    assert isinstance(fmt, Int4) and isinstance(fmt.group, int)
+    chunks, blocks = _chunks(n), -(-k // fmt.group)
+    panels = -(-n // (chunks * CHUNK))
+    scales = np.ascontiguousarray(tensor.planes["scales"]).reshape(n, blocks)
+    head = _head(chunks, tensor)
+    record = head + fmt.group * chunks * LINE
+    data = allocate(rows_nbytes(tensor))
+    cells = data.reshape(panels, blocks, record)
+    at_once = max(1, _PART // fmt.group)
+
+    def fill(place: tuple[int, int]) -> None:
+        panel, first = place
+        rows = slice(panel * chunks * CHUNK, min(n, (panel + 1) * chunks * CHUNK))
+        last = min(blocks, first + at_once)
+        count, columns = rows.stop - rows.start, min(k, last * fmt.group) - first * fmt.group
+        start = first * fmt.group // 2
+        pairs = tensor.planes["codes"][rows, start : start + -(-columns // 2)]
+        codes = np.zeros(((last - first) * fmt.group, chunks * CHUNK), np.uint8)
+        codes[0:columns:2, :count] = (pairs & 15).T
+        codes[1:columns:2, :count] = (pairs >> 4).T[: columns // 2]
+        codes = codes.reshape(len(codes), chunks, CHUNK)
+        lines = codes[..., _LOW] | codes[..., _LOW + LINE] << 4
+        part = cells[panel, first:last]
+        part[:, head:] = lines.reshape(last - first, -1)
+        stored = np.zeros((last - first, chunks * CHUNK), scales.dtype)
+        stored[:, :count] = scales[rows, first:last].T
+        part[:, :head] = stored.view(np.uint8)
+
+    places = [(panel, first) for panel in range(panels) for first in range(0, blocks, at_once)]
+    with ThreadPoolExecutor(usable_cpus()) as pool:
+        list(pool.map(fill, places))
+    return Rows(data, fmt.scale_dtype, fmt.group, blocks, chunks, panels, record)

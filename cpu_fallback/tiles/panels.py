@@ -21,11 +21,10 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import device
-from cpu_fallback.lanes.late import i64
+from cpu_fallback.lanes.jit import device, i64
 from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.vector import INT1, INT8, INT16, INT32, INT64, call, op, pick
+from cpu_fallback.lanes.simd import INT1, INT8, INT16, INT32, INT64, call, op, pick
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 

@@ -21,13 +21,12 @@ from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.late import i64, void
-from cpu_fallback.lanes.neon import join
+from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.record import reader, words
+from cpu_fallback.lanes.simd import join
 from cpu_fallback.team.large_pages import fetched, give_back
 from cpu_fallback.tiles import layout as layouts
-from cpu_fallback.tiles import together
+from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
@@ -81,14 +80,14 @@ class Tiles:
 
 
 _packed: dict[int, Tiles] = {}
-_unfinished: dict[int, together.Together] = {}
+_unfinished: dict[int, tile_cache.Together] = {}
 """Those whose bytes are not all there yet, and what they are queued in."""
 
 
 def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     """Return the tiles of a tensor, packed when they are first asked for.
 
-    Inside of `together.packing` their bytes are there when it ends.
+    Inside of `tile_cache.packing` their bytes are there when it ends.
 
     Raises:
         UnsupportedOp: its format has no tiles.
@@ -97,7 +96,7 @@ def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     codes = tensor.planes["codes" if "codes" in tensor.planes else "blocks"]
     key = id(codes)
     others = _unfinished.get(key)
-    if others is not None and others is not together.current():
+    if others is not None and others is not tile_cache.current():
         others.ended.wait()
     if key not in _packed:
         refuse_in_window("pack weights into tiles")
@@ -112,7 +111,7 @@ def is_packed(tensor: QuantTensor) -> bool:
 
 
 def _load_or_pack(layout: Layout | BlockLayout, tensor: QuantTensor, place: int) -> Tiles:
-    cache, here = TileCache.get(), together.current()
+    cache, here = TileCache.get(), tile_cache.current()
     if cache is None and here is not None:
         return _queue(layout, tensor, place, here)
     tiles = pack(layout, tensor) if cache is None else _load_or_store(cache, layout, tensor)
@@ -121,7 +120,7 @@ def _load_or_pack(layout: Layout | BlockLayout, tensor: QuantTensor, place: int)
 
 
 def _queue(
-    layout: Layout | BlockLayout, tensor: QuantTensor, place: int, here: together.Together
+    layout: Layout | BlockLayout, tensor: QuantTensor, place: int, here: tile_cache.Together
 ) -> Tiles:
     packed, parts = _parts(layout, tensor)
 
@@ -162,11 +161,13 @@ def _load_or_store(cache: TileCache, layout: Layout | BlockLayout, tensor: Quant
 def pack(layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
     """Pack a tensor."""
     packed, parts = _parts(layout, tensor)
-    together.run(parts)
+    tile_cache.run(parts)
     return packed
 
 
-def _parts(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Tiles, list[together.Part]]:
+def _parts(
+    layout: Layout | BlockLayout, tensor: QuantTensor
+) -> tuple[Tiles, list[tile_cache.Part]]:
     """Return the tiles of a tensor before they are filled, and what fills them."""
     packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
     source, beside = _source(layout, tensor, packed)

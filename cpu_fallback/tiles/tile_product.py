@@ -27,12 +27,9 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel
-from cpu_fallback.lanes.late import cgutils, i64, void
-from cpu_fallback.tiles.block_product import BlockEmitter
+from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
 from cpu_fallback.tiles.byte_dots import NUMBER, Dots, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
-from cpu_fallback.tiles.neon_dots import neon_dots_of
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
@@ -60,7 +57,9 @@ class _Emitter:
 
     def __init__(self, b: Any, layout: Layout, group: int, tokens: int) -> None:
         self.b, self.layout, self.tokens = b, layout, tokens
-        dots = neon_dots_of if CURRENT.neon else dots_of
+        dots: Callable[..., Dots] = dots_of
+        if CURRENT.neon:
+            from cpu_fallback.tiles.neon_dots import neon_dots_of as dots
         self.dots: Dots = dots(layout.code, tokens, is_number(layout, group))
         self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
@@ -223,6 +222,8 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
     @v.op(void, i64, i64, i64, i64, i64, i64, i64)
     def emit(b, tile, panel, out, units, width, first, ahead):
         if isinstance(layout, BlockLayout):
+            from cpu_fallback.tiles.block_product import BlockEmitter
+
             BlockEmitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first)
             return
         _Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)

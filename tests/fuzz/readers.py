@@ -8,10 +8,10 @@ from random import Random
 from clocher_kernels.errors import ModelError, OutOfMemory, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.iebin import JSON_NAME, open_iebin
+from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
 from clocher_runtime.convert.q4_map import load_q4_map, parts_dir
 from clocher_runtime.convert.q4_parts import read_part

@@ -12,8 +12,8 @@ from gguf import GGUFWriter
 from gguf_files import Kind, gguf_tensors, raw_blocks, write_gguf
 from weight_files import safetensors_of, small_tensors, write_iebin
 
-from clocher_kernels.formats import Bsr, Float, parse_format
-from clocher_kernels.formats.bsr import INNERS
+from clocher_kernels.formats import Float, parse_format
+from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.plane_writer import PlaneWriter

@@ -10,7 +10,14 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.checkpoints.checkpoint import Checkpoint, Stored, lazy_tensor, stored_tensor
+from clocher_runtime.checkpoints.checkpoint import (
+    BIN_NAME,
+    JSON_NAME,
+    Checkpoint,
+    Stored,
+    lazy_tensor,
+    stored_tensor,
+)
 from clocher_runtime.checkpoints.dedup.codec import (
     SPLITS,
     UNIT,
@@ -29,7 +36,7 @@ from clocher_runtime.checkpoints.dedup.index import (
     parse_index,
     raw_planes,
 )
-from clocher_runtime.checkpoints.iebin import BIN_NAME, JSON_NAME, IebinIndex, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.plane_index import Region, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
