@@ -177,6 +177,7 @@ def test_the_page_converts_to_the_same_tokens(outcome: Callable[[Block], Done]) 
 def test_the_page_names_every_architecture_and_exit_code() -> None:
     text = USING.read_text(encoding="utf-8")
     assert [name for name in FAMILIES if f"`{name}`" not in text] == []
+    text = (USING.parent / "cli.md").read_text(encoding="utf-8")
     assert [code for code in ExitCode if not re.search(rf"^\| {code:d} \|", text, re.M)] == []
 
 

@@ -78,10 +78,10 @@ def test_a_draft_model_changes_no_token(draft: str, sampling: str, batch: int) -
         assert counts.forwards + counts.accepted == counts.tokens
         assert counts.drafted > 0
         if draft == "same" and sampling != "penalties":
-            # It draws the same numbers, and computes the same bits.
-            assert counts.accepted == counts.drafted > 0.7 * counts.tokens
+            # It draws the same numbers, and computes the same bits; how many are sent is by time.
+            assert counts.accepted == counts.drafted > 0
         if draft == "int4" and sampling != "penalties":
-            assert counts.accepted > 0.3 * counts.tokens
+            assert counts.accepted > 0.3 * counts.drafted
         held = draft_of(session).pages.stats()
         assert [stats.used for stats in held] == [0] * len(held)
         assert len(draft_of(session).slots) == batch

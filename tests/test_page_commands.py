@@ -33,8 +33,8 @@ NOT_RUN = {
     "python tests/": "minutes: test_fuzz_readers and test_attack_runs run fewer",
     "python scripts/verify_hf_generation_ids.py": "needs transformers: test_verify runs it",
     "python scripts/download_gpt_oss_20b.py": "needs the network: test_hub has a hub of its own",
-    'eval "$(clocher': "of a shell that is used: test_completion does it",
-    "clocher completion bash >>": "writes into a home: test_completion reads what it prints",
+    'eval "$(_CLOCHER_COMPLETE': "of a shell that is used",
+    "_CLOCHER_COMPLETE=bash_source clocher >>": "writes into a home",
 }
 """How lines begin that are not run here, each with the reason."""
 

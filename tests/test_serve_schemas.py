@@ -98,7 +98,7 @@ def test_fields_that_nobody_knows_are_ignored() -> None:
     assert request.dialogue() == MESSAGES
 
 
-@pytest.mark.parametrize("mode", ["auto", "off", "lossless", "static:2", "joint:.5,.9", "canvas"])
+@pytest.mark.parametrize("mode", ["auto", "off", "lossless", "static:2", "joint:.5,.9"])
 def test_how_blocks_are_denoised_is_one_of_the_ways(mode: str) -> None:
     assert chat(diffusion=mode).diffusion == completion(diffusion=mode).diffusion == mode
     options = {"include_canvas": True}

@@ -4,11 +4,12 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MAX_JSON_BYTES = 100_000_000
 MAX_JSON_VALUES = 4_000_000
@@ -170,6 +171,8 @@ def shown(value: object) -> str:
 
 
 def _check_size(data: bytes, where: str, rest: int) -> None:
+    import numpy as np  # late: a command line is read without it
+
     if len(data) > MAX_JSON_BYTES:
         raise FormatError(f"{where}: {len(data)} bytes of JSON; the limit is {MAX_JSON_BYTES}")
     depth = values = 0
@@ -202,7 +205,9 @@ def _text_memory(data: bytes) -> int:
     return 4 * len(data) if b"\\u" in data else len(data)
 
 
-def _outside_strings(data: bytes) -> Iterator[np.ndarray]:
+def _outside_strings(data: bytes) -> Iterator["np.ndarray"]:
+    import numpy as np
+
     start, inside = 0, 0
     while start < len(data):
         piece = data[start : start + _STEP]

@@ -14,7 +14,6 @@ import click
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.script_run import PATH, Report, engine_options, option, script, switch
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -173,6 +172,8 @@ def bench(report: Report, **given: Any) -> int:
 
 def _as_text(rows: Sequence["Row"], form: str) -> str:
     """Return rows as JSON, JSON lines or, without their lists, CSV."""
+    from clocher_runtime.disk.strict_json import finite
+
     if form == "csv":
         text = io.StringIO()
         flat = [{k: v for k, v in row.items() if not isinstance(v, list | dict)} for row in rows]
