@@ -41,6 +41,10 @@ class NonFinite(ModelError):
         self.sequence = sequence
 
 
+class ConstraintFailed(ClocherError):
+    """A sampled token broke the output constraint that should have masked it out."""
+
+
 class ShapeError(ClocherError):
     """Arrays given to an op or a codec do not fit together."""
 

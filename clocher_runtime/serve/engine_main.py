@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clocher_kernels.errors import ClocherError, NonFinite, UsageError
+from clocher_kernels.errors import ClocherError, ConstraintFailed, NonFinite, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.engine.arguments import Constraint, Sampling
@@ -49,7 +49,7 @@ BEAT_S = 1.0
 """Seconds between heartbeats, unless a step takes longer."""
 _COMPILING_S = 0.002
 _NS_PER_S = 1e9
-_OF_REQUEST = (UsageError, NonFinite)
+_OF_REQUEST = (UsageError, NonFinite, ConstraintFailed)
 """Errors that end one request only."""
 
 

@@ -37,6 +37,8 @@ MAX_TOOLS = 128
 MAX_DEPTH = 128
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
+_BRACKETED = re.compile(r"<.*>", re.DOTALL)
+"""Added tokens that llguidance takes for special, not for text, even if the tokenizer does not."""
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
 _LITERAL = frozenset({"const", "enum", "default", "examples", "required"})
@@ -66,7 +68,12 @@ class GrammarMaker:
             )
         self._text, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
         added: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
-        self._special = frozenset(t["content"] for t in added if t.get("special") is True)
+        control = {t["content"] for t in added if t.get("special") is True}
+        self._special = control | {
+            t["content"] for t in added if _BRACKETED.fullmatch(t["content"])
+        }
+        # Forced text is tokenized, and becomes such a token where the text is one's name.
+        self._no_forcing = self._special != control
         self._checked = ""
 
     @classmethod
@@ -77,7 +84,7 @@ class GrammarMaker:
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Try a spec in a process with limits; raises UsageError if invalid or too complex."""
-        rules = rules_of(spec, self._special)
+        rules = rules_of(spec, self._special, self._no_forcing)
         if rules == self._checked:
             return
         library: dict[str, Any] = {"vocab_size": self._vocab_size, "eos_ids": self._eos_ids}
@@ -95,7 +102,7 @@ class GrammarMaker:
 
     def compile(self, spec: Mapping[str, Any]) -> Constraint:
         """Return the constraint of one text of a checked spec (others may end this process)."""
-        return self._library.follow(rules_of(spec, self._special))
+        return self._library.follow(rules_of(spec, self._special, self._no_forcing))
 
     @cached_property
     def _library(self) -> "LibraryGrammars":
@@ -128,15 +135,16 @@ class Grammars:
         return self._thread.submit(lambda: self._maker.compile(spec))
 
 
-def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
+def rules_of(spec: Mapping[str, Any], special: Collection[str], no_forcing: bool = False) -> str:
     """Return the rules of an answer; raises UsageError.
 
     "kind" and "value" of a spec: "json_schema" (an object), "json_object" (True), "regex" (matches
     the whole answer), "grammar" (Lark's notation of llguidance, or GBNF), "choice" (a list of
     texts), "tools" (functions `{"name", "parameters"}`, one of which is called). "style" is one of
     `STYLES`: of "harmony" the last message is constrained, of "hermes" the text after the
-    reasoning; "opened": the prompt ends within reasoning. `special` are the tokenizer's special
-    tokens.
+    reasoning; "opened": the prompt ends within reasoning. `special` are the tokens
+    that llguidance knows by name only. `no_forcing`: the model chooses the tokens of a text that
+    must follow, instead of the tokenizer.
     """
     kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
     style = one_of("style", spec.get("style", "plain"), STYLES)
@@ -165,6 +173,8 @@ def rules_of(spec: Mapping[str, Any], special: Collection[str]) -> str:
         start = _harmony(harmony, mark)
     elif style == "hermes":
         start = _hermes(answer, mark, spec.get("opened") is True)
+    if no_forcing:
+        start = f'%llguidance {{"no_forcing": true}}\n{start}'
     named = [{"name": name, **part} for name, part in parts.items()]
     return json.dumps({"grammars": [{"lark_grammar": start}, *named]})
 

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
-from clocher_kernels.errors import UsageError
+from clocher_kernels.errors import ConstraintFailed, UsageError
 from clocher_kernels.ops.sampling import WORD_BITS, words_for
 
 _LIMITS = LLParserLimits(
@@ -55,7 +55,10 @@ class LibraryGrammars:
 
 
 class GrammarConstraint:
-    """The allowed tokens, stop tokens included; raises UsageError. `known`: mask, [W] u32."""
+    """The allowed tokens, stop tokens included. `known`: mask, [W] u32.
+
+    Raises UsageError if a limit is reached, ConstraintFailed for a token that is not allowed.
+    """
 
     def __init__(self, matcher: LLMatcher, known: np.ndarray) -> None:
         self._matcher, self._known = matcher, known
@@ -86,6 +89,8 @@ class GrammarConstraint:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = _short(self._matcher.get_error())
+            if "doesn't satisfy the grammar" in reason:
+                raise ConstraintFailed(f"the grammar rejected a sampled token: {reason}")
             raise UsageError(f"the text cannot go on as its structure wants: {reason}")
 
 

@@ -17,7 +17,7 @@ from clocher_runtime.text import Refused
 HEADER_BYTES = 8
 MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 128 << 20, 256 << 20
 MAX_IDLE_BYTES = 512 << 20
-"""A larger process ends after its reply, unless it has just loaded a tokenizer."""
+"""A process that grew by more since it loaded its tokenizer or grammars ends after its reply."""
 BASE_PATIENCE, PATIENCE = 60.0, 20.0
 """Seconds to wait for a reply, and more per allowed CPU second; this catches deadlocks."""
 _MODULE = "clocher_runtime.text.text_process_main"
@@ -31,6 +31,7 @@ class TextProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._loaded = ""
+        self._loaded_bytes = 0  # size of the process after the last load
 
     def ask(
         self,
@@ -58,6 +59,7 @@ class TextProcess:
     def close(self) -> None:
         """End the process; the next request starts another."""
         process, self._process, self._loaded = self._process, None, ""
+        self._loaded_bytes = 0
         if process is None:
             return
         for pipe in (process.stdin, process.stdout):
@@ -85,7 +87,9 @@ class TextProcess:
             reply = self._exchange(request, BASE_PATIENCE + PATIENCE * seconds)
         finally:
             # A reply left over, as after Ctrl-C, must not go to the next request.
-            if reply is None or (reply["size"] > MAX_IDLE_BYTES and operation != "load"):
+            if reply is not None and operation in ("load", "load_grammars"):
+                self._loaded_bytes = reply["size"]
+            if reply is None or reply["size"] - self._loaded_bytes > MAX_IDLE_BYTES:
                 self.close()
         if "error" in reply:
             raise Refused(*reply["error"])
