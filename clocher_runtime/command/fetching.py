@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import UnsupportedModel, UsageError
-from clocher_runtime.checkpoints.hf.hub import HubName, cache_directory, hub_name, snapshot
+from clocher_kernels.errors import DeviceError, UnsupportedModel, UsageError
+from clocher_runtime.checkpoints.hf.hub import HubName, cache_directory, hub_name, offline, snapshot
 from clocher_runtime.checkpoints.iebin import JSON_NAME
 from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.console import is_terminal
 from clocher_runtime.command.default_model import NotFetched, fetch_default, is_set
-from clocher_runtime.command.script_run import Report, size
+from clocher_runtime.command.script_run import Report, in_words, size
 from clocher_runtime.config.engine import EngineConfig
 
 if TYPE_CHECKING:
@@ -60,7 +60,10 @@ def _offer(model: Path, name: str, yes: bool) -> None:
         sys.stderr.flush()
         yes = sys.stdin.readline().strip().lower() in ("y", "yes")
     if yes:
-        fetch(Report(name), hub)
+        try:
+            fetch(Report(name), hub)
+        except OSError as error:  # not a defect of Clocher, which any other OSError may be
+            raise DeviceError(in_words(error)) from None
 
 
 def fetch(
@@ -83,6 +86,8 @@ def fetch(
 
     patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
     try:
+        if variable := is_set("CLOCHER_OFFLINE"):
+            raise offline(hub.repo, variable)
         download = plan_download(hub.repo, out_dir, patterns, hub.revision)
     except (UsageError, ConnectionError):
         if out_dir is None and snapshot(hub) is not None:

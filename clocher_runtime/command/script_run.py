@@ -146,9 +146,11 @@ def script(
     return decorate
 
 
-def _where(error: OSError) -> str:
+def in_words(error: OSError) -> str:
+    """Return the message of an error of the system: where, and what."""
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-    return str(error.filename or "") or ("standard output" if nameless else "")
+    where = str(error.filename or "") or ("standard output" if nameless else "")
+    return f"{where}: {error.strerror}" if error.strerror and where else str(error)
 
 
 def size(nbytes: int) -> str:
@@ -183,10 +185,9 @@ class Report:
         error = told(raised)
         if isinstance(error, KeyboardInterrupt):
             self.done("interrupted; run it again to go on")
-        elif isinstance(error, OSError) and error.strerror and (where := _where(error)):
-            self.done(f"error: {where}: {error.strerror}")
         else:
-            self.done(f"error: {error or type(error).__name__}")
+            text = in_words(error) if isinstance(error, OSError) else str(error)
+            self.done(f"error: {text or type(error).__name__}")
         return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
 
     def lost(self, message: str) -> None:
