@@ -101,7 +101,8 @@ class Script(Command):
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """Run it; return the exit code."""
-        report = Report(self.name or "")
+        notes = " ".join(" ".join(self.notes).split())
+        report = Report(self.name or "", resumes="run it again to go on" in notes.lower())
         given = list(sys.argv[1:] if argv is None else argv)
         try:
             with self.make_context(self.name, given, obj=report) as context:
@@ -163,8 +164,9 @@ def size(nbytes: int) -> str:
 class Report:
     """Messages of a program on standard error."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, resumes: bool = False) -> None:
+        """Take the program's name and whether it resumes when it is run again."""
+        self._name, self._resumes = name, resumes
 
     @functools.cached_property
     def _console(self) -> "Console":
@@ -184,7 +186,7 @@ class Report:
         """Write an expected error; return its exit code."""
         error = told(raised)
         if isinstance(error, KeyboardInterrupt):
-            self.done("interrupted; run it again to go on")
+            self.done("interrupted" + "; run it again to go on" * self._resumes)
         else:
             text = in_words(error) if isinstance(error, OSError) else str(error)
             self.done(f"error: {text or type(error).__name__}")
