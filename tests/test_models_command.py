@@ -160,7 +160,7 @@ def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) 
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["absent"], 3, "'absent' is not a directory"),
+        (["absent"], 3, "no model 'absent' here"),
         (["own/absent"], 3, "`clocher pull own/absent` fetches it"),
         (["--jsn"], 2, "No such option"),
     ],

@@ -171,6 +171,11 @@ def test_without_a_network(
     code, err = run(capsys, "own/tiny")
     assert code == 2 and "HF_HUB_OFFLINE=1 forbids the network" in err and err.count("\n") == 1
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    with monkeypatch.context() as patch:
+        patch.setenv("CLOCHER_OFFLINE", "1")
+        code, err = run(capsys, "own/tiny")
+        assert code == 2 and "CLOCHER_OFFLINE=1 forbids the network" in err
+    assert not model.requests
     assert run(capsys, "own/tiny")[0] == 0
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     code, err = run(capsys, "own/tiny")

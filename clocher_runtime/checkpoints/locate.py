@@ -31,7 +31,7 @@ _MAX_ADAPTER_BYTES = 1_000_000
 _MOST_NAMES, _MOST_MODELS, _SHOWN = 10_000, 1000, 5
 _ALIKE = 0.75
 _TAGGED = re.compile(r"(?P<owner>[\w.-]{1,100}/)?(?P<name>[\w.-]{1,100}):[\w.-]{1,50}")
-_NAME = re.compile(r"[\w./~:@+ -]{1,255}")
+_GIVE = "give the directory of a model, a GGUF file, or owner/name of a model in the Hub's cache"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 _OTHERS = {
     "model_index.json": "a diffusers pipeline, which makes pictures",
@@ -120,7 +120,7 @@ def _absent(text: str, shown: str, hub: "HubName | None") -> str:
             f"`clocher pull {repo} --out-dir {shlex.quote(text)}` fetches the model"
         )
     if near := _beside(Path(text)):
-        return f"{shown} is not a directory; did you mean {' or '.join(near)}?"
+        return f"{shown} does not exist; did you mean {' or '.join(near)}?"
     known = cache.repositories()
     revision = "" if hub is None or hub.revision == cache.MAIN else f" --revision {hub.revision}"
     if hub is not None and hub.repo in known:
@@ -144,12 +144,13 @@ def _absent(text: str, shown: str, hub: "HubName | None") -> str:
             f"`clocher pull {tagged['owner'] or 'OWNER/'}{tagged['name']}` fetches one (--file for "
             "a GGUF file), `clocher models` lists what is here"
         )
-    if not _NAME.fullmatch(text) and not hint:
-        hint = "; a text to complete goes to --prompt"
-    return (
-        f"{shown} is not a directory; give the directory of a model that is on this machine "
-        f"(nothing is downloaded), a GGUF file, or owner/name of a model in the Hub's cache{hint}"
-    )
+    if "/" in text:
+        return f"{shown} does not exist; {_GIVE}{hint}"
+    where = shown.removesuffix(f"{text[:200]!r}")
+    if where == "--model-dir: ":  # given by its place, where a text may have been meant
+        where = ""
+        hint = hint or '; a text goes in quotes with --prompt (`clocher run --prompt "hi"`)'
+    return f"{where}no model {text[:200]!r} here; {_GIVE}{hint}"
 
 
 def _beside(path: Path) -> list[str]:

@@ -217,6 +217,8 @@ class Console:
             import traceback  # late: its import is slow
 
             self.note("".join(traceback.format_exception(error)).rstrip())
+        elif code == ExitCode.INTERRUPTED:
+            self.note("interrupted")
         else:
             self.note(f"error: {error or type(error).__name__}")
         return error, code

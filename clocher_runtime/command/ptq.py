@@ -25,6 +25,7 @@ from clocher_runtime.convert.q4_map import (
     rule_format,
 )
 from clocher_runtime.convert.rounding import parse_clip
+from clocher_runtime.disk.files import read_text
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.engine.backends import choose
@@ -299,7 +300,7 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     reference = load_model(checkpoint)
     tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
     documents = cut(
-        options["text"].read_text(encoding="utf-8")[: options["chars"]],
+        read_text(options["text"])[: options["chars"]],
         tokenizer.encode,
         options["window"],
         windows_per_document=options["document_windows"],

@@ -101,7 +101,8 @@ class Script(Command):
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """Run it; return the exit code."""
-        report = Report(self.name or "")
+        notes = " ".join(" ".join(self.notes).split())
+        report = Report(self.name or "", resumes="run it again to go on" in notes.lower())
         given = list(sys.argv[1:] if argv is None else argv)
         try:
             with self.make_context(self.name, given, obj=report) as context:
@@ -146,9 +147,11 @@ def script(
     return decorate
 
 
-def _where(error: OSError) -> str:
+def in_words(error: OSError) -> str:
+    """Return the message of an error of the system: where, and what."""
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-    return str(error.filename or "") or ("standard output" if nameless else "")
+    where = str(error.filename or "") or ("standard output" if nameless else "")
+    return f"{where}: {error.strerror}" if error.strerror and where else str(error)
 
 
 def size(nbytes: int) -> str:
@@ -161,8 +164,9 @@ def size(nbytes: int) -> str:
 class Report:
     """Messages of a program on standard error."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, resumes: bool = False) -> None:
+        """Take the program's name and whether it resumes when it is run again."""
+        self._name, self._resumes = name, resumes
 
     @functools.cached_property
     def _console(self) -> "Console":
@@ -182,11 +186,10 @@ class Report:
         """Write an expected error; return its exit code."""
         error = told(raised)
         if isinstance(error, KeyboardInterrupt):
-            self.done("interrupted; run it again to go on")
-        elif isinstance(error, OSError) and error.strerror and (where := _where(error)):
-            self.done(f"error: {where}: {error.strerror}")
+            self.done("interrupted" + "; run it again to go on" * self._resumes)
         else:
-            self.done(f"error: {error or type(error).__name__}")
+            text = in_words(error) if isinstance(error, OSError) else str(error)
+            self.done(f"error: {text or type(error).__name__}")
         return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
 
     def lost(self, message: str) -> None:

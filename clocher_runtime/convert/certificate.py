@@ -1,5 +1,7 @@
 """The certificate of a conversion: hashes by tensor, source and IEBIN; see docs/verification.md."""
 
+import os
+import shlex
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -9,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelChanged, ModelError
+from clocher_kernels.errors import FormatError, ModelChanged, ModelError, ModelNotFound
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
@@ -146,6 +148,11 @@ def check_certificate(
 def read_certificate(model_dir: Path) -> dict[str, Any]:
     """Return a model's certificate; FormatError, UnsupportedModel or ModelNotFound."""
     path = model_dir / CERTIFICATE_NAME
+    if not os.path.lexists(path):
+        raise ModelNotFound(
+            f"{path}: no such file; `clocher convert MODEL {shlex.quote(str(model_dir))} --verify` "
+            "writes it"
+        )
     document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)
     fields(document["model"], f"{path}: model", {"file": str, "sha256": str})
     fields(document["source"], f"{path}: source", {"path": str, "kind": str, "files": list})

@@ -23,7 +23,13 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from clocher_kernels import guards
-from clocher_kernels.errors import FormatError, ModelChanged, ModelError, ModelNotFound
+from clocher_kernels.errors import (
+    FormatError,
+    ModelChanged,
+    ModelError,
+    ModelNotFound,
+    UsageError,
+)
 from clocher_kernels.formats.base import Plane
 from clocher_kernels.guards import refuse_in_window
 from clocher_runtime.exit_codes import ExitCode
@@ -120,6 +126,14 @@ def read_bytes(path: Path, limit: int, follow: bool = True) -> bytes:
             data = file.read(size)
     _refuse_pointer(data, path)
     return data
+
+
+def read_text(path: Path) -> str:
+    """Return a text of the user. Raises UsageError, OSError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from None
 
 
 def _refuse_pointer(head: bytes, path: Path) -> None:

@@ -61,15 +61,19 @@ def token_ids(prompt: object) -> list[int]:
     return ids
 
 
-def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str) -> list[int]:
-    """Return the ids of a prompt that fits the context; see `token_ids`. Raises UsageError."""
+def prompt_ids(prompt: object, vocab_size: int, longest: int, what: str, most: int) -> list[int]:
+    """Return the ids of a prompt that fits the context; see `token_ids`. Raises UsageError.
+
+    `most`: the longest context that the model takes.
+    """
     ids = token_ids(prompt)
     if not ids:
         raise UsageError("no tokens; give it at least one")
     if len(ids) > longest:
-        raise UsageError(
-            f"{len(ids)} tokens, the {what} holds {longest}; shorten it or raise --context"
-        )
+        step = "shorten it or raise --context"
+        if len(ids) > most:
+            step = f"shorten it: the model takes at most {most}"
+        raise UsageError(f"{len(ids)} tokens, the {what} holds {longest}; {step}")
     last = vocab_size - 1
     if min(ids) < 0 or max(ids) > last:
         at = next(i for i, each in enumerate(ids) if not 0 <= each <= last)

@@ -267,7 +267,8 @@ class Session:
 
     def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
         what = "context" if self.longest == self.context else "KV cache (kv_pages)"
-        return prompt_ids(prompt, self.model.spec.vocab_size, self.longest, what)
+        spec = self.model.spec
+        return prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,8 @@
 """`clocher convert`: any checkpoint to IEBIN, GGUF or compressed-tensors; and hf_to_iebin."""
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +134,8 @@ def convert(
     if others or pre:
         flag = "--others" if others else "--pre"
         raise UsageError(f"{flag} has no place: IEBIN holds every model")
-    _convert(report, plan_conversion(found, out_dir, q4_map), verify)
+    with replacing_model(report, out_dir, q4_map):
+        _convert(report, plan_conversion(found, out_dir, q4_map), verify)
     report.note(next_command(out_dir))
     return ExitCode.OK
 
@@ -237,7 +240,8 @@ def _converter(name: str, about: str, *options: click.Parameter, pickles: bool =
         from clocher_runtime.convert.to_iebin import open_source, plan_conversion
 
         opener = open_torch_bin if pickles else open_source
-        _convert(report, plan_conversion(hf_dir, out_dir, q4_map, opener), verify)
+        with replacing_model(report, out_dir, q4_map):
+            _convert(report, plan_conversion(hf_dir, out_dir, q4_map, opener), verify)
 
     return main
 
@@ -260,6 +264,24 @@ hf_to_iebin_stream_pt = _converter(
     Q4_MAP,
     pickles=True,
 )
+
+
+@contextmanager
+def replacing_model(report: Report, out_dir: Path, q4_map: Path | None = None) -> Iterator[None]:
+    """Say that a model was replaced, and remove its manifest unless it is `q4_map`.
+
+    The certificate is removed by the writer.
+    """
+    from clocher_runtime.checkpoints.iebin import JSON_NAME
+
+    held, manifest = (out_dir / JSON_NAME).exists(), out_dir / "q4_manifest.json"
+    yield
+    if held:
+        text = f"note: replaced the model that {out_dir} held"
+        if manifest.is_file() and not (q4_map and q4_map.samefile(manifest)):
+            manifest.unlink()
+            text += f", and removed its {manifest.name}"
+        report.note(text)
 
 
 def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:

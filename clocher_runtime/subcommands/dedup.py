@@ -42,7 +42,7 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
     examples=(
         ("Less space", "clocher dedup models/llama --verify --remove-bin"),
         ("And back", "clocher dedup models/llama --restore"),
-        ("Run it", 'IE_DEDUP=1 clocher-run --model-dir models/llama --prompt "def f"'),
+        ("Run it", 'IE_DEDUP=1 clocher run --model-dir models/llama --prompt "def f"'),
     ),
     epilog=_NOTES,
     exit_codes={

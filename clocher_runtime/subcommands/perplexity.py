@@ -91,10 +91,12 @@ def perplexity(
     report: Report, text: Path, chars: int | None, window: int, limit: int | None, **model: Any
 ) -> None:
     """Print the perplexity of a model on a text, as one JSON line on standard output."""
+    from clocher_runtime.disk.files import read_text
     from clocher_runtime.quality import compare
 
+    words = read_text(text)[:chars]
     with report.counting() as tell, scored(**model, context=window, chunk=window) as ready:
-        ids = ready.tokenizer.encode(text.read_text(encoding="utf-8")[:chars])
+        ids = ready.tokenizer.encode(words)
         score = compare.perplexity(ready.session, ids, window, limit, partial(tell, "windows"))
     line = {
         **ready.facts,

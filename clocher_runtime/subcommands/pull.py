@@ -18,10 +18,10 @@ Environment:
   HF_HUB_CACHE    the cache; HF_HOME: where it is by default
   HF_ENDPOINT     address of the Hub or of a mirror
   HF_TOKEN        for models that are not public; or log in once with `hf auth login`
-  HF_HUB_OFFLINE  1: do not use the network
+  HF_HUB_OFFLINE  1: do not use the network; so does CLOCHER_OFFLINE
 
 Every file's size and hash are checked against what the Hub lists; a wrong file is removed. Killed
-at any moment, run it again: it keeps the files that are whole and fetches the others anew."""
+at any moment, run it again to go on: it keeps the files that are whole."""
 _CODES = {
     ExitCode.USAGE: "a flag cannot be used, or HF_HUB_OFFLINE forbids the network",
     ExitCode.MODEL: "there is no such model, or it cannot run here (--anyway gets it)",

@@ -68,7 +68,7 @@ FLAGS: tuple[click.Parameter, ...] = (
     option(
         "--weights-only",
         click.IntRange(0, 1),
-        "Only 1: activations are never quantised by a manifest (see --act-prec of clocher-run).",
+        "Only 1: activations are never quantised by a manifest (see --act-prec of clocher run).",
         default=1,
     ),
     option(

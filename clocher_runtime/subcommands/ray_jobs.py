@@ -142,5 +142,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitCode.OK
     if words[0] not in _TASKS:
         error = UsageError(f"{words[0]!r} is no task; expected one of {', '.join(_TASKS)}")
-        return Report(NAME).failed(error)
+        return Report(NAME, resumes=True).failed(error)
     return _TASKS[words[0]].run(words[1:])

@@ -15,7 +15,7 @@ from clocher_runtime.command.script_run import (
     switch,
 )
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY
+from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, replacing_model
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,7 +83,8 @@ def sparsify(
     from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse
 
     how = Sparsifying(block, inner or "", sparsity, pattern, force)
-    outcomes = plan_block_sparse(locate(model_dir, "MODEL"), out_dir, how).run()
+    with replacing_model(report, out_dir):
+        outcomes = plan_block_sparse(locate(model_dir, "MODEL"), out_dir, how).run()
     if verify:
         open_iebin(out_dir / JSON_NAME, verify=True)
     tables = Console()

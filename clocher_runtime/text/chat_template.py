@@ -188,6 +188,8 @@ class ChatTemplate:
     def refuse_unread(self, variables: Iterable[str]) -> None:
         """Raise UsageError if the template does not read one of the variables."""
         if unread := sorted(set(variables) - self._reads):
+            if "tools" in unread:
+                raise UsageError("the chat template of this model has no tools; ask without them")
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "
                 f"reads {', '.join(sorted(self._reads))}"

@@ -6,9 +6,7 @@ row's bytes last for too little time: its dot product is a chain of additions, 1
 latency of one.
 Every dot product is the same chain of the same operations as in `product`, so both give the same
 bits.
-
-For more than FEW tokens decoding once into a panel costs less, and the product kernel that the
-weight names takes over.
+For more than FEW tokens the product kernel that the weight names, with a panel, costs less.
 """
 
 from collections.abc import Callable

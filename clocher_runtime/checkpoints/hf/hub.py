@@ -300,10 +300,7 @@ def _explanation(error: Exception, subject: str) -> Exception:
     first_line = _without_secrets(str(error).strip()).partition("\n")[0]
     reason = f"{type(error).__name__}: {first_line:.200}"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return UsageError(
-            f"{subject}: HF_HUB_OFFLINE=1 forbids the network; unset it, or copy the files of the "
-            "model from another machine (HF_HOME says where the cache is)"
-        )
+        return offline(subject, "HF_HUB_OFFLINE")
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         login = "log in with `hf auth login`, or set HF_TOKEN"
@@ -325,6 +322,14 @@ def _explanation(error: Exception, subject: str) -> Exception:
     if isinstance(error, OSError) and error.errno is not None:
         return error
     return _unreachable(f"{subject}: the hub cannot be reached ({reason})")
+
+
+def offline(subject: str, variable: str) -> UsageError:
+    """Return the error for a download that a variable forbids."""
+    return UsageError(
+        f"{subject}: {variable}=1 forbids the network; unset it, or copy the files of the "
+        "model from another machine (HF_HOME says where the cache is)"
+    )
 
 
 def _without_secrets(text: str) -> str:
