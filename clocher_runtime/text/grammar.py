@@ -195,7 +195,7 @@ def _hermes(start: str, mark: Mark, opened: bool) -> str:
     # Without a terminator the expression would match everything that follows.
     special = end.startswith("<")
     rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
-    return "\n".join([*rules, "blank: /\\s*/", rest])
+    return "\n".join([*rules, "blank: /\\s{0,32}/", rest])
 
 
 def _call(style: str, name: str, arguments: str, mark: Mark) -> str:
@@ -206,7 +206,9 @@ def _call(style: str, name: str, arguments: str, mark: Mark) -> str:
         opened = json.dumps(f'{{"name": "{name}", "parameters": ')
         return f'{opened} {arguments} "}}"'
     opened = json.dumps(f'\n{{"name": "{name}", "arguments": ')
-    return f'{mark("<tool_call>")} {opened} {arguments} "}}\\n" {mark("</tool_call>")}'
+    # As text too: a model that begins with "<" must not be left with only "<think>".
+    begin = f'({mark("<tool_call>")} | "<tool_call>")'
+    return f'{begin} {opened} {arguments} "}}\\n" {mark("</tool_call>")}'
 
 
 def _schema(source: object) -> Part:
