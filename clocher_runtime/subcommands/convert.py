@@ -272,7 +272,7 @@ def replacing_model(report: Report, out_dir: Path, q4_map: Path | None = None) -
 
     The certificate is removed by the writer.
     """
-    from clocher_runtime.checkpoints.iebin import JSON_NAME
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 
     held, manifest = (out_dir / JSON_NAME).exists(), out_dir / "q4_manifest.json"
     yield

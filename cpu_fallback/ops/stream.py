@@ -2,11 +2,9 @@
 
 A row is decoded in registers, 16 columns at a time, and multiplied at once. Memory is fastest where
 it is read in one stream, so rows come one after the other, or two or four side by side where a
-row's bytes last for too little time: its dot product is a chain of additions, 16 columns in the
-latency of one.
-Every dot product is the same chain of the same operations as in `product`, so both give the same
-bits.
-For more than FEW tokens the product kernel that the weight names, with a panel, costs less.
+row's bytes last too short: a dot product is a chain of additions, 16 columns in the latency of one.
+Each is the same chain of operations as in `product`, so both give the same bits. For more than FEW
+tokens the product kernel that the weight names, with a panel, costs less.
 """
 
 from collections.abc import Callable
