@@ -76,7 +76,7 @@ def test_calibration_is_judged_by_its_smallest_cosine(threshold: str, code: int)
 @pytest.mark.parametrize("name", ["wf_server", "dlm_server"])
 def test_a_server_of_the_seeds_is_clocher_serve(name: str, tmp_path: Path) -> None:
     done = run_script(name, "--model-path", "nowhere", "--port", "0", cwd=tmp_path)
-    assert done.returncode == 3 and "clocher serve: error: --model-dir: 'nowhere'" in done.stderr
+    assert done.returncode == 3 and "clocher serve: error: no model 'nowhere' here" in done.stderr
 
 
 def test_direct_inference_is_a_run(tmp_path: Path) -> None:

@@ -449,7 +449,10 @@ def test_error_line_has_the_code_of_its_kind(error, code):
 
 
 def test_every_error_class_has_a_code_on_purpose():
-    unmapped = {errors.ClocherError, errors.ShapeError, errors.WindowError}
+    unmapped = {
+        *(errors.ClocherError, errors.ShapeError, errors.WindowError),
+        errors.ConstraintFailed,  # a mask let a token pass that its grammar refuses: a defect
+    }
     kinds = [k for k in vars(errors).values() if isinstance(k, type)]
     for kind in kinds:
         assert (error_line(kind("x"))["code"] == ExitCode.BUG) == (kind in unmapped), kind

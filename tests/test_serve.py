@@ -549,7 +549,7 @@ def test_wrong_flags_are_told_before_anything_is_loaded():
     for flags, words in (
         (["--host", "0.0.0.0"], "CLOCHER_API_KEY"),
         (["--port", "70000"], "0 to 65535"),
-        (["--model-dir", "/nowhere"], "not a directory"),
+        (["--model-dir", "/nowhere"], "does not exist"),
         (["--prompt", "x"], "No such option"),
     ):
         done = python("-m", "clocher_runtime.serve.command", *flags)
