@@ -5,9 +5,7 @@ read the clock there, so neither the interpreter nor its lock is in the time.
 """
 
 import ctypes
-import re
 import threading
-from pathlib import Path
 
 import numpy as np
 
@@ -77,11 +75,6 @@ class Reader:
         signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)
         self._call = signature(_KERNEL.address)
 
-    @property
-    def huge_share(self) -> float:
-        """Share of the buffer that lies in large pages, 0 .. 1."""
-        return _huge_bytes(self._data.ctypes.data) / self.nbytes
-
     def gbps(self, threads: int, at_least: float = 0.2) -> float:
         """Read the buffer with some threads and return 10^9 bytes a second.
 
@@ -126,18 +119,3 @@ class Reader:
         if not (found[:, 2] == _SUM).all():
             raise RuntimeError("the read loop did not read what is there")
         return int(found[:, 1].max() - found[:, 0].min())
-
-
-def _huge_bytes(address: int) -> int:
-    """Return the bytes of large pages in the mapping that holds an address."""
-    inside = False
-    try:
-        lines = Path("/proc/self/smaps").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        if match := re.match("([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(match[1], 16) <= address < int(match[2], 16)
-        elif inside and line.startswith("AnonHugePages:"):
-            return int(line.split()[1]) << 10
-    return 0
