@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from clocher_kernels.errors import DeviceError
-from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, cache_directory, snapshot
+from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, folder_of, snapshot
 from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.fetching import is_set
 from clocher_runtime.command.script_run import Report, in_words
@@ -44,7 +44,7 @@ def fetch_default(report: Report) -> None:
         return
     if variable := is_set("CLOCHER_OFFLINE", "HF_HUB_OFFLINE"):
         raise NotFetched(f"{variable}=1")
-    folder = cache_directory() / f"models--{MODEL.repo.replace('/', '--')}"
+    folder = folder_of(MODEL.repo)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("w") as lock:

@@ -108,10 +108,15 @@ def repository_of(path: Path) -> str | None:
     return None
 
 
+def folder_of(repo: str) -> Path:
+    """Return the folder of a repository in the cache; it may not exist."""
+    return cache_directory() / (_FOLDER + repo.replace("/", "--"))
+
+
 def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
     """Return the directory of a revision in the cache, or None."""
     if folder is None:
-        folder = cache_directory() / (_FOLDER + name.repo.replace("/", "--"))
+        folder = folder_of(name.repo)
     commit = name.revision
     if not _COMMIT.fullmatch(commit):
         commit = revisions(folder).get(name.revision, "")
