@@ -72,20 +72,17 @@ def speculator_of(session: Session) -> Speculator:
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.one_in(3)
 def test_a_draft_model_changes_no_token(draft: str, sampling: str, batch: int) -> None:
-    with session_of(DRAFTS[draft](), batch) as session:
+    # Steps with prompt tokens have no drafts, and prompts are cut by measured times: not here.
+    with session_of(DRAFTS[draft](), batch, itl_ms=60_000) as session:
         assert texts_of(session, SAMPLINGS[sampling]) == expected("llama", sampling)
         counts = speculator_of(session).counts
         assert counts.forwards + counts.accepted == counts.tokens
         assert counts.drafted > 0
         if draft == "same" and sampling != "penalties":
             # It draws the same numbers, and computes the same bits.
-            assert counts.accepted == counts.drafted
-        # Steps with prompt tokens have no drafts: of several sequences, how many such steps there
-        # are depends on when each begins.
-        if draft == "same" and sampling != "penalties" and batch == 1:
-            assert counts.drafted > 0.7 * counts.tokens
+            assert counts.accepted == counts.drafted > 0.7 * counts.tokens
         if draft == "int4" and sampling != "penalties":
-            assert counts.accepted > 0.3 * (counts.tokens if batch == 1 else counts.drafted)
+            assert counts.accepted > 0.3 * counts.tokens
         held = draft_of(session).pages.stats()
         assert [stats.used for stats in held] == [0] * len(held)
         assert len(draft_of(session).slots) == batch
