@@ -98,7 +98,7 @@ def test_files_that_are_not_in_memory_are_read(
     readv = os.readv
     monkeypatch.setattr(os, "readv", lambda *what: counts.append(readv(*what)) or counts[-1])
     files.read_ahead([path])  # just written, so it is in memory
-    files.read_ahead([missing])  # whoever opens it will say so
+    files.read_ahead([missing])  # opening it gives the error
     assert not _reading() and not counts
     monkeypatch.setattr(files, "_is_cached", lambda path: False)
     files.read_ahead([path])
