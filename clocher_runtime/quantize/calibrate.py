@@ -7,7 +7,6 @@ threads give equal bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -193,7 +192,6 @@ def calibrate(
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
-    directory: Path | None = None,
 ) -> dict[str, Calibrated]:
     """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
     wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
@@ -201,7 +199,7 @@ def calibrate(
     for name, tensor in wanted.items():
         by_part.setdefault(part_of(name), {})[name] = tensor
     done = {part: records for part in by_part if (records := parts.finished(part)) is not None}
-    walk = Walk(checkpoint, make_text(text_ids, seed), directory)
+    walk = Walk(checkpoint, make_text(text_ids, seed))
     known = {name for i in range(walk.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
     if strange := sorted(set(wanted) - known):
@@ -226,7 +224,6 @@ def calibrate(
             quantise(part, lambda job, index=index: walk.layer(index, job))  # type: ignore[misc]
         else:
             walk.layer(index)
-        walk.advance()
         tell(index + 1, total, part)
     if "rest" in by_part and "rest" not in done:
         quantise("rest", walk.head_inputs)

@@ -4,14 +4,14 @@ import mmap
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 from clocher_kernels.errors import ShapeError, UsageError
 
-HELD_OUT = 16
+_HELD_OUT = 16
+HELD_ROWS = 512  # held-out inputs kept per linear or expert
 
 
 class Text(NamedTuple):
@@ -34,15 +34,15 @@ class Text(NamedTuple):
         yield slice(start, start + sum(lengths)), tuple(lengths)
 
 
-def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = HELD_OUT) -> Text:
-    """Lay sequences out; hold out one in `held_out` (at least one). Raises UsageError."""
+def make_text(sequences: Sequence[Sequence[int]], seed: int = 0) -> Text:
+    """Lay sequences out; hold out one in 16 (at least one). Raises UsageError."""
     lengths = tuple(len(sequence) for sequence in sequences)
     if len(lengths) < 2 or min(lengths) < 1:
         raise UsageError(
             f"{len(lengths)} calibration sequences of {min(lengths, default=0)} or more tokens; "
             "expected at least 2, none empty: one is held out to judge the others' fit"
         )
-    count = max(1, round(len(lengths) / held_out))
+    count = max(1, round(len(lengths) / _HELD_OUT))
     chosen = np.zeros(len(lengths), bool)
     chosen[np.random.default_rng(seed).choice(len(lengths), count, replace=False)] = True
     return Text(
@@ -56,9 +56,9 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
 class RowStore:
     """An fp32 array [rows, columns] in an unnamed temporary file."""
 
-    def __init__(self, rows: int, columns: int, directory: Path | None = None) -> None:
+    def __init__(self, rows: int, columns: int) -> None:
         nbytes = max(1, rows * columns * 4)
-        with tempfile.TemporaryFile(dir=directory) as file:
+        with tempfile.TemporaryFile() as file:
             os.posix_fallocate(file.fileno(), 0, nbytes)
             self._map = mmap.mmap(file.fileno(), nbytes)
         self._array = np.frombuffer(self._map, np.float32).reshape(rows, columns)
@@ -73,19 +73,9 @@ class RowStore:
         """Add to rows, each named once."""
         self._array[rows] += values
 
-    def take(self, other: "RowStore") -> None:
-        """Become a copy of another store of the same shape."""
-        self._array[:] = other._array
-        self.release()
-        other.release()
-
     def release(self) -> None:
         """Let the kernel drop the resident pages; the data stays."""
         self._map.madvise(mmap.MADV_DONTNEED)
-
-
-HELD_ROWS = 512
-"""Held-out inputs kept per linear or expert."""
 
 
 class InputStats:

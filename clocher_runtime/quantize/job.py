@@ -26,7 +26,6 @@ from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
-from clocher_runtime.quantize.alloc import allocate
 from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.plan import (
     ROUNDED,
@@ -75,16 +74,15 @@ class Job:
     threads: int = 1
     whole_hash: bool = True  # hash the whole weight files, not their headers alone
     calibration: CalibrationText | None = None
-    target_bpw: float | None = None  # bits per weight of the quantised tensors together
     gate: GateText | None = None
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
 
     def plan(self) -> QuantPlan:
         """Return the plan, from names and shapes alone. Raises UsageError."""
         plan = build_plan(self.checkpoint, self.rules)
-        if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
-            what = plan.tensors[plan.calibrated[0]].method if plan.calibrated else "--target-bpw"
-            raise UsageError(f"{what} needs a calibration text: give --calib-text FILE")
+        if self.calibration is None and plan.calibrated:
+            method = plan.tensors[plan.calibrated[0]].method
+            raise UsageError(f"{method} needs a calibration text: give --calib-text FILE")
         return plan
 
 
@@ -96,7 +94,6 @@ class Outcome(NamedTuple):
     plan: QuantPlan  # what was done
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
-    allocation: Mapping[str, Any]  # the record of a target size; empty without one
 
 
 class Needs(NamedTuple):
@@ -117,13 +114,12 @@ def needs_of(job: Job, plan: QuantPlan) -> Needs:
     stored = job.checkpoint.tensors
     results = {name: tensor.nbytes for name, tensor in plan.tensors.items()}
     memory = _PROGRAM + 2 * max(stored[name].nbytes + results.get(name, 0) for name in stored)
-    calibrated = plan.tensors if job.target_bpw is not None else plan.calibrated
     layers: Counter[str] = Counter()
-    for name in calibrated:
+    for name in plan.calibrated:
         layers[part_of(name)] += results[name]
     temporary = 0
     if job.calibration:
-        shapes = [plan.tensors[name].shape for name in calibrated]
+        shapes = [plan.tensors[name].shape for name in plan.calibrated]
         columns = max((shape[-1] for shape in shapes), default=0)
         memory += max(layers.values(), default=0)
         memory += max((4 * prod(shape[-2:]) for shape in shapes), default=0)
@@ -144,13 +140,6 @@ def rejected_path(out: Path) -> Path:
 def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
     """Quantise, judge, and write the manifest, resuming a killed run of the same job."""
     tell = progress or (lambda what, done, total: None)
-
-    def settings(what: str) -> dict[str, Any]:
-        def under(done: int, total: int, where: str) -> None:
-            tell(f"{what}: {where}", done, total)
-
-        return {"threads": job.threads, "seed": job.seed, "progress": under}
-
     checkpoint = job.checkpoint
     job.out.parent.mkdir(parents=True, exist_ok=True)
     for path in (job.out, rejected_path(job.out)):
@@ -165,17 +154,18 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     sections["options"] = dict(job.options)
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
-    text = job.calibration.sequences if job.calibration else ()
-    allocation: Mapping[str, Any] = {}
-    if job.target_bpw is not None:
-        plan, allocation = allocate(
-            checkpoint, plan, text, target_bpw=job.target_bpw, **settings("allocating")
-        )
-        sections["allocation"] = allocation
     parts = PartsWriter(parts_dir(job.out), _fingerprint(job, plan, source))
     records: Mapping[str, Calibrated] = {}
-    if plan.calibrated:
-        records = calibrate(checkpoint, plan, text, parts=parts, **settings("calibrating"))
+    if plan.calibrated and job.calibration:
+        records = calibrate(
+            checkpoint,
+            plan,
+            job.calibration.sequences,
+            parts=parts,
+            threads=job.threads,
+            seed=job.seed,
+            progress=lambda done, total, part: tell(f"calibrating: {part}", done, total),
+        )
     done = tuple(_quantise(job, plan, parts, records, tell))
     verdicts: list[Verdict] = []
     evaluation = None
@@ -197,7 +187,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, files, sections))
-    return Outcome(verdict, path, plan, done, evaluation, allocation)
+    return Outcome(verdict, path, plan, done, evaluation)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:

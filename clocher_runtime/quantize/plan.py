@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -85,14 +85,6 @@ class QuantPlan:
     def calibrated(self) -> tuple[str, ...]:
         """Tensors whose method needs calibration."""
         return tuple(name for name, tensor in self.tensors.items() if tensor.method != "rtn")
-
-    def with_formats(self, formats: Mapping[str, Format]) -> "QuantPlan":
-        """Return the plan with other formats for some tensors."""
-        tensors = {
-            name: replace(tensor, format=formats.get(name, tensor.format))
-            for name, tensor in self.tensors.items()
-        }
-        return replace(self, tensors=tensors)
 
 
 def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
