@@ -26,6 +26,7 @@ from clocher_runtime.disk.plane_index import (
     Shape,
     check_padding,
     place,
+    read_entries,
     read_sealed,
 )
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
@@ -115,7 +116,7 @@ def read_index(json_path: Path) -> IebinIndex:
         if facts_of(read_bytes(path, MAX_VOCAB_BYTES)) != vocab:
             raise FormatError(f"{path}: not the vocabulary that {where} describes; convert again")
     weights = FileFacts.read(document["bin"], f"{where}: bin", BIN_NAME)
-    entries = Entry.read(document["tensors"], where)
+    entries = read_entries(document["tensors"], where)
     end = entries[-1].ends["bin"] if entries else 0
     if weights.nbytes != end:
         raise FormatError(f"{where}: bin.nbytes is {weights.nbytes}, the tensors end at {end}")

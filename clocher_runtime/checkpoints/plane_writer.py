@@ -38,7 +38,6 @@ class PlaneWriter:
         self,
         paths: Mapping[str, Path],
         job: str = "",
-        kind: type[Entry] = Entry,
         in_place: bool = False,
         progress: Progress | None = None,
     ) -> None:
@@ -49,7 +48,7 @@ class PlaneWriter:
         """
         self.files: dict[str, OutputFile] = {}
         self.entries: list[Entry] = []
-        self._kind, self._paths, self._resumable = kind, dict(paths), bool(job)
+        self._paths, self._resumable = dict(paths), bool(job)
         self._temporary, self._progress = not in_place, progress
         try:
             for name, path in paths.items():
@@ -106,12 +105,11 @@ class PlaneWriter:
         self.entries.append(entry)
         return True
 
-    def add(self, name: str, tensor: QuantTensor, source_sha256: str = "") -> None:
+    def add(self, name: str, tensor: QuantTensor) -> None:
         """Append a tensor; raises FormatError, OSError."""
         regions = place(tensor.format, tensor.shape, self._ends)
         hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
-        args = (name, tensor.shape, tensor.format, regions, hashes, source_sha256)
-        self.entries.append(self._kind(*args))
+        self.entries.append(Entry(name, tensor.shape, tensor.format, regions, hashes))
         if self._resumable:
             self._journal.add(self.entries[-1].document())
         self._tell(name)
@@ -143,8 +141,7 @@ class PlaneWriter:
         """Return a journal line's entry if it is of this tensor at this place."""
         try:
             hashes = {key: str(plane["sha256"]) for key, plane in found["planes"].items()}
-            source = str(found.get("source_sha256", ""))
-            entry = self._kind(name, shape, fmt, place(fmt, shape, self._ends), hashes, source)
+            entry = Entry(name, shape, fmt, place(fmt, shape, self._ends), hashes)
             return entry if found == entry.document() else None
         except (KeyError, TypeError, AttributeError):
             return None

@@ -33,11 +33,9 @@ from clocher_runtime.convert.q4_parts import (
 )
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import (
-    MAX_JSON_BYTES,
-    fields,
-    parse_object,
-)
+from clocher_runtime.disk.output_file import write_file
+from clocher_runtime.disk.plane_index import dump
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 VERSION = 1
 MAX_RULES = 1000
@@ -263,6 +261,18 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
         document = {key: value for key, value in document.items() if key not in long}
         document["sha256"] = sha256
     return Q4Map(path, built, document, requantize, entries, kept, parts)
+
+
+def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a manifest atomically: a line per tensor, rule, part and gate."""
+    lines = []
+    for key, value in document.items():
+        text = dump(value)
+        if isinstance(value, list) and value:
+            items = ",\n".join(f"  {dump(item)}" for item in value)
+            text = f"[\n{items}\n]"
+        lines.append(f"{dump(key)}: {text}")
+    write_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def _rule(rule: Mapping[str, Any], where: str) -> Rule:

@@ -1,10 +1,9 @@
-"""Write Q4_0 plane files, resumably, lay them over an IEBIN pair, append to them."""
+"""Write Q4_0 plane files with their manifest, lay them over an IEBIN pair, append to them."""
 
-import json
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 from clocher_kernels.errors import FormatError, UsageError
@@ -12,19 +11,29 @@ from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
-from clocher_runtime.checkpoints.iebin import open_iebin
+from clocher_runtime.checkpoints.iebin import open_iebin, tensors_of
 from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
+from clocher_runtime.convert.q4_map import (
+    NamePattern,
+    Q4Map,
+    assign,
+    load_q4_map,
+    parse_q4_map,
+    write_manifest,
+)
+from clocher_runtime.convert.q4_parts import check_hashes
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.output_file import check_free, write_file
+from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.disk.plane_index import Entry, place
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 from clocher_runtime.engine.topology import usable_cpus
 
 CHUNK_ROWS = 1024
 _JSON_BYTES = 1024
-_HEAD = "lm_head.weight"
-_ATTENTION = re.compile(r".*\.self_attn\.[qkvo]_proj\.weight")
+_PROJECTIONS, _HEAD = r".*_proj\.weight", r"lm_head\.weight"
+_ATTENTION = NamePattern(r".*\.self_attn\.[qkvo]_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +42,7 @@ class Q4Job:
 
     source: Checkpoint
     files: Mapping[str, Path]  # the plane files: "codes" and "scales"
-    manifest: Path  # the expanded manifest
+    rules: Q4Map  # for the path of the manifest
     names: tuple[str, ...]  # the matrices, in the order of the files
     kept: Mapping[str, str]  # name -> reason of every other tensor
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
@@ -42,27 +51,39 @@ class Q4Job:
 
     def run(self, progress: Progress | None = None) -> int:
         """Write the files, resuming a killed run; return how many matrices it had finished."""
-        folder = os.path.realpath(self.manifest.parent)
-        for path in (*self.files.values(), self.manifest):
+        for path in (*self.files.values(), self.rules.path):
             path.parent.mkdir(parents=True, exist_ok=True)
-        shapes = {name: self.source.shape(name) for name in self.names}
-        job = job_name(self.source, list(shapes.items()))
-        with PlaneWriter(self.files, job, q4.Q4Entry, progress=progress) as pair:
-            planned = {name: (q4.Q4_0, shape) for name, shape in shapes.items()}
+        planned = {name: (q4.Q4_0, self.source.shape(name)) for name in self.names}
+        job = job_name(self.source, [(name, shape) for name, (_, shape) in planned.items()])
+        with PlaneWriter(self.files, job, progress=progress) as pair:
             done = len(pair.resume(planned))
             for name, matrix in encoded(self.source, self.names[done:], self.chunk_rows):
-                pair.add(name, *matrix)
+                pair.add(name, matrix)
             pair.sync()
             self.source.check_unchanged()
-            pair.publish(stale=[self.manifest, self.files[q4.CODES].with_name(q4.COMPAT_NAME)])
-            # Seen from the manifest, so that documents hold no absolute path.
-            places = {
-                key: Path(os.path.relpath(os.path.realpath(path), folder)).as_posix()
-                for key, path in self.files.items()
-            }
-            document = q4.q4_document(places, pair.entries, dict(self.kept))
-            write_file(self.manifest, f"{json.dumps(document, indent=1)}\n".encode())
+            index = self.files["codes"].with_name(q4.COMPAT_NAME)
+            pair.publish(stale=[self.rules.path, index])
+            write_manifest(self.rules.path, self._document(pair.entries))
         return done
+
+    def _document(self, entries: list[Entry]) -> dict[str, object]:
+        rules = [rule.pattern for rule in self.rules.rules]
+        tensors = [
+            {
+                "name": entry.name,
+                "shape": list(entry.shape),
+                "format": entry.format.name,
+                "method": "rtn",
+                "rule": next(i for i, p in enumerate(rules) if p.matches(entry.name)),
+                "bpw": 8 * entry.format.nbytes(entry.shape) / prod(entry.shape),
+                "nbytes": entry.format.nbytes(entry.shape),
+                "sha256": dict(entry.hashes),
+                "err": {},
+            }
+            for entry in entries
+        ]
+        kept = [{"name": name, "reason": reason} for name, reason in self.kept.items()]
+        return {**self.rules.document, "tensors": tensors, "kept": kept}
 
 
 def plan_q4(
@@ -81,42 +102,30 @@ def plan_q4(
     taken = {os.path.realpath(file.path) for file in source.files}
     if clash := taken & set(paths):
         raise UsageError(f"{clash.pop()}: is a file of the input; choose another output")
-    reasons = {
-        name: _reason_to_keep(name, source.tensors[name], include_lm_head)
-        for name in sorted(source.names, key=natural)
-    }
-    names = tuple(name for name, reason in reasons.items() if not reason)
+    pattern = f"{_PROJECTIONS}|{_HEAD}" if include_lm_head else _PROJECTIONS
+    rule = {"pattern": pattern, "dtype": "int4w", "group": 32}
+    rules = parse_q4_map({"version": 1, "rules": [rule]}, manifest)
+    assigned = assign(rules.rules, source.tensors, False, str(hf_dir))
+    names = tuple(sorted(assigned.chosen, key=natural))
     if not names:
-        raise UsageError(
-            f"{source.path}: no float matrix to encode: {', '.join(sorted(set(reasons.values())))}"
-        )
-    kept = {name: reason for name, reason in reasons.items() if reason}
+        reasons = ", ".join(sorted(set(assigned.kept.values())))
+        raise UsageError(f"{source.path}: no float matrix to encode: {reasons}")
     nbytes = sum(q4.Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
     free = check_free(codes, nbytes)
-    files = {q4.CODES: codes, q4.SCALES: scales}
-    return Q4Job(source, files, manifest, names, kept, chunk_rows, nbytes, free)
-
-
-def _reason_to_keep(name: str, tensor: Stored, include_lm_head: bool) -> str:
-    if not isinstance(tensor.format, Float):
-        return f"stored as {tensor.format.name}"
-    if len(tensor.shape) != 2:
-        return "vector" if len(tensor.shape) < 2 else "experts stored as floats"
-    if name == _HEAD:
-        return "" if include_lm_head else "output head"
-    return "" if name.endswith("_proj.weight") else "embedding, router or other matrix"
+    kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
+    files = {"codes": codes, "scales": scales}
+    return Q4Job(source, files, rules, names, kept, chunk_rows, nbytes, free)
 
 
 def encoded(
     source: Checkpoint, names: tuple[str, ...], chunk_rows: int
-) -> Iterator[tuple[str, tuple[QuantTensor, str]]]:
-    """Yield each matrix's name, its Q4_0 form and its source hash."""
+) -> Iterator[tuple[str, QuantTensor]]:
+    """Yield each matrix's name and its Q4_0 form."""
 
-    def prepare(name: str) -> tuple[QuantTensor, str]:
+    def prepare(name: str) -> QuantTensor:
         tensor = source.tensor(name, verify=True)
         try:
-            matrix = round_tensor(tensor, q4.Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
-            return matrix, q4.source_hash(tensor)
+            return round_tensor(tensor, q4.Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
         except FormatError as error:
             raise FormatError(f"tensor {name!r}: {error}") from None
         finally:
@@ -127,25 +136,36 @@ def encoded(
 
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
     """Write model.ie.compat.json from a manifest; return the names taken from the plane files."""
-    planes = q4.load_q4_planes(manifest)
-    for key, name in q4.Q4_NAMES.items():
-        found = planes.files[key]
-        if os.path.realpath(found) != os.path.realpath(model_dir / name):
-            raise UsageError(f"{manifest}: describes {found}, expected {model_dir / name}")
+    listed = load_q4_map(manifest).entries or {}
     base = open_iebin(model_dir / JSON_NAME)
-    for name, entry in planes.entries.items():
-        tensor = base.tensors.get(name)
-        wanted = (entry.shape, q4.Q4_0.name)
-        done = tensor is not None and (tensor.shape, tensor.format.name) == wanted
-        if not done and not q4.is_float(tensor, entry.shape):
+    entries: list[Entry] = []
+    ends = dict.fromkeys(q4.Q4_NAMES, 0)
+    for name, item in listed.items():
+        if item.format != q4.Q4_0 or len(item.shape) != 2:
             raise UsageError(
-                f"{manifest}: tensor {name!r} {list(entry.shape)}: {JSON_NAME} has "
-                f"{q4.described(tensor)}"
+                f"{manifest}: tensor {name!r} is {item.format.name}{list(item.shape)}, expected a "
+                f"matrix in {q4.Q4_0.name}; give a manifest of gen_q4_bytes_stream.py"
             )
-    for name in planes.entries:
-        planes.check(name)
-    q4.write_overlay(model_dir / q4.COMPAT_NAME, list(planes.entries.values()))
-    return list(planes.entries)
+        tensor = base.tensors.get(name)
+        done = tensor is not None and (tensor.shape, tensor.format) == (item.shape, q4.Q4_0)
+        if not done:
+            _check_float(tensor, item.shape, f"{manifest}: tensor {name!r}: {JSON_NAME} has")
+        entries.append(
+            Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.sha256)
+        )
+        ends |= entries[-1].ends
+    if not entries:
+        raise UsageError(f"{manifest}: no tensors; give a manifest of gen_q4_bytes_stream.py")
+    for name, matrix in tensors_of(entries, q4.map_planes(model_dir, entries)).items():
+        check_hashes(matrix, listed[name], f"{manifest}: tensor {name!r} in {model_dir}")
+    q4.write_overlay(model_dir / q4.COMPAT_NAME, entries)
+    return list(listed)
+
+
+def _check_float(tensor: Stored | None, shape: tuple[int, ...], where: str, more: str = "") -> None:
+    if tensor is None or tensor.shape != shape or not isinstance(tensor.format, Float):
+        got = f"{tensor.format.name}{list(tensor.shape)}" if tensor else "no such tensor"
+        raise UsageError(f"{where} {got}, expected floats {list(shape)}{more}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -154,7 +174,7 @@ class AppendJob:
 
     source: Checkpoint  # the checkpoint that the pair was made of
     index: Path  # model.ie.compat.json
-    entries: tuple[q4.Q4Entry, ...]  # what the index lists
+    entries: tuple[Entry, ...]  # what the index lists
     names: tuple[str, ...]  # the matrices that it lacks
     present: tuple[str, ...]  # those that it has
     nbytes: int  # bytes that the new ones will take
@@ -163,7 +183,7 @@ class AppendJob:
     def run(self, progress: Progress | None = None) -> None:
         """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
         paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
-        with PlaneWriter(paths, kind=q4.Q4Entry, in_place=True) as pair:
+        with PlaneWriter(paths, in_place=True) as pair:
             for entry in self.entries:
                 if not pair.keep(entry):
                     raise FormatError(
@@ -174,7 +194,7 @@ class AppendJob:
             start = pair.nbytes
             for name, matrix in encoded(self.source, self.names, CHUNK_ROWS):
                 self.source.check_unchanged()
-                pair.add(name, *matrix)
+                pair.add(name, matrix)
                 pair.sync()
                 q4.write_overlay(self.index, pair.entries)
                 if progress:
@@ -183,7 +203,7 @@ class AppendJob:
 
 def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     """Find the attention matrices that an index lacks. Raises UsageError, ModelError, OSError."""
-    expected = index.with_name(q4.Q4_NAMES[q4.CODES])
+    expected = index.with_name(q4.Q4_NAMES["codes"])
     if os.path.realpath(q4_bin) != os.path.realpath(expected):
         raise UsageError(f"--q4-bin {q4_bin}: expected {expected}, the one beside --compat-json")
     if not os.path.isfile(index):
@@ -194,14 +214,15 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     entries = q4.read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
     source, base = open_source(hf_dir), q4.open_index(index)
     there = {entry.name for entry in entries}
-    wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
+    wanted = [name for name in base.names if _ATTENTION.matches(name)]
     missing = tuple(name for name in wanted if name not in there)
     for name in missing:
-        if not q4.is_float(found := source.tensors.get(name), base.shape(name)):
-            raise UsageError(
-                f"{hf_dir}: tensor {name!r} {list(base.shape(name))}: got {q4.described(found)}; "
-                "give the checkpoint that the model was made of, with floats"
-            )
+        _check_float(
+            source.tensors.get(name),
+            base.shape(name),
+            f"{hf_dir}: tensor {name!r}: got",
+            "; give the checkpoint that the model was made of, with floats",
+        )
     nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in missing)
     free = check_free(index, nbytes)
     present = tuple(name for name in wanted if name in there)

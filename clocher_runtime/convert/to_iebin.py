@@ -20,7 +20,6 @@ from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bi
 from clocher_runtime.checkpoints.iebin import MAX_VOCAB_BYTES, model_bytes, read_index
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
 from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
-from clocher_runtime.checkpoints.q4 import Q4Planes, is_q4_planes, load_q4_planes
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
@@ -42,7 +41,7 @@ class Conversion:
     source: Checkpoint
     out_dir: Path
     formats: Mapping[str, Format]  # of every tensor in the output, in the order of the file
-    q4_map: Q4Map | Q4Planes | None  # the manifest, if there is one
+    q4_map: Q4Map | None  # the manifest, if there is one
     notes: tuple[str, ...]  # for people: how the input was read and the manifest applied
     nbytes: int  # of the output, an upper bound, closer than 1 % for real models
     free_bytes: int  # of the disk
@@ -153,9 +152,7 @@ def plan_conversion(
 ) -> Conversion:
     """Open the input and check it before writing. Raises ModelError, UsageError, OSError."""
     refuse_hf_folder(out_dir)
-    rules: Q4Map | Q4Planes | None = None
-    if q4_map:
-        rules = load_q4_planes(q4_map) if is_q4_planes(q4_map) else load_q4_map(q4_map)
+    rules = load_q4_map(q4_map) if q4_map else None
     source = opener(hf_dir)
     if source.kind == "iebin" and os.path.realpath(source.path) == os.path.realpath(out_dir):
         raise UsageError(f"{out_dir}: is the input itself; choose another --out-dir")

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -24,6 +24,11 @@ MAX_ELEMENTS_PER_BYTE = 1000
 _HASH = re.compile("[0-9a-f]{64}")
 _SEAL = re.compile(rb'"sha256": "([0-9a-f]{64})"\n}\n')
 _SEAL_BYTES = 79
+_ENTRY: dict[str, type] = {"name": str, "shape": list, "format": str, "planes": dict}
+_PLANE: dict[str, type] = {
+    **{"dtype": str, "shape": list, "sha256": str},
+    **dict.fromkeys(("offset", "nbytes"), int),
+}
 
 Shape = tuple[int, ...]
 
@@ -47,7 +52,10 @@ def aligned(end: int, alignment: int = ALIGNMENT) -> int:
 
 
 def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Region]:
-    """Return the regions of the next tensor's planes; `ends`: each file's current end."""
+    """Return the regions of the next tensor's planes; `ends`: each file's current end.
+
+    A plane goes to the file of its name, else to the first.
+    """
     try:
         planes = fmt.planes(shape)
     except ShapeError as error:
@@ -57,7 +65,7 @@ def place(fmt: Format, shape: Shape, ends: Mapping[str, int]) -> dict[str, Regio
     placed: dict[str, Region] = {}
     ends = dict(ends)
     for key, plane in planes.items():
-        file = key if len(ends) > 1 else next(iter(ends))
+        file = key if key in ends else next(iter(ends))
         placed[key] = Region(file, aligned(ends[file]), plane.nbytes)
         ends[file] = placed[key].end
     return placed
@@ -77,28 +85,13 @@ def _check_density(fmt: Format, shape: Shape, blocks: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor as listed; `source_sha256` is of the bytes it was made from, "" if unknown."""
-
-    FILES: ClassVar[tuple[str, ...]] = ("bin",)
-    FIELDS: ClassVar[dict[str, type]] = {"name": str, "shape": list, "format": str, "planes": dict}
-    PLANE: ClassVar[dict[str, type]] = {"dtype": str, "shape": list} | {
-        "offset": int,
-        "nbytes": int,
-        "sha256": str,
-    }
+    """A tensor as a document lists it."""
 
     name: str
     shape: Shape
     format: Format
     regions: Mapping[str, Region]
     hashes: Mapping[str, str]
-    source_sha256: str = ""
-
-    @classmethod
-    def parse_format(cls, name: str, shape: Shape, planes: Mapping[str, Any]) -> Format:
-        """Return the format of a listed tensor; raises FormatError."""
-        fmt = parse_format(name)
-        return _counted(fmt, planes) if fmt.is_sparse else fmt
 
     @property
     def ends(self) -> dict[str, int]:
@@ -107,24 +100,18 @@ class Entry:
 
     def document(self) -> dict[str, Any]:
         """Return the entry as the document holds it."""
-        planes: dict[str, Any] = {}
-        for key, plane in self.format.planes(self.shape).items():
-            whole: dict[str, Any] = {
+        planes = {
+            key: {
                 "dtype": plane.dtype,
                 "shape": list(plane.shape),
                 "offset": self.regions[key].offset,
                 "nbytes": self.regions[key].nbytes,
                 "sha256": self.hashes[key],
             }
-            planes[key] = {field: whole[field] for field in self.PLANE}
-        whole = {
-            "name": self.name,
-            "shape": list(self.shape),
-            "format": self.format.name,
-            "planes": planes,
-            "source_sha256": self.source_sha256,
+            for key, plane in self.format.planes(self.shape).items()
         }
-        return {field: whole[field] for field in self.FIELDS}
+        head = {"name": self.name, "shape": list(self.shape), "format": self.format.name}
+        return {**head, "planes": planes}
 
     def views(self, files: Mapping[str, MappedFile]) -> dict[str, np.ndarray]:
         """Return the planes as read-only views of files of checked size."""
@@ -133,47 +120,49 @@ class Entry:
             for key, plane in self.format.planes(self.shape).items()
         }
 
-    @classmethod
-    def read(cls, values: Sequence[object], where: str) -> tuple[Self, ...]:
-        """Return a document's entries, with their places, all checked."""
-        found: dict[str, Self] = {}
-        ends = dict.fromkeys(cls.FILES, 0)
-        for index, value in enumerate(values):
-            item = fields(value, f"{where}: tensors[{index}]", cls.FIELDS)
-            name = checked_name(item["name"], where)
-            at = f"{where}: tensor {name!r}"
-            if name in found:
-                raise FormatError(f"{at}: listed twice")
-            found[name] = cls._read(name, item, ends, at)
-            ends |= found[name].ends
-        return tuple(found.values())
 
-    @classmethod
-    def _read(cls, name: str, item: Mapping[str, Any], ends: Mapping[str, int], at: str) -> Self:
-        shape = checked_shape(item["shape"], at)
-        try:
-            fmt = cls.parse_format(item["format"], shape, item["planes"])
-            regions = place(fmt, shape, ends)
-        except FormatError as error:
-            raise FormatError(f"{at}: {error}") from None
-        if list(item["planes"]) != list(regions):
-            raise FormatError(f"{at}: planes {list(item['planes'])!r:.80}, expected {[*regions]}")
-        hashes = {}
-        for key, value in item["planes"].items():
-            plane = fields(value, f"{at}: plane {key!r}", cls.PLANE)
-            checked_shape(plane.get("shape", []), f"{at}: plane {key!r}")
-            hashes[key] = checked_hash(plane["sha256"], f"{at}: plane {key!r}")
-        source = item.get("source_sha256", "")
-        entry = cls(name, shape, fmt, regions, hashes, source and checked_hash(source, at))
-        for key, expected in entry.document()["planes"].items():
-            if item["planes"][key] != expected:
-                got = [item["planes"][key][field] for field in expected if field != "sha256"]
-                del expected["sha256"]
-                raise FormatError(
-                    f"{at}: plane {key!r}: {', '.join(expected)} are {got!r:.120}, expected "
-                    f"{list(expected.values())}"
-                )
-        return entry
+def read_entries(
+    values: Sequence[object], where: str, files: Sequence[str] = ("bin",)
+) -> tuple[Entry, ...]:
+    """Return a document's entries, with their places in the files, all checked."""
+    found: dict[str, Entry] = {}
+    ends = dict.fromkeys(files, 0)
+    for index, value in enumerate(values):
+        item = fields(value, f"{where}: tensors[{index}]", _ENTRY)
+        name = checked_name(item["name"], where)
+        at = f"{where}: tensor {name!r}"
+        if name in found:
+            raise FormatError(f"{at}: listed twice")
+        found[name] = _read_entry(name, item, ends, at)
+        ends |= found[name].ends
+    return tuple(found.values())
+
+
+def _read_entry(name: str, item: Mapping[str, Any], ends: Mapping[str, int], at: str) -> Entry:
+    shape = checked_shape(item["shape"], at)
+    try:
+        fmt = parse_format(item["format"])
+        fmt = _counted(fmt, item["planes"]) if fmt.is_sparse else fmt
+        regions = place(fmt, shape, ends)
+    except FormatError as error:
+        raise FormatError(f"{at}: {error}") from None
+    if list(item["planes"]) != list(regions):
+        raise FormatError(f"{at}: planes {list(item['planes'])!r:.80}, expected {[*regions]}")
+    hashes = {}
+    for key, value in item["planes"].items():
+        plane = fields(value, f"{at}: plane {key!r}", _PLANE)
+        checked_shape(plane["shape"], f"{at}: plane {key!r}")
+        hashes[key] = checked_hash(plane["sha256"], f"{at}: plane {key!r}")
+    entry = Entry(name, shape, fmt, regions, hashes)
+    for key, expected in entry.document()["planes"].items():
+        if item["planes"][key] != expected:
+            got = [item["planes"][key][field] for field in expected if field != "sha256"]
+            del expected["sha256"]
+            raise FormatError(
+                f"{at}: plane {key!r}: {', '.join(expected)} are {got!r:.120}, expected "
+                f"{list(expected.values())}"
+            )
+    return entry
 
 
 def _counted(fmt: Format, planes: Mapping[str, Any]) -> Format:

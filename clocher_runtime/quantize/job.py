@@ -16,7 +16,13 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
-from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, parts_dir
+from clocher_runtime.convert.q4_map import (
+    Q4Map,
+    load_q4_map,
+    parse_q4_map,
+    parts_dir,
+    write_manifest,
+)
 from clocher_runtime.convert.q4_parts import PartsWriter, part_of, plane_hashes
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
@@ -36,7 +42,6 @@ from clocher_runtime.quantize.plan import (
     describe_source,
     document_of,
     tool,
-    write_manifest,
 )
 
 MANIFEST = "q4_manifest.json"

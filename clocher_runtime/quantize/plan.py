@@ -15,8 +15,6 @@ from clocher_runtime.convert.q4_map import ALREADY, VERSION, Q4Map, assign, pars
 from clocher_runtime.convert.q4_parts import SUFFIX, PartFile, part_of
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
-from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import dump
 from clocher_runtime.quality.tensor_error import TensorError
 
 HEADER_BYTES = 1 << 20
@@ -239,18 +237,6 @@ def document_of(
     document["kept"] = [{"name": name, "reason": reason} for name, reason in plan.kept.items()]
     parse_q4_map(document, Path("the new manifest"))
     return document
-
-
-def write_manifest(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a manifest atomically: a line per tensor, rule, part and gate."""
-    lines = []
-    for key, value in document.items():
-        text = dump(value)
-        if isinstance(value, list) and value:
-            items = ",\n".join(f"  {dump(item)}" for item in value)
-            text = f"[\n{items}\n]"
-        lines.append(f"{dump(key)}: {text}")
-    write_file(path, ("{\n" + ",\n".join(lines) + "\n}\n").encode())
 
 
 def _short(value: Any) -> Any:

@@ -12,7 +12,7 @@ from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.iebin import open_iebin
-from clocher_runtime.checkpoints.q4 import COMPAT_NAME, load_q4_planes, open_index
+from clocher_runtime.checkpoints.q4 import COMPAT_NAME, open_index
 from clocher_runtime.convert.q4_map import load_q4_map, parts_dir
 from clocher_runtime.convert.q4_parts import read_part
 from clocher_runtime.disk.files import read_bytes
@@ -181,11 +181,6 @@ def _read_q4_manifest(folder: Path) -> None:
             read_part(parts_dir(q4_map.path), q4_map.parts, name, entry)
 
 
-def _read_q4_planes(folder: Path) -> None:
-    for tensor in load_q4_planes(folder / "planes.json").tensors.values():
-        tensor.check()
-
-
 def _read_q4_overlay(folder: Path) -> None:
     _use(open_index(folder / COMPAT_NAME))
     open_index(folder / COMPAT_NAME, verify=True)
@@ -268,16 +263,9 @@ _ALL = (
         (UsageError, ModelError),
     ),
     Reader(
-        "q4-planes",
-        seeds.q4_planes,
-        {"planes.json": (mutate_json, 3), "model.q4.bin": (mutate_bytes, 1)},
-        _read_q4_planes,
-        (UsageError, ModelError),
-    ),
-    Reader(
         "q4-overlay",
         seeds.q4_planes,
-        {COMPAT_NAME: (mutate_sealed, 4), "fp16.bin": (mutate_bytes, 1)},
+        {COMPAT_NAME: (mutate_sealed, 4), ".bin": (mutate_bytes, 1)},
         _read_q4_overlay,
     ),
     Reader("trace", seeds.traces, {".jsonl": (mutate_lines, 1)}, _read_trace, (UsageError,)),

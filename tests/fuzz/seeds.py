@@ -21,8 +21,6 @@ from clocher_runtime.checkpoints.q4 import (
     COMPAT_NAME,
     Q4_0,
     Q4_NAMES,
-    Q4Entry,
-    q4_document,
     write_overlay,
 )
 from clocher_runtime.convert.dedup_writer import plan_dedup
@@ -156,20 +154,18 @@ def q4_manifests() -> list[Seed]:
 
 
 def q4_planes() -> list[Seed]:
-    """Return Q4_0 plane files with their manifest, and the same over an IEBIN pair."""
+    """Return Q4_0 plane files over an IEBIN pair."""
 
     def make(folder: Path) -> None:
         tensors = {name: encode(_values((4, 64)), Float("f32")) for name in ("a", "b", "c")}
         write_iebin(folder, tensors)
         paths = {key: folder / name for key, name in Q4_NAMES.items()}
-        with PlaneWriter(paths, kind=Q4Entry) as pair:
+        with PlaneWriter(paths) as pair:
             for name in ("a", "b"):
-                pair.add(name, encode(_values((4, 64)), Q4_0), "0" * 64)
+                pair.add(name, encode(_values((4, 64)), Q4_0))
             pair.sync()
             pair.publish()
         write_overlay(folder / COMPAT_NAME, pair.entries)
-        document = q4_document(Q4_NAMES, pair.entries, {"c": "a vector"})
-        (folder / "planes.json").write_bytes(json_bytes(document))
 
     return [_made(make)]
 
