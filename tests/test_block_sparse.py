@@ -19,7 +19,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.plane_writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse, prune
 from clocher_runtime.engine.load import load_model
 

@@ -34,7 +34,7 @@ from weight_files import (
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.plane_writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.checkpoints.q4 import Q4_0, open_index
 from clocher_runtime.convert.q4_planes import make_index, plan_append, plan_q4
 from clocher_runtime.convert.to_iebin import convert, plan_conversion

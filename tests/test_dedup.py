@@ -45,13 +45,18 @@ from clocher_runtime.checkpoints.dedup.index import (
     parse_index,
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
-from clocher_runtime.checkpoints.plane_writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
 from clocher_runtime.command.settings import RunConfig
 from clocher_runtime.config.values import Given
-from clocher_runtime.convert import dedup_encode as encoder
-from clocher_runtime.convert.dedup_encode import choose, choose_stream
-from clocher_runtime.convert.dedup_writer import gain_of, plan_dedup, restore
+from clocher_runtime.convert import dedup_writer as encoder
+from clocher_runtime.convert.dedup_writer import (
+    choose,
+    choose_stream,
+    gain_of,
+    plan_dedup,
+    restore,
+)
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model

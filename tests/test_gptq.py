@@ -8,8 +8,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.convert.imx import search
 from clocher_runtime.quantize import gptq
-from clocher_runtime.quantize.gptq import make_inputs, solve_matrix
-from clocher_runtime.quantize.inputs import InputStats
+from clocher_runtime.quantize.gptq import InputStats, make_inputs, solve_matrix
 
 K, N = 512, 96
 SYM = parse_format("int4_sym_g128_f16")

@@ -21,8 +21,7 @@ from clocher_kernels.errors import (
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.iebin import open_iebin
-from clocher_runtime.checkpoints.plane_writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter, open_iebin
 from clocher_runtime.disk.plane_index import ALIGNMENT, place
 
 GOLDEN_JSON = """\

@@ -278,8 +278,7 @@ def test_the_indices_of_block_sparse_rows_cannot_change_after_the_check(tmp_path
     from clocher_kernels.formats.bsr import Bsr
     from clocher_kernels.quant_tensor import encode
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
-    from clocher_runtime.checkpoints.iebin import open_iebin
-    from clocher_runtime.checkpoints.plane_writer import IebinWriter
+    from clocher_runtime.checkpoints.iebin import IebinWriter, open_iebin
 
     values = np.eye(8, dtype=np.float32)
     with IebinWriter(tmp_path) as writer:

@@ -15,7 +15,7 @@ import safetensors
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.checkpoints.plane_writer import IebinWriter
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.disk.safetensors_file import DTYPES
 

@@ -13,7 +13,7 @@ from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
-from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
+from clocher_runtime.checkpoints.iebin import IebinWriter, Progress
 from clocher_runtime.convert.q4_map import NamePattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
 from clocher_runtime.disk.output_file import check_free

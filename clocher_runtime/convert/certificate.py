@@ -16,8 +16,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, read_index
-from clocher_runtime.checkpoints.plane_writer import Progress
+from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, Progress, read_index
 from clocher_runtime.convert.q4_parts import plane_hashes
 from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source

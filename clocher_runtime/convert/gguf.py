@@ -21,7 +21,7 @@ from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, Order, pieces, row_order
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
-from clocher_runtime.checkpoints.plane_writer import Progress
+from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.models.build import inverse_frequencies

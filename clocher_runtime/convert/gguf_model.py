@@ -25,7 +25,7 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
     UNUSED,
     USER,
 )
-from clocher_runtime.checkpoints.plane_writer import Progress
+from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
 from clocher_runtime.convert.to_iebin import vocabulary
 from clocher_runtime.disk.output_file import check_free

@@ -16,7 +16,7 @@ from clocher_kernels.errors import ClocherError, FormatError, ModelError, ModelN
 from clocher_kernels.formats import Format, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
-from clocher_runtime.checkpoints.plane_writer import PlaneWriter
+from clocher_runtime.checkpoints.iebin import PlaneWriter
 from clocher_runtime.disk.files import sha256_of
 from clocher_runtime.disk.plane_index import ALIGNMENT, Region, checked_hash, dump
 from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile, safetensors_head

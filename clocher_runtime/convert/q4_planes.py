@@ -11,8 +11,7 @@ from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
-from clocher_runtime.checkpoints.iebin import open_iebin, tensors_of
-from clocher_runtime.checkpoints.plane_writer import PlaneWriter, Progress
+from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, tensors_of
 from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,

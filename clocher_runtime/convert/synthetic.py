@@ -22,8 +22,7 @@ from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Tern
 from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
-from clocher_runtime.checkpoints.iebin import model_bytes, open_iebin
-from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
+from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
 from clocher_runtime.disk.output_file import check_free

@@ -15,8 +15,8 @@ from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
+from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.checkpoints.locate import CONFIG
-from clocher_runtime.checkpoints.plane_writer import Progress
 from clocher_runtime.convert.to_iebin import natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file
 from clocher_runtime.engine.load import model_spec

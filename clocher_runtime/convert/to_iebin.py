@@ -17,9 +17,14 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
-from clocher_runtime.checkpoints.iebin import MAX_VOCAB_BYTES, model_bytes, read_index
+from clocher_runtime.checkpoints.iebin import (
+    MAX_VOCAB_BYTES,
+    IebinWriter,
+    Progress,
+    model_bytes,
+    read_index,
+)
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
-from clocher_runtime.checkpoints.plane_writer import IebinWriter, Progress
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file

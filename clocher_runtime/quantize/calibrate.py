@@ -17,22 +17,16 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4_parts import PartsWriter, part_of
 from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.models.inventory import layer_name
-from clocher_runtime.quantize.capture import Walk
+from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk, make_text
 from clocher_runtime.quantize.gptq import (
+    HELD_ROWS,
     MIN_HELD,
     MIN_TOKENS,
     Inputs,
+    InputStats,
     Outcome,
     make_inputs,
     solve_matrix,
-)
-from clocher_runtime.quantize.inputs import (
-    HELD_ROWS,
-    ExpertInputs,
-    Hidden,
-    InputStats,
-    Observer,
-    make_text,
 )
 from clocher_runtime.quantize.plan import Calibrated, PlannedTensor, QuantPlan
 

@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
+from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import Format, Int4, Int8
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
-from clocher_runtime.quantize.inputs import InputStats
 
 DAMP = 0.05
 BLOCK = 128
@@ -27,6 +27,9 @@ MIN_TOKENS = 64
 """Tokens below which an expert uses its layer's statistics alone."""
 MIN_HELD = 16
 """Held-out inputs below which an expert is judged with its layer's."""
+
+HELD_ROWS = 512
+"""Held-out inputs kept per linear or expert."""
 
 _LADDER = (1.0, 2.0, 4.0, 10.0, 20.0)
 _TRIANGLE = 96
@@ -131,6 +134,50 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
     if isinstance(fmt, Int4):
         planes = fmt.pack(stored, grid.planes["scales"], grid.planes.get("zeros"))
     return Solution(QuantTensor(values.shape, fmt, planes), loss)
+
+
+class InputStats:
+    """Statistics of inputs x_t, weighted by p_t (the router's weight, else 1)."""
+
+    def __init__(self, columns: int, *, hessian: bool = False) -> None:
+        self.tokens = 0
+        self._second = np.zeros(columns)
+        self._hessian = np.zeros((columns, columns), np.float32) if hessian else None
+        self._held: list[np.ndarray] = []
+
+    def add(self, x: np.ndarray, held: np.ndarray, weights: np.ndarray | None = None) -> None:
+        """Sum inputs x [m, K] fp32 with weights p [m]; `held` [m] are only kept for judging."""
+        if x.shape[1] != len(self._second) or held.shape != x.shape[:1]:
+            raise ShapeError(
+                f"inputs {list(x.shape)} and mask {list(held.shape)}; expected "
+                f"[m, {len(self._second)}] and [m]"
+            )
+        if weights is not None:
+            x = x * weights[:, None]
+        fit = x if not held.any() else x[~held]
+        kept = sum(len(rows) for rows in self._held)
+        if kept < HELD_ROWS and len(fit) < len(x):
+            self._held.append(x[held][: HELD_ROWS - kept])
+        self.tokens += len(fit)
+        self._second += np.einsum("ij,ij->j", fit, fit)
+        if self._hessian is not None and len(fit):
+            self._hessian += fit.T @ fit
+
+    @property
+    def importance(self) -> np.ndarray:
+        """E[p^2 x^2] of each column, [K]; zeros without tokens."""
+        return self._second / max(1, self.tokens)
+
+    @property
+    def hessian(self) -> np.ndarray:
+        """H = 2/n sum p^2 x x^T, [K, K]; zeros without tokens."""
+        assert self._hessian is not None, "made without hessian=True"
+        return self._hessian * np.float32(2 / max(1, self.tokens))
+
+    @property
+    def held(self) -> np.ndarray:
+        """Held-out inputs, times p, [at most HELD_ROWS, K]."""
+        return np.concatenate([np.zeros((0, len(self._second)), np.float32), *self._held])
 
 
 class Inputs(NamedTuple):

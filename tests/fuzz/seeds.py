@@ -16,7 +16,7 @@ from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.plane_writer import PlaneWriter
+from clocher_runtime.checkpoints.iebin import PlaneWriter
 from clocher_runtime.checkpoints.q4 import (
     COMPAT_NAME,
     Q4_0,
