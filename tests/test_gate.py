@@ -16,6 +16,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality import compare as compare_module
@@ -533,21 +534,33 @@ def test_candidates_bring_what_their_manifest_says(tmp_path: Path) -> None:
     convert(LLAMA, tmp_path / "out", path)
     stored = open_candidate(tmp_path / "out", reference)
     assert all(same(model.weights[name], stored.weights[name]) for name in model.weights)
-    entry = {"name": "w", "method": "gptq", "err": {"out_nmse": 0.1, "out_nmse_rtn": 0.2}}
-    hostile = [{"name": 3}, 7, {"name": "x", "err": [], "method": 1}]
-    found = records_of({"tensors": [entry, *hostile]})
-    assert found == {"w": Record("gptq", 0.1, 0.2), "x": Record()}
-    assert records_of({"tensors": 3}) == records_of({}) == {}
+    assert records_of(load_q4_map(path)) == {}
+    errors = {"out_nmse": 0.1, "out_nmse_rtn": 0.2}
+    path.write_text(json.dumps(manifest_of(w=errors, x={})))
+    found = records_of(load_q4_map(path))
+    assert found == {"w": Record("rtn", 0.1, 0.2), "x": Record()}
+
+
+def manifest_of(**errors: dict[str, float]) -> dict[str, Any]:
+    """Return an expanded manifest of matrices with these records."""
+    fmt = parse_format("int8_row_f32")
+    entry = {"shape": [2, 8], "format": fmt.name, "method": "rtn", "rule": 0, "bpw": 12.0}
+    entry |= {"nbytes": fmt.nbytes((2, 8)), "sha256": dict.fromkeys(("codes", "scales"), "0" * 64)}
+    return {
+        "version": 1,
+        "rules": [{"pattern": ".*", "dtype": "int8"}],
+        "tensors": [{"name": name, **entry, "err": err} for name, err in errors.items()],
+    }
 
 
 def test_manifests_find_the_models_that_were_made_with_them(tmp_path: Path) -> None:
     directory, manifest, other = tmp_path / "model", tmp_path / "a.json", tmp_path / "b.json"
     directory.mkdir()
-    manifest.write_text('{"tensors": [{"name": "w", "method": "gptq"}]}')
-    other.write_text('{"tensors": []}')
+    manifest.write_text(json.dumps(manifest_of(w={"out_nmse": 0.5})))
+    other.write_text(json.dumps(manifest_of()))
     digest = sha256(manifest.read_bytes()).hexdigest()
     (directory / "model.ie.json").write_text(json.dumps({"source": {"q4_map": {"sha256": digest}}}))
-    expected = {"w": Record("gptq")}
+    expected = {"w": Record("rtn", 0.5)}
     assert records_by_model([directory, LLAMA], [manifest]) == {directory: expected}
     assert records_by_model([manifest, directory], []) == {manifest: expected}
     with pytest.raises(UsageError, match="no --model"):

@@ -51,6 +51,7 @@ class Entry(NamedTuple):
     rule: int  # index of the rule that asked for it
     sha256: Mapping[str, str]  # of each plane
     part: str = ""  # the file that holds the planes, "" if rounding gives them again
+    err: Mapping[str, Any] = {}  # what the PTQ script measured
 
 
 class PartFile(NamedTuple):
@@ -282,4 +283,4 @@ def _entry(item: Mapping[str, Any], where: str, rules: int, parts: Collection[st
         raise FormatError(f"{where}: part {part!r:.80} is not among the parts")
     if method != "rtn" and not part:
         raise FormatError(f"{where}: planes of {method} need a part")
-    return Entry(shape, fmt, method, item["rule"], hashes, part)
+    return Entry(shape, fmt, method, item["rule"], hashes, part, item["err"])

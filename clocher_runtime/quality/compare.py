@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ModelError, UsageError
-from clocher_runtime.engine.arguments import token_ids, whole
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents
 
@@ -207,8 +206,7 @@ def _score(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenSc
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Perplexity:
+class Perplexity(NamedTuple):
     """Mean negative log-likelihood over windows of a text."""
 
     windows: int  # windows scored, each alone, from an empty cache
@@ -234,22 +232,13 @@ def perplexity(
     progress: Progress | None = None,
 ) -> Perplexity:
     """Score up to `limit` whole windows, in a session with all_logits. Raises UsageError."""
-    ids, window = token_ids(ids), whole("window", window)
-    limit = None if limit is None else whole("limit", limit, 0)
-    if window < 2:
-        raise UsageError(f"a window of {window} tokens predicts nothing; give at least 2")
-    total = len(ids) // window if limit is None else min(len(ids) // window, limit)
-    if total < 1:
-        raise UsageError(
-            f"the text has {len(ids)} tokens, a window takes {window}; give a longer text"
-        )
+    documents = cut("", lambda _: ids, window, windows_per_document=1, limit=limit)
     losses = []
-    for number in range(total):
-        part = ids[number * window : (number + 1) * window]
+    for number, part in enumerate(documents.windows, start=1):
         losses.append(window_loss(session.logits(part), part))
         if progress is not None:
-            progress(number + 1, total)
-    return Perplexity(total, window, float(np.mean(losses)))
+            progress(number, len(documents.windows))
+    return Perplexity(len(losses), window, float(np.mean(losses)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,7 +183,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     parts.remove_others()
     if job.gate:
         unjudged = document_of(rules, plan, done, files, sections)
-        evaluation = _judge(job, job.gate, unjudged, done, tell)
+        evaluation = _judge(job, job.gate, unjudged, tell)
         judged = evaluation.gate.to_json()
         sections["gates"] = judged.pop("gates")
         sections["gate"] = {**job.gate.record, **judged}
@@ -209,17 +209,9 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
     return replace(checkpoint, tensors=tensors, hashes=hashes)
 
 
-def _judge(
-    job: Job, gate: GateText, document: Mapping[str, Any], done: Sequence[Done], tell: Progress
-) -> Evaluation:
+def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress) -> Evaluation:
     q4_map = parse_q4_map(document, job.out)
     quantised = quantised_checkpoint(job.checkpoint, q4_map, job.threads)
-    records = {
-        entry.planned.name: Record(
-            entry.record.method, *map(entry.record.err.get, ("out_nmse", "out_nmse_rtn"))
-        )
-        for entry in done
-    }
     given = dict(gate.given)
     if job.min_cosine is not None:
         given["min_cosine"] = job.min_cosine
@@ -230,7 +222,7 @@ def _judge(
         config=replace(WEIGHTS_ALONE, threads=job.threads),
         limits_class=gate.limits_class,
         given=given,
-        records=records,
+        records=records_of(q4_map),
         progress=tell,
     )
 
@@ -282,43 +274,32 @@ def open_candidate(
 
 def records_by_model(models: Sequence[Path], manifests: Sequence[Path]) -> dict[Path, Records]:
     """Return manifests' records by model; an IEBIN names its manifest by SHA-256."""
-    given = {sha256(data := _read(path)).hexdigest(): (path, data) for path in manifests}
-    unused = {digest: path for digest, (path, _) in given.items()}
+    given = {found.document.get("sha256"): found for found in map(load_q4_map, manifests)}
+    unused = dict(given)
     found: dict[Path, Records] = {}
     for model in models:
-        path, data = model, _read(model) if model.is_file() else b""
-        if not data and (digest := _manifest_digest(model)):
+        if model.is_file():
+            found[model] = records_of(load_q4_map(model))
+        elif digest := _manifest_digest(model):
             unused.pop(digest, None)
             beside = model / MANIFEST
-            path, data = given.get(digest, (beside, _read(beside) if beside.is_file() else b""))
-            if sha256(data).hexdigest() != digest:
-                continue
-        if data:
-            found[model] = records_of(parse_object(data, str(path)))
-    for path in unused.values():
+            q4_map = given.get(digest) or (load_q4_map(beside) if beside.is_file() else None)
+            if q4_map and q4_map.document.get("sha256") == digest:
+                found[model] = records_of(q4_map)
+    for q4_map in unused.values():
         raise UsageError(
-            f"--manifest {path}: no --model is an IEBIN that was converted with it; leave "
+            f"--manifest {q4_map.path}: no --model is an IEBIN that was converted with it; leave "
             "it out, or give the manifest as the --model"
         )
     return found
 
 
-def records_of(manifest: Mapping[str, Any]) -> dict[str, Record]:
-    """Return a manifest's valid records; tensors without one count as rounded, the strictest."""
-    tensors = manifest.get("tensors")
-    found = {}
-    for entry in tensors if isinstance(tensors, list) else []:
-        if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
-            continue
-        errors = entry.get("err")
-        known = errors if isinstance(errors, dict) else {}
-        method = entry.get("method")
-        found[entry["name"]] = Record(
-            method if isinstance(method, str) else "rtn",
-            _number(known.get("out_nmse")),
-            _number(known.get("out_nmse_rtn")),
-        )
-    return found
+def records_of(q4_map: Q4Map) -> dict[str, Record]:
+    """Return a manifest's records; tensors without one count as rounded, the strictest."""
+    return {
+        name: Record(entry.method, *map(entry.err.get, ("out_nmse", "out_nmse_rtn")))
+        for name, entry in (q4_map.entries or {}).items()
+    }
 
 
 def records_of_gptq(checkpoint: Checkpoint) -> dict[str, Record]:
@@ -333,15 +314,9 @@ def records_of_gptq(checkpoint: Checkpoint) -> dict[str, Record]:
 def _manifest_digest(directory: Path) -> str:
     """Return the SHA-256 of the manifest that an IEBIN was made with, or ""."""
     path = directory / JSON_NAME
-    found: Any = parse_object(_read(path), str(path)) if path.is_file() else {}
+    found: Any = {}
+    if path.is_file():
+        found = parse_object(read_bytes(path, MAX_JSON_BYTES), str(path))
     for key in ("source", "q4_map", "sha256"):
         found = found.get(key) if isinstance(found, dict) else None
     return found if isinstance(found, str) else ""
-
-
-def _read(path: Path) -> bytes:
-    return read_bytes(path, MAX_JSON_BYTES)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
