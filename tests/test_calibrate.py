@@ -13,8 +13,8 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes
 from clocher_runtime.convert.q4_map import parse_q4_map
-from clocher_runtime.convert.q4_parts import PartsWriter, plane_hashes
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import calibrate
@@ -37,23 +37,22 @@ def rule(pattern: str, method: str, group: int = 128, **more: str) -> dict:
 
 
 class Memory:
-    """Parts in memory; it can refuse to write, as a killed job does."""
+    """A plane file in memory; it can refuse to write, as a killed job does."""
 
     def __init__(self, writes: int = 1000) -> None:
         self.tensors: dict[str, QuantTensor] = {}
         self.records: dict[str, dict] = {}
         self.left = writes
 
-    def finished(self, part: str) -> dict | None:
-        return self.records.get(part)
+    def resume(self, tensors) -> None:
+        assert list(self.records) == list(tensors)[: len(self.records)]
 
-    def write(self, part, tensors, records) -> None:
+    def add(self, name, tensor, record) -> None:
         if not self.left:
             raise KeyboardInterrupt
         self.left -= 1
-        assert set(tensors) == set(records)
-        self.tensors |= tensors
-        self.records[part] = records
+        self.tensors[name] = tensor
+        self.records[name] = record
 
 
 def same(one: dict[str, QuantTensor], other: dict[str, QuantTensor]) -> bool:
@@ -170,7 +169,7 @@ def test_experts_with_few_tokens_are_quantised_with_their_layers_statistics():
     plan = make_plan(checkpoint, rule(r".*layers\.[01]\..*experts.*proj", "gptq"), requantize=True)
     text = sequences(checkpoint, 6, 64)
     parts = Memory()
-    known = calibrate(checkpoint, plan, text, parts=parts)
+    known = calibrate(checkpoint, plan, text, planes=parts)
     assert set(known) == set(parts.tensors) == set(plan.tensors)
     for name, record in known.items():
         tensor = parts.tensors[name]
@@ -199,8 +198,8 @@ def test_dense_layers_embedding_and_head():
         rule("model.embed_tokens.weight", "imx", 32),
     )
     parts = Memory()
-    known = calibrate(checkpoint, plan, sequences(checkpoint, 12, 100), parts=parts)
-    assert set(parts.records) == {"layer-00000", "rest"}
+    known = calibrate(checkpoint, plan, sequences(checkpoint, 12, 100), planes=parts)
+    assert list(parts.records) == sorted(parts.records, key=part_of)
     assert len(known) == 6
     assert not any("v_proj" in name for name in known)
     embedding = known.pop("model.embed_tokens.weight")
@@ -215,28 +214,28 @@ def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):
     checkpoint = open_checkpoint(LLAMA)
     plan = make_plan(checkpoint, rule(r".*layers\.[024]\..*_proj.*", "imx"))
     text = sequences(checkpoint, 4, 50)
-    whole, broken = Memory(), Memory(writes=2)
-    expected = calibrate(checkpoint, plan, text, parts=whole, threads=2)
+    whole, broken = Memory(), Memory(writes=17)  # of 7 a layer
+    expected = calibrate(checkpoint, plan, text, planes=whole, threads=2)
     with pytest.raises(KeyboardInterrupt):
-        calibrate(checkpoint, plan, text, parts=broken)
-    broken.left = 1
+        calibrate(checkpoint, plan, text, planes=broken)
+    broken.left = 4
     layers = []
     got = calibrate(
         checkpoint,
         plan,
         text,
-        parts=broken,
+        planes=broken,
         progress=lambda done, total, what: layers.append((done, total, what)),
     )
     assert got == expected
     assert same(whole.tensors, broken.tensors)
     assert layers[-1][0] == 5, "layer 5 has nothing to do"
 
-    files = PartsWriter(tmp_path / "parts", "job")
-    assert calibrate(checkpoint, plan, text, parts=files) == expected
-    assert same({name: files.tensor(name) for name in whole.tensors}, whole.tensors)
-    again = PartsWriter(tmp_path / "parts", "job")
-    assert calibrate(checkpoint, plan, text, parts=again) == expected
+    for _ in range(2):
+        with PlaneFile(tmp_path / "q4.json", "job") as file:
+            assert calibrate(checkpoint, plan, text, planes=file) == expected
+            file.finish()
+            assert same({name: file.tensor(name) for name in whole.tensors}, whole.tensors)
 
 
 def test_the_seed_chooses_what_is_held_out():
@@ -272,7 +271,7 @@ def test_unusable_texts_are_refused(text, message):
     checkpoint = open_checkpoint(LLAMA)
     plan = make_plan(checkpoint, rule(".*q_proj.*", "imx"))
     with pytest.raises(UsageError, match=message):
-        calibrate(checkpoint, plan, text, parts=Memory())
+        calibrate(checkpoint, plan, text, planes=Memory())
 
 
 def test_calibration_lowers_the_divergence_of_a_trained_model(tmp_path):
@@ -287,7 +286,7 @@ def test_calibration_lowers_the_divergence_of_a_trained_model(tmp_path):
             weights = {n: round_of(checkpoint, plan, n) for n in plan.tensors}
         else:
             parts = Memory()
-            known = calibrate(checkpoint, plan, text, parts=parts)
+            known = calibrate(checkpoint, plan, text, planes=parts)
             assert all(isinstance(record, Calibrated) for record in known.values())
             weights = parts.tensors
         made = replace(checkpoint, tensors={**checkpoint.tensors, **weights}, hashes={})

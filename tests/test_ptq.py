@@ -30,8 +30,8 @@ from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.command.ptq import rules_of
 from clocher_runtime.command.script_run import needed
+from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.q4_map import load_q4_map, parse_q4_map
-from clocher_runtime.convert.q4_parts import PartsWriter, part_of
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.files import MappedFile
@@ -142,7 +142,7 @@ def test_every_flag_reaches_the_weights(
     expected = round_tensor(
         encode(arrays["layers.0.w"], parse_format("f32")), parse_format(fmt), parse_clip(clip)
     )
-    from clocher_runtime.convert.q4_parts import plane_hashes
+    from clocher_runtime.convert.q4_entries import plane_hashes
 
     assert entry["format"] == fmt and entry["sha256"] == plane_hashes(expected)
 
@@ -399,36 +399,27 @@ def test_what_a_function_may_not_give(value: object) -> None:
         open_arrays(value, "mine:load")
 
 
-# Calibrated tensors: parts, resumed.
+# Calibrated tensors: the plane file, resumed.
 
 
 def stand_in(
-    checkpoint: Any, plan: QuantPlan, text_ids: Sequence[Sequence[int]], *, parts: PartsWriter,
+    checkpoint: Any, plan: QuantPlan, text_ids: Sequence[Sequence[int]], *, planes: PlaneFile,
     threads: int, seed: int, progress: Any,
 ) -> Mapping[str, Any]:  # fmt: skip
     """Do what `calibrate` does with the files, by rounding to the best scale."""
-    records: dict[str, Any] = {}
-    by_part: dict[str, list[str]] = {}
-    for name in plan.calibrated:
-        by_part.setdefault(part_of(name), []).append(name)
-    for number, (part, names) in enumerate(by_part.items()):
-        found = parts.finished(part)
-        if found is None:
-            stand_in.written.append(part)  # type: ignore[attr-defined]
+    names = sorted(plan.calibrated, key=part_of)
+    planes.resume({n: (plan.tensors[n].format, plan.tensors[n].shape) for n in names})
+    record = {"method": "imx", "fallback": None, "tokens_seen": len(text_ids), "err":
+              {"out_nmse": 0.5, "out_nmse_rtn": 0.6}}  # fmt: skip
+    for number, name in enumerate(names):
+        if name not in planes.records:
+            stand_in.written.append(name)  # type: ignore[attr-defined]
             if len(stand_in.written) == stand_in.die_after:  # type: ignore[attr-defined]
                 raise KeyboardInterrupt
-            tensors = {
-                n: round_tensor(checkpoint.tensor(n), plan.tensors[n].format, parse_clip("mse"))
-                for n in names
-            }
-            found = {
-                n: {"method": "imx", "fallback": None, "tokens_seen": len(text_ids), "err":
-                    {"out_nmse": 0.5, "out_nmse_rtn": 0.6}} for n in names
-            }  # fmt: skip
-            parts.write(part, tensors, found)
-        records |= found
-        progress(number + 1, len(by_part), part)
-    return {name: SimpleNamespace(**record) for name, record in records.items()}
+            fmt = plan.tensors[name].format
+            planes.add(name, round_tensor(checkpoint.tensor(name), fmt, parse_clip("mse")), record)
+        progress(number + 1, len(names), name)
+    return {name: SimpleNamespace(**record) for name, record in planes.records.items()}
 
 
 def calibrated_job(out: Path, seed: int = 0) -> Job:
@@ -453,23 +444,23 @@ def run_stand_in(monkeypatch: pytest.MonkeyPatch, job: Job, die_after: int = 0) 
     return stand_in.written  # type: ignore[attr-defined, no-any-return]
 
 
-def test_a_killed_job_goes_on_after_its_last_layer(
+def test_a_killed_job_goes_on_after_its_last_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, out = tmp_path / "a" / "q4.json", tmp_path / "b" / "q4.json"
-    assert len(run_stand_in(monkeypatch, calibrated_job(whole))) == 6
-    run_stand_in(monkeypatch, calibrated_job(out), die_after=4)
-    assert not out.exists() and len(list((tmp_path / "b" / "q4.parts").iterdir())) == 3
-    assert run_stand_in(monkeypatch, calibrated_job(out)) == [f"layer-{i:05d}" for i in (3, 4, 5)]
-    names = sorted(path.name for path in (tmp_path / "a" / "q4.parts").iterdir())
-    assert len(names) == 6
-    for name in ("q4.json", *(f"q4.parts/{name}" for name in names)):
+    names = run_stand_in(monkeypatch, calibrated_job(whole))
+    assert len(names) == 18
+    run_stand_in(monkeypatch, calibrated_job(out), die_after=11)
+    assert not out.exists() and (tmp_path / "b" / "q4.planes.bin").stat().st_size
+    assert run_stand_in(monkeypatch, calibrated_job(out)) == names[10:]
+    assert run_stand_in(monkeypatch, calibrated_job(out)) == []
+    for name in ("q4.json", "q4.planes.bin"):
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
     jsonschema.validate(document := json.loads(out.read_text()), SCHEMA)
     entry = next(e for e in document["tensors"] if "mlp" in e["name"])
     assert entry["method"] == "imx" and entry["tokens_seen"] == [1]
-    assert entry["err"]["out_nmse"] == 0.5 and entry["part"] == "layer-00000.safetensors"
+    assert entry["err"]["out_nmse"] == 0.5 and set(entry["offsets"]) == {"codes", "scales"}
 
     convert(LLAMA, tmp_path / "out", out)
     found = open_checkpoint(tmp_path / "out", verify=True).tensor(entry["name"])
@@ -477,16 +468,16 @@ def test_a_killed_job_goes_on_after_its_last_layer(
     expected = round_tensor(source, found.format, parse_clip("mse"))
     assert all(np.array_equal(found.planes[key], expected.planes[key]) for key in found.planes)
 
-    assert len(run_stand_in(monkeypatch, calibrated_job(out, seed=1))) == 6, "another job"
+    assert len(run_stand_in(monkeypatch, calibrated_job(out, seed=1))) == 18, "another job"
 
 
-def test_a_manifest_without_its_parts_is_refused(
+def test_a_manifest_without_its_planes_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "q4.json"
     run_stand_in(monkeypatch, calibrated_job(out))
-    (tmp_path / "q4.parts" / "layer-00002.safetensors").unlink()
-    with pytest.raises((ModelNotFound, FormatError), match=r"needs its folder q4\.parts"):
+    (tmp_path / "q4.planes.bin").unlink()
+    with pytest.raises((ModelNotFound, FormatError), match=r"q4\.planes\.bin: missing"):
         convert(LLAMA, tmp_path / "out", out)
 
 
@@ -560,18 +551,19 @@ def test_hashing_a_large_file_takes_little_memory(tmp_path: Path) -> None:
     assert max(resident) - resident[0] < 16 << 20
 
 
-def test_finished_parts_do_not_stay_in_memory(tmp_path: Path) -> None:
+def test_finished_planes_do_not_stay_in_memory(tmp_path: Path) -> None:
     values = np.random.default_rng(0).standard_normal((1 << 11, 1 << 12), np.float32)
     tensor = encode(values, parse_format("int8_row_f32"))
-    parts = PartsWriter(tmp_path / "m.parts", "job")
-    parts.write("rest", {"w": tensor}, {"w": {}})
+    file = PlaneFile(tmp_path / "m.json", "job")
+    file.add("w", tensor, {})
+    file.finish()
 
     def resident() -> int:
         fields = Path("/proc/self/statm").read_text(encoding="ascii").split()
         return int(fields[2]) * os.sysconf("SC_PAGE_SIZE")
 
     before = resident()
-    assert parts.tensor("w").planes["codes"].any()
+    assert file.tensor("w").planes["codes"].any()
     assert resident() - before > 6 << 20  # of 8 MiB: the kernel counts in steps
-    parts.release()
+    file.release()
     assert resident() - before < 2 << 20

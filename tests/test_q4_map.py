@@ -17,8 +17,8 @@ from clocher_kernels.formats import Int4, Int8, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import imx, rounding
+from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes, read_planes
 from clocher_runtime.convert.q4_map import NamePattern, assign, load_q4_map, parse_q4_map
-from clocher_runtime.convert.q4_parts import PartsWriter, part_of, plane_hashes, read_part
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
@@ -307,14 +307,14 @@ def test_rounding_by_rows_is_the_encoding_of_the_whole(name: str) -> None:
 # The expanded form.
 
 
-def expanded(name: str = "w", part: str = "") -> tuple[dict[str, Any], QuantTensor]:
+def expanded(name: str = "w") -> tuple[dict[str, Any], QuantTensor]:
     source = weights(4, 64)
     tensor = round_tensor(source, parse_format("int4_sym_g32_f16"))
     entry = {
         "name": name,
         "shape": [4, 64],
         "format": tensor.format.name,
-        "method": "imx" if part else "rtn",
+        "method": "rtn",
         "rule": 0,
         "bpw": 4.5,
         "nbytes": tensor.nbytes,
@@ -322,9 +322,6 @@ def expanded(name: str = "w", part: str = "") -> tuple[dict[str, Any], QuantTens
         "err": {"rms_rel": 0.1, "max_abs": 0.01, "cosine": 0.99},
     }
     document = {"version": 1, "rules": [RULE | {"group": 32}], "tensors": [entry], "kept": []}
-    if part:
-        entry["part"] = part
-        document["parts"] = [{"file": part, "nbytes": 1, "sha256": "0" * 64}]
     return document, source
 
 
@@ -347,21 +344,25 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "hash": (lambda d: d["tensors"][0]["sha256"].update(codes="XY"), "64 lower-case hex"),
     "format": (lambda d: d["tensors"][0].update(format="int3"), "unknown format"),
     "method": (lambda d: d["tensors"][0].update(method="awq"), "known: rtn"),
-    "method without part": (lambda d: d["tensors"][0].update(method="gptq"), "need a part"),
+    "method without planes": (lambda d: d["tensors"][0].update(method="gptq"), "need offsets"),
     "rule": (lambda d: d["tensors"][0].update(rule=1), "there are 1"),
-    "part": (lambda d: d["tensors"][0].update(part="a.safetensors"), "not among the parts"),
-    "part outside": (
-        lambda d: d.update(parts=[{"file": "../x.safetensors", "nbytes": 1, "sha256": "0" * 64}]),
+    "offsets without a file": (
+        lambda d: d["tensors"][0].update(offsets={"codes": 0, "scales": 128}),
+        "a plane file of 0",
+    ),
+    "offsets outside": (
+        lambda d: (
+            d.update(planes={"file": "q4.planes.bin", "nbytes": 128, "sha256": "0" * 64}),
+            d["tensors"][0].update(offsets={"codes": 0, "scales": 128}),
+        ),
+        "a plane file of 128",
+    ),
+    "file outside": (
+        lambda d: d.update(planes={"file": "../x.planes.bin", "nbytes": 1, "sha256": "0" * 64}),
         "expected a plain name",
     ),
     "twice": (lambda d: d["tensors"].append(d["tensors"][0]), "there twice"),
     "kept too": (lambda d: d["kept"].append({"name": "w", "reason": "x"}), "there twice"),
-    "source path": (
-        lambda d: d.update(
-            source={"kind": "hf", "files": [{"name": "/a", "nbytes": 1, "sha256": "0" * 64}]}
-        ),
-        "plain name",
-    ),
     "unknown section": (lambda d: d.update(date="today"), "unknown field 'date'"),
 }
 
@@ -391,56 +392,50 @@ def test_a_manifest_of_another_model_is_refused() -> None:
             q4_map.choose(tensors)
 
 
-# Parts.
+# The plane file.
 
 
-def test_parts_are_written_whole_found_again_and_checked(tmp_path: Path) -> None:
-    folder = tmp_path / "q4.parts"
+def test_planes_are_written_found_again_and_checked(tmp_path: Path) -> None:
+    manifest, path = tmp_path / "q4.json", tmp_path / "q4.planes.bin"
     tensors = {
         "model.layers.0.a": round_tensor(weights(4, 70), parse_format("int4_asym_g32_f16")),
         "model.layers.0.b": round_tensor(weights(2, 3, 32), parse_format("int8_row_f32")),
     }
     records = {name: {"method": "imx", "tokens_seen": 5} for name in tensors}
-    writer = PartsWriter(folder, "job")
-    assert writer.finished("layer-00000") is None
-    writer.write("layer-00000", tensors, records)
-    assert [path.name for path in folder.iterdir()] == ["layer-00000.safetensors"]
-    again = PartsWriter(folder, "job")
-    assert again.finished("layer-00000") == records
-    assert all(equal(again.tensor(name), tensor) for name, tensor in tensors.items())
-    assert PartsWriter(folder, "another job").finished("layer-00000") is None
+    planned = {name: (tensor.format, tensor.shape) for name, tensor in tensors.items()}
 
-    (file,) = again.files()
-    entry = parse_q4_map(expanded("w", file.file)[0], Path("q4.json")).entries["w"]
+    def resumed(job: str = "job") -> Any:
+        with PlaneFile(manifest, job) as file:
+            file.resume(planned)
+            return file.records
+
+    with PlaneFile(manifest, "job") as file:
+        file.resume(planned)
+        assert not file.records
+        for name, tensor in tensors.items():
+            file.add(name, tensor, records[name])
+        listed = file.finish()
+        offsets = {name: file.offsets(name) for name in tensors}
+        assert all(equal(file.tensor(name), tensor) for name, tensor in tensors.items())
+    assert resumed() == records
+    assert listed and (listed.file, listed.nbytes) == (path.name, path.stat().st_size)
+
     name, tensor = next(iter(tensors.items()))
-    entry = type(entry)(tensor.shape, tensor.format, "imx", 0, plane_hashes(tensor), file.file)
-    assert equal(read_part(folder, [file], name, entry), tensor)
-    path = folder / file.file
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    assert PartsWriter(folder, "job").finished("layer-00000") is None
-    data[-1] ^= 1
-    data[-tensors["model.layers.0.b"].nbytes - 1] ^= 1
-    path.write_bytes(data)
+    entry = parse_q4_map(expanded("w")[0], Path("q4.json")).entries["w"]
+    hashes = plane_hashes(tensor)
+    entry = type(entry)(tensor.shape, tensor.format, "imx", 0, hashes, offsets[name])
+    assert equal(read_planes(path, listed.nbytes, name, entry), tensor)
+    data = path.read_bytes()
+    at = offsets[name]["scales"]
+    path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     with pytest.raises(FormatError, match="SHA-256"):
-        read_part(folder, [file], name, entry)
-    path.unlink()
-    with pytest.raises(ModelNotFound, match=r"needs its folder q4\.parts"):
-        read_part(folder, [file], name, entry)
-
-
-def test_a_part_that_cannot_be_finished_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", fail)
-    writer = PartsWriter(tmp_path / "parts", "job")
-    with pytest.raises(OSError, match="No space"):
-        writer.write("rest", {"w": weights(2, 32)}, {"w": {}})
-    assert list((tmp_path / "parts").iterdir()) == []
+        read_planes(path, listed.nbytes, name, entry)
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    assert list(resumed()) == [name]
+    path.write_bytes(data)
+    assert resumed("another job") == {}
+    with pytest.raises(ModelNotFound, match=r"q4\.planes\.bin: missing"):
+        read_planes(path, listed.nbytes, name, entry)
 
 
 @pytest.mark.parametrize(

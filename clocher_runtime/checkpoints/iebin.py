@@ -206,8 +206,8 @@ class PlaneWriter:
     def _ends(self) -> dict[str, int]:
         return {name: file.nbytes for name, file in self.files.items()}
 
-    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[str]:
-        """Take over a killed writer's verified tensors; return their names."""
+    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[dict[str, Any]]:
+        """Take over a killed writer's verified tensors; return their lines in the journal."""
         for found, (name, (fmt, shape)) in zip(
             self._journal.entries, tensors.items(), strict=False
         ):
@@ -216,7 +216,7 @@ class PlaneWriter:
                 break
             self._tell(name)
         self._journal.kept = len(self.entries)
-        return [entry.name for entry in self.entries]
+        return self._journal.entries[: len(self.entries)]
 
     def keep(self, entry: Entry) -> bool:
         """Skip a tensor if the files hold it next; return whether they do."""
@@ -231,13 +231,13 @@ class PlaneWriter:
         self.entries.append(entry)
         return True
 
-    def add(self, name: str, tensor: QuantTensor) -> None:
-        """Append a tensor; raises FormatError, OSError."""
+    def add(self, name: str, tensor: QuantTensor, **more: Any) -> None:
+        """Append a tensor, `more` to the journal alone; raises FormatError, OSError."""
         regions = place(tensor.format, tensor.shape, self._ends)
         hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
         self.entries.append(Entry(name, tensor.shape, tensor.format, regions, hashes))
         if self._resumable:
-            self._journal.add(self.entries[-1].document())
+            self._journal.add(self.entries[-1].document() | more)
         self._tell(name)
 
     def put(self, region: Region, plane: np.ndarray) -> str:
@@ -268,7 +268,7 @@ class PlaneWriter:
         try:
             hashes = {key: str(plane["sha256"]) for key, plane in found["planes"].items()}
             entry = Entry(name, shape, fmt, place(fmt, shape, self._ends), hashes)
-            return entry if found == entry.document() else None
+            return entry if entry.document().items() <= found.items() else None
         except (KeyError, TypeError, AttributeError):
             return None
 

@@ -17,7 +17,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, Progress, read_index
-from clocher_runtime.convert.q4_parts import plane_hashes
+from clocher_runtime.convert.q4_entries import plane_hashes
 from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes

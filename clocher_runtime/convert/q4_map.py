@@ -22,13 +22,12 @@ from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Terna
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
-from clocher_runtime.convert.q4_parts import (
+from clocher_runtime.convert.q4_entries import (
     METHODS,
     Entry,
-    PartFile,
+    Planes,
     check_hashes,
-    read_part,
-    read_parts,
+    read_planes,
     read_tensors,
 )
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
@@ -58,9 +57,9 @@ _OPTIONAL = {
 }
 _SECTIONS: dict[str, type] = {
     **dict.fromkeys(("tool", "source", "options", "calibration", "allocation", "gate"), dict),
-    **dict.fromkeys(("tensors", "kept", "parts", "gates"), list),
+    **dict.fromkeys(("size", "planes"), dict),
+    **dict.fromkeys(("tensors", "kept", "gates"), list),
     "requantize": bool,
-    "size": dict,
 }
 _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
@@ -127,7 +126,7 @@ class Q4Map:
     requantize: bool = False  # whether tensors that are quantised already are quantised anew
     entries: Mapping[str, Entry] | None = None  # what was done; None in a manifest of rules alone
     kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
-    parts: tuple[PartFile, ...] = ()  # the files with planes that rounding does not give
+    planes: Planes | None = None  # the file with planes that rounding does not give
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
         """Return the new format of each tensor to quantise, and notes. Raises UsageError."""
@@ -152,8 +151,9 @@ class Q4Map:
             assert rule.format is not None, "choose names no tensor for a rule that keeps"
             return round_tensor(source, rule.format, rule.clip, threads)
         entry = self.entries[name]
-        if entry.part:
-            return read_part(parts_dir(self.path), self.parts, name, entry)
+        if entry.offsets and self.planes:
+            path = self.path.with_name(self.planes.file)
+            return read_planes(path, self.planes.nbytes, name, entry)
         encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
         check_hashes(encoded, entry, str(self.path))
         return encoded
@@ -174,11 +174,6 @@ class Q4Map:
                 )
             if reason := reason_to_keep(name, tensor, self.requantize):
                 raise UsageError(f"{self.path}: tensor {name!r} is kept ({reason}){made_for}")
-
-
-def parts_dir(manifest: Path) -> Path:
-    """Return the folder of a manifest's parts: `q4.json` has `q4.parts`."""
-    return manifest.with_name(f"{manifest.stem}.parts")
 
 
 def assign(
@@ -253,14 +248,13 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
     if not 0 < len(rules) <= MAX_RULES:
         raise UsageError(f"{path}: {len(rules)} rules; expected 1 to {MAX_RULES}")
     built = tuple(_rule(rule, f"{path}: rules[{index}]") for index, rule in enumerate(rules))
-    parts = read_parts(document, str(path))
-    entries, kept = read_tensors(document, str(path), len(built), {part.file for part in parts})
+    entries, kept, planes = read_tensors(document, str(path), len(built))
     requantize = bool(document.get("requantize"))
     if entries is not None:
         long = ("tensors", "kept")
         document = {key: value for key, value in document.items() if key not in long}
         document["sha256"] = sha256
-    return Q4Map(path, built, document, requantize, entries, kept, parts)
+    return Q4Map(path, built, document, requantize, entries, kept, planes)
 
 
 def write_manifest(path: Path, document: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
 from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, tensors_of
+from clocher_runtime.convert.q4_entries import check_hashes
 from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,
@@ -20,7 +21,6 @@ from clocher_runtime.convert.q4_map import (
     parse_q4_map,
     write_manifest,
 )
-from clocher_runtime.convert.q4_parts import check_hashes
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared
 from clocher_runtime.disk.files import read_bytes

@@ -4,8 +4,7 @@ Source: https://github.com/huggingface/safetensors#format. Stricter: duplicate k
 names, shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,29 +63,6 @@ class SafetensorsFile:
         """Return the stored array of a tensor, as a read-only view of the file."""
         info = self.tensors[name]
         return self.file.plane(Plane(DTYPES[info.dtype], info.shape), info.offset)
-
-
-def safetensors_head(
-    arrays: Mapping[str, tuple[str, Sequence[int]]],
-    metadata: Mapping[str, str] | None = None,
-    alignment: int = _LENGTH_BYTES,
-) -> tuple[bytes, dict[str, TensorInfo]]:
-    """Return a file's header and each tensor's place; `arrays`: name -> (dtype, shape)."""
-    header: dict[str, Any] = {}
-    end = 0
-    for name, (dtype, shape) in arrays.items():
-        begin, end = end, end + Plane(DTYPES[dtype], tuple(shape)).nbytes
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
-    named = {"__metadata__": metadata} if metadata else {}
-    text = json.dumps(header | named, ensure_ascii=False, allow_nan=False).encode()
-    text += b" " * (-(_LENGTH_BYTES + len(text)) % alignment)
-    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    places = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        shape = tuple(entry["shape"])
-        places[name] = TensorInfo(entry["dtype"], shape, len(head) + begin, end - begin)
-    return head, places
 
 
 def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str]]:

@@ -14,7 +14,7 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4_parts import PartsWriter, part_of
+from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk, make_text
@@ -182,17 +182,18 @@ def calibrate(
     plan: QuantPlan,
     text_ids: Sequence[Sequence[int]],
     *,
-    parts: PartsWriter,
+    planes: PlaneFile,
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
 ) -> dict[str, Calibrated]:
     """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
-    wanted = {name: t for name, t in plan.tensors.items() if t.method != "rtn"}
-    by_part: dict[str, dict[str, PlannedTensor]] = {}
+    wanted = {name: plan.tensors[name] for name in sorted(plan.calibrated, key=part_of)}
+    planes.resume({name: (tensor.format, tensor.shape) for name, tensor in wanted.items()})
+    left: dict[str, dict[str, PlannedTensor]] = {}
     for name, tensor in wanted.items():
-        by_part.setdefault(part_of(name), {})[name] = tensor
-    done = {part: records for part in by_part if (records := parts.finished(part)) is not None}
+        if name not in planes.records:
+            left.setdefault(part_of(name), {})[name] = tensor
     walk = Walk(checkpoint, make_text(text_ids, seed))
     known = {name for i in range(walk.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
@@ -203,23 +204,23 @@ def calibrate(
         )
 
     def quantise(part: str, show: Callable[[LayerJob], None]) -> None:
-        job = LayerJob(walk, by_part[part], threads, seed)
+        job = LayerJob(walk, left.pop(part), threads, seed)
         show(job)
-        parts.write(part, job.finish(), job.records)
-        done[part] = job.records
+        for name, tensor in job.finish().items():
+            planes.add(name, tensor, job.records[name])
 
     tell = progress or (lambda done, total, part: None)
-    total = walk.num_layers + ("rest" in by_part)
+    total = walk.num_layers + ("rest" in left)
     for index in range(walk.num_layers):
-        if len(done) == len(by_part):
+        if not left:
             break
         part = part_of(layer_name(index, ""))
-        if part in by_part and part not in done:
+        if part in left:
             quantise(part, lambda job, index=index: walk.layer(index, job))  # type: ignore[misc]
         else:
             walk.layer(index)
         tell(index + 1, total, part)
-    if "rest" in by_part and "rest" not in done:
+    if left:
         quantise("rest", walk.head_inputs)
         tell(total, total, "rest")
-    return {name: Calibrated(**record) for part in done.values() for name, record in part.items()}
+    return {name: Calibrated(**planes.records[name]) for name in wanted}

@@ -16,14 +16,13 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
+from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes
 from clocher_runtime.convert.q4_map import (
     Q4Map,
     load_q4_map,
     parse_q4_map,
-    parts_dir,
     write_manifest,
 )
-from clocher_runtime.convert.q4_parts import PartsWriter, part_of, plane_hashes
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
@@ -105,7 +104,7 @@ class Needs(NamedTuple):
     """Bytes that a job and the following conversion will take."""
 
     memory: int  # resident, about; files that are mapped and can be dropped do not count
-    parts: int  # of planes that the manifest keeps until the model is written
+    planes: int  # of planes that the manifest keeps until the model is written
     temporary: int  # of files without a name, in the system's directory for them
 
 
@@ -159,19 +158,20 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     sections["options"] = dict(job.options)
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
-    parts = PartsWriter(parts_dir(job.out), _fingerprint(job, plan, source))
-    records: Mapping[str, Calibrated] = {}
-    if plan.calibrated and job.calibration:
-        records = calibrate(
-            checkpoint,
-            plan,
-            job.calibration.sequences,
-            parts=parts,
-            threads=job.threads,
-            seed=job.seed,
-            progress=lambda done, total, part: tell(f"calibrating: {part}", done, total),
-        )
-    done = tuple(_quantise(job, plan, parts, records, tell))
+    with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
+        records: Mapping[str, Calibrated] = {}
+        if plan.calibrated and job.calibration:
+            records = calibrate(
+                checkpoint,
+                plan,
+                job.calibration.sequences,
+                planes=planes,
+                threads=job.threads,
+                seed=job.seed,
+                progress=lambda done, total, part: tell(f"calibrating: {part}", done, total),
+            )
+        file = planes.finish()
+        done = tuple(_quantise(job, plan, planes, records, tell))
     verdicts: list[Verdict] = []
     evaluation = None
     if job.min_cosine is not None:
@@ -179,10 +179,8 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
         sections["gates"] = [check.to_json() for check in checks]
         verdicts += [check.verdict for check in checks]
     rules = job.rules.document["rules"]
-    files = parts.files()
-    parts.remove_others()
     if job.gate:
-        unjudged = document_of(rules, plan, done, files, sections)
+        unjudged = document_of(rules, plan, done, file, sections)
         evaluation = _judge(job, job.gate, unjudged, tell)
         judged = evaluation.gate.to_json()
         sections["gates"] = judged.pop("gates")
@@ -191,7 +189,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     verdict = worst(verdicts)
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
-    write_manifest(path, document_of(rules, plan, done, files, sections))
+    write_manifest(path, document_of(rules, plan, done, file, sections))
     return Outcome(verdict, path, plan, done, evaluation)
 
 
@@ -228,9 +226,9 @@ def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress
 
 
 def _quantise(
-    job: Job, plan: QuantPlan, parts: PartsWriter, records: Mapping[str, Calibrated], tell: Progress
+    job: Job, plan: QuantPlan, planes: PlaneFile, records: Mapping[str, Calibrated], tell: Progress
 ) -> Iterator[Done]:
-    """Round the rounded tensors, take the others from the parts, and measure all."""
+    """Round the rounded tensors, take the others from the plane file, and measure all."""
     total = sum(tensor.params for tensor in plan.tensors.values())
     finished = 0
     for name, planned in plan.tensors.items():
@@ -241,12 +239,11 @@ def _quantise(
             except FormatError as error:
                 raise FormatError(f"tensor {name!r}: {error}") from None
         else:
-            tensor = parts.tensor(name)
-        yield Done(
-            planned, plane_hashes(tensor), measure(name, source, tensor, record.method), record
-        )
+            tensor = planes.tensor(name)
+        error = measure(name, source, tensor, record.method)
+        yield Done(planned, plane_hashes(tensor), error, record, planes.offsets(name))
         job.checkpoint.release()
-        parts.release()
+        planes.release()
         finished += planned.params
         tell("quantising and measuring", finished, total)
 

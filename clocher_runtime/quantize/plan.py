@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Float, Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert.q4_entries import Planes
 from clocher_runtime.convert.q4_map import ALREADY, VERSION, Q4Map, assign, parse_q4_map
-from clocher_runtime.convert.q4_parts import SUFFIX, PartFile, part_of
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
 from clocher_runtime.quality.tensor_error import TensorError
@@ -156,6 +156,7 @@ class Done(NamedTuple):
     sha256: Mapping[str, str]  # of each plane
     error: TensorError  # distance from the float tensor
     record: Calibrated = ROUNDED
+    offsets: Mapping[str, int] = {}  # of the planes in the plane file, if they are there
 
     def to_json(self) -> dict[str, Any]:
         """Return the entry of a manifest's `tensors`."""
@@ -176,7 +177,7 @@ class Done(NamedTuple):
         if record is ROUNDED:
             return entry
         seen = record.tokens_seen
-        entry["part"] = part_of(planned.name) + SUFFIX
+        entry["offsets"] = dict(self.offsets)
         if record.fallback:
             entry["fallback"] = record.fallback
         return entry | {"tokens_seen": seen if isinstance(seen, list) else [seen]}
@@ -211,7 +212,7 @@ def document_of(
     rules: Sequence[Mapping[str, Any]],
     plan: QuantPlan,
     done: Sequence[Done],
-    parts: Sequence[PartFile],
+    planes: Planes | None,
     sections: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a manifest, checked by its reader; `done` in plan order, `sections` extra."""
@@ -231,8 +232,8 @@ def document_of(
         "quantised_bpw": plan.quantised_bpw,
         "by_format": by_format,
     }
-    if parts:
-        document["parts"] = [part._asdict() for part in parts]
+    if planes:
+        document["planes"] = planes._asdict()
     document["tensors"] = [entry.to_json() for entry in done]
     document["kept"] = [{"name": name, "reason": reason} for name, reason in plan.kept.items()]
     parse_q4_map(document, Path("the new manifest"))

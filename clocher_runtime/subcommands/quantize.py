@@ -2,7 +2,6 @@
 
 import os
 import pkgutil
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -161,7 +160,7 @@ def quantize(
     """
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
-    from clocher_runtime.convert.q4_map import parts_dir
+    from clocher_runtime.convert.q4_entries import remove_planes
     from clocher_runtime.convert.to_iebin import open_source, plan_conversion
     from clocher_runtime.quality.gate import verdict_code
 
@@ -179,7 +178,7 @@ def quantize(
     conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
     run_conversion(report, conversion, verify)
     # The model owns these planes now; copies would double the memory.
-    shutil.rmtree(parts_dir(outcome.path), ignore_errors=True)
+    remove_planes(outcome.path)
     click.echo(_table(outcome))
     report.note(next_command(out_dir))
     return ExitCode.OK
@@ -200,7 +199,7 @@ def manifest_script(
     out = option(
         "--out",
         click.Path(path_type=Path, dir_okay=False),
-        "Manifest to write (JSON). Planes of imx and gptq go to NAME.parts beside it.",
+        "Manifest to write (JSON). Planes of imx and gptq go to NAME.planes.bin beside it.",
         required=True,
     )
 
@@ -324,7 +323,7 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
     from clocher_runtime.quantize.job import needs_of
 
     needs = needs_of(job, plan)
-    nbytes = plan.nbytes + needs.parts
+    nbytes = plan.nbytes + needs.planes
     report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
     if needs.temporary:
         report.note(f"needs {size(needs.temporary)} for temporary files (TMPDIR)")

@@ -13,8 +13,8 @@ from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
 from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, open_index
-from clocher_runtime.convert.q4_map import load_q4_map, parts_dir
-from clocher_runtime.convert.q4_parts import read_part
+from clocher_runtime.convert.q4_entries import read_planes
+from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import SafetensorsFile
 from clocher_runtime.disk.strict_json import given, parse_object, read_as
@@ -177,8 +177,9 @@ def _read_q4_map(folder: Path) -> None:
 def _read_q4_manifest(folder: Path) -> None:
     q4_map = load_q4_map(folder / "q4.json")
     for name, entry in (q4_map.entries or {}).items():
-        if entry.part:
-            read_part(parts_dir(q4_map.path), q4_map.parts, name, entry)
+        if entry.offsets and q4_map.planes:
+            path = folder / q4_map.planes.file
+            read_planes(path, q4_map.planes.nbytes, name, entry)
 
 
 def _read_q4_overlay(folder: Path) -> None:
@@ -258,7 +259,7 @@ _ALL = (
     Reader(
         "q4-manifest",
         seeds.q4_manifests,
-        {".json": (mutate_json, 3), **_WEIGHTS},
+        {".json": (mutate_json, 3), ".bin": (mutate_bytes, 1)},
         _read_q4_manifest,
         (UsageError, ModelError),
     ),

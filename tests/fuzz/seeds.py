@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 from gguf_files import Kind, gguf_tensors, raw_blocks, write_gguf
-from weight_files import safetensors_of, small_tensors, write_iebin
+from weight_files import small_tensors, write_iebin
 
 from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
@@ -28,8 +28,6 @@ from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quality.verify import TopLogits, Trace, document
 from fuzz import hf_seeds
 from fuzz.text_seeds import Seed, json_bytes
-
-PART = "layer-00000.safetensors"
 
 
 def iebin() -> list[Seed]:
@@ -111,12 +109,10 @@ def q4_maps() -> list[Seed]:
 
 
 def q4_manifests() -> list[Seed]:
-    """Return an expanded manifest with the planes of one tensor in a part, and one without."""
+    """Return an expanded manifest with the planes of one tensor in a file, and one without."""
     tensor = encode(_values((4, 64)), Q4_0)
-    names = {"codes": "U8", "scales": "F16"}
-    part = safetensors_of(
-        {f"w/{key}": (names[key], p.shape, p.tobytes()) for key, p in tensor.planes.items()}
-    )
+    codes, scales = (tensor.planes[key].tobytes() for key in ("codes", "scales"))
+    planes = codes + bytes(-len(codes) % 64) + scales
     entry = {
         "name": "w",
         "shape": [4, 64],
@@ -142,12 +138,13 @@ def q4_manifests() -> list[Seed]:
         "size": {"params": 256, "nbytes": tensor.nbytes, "bpw": 4.5, "by_format": {}},
         "gates": [],
     }
-    parts = [{"file": PART, "nbytes": len(part), "sha256": _sha256(part)}]
-    in_part = entry | {"method": "gptq", "part": PART, "tokens_seen": [5, 5]}
+    file = {"file": "q4.planes.bin", "nbytes": len(planes), "sha256": _sha256(planes)}
+    offsets = {"codes": 0, "scales": len(planes) - len(scales)}
+    in_file = entry | {"method": "gptq", "offsets": offsets, "tokens_seen": [5, 5]}
     return [
         {
-            "q4.json": json_bytes(document | {"tensors": [in_part], "parts": parts}),
-            f"q4.parts/{PART}": part,
+            "q4.json": json_bytes(document | {"tensors": [in_file], "planes": file}),
+            "q4.planes.bin": planes,
         },
         {"q4.json": json_bytes(document | {"tensors": [entry | {"method": "rtn"}]})},
     ]

@@ -1,0 +1,226 @@
+"""What an expanded manifest says of tensors, and its plane file: planes that rounding cannot give.
+
+The manifest `q4.json` has them in `q4.planes.bin`; a journal beside it lists them with the record
+of each tensor, so that a killed job resumes after the last one.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+
+from clocher_kernels.errors import ClocherError, FormatError, ModelNotFound
+from clocher_kernels.formats import Format, parse_format
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import stored_tensor
+from clocher_runtime.checkpoints.iebin import PlaneWriter, tensors_of
+from clocher_runtime.disk.files import MappedFile, sha256_of
+from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, checked_hash
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
+
+METHODS = ("rtn", "imx", "gptq")
+
+_LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,5})\..*")
+_FILE = re.compile(r"[\w.-]{1,200}\.planes\.bin")
+_ENTRY: dict[str, type] = {
+    **dict.fromkeys(("name", "format", "method"), str),
+    **dict.fromkeys(("rule", "nbytes"), int),
+    **dict.fromkeys(("sha256", "err"), dict),
+    "shape": list,
+    "bpw": float,
+}
+_ENTRY_MORE = {"offsets": dict, "fallback": str, "tokens_seen": list}
+
+
+class Entry(NamedTuple):
+    """What a manifest says of one quantised tensor."""
+
+    shape: Shape  # logical shape
+    format: Format  # of the result
+    method: str  # how the codes were chosen
+    rule: int  # index of the rule that asked for it
+    sha256: Mapping[str, str]  # of each plane
+    offsets: Mapping[str, int] = {}  # of each plane in the plane file; none: rounding gives them
+    err: Mapping[str, Any] = {}  # what the PTQ script measured
+
+
+class Planes(NamedTuple):
+    """A plane file, as a manifest names it."""
+
+    file: str
+    nbytes: int
+    sha256: str
+
+
+def part_of(name: str) -> str:
+    """Return the part of the model that a tensor belongs to, "layer-00000" or "rest"."""
+    match = _LAYER.fullmatch(name)
+    return f"layer-{int(match[1]):05d}" if match else "rest"
+
+
+def planes_path(manifest: Path) -> Path:
+    """Return the plane file of a manifest: `q4.json` has `q4.planes.bin`."""
+    return manifest.with_name(f"{manifest.stem}.planes.bin")
+
+
+def remove_planes(manifest: Path) -> None:
+    """Delete the plane file of a manifest, and its journal."""
+    path = planes_path(manifest)
+    for each in (path, path.with_name(f"{path.name}.journal")):
+        each.unlink(missing_ok=True)
+
+
+class PlaneFile:
+    """The plane file of a job while it is written, with the records of its tensors."""
+
+    def __init__(self, manifest: Path, job: str) -> None:
+        """Open it over what a run of the same job has left. Raises UsageError, OSError."""
+        self.manifest, self.path = manifest, planes_path(manifest)
+        self.records: dict[str, Mapping[str, Any]] = {}
+        self._writer = PlaneWriter({"planes": self.path}, job, in_place=True)
+        self._files: dict[str, MappedFile] = {}
+        self._tensors: dict[str, QuantTensor] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._writer.__exit__(*error)
+        if not self.records:
+            remove_planes(self.manifest)
+
+    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> None:
+        """Take over the tensors, in this order, that an earlier run has finished."""
+        for line in self._writer.resume(tensors):
+            self.records[line["name"]] = line["record"]
+
+    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any]) -> None:
+        """Append a tensor. Raises OSError."""
+        self._writer.add(name, tensor, record=record)
+        self.records[name] = record
+
+    def finish(self) -> Planes | None:
+        """Flush the file, and make its tensors readable; None if it has none."""
+        facts = self._writer.sync()["planes"]
+        if not self.records:
+            return None
+        self._files = {"planes": MappedFile(self.path)}
+        self._tensors = tensors_of(self._writer.entries, self._files)
+        return Planes(self.path.name, facts.nbytes, facts.sha256)
+
+    def release(self) -> None:
+        """Let the kernel drop the resident pages."""
+        for file in self._files.values():
+            file.release()
+
+    def tensor(self, name: str) -> QuantTensor:
+        """Return a tensor of the finished file, as views."""
+        return self._tensors[name]
+
+    def offsets(self, name: str) -> dict[str, int]:
+        """Return the offsets of a tensor's planes, {} for one that is not in the file."""
+        found = (e.regions for e in self._writer.entries if e.name == name)
+        return {key: region.offset for key, region in next(found, {}).items()}
+
+
+def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor:
+    """Return a tensor of a plane file, hashes checked. Raises FormatError, ModelNotFound."""
+    if not path.is_file():
+        raise ModelNotFound(f"{path}: missing; the manifest needs it beside it")
+    file, where = MappedFile(path, nbytes), f"{path}: tensor {name!r}"
+    planes = {
+        key: np.require(file.plane(plane, entry.offsets[key]), requirements=["C", "A"])
+        for key, plane in entry.format.planes(entry.shape).items()
+    }
+    tensor = stored_tensor(entry.shape, entry.format, planes, where)
+    check_hashes(tensor, entry, where)
+    tensor.check()
+    return tensor
+
+
+def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
+    """Return the SHA-256 of each plane of a tensor."""
+    return {key: sha256_of(plane) for key, plane in tensor.planes.items()}
+
+
+def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
+    """Raise FormatError if a plane does not match a manifest's entry."""
+    for key, digest in plane_hashes(tensor).items():
+        if digest != entry.sha256[key]:
+            raise FormatError(
+                f"{where}: plane {key!r} has SHA-256 {digest}, the manifest says "
+                f"{entry.sha256[key]}; it was made from other weights: run the PTQ script again"
+            )
+
+
+def read_tensors(
+    document: Mapping[str, Any], where: str, rules: int
+) -> tuple[dict[str, Entry] | None, dict[str, str], Planes | None]:
+    """Return what an expanded manifest says of each tensor; None of rules alone. FormatError.
+
+    The second value are the reasons of tensors that are kept, the third is the plane file.
+    """
+    if "tensors" not in document:
+        if "kept" in document or "planes" in document:
+            raise FormatError(f"{where}: kept and planes come with tensors, which is missing")
+        return None, {}, None
+    planes = None
+    if "planes" in document:
+        here = f"{where}: planes"
+        named = {"file": str, "nbytes": int, "sha256": str}
+        planes = Planes(**fields(document["planes"], here, named))
+        checked_hash(planes.sha256, here)
+        if not _FILE.fullmatch(planes.file):
+            raise FormatError(f"{here}: file {planes.file!r:.80}; expected a plain name")
+    size = planes.nbytes if planes else 0
+    entries: dict[str, Entry] = {}
+    for index, value in enumerate(document["tensors"]):
+        here = f"{where}: tensors[{index}]"
+        item = fields(value, here, _ENTRY, _ENTRY_MORE)
+        name = checked_name(item["name"], here)
+        if name in entries:
+            raise FormatError(f"{here}: tensor {name!r} is there twice")
+        entries[name] = _entry(item, f"{here} {name!r}", rules, size)
+    kept: dict[str, str] = {}
+    for index, value in enumerate(document.get("kept", [])):
+        here = f"{where}: kept[{index}]"
+        item = fields(value, here, {"name": str, "reason": str})
+        if item["name"] in kept or item["name"] in entries:
+            raise FormatError(f"{here}: tensor {item['name']!r:.80} is there twice")
+        kept[checked_name(item["name"], here)] = item["reason"]
+    return entries, kept, planes
+
+
+def _entry(item: Mapping[str, Any], where: str, rules: int, size: int) -> Entry:
+    shape, method = checked_shape(item["shape"], where), item["method"]
+    try:
+        fmt = parse_format(item["format"])
+        planes = fmt.planes(shape)
+    except ClocherError as error:
+        raise FormatError(f"{where}: {error}") from None
+    if item["nbytes"] != fmt.nbytes(shape):
+        raise FormatError(
+            f"{where}: nbytes is {item['nbytes']}; {fmt.name} of {list(shape)} takes "
+            f"{fmt.nbytes(shape)}"
+        )
+    if method not in METHODS:
+        raise FormatError(f"{where}: method {method!r:.40}; known: {', '.join(METHODS)}")
+    if not 0 <= item["rule"] < rules:
+        raise FormatError(f"{where}: rule {item['rule']}; there are {rules}")
+    hashes = fields(item["sha256"], f"{where}: sha256", dict.fromkeys(planes, str))
+    for plane, digest in hashes.items():
+        checked_hash(digest, f"{where}: plane {plane!r}")
+    offsets = item.get("offsets", {})
+    if offsets:
+        fields(offsets, f"{where}: offsets", dict.fromkeys(planes, int))
+        for key, at in offsets.items():
+            if at < 0 or at % ALIGNMENT or at + planes[key].nbytes > size:
+                raise FormatError(
+                    f"{where}: plane {key!r} at byte {at} of a plane file of {size}; expected "
+                    f"multiples of {ALIGNMENT} within it"
+                )
+    elif method != "rtn":
+        raise FormatError(f"{where}: planes of {method} need offsets in the plane file")
+    return Entry(shape, fmt, method, item["rule"], hashes, offsets, item["err"])
