@@ -87,7 +87,8 @@ class OutputFile:
     def _cut_off(self) -> None:
         """Drop an earlier writer's bytes behind those that were kept."""
         if not self._cut:
-            os.ftruncate(self._descriptor, self.nbytes)
+            if os.fstat(self._descriptor).st_size != self.nbytes:
+                os.ftruncate(self._descriptor, self.nbytes)
             os.lseek(self._descriptor, self.nbytes, os.SEEK_SET)
             self._cut = True
 
