@@ -20,7 +20,7 @@ from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
-from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse, prune
+from clocher_runtime.convert.block_sparse import Sparsifying, prune, sparsify
 from clocher_runtime.engine.load import load_model
 
 script = partial(run_script, "convert_to_block_sparse")
@@ -176,7 +176,7 @@ def test_a_small_file_cannot_stand_for_a_huge_matrix(tmp_path: Path) -> None:
 
 def test_a_converted_model_computes_what_the_pruned_one_would(tmp_path: Path) -> None:
     how = Sparsifying(block=(16, 32), inner="f32", sparsity=0.7)
-    outcomes = plan_block_sparse(LLAMA, tmp_path / "out", how).run()
+    outcomes = sparsify(LLAMA, tmp_path / "out", how)
     assert all(o.density == pytest.approx(0.3, abs=0.02) and not o.note for o in outcomes)
     checkpoint, dense = open_checkpoint(tmp_path / "out", verify=True), open_checkpoint(LLAMA)
     assert set(checkpoint.names) == set(dense.names)
@@ -196,9 +196,9 @@ def test_a_converted_model_computes_what_the_pruned_one_would(tmp_path: Path) ->
 
 def test_what_would_grow_stays_dense_unless_forced(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="none of the 42 matrices would become smaller"):
-        plan_block_sparse(LLAMA, tmp_path / "out").run()
+        sparsify(LLAMA, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-    outcomes = plan_block_sparse(LLAMA, tmp_path / "out", Sparsifying(force=True)).run()
+    outcomes = sparsify(LLAMA, tmp_path / "out", Sparsifying(force=True))
     assert all(o.after > o.before and o.density == 1 and not o.note for o in outcomes)
     checkpoint = open_checkpoint(tmp_path / "out", verify=True)
     assert checkpoint.tensor(NAME).format.name == "bsr_32x32_bf16"
@@ -217,17 +217,17 @@ def test_what_would_grow_stays_dense_unless_forced(tmp_path: Path) -> None:
 def test_settings_are_checked(settings_: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         how = Sparsifying(**settings_)  # type: ignore[arg-type]
-        plan_block_sparse(LLAMA, Path("nowhere"), how)
+        sparsify(LLAMA, Path("nowhere"), how)
 
 
 def test_an_input_is_never_its_own_output(tmp_path: Path) -> None:
     write_sparse(tmp_path)
     with pytest.raises(UsageError, match="is the input"):
-        plan_block_sparse(tmp_path, tmp_path, Sparsifying(pattern="norm"))
+        sparsify(tmp_path, tmp_path, Sparsifying(pattern="norm"))
     with pytest.raises(UsageError, match="no float matrix"):
-        plan_block_sparse(tmp_path, tmp_path / "out")
+        sparsify(tmp_path, tmp_path / "out")
     with pytest.raises(UsageError, match=r"config\.json"):
-        plan_block_sparse(LLAMA, LLAMA)
+        sparsify(LLAMA, LLAMA)
 
 
 def test_the_script_reports_and_exits(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_it_gives_the_bytes_of_the_two_steps(
         ["bits", "per", "weight", "16.00", "8.22"],
         ["of", "the", "quantised", "4.75"],
     ]
-    assert "needs 7.0 MB of disk" in said.err and "of memory, " in said.err
+    assert "needs 7.0 MB of disk" in said.err
     assert said.err.splitlines()[-1] == f"next: clocher chat '{out}'"
     steps = python(
         *(ROOT / "scripts" / "ptq_from_hf.py", "--hf-dir", LLAMA, "--out", tmp_path / "q4.json"),
@@ -180,7 +180,7 @@ def test_a_dry_run_says_what_it_takes_and_writes_nothing(
     shapes = [source.shape(name) for name in source.names if name.endswith("_proj.weight")]
     total = 7.0 + sum(map(prod, shapes)) * 4.75 / 8 / 1e6
     assert f"needs {total:.1f} MB of disk" in err
-    assert "needs 786.4 kB for temporary files" in err and "of memory" in err
+    assert "needs 786.4 kB for temporary files" in err
     assert not (tmp_path / "out").exists()
 
 

@@ -1,7 +1,6 @@
 """Dense checkpoint -> IEBIN with block-sparse matrices: zero, or the weakest, blocks left out."""
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +12,7 @@ from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
-from clocher_runtime.checkpoints.iebin import IebinWriter, Progress
+from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.q4_map import NamePattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
 from clocher_runtime.disk.output_file import check_free
@@ -60,74 +59,43 @@ def prune(values: np.ndarray, block: tuple[int, int], sparsity: float) -> np.nda
     return np.where(mask, values, np.float32(0))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SparseConversion:
-    """A checked conversion, ready to run."""
-
-    source: Checkpoint  # the input
-    out_dir: Path  # where the IEBIN files will be
-    how: Sparsifying  # what is done to the matrices
-    names: tuple[str, ...]  # the matrices that it is done to
-    nbytes: int  # bytes that the output takes at most
-    free_bytes: int  # bytes that the disk has for it
-
-    def run(self, progress: Progress | None = None) -> list[Outcome]:
-        """Write the output; return each matrix's result. UsageError if none becomes smaller."""
-        vocab = vocabulary(self.source)
-        self.out_dir.mkdir(parents=True, exist_ok=True)
-        outcomes: list[Outcome] = []
-        with IebinWriter(self.out_dir, progress=progress) as writer:
-            for name in self.source.names:
-                tensor = self.source.tensor(name, verify=True)
-                if name in self.names:
-                    tensor, outcome = self._convert(name, tensor)
-                    outcomes.append(outcome)
-                writer.add(name, tensor)
-                self.source.release()
-            if all(outcome.note for outcome in outcomes):
-                best = min(outcomes, key=lambda outcome: outcome.after / outcome.before)
-                raise UsageError(
-                    f"none of the {len(outcomes)} matrices would become smaller; the sparsest, "
-                    f"{best.name}, has {best.density:.0%} of its blocks: {best.before} -> "
-                    f"{best.after} bytes; ask for a sparsity, other blocks, or force it"
-                )
-            done = {o.name: self.source.tensors[o.name].format.name for o in outcomes if not o.note}
-            how = self.how._asdict() | {"block": list(self.how.block)}
-            del how["force"]
-            finish(writer, self.source, vocab, q4_map=None, quantised=done, block_sparse=how)
-        return outcomes
-
-    def _convert(self, name: str, tensor: QuantTensor) -> tuple[QuantTensor, Outcome]:
-        values, block = tensor.decode(), self.how.block
-        if self.how.sparsity:
-            values = prune(values, block, self.how.sparsity)
-        try:
-            fmt = Bsr.for_values(values, block, self.how.inner or tensor.format.name)
-            sparse = encode(values, fmt)
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
-        density = fmt.nnzb / _blocks(tensor.shape, block)
-        note = ""
-        if not fmt.nnzb:
-            note = "all zero"
-        elif sparse.nbytes >= tensor.nbytes and not self.how.force:
-            note = "would grow"
-        stored = tensor if note else sparse
-        found = Outcome(name, density, tensor.nbytes, sparse.nbytes, stored.format.name, note)
-        return stored, found
-
-
-def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> int:
-    return -(-shape[0] // block[0]) * -(-shape[1] // block[1])
-
-
 _ZERO_BLOCKS = Sparsifying()
 
 
-def plan_block_sparse(
-    model_dir: Path, out_dir: Path, how: Sparsifying = _ZERO_BLOCKS
-) -> SparseConversion:
-    """Open and check the input; by default 32 x 32 zero blocks are left out."""
+def sparsify(model_dir: Path, out_dir: Path, how: Sparsifying = _ZERO_BLOCKS) -> list[Outcome]:
+    """Write a model with block-sparse matrices; return the result of each.
+
+    By default 32 x 32 zero blocks are left out. Raises UsageError, also if no matrix becomes
+    smaller, ModelError, OSError.
+    """
+    source, names = _opened(model_dir, out_dir, how)
+    vocab = vocabulary(source)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    outcomes: list[Outcome] = []
+    with IebinWriter(out_dir) as writer:
+        for name in source.names:
+            tensor = source.tensor(name, verify=True)
+            if name in names:
+                tensor, outcome = _converted(name, tensor, how)
+                outcomes.append(outcome)
+            writer.add(name, tensor)
+            source.release()
+        if all(outcome.note for outcome in outcomes):
+            best = min(outcomes, key=lambda outcome: outcome.after / outcome.before)
+            raise UsageError(
+                f"none of the {len(outcomes)} matrices would become smaller; the sparsest, "
+                f"{best.name}, has {best.density:.0%} of its blocks: {best.before} -> "
+                f"{best.after} bytes; ask for a sparsity, other blocks, or force it"
+            )
+        done = {o.name: source.tensors[o.name].format.name for o in outcomes if not o.note}
+        record = how._asdict() | {"block": list(how.block)}
+        del record["force"]
+        finish(writer, source, vocab, q4_map=None, quantised=done, block_sparse=record)
+    return outcomes
+
+
+def _opened(model_dir: Path, out_dir: Path, how: Sparsifying) -> tuple[Checkpoint, list[str]]:
+    """Return the input and the matrices to convert, checked before anything is written."""
     if not 0 <= how.sparsity < 1:
         raise UsageError(f"sparsity is {how.sparsity}; expected 0 up to, not including, 1")
     try:
@@ -139,11 +107,11 @@ def plan_block_sparse(
     if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):
         raise UsageError(f"{out_dir}: is the input; choose another --out-dir")
     pattern = NamePattern(how.pattern)
-    names = tuple(
+    names = [
         name
         for name, tensor in source.tensors.items()
         if pattern.matches(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
-    )
+    ]
     if not names:
         raise UsageError(
             f"{model_dir}: no float matrix has a name that matches {how.pattern!r}; it has "
@@ -157,5 +125,29 @@ def plan_block_sparse(
             fmt = Bsr(how.block, how.inner or tensor.format.name, blocks)
             most = max(most, fmt.nbytes(tensor.shape))
         nbytes += most + _EXTRA_BYTES_PER_TENSOR
-    free = check_free(out_dir / BIN_NAME, nbytes)
-    return SparseConversion(source, out_dir, how, names, nbytes, free)
+    check_free(out_dir / BIN_NAME, nbytes)
+    return source, names
+
+
+def _converted(name: str, tensor: QuantTensor, how: Sparsifying) -> tuple[QuantTensor, Outcome]:
+    values = tensor.decode()
+    if how.sparsity:
+        values = prune(values, how.block, how.sparsity)
+    try:
+        fmt = Bsr.for_values(values, how.block, how.inner or tensor.format.name)
+        sparse = encode(values, fmt)
+    except FormatError as error:
+        raise FormatError(f"tensor {name!r}: {error}") from None
+    density = fmt.nnzb / _blocks(tensor.shape, how.block)
+    note = ""
+    if not fmt.nnzb:
+        note = "all zero"
+    elif sparse.nbytes >= tensor.nbytes and not how.force:
+        note = "would grow"
+    stored = tensor if note else sparse
+    found = Outcome(name, density, tensor.nbytes, sparse.nbytes, stored.format.name, note)
+    return stored, found
+
+
+def _blocks(shape: tuple[int, ...], block: tuple[int, int]) -> int:
+    return -(-shape[0] // block[0]) * -(-shape[1] // block[1])

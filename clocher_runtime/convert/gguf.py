@@ -49,24 +49,18 @@ _ARCHITECTURES = {
 
 
 class GgufEntry(NamedTuple):
-    """A tensor of the file: name, logical shape (slowest dimension first), type."""
+    """A tensor of the file, and which rows of a model's tensor it has."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # slowest dimension first
     kind: GgmlType
+    source: str = ""  # the model's tensor; "": rope factors
+    order: Order = "all"
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensor."""
         return prod(self.shape[:-1]) * self.kind.row_bytes(self.shape[-1])
-
-
-class _Item(NamedTuple):
-    """A tensor of the file and the rows of a model's tensor ("": rope factors) that it holds."""
-
-    entry: GgufEntry
-    source: str
-    order: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +69,13 @@ class GgufExport:
 
     spec: ModelSpec
     fields: Mapping[str, Field]  # metadata
-    items: tuple[_Item, ...]
+    entries: tuple[GgufEntry, ...]
     notes: tuple[str, ...]  # where llama.cpp does not compute what Clocher does
 
     @property
     def nbytes(self) -> int:
         """Bytes of the file."""
-        ends, header = _layout(self.fields, [item.entry for item in self.items])
+        ends, header = _layout(self.fields, self.entries)
         return len(header) + (ends[-1] if ends else 0) + ALIGNMENT
 
     def write(
@@ -95,32 +89,32 @@ class GgufExport:
 
         def tensors() -> Iterator[Iterable[np.ndarray]]:
             done = 0
-            for item in self.items:
-                yield self._pieces(item, checkpoint)
+            for entry in self.entries:
+                yield self._pieces(entry, checkpoint)
                 checkpoint.release()
-                done += item.entry.nbytes if item.source else 0
-                if progress and item.source:
-                    progress(done, item.entry.name)
+                done += entry.nbytes if entry.source else 0
+                if progress and entry.source:
+                    progress(done, entry.name)
             checkpoint.check_unchanged()
 
-        write_gguf(path, self.fields, [item.entry for item in self.items], tensors(), check)
+        write_gguf(path, self.fields, self.entries, tensors(), check)
 
-    def _pieces(self, item: _Item, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
-        if not item.source:
+    def _pieces(self, entry: GgufEntry, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
+        if not entry.source:
             plain = inverse_frequencies(RopeSpec(self.spec.rope.theta), self.spec.head_dim)
             factors = plain / inverse_frequencies(self.spec.rope, self.spec.head_dim)
             yield np.asarray(factors, np.float32)
             return
-        tensor = checkpoint.tensor(item.source, verify=True)
-        vector = len(item.entry.shape) == 1 or item.source.endswith(("_bias", ".bias"))
+        tensor = checkpoint.tensor(entry.source, verify=True)
+        vector = len(entry.shape) == 1 or entry.source.endswith(("_bias", ".bias"))
         count = prod(tensor.shape) if vector else prod(tensor.shape[:-1])
-        order = row_order(item.order, count, self.spec, item.source)
+        order = row_order(entry.order, count, self.spec, entry.source)
         if vector:
             yield tensor.decode().reshape(-1)[order].astype(np.float32)
             return
         step = max(1, _PIECE_ELEMENTS // tensor.shape[-1])
         for start in range(0, len(order), step):
-            yield row_blocks(tensor, order[start : start + step], item.entry.kind)
+            yield row_blocks(tensor, order[start : start + step], entry.kind)
 
 
 def write_gguf(
@@ -174,7 +168,7 @@ def plan_gguf(
             "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
             "them; --to iebin keeps them"
         )
-    items = []
+    entries = []
     for source, need in inventory(spec).items():
         stored = (floats or {}).get(source, kind)
         if need.kind in ("vector", "router"):
@@ -182,18 +176,16 @@ def plan_gguf(
         else:
             ggml = same_type(formats[source]) if stored == SAME else FLOATS[stored]
         for piece in pieces(spec, source, need):
-            items.append(_Item(GgufEntry(piece.name, piece.shape, ggml), source, piece.order))
+            entries.append(GgufEntry(piece.name, piece.shape, ggml, source, piece.order))
     if spec.rope.kind == "llama3":
-        factors = GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32)
-        items.insert(0, _Item(factors, "", "all"))
+        entries.insert(0, GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32))
     share: Counter[GgmlType] = Counter()
-    for item in items:
-        share[item.entry.kind] += item.entry.nbytes
+    for entry in entries:
+        share[entry.kind] += entry.nbytes
     ((main, _),) = share.most_common(1)
     arch = "bitnet" if timed and spec.family == "bitnet" else _ARCHITECTURES[spec.family]
-    return GgufExport(
-        spec, _fields(spec, arch, name, main, vocab or {}), tuple(items), _notes(spec)
-    )
+    fields = _fields(spec, arch, name, main, vocab or {})
+    return GgufExport(spec, fields, tuple(entries), _notes(spec))
 
 
 def _notes(spec: ModelSpec) -> tuple[str, ...]:

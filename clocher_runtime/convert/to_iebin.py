@@ -28,7 +28,6 @@ from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
-from clocher_runtime.disk.plane_index import dump
 from clocher_runtime.engine.topology import usable_cpus
 
 T = TypeVar("T")
@@ -205,15 +204,14 @@ def write_tensor_map(model_dir: Path) -> int:
         "version": 1,
         "index": {"file": JSON_NAME, "sha256": document["sha256"]},
     }
-    tensors = []
+    tensors = {}
     for tensor in document["tensors"]:
         planes = {
             key: {"file": BIN_NAME, **{field: plane[field] for field in _MAPPED}}
             for key, plane in tensor["planes"].items()
         }
         found = {"shape": tensor["shape"], "format": tensor["format"], "planes": planes}
-        tensors.append(f"{dump(tensor['name'])}: {dump(found)}")
-    fields = "".join(f'"{key}": {dump(value)},\n' for key, value in head.items())
-    body = ",\n".join(tensors)
-    write_file(model_dir / MAP_NAME, f'{{\n{fields}"tensors": {{\n{body}\n}}\n}}\n'.encode())
+        tensors[tensor["name"]] = found
+    text = json.dumps({**head, "tensors": tensors}, ensure_ascii=False, indent=1)
+    write_file(model_dir / MAP_NAME, f"{text}\n".encode())
     return len(tensors)

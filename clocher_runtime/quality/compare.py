@@ -153,14 +153,10 @@ def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -
             f"logits {list(model.shape)} of the model, {list(reference.shape)} of the reference; "
             "the two must share a vocabulary"
         )
-    return score_rows(reference[:-1], model[:-1], np.asarray(ids[1:], np.int64))
-
-
-def score_rows(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenScores:
-    """Score the tokens ids [T] that follow the positions of logits [T, V], a few rows at a time."""
-    step = max(1, _STEP // model.shape[1])
-    pieces = (slice(start, start + step) for start in range(0, len(ids), step))
-    return _joined([_score(reference[rows], model[rows], ids[rows]) for rows in pieces])
+    last, true = len(ids) - 1, np.asarray(ids[1:], np.int64)
+    step = max(1, _STEP // model.shape[1])  # a few rows at a time
+    pieces = (slice(start, min(start + step, last)) for start in range(0, last, step))
+    return _joined([_score(reference[rows], model[rows], true[rows]) for rows in pieces])
 
 
 def _joined(parts: Sequence[TokenScores]) -> TokenScores:

@@ -1,12 +1,10 @@
 """The pipeline from a checkpoint and rules to a judged manifest, and what judges such models."""
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +14,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
-from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes
+from clocher_runtime.convert.q4_entries import PlaneFile, plane_hashes
 from clocher_runtime.convert.q4_map import (
     Q4Map,
     load_q4_map,
@@ -45,6 +43,8 @@ from clocher_runtime.quantize.plan import (
 
 MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
+
+_STATE = 12  # bytes of hidden states, for each token and column
 
 Progress = Callable[[str, int, int], None]
 Records = Mapping[str, Record]
@@ -100,40 +100,10 @@ class Outcome(NamedTuple):
     evaluation: Evaluation | None  # what the gate found on text
 
 
-class Needs(NamedTuple):
-    """Bytes that a job and the following conversion will take."""
-
-    memory: int  # resident, about; files that are mapped and can be dropped do not count
-    planes: int  # of planes that the manifest keeps until the model is written
-    temporary: int  # of files without a name, in the system's directory for them
-
-
-_PROGRAM = 250 << 20  # the interpreter, its libraries and compiled kernels
-_HESSIAN = 4 + 8 + 8  # for each pair of columns: fp32, and fp64 as it is and factorised
-_STATE = 12  # of hidden states, for each token and column
-
-
-def needs_of(job: Job, plan: QuantPlan) -> Needs:
-    """Return the memory and disk that a job, its calibration and the gate will take."""
-    stored = job.checkpoint.tensors
-    results = {name: tensor.nbytes for name, tensor in plan.tensors.items()}
-    memory = _PROGRAM + 2 * max(stored[name].nbytes + results.get(name, 0) for name in stored)
-    layers: Counter[str] = Counter()
-    for name in plan.calibrated:
-        layers[part_of(name)] += results[name]
-    temporary = 0
-    if job.calibration:
-        shapes = [plan.tensors[name].shape for name in plan.calibrated]
-        columns = max((shape[-1] for shape in shapes), default=0)
-        memory += max(layers.values(), default=0)
-        memory += max((4 * prod(shape[-2:]) for shape in shapes), default=0)
-        if any(tensor.method == "gptq" for tensor in plan.tensors.values()):
-            memory += _HESSIAN * columns**2
-        tokens = sum(map(len, job.calibration.sequences))
-        temporary = _STATE * tokens * int(job.checkpoint.config.get("hidden_size", 0))
-    if job.gate:
-        memory += 2 * sum(results.values())
-    return Needs(memory, layers.total(), temporary)
+def temporary_bytes(job: Job) -> int:
+    """Return what calibration takes in files without a name, in the system's directory for them."""
+    tokens = sum(map(len, job.calibration.sequences)) if job.calibration else 0
+    return _STATE * tokens * int(job.checkpoint.config.get("hidden_size", 0))
 
 
 def rejected_path(out: Path) -> Path:

@@ -318,18 +318,13 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    from clocher_kernels.guards import available
     from clocher_runtime.disk.output_file import check_free
-    from clocher_runtime.quantize.job import needs_of
+    from clocher_runtime.quantize.job import temporary_bytes
 
-    needs = needs_of(job, plan)
-    nbytes = plan.nbytes + needs.planes
+    nbytes = plan.nbytes + sum(plan.tensors[name].nbytes for name in plan.calibrated)
     report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
-    if needs.temporary:
-        report.note(f"needs {size(needs.temporary)} for temporary files (TMPDIR)")
-    left = available()
-    free = "" if left is None else f", {size(left)} available"
-    report.note(f"needs about {size(needs.memory)} of memory{free}")
+    if temporary := temporary_bytes(job):
+        report.note(f"needs {size(temporary)} for temporary files (TMPDIR)")
 
 
 def _table(outcome: "Outcome") -> str:

@@ -80,11 +80,11 @@ def sparsify(
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.iebin import open_iebin
     from clocher_runtime.checkpoints.locate import locate
-    from clocher_runtime.convert.block_sparse import Sparsifying, plan_block_sparse
+    from clocher_runtime.convert import block_sparse
 
-    how = Sparsifying(block, inner or "", sparsity, pattern, force)
+    how = block_sparse.Sparsifying(block, inner or "", sparsity, pattern, force)
     with replacing_model(report, out_dir):
-        outcomes = plan_block_sparse(locate(model_dir, "MODEL"), out_dir, how).run()
+        outcomes = block_sparse.sparsify(locate(model_dir, "MODEL"), out_dir, how)
     if verify:
         open_iebin(out_dir / JSON_NAME, verify=True)
     tables = Console()

@@ -19,6 +19,8 @@ from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import Scope
 from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
+from clocher_runtime.checkpoints.hf.compressed import read_compressed
+from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 from clocher_runtime.checkpoints.hf.shards import (
     FLOATS,
     SETTINGS,
@@ -215,8 +217,6 @@ def _fp8(source: Source) -> Tensors:
 
 def _packed(source: Source) -> Tensors:
     """Read GPTQ or AWQ, also under the name that AutoRound gives them."""
-    from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
-
     method = source.settings["quant_method"]
     if method == "auto-round":
         source.choice("data_type", "int", ("int",))
@@ -226,18 +226,12 @@ def _packed(source: Source) -> Tensors:
     return read_gptq(source) if method == "gptq" else read_awq(source)
 
 
-def _compressed(source: Source) -> Tensors:
-    from clocher_runtime.checkpoints.hf.compressed import read_compressed
-
-    return read_compressed(source)
-
-
 _METHODS: dict[str, Callable[[Source], Tensors]] = {
     "mxfp4": _mxfp4,
     "bitnet": _bitnet,
     "fp8": _fp8,
     **dict.fromkeys(("gptq", "awq", "auto-round"), _packed),
-    "compressed-tensors": _compressed,
+    "compressed-tensors": read_compressed,
 }
 
 
