@@ -208,7 +208,8 @@ def test_the_packed_pair_and_the_index_hold_the_same_q4_0_tensors(guide: Path) -
     model = guide / "models" / "x"
     source = open_checkpoint(model / "hf" / "original")
     packed = open_checkpoint(model, verify=True)
-    overlaid = open_index(model / "model.ie.compat.json", verify=True)
+    overlaid = open_index(model / "model.ie.compat.json")
+    overlaid.verify()
     over_floats = open_index(guide / "before" / "model.ie.json")
     quantised = 0
     for name in source.names:
@@ -362,7 +363,7 @@ def test_damaged_plane_files_are_refused(tmp_path: Path) -> None:
     scales.write_bytes(bytes([scales.read_bytes()[0] ^ 1]) + scales.read_bytes()[1:])
     openings = (
         lambda: make_index(out, out / "q4.json"),
-        lambda: open_index(compat(out), verify=True),
+        lambda: open_index(compat(out)).verify(),
     )
     for opening in openings:
         with pytest.raises(FormatError, match=r"plane 'scales'.*SHA-256"):
@@ -397,7 +398,7 @@ def test_mutants_of_the_two_documents_raise_typed_errors(tmp_path: Path) -> None
     tried = 0
     for path, opening in (
         (out / "q4.json", lambda: make_index(out, out / "q4.json")),
-        (compat(out), lambda: open_index(compat(out), verify=True)),
+        (compat(out), lambda: open_index(compat(out)).verify()),
     ):
         document = json.loads(path.read_bytes())
         document["tensors"] = document["tensors"][:2]
@@ -439,14 +440,15 @@ def test_appended_matrices_are_those_of_a_whole_run(tmp_path: Path) -> None:
     assert (len(job.names), job.present) == (2, ())
     job.run()
     assert plan_append(hf, compat(out), out / "model.q4.bin").names == ()
-    checkpoint, source = open_index(compat(out), verify=True), open_checkpoint(hf)
+    checkpoint, source = open_index(compat(out)), open_checkpoint(hf)
+    checkpoint.verify()
     for name in checkpoint.names:
         stored = source.tensor(name)
         expected = encode(stored.decode(), Q4_0) if name.endswith("_proj.weight") else stored
         assert same(checkpoint.tensor(name), expected), name
     make_index(out, out / "q4.json")
     assert compat(out).read_bytes() == before
-    open_index(compat(out), verify=True)
+    open_index(compat(out)).verify()
 
 
 def test_appending_to_files_that_changed_is_refused(tmp_path: Path) -> None:
@@ -592,7 +594,7 @@ def crash_append_at_every_step(hf: Path, model: Path, folder: Path, reference: P
         out = copy_model(model, folder / str(step))
         if die_at(step, lambda out=out: append(hf, out)) == 0:
             break
-        open_index(compat(out), verify=True)
+        open_index(compat(out)).verify()
         append(hf, out)
         assert digests(out) == digests(reference)
     print(step)

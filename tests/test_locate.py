@@ -266,7 +266,7 @@ FOREIGN_METHODS = {
         (file_of("model.pt"), ["pickled weights"]),
         (file_of("model.ckpt"), ["pickled weights"]),
         (file_of("config.json"), ["one file of a model; give its directory"]),
-        (file_of("notes.txt"), ["not a model; give the directory of one"]),
+        (file_of("notes.txt"), ["not a model; give the directory of a model"]),
         (file_of("sha256-00", b"GGUF\x03"), ["whose name does not say so", "ln -s"]),
         (file_of("empty.gguf", b""), ["0 bytes"]),
         (file_of("text.gguf"), ["no GGUF"]),

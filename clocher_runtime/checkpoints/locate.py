@@ -65,10 +65,7 @@ def locate(name: str | Path, source: str = "") -> Path:
     text = os.fspath(name)
     where = f"{source}: " if source else ""
     if not text.strip():
-        raise UsageError(
-            f"{source or 'the model'} is empty; give the directory of a model, a GGUF file, or "
-            "owner/name of a model in the Hub's cache"
-        )
+        raise UsageError(f"{source or 'the model'} is empty; {_GIVE}")
     path = Path(text)
     try:
         mode = os.stat(path).st_mode
@@ -255,29 +252,18 @@ def _no_model_file(path: Path) -> ModelError:
         return ModelNotFound(f"{path}: one file of a model; give its directory, {path.parent}")
     with path.open("rb") as file:
         is_gguf = file.read(4) == b"GGUF"
-    refused = (
-        (
-            is_gguf,
-            f"a GGUF file whose name does not say so; link it: ln -s {path} model.gguf, and give "
-            "the link",
-        ),
-        (
-            name.endswith(".safetensors"),
-            "one file of weights; give the directory that holds it and config.json",
-        ),
-        (
-            name.endswith(_PICKLED),
-            "pickled weights, which can run code and are not opened; give the directory of the "
-            "model in safetensors, or a GGUF file",
-        ),
-    )
-    for holds, text in refused:
-        if holds:
-            return UnsupportedModel(f"{path}: {text}")
-    return ModelNotFound(
-        f"{path}: not a model; give the directory of one, a GGUF file, or owner/name of a model in "
-        "the Hub's cache"
-    )
+    if is_gguf:
+        text = f"a GGUF file whose name does not say so; link it: ln -s {path} model.gguf, and give"
+        return UnsupportedModel(f"{path}: {text} the link")
+    if name.endswith(".safetensors"):
+        text = "one file of weights; give the directory that holds it and config.json"
+        return UnsupportedModel(f"{path}: {text}")
+    if name.endswith(_PICKLED):
+        return UnsupportedModel(
+            f"{path}: pickled weights, which can run code and are not opened; give the directory "
+            "of the model in safetensors, or a GGUF file"
+        )
+    return ModelNotFound(f"{path}: not a model; {_GIVE}")
 
 
 def _other_program(directory: Path, names: list[str]) -> ModelError | None:

@@ -15,7 +15,6 @@ from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import (
     Entry,
-    check_hashes,
     lines,
     read_entries,
     read_sealed,
@@ -38,16 +37,14 @@ _FIELDS: dict[str, type] = {
 }
 
 
-def open_index(
-    json_path: Path | str, bin_path: Path | str | None = None, verify: bool = False
-) -> Checkpoint:
-    """Open an IEBIN pair by model.ie.json, or by model.ie.compat.json; `verify` reads all."""
+def open_index(json_path: Path | str, bin_path: Path | str | None = None) -> Checkpoint:
+    """Open an IEBIN pair by model.ie.json, or by model.ie.compat.json."""
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
     if parse_object(data, str(json_path)).get("format") != FORMAT:
-        return open_iebin(json_path, bin_path, verify)
+        return open_iebin(json_path, bin_path)
     entries = read_overlay(json_path, data)
-    base = open_iebin(json_path.with_name(JSON_NAME), bin_path, verify)
+    base = open_iebin(json_path.with_name(JSON_NAME), bin_path)
     for entry in entries:
         found = base.tensors.get(entry.name)
         if found is None or found.shape != entry.shape:
@@ -59,8 +56,6 @@ def open_index(
     files = map_planes(json_path.parent, entries)
     tensors = tensors_of(entries, files)
     hashes = {entry.name: entry.hashes for entry in entries}
-    for name in tensors if verify else ():
-        check_hashes(tensors[name].planes, hashes[name], f"{json_path}: tensor {name!r}", AGAIN)
     both = {name: tensors.get(name, tensor) for name, tensor in base.tensors.items()}
     return replace(
         base,

@@ -254,7 +254,7 @@ class Summary:
     kld_max: float
 
 
-def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0) -> Summary:
+def summarise(comparison: Comparison) -> Summary:
     """Return a comparison's statistics; ModelError if no token has finite logits."""
     scores = comparison.scores
     if not len(scores.kld):
@@ -267,7 +267,7 @@ def summarise(comparison: Comparison, resamples: int = RESAMPLES, seed: int = 0)
             scores.delta_p**2,
         ]
     )
-    means = block_means(values, comparison.owner, resamples, seed)
+    means = block_means(values, comparison.owner, RESAMPLES, seed=0)
     documents = len(np.unique(comparison.owner))
 
     def estimate(row: int, shape: Callable[[np.ndarray], np.ndarray] = np.asarray) -> Estimate:

@@ -1,7 +1,6 @@
 """Hugging Face transformers as the reference for a trace."""
 
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +16,6 @@ TOLERANCES = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.25}
 """Largest error of a correct engine's logits; in 16 bits, 4 ULP of logits from 8 to 16."""
 INSTALL = "python -m pip install torch transformers accelerate"
 
-_FAILURES = (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError)
-
-
-def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise UsageError(f"{error}; install it: {INSTALL}") from None
-
 
 class HfModel:
     """A causal transformers model from local safetensors; a model's own code is never run."""
@@ -40,7 +30,12 @@ class HfModel:
             raise UsageError(
                 f"--dtype {self.dtype}: transformers runs BitNet in bf16 only; leave it out"
             )
-        torch, hf = _library("torch"), _library("transformers")
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise UsageError(f"{error}; install it: {INSTALL}") from None
+        hf: Any = transformers  # half of it is typed
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("--device cuda: torch finds no CUDA device; use --device cpu")
         hf.logging.set_verbosity_error()
@@ -60,7 +55,7 @@ class HfModel:
             self._model = model.to(device).eval()
         except torch.OutOfMemoryError as error:
             raise OutOfMemory(f"{directory}: {error}") from None
-        except _FAILURES as error:
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
             raise ModelError(f"{directory}: transformers cannot load it: {error}") from None
         self._torch = torch
 
@@ -85,9 +80,13 @@ class HfModel:
 def hf_tokenizer(directory: Path) -> Encode:
     """Return transformers' tokenizer as a function. Raises UsageError, ModelError."""
     try:
-        tokenizer = _library("transformers").AutoTokenizer.from_pretrained(
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"{error}; install it: {INSTALL}") from None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    except _FAILURES as error:
+    except (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError) as error:
         raise ModelError(f"{directory}: transformers has no tokenizer for it: {error}") from None
     return lambda text: [int(token) for token in tokenizer(text)["input_ids"]]

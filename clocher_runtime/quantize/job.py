@@ -95,7 +95,6 @@ class Outcome(NamedTuple):
 
     verdict: Verdict  # of the gate; "pass" without one
     path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
-    plan: QuantPlan  # what was done
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
 
@@ -160,7 +159,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, file, sections))
-    return Outcome(verdict, path, plan, done, evaluation)
+    return Outcome(verdict, path, done, evaluation)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:

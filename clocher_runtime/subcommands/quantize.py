@@ -179,7 +179,7 @@ def quantize(
     run_conversion(report, conversion, verify)
     # The model owns these planes now; copies would double the memory.
     remove_planes(outcome.path)
-    click.echo(_table(outcome))
+    click.echo(_table(plan, outcome))
     report.note(next_command(out_dir))
     return ExitCode.OK
 
@@ -327,8 +327,7 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
         report.note(f"needs {size(temporary)} for temporary files (TMPDIR)")
 
 
-def _table(outcome: "Outcome") -> str:
-    plan = outcome.plan
+def _table(plan: "QuantPlan", outcome: "Outcome") -> str:
     before = 8 * plan.source_nbytes / plan.params
     rows = [
         ("", "before", "after"),

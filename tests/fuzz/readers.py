@@ -184,7 +184,7 @@ def _read_q4_manifest(folder: Path) -> None:
 
 def _read_q4_overlay(folder: Path) -> None:
     _use(open_index(folder / COMPAT_NAME))
-    open_index(folder / COMPAT_NAME, verify=True)
+    open_index(folder / COMPAT_NAME).verify()
 
 
 def _read_trace(folder: Path) -> None:

@@ -113,11 +113,9 @@ def folder_of(repo: str) -> Path:
     return cache_directory() / (_FOLDER + repo.replace("/", "--"))
 
 
-def snapshot(name: HubName, folder: Path | None = None) -> Path | None:
+def snapshot(name: HubName) -> Path | None:
     """Return the directory of a revision in the cache, or None."""
-    if folder is None:
-        folder = folder_of(name.repo)
-    commit = name.revision
+    folder, commit = folder_of(name.repo), name.revision
     if not _COMMIT.fullmatch(commit):
         commit = revisions(folder).get(name.revision, "")
     found = folder / "snapshots" / commit

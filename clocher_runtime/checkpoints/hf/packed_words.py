@@ -25,6 +25,7 @@ awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -196,8 +197,16 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
     return out.reshape(8 * columns, -1)
 
 
-def _linears(source: Source) -> Iterator[tuple[str, StoredArray, StoredArray, StoredArray]]:
-    """Claim X, `X.qweight`, `X.qzeros` and `X.scales` of each linear."""
+class _Arrays(NamedTuple):
+    """`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
+
+    words: StoredArray
+    zeros: StoredArray
+    scales: StoredArray
+
+
+def _linears(source: Source) -> Iterator[tuple[str, _Arrays]]:
+    """Claim the arrays of each linear."""
     for name in source.ending(".qweight"):
         stem = name.removesuffix(".qweight")
         words = source.rest.pop(name)
@@ -205,7 +214,7 @@ def _linears(source: Source) -> Iterator[tuple[str, StoredArray, StoredArray, St
         words.expect(("I32",))
         zeros.expect(("I32",))
         scales.expect(FLOATS)
-        yield stem, words, zeros, scales
+        yield stem, _Arrays(words, zeros, scales)
     source.refuse_orphans(".qzeros", ".scales", ".g_idx")
 
 
@@ -231,12 +240,12 @@ def read_gptq(source: Source) -> Tensors:
             f"{REQUANTISE} with sym=true"
         )
     tensors: Tensors = {}
-    for stem, words, zeros, scales in _linears(source):
+    for stem, arrays in _linears(source):
         order = source.rest.get(f"{stem}.g_idx")
         if order is not None or act_order:
-            order = source.claim(f"{stem}.g_idx", words)
-        one = (symmetric, group, words, zeros, scales)
-        tensors[f"{stem}.weight"] = _gptq(bits, version == "gptq", order, *one)
+            order = source.claim(f"{stem}.g_idx", arrays.words)
+        one = _gptq(bits, version == "gptq", order, symmetric, group, arrays)
+        tensors[f"{stem}.weight"] = one
     note_floats(source, tensors)
     if bits < 4:
         source.notes.append(f"codes of {bits} bits are held in 4, exactly; no format is narrower")
@@ -249,11 +258,10 @@ def _gptq(
     order: StoredArray | None,
     symmetric: bool,
     group: int | None,
-    words: StoredArray,
-    zeros: StoredArray,
-    scales: StoredArray,
+    arrays: _Arrays,
 ) -> LazyTensor:
     """Return a GPTQ linear's tensor; in version 1 zero points are stored less one."""
+    words, zeros, scales = arrays
     rows, n = words.matrix()
     k, left = divmod(rows * 32, bits)
     if left or (bits == 3 and n % 32):
@@ -297,20 +305,13 @@ def read_awq(source: Source) -> Tensors:
     version = version.lower() if isinstance(version, str) else version
     one_of({"version": version}, "version", "", ("gemm", "gemv"), SETTINGS, "save it as gemm")
     group, tensors = source.group_size(), Tensors()
-    for stem, words, zeros, scales in _linears(source):
-        one = (symmetric, group, words, zeros, scales)
-        tensors[f"{stem}.weight"] = _awq(version == "gemv", *one)
+    for stem, arrays in _linears(source):
+        tensors[f"{stem}.weight"] = _awq(version == "gemv", symmetric, group, arrays)
     return tensors
 
 
-def _awq(
-    gemv: bool,
-    symmetric: bool,
-    group: int | None,
-    words: StoredArray,
-    zeros: StoredArray,
-    scales: StoredArray,
-) -> LazyTensor:
+def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> LazyTensor:
+    words, zeros, scales = arrays
     n, k = words.matrix() if gemv else words.matrix()[::-1]
     n, k = (n, 8 * k) if gemv else (8 * n, k)
     if k % (group or k):
