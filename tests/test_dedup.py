@@ -350,7 +350,7 @@ def test_equal_tensors_are_stored_once(tmp_path: Path) -> None:
     plan = plan_dedup(tmp_path)
     plan.run()
     assert [choice.plane.mode for choice in plan.choices] == ["raw", "same"]
-    found = open_deduplicated(tmp_path, verify=True).checkpoint
+    found = open_deduplicated(tmp_path, verify=True)
     assert np.array_equal(found.tensor("head").planes["data"], data)
 
 

@@ -297,7 +297,7 @@ def test_the_trits_of_a_deduplicated_plane_cannot_change_after_the_check(
     (files,) = seeds.dedup()
     for name, data in files.items():
         (tmp_path / name).write_bytes(data)
-    checkpoint = open_deduplicated(tmp_path).checkpoint
+    checkpoint = open_deduplicated(tmp_path)
     sound = checkpoint.tensor("ternary").planes["codes"].tobytes()
     take, calls = np.take, []
 

@@ -20,7 +20,7 @@ def open_checkpoint(path: Path | str, verify: bool = False) -> Checkpoint:
             from clocher_runtime.checkpoints.dedup.reader import has_dedup, open_deduplicated
 
             if has_dedup(path):
-                return open_deduplicated(path, verify=verify).checkpoint
+                return open_deduplicated(path, verify=verify)
         from clocher_runtime.checkpoints.iebin import open_iebin
 
         return open_iebin(path / JSON_NAME, verify=verify)

@@ -81,10 +81,10 @@ def _open(config: EngineConfig, directory: Path) -> Checkpoint:
         keep = PlaneCache(directory / CACHE_NAME, mib << 20).plane
     elif config.dedup_policy == "replicate_hot":
         keep = HotPlanes(config.dedup_hot_list, config.dedup_hot_bytes).plane
-    artifact = open_deduplicated(directory, verify=config.dedup_strict, keep=keep)
+    checkpoint = open_deduplicated(directory, verify=config.dedup_strict, keep=keep)
     if config.dedup_policy == "replicate_hot":
-        _check_names(config.dedup_hot_list, artifact.checkpoint.names)
-    return artifact.checkpoint
+        _check_names(config.dedup_hot_list, checkpoint.names)
+    return checkpoint
 
 
 def _check_names(patterns: str | None, names: tuple[str, ...]) -> None:

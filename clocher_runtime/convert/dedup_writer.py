@@ -37,7 +37,7 @@ from clocher_runtime.checkpoints.dedup.index import (
     check_expansion,
     raw_planes,
 )
-from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_deduplicated
+from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
 from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, read_index
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
@@ -273,8 +273,7 @@ def remove_dedup(directory: Path) -> None:
 
 def restore(directory: Path, progress: Progress | None = None) -> int:
     """Write model.ie.bin back, byte for byte; return its size. Raises ModelError, OSError."""
-    artifact = open_deduplicated(directory)
-    index, dedup = artifact.index, artifact.dedup
+    index, dedup = open_pair(directory)
     check_free(directory / BIN_NAME, index.bin.nbytes)
     with PlaneWriter({"bin": directory / BIN_NAME}) as writer:
         for number, (plane, region) in enumerate(raw_planes(index)):

@@ -160,7 +160,7 @@ def _read_iebin(folder: Path) -> None:
 
 
 def _read_dedup(folder: Path) -> None:
-    checkpoint = open_deduplicated(folder).checkpoint
+    checkpoint = open_deduplicated(folder)
     for name in checkpoint.names:
         checkpoint.tensor(name)
     open_deduplicated(folder, verify=True)

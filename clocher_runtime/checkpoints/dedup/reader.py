@@ -3,7 +3,6 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -165,29 +164,14 @@ Keep = Callable[[DedupFile, int], np.ndarray]
 """Returns a plane of a file: `DedupFile.plane`, or a cache of it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Artifact:
-    """A model opened by its deduplicated weights."""
-
-    index: IebinIndex
-    dedup: DedupFile
-    checkpoint: Checkpoint
-
-
 def has_dedup(directory: Path) -> bool:
     """Return whether a directory holds deduplicated weights."""
     return os.path.isfile(directory / INDEX_NAME)
 
 
-def open_deduplicated(
-    directory: Path, verify: bool = False, keep: Keep = DedupFile.plane
-) -> Artifact:
-    """Open a model by its deduplicated weights; raw planes stay views, others decode per read.
-
-    `verify` checks every SHA-256 now. Raises ModelNotFound, FormatError, UnsupportedModel.
-    """
-    index = read_index(directory / JSON_NAME)
-    dedup = open_dedup(directory)
+def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
+    """Open a model's document and its deduplicated weights, which must belong to it."""
+    index, dedup = read_index(directory / JSON_NAME), open_dedup(directory)
     listed = [plane for plane, _ in raw_planes(index)]
     stated = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
     if dedup.index.source != index.bin or stated != listed:
@@ -195,9 +179,20 @@ def open_deduplicated(
             f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
             "deduplicate the model again"
         )
+    return index, dedup
+
+
+def open_deduplicated(
+    directory: Path, verify: bool = False, keep: Keep = DedupFile.plane
+) -> Checkpoint:
+    """Open a model by its deduplicated weights; raw planes stay views, others decode per read.
+
+    `verify` checks every SHA-256 now. Raises ModelNotFound, FormatError, UnsupportedModel.
+    """
+    index, dedup = open_pair(directory)
     if verify:
         dedup.verify()
-    return Artifact(index, dedup, index.checkpoint(dict(_tensors(dedup, index, keep)), dedup.files))
+    return index.checkpoint(dict(_tensors(dedup, index, keep)), dedup.files)
 
 
 def _tensors(dedup: DedupFile, index: IebinIndex, keep: Keep) -> Iterator[tuple[str, Stored]]:
