@@ -17,9 +17,13 @@ from weight_files import LLAMA
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.gguf.checkpoint import generation_config
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.checkpoints.gguf.tokenizer import PRE_TYPES, tokenizer_config, tokenizer_json
+from clocher_runtime.checkpoints.gguf.tokenizer import (
+    PRE_TYPES,
+    stop_ids,
+    tokenizer_config,
+    tokenizer_json,
+)
 from clocher_runtime.text.tokenizer import Tokenizer
 from clocher_runtime.text.tokenizer_library import inspect
 
@@ -67,7 +71,7 @@ def test_byte_level_ids_equal_the_models_own_tokenizer(pre: str, tmp_path: Path)
     own = Tokenizer(source.tokenizer_json, source.tokenizer_config)
     messages = [{"role": "user", "content": "hi"}]
     assert tokenizer.apply_chat_template(messages) == own.apply_chat_template(messages)
-    assert generation_config(file)["eos_token_id"][0] == 0
+    assert stop_ids(file)[0] == 0
 
 
 SPLIT_TEXT = "I'll pay 1234+=5    日本  \nNow  "
@@ -264,8 +268,7 @@ def test_the_ends_of_a_turn_are_known_by_name(tmp_path: Path) -> None:
             writer.add_token_list(["a", *tokens])
             writer.add_token_types([1] + [3] * len(tokens))
 
-        found = generation_config(vocabulary(tmp_path / "a.gguf", add))
-        return [tokens[index - 1] for index in found.get("eos_token_id", [])]
+        return [tokens[index - 1] for index in stop_ids(vocabulary(tmp_path / "a.gguf", add))]
 
     assert ends("<|end|>", "<|user|>", "<end_of_turn>") == ["<|end|>", "<end_of_turn>"]
     deepseek = "<\uff5cend\u2581of\u2581sentence\uff5c>"

@@ -111,11 +111,14 @@ class IebinIndex:
 
 def tensors_of(entries: Iterable[Entry], files: Mapping[str, MappedFile]) -> dict[str, QuantTensor]:
     """Return entries' tensors as views of files of checked size."""
-    where = f"{next(iter(files.values())).path}: tensor"
-    return {
-        e.name: stored_tensor(e.shape, e.format, e.views(files), f"{where} {e.name!r}")
-        for e in entries
-    }
+    found, where = {}, f"{next(iter(files.values())).path}: tensor"
+    for e in entries:
+        planes = {
+            key: files[e.regions[key].file].plane(plane, e.regions[key].offset)
+            for key, plane in e.format.planes(e.shape).items()
+        }
+        found[e.name] = stored_tensor(e.shape, e.format, planes, f"{where} {e.name!r}")
+    return found
 
 
 def read_index(json_path: Path) -> IebinIndex:

@@ -82,18 +82,14 @@ def _open(config: EngineConfig, directory: Path) -> Checkpoint:
     elif config.dedup_policy == "replicate_hot":
         keep = HotPlanes(config.dedup_hot_list, config.dedup_hot_bytes).plane
     checkpoint = open_deduplicated(directory, verify=config.dedup_strict, keep=keep)
-    if config.dedup_policy == "replicate_hot":
-        _check_names(config.dedup_hot_list, checkpoint.names)
-    return checkpoint
-
-
-def _check_names(patterns: str | None, names: tuple[str, ...]) -> None:
-    for pattern in _patterns(patterns):
-        if not fnmatch.filter(names, pattern):
+    names = checkpoint.names
+    for pattern in _patterns(config.dedup_hot_list):
+        if config.dedup_policy == "replicate_hot" and not fnmatch.filter(names, pattern):
             raise UsageError(
                 f"IE_DEDUP_HOT_LIST: no tensor matches {pattern!r}; the model has {len(names)}, "
                 f"such as {', '.join(names[:3])}"
             )
+    return checkpoint
 
 
 def _patterns(text: str | None) -> list[str]:

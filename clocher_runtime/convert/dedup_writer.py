@@ -118,14 +118,11 @@ def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
             escapes = count - int(counts[table[: (1 << width) - 1]].sum()) if rare else 0
             if escapes <= MAX_ESCAPES:
                 found.append(Stream("code", bits, count, width, len(table), escapes))
-    best = min(found, key=_cost)
+    # Its bytes, and a bit per escape for its time.
+    best = min(
+        found, key=lambda s: s.table + s.code_bytes + 4 * s.ranks + s.literal_bytes + s.escapes / 8
+    )
     return best, table[: best.table]
-
-
-def _cost(stream: Stream) -> float:
-    """Return the bytes of a stream, plus a bit per escape for its time."""
-    stored = stream.table + stream.code_bytes + 4 * stream.ranks + stream.literal_bytes
-    return stored + stream.escapes / 8
 
 
 def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
@@ -204,11 +201,6 @@ class Deduplication:
     choices: tuple[Choice, ...]  # how each plane will be stored
     regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
     nbytes: int  # of the output
-
-    @property
-    def worth_it(self) -> bool:
-        """Whether it saves enough."""
-        return self.nbytes <= WORTH_IT * self.index.bin.nbytes
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""

@@ -16,7 +16,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
-from clocher_runtime.checkpoints.hf.torch_bin import only_pickled, open_torch_bin
+from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.checkpoints.iebin import (
     MAX_VOCAB_BYTES,
     IebinWriter,
@@ -142,7 +142,9 @@ def open_source(path: Path) -> Checkpoint:
     """Open a conversion's input: Hugging Face (also pickled) before IEBIN. Raises ModelError."""
     directory = find_hf(path)
     if directory:
-        return open_torch_bin(directory) if only_pickled(directory) else open_hf(directory)
+        if any(directory.glob("*.safetensors*")) or not any(directory.glob("pytorch_model*.bin")):
+            return open_hf(directory)
+        return open_torch_bin(directory)
     if not os.path.lexists(path):
         raise no_directory(path)
     return open_checkpoint(path)

@@ -113,13 +113,6 @@ class Entry:
         head = {"name": self.name, "shape": list(self.shape), "format": self.format.name}
         return {**head, "planes": planes}
 
-    def views(self, files: Mapping[str, MappedFile]) -> dict[str, np.ndarray]:
-        """Return the planes as read-only views of files of checked size."""
-        return {
-            key: files[self.regions[key].file].plane(plane, self.regions[key].offset)
-            for key, plane in self.format.planes(self.shape).items()
-        }
-
 
 def read_entries(
     values: Sequence[object], where: str, files: Sequence[str] = ("bin",)

@@ -80,7 +80,9 @@ def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str
     if not text.startswith(b"{"):
         raise FormatError(f"{where}: the header does not begin with '{{': not safetensors")
     header = parse_object(text, f"{where} (header)", file.nbytes - length)
-    metadata = _metadata(header.pop("__metadata__", {}), where)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{where}: __metadata__ must map strings to strings")
     entries = [_entry(name, entry, start, where) for name, entry in header.items()]
     entries.sort(key=lambda named: (named[1].offset, named[1].nbytes))
     end = start
@@ -119,9 +121,3 @@ def _entry(name: str, value: object, start: int, where: str) -> tuple[str, Tenso
             f"{entry['dtype']}{list(plane.shape)}"
         )
     return name, TensorInfo(entry["dtype"], plane.shape, start + begin, plane.nbytes)
-
-
-def _metadata(value: object, where: str) -> dict[str, str]:
-    if not isinstance(value, dict) or not all(isinstance(item, str) for item in value.values()):
-        raise FormatError(f"{where}: __metadata__ must map strings to strings")
-    return value

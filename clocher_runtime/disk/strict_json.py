@@ -176,7 +176,8 @@ def _check_size(data: bytes, where: str, rest: int) -> None:
     if len(data) > MAX_JSON_BYTES:
         raise FormatError(f"{where}: {len(data)} bytes of JSON; the limit is {MAX_JSON_BYTES}")
     depth = values = 0
-    memory = _text_memory(data)
+    # Strings store their widest character's width.
+    memory = len(data) * (8 if not data.isascii() else 4 if b"\\u" in data else 1)
     for codes in _outside_strings(data):
         opening = (codes == ord("[")) | (codes == ord("{"))
         closing = (codes == ord("]")) | (codes == ord("}"))
@@ -196,13 +197,6 @@ def _check_size(data: bytes, where: str, rest: int) -> None:
             f"{where}: {len(data)} bytes of JSON with {values} values would take about "
             f"{memory >> 20} MiB of memory; the limit is {MAX_JSON_MEMORY + 2 * rest >> 20} MiB"
         )
-
-
-def _text_memory(data: bytes) -> int:
-    """Return the most that the text takes: strings store their widest character's width."""
-    if not data.isascii():
-        return 8 * len(data)
-    return 4 * len(data) if b"\\u" in data else len(data)
 
 
 def _outside_strings(data: bytes) -> Iterator["np.ndarray"]:

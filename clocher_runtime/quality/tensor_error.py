@@ -87,15 +87,11 @@ def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -
     )
 
 
+@lru_cache(maxsize=256)
 def expected_rms(format_name: str, shape: tuple[int, ...]) -> float:
     """Return the relative RMS error of rounding about half a million samples of Student's t(5)."""
     columns = min(shape[-1] if shape else 1, _SAMPLE)
     rows = max(1, min(shape[-2] if len(shape) > 1 else 1, _SAMPLE // columns))
-    return _sampled_rms(format_name, rows, columns)
-
-
-@lru_cache(maxsize=256)
-def _sampled_rms(format_name: str, rows: int, columns: int) -> float:
     random = np.random.default_rng(crc32(b"expected error"))
     count = max(1, _SAMPLE // (rows * columns))
     values = random.standard_t(5, (count, rows, columns)).astype(np.float32)

@@ -44,8 +44,6 @@ from clocher_runtime.quantize.plan import (
 MANIFEST = "q4_manifest.json"
 """Records, beside an IEBIN, what `clocher quantize` did to each tensor, and how good it is."""
 
-_STATE = 12  # bytes of hidden states, for each token and column
-
 Progress = Callable[[str, int, int], None]
 Records = Mapping[str, Record]
 
@@ -97,12 +95,6 @@ class Outcome(NamedTuple):
     path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
-
-
-def temporary_bytes(job: Job) -> int:
-    """Return what calibration takes in files without a name, in the system's directory for them."""
-    tokens = sum(map(len, job.calibration.sequences)) if job.calibration else 0
-    return _STATE * tokens * int(job.checkpoint.config.get("hidden_size", 0))
 
 
 def rejected_path(out: Path) -> Path:

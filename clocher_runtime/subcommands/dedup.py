@@ -91,7 +91,7 @@ main = dedup.run
 def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.iebin import read_index
-    from clocher_runtime.convert.dedup_writer import plan_dedup
+    from clocher_runtime.convert.dedup_writer import WORTH_IT, plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
     with report.progress(total) as progress:
@@ -99,7 +99,7 @@ def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
     _table(plan)
     less = 100 * (1 - plan.nbytes / total)
     saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"
-    if not (plan.worth_it or keep_anyway):
+    if plan.nbytes > WORTH_IT * total and not keep_anyway:
         report.done(f"{saved}: not worth it, nothing was written; --keep-anyway writes it")
         return False
     with report.progress(total) as progress:

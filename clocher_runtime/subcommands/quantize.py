@@ -319,12 +319,12 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
     from clocher_runtime.disk.output_file import check_free
-    from clocher_runtime.quantize.job import temporary_bytes
 
     nbytes = plan.nbytes + sum(plan.tensors[name].nbytes for name in plan.calibrated)
     report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
-    if temporary := temporary_bytes(job):
-        report.note(f"needs {size(temporary)} for temporary files (TMPDIR)")
+    if job.calibration:
+        states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
+        report.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")
 
 
 def _table(plan: "QuantPlan", outcome: "Outcome") -> str:

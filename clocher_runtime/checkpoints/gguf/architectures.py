@@ -210,10 +210,6 @@ _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
 """In Gemma's files the norm weights include the added 1."""
 
 
-def _gemma2(meta: Metadata, config: Config) -> Config:
-    return {**_STORED_SUM, **_scores(meta, config, 46), "layer_types": meta.layer_types(2)}
-
-
 def _gemma3(meta: Metadata, config: Config) -> Config:
     window = meta.window
     return {
@@ -344,7 +340,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "final_logit_softcapping": ("final_logit_softcapping", 30.0),
             "sliding_window": ("attention.sliding_window", 4096),
         },
-        _gemma2,
+        lambda m, c: {**_STORED_SUM, **_scores(m, c, 46), "layer_types": m.layer_types(2)},
     ),
     "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, reads=("final_logit_softcapping",)),
     # llama.cpp leaves the window out; the models have it.

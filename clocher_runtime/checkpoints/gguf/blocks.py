@@ -44,6 +44,11 @@ class GgmlType:
     format: Format
     tail: int = 0
 
+    @property
+    def is_same(self) -> bool:
+        """Whether the planes of the format are the file's bytes."""
+        return isinstance(self.format, Float | Ggml) and self.name != "tq1_0"
+
     def row_bytes(self, columns: int) -> int:
         """Return the bytes of a row; raises FormatError if it is not whole blocks."""
         if columns % self.block:
@@ -167,12 +172,6 @@ class Rows:
     blocks: np.ndarray
     places: np.ndarray
     tail: np.ndarray
-
-
-def same_format(kind: GgmlType) -> Format | None:
-    """Return the format whose planes are the file's bytes, or None."""
-    same = kind.name in FLOATS or (kind.name in BLOCKS and kind != _TQ1_0)
-    return kind.format if same else None
 
 
 def repacked(

@@ -17,8 +17,9 @@ from clocher_runtime.checkpoints.gguf.architectures import (
     Architecture,
     rope_parameters,
 )
-from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata, Value
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces, type_notes
+from clocher_runtime.checkpoints.gguf.blocks import I2_S
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces
 from clocher_runtime.checkpoints.gguf.tokenizer import (
     has_vocabulary,
     stop_ids,
@@ -44,6 +45,10 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
 }
+_ON_ARM = (
+    "i2_s codes are read in the order of bitnet.cpp on x86; a file made on Arm has another, which "
+    "the file does not record; the output is then nonsense"
+)
 _SIZES = ("attention.value_length", "rope.dimension_count")
 _OTHER_SIZES = {"phi3": _SIZES[1:], "deepseek2": _SIZES}
 """Sizes that are the head's, and the architectures where they need not be."""
@@ -100,10 +105,12 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
                     f"{part.file.path}: {key} is {got}; expected {expected}, as its name says"
                 )
         for key in part.keys:
-            if key != _NO and not _agree(first.value(key), part.value(key)):
+            ours, theirs = first.value(key), part.value(key)
+            # Arrays, and what the first part lacks, are not compared.
+            if key != _NO and isinstance(ours, str | int | float) and ours != theirs:
                 raise FormatError(
-                    f"{part.file.path}: metadata {key!r} is {part.value(key)!r:.60}, in "
-                    f"{first.file.path.name} {first.value(key)!r:.60}: parts of two models?"
+                    f"{part.file.path}: metadata {key!r} is {theirs!r:.60}, in "
+                    f"{first.file.path.name} {ours!r:.60}: parts of two models?"
                 )
         if no:
             first.attach(part)
@@ -113,11 +120,6 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
             f"says {total}, and the limit is {MAX_TENSORS}"
         )
     return first
-
-
-def _agree(ours: Value | None, theirs: Value | None) -> bool:
-    """Return whether two values agree; arrays, and what the first part lacks, count as equal."""
-    return not isinstance(ours, str | int | float) or ours == theirs
 
 
 def model_config(file: GgufFile) -> dict[str, Any]:
@@ -188,12 +190,6 @@ def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     return config
 
 
-def generation_config(file: GgufFile) -> dict[str, Any]:
-    """Return the generation_config.json of a file's model: the ids that end a turn."""
-    ids = stop_ids(file)
-    return {"eos_token_id": ids} if ids else {}
-
-
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF checkpoint; data is repacked tensor by tensor on demand.
 
@@ -222,7 +218,7 @@ def open_gguf(path: Path) -> Checkpoint:
         path=path,
         kind="gguf",
         config=config,
-        generation_config=generation_config(file),
+        generation_config={"eos_token_id": ids} if (ids := stop_ids(file)) else {},
         tokenizer_config=tokenizer_config(file) if has_vocabulary(file) else {},
         tokenizer_json=path / "tokenizer.json",
         tensors={
@@ -232,6 +228,6 @@ def open_gguf(path: Path) -> Checkpoint:
             for source, need in needs.items()
         },
         files=file.files,
-        notes=type_notes(file),
+        notes=(_ON_ARM,) if any(t.kind == I2_S for t in file.tensors.values()) else (),
         make_tokenizer=(lambda: tokenizer_json(file)) if has_vocabulary(file) else None,
     )

@@ -17,7 +17,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
-from clocher_runtime.checkpoints.gguf.blocks import FLOATS, I2_S, Rows, repacked, same_format
+from clocher_runtime.checkpoints.gguf.blocks import FLOATS, Rows, repacked
 from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.models.families import rows_of
 from clocher_runtime.models.inventory import EMBED, HEAD, NORM, Need
@@ -165,16 +165,6 @@ def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndar
     return {"all": rows, "even": rows[0::2], "odd": rows[1::2]}[order]
 
 
-def type_notes(file: GgufFile) -> tuple[str, ...]:
-    """Return notes for people on the types of a file's tensors."""
-    if not any(info.kind == I2_S for info in file.tensors.values()):
-        return ()
-    return (
-        "i2_s codes are read in the order of bitnet.cpp on x86; a file made on Arm has another, "
-        "which the file does not record; the output is then nonsense",
-    )
-
-
 def logical_tensor(
     file: GgufFile, spec: ModelSpec, parts: tuple[Piece, ...], source: str, need: Need, where: str
 ) -> Stored:
@@ -208,13 +198,12 @@ def logical_tensor(
         stored[part.rows.start * nbytes : part.rows.stop * nbytes] if part.rows else stored
         for part, stored in zip(parts, data, strict=True)
     ]
-    fmt = same_format(kind)
-    if fmt and parts[0].order == "all":
+    if parts[0].order == "all" and kind.is_same:
         planes = {
             key: data[0].view(plane.storage).reshape(plane.shape)
-            for key, plane in fmt.planes(shape).items()
+            for key, plane in kind.format.planes(shape).items()
         }
-        return stored_tensor(shape, fmt, planes, where)
+        return stored_tensor(shape, kind.format, planes, where)
 
     count = math.prod(shape) // columns
     rows = []

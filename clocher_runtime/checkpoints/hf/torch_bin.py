@@ -46,11 +46,6 @@ _WAY_OUT = (
 )
 
 
-def only_pickled(directory: Path) -> bool:
-    """Return whether a directory has pickled weights and no safetensors."""
-    return any(directory.glob("pytorch_model*.bin")) and not any(directory.glob("*.safetensors*"))
-
-
 def open_torch_bin(path: Path) -> Checkpoint:
     """Open a directory (or its `hf`, `hf/original`) with pickled weights. Raises ModelError."""
     directory = find_hf(path)
