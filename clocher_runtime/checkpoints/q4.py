@@ -13,14 +13,7 @@ from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import open_iebin, tensors_of
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import (
-    Entry,
-    lines,
-    read_entries,
-    read_sealed,
-    seal,
-    unsealed,
-)
+from clocher_runtime.disk.plane_index import Entry, lines, read_entries, read_sealed, seal, unsealed
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 Q4_0 = Int4(symmetric=True, group=32, scale_dtype="f16")

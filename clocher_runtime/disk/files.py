@@ -23,13 +23,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from clocher_kernels import guards
-from clocher_kernels.errors import (
-    FormatError,
-    ModelChanged,
-    ModelError,
-    ModelNotFound,
-    UsageError,
-)
+from clocher_kernels.errors import FormatError, ModelChanged, ModelError, ModelNotFound, UsageError
 from clocher_kernels.formats.base import Plane
 from clocher_kernels.guards import refuse_in_window
 from clocher_runtime.exit_codes import ExitCode

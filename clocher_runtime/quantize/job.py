@@ -15,12 +15,7 @@ from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
 from clocher_runtime.convert.q4_entries import PlaneFile, plane_hashes
-from clocher_runtime.convert.q4_map import (
-    Q4Map,
-    load_q4_map,
-    parse_q4_map,
-    write_manifest,
-)
+from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, write_manifest
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object

@@ -6,13 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.script_run import (
-    Report,
-    place,
-    script,
-    size,
-    switch,
-)
+from clocher_runtime.command.script_run import Report, place, script, size, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:

@@ -6,14 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clocher_runtime.command.script_run import (
-    Report,
-    option,
-    place,
-    script,
-    size,
-    switch,
-)
+from clocher_runtime.command.script_run import Report, option, place, script, size, switch
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, replacing_model
 
