@@ -166,7 +166,6 @@ def test_every_flag_reaches_the_weights(
         (("--format", "mxfp4", "--affine"), "mxfp4 is symmetric"),
         (("--method", "imx"), "needs a calibration text: give --calib-text"),
         (("--method", "imx", "--mse"), "is for --method rtn"),
-        (("--target-bpw", 4.5), "needs a calibration text"),
         (("--rules", ROOT / "quant" / "q4_manifest.json", "--bits", 8), "no place beside --rules"),
         (("--calib-text", ROOT / "README.md", "--seq-len", 1 << 20), "less than one sequence"),
     ],
