@@ -352,7 +352,7 @@ def test_script_converts_and_reports_on_stderr(tmp_path: Path) -> None:
         (["--hf-dir", LLAMA, "--out-dir", "{out}", "--bits", "4"], 2, "--bits"),
         (["--hf-dir", LLAMA, "--out-dir", "{out}", "--q4-map", "x"], 2, "--q4-map not found: x"),
         (["--hf-dir", LLAMA, "--out-dir", LLAMA], 2, "holds a Hugging Face model"),
-        (["--hf-dir", "absent", "--out-dir", "{out}"], 3, "absent: no config.json there"),
+        (["--hf-dir", "absent", "--out-dir", "{out}"], 3, "absent: no model there"),
         (["--hf-dir", LLAMA, "--out-dir", "/proc/none/out"], 5, "/proc/none"),
     ],
     ids=["missing flag", "unknown flag", "no manifest", "same folder", "no model", "no place"],

@@ -521,7 +521,7 @@ def test_what_cannot_be_checked_has_its_own_exit_code(
     (tmp_path / "bad.jsonl").write_text("{}\n")
     cases = {
         "schema is None": (2, tmp_path / "bad.jsonl", GPTOSS, ()),
-        "no config.json there": (3, traces["fp32"], tmp_path, ()),
+        "no model there": (3, traces["fp32"], tmp_path, ()),
         "BitNet in bf16 only": (2, traces["fp32"], BITNET, ("--dtype", "fp32")),
         "cannot be written": (5, traces["fp32"], GPTOSS, ("--tokenizer-only", "--out", "/dev/x/y")),
         "'fp8' is not one of": (2, traces["fp32"], GPTOSS, ("--dtype", "fp8")),

@@ -209,11 +209,15 @@ def base_of(directory: Path) -> str:
 
 def no_model(path: Path) -> ModelError:
     """Return the error for a path that holds no model."""
-    from clocher_runtime.checkpoints.hf.hub import repositories, repository_of
+    from clocher_runtime.checkpoints.hf.hub import published_as, repositories, repository_of
 
     if os.path.isfile(path):
         return _no_model_file(path)
     looked = f"{path}: no model there; looked for {', '.join(_markers())}, *.gguf"
+    if path.name == "original" and (path.parent / CONFIG).is_file():
+        looked = f"{path}: no {CONFIG} there; the model is in {path.parent}"
+    elif repo := published_as(str(path)):
+        looked += f"; `clocher pull {repo} --out-dir {path}` fetches the model"
     if not os.path.isdir(path):
         irregular = f"{path}: not a regular file; give the directory of a model"
         return ModelNotFound(irregular if os.path.exists(path) else looked)
@@ -309,19 +313,6 @@ def no_weights(directory: Path) -> ModelError:
             "the directory of the model as transformers saves it"
         )
     return ModelNotFound(f"{directory}: {looked}; {unfinished(directory)}")
-
-
-def no_directory(path: Path) -> ModelNotFound:
-    """Return the error for a path without a Hugging Face directory, with a next step."""
-    from clocher_runtime.checkpoints.hf.hub import published_as
-
-    text = "no config.json there, nor in hf or hf/original below it"
-    if path.name == "original" and (path.parent / CONFIG).is_file():
-        text = f"no config.json there; the model is in {path.parent}"
-    elif repo := published_as(str(path)):
-        fetched = f"`clocher pull {repo} --out-dir {path}` fetches the model"
-        text = f"no config.json there; {fetched}"
-    return ModelNotFound(f"{path}: {text}")
 
 
 def unfinished(directory: Path) -> str:

@@ -10,7 +10,7 @@ import click
 
 from clocher_kernels.errors import ModelError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.locate import find_hf, no_directory
+from clocher_runtime.checkpoints.locate import find_hf, no_model
 from clocher_runtime.command.script_run import PATH, Report, needed, option, script, switch
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
@@ -72,7 +72,7 @@ def verify_ids(
     traces = read_trace(trace_jsonl)
     directory = find_hf(hf_dir)
     if directory is None:
-        raise no_directory(hf_dir)
+        raise no_model(hf_dir)
     alone = how["tokenizer_only"]
     model = None if alone else HfModel(directory, how["device"], how["dtype"])
     how["dtype"] = model.dtype if model else None

@@ -24,7 +24,7 @@ from clocher_runtime.checkpoints.iebin import (
     model_bytes,
     read_index,
 )
-from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_directory
+from clocher_runtime.checkpoints.locate import CONFIG, find_hf
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
@@ -145,8 +145,6 @@ def open_source(path: Path) -> Checkpoint:
         if any(directory.glob("*.safetensors*")) or not any(directory.glob("pytorch_model*.bin")):
             return open_hf(directory)
         return open_torch_bin(directory)
-    if not os.path.lexists(path):
-        raise no_directory(path)
     return open_checkpoint(path)
 
 

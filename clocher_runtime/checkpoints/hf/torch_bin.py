@@ -16,7 +16,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import read_folder
 from clocher_runtime.checkpoints.hf.shards import Arrays, StoredArray, read_shards
-from clocher_runtime.checkpoints.locate import find_hf, no_directory
+from clocher_runtime.checkpoints.locate import find_hf, no_model
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
@@ -50,7 +50,7 @@ def open_torch_bin(path: Path) -> Checkpoint:
     """Open a directory (or its `hf`, `hf/original`) with pickled weights. Raises ModelError."""
     directory = find_hf(path)
     if directory is None:
-        raise no_directory(path)
+        raise no_model(path)
     return read_folder(
         directory, "bin", lambda folder: read_shards(folder, "pytorch_model", ".bin", _read_file)
     )
