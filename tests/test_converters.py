@@ -342,7 +342,7 @@ def test_what_is_left_out_is_listed_with_the_reason(tmp_path: Path) -> None:
         q4_job(write_hf(tmp_path / "hf3", {"a_proj.weight": array("F32", 4)}), tmp_path)
     with pytest.raises(UsageError, match="three different files"):
         plan_q4(tmp_path / "hf", tmp_path / "a", tmp_path / "a", tmp_path / "b")
-    with pytest.raises(UsageError, match="is a file of the input"):
+    with pytest.raises(UsageError, match="or a file of it"):
         plan_q4(tmp_path / "hf", tmp_path / "hf/model.safetensors", tmp_path / "a", tmp_path / "b")
 
 

@@ -15,7 +15,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.script_run import Report, size
-from clocher_runtime.config.engine import NUMERICS, EngineConfig
+from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,
@@ -60,7 +60,6 @@ from clocher_runtime.text.tokenizer import Tokenizer
 KEPT = r".*(embed|lm_head|wte|wpe).*"
 """Not quantised without --rules: embeddings and head."""
 
-_DOCUMENT_TOKENS = 1024
 _PROMPT = 32
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
@@ -227,9 +226,7 @@ def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> Calibration
 def _gate(checkpoint: Checkpoint, options: dict[str, Any]) -> GateText:
     window = options["gate_window"]
     text, record = _read_text(options["gate"])
-    per_document = max(1, _DOCUMENT_TOKENS // window)
-    encode = _tokenizer(checkpoint).encode
-    documents = cut(text, encode, window, windows_per_document=per_document)
+    documents = cut(text, _tokenizer(checkpoint).encode, window)
     given = {field.name: options.get(field.name) for field in fields(Limits)}
     return GateText(documents, options["gate_limits"], given, {"text": record, "window": window})
 
@@ -288,7 +285,13 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     """Evaluate all models, print and write the results; return the exit code."""
     if options["directory"] is not None:
         options["directory"].mkdir(parents=True, exist_ok=True)
-    config = _config(options)
+    if options["backend"] != "reference":
+        choose(options["backend"])  # checks that the device exists
+    config = replace(
+        WEIGHTS_ALONE,
+        act_prec=None if options["act_prec"] == "default" else options["act_prec"],
+        **{name: options[name] for name in ("backend", NUMERICS[1], "threads")},
+    )
     # A file is a manifest.
     models = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
@@ -336,14 +339,6 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
             click.echo(f"  {check}")
     _write(rows, {label: each for label, (each, _) in found.items()}, documents, options)
     return verdict_code(worst(evaluation.gate.verdict for evaluation, _ in found.values()))
-
-
-def _config(options: dict[str, Any]) -> EngineConfig:
-    act_prec = None if options["act_prec"] == "default" else options["act_prec"]
-    if options["backend"] != "reference":
-        choose(options["backend"])  # checks that the device exists
-    named = {name: options[name] for name in ("backend", NUMERICS[1], "threads")}
-    return replace(WEIGHTS_ALONE, act_prec=act_prec, **named)
 
 
 def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:

@@ -1,6 +1,5 @@
 """Dense checkpoint -> IEBIN with block-sparse matrices: zero, or the weakest, blocks left out."""
 
-import os
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.q4_map import NamePattern
-from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, vocabulary
+from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
@@ -104,8 +103,7 @@ def _opened(model_dir: Path, out_dir: Path, how: Sparsifying) -> tuple[Checkpoin
         raise UsageError(str(error)) from None
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)
-    if os.path.exists(out_dir) and os.path.samefile(out_dir, source.path):
-        raise UsageError(f"{out_dir}: is the input; choose another --out-dir")
+    refuse_input(source, out_dir)
     pattern = NamePattern(how.pattern)
     names = [
         name

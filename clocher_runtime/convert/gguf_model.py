@@ -27,7 +27,7 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
 )
 from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
-from clocher_runtime.convert.to_iebin import vocabulary
+from clocher_runtime.convert.to_iebin import refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.models.families import spec_from_config
@@ -91,8 +91,7 @@ def plan_gguf_model(
 
     `others`: float type of matrices that ggml cannot hold; None refuses them.
     """
-    if any(path.exists() and path.samefile(file.path) for file in source.files):
-        raise UsageError(f"{path}: is a file of the input; choose another output")
+    refuse_input(source, path)
     spec = model_spec(source)
     formats = {name: source.tensors[name].format for name in inventory(spec)}
     floats = {}

@@ -22,7 +22,7 @@ from clocher_runtime.convert.q4_map import (
     write_manifest,
 )
 from clocher_runtime.convert.rounding import round_tensor
-from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared
+from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared, refuse_input
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.disk.plane_index import Entry, place
@@ -98,9 +98,7 @@ def plan_q4(
     if len(set(paths)) != len(paths):
         raise UsageError("--q4-bytes, --scales and --manifest must be three different files")
     source = open_source(hf_dir)
-    taken = {os.path.realpath(file.path) for file in source.files}
-    if clash := taken & set(paths):
-        raise UsageError(f"{clash.pop()}: is a file of the input; choose another output")
+    refuse_input(source, codes, scales, manifest)
     pattern = f"{_PROJECTIONS}|{_HEAD}" if include_lm_head else _PROJECTIONS
     rule = {"pattern": pattern, "dtype": "int4w", "group": 32}
     rules = parse_q4_map({"version": 1, "rules": [rule]}, manifest)

@@ -138,6 +138,14 @@ def refuse_hf_folder(out_dir: Path) -> None:
         )
 
 
+def refuse_input(source: Checkpoint, *outputs: Path) -> None:
+    """Raise UsageError if an output is the input's directory or one of its files."""
+    taken = {os.path.realpath(path) for path in (source.path, *source.data_files)}
+    for path in outputs:
+        if os.path.realpath(path) in taken:
+            raise UsageError(f"{path}: is the input, or a file of it; choose another output")
+
+
 def open_source(path: Path) -> Checkpoint:
     """Open a conversion's input: Hugging Face (also pickled) before IEBIN. Raises ModelError."""
     directory = find_hf(path)
@@ -158,8 +166,7 @@ def plan_conversion(
     refuse_hf_folder(out_dir)
     rules = load_q4_map(q4_map) if q4_map else None
     source = opener(hf_dir)
-    if source.kind == "iebin" and os.path.realpath(source.path) == os.path.realpath(out_dir):
-        raise UsageError(f"{out_dir}: is the input itself; choose another --out-dir")
+    refuse_input(source, out_dir)
     chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
     names = sorted(source.names, key=natural)
     formats = {name: chosen.get(name, source.tensors[name].format) for name in names}

@@ -26,10 +26,10 @@ from clocher_runtime.checkpoints.hf.shards import (
     SETTINGS,
     Arrays,
     HfFolder,
+    ReadFile,
     Source,
     StoredArray,
     Tensors,
-    Weights,
     fp8_tensor,
     read_safetensors,
     read_shards,
@@ -52,24 +52,20 @@ class _Quantised(Struct):
 
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory."""
-    return read_folder(
-        directory,
-        "hf",
-        lambda folder: read_shards(folder, "model", ".safetensors", read_safetensors),
-    )
+    return read_folder(directory, "hf", "model", ".safetensors", read_safetensors)
 
 
 def read_folder(
-    directory: Path, kind: Literal["hf", "bin"], read: Callable[[HfFolder], Weights]
+    directory: Path, kind: Literal["hf", "bin"], stem: str, suffix: str, read: ReadFile
 ) -> Checkpoint:
-    """Return the checkpoint of a directory; `read` returns its arrays and the mapped files."""
+    """Return the checkpoint of a directory from weight files <stem><suffix>; see `read_shards`."""
     folder = HfFolder(directory)
     config = folder.json(CONFIG)
     of_openai = "model_type" not in config and "experts_per_token" in config
     if of_openai:
         config = canonical_config(config, str(directory / CONFIG))
     settings = check_config(config, str(directory))
-    arrays, files = read(folder)
+    arrays, files = read_shards(folder, stem, suffix, read)
     if of_openai:
         arrays = canonical_arrays(arrays, config)
     try:

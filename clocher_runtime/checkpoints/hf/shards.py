@@ -70,7 +70,7 @@ class StoredArray:
 
 Arrays = dict[str, StoredArray]
 Tensors = dict[str, Stored]
-Weights = tuple[Arrays, tuple[MappedFile, ...]]
+ReadFile = Callable[[Path], tuple[Arrays, MappedFile]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -194,8 +194,8 @@ def read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
 
 
 def read_shards(
-    folder: HfFolder, stem: str, suffix: str, read: Callable[[Path], tuple[Arrays, MappedFile]]
-) -> Weights:
+    folder: HfFolder, stem: str, suffix: str, read: ReadFile
+) -> tuple[Arrays, tuple[MappedFile, ...]]:
     """Read the weight file `<stem><suffix>`, or its shards, by the index or by their names."""
     single, index = f"{stem}{suffix}", f"{stem}{suffix}.index.json"
     weight_map: Mapping[str, Any] = {}

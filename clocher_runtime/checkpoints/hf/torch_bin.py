@@ -15,7 +15,7 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import read_folder
-from clocher_runtime.checkpoints.hf.shards import Arrays, StoredArray, read_shards
+from clocher_runtime.checkpoints.hf.shards import Arrays, StoredArray
 from clocher_runtime.checkpoints.locate import find_hf, no_model
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.safetensors_file import DTYPES
@@ -51,9 +51,7 @@ def open_torch_bin(path: Path) -> Checkpoint:
     directory = find_hf(path)
     if directory is None:
         raise no_model(path)
-    return read_folder(
-        directory, "bin", lambda folder: read_shards(folder, "pytorch_model", ".bin", _read_file)
-    )
+    return read_folder(directory, "bin", "pytorch_model", ".bin", _read_file)
 
 
 def _read_file(path: Path) -> tuple[Arrays, MappedFile]:
