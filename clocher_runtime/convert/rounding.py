@@ -1,15 +1,8 @@
 """Rounding to the nearest code (RTN), a few rows at a time.
 
-For int4 and int8 the range that a cell's codes span can be chosen; values outside get its last
-code:
-
-    none            from the smallest to the largest element, as the format's own encoder does
-    clamp:C         as none, of the elements clamped to [-C, C]
-    percentile:P    as none, of the elements without the largest 100 - P % (of the magnitudes if the
-                    format is symmetric, at each end if it is affine)
-    mse             the scale of least squared error, as `imx` searches it with equal weights
-
-The bytes do not depend on the number of threads.
+For int4 and int8 the range that a cell's codes span can be chosen, see docs/quantisation.md; values
+outside get its last code. `percentile:P` leaves out the largest 100 - P % of the magnitudes if the
+format is symmetric, at each end if it is affine. The bytes do not depend on the number of threads.
 """
 
 import math

@@ -2,18 +2,11 @@
 
 For each linear X [N, K], by the `format` of the checkpoint or of the config group:
 
-    pack-quantized   X.weight_packed     i32 [N, ceil(K*b/32)]  along K, low bits first: code +
-                                         2^(b-1), with b = 4 or 8
-                     X.weight_shape      i64 [2]                N, K
-                     X.weight_zero_point i32 [ceil(N*b/32), G]  along N, the same way; asymmetric
-    int-quantized    X.weight            i8 [N, K]
-    float-quantized  X.weight            e4m3 [N, K]
-    naive-quantized  X.weight            either of the two
-    mxfp4-pack-...   X.weight_packed     u8 [N, K/2], as MXFP4 blocks
-    all              X.weight_scale      float [1], [N, 1], [N, G] or, e4m3, [ceil(N/128),
-                                         ceil(K/128)]; u8 [N, K/32] for MXFP4
-
-    W[n, k] = scale[n, g] * (code[n, k] - zero[n, g]),  g = k // group_size
+    pack-quantized   X.weight_packed i32 along K, low bits first: code + 2^(b-1), b = 4 or 8;
+                     X.weight_shape; X.weight_zero_point i32 along N, the same way; asymmetric
+    int-, float- and naive-quantized   X.weight i8 or e4m3 [N, K]
+    mxfp4-pack-quantized               X.weight_packed u8 [N, K/2], as MXFP4 blocks
+    all              X.weight_scale [1], [N, 1], [N, G], or of 128 x 128 blocks; u8 for MXFP4
 
 A linear belongs to the config group that describes its arrays exactly; the regular expressions of
 `targets` and `ignore` are not run, as they could take forever.

@@ -1,23 +1,11 @@
-"""GPTQ and AWQ checkpoints: linears whose codes are packed in int32 words, `X.qweight` and others.
-
-With b bits and G = ceil(K / group_size) groups, for each linear X [N, K]:
-
-                GPTQ (`quant_method: gptq`)    AWQ, 4 bits (`quant_method: awq`)
-    version                                    gemm                    gemv
-    X.qweight   i32 [K*b/32, N], b = 2, 3,     i32 [K, N/8]            i32 [N, K/8]
-                4 or 8
-    X.qzeros    i32 [G, N*b/32]                i32 [G, N/8]            i32 [N, >= G/8]
-    X.scales    float [G, N]                   float [G, N]            float [N, >= G]
-    X.g_idx     i32 [K], need not be there
-    codes       packed along K                 along N, interleaved    along K
-    zeros       along N; version 1: less one   along N, interleaved    along K
+"""GPTQ and AWQ checkpoints: linears whose codes are packed in int32 words; see docs/checkpoints.md.
 
     W[n, k] = scales[g, n] * (code[k, n] - zero[g, n]),  g = k // group_size, or g_idx[k]
 
-Words are packed low bits first, but nibble i of a gemm word holds column [0, 2, 4, 6, 1, 3, 5,
-7][i]; gemv zeros and scales are padded. Two of the 32 3-bit codes in three words cross a word.
-Symmetric files store 2^(b-1) as zero points. Codes of 2 and 3 bits become `Int4`; a g_idx in
-activation order becomes floats.
+GPTQ packs codes along K and zeros along N, in version 1 less one; AWQ "gemm" both along N, nibbles
+interleaved; "gemv" both along K, zeros and scales padded. Two of the 32 3-bit codes in three words
+cross a word. Symmetric files store 2^(b-1) as zero points. Codes of 2 and 3 bits become `Int4`; a
+g_idx in activation order becomes floats.
 
 Source: AutoGPTQ auto_gptq/nn_modules/qlinear; GPTQModel gptqmodel/nn_modules/qlinear; AutoAWQ
 awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
