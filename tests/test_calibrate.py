@@ -184,7 +184,6 @@ def test_experts_with_few_tokens_are_quantised_with_their_layers_statistics():
         assert "pooled statistics in" in record.fallback
         assert record.err["out_nmse"] <= record.err["out_nmse_rtn"] * 1.02
         assert record.err["out_nmse_worst"] >= record.err["out_nmse"]
-        assert record.damp == 0.05
 
 
 def test_dense_layers_embedding_and_head():
@@ -207,7 +206,6 @@ def test_dense_layers_embedding_and_head():
     for record in known.values():
         assert record.tokens_seen == 1100
         assert record.err["out_nmse"] < record.err["out_nmse_rtn"]
-        assert (record.damp > 0) == (record.method == "gptq")
 
 
 def test_a_killed_run_goes_on_and_gives_the_same_bytes(tmp_path):

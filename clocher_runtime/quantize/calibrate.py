@@ -151,7 +151,6 @@ class LayerJob(Observer):
             "method": tensor.method,
             "fallback": ("; ".join(notes) or None) if len(outcomes) > 1 else outcomes[0].fallback,
             "tokens_seen": spread if experts else tokens[0],
-            "damp": max(o.damp for o in outcomes),
             "err": err,
         }
 

@@ -193,11 +193,9 @@ class Outcome(NamedTuple):
     """A quantised matrix and how it was made."""
 
     tensor: QuantTensor
-    method: str  # "gptq", "imx" or "rtn": whose result it is
-    fallback: str | None  # None, or why it is not the result of the method that was asked for
+    fallback: str | None  # None, or whose result it is instead, and why
     nmse: float  # squared error of the outputs, relative to the outputs
     nmse_rtn: float  # the same for plain rounding
-    damp: float  # of the Hessian; 0 without GPTQ
 
 
 def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
@@ -233,18 +231,17 @@ def solve_matrix(
         return energy(values - tensor.decode()) / power
 
     rounded = encode(values, fmt)
-    best, taken = imx.search(values, fmt, inputs.importance, threads=threads), "imx"
+    best = imx.search(values, fmt, inputs.importance, threads=threads)
     error, error_rtn = judge(best), judge(rounded)
-    fallback, damp = None, 0.0
+    fallback: str | None = None
     if method == "gptq" and inputs.factor is None:
         fallback = "imx:no_hessian"
     elif method == "gptq" and inputs.factor is not None:
-        damp = inputs.factor.damp
         corrected = solve(values, best, inputs.factor).tensor
         if (lower := judge(corrected)) < error:
-            best, taken, error = corrected, "gptq", lower
+            best, error = corrected, lower
         else:
             fallback = "imx:held_out"
     if error > DO_NO_HARM * error_rtn:
-        best, taken, error, fallback = rounded, "rtn", error_rtn, "rtn:do_no_harm"
-    return Outcome(best, taken, fallback, error, error_rtn, damp)
+        best, error, fallback = rounded, error_rtn, "rtn:do_no_harm"
+    return Outcome(best, fallback, error, error_rtn)

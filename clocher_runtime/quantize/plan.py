@@ -140,13 +140,12 @@ class Calibrated(NamedTuple):
     # Tokens that the statistics hold, without held-out ones; for experts the smallest number, the
     # 5th percentile, the median and the largest.
     tokens_seen: int | list[int]
-    damp: float  # relative damping of the Hessian; 0 without GPTQ, for experts the largest
     # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
     # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst".
     err: dict[str, float]
 
 
-ROUNDED = Calibrated("rtn", None, 0, 0.0, {})
+ROUNDED = Calibrated("rtn", None, 0, {})
 
 
 class Done(NamedTuple):
