@@ -32,7 +32,7 @@ from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
-from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile
+from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Strings
 from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -514,8 +514,9 @@ def test_version_2_and_every_value_type_are_read(tmp_path: Path) -> None:
     file = GgufFile(path)
     assert file.version == 2
     assert [file.value(f"k{t}") for t in formats] == [3] * len(formats)
-    assert file.flag("flag", False) is True and file.text("word") == "é"
-    assert file.numbers("list").tolist() == [-1, 7] and file.strings("words").texts() == ["", "xy"]
+    assert file.get("flag", bool, False) is True and file.get("word", str) == "é"
+    assert file.get("list", np.ndarray).tolist() == [-1, 7]
+    assert file.get("words", Strings).texts() == ["", "xy"]
     assert file.tensors["a"].shape == (2, 4) and len(file.data("b")) == 12
 
 

@@ -26,14 +26,14 @@ TABLES = (ROPE_FACTORS, LONG, SHORT)
 
 def rope_parameters(meta: Metadata) -> dict[str, Any]:
     """Return `rope_parameters` of a config.json; raises UnsupportedModel, FormatError."""
-    theta = meta.number("rope.freq_base", 10000.0)
-    rotated = meta.integer("rope.dimension_count", meta.head_dim)
+    theta = meta.get("rope.freq_base", float, 10000.0)
+    rotated = meta.get("rope.dimension_count", int, meta.head_dim)
     base = {"rope_theta": theta}
     if rotated != meta.head_dim:
         base["partial_rotary_factor"] = rotated / meta.head_dim
-    kind = meta.file.text(f"{meta.arch}.rope.scaling.type", "linear")
+    kind = meta.file.get(f"{meta.arch}.rope.scaling.type", str, "linear")
     if LONG in meta.file.tensors:
-        original = meta.integer("rope.scaling.original_context_length")
+        original = meta.get("rope.scaling.original_context_length", int)
         longrope = {
             "rope_type": "longrope",
             "long_factor": _table(meta, LONG, rotated // 2).tolist(),
@@ -41,12 +41,12 @@ def rope_parameters(meta: Metadata) -> dict[str, Any]:
             "original_max_position_embeddings": original,
         }
         if meta.value("rope.scaling.attn_factor") is not None:
-            longrope["attention_factor"] = meta.number("rope.scaling.attn_factor")
+            longrope["attention_factor"] = meta.get("rope.scaling.attn_factor", float)
         return {**base, **longrope}
     factor = 1.0
     if kind != "none":
-        older = meta.number("rope.scale_linear", 1.0) or 1.0
-        factor = meta.number("rope.scaling.factor", older) or 1.0
+        older = meta.get("rope.scale_linear", float, 1.0) or 1.0
+        factor = meta.get("rope.scaling.factor", float, older) or 1.0
     if ROPE_FACTORS in meta.file.tensors:
         if meta.arch == "gpt-oss" or kind == "yarn" or factor != 1.0:
             raise UnsupportedModel(
@@ -70,18 +70,18 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
     rope = {
         "rope_type": "yarn",
         "factor": factor,
-        "original_max_position_embeddings": meta.integer("rope.scaling.original_context_length"),
-        "beta_fast": meta.number("rope.scaling.yarn_beta_fast", 32.0),
-        "beta_slow": meta.number("rope.scaling.yarn_beta_slow", 1.0),
+        "original_max_position_embeddings": meta.get("rope.scaling.original_context_length", int),
+        "beta_fast": meta.get("rope.scaling.yarn_beta_fast", float, 32.0),
+        "beta_slow": meta.get("rope.scaling.yarn_beta_slow", float, 1.0),
         # Of the model, not of the file: gpt-oss alone does not round the two bounds.
         "truncate": meta.arch != "gpt-oss",
     }
-    scale = meta.number("rope.scaling.attn_factor", 1.0)
-    scale *= meta.number("rope.scaling.yarn_attn_factor", 1.0)
+    scale = meta.get("rope.scaling.attn_factor", float, 1.0)
+    scale *= meta.get("rope.scaling.yarn_attn_factor", float, 1.0)
     if scale != 1.0:
         rope["attention_factor"] = scale * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     # llama.cpp's converter writes a tenth of it.
-    if multiplier := meta.number("rope.scaling.yarn_log_multiplier", 0.0):
+    if multiplier := meta.get("rope.scaling.yarn_log_multiplier", float, 0.0):
         mscale = round(10 * multiplier, 6)
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
     return rope
@@ -154,9 +154,9 @@ class Architecture:
     def read(self, meta: Metadata) -> Config:
         """Return the fields of `keys`."""
         return {
-            name: meta.number(entry, default)
+            name: meta.get(entry, float, default)
             if isinstance(default, float)
-            else meta.integer(entry, default)
+            else meta.get(entry, int, default)
             for name, (entry, default) in self.keys.items()
         }
 
@@ -167,11 +167,11 @@ class Architecture:
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
-    if experts := meta.integer("expert_count", 0):
+    if experts := meta.get("expert_count", int, 0):
         return {
             "architectures": ["MixtralForCausalLM"],
             "num_local_experts": experts,
-            "num_experts_per_tok": meta.integer("expert_used_count"),
+            "num_experts_per_tok": meta.get("expert_used_count", int),
             "sliding_window": meta.window or None,
         }
     if meta.window:
@@ -189,7 +189,7 @@ def _no_window(meta: Metadata, config: Config) -> Config:
 
 
 def _gpt_oss(meta: Metadata, config: Config) -> Config:
-    inner = meta.integer("expert_feed_forward_length", config["intermediate_size"])
+    inner = meta.get("expert_feed_forward_length", int, config["intermediate_size"])
     window = {"sliding_window": meta.window, "layer_types": meta.layer_types(2)}
     return {"intermediate_size": inner, **window}
 
@@ -197,10 +197,10 @@ def _gpt_oss(meta: Metadata, config: Config) -> Config:
 def _experts(meta: Metadata, config: Config) -> Config:
     size = config["intermediate_size"]
     inner = size // max(config["num_experts_per_tok"], 1)
-    shared = meta.integer("expert_shared_feed_forward_length", size)
+    shared = meta.get("expert_shared_feed_forward_length", int, size)
     return {
         **_no_window(meta, config),
-        "moe_intermediate_size": meta.integer("expert_feed_forward_length", inner),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length", int, inner),
         "norm_topk_prob": meta.arch == "qwen3moe",
         **({"shared_expert_intermediate_size": shared} if meta.arch == "qwen2moe" else {}),
     }
@@ -228,7 +228,7 @@ def _scores(meta: Metadata, config: Config, largest: int) -> Config:
 
 def _two_ropes(meta: Metadata, default: float) -> Config:
     """Return the rotations; layers with a window are not stretched."""
-    theta = meta.number("rope.freq_base_swa", default)
+    theta = meta.get("rope.freq_base_swa", float, default)
     return {FULL: rope_parameters(meta), SLIDING: {"rope_type": "default", "rope_theta": theta}}
 
 
@@ -239,32 +239,32 @@ def _olmo(meta: Metadata, config: Config) -> Config:
         "architectures": ["Olmo3ForCausalLM"],
         "sliding_window": meta.window,
         "layer_types": meta.layer_types(4),
-        "rope_parameters": _two_ropes(meta, meta.number("rope.freq_base", 10000.0)),
+        "rope_parameters": _two_ropes(meta, meta.get("rope.freq_base", float, 10000.0)),
     }
 
 
 def _granite(meta: Metadata, config: Config) -> Config:
     """A missing or zero factor means none."""
     config = {
-        "embedding_multiplier": meta.number("embedding_scale", 0.0) or 1.0,
-        "residual_multiplier": meta.number("residual_scale", 0.0) or 1.0,
-        "logits_scaling": meta.number("logit_scale", 0.0) or 1.0,
-        "attention_multiplier": meta.number("attention.scale", 0.0) or meta.head_dim**-0.5,
+        "embedding_multiplier": meta.get("embedding_scale", float, 0.0) or 1.0,
+        "residual_multiplier": meta.get("residual_scale", float, 0.0) or 1.0,
+        "logits_scaling": meta.get("logit_scale", float, 0.0) or 1.0,
+        "attention_multiplier": meta.get("attention.scale", float, 0.0) or meta.head_dim**-0.5,
         "mlp_bias": "blk.0.ffn_gate.bias" in meta.file.tensors,
     }
-    if meta.flag("rope.scaling.finetuned", True):
+    if meta.get("rope.scaling.finetuned", bool, True):
         return config
     return {  # Granite 4 without Mamba layers, whose config says that nothing is rotated
         **config,
         "architectures": ["GraniteMoeHybridForCausalLM"],
-        "shared_intermediate_size": meta.integer("feed_forward_length"),
+        "shared_intermediate_size": meta.get("feed_forward_length", int),
         "num_local_experts": 0,
         "layer_types": ["attention"] * meta.layers,
     }
 
 
 def _llama4(meta: Metadata, config: Config) -> Config:
-    known = {"intermediate_size": meta.integer("expert_feed_forward_length")}
+    known = {"intermediate_size": meta.get("expert_feed_forward_length", int)}
     known |= {"use_qk_norm": config["num_local_experts"] != 128}
     if meta.value("attention.sliding_window") == 0:
         plain = {"attention_chunk_size": None, "no_rope_layers": [1] * meta.layers}
@@ -283,7 +283,7 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
             f"{meta.where}: attn_kv_b is one tensor, as older converters wrote it; convert the "
             "model again, or load its Hugging Face directory"
         )
-    gating = meta.integer("expert_gating_func", 0) or _SOFTMAX
+    gating = meta.get("expert_gating_func", int, 0) or _SOFTMAX
     if gating not in (_SOFTMAX, _SIGMOID):
         raise UnsupportedModel(
             f"{meta.where}: {meta.arch}.expert_gating_func is {gating}; Clocher knows {_SOFTMAX} "
@@ -291,8 +291,8 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
         )
     # Only what is rotated of a head has a rotation.
     rope = {k: v for k, v in rope_parameters(meta).items() if k != "partial_rotary_factor"}
-    rotated, groups = meta.integer("rope.dimension_count"), meta.integer("expert_group_count", 1)
-    rank = None if meta.layers in _LITE else meta.integer("attention.q_lora_rank", 0) or None
+    rotated, groups = meta.get("rope.dimension_count", int), meta.get("expert_group_count", int, 1)
+    rank = None if meta.layers in _LITE else meta.get("attention.q_lora_rank", int, 0) or None
     softmax = {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return {
         "architectures": [f"DeepseekV{3 if gating == _SIGMOID else 2}ForCausalLM"],
@@ -301,10 +301,10 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
         "rope_parameters": rope,
         "q_lora_rank": rank,
         "qk_rope_head_dim": rotated,
-        "qk_nope_head_dim": meta.integer("attention.key_length_mla") - rotated,
+        "qk_nope_head_dim": meta.get("attention.key_length_mla", int) - rotated,
         "n_group": groups,
-        "topk_group": meta.integer("expert_group_used_count", 1),
-        "norm_topk_prob": meta.flag("expert_weights_norm", False),
+        "topk_group": meta.get("expert_group_used_count", int, 1),
+        "norm_topk_prob": meta.get("expert_weights_norm", bool, False),
         **(softmax if gating == _SOFTMAX else {}),
     }
 

@@ -70,7 +70,7 @@ def find_gguf(path: Path) -> Path | None:
 def open_file(path: Path) -> GgufFile:
     """Open a file, and all other parts if it is one of several."""
     named = GgufFile(path)
-    count = named.integer(_COUNT, 1)
+    count = named.get(_COUNT, int, 1)
     if count <= 1:
         return named
     match = _PART.fullmatch(path.name)
@@ -97,10 +97,10 @@ def _set_of(name: str) -> tuple[str, ...]:
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
     first = parts[0]
-    total = first.integer(_TENSORS)
+    total = first.get(_TENSORS, int)
     for no, part in enumerate(parts):
         for key, expected in ((_NO, no), (_COUNT, len(parts))):
-            if (got := part.integer(key)) != expected:
+            if (got := part.get(key, int)) != expected:
                 raise FormatError(
                     f"{part.file.path}: {key} is {got}; expected {expected}, as its name says"
                 )
@@ -124,9 +124,9 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
 
 def model_config(file: GgufFile) -> dict[str, Any]:
     """Return the config.json of a file's model; raises UnsupportedModel, FormatError."""
-    arch = file.text("general.architecture")
+    arch = file.get("general.architecture", str)
     where = str(file.file.path)
-    if file.text("general.type", "model") == "adapter":
+    if file.get("general.type", str, "model") == "adapter":
         raise UnsupportedModel(
             f"{where}: a LoRA adapter, not a model; merge it into its base first (llama.cpp's "
             "llama-export-lora), and give the result"
@@ -136,7 +136,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
             f"{where}: architecture {arch!r:.60} is not known; Clocher reads GGUF files of "
             f"{', '.join(ARCHITECTURES)}"
         )
-    if arch == "bitnet" and file.text(ACTIVATION, "silu") != "relu2":
+    if arch == "bitnet" and file.get(ACTIVATION, str, "silu") != "relu2":
         raise UnsupportedModel(
             f"{where}: llama.cpp computes 'bitnet' with SiLU, Clocher's BitNet (2B-4T) has a "
             "squared ReLU; files of that model say bitnet-b1.58"
@@ -159,9 +159,9 @@ def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
 
 
 def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
-    file, heads = meta.file, meta.integer("attention.head_count")
+    file, heads = meta.file, meta.get("attention.head_count", int)
     for key in _SIZES:
-        got = meta.integer(key, meta.head_dim)
+        got = meta.get(key, int, meta.head_dim)
         if got != meta.head_dim and key not in _OTHER_SIZES.get(meta.arch, ()):
             raise UnsupportedModel(
                 f"{meta.where}: {meta.arch}.{key} is {got}; Clocher needs that of the keys, "
@@ -172,14 +172,14 @@ def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     config: dict[str, Any] = {
         "architectures": [row.name],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
-        "hidden_size": meta.integer("embedding_length"),
-        "intermediate_size": meta.integer("feed_forward_length"),
+        "hidden_size": meta.get("embedding_length", int),
+        "intermediate_size": meta.get("feed_forward_length", int),
         "num_hidden_layers": meta.layers,
         "num_attention_heads": heads,
-        "num_key_value_heads": meta.integer("attention.head_count_kv", heads),
+        "num_key_value_heads": meta.get("attention.head_count_kv", int, heads),
         "head_dim": meta.head_dim,
-        "max_position_embeddings": meta.integer("context_length"),
-        "rms_norm_eps": meta.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": meta.get("context_length", int),
+        "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", float),
         "rope_parameters": rope_parameters(meta),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "bos_token_id": token_id(file, "bos"),

@@ -90,6 +90,10 @@ class Strings:
 
 Value = bool | int | float | str | np.ndarray | Strings
 _T = TypeVar("_T", bool, int, float, str, np.ndarray, Strings)
+_SPELLED: Mapping[type, str] = {
+    **{str: "a string", int: "an integer", float: "a number", bool: "a bool"},
+    **{np.ndarray: "an array of numbers", Strings: "an array of strings"},
+}
 
 
 class GgufFile:
@@ -102,7 +106,7 @@ class GgufFile:
         self.version = header.version
         self._fields = header.fields()
         self.keys = tuple(self._fields)
-        alignment = self.integer("general.alignment", 32)
+        alignment = self.get("general.alignment", int, 32)
         if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise FormatError(
                 f"{path}: general.alignment is {alignment}; expected a power of two from 8 to "
@@ -151,38 +155,21 @@ class GgufFile:
         # 0.00001 in fp32 gives 1e-05, as a config.json would say it.
         return float(str(numbers[0])) if numbers.dtype.kind == "f" else int(numbers[0])
 
-    def text(self, key: str, default: str | None = None) -> str:
-        """Return a string entry; FormatError for another type, or if missing with no default."""
-        return self._typed(key, str, "a string", default)
+    def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
+        """Return an entry; FormatError for another kind, or if missing with no default.
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer entry."""
-        return self._typed(key, int, "an integer", default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number entry: for an f32 the shortest decimal that rounds to it."""
-        value = self.value(key)
-        return float(value) if type(value) is int else self._typed(key, float, "a number", default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a bool entry."""
-        return self._typed(key, bool, "a bool", default)
-
-    def strings(self, key: str) -> Strings:
-        """Return an array of strings."""
-        return self._typed(key, Strings, "an array of strings", None)
-
-    def numbers(self, key: str) -> np.ndarray:
-        """Return an array of numbers."""
-        return self._typed(key, np.ndarray, "an array of numbers", None)
-
-    def _typed(self, key: str, kind: type[_T], what: str, default: _T | None) -> _T:
+        An integer is a float, too; an f32 is the shortest decimal that rounds to it.
+        """
         value = self.value(key)
         if value is None and default is not None:
             return default
+        if kind is float and type(value) is int:
+            value = float(value)
         if type(value) is not kind:
             got = "missing" if value is None else f"{type(value).__name__} {value!r:.60}"
-            raise FormatError(f"{self.file.path}: metadata {key!r} is {got}; expected {what}")
+            raise FormatError(
+                f"{self.file.path}: metadata {key!r} is {got}; expected {_SPELLED[kind]}"
+            )
         return value
 
 
@@ -191,24 +178,16 @@ class Metadata:
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.where = file, str(file.file.path)
-        self.arch = file.text("general.architecture")
-        self.layers = self.integer("block_count")
-        heads = self.integer("attention.head_count")
-        size = self.integer("embedding_length") // max(heads, 1)
-        self.head_dim = self.integer("attention.key_length", size)
-        self.window = self.integer("attention.sliding_window", 0)
+        self.arch = file.get("general.architecture", str)
+        self.layers = self.get("block_count", int)
+        heads = self.get("attention.head_count", int)
+        size = self.get("embedding_length", int) // max(heads, 1)
+        self.head_dim = self.get("attention.key_length", int, size)
+        self.window = self.get("attention.sliding_window", int, 0)
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        """Return an integer; see `GgufFile.integer`, also for the methods below."""
-        return self.file.integer(f"{self.arch}.{key}", default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """Return a number."""
-        return self.file.number(f"{self.arch}.{key}", default)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """Return a bool."""
-        return self.file.flag(f"{self.arch}.{key}", default)
+    def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
+        """Return an entry; see `GgufFile.get`."""
+        return self.file.get(f"{self.arch}.{key}", kind, default)
 
     def value(self, key: str) -> Any:
         """Return a value of any type, None without one."""

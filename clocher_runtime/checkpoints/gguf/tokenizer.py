@@ -77,20 +77,20 @@ PRE_TYPES: Mapping[str, PreType] = {
 
 def has_vocabulary(file: GgufFile) -> bool:
     """Return whether the file has one; benchmark files may not."""
-    return MODEL in file.keys and file.text(MODEL) not in ("no_vocab", "none")
+    return MODEL in file.keys and file.get(MODEL, str) not in ("no_vocab", "none")
 
 
 def token_id(file: GgufFile, role: str) -> int | None:
     """Return the id of a special token, or None."""
     key = f"tokenizer.ggml.{ROLES.get(role, role)}_token_id"
-    return file.integer(key) if key in file.keys else None
+    return file.get(key, int) if key in file.keys else None
 
 
 def token_types(file: GgufFile, count: int) -> np.ndarray:
     """Return the type of each token, `NORMAL` to `BYTE`; normal without the entry."""
     if TYPES not in file.keys:
         return np.full(count, NORMAL)
-    types = file.numbers(TYPES)
+    types = file.get(TYPES, np.ndarray)
     if len(types) != count:
         raise FormatError(f"{file.file.path}: {TYPES} has {len(types)} entries for {count} tokens")
     return types
@@ -98,7 +98,7 @@ def token_types(file: GgufFile, count: int) -> np.ndarray:
 
 def tokens(file: GgufFile) -> Strings:
     """Return the tokens by id; raises FormatError if there are none."""
-    found = file.strings(TOKENS)
+    found = file.get(TOKENS, Strings)
     if not len(found):
         raise FormatError(f"{file.file.path}: {TOKENS} is empty")
     return found
@@ -119,7 +119,7 @@ def stop_ids(file: GgufFile) -> list[int]:
 
 def tokenizer_json(file: GgufFile) -> bytes:
     """Return the tokenizer.json of a file's vocabulary; raises UnsupportedModel, FormatError."""
-    kind = file.text(MODEL)
+    kind = file.get(MODEL, str)
     if kind not in _KINDS:
         raise UnsupportedModel(
             f"{file.file.path}: {MODEL} is {kind!r:.60}; Clocher knows {', '.join(_KINDS)}"
@@ -149,21 +149,21 @@ def tokenizer_config(file: GgufFile) -> dict[str, Any]:
                 f"{file.file.path}: the {role} token is {index}; expected 0 to {len(texts) - 1}"
             )
         config[f"{role}_token"] = texts.text(index)
-    pre = PRE_TYPES.get(file.text(_PRE, ""))
-    begins = file.text(MODEL) == "llama" or (pre is not None and pre.bos)
-    config["add_bos_token"] = file.flag("tokenizer.ggml.add_bos_token", begins)
-    config["add_eos_token"] = file.flag("tokenizer.ggml.add_eos_token", False)
+    pre = PRE_TYPES.get(file.get(_PRE, str, ""))
+    begins = file.get(MODEL, str) == "llama" or (pre is not None and pre.bos)
+    config["add_bos_token"] = file.get("tokenizer.ggml.add_bos_token", bool, begins)
+    config["add_eos_token"] = file.get("tokenizer.ggml.add_eos_token", bool, False)
     if _TEMPLATE in file.keys:
         config["chat_template"] = _templates(file)
     return config
 
 
 def _templates(file: GgufFile) -> str | list[dict[str, str]]:
-    default = file.text(_TEMPLATE)
+    default = file.get(_TEMPLATE, str)
     if _TEMPLATES not in file.keys:
         return default
-    names = [name for name in file.strings(_TEMPLATES).texts() if name != "default"]
-    named = [{"name": name, "template": file.text(f"{_TEMPLATE}.{name}")} for name in names]
+    names = [name for name in file.get(_TEMPLATES, Strings).texts() if name != "default"]
+    named = [{"name": name, "template": file.get(f"{_TEMPLATE}.{name}", str)} for name in names]
     return [{"name": "default", "template": default}, *named]
 
 
@@ -183,7 +183,7 @@ def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
     """Return the tokens that are matched before a text is split."""
     types = token_types(file, len(texts))
     roles = {token_id(file, role) for role in ("bos", "eos")}
-    strips = any(name in file.text("general.name", "").lower() for name in _PHI_3)
+    strips = any(name in file.get("general.name", str, "").lower() for name in _PHI_3)
     return [
         {
             "id": index,
@@ -205,7 +205,7 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
             f"{file.file.path}: {_PRE} is missing: the file is older than llama.cpp's knowledge of "
             "how text is split, and would be split wrongly; convert the model again"
         )
-    name = file.text(_PRE)
+    name = file.get(_PRE, str)
     if name not in PRE_TYPES:
         raise UnsupportedModel(
             f"{file.file.path}: {_PRE} is {name!r:.60}; Clocher knows {', '.join(PRE_TYPES)}"
@@ -213,7 +213,7 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     pre = PRE_TYPES[name]
     vocab = {text: index for index, text in enumerate(texts)}
     merges = []
-    for index, merge in enumerate(file.strings(_MERGES).texts()):
+    for index, merge in enumerate(file.get(_MERGES, Strings).texts()):
         # The space that parts the two is never a character of theirs: bytes are spelled otherwise.
         pair = merge.split(" ")
         if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
@@ -239,7 +239,7 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
 
 
 def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
-    scores = file.numbers(_SCORES)
+    scores = file.get(_SCORES, np.ndarray)
     if len(scores) != len(texts) or not np.isfinite(scores).all():
         raise FormatError(
             f"{file.file.path}: {_SCORES} has {len(scores)} numbers for {len(texts)} tokens; "
@@ -249,7 +249,7 @@ def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     unknown = token_id(file, "unk")
     if unknown is None and (marked := np.flatnonzero(types == UNKNOWN)).size:
         unknown = int(marked[0])
-    prefix = file.flag("tokenizer.ggml.add_space_prefix", True)
+    prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
