@@ -40,9 +40,9 @@ from clocher_runtime.checkpoints.dedup.index import (
     KINDS,
     DedupIndex,
     FileFacts,
-    Places,
     StoredPlane,
     parse_index,
+    place_parts,
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
 from clocher_runtime.checkpoints.iebin import IebinWriter
@@ -88,7 +88,7 @@ def stored(dtype: str, data: np.ndarray) -> StoredPlane:
 def written(directory: Path, dtype: str, data: np.ndarray) -> DedupFile:
     """Deduplicate one plane, write the files, and open them through their JSON."""
     choice = choose(stored(dtype, data), data)
-    regions = Places().take(choice.plane)
+    ((regions,), _) = place_parts([choice.plane])
     files = {kind: Memory() for kind in KINDS}
     encoder.encode(choice, data, files, regions)
     facts = {}

@@ -224,7 +224,7 @@ def comparison(
     difference = shift + spread * correlated(random, documents, length).ravel()
     kld = np.abs(difference) / 2
     scores = TokenScores(nll, nll + difference, kld, random.random(count) >= flips)
-    return Comparison(scores, np.repeat(np.arange(documents), length), documents, 0)
+    return Comparison(scores, np.repeat(np.arange(documents), length), 0)
 
 
 def test_summary_equals_its_definition() -> None:

@@ -32,9 +32,9 @@ from clocher_runtime.checkpoints.dedup.index import (
     INDEX_NAME,
     KINDS,
     DedupIndex,
-    Places,
     StoredPlane,
     check_expansion,
+    place_parts,
     raw_planes,
 )
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
@@ -247,9 +247,8 @@ def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplicati
         done += raw.plane.nbytes
         if progress:
             progress(done, raw.tensor)
-    places = Places()
-    regions = tuple(places.take(choice.plane) for choice in choices)
-    stored = sum(places.ends.values())
+    regions, ends = place_parts(choice.plane for choice in choices)
+    stored = sum(ends.values())
     check_expansion([choice.plane for choice in choices], stored, str(directory))
     nbytes = stored + sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
     return Deduplication(directory, index, tuple(choices), regions, nbytes)

@@ -121,7 +121,6 @@ class Comparison(NamedTuple):
 
     scores: TokenScores  # of the tokens for which the model gave finite logits
     owner: np.ndarray  # document of each of them, i64 [N]
-    documents: int
     nonfinite: int  # tokens for which the model's logits had a NaN or an infinity
 
 
@@ -139,7 +138,7 @@ def compare(
     owner = np.repeat(np.array(documents.owner, np.int64), lengths)
     finite = np.isfinite(scores.nll_model) & np.isfinite(scores.kld)
     scores = TokenScores(*(values[finite] for values in scores))
-    return Comparison(scores, owner[finite], documents.count, int(np.count_nonzero(~finite)))
+    return Comparison(scores, owner[finite], int(np.count_nonzero(~finite)))
 
 
 def score_window(reference: np.ndarray, model: np.ndarray, ids: Sequence[int]) -> TokenScores:
@@ -206,7 +205,6 @@ class Perplexity(NamedTuple):
     """Mean negative log-likelihood over windows of a text."""
 
     windows: int  # windows scored, each alone, from an empty cache
-    window_tokens: int  # tokens of a window; the first of them is not predicted
     loss: float  # mean of the windows' mean losses, in nats per token
 
     @property
@@ -234,7 +232,7 @@ def perplexity(
         losses.append(window_loss(session.logits(part), part))
         if progress is not None:
             progress(number, len(documents.windows))
-    return Perplexity(len(losses), window, float(np.mean(losses)))
+    return Perplexity(len(losses), float(np.mean(losses)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,11 +141,6 @@ def spread(values: Sequence[float]) -> float:
     return float(q3 - q1)
 
 
-def agree(a: Estimate, b: Estimate) -> bool:
-    """Return whether two intervals overlap; an unknown one contains everything."""
-    return a.low <= b.high and b.low <= a.high
-
-
 def block_means(values: np.ndarray, owner: np.ndarray, resamples: int, seed: int) -> np.ndarray:
     """Return resampled means, [S, resamples], of values [S, N] with documents `owner` [N]."""
     names, index = np.unique(owner, return_inverse=True)

@@ -101,7 +101,7 @@ def perplexity(
     line = {
         **ready.facts,
         "windows": score.windows,
-        "window_tokens": score.window_tokens,
+        "window_tokens": window,
         "loss_nats": score.loss,
         "perplexity": score.perplexity,
     }

@@ -1,7 +1,7 @@
 """model.dedup.json: how each plane is stored; places follow from the order of the parts."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from clocher_kernels.dtypes import STORAGE
@@ -110,21 +110,20 @@ class StoredPlane:
         }
 
 
-@dataclass(slots=True)
-class Places:
-    """Assigns places in the three files, in order."""
-
-    ends: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-
-    def take(self, plane: StoredPlane) -> tuple[Region, ...]:
-        """Return the places of the next plane's parts; empty parts take none."""
+def place_parts(
+    planes: Iterable[StoredPlane],
+) -> tuple[tuple[tuple[Region, ...], ...], dict[str, int]]:
+    """Return the places of each plane's parts, empty ones too, and the ends of the files."""
+    ends = dict.fromkeys(KINDS, 0)
+    placed = []
+    for plane in planes:
         regions = []
         for kind, nbytes in plane.parts():
-            end = self.ends[kind]
-            offset = aligned(end, ALIGNMENT[kind]) if nbytes else end
-            self.ends[kind] = offset + nbytes
+            offset = aligned(ends[kind], ALIGNMENT[kind]) if nbytes else ends[kind]
+            ends[kind] = offset + nbytes
             regions.append(Region(kind, offset, nbytes))
-        return tuple(regions)
+        placed.append(tuple(regions))
+    return tuple(placed), ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,14 +168,13 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
     kinds = fields(document["files"], f"{where}: files", dict.fromkeys(KINDS, dict))
     files = {kind: FileFacts.read(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
     planes = _read_planes(document["planes"], where)
-    places = Places()
-    regions = tuple(places.take(plane) for plane in planes)
-    for kind, end in places.ends.items():
+    regions, ends = place_parts(planes)
+    for kind, end in ends.items():
         if files[kind].nbytes != end:
             raise FormatError(
                 f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
             )
-    check_expansion(planes, sum(places.ends.values()), where)
+    check_expansion(planes, sum(ends.values()), where)
     index = DedupIndex(source, files, planes, regions)
     totals = {"in": source.nbytes, "out": index.nbytes}
     if document["totals"] != totals:
