@@ -24,8 +24,8 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Screen
-from clocher_runtime.command.settings import CONTINUED, ChatConfig
-from clocher_runtime.config.sources import Sources, settle
+from clocher_runtime.config.commands import CONTINUED, ChatConfig
+from clocher_runtime.config.sources import settle
 from clocher_runtime.config.values import declared
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
@@ -71,7 +71,7 @@ def colours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decide(flags: dict[str, str], environ: dict[str, str]) -> ChatConfig:
-    return settle(ChatConfig, Sources(flags, environ))
+    return settle(ChatConfig, flags, environ)
 
 
 class Tty(io.StringIO):

@@ -19,7 +19,7 @@ from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command import loading as engine
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import COMPILING, Console
-from clocher_runtime.command.settings import ALL
+from clocher_runtime.config.commands import ALL
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.stub import stub_id
 from clocher_runtime.text.prompts import DEFAULT_PROMPT

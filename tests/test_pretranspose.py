@@ -20,7 +20,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import not_acted_on
-from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.commands import resolve
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from clocher_runtime.config.sources import Sources
+from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.serve import engine_process, jobs
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import ApiError
 from clocher_runtime.serve.jobs import Job
-from clocher_runtime.serve.messages import Made, Start, Submit
+from clocher_runtime.serve.messages import Made, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 
 ASK = Submit(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
@@ -24,8 +24,10 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
     """Do some work with a running engine; return what it noted."""
     notes: list[str] = []
 
+    config = ServeConfig(batch=4, queue=0)
+
     async def live() -> None:
-        engine = EngineProcess(Start(Sources({}, {}, {})), 4, notes.append, ServerMetrics("m"))
+        engine = EngineProcess(config, (), notes.append, ServerMetrics("m"))
         running = asyncio.ensure_future(engine.run())
         try:
             await ready(engine)

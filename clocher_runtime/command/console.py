@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from clocher_kernels import __version__
-from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, told
+from clocher_runtime.exit_codes import ExitCode, Interrupt, cause_of, exit_code, told
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -289,13 +289,15 @@ def head(status: str) -> dict[str, Any]:
 
 
 def error_line(error: BaseException) -> dict[str, Any]:
-    """Return the line of an error."""
+    """Return the line of an error; of an interrupted run with what it has generated."""
     kind = type(error).__name__
+    made = error.outputs if isinstance(error, Interrupt) else None
     return {
         **head("error"),
         "code": int(exit_code(error)),
         "type": kind,
         "message": str(error) or kind,
+        **({} if made is None else {"outputs": made}),
     }
 
 

@@ -3,53 +3,38 @@
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.values import Given, GivenInFile, Setting, declared
+from clocher_runtime.config.values import Given, Setting, declared
 
 MAX_BYTES = 1 << 20
 
 # Matmuls accumulate in fp32 in any case, so a setting that asks for it is not ignored.
 _HOST_MATH = "fp32"
 _FILE = declared(EngineConfig)["config"]
-
-
 Config = TypeVar("Config", bound=EngineConfig)
 
 
-class Sources(NamedTuple):
-    """What was given, by setting name; `in_file` None reads the file of `--config`."""
-
-    flags: Mapping[str, str]
-    environ: Mapping[str, str]
-    in_file: Mapping[str, GivenInFile] | None = None
-
-    def only(self, settings: Mapping[str, Setting]) -> "Sources":
-        """Return only what concerns some settings."""
-        variables = {name for setting in settings.values() for name in setting.env}
-        return Sources(
-            {name: raw for name, raw in self.flags.items() if name in settings},
-            {name: raw for name, raw in self.environ.items() if name in variables},
-            {name: given for name, given in (self.in_file or {}).items() if name in settings},
-        )
-
-
 def settle(
-    kind: type[Config], sources: Sources, hints: Mapping[str, Setting] = MappingProxyType({})
+    kind: type[Config],
+    flags: Mapping[str, str],
+    environ: Mapping[str, str],
+    in_file: Mapping[str, Given] | None = None,
+    hints: Mapping[str, Setting] = MappingProxyType({}),
 ) -> Config:
     """Return a configuration: flag, variable, file, default. Raises UsageError.
 
-    An overridden value is not checked.
+    `in_file` None reads the file of `--config`. An overridden value is not checked.
     """
     table = {**declared(kind), **hints}
-    in_file = with_file(sources, table).in_file or {}
+    in_file = _of_file(flags, environ, table) if in_file is None else in_file
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
     ignored: list[Given] = []
     for name, setting in table.items():
-        found = sources_of(name, setting, sources.flags, sources.environ, in_file)
+        found = sources_of(name, setting, flags, environ, in_file)
         if not found:
             continue
         first, *others = found
@@ -61,25 +46,24 @@ def settle(
                 ignored.append(first)
             continue
         given[name], values[name] = first, value
-        if name not in sources.flags:
-            beaten = [other for other in others if not isinstance(other, GivenInFile)]
+        if name not in flags:
+            beaten = [other for other in others if other.is_variable]
             ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
     for names in kind.exclusive:
         _keep_one(names, values, given)
     return kind(**values, given=given, hints_ignored=tuple(map(str, ignored)))
 
 
-def with_file(sources: Sources, known: Collection[str]) -> Sources:
-    """Read the file of `--config`. Raises UsageError."""
-    if sources.in_file is not None:
-        return sources
-    named = sources_of("config", _FILE, sources.flags, sources.environ, {})
+def _of_file(
+    flags: Mapping[str, str], environ: Mapping[str, str], known: Collection[str]
+) -> dict[str, Given]:
+    """Return what the file of `--config` gives. Raises UsageError."""
+    named = sources_of("config", _FILE, flags, environ, {})
     if not named or not named[0].raw:
-        return sources._replace(in_file={})
+        return {}
     path = Path(named[0].raw)
     texts = setting_texts(read_toml(path), set(known) - {"config"}, str(path))
-    in_file = {name: GivenInFile(f"{path}: {name}", raw) for name, raw in texts.items()}
-    return sources._replace(in_file=in_file)
+    return {name: Given(f"{path}: {name}", raw) for name, raw in texts.items()}
 
 
 def sources_of(
@@ -95,13 +79,6 @@ def sources_of(
     return found + ([in_file[name]] if name in in_file else [])
 
 
-def unprefixed(config: EngineConfig) -> list[str]:
-    """Return a warning for each unprefixed variable in use: another program may have set it."""
-    given = [str(each) for each in config.given.values() if each.is_variable]
-    names = [each for each in given if not each.startswith(("CLOCHER_", "IE_"))]
-    return [f"{each} is read from the environment" for each in names]
-
-
 def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
     """Settle exclusive settings: the stronger source wins, a tie is an error."""
     present = sorted((name for name in names if name in given), key=lambda n: _rank(given[n]))
@@ -115,7 +92,7 @@ def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Giv
 
 
 def _rank(given: Given) -> int:
-    return 2 if isinstance(given, GivenInFile) else int(given.is_variable)
+    return int(given.is_variable) if given.is_variable or given.source[0] == "-" else 2
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -21,10 +21,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from clocher_runtime.config.commands import is_local
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.serve.answers import DONE
 from clocher_runtime.serve.errors import ApiError, failure, from_exception, invalid, to_json
-from clocher_runtime.serve.settings import is_local
 
 PUBLIC = frozenset({"/health"})
 SMALL_BODY_BYTES = 1 << 16

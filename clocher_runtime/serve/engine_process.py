@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from clocher_runtime.config.commands import ServeConfig, of_engine
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.errors import ApiError, failure, from_failure, invalid
 from clocher_runtime.serve.jobs import Job
@@ -74,12 +75,18 @@ class _Line(asyncio.Protocol):
 
 
 class EngineProcess:
-    """The engine process and all jobs; `most`: sequences running and waiting."""
+    """The engine process and all jobs."""
 
     def __init__(
-        self, start: Start, most: int, note: Callable[[str], None], metrics: ServerMetrics
+        self,
+        config: ServeConfig,
+        stop_ids: tuple[int, ...],
+        note: Callable[[str], None],
+        metrics: ServerMetrics,
     ) -> None:
-        self._start, self._most, self._note, self._metrics = start, most, note, metrics
+        self._start = Start(of_engine(config), stop_ids)
+        self._most = config.batch + config.queue  # sequences running and waiting
+        self._note, self._metrics = note, metrics
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.ready: Ready | None = None  # None while it loads
         self.state = State()  # state after the last step

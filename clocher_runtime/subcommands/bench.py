@@ -145,11 +145,11 @@ _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
 def bench(report: Report, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
     from clocher_runtime.command.fetching import with_model
-    from clocher_runtime.config.sources import Sources, settle
+    from clocher_runtime.config.sources import settle
     from clocher_runtime.subcommands.bench_measure import Plan, doubts, markdown, measure
 
     flags = _flags(given)
-    config = settle(EngineConfig, Sources(flags, os.environ))
+    config = settle(EngineConfig, flags, os.environ)
     plan = Plan(
         flags=with_model(flags, replace(config, yes=given["yes"]), NAME, report.done),
         threads=given["threads"],

@@ -5,14 +5,14 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.settings import ChatConfig
-from clocher_runtime.config.sources import Sources, settle, unprefixed
+from clocher_runtime.config.commands import ChatConfig, warnings
+from clocher_runtime.config.sources import settle
 from clocher_runtime.config.values import declared, defaults
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
@@ -78,8 +78,8 @@ def _main(argv: Sequence[str], console: Console) -> int:
         flags: Mapping[str, str] | None = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
-        config = settle(ChatConfig, Sources(flags, os.environ))
-        for told_once in unprefixed(config):
+        config = settle(ChatConfig, flags, os.environ)
+        for told_once in warnings(config, os.environ):
             console.note(told_once)
         message = config.prompt
         if message is None and sys.stdin is None:
@@ -92,7 +92,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         flags = with_model(flags, config, NAME, console.note)
         if flags.get("model_dir") == DEFAULT and not _CALM.keys() & config.given.keys():
             flags = {**_CALM, **flags}
-        config = settle(ChatConfig, Sources(flags, os.environ))
+        config = settle(ChatConfig, flags, os.environ)
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
@@ -131,6 +131,7 @@ def _piped_message() -> str:
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
+    from clocher_runtime.command.completions import from_model
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_talk import Talk, Typing
@@ -139,15 +140,16 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
     try:
         _say_what_is_special(config, engine, console)
         model = _chat_model(config, engine, console)
-        config, drawing = config.on_top_of(engine.sampling_defaults)
+        drawing: dict[str, Any] = {**from_model(config, engine)}
+        config = replace(config, **drawing)
         if note := drawn_as(drawing):
             console.note(note)
         if engine.session.reading.proposal:
             console.note(engine.session.reading.proposal)
         engine.session.warm()
         about = (
-            f"{engine.model} ({engine.precision}) on {engine.device}, {engine.threads} thread(s), "
-            f"context {engine.session.longest} tokens"
+            f"{engine.model} ({engine.numerics['precision']}) on {engine.device}, "
+            f"{engine.threads} thread(s), context {engine.session.longest} tokens"
         )
         notes = Screen(sys.stderr, may_be_lost=True)
         talk = Talk(model, config, about, answers, notes)

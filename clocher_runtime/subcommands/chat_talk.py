@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from clocher_kernels.errors import FormatError, NonFinite, UsageError
 from clocher_runtime.command.console import Screen, quiet_keys
-from clocher_runtime.command.settings import CONTINUED, RANDOM, ChatConfig
+from clocher_runtime.config.commands import CONTINUED, RANDOM, ChatConfig
 from clocher_runtime.config.values import every
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling

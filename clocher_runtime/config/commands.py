@@ -1,17 +1,19 @@
-"""The settings of `clocher run` and `clocher chat`."""
+"""The settings of `clocher run`, `clocher chat` and `clocher serve`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
+from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import BYTES, COUNT, HINTS, TOKENS, EngineConfig
-from clocher_runtime.config.sources import Sources, settle
+from clocher_runtime.config.sources import settle
 from clocher_runtime.config.values import (
-    GivenInFile,
+    Given,
     Setting,
     declared,
+    every,
     flag,
     id_list,
     integer,
@@ -23,7 +25,6 @@ from clocher_runtime.config.values import (
     text,
     variable,
 )
-from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE, taken
 
 _PATH, _TEXT, _SWITCH = path(), text(), switch()
 _generation = partial(flag, "Generation")
@@ -31,8 +32,12 @@ _prompt = partial(flag, "Prompt")
 _run = partial(flag, "Run")
 _chat = partial(flag, "Chat")
 _AHEAD = integer(0, 4096, "on", "off", "auto")
+_server = partial(flag, "Server")
+_PREFIX = "CLOCHER_"
 RANDOM = "random"
 CONTINUED = 64
+CHAT_TEMPERATURE = 0.7
+"""For conversations with a model that has no sampling defaults."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,25 +133,115 @@ class ChatConfig(SamplingConfig):
         f"{CONTINUED} where text is continued)",
     )
 
-    def on_top_of(self, defaults: Mapping[str, float]) -> tuple[Self, dict[str, float]]:
-        """Return the settings with a model's defaults where unset, and those defaults."""
-        said = {name: getattr(self, name) for name in defaults if name in self.given}
-        if "temperature" in self.given:
-            said["temperature"] = self.temperature
-        found = taken(defaults, said)
-        changes: dict[str, Any] = dict(found)
-        return replace(self, **changes), found
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(EngineConfig):
+    """The engine and the HTTP settings of a server."""
+
+    command: ClassVar[str] = "serve"
+
+    batch: int = redefault(EngineConfig, "batch", 8)
+
+    host: str = _server(
+        text("ADDRESS"),
+        "address to listen on; others than this machine's need a key",
+        default="127.0.0.1",
+    )
+    port: int = _server(integer(0, 65535), "port to listen on; 0: a free one", default=8000)
+    api_key: str | None = _server(
+        _TEXT,
+        "what clients have to know; better given by its variable",
+        "CLOCHER_API_KEY",
+    )
+    served_model_name: str | None = _server(
+        _TEXT, "what clients call the model (unset: the last part of its path)"
+    )
+    cors_origins: str | None = _server(
+        _TEXT, "origins whose pages may call, commas between them (unset: none)"
+    )
+    no_page: bool = _server(_SWITCH, "serve no chat page at /")
+    queue: int = _server(
+        integer(0, 65536),
+        "requests that may wait beyond those in the batch; beyond this, requests get 429",
+        default=64,
+    )
+    timeout: float = _server(number(1, 86400), "seconds that a request may take", default=1800.0)
+    drain: float = _server(
+        number(0, 3600),
+        "graceful-shutdown timeout in seconds, after SIGTERM or Ctrl-C",
+        default=30.0,
+    )
+    max_body_mb: int = _server(integer(1, 1024), "MiB of the largest request", default=8)
+    no_prefix_cache: bool = flag("Cache", _SWITCH, "disable prefix caching")
 
 
 SETTINGS: Mapping[str, Setting] = declared(RunConfig)
-
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}
+TABLE: Mapping[str, Setting] = declared(ServeConfig)
+SCORE_ROWS = 64
+_OTHERS = ("CACHE_DIR", "EMBEDDED", "OFFLINE", "TILE_CACHE_MB")
+"""Variables after CLOCHER_ that are no settings of a command."""
 
 
 def resolve(
     flags: Mapping[str, str],
     environ: Mapping[str, str],
-    in_file: Mapping[str, GivenInFile] | None = None,
+    in_file: Mapping[str, Given] | None = None,
 ) -> RunConfig:
     """Return the configuration of a run; see `config.sources`."""
-    return settle(RunConfig, Sources(flags, environ, in_file), HINTS)
+    return settle(RunConfig, flags, environ, in_file, HINTS)
+
+
+def warnings(config: EngineConfig, environ: Mapping[str, str]) -> list[str]:
+    """Return a warning for each variable in use without a prefix, and each unknown CLOCHER_..."""
+    given = [str(each) for each in config.given.values() if each.is_variable]
+    names = [each for each in given if not each.startswith((_PREFIX, "IE_"))]
+    found = [f"{each} is read from the environment" for each in names]
+    kinds = (RunConfig, ChatConfig, ServeConfig)
+    known = {env for kind in kinds for _, each in every(kind) for env in each.env}
+    known |= {_PREFIX + name for name in _OTHERS}
+    for name in sorted(each for each in environ if each.startswith(_PREFIX)):
+        if name not in known and not name.startswith(f"{_PREFIX}TEST_"):
+            import difflib  # late: rare
+
+            near = difflib.get_close_matches(name, known, 1, 0)[0]
+            found.append(f"{name}: no such variable, it is ignored; the nearest is {near}")
+    return found
+
+
+def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> ServeConfig:
+    """Return a server's settings; raises UsageError."""
+    config = settle(ServeConfig, flags, environ)
+    if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip()):
+        raise UsageError("--api-key: expected ASCII characters that are not all spaces")
+    if config.served_model_name == "":
+        raise UsageError("--served-model-name is empty; give a name, or leave it out")
+    if config.api_key is None and not is_local(config.host):
+        raise UsageError(
+            f"--host {config.host}: others could reach the server and there is no key; set "
+            "CLOCHER_API_KEY, or listen on 127.0.0.1"
+        )
+    return config
+
+
+def of_engine(config: ServeConfig) -> ServeConfig:
+    """Return the configuration of a server's engine, which has no key."""
+    given = {name: how for name, how in config.given.items() if name != "api_key"}
+    return replace(
+        config,
+        prefix_cache=not config.no_prefix_cache,
+        score_rows=SCORE_ROWS,
+        keep_mapped=True,
+        api_key=None,
+        given=given,
+    )
+
+
+def is_local(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    import ipaddress  # late: runs do without it
+
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
