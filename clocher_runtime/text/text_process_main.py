@@ -1,22 +1,24 @@
 """The text process, inside; `text_process` starts it.
 
 A request is [operation, CPU seconds, bytes of memory, arguments]; a reply is an object with
-`value`, or `error` as kind and message. Both are JSON with a length prefix.
+`value`, or `error` as kind and message. Both are JSON.
 """
 
-import os
 import resource
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from math import ceil
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.text import Refused
-from clocher_runtime.text.text_process import HEADER_BYTES, from_bytes, to_bytes
+from clocher_runtime.text.text_process import from_bytes, to_bytes
 from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 
 if TYPE_CHECKING:
@@ -32,19 +34,14 @@ class _OutOfTime(BaseException):
     """No template catches it: it is no Exception."""
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
     """Serve requests until the pipe is closed."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)  # keeps stray output out of the replies
+    pipe = Connection(descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _stop)
-    while header := requests.read(HEADER_BYTES):
-        data = requests.read(int.from_bytes(header, "little"))
-        reply = to_bytes(_reply(from_bytes(data)))
-        replies.write(len(reply).to_bytes(HEADER_BYTES, "little") + reply)
-        replies.flush()
+    with suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send_bytes(to_bytes(_reply(from_bytes(pipe.recv_bytes()))))
 
 
 def _reply(request: list[Any]) -> dict[str, Any]:
@@ -137,4 +134,4 @@ _OWN: Mapping[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))
