@@ -249,7 +249,6 @@ def test_a_thought_that_the_prompt_began_goes_on(maker: GrammarMaker, model: Lan
         ({"type": "number", "exclusiveMaximum": 4, "maximum": 3}, "3", "3.5"),
         ({"properties": {"const": {"exclusiveMinimum": 1, "maximum": 1.5, "type": "number"}}},
          '{"const": 1.25}', '{"const": 1}'),
-        ({"const": {"exclusiveMinimum": 1}}, '{"exclusiveMinimum": 1}', '{"exclusiveMinimum": 2}'),
     ],
     ids=str,
 )  # fmt: skip
