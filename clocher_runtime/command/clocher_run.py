@@ -85,7 +85,7 @@ def command(
                 line, code = run(config, console), ExitCode.OK
                 console.note(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
-            error, code = console.failed(raised)
+            error, code = console.ended(raised)
             line = error_line(error)
     return to_json(line) if as_json else None, code
 

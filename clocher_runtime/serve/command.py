@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
             return ExitCode.INTERRUPTED
         except Exception as raised:
-            return console.failed(raised)[1]
+            return console.ended(raised)[1]
 
 
 def _say(text: str) -> OSError | None:

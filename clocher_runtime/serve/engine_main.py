@@ -300,7 +300,7 @@ def main(descriptor: int) -> int:
             error = told(raised)
             code = int(exit_code(error))
             if not isinstance(error, ClocherError):
-                console.failed(raised)
+                console.ended(raised)
             sock.sendall(encode(Broken(type(error).__name__, str(error), code)))
             return code
     return 0

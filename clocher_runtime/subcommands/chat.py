@@ -110,7 +110,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if isinstance(cause_of(raised), KeyboardInterrupt):
             console.note(f"ended by {cause_of(raised)}")
             return exit_code(cause_of(raised))
-        return console.failed(raised)[1]
+        return console.ended(raised)[1]
 
 
 def _piped_message() -> str:
