@@ -33,12 +33,10 @@ _turn = threading.Lock()
 STYLES = ("plain", "harmony", "hermes", "llama3")
 """Markup of a model's answers: gpt-oss; Hermes and Qwen; Llama 3."""
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
-MAX_TOOLS = 128
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
 _BRACKETED = re.compile(r"<.*>", re.DOTALL)
 """Added tokens that llguidance takes for special, not for text, even if the tokenizer does not."""
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
 
 Part = Mapping[str, Any]
@@ -311,21 +309,7 @@ def _check_length(what: str, text: str, most: int) -> None:
         raise UsageError(f"{what} has {len(text)} characters; the limit is {most}")
 
 
-def _functions(tools: object) -> dict[str, Part]:
-    given: Sequence[Any] = listed(tools, "a list of functions")
-    if not 0 < len(given) <= MAX_TOOLS:
-        raise UsageError(f"{len(given)} functions; expected 1 to {MAX_TOOLS}")
-    found: dict[str, Part] = {}
-    for number, function in enumerate(given):
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise UsageError(
-                f"function {number} is {shown(function)}; expected one with a name of letters, "
-                "digits, '_', '-' and '.', at most 64"
-            )
-        if name in found:
-            raise UsageError(f"two functions have the name {name}")
-        parameters = function.get("parameters")
-        found[name] = _schema({"type": "object"} if parameters is None else parameters)
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Part]:
+    found = {each["name"]: _schema(each.get("parameters") or {"type": "object"}) for each in tools}
     _check_length("the schemas of the functions", json.dumps(found), MAX_SCHEMA_CHARS)
     return found
