@@ -462,7 +462,6 @@ def test_a_seed_gives_the_answer_of_the_api(
         (b"", [], 2, "standard input has nothing"),
         (b" \n\n", [], 2, "standard input has nothing"),
         (b"\xff", [], 2, "not UTF-8"),
-        (b"x" * (chat.MAX_MESSAGE_BYTES + 1), [], 2, "standard input has more"),
         (b"x", ["--nix"], 2, "No such option"),
         (b"x", ["--temperature", "hot"], 2, "--temperature: got 'hot', expected a number"),
         (b"x", ["--seed", "-1"], 2, "--seed: got '-1'"),

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from clocher_runtime.text.chat_turn import ChatModel
 
 NAME = "clocher chat"
-MAX_MESSAGE_BYTES = 8 << 20
 _CALM = {"temperature": "0.2", "top_p": "0.9"}
 """What the authors of the default model recommend."""
 
@@ -114,19 +113,11 @@ def _main(argv: Sequence[str], console: Console) -> int:
 
 
 def _piped_message() -> str:
-    try:
-        data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
-        text = data.decode().rstrip("\n")
-    except OSError as error:
-        raise UsageError(f"standard input: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not UTF-8: {error}") from None
-    if not text.strip() or len(data) > MAX_MESSAGE_BYTES:
-        found = "nothing" if len(data) <= MAX_MESSAGE_BYTES else "more"
-        raise UsageError(
-            f"standard input has {found}; expected a message of at most {MAX_MESSAGE_BYTES} bytes, "
-            "or a terminal"
-        )
+    from clocher_runtime.text.prompts import read_stdin
+
+    text = read_stdin("standard input").rstrip("\n")
+    if not text.strip():
+        raise UsageError("standard input has nothing; expected a message, or a terminal")
     return text
 
 

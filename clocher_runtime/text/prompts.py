@@ -227,7 +227,7 @@ def piped_text(wait_s: float) -> str | None:
         return None
     if not select.select([number], [], [], wait_s)[0]:
         raise TimeoutError
-    return _stdin("standard input") or None
+    return read_stdin("standard input") or None
 
 
 def _text(prompt: str | None) -> str:
@@ -235,13 +235,14 @@ def _text(prompt: str | None) -> str:
         return DEFAULT_PROMPT if prompt is None else prompt
     if sys.stdin is None:
         raise UsageError("--prompt -: standard input is closed; give it a text to read")
-    if not (text := _stdin("--prompt -: standard input")):
+    if not (text := read_stdin("--prompt -: standard input")):
         limit = MAX_STDIN_CHARS
         raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")
     return text
 
 
-def _stdin(where: str) -> str:
+def read_stdin(where: str) -> str:
+    """Return standard input; raises UsageError, which begins with `where`."""
     try:
         text = sys.stdin.read(MAX_STDIN_CHARS + 1)
     except UnicodeDecodeError as error:
