@@ -77,7 +77,7 @@ def command(
             from clocher_runtime.command.fetching import with_model
             from clocher_runtime.disk.files import ending_on_lost_pages
 
-            config = resolve(with_model(flags, config, name, console.note), os.environ)
+            config = with_model(config, name, console.note)
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
                 from clocher_runtime.command.completions import summary
                 from clocher_runtime.command.run import run

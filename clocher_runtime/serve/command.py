@@ -82,8 +82,7 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             from clocher_runtime.command.fetching import with_model
             from clocher_runtime.serve.life import serve
 
-            config = decide(with_model(flags, config, name, console.note), os.environ)
-            return serve(config, console.note, _announce)
+            return serve(with_model(config, name, console.note), console.note, _announce)
         except KeyboardInterrupt:  # before there is a loop that takes it
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
             return ExitCode.INTERRUPTED

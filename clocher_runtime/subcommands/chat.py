@@ -3,7 +3,7 @@
 import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
 from clocher_runtime.config.commands import ChatConfig, warnings
 from clocher_runtime.config.sources import settle
-from clocher_runtime.config.values import declared, defaults
+from clocher_runtime.config.values import Given, declared, defaults
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from clocher_runtime.text.chat_turn import ChatModel
 
 NAME = "clocher chat"
-_CALM = {"temperature": "0.2", "top_p": "0.9"}
+_CALM: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
 """What the authors of the default model recommend."""
 
 ABOUT = """Talk with a language model in the terminal.
@@ -74,7 +74,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if sys.stdout is None:
             raise OutputLost(OSError(errno.EBADF, "closed"))
         answers = Screen(sys.stdout)
-        flags: Mapping[str, str] | None = COMMAND.parse(argv, answers.line)
+        flags = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
         config = settle(ChatConfig, flags, os.environ)
@@ -88,10 +88,10 @@ def _main(argv: Sequence[str], console: Console) -> int:
         from clocher_runtime.command.fetching import with_model
         from clocher_runtime.command.loading import choose_model
 
-        flags = with_model(flags, config, NAME, console.note)
-        if flags.get("model_dir") == DEFAULT and not _CALM.keys() & config.given.keys():
-            flags = {**_CALM, **flags}
-        config = settle(ChatConfig, flags, os.environ)
+        config = with_model(config, NAME, console.note)
+        if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
+            calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
+            config = replace(config, **_CALM, given={**config.given, **calm})
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
