@@ -35,8 +35,7 @@ from bench.record import print_table, read_rows
 from bench.runs import Harness, Plan
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
-from clocher_runtime.config.commands import ALL
-from clocher_runtime.config.sources import read_toml, setting_texts, sources_of
+from clocher_runtime.config.commands import ALL, read_toml, setting_texts, sources_of
 from clocher_runtime.config.values import Given, Setting, integer, number, path, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 

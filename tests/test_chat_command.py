@@ -24,8 +24,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Screen
-from clocher_runtime.config.commands import CONTINUED, ChatConfig
-from clocher_runtime.config.sources import settle
+from clocher_runtime.config.commands import CONTINUED, ChatConfig, settle
 from clocher_runtime.config.values import declared
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from clocher_kernels.errors import DeviceError, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 from clocher_runtime.command.console import is_terminal
-from clocher_runtime.config.sources import Config
+from clocher_runtime.config.commands import Config
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.hub import Download, HubName

@@ -146,7 +146,7 @@ def bench(report: Report, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
     from clocher_runtime.checkpoints.locate import DEFAULT
     from clocher_runtime.command.fetching import with_model
-    from clocher_runtime.config.sources import settle
+    from clocher_runtime.config.commands import settle
     from clocher_runtime.subcommands.bench_measure import Plan, doubts, markdown, measure
 
     flags = _flags(given)

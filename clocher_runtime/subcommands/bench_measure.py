@@ -21,8 +21,8 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.command.loading import Loaded, load, not_acted_on
 from clocher_runtime.command.script_run import Tell
+from clocher_runtime.config.commands import settle
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.sources import settle
 from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import gpu

@@ -11,8 +11,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.commands import ChatConfig, warnings
-from clocher_runtime.config.sources import settle
+from clocher_runtime.config.commands import ChatConfig, settle, warnings
 from clocher_runtime.config.values import Given, declared, defaults
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
