@@ -18,9 +18,8 @@ from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.serve.app import Server
-from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.jobs import Job
 from clocher_runtime.serve.messages import Made, Ready, Submit, Unsure
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom

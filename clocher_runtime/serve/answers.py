@@ -14,8 +14,8 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any
 
+from clocher_runtime.serve.engine_process import Job, News
 from clocher_runtime.serve.errors import to_json
-from clocher_runtime.serve.jobs import Job, News
 from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
 from clocher_runtime.serve.schemas import StreamOptions
 from clocher_runtime.text.answers import AnswerReader, Delta, StopStrings, message_of
