@@ -14,9 +14,8 @@ import clocher_kernels
 import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.loading import choose_model
-from clocher_runtime.command.settings import ALL, SETTINGS, RunConfig, resolve
+from clocher_runtime.config.commands import ALL, SETTINGS, RunConfig, resolve, sources_of
 from clocher_runtime.config.engine import HINTS
-from clocher_runtime.config.sources import sources_of
 from clocher_runtime.config.values import Given
 
 MAX_CELLS = 10_000

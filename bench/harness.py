@@ -35,9 +35,8 @@ from bench.record import print_table, read_rows
 from bench.runs import Harness, Plan
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
-from clocher_runtime.command.settings import ALL
-from clocher_runtime.config.sources import read_toml, setting_texts, sources_of
-from clocher_runtime.config.values import GivenInFile, Setting, integer, number, path, text
+from clocher_runtime.config.commands import ALL, read_toml, setting_texts, sources_of
+from clocher_runtime.config.values import Given, Setting, integer, number, path, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 FOLDER = Path("build/bench")
@@ -101,9 +100,9 @@ def prepare(
     if not isinstance(engine, dict):
         raise UsageError(f"{config}: engine is not a table; write [engine]")
 
-    def in_file(table: Mapping[str, Any], known: set[str], where: str) -> dict[str, GivenInFile]:
+    def in_file(table: Mapping[str, Any], known: set[str], where: str) -> dict[str, Given]:
         texts = setting_texts(table, known, str(config))
-        return {name: GivenInFile(f"{where}: {name}", raw) for name, raw in texts.items()}
+        return {name: Given(f"{where}: {name}", raw) for name, raw in texts.items()}
 
     own = in_file(document, {*OPTIONS}, f"{config}")
     theirs = in_file(engine, {*ALL} - {"config"}, f"{config}, engine")

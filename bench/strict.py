@@ -50,7 +50,7 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import Engine, load_engine
-from clocher_runtime.command.settings import RunConfig, resolve
+from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
@@ -237,7 +237,7 @@ def measure(task: Task) -> Row:
         engine.session.close()
     return {
         "model": Path(engine.model).name,
-        "format": engine.precision,
+        "format": engine.numerics["precision"],
         **{name: getattr(engine, name) for name in _OWN[2:]},
         "kernels_known": process.kernels_known,
         "touch_bytes_per_token": touch.bytes_touched,

@@ -19,7 +19,7 @@ from bench.cells import of_program
 from bench.compared import group, unmeasured
 from bench.record import read_rows
 from clocher_kernels.errors import ClocherError, UsageError
-from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.commands import resolve
 from clocher_runtime.config.values import Value, integer, number, one_of, path, switch, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 

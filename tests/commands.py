@@ -8,7 +8,7 @@ from typing import Any
 
 from weight_files import ROOT
 
-from clocher_runtime.command.settings import ALL
+from clocher_runtime.config.commands import ALL
 
 SCRIPTS = ROOT / "scripts"
 PYTHON_PATH = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}

@@ -16,15 +16,13 @@ from starlette.applications import Starlette
 
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.config.sources import Sources
+from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.serve.app import Server
-from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.jobs import Job
-from clocher_runtime.serve.messages import Made, Ready, Start, Submit, Unsure
+from clocher_runtime.serve.messages import Made, Ready, Submit, Unsure
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
-from clocher_runtime.serve.settings import ServeConfig
 from clocher_runtime.text.answers import Delta, DeltaKind
 from clocher_runtime.text.grammar import Grammars
 
@@ -101,7 +99,7 @@ class ScriptedEngine(EngineProcess):
     """Makes as many tokens as the script has."""
 
     def __init__(self, metrics: ServerMetrics) -> None:
-        super().__init__(Start(Sources({}, {}, {})), 68, print, metrics)
+        super().__init__(ServeConfig(queue=60), (), print, metrics)
         self.script, self.status, self._next = Script(), "ready", 0
         self.ready = Ready(4096, 32768, 8, 64, 1, 1_000_000_000, ABOUT)
         self._tasks: set[asyncio.Task[None]] = set()

@@ -8,7 +8,7 @@ from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.loading import load_engine
-from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.commands import resolve
 from clocher_runtime.engine import probes
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.inventory import EMBED

@@ -9,7 +9,7 @@ import pytest
 from commands import run_script
 from weight_files import BITNET, ROOT
 
-from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.commands import resolve
 from clocher_runtime.engine.act_sparsity import act_sparsity
 from clocher_runtime.models.spec import parse_selection
 

@@ -24,8 +24,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Screen
-from clocher_runtime.command.settings import CONTINUED, ChatConfig
-from clocher_runtime.config.sources import Sources, settle
+from clocher_runtime.config.commands import CONTINUED, ChatConfig, settle
 from clocher_runtime.config.values import declared
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
@@ -71,7 +70,7 @@ def colours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decide(flags: dict[str, str], environ: dict[str, str]) -> ChatConfig:
-    return settle(ChatConfig, Sources(flags, environ))
+    return settle(ChatConfig, flags, environ)
 
 
 class Tty(io.StringIO):
@@ -462,7 +461,6 @@ def test_a_seed_gives_the_answer_of_the_api(
         (b"", [], 2, "standard input has nothing"),
         (b" \n\n", [], 2, "standard input has nothing"),
         (b"\xff", [], 2, "not UTF-8"),
-        (b"x" * (chat.MAX_MESSAGE_BYTES + 1), [], 2, "standard input has more"),
         (b"x", ["--nix"], 2, "No such option"),
         (b"x", ["--temperature", "hot"], 2, "--temperature: got 'hot', expected a number"),
         (b"x", ["--seed", "-1"], 2, "--seed: got '-1'"),

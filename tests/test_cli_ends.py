@@ -33,6 +33,17 @@ def test_signals_leave_one_line_and_their_code(tmp_path, name, code, kind):
     assert "Traceback" not in err
 
 
+def test_an_interrupted_run_tells_what_it_has_generated(tmp_path):
+    process = start(tmp_path, "--stub", "--max-new", "16000000")
+    assert process.stderr.read(4000)
+    process.send_signal(signal.SIGINT)
+    line = only_line(process.communicate(timeout=60)[0])
+    (output,) = line["outputs"]
+    assert (process.returncode, output["error"]) == (130, "interrupted")
+    ids = output["token_ids"]
+    assert len(ids) > 10 and output["text"] == "".join(f"<{token}>" for token in ids)
+
+
 def test_the_tests_of_a_run_in_the_background_can_interrupt_too():
     name = "test_signals_leave_one_line_and_their_code[SIGINT-130-KeyboardInterrupt]"
     flags = ["-q", "-p", "no:cacheprovider", f"{Path(__file__)}::{name}"]

@@ -10,8 +10,8 @@ import pytest
 from commands import clean_environment
 from weight_files import LLAMA, ROOT
 
+from clocher_runtime.config.commands import decide
 from clocher_runtime.serve.command import COMMAND
-from clocher_runtime.serve.settings import decide
 from clocher_runtime.subcommands.table import SUBCOMMANDS
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
@@ -46,7 +46,7 @@ def test_every_way_to_serve_is_one(line: str) -> None:
     key = {"CLOCHER_API_KEY": "..."} if line.startswith("CLOCHER_API_KEY=... ") else {}
     flags = COMMAND.parse(words_of(line)[1:])
     assert flags is not None
-    assert str(decide(flags, key)[0].model_dir) == "MODEL"
+    assert str(decide(flags, key).model_dir) == "MODEL"
 
 
 @pytest.fixture

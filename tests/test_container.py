@@ -13,9 +13,8 @@ from typing import NamedTuple
 import pytest
 from weight_files import ROOT
 
-from clocher_runtime.command.settings import ALL
+from clocher_runtime.config.commands import ALL, TABLE, decide
 from clocher_runtime.serve.command import COMMAND
-from clocher_runtime.serve.settings import TABLE, decide
 from clocher_runtime.subcommands.table import SUBCOMMANDS
 
 FILE = ROOT / "Containerfile"
@@ -135,7 +134,7 @@ def test_the_variables_are_settings_and_the_server_wants_a_key() -> None:
     assert not any("KEY" in name or "TOKEN" in name for name in given)
     with pytest.raises(Exception, match="CLOCHER_API_KEY"):
         decide({}, given)
-    decided, _ = decide({}, given | {"CLOCHER_API_KEY": "secret"})
+    decided = decide({}, given | {"CLOCHER_API_KEY": "secret"})
     assert decided.host == "0.0.0.0"
     assert str(decided.port) == only("EXPOSE") == given["CLOCHER_PORT"]
     assert only("STOPSIGNAL") == "SIGTERM"

@@ -47,7 +47,7 @@ from clocher_runtime.checkpoints.dedup.index import (
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
-from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.commands import RunConfig
 from clocher_runtime.config.values import Given
 from clocher_runtime.convert import dedup_writer as encoder
 from clocher_runtime.convert.dedup_writer import (

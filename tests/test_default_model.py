@@ -7,6 +7,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import constants
@@ -154,22 +155,23 @@ def test_offline_nothing_is_tried(
 def test_a_command_gets_it_where_it_names_no_model(cache: Path, monkeypatch: Patch) -> None:
     notes: list[str] = []
 
-    def flags(**named: object) -> object:
-        return with_model({"x": "1"}, EngineConfig(**named), "clocher run", notes.append)
+    def model(**named: Any) -> object:
+        found = with_model(EngineConfig(**named), "clocher run", notes.append).model_dir
+        return None if found is None else str(found)
 
-    for named in ({"model_dir": "here"}, {"model_json": "x.json"}, {"stub": True}):
-        assert flags(**named) == {"x": "1"}
+    assert model(model_dir="here") == "here"
+    assert model(model_json="x.json") is model(stub=True) is None
     assert not cache.exists()
-    assert flags() == {"x": "1", "model_dir": DEFAULT}
+    assert model() == DEFAULT
     monkeypatch.setenv("CLOCHER_EMBEDDED", "1")
-    assert flags() == {"x": "1"}
+    assert model() is None
     monkeypatch.delenv("CLOCHER_EMBEDDED")
     monkeypatch.setenv("CLOCHER_OFFLINE", "1")
-    assert flags() == {"x": "1", "model_dir": DEFAULT}  # it is there
+    assert model() == DEFAULT  # it is there
     locate(DEFAULT).unlink()
-    assert flags() == {"x": "1"} and "(CLOCHER_OFFLINE=1)" in notes.pop() and not notes
+    assert model() is None and "(CLOCHER_OFFLINE=1)" in notes.pop() and not notes
     Path("model.ie.json").touch()
-    assert flags() == {"x": "1"} and not notes
+    assert model() is None and not notes
 
 
 @pytest.mark.parametrize(
@@ -201,9 +203,8 @@ def test_a_model_of_the_hub_is_offered(
     for stream in (sys.stdin, sys.stderr):
         monkeypatch.setattr(stream, "isatty", lambda: answer is not None)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer)
-    flags = {"model_dir": model}
     config = EngineConfig(model_dir=Path(model), yes=yes)
-    assert with_model(flags, config, "clocher chat", print) == flags
+    assert with_model(config, "clocher chat", print) == config
     assert asked == [model] * fetched
     assert ("fetch it from the Hub? [y/N]" in capsys.readouterr().err) == (
         answer is not None and not yes
@@ -217,7 +218,7 @@ def test_an_offer_without_a_network_is_one_error(cache: Path, monkeypatch: Patch
     monkeypatch.setattr(fetching, "fetch", fail)
     config = EngineConfig(model_dir=Path("own/tiny"), yes=True)
     with pytest.raises(DeviceError, match=r"^the hub cannot be reached$"):
-        with_model({}, config, "clocher run", print)
+        with_model(config, "clocher run", print)
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.settings import ALL, SETTINGS, RunConfig, resolve
+from clocher_runtime.config.commands import ALL, SETTINGS, RunConfig, resolve, warnings
 from clocher_runtime.config.engine import HINTS
 
 ROOT = Path(__file__).parent.parent
@@ -119,6 +119,14 @@ def test_the_table_describes_exactly_the_fields_of_the_config():
     fields = {f.name for f in dataclasses.fields(RunConfig)}
     assert fields >= set(SETTINGS) | {"given", "hints_ignored"}
     assert not set(SETTINGS) & set(HINTS)
+
+
+def test_a_misspelt_variable_is_told_with_the_nearest_name() -> None:
+    found = {"CLOCHER_MAXNEW": "3", "CLOCHER_MAX_NEW": "4", "CLOCHER_PORT": "5"}
+    told = warnings(resolve({}, found), found)
+    assert told == [
+        "CLOCHER_MAXNEW: no such variable, it is ignored; the nearest is CLOCHER_MAX_NEW"
+    ]
 
 
 @pytest.mark.parametrize("variable", SEED_VARIABLES)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from weight_files import LLAMA, copy_model
 import clocher_runtime
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command.settings import ChatConfig
-from clocher_runtime.config.sources import Sources, settle
+from clocher_runtime.command.completions import from_model
+from clocher_runtime.config.commands import ChatConfig, settle
 from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken, told
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
 from clocher_runtime.serve.responses import ResponsesRequest
@@ -134,14 +135,11 @@ def test_requests_of_a_server_get_the_defaults_where_they_say_nothing() -> None:
 
 
 def test_a_chat_has_the_defaults_of_the_model_and_its_flags_win() -> None:
-    config = settle(ChatConfig, Sources({"top_k": "3"}, {}))
-    changed, found = config.on_top_of(DEFAULTS)
-    assert (changed.temperature, changed.top_k, changed.min_p) == (1.3, 3, 0.05)
-    assert set(found) == {"temperature", "top_p", "min_p"}
-    greedy = settle(ChatConfig, Sources({"temperature": "0"}, {}))
-    assert greedy.on_top_of(DEFAULTS) == (greedy, {})
-    plain = settle(ChatConfig, Sources({}, {}))
-    assert plain.on_top_of({})[0].temperature == 0.7
+    engine: Any = SimpleNamespace(sampling_defaults=DEFAULTS)
+    found = from_model(settle(ChatConfig, {"top_k": "3"}, {}), engine)
+    assert found == {"temperature": 1.3, "top_p": DEFAULTS["top_p"], "min_p": 0.05}
+    assert from_model(settle(ChatConfig, {"temperature": "0"}, {}), engine) == {}
+    assert settle(ChatConfig, {}, {}).temperature == 0.7
 
 
 def test_chat_says_what_it_took_from_the_file(tmp_path: Path) -> None:

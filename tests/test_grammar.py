@@ -249,7 +249,6 @@ def test_a_thought_that_the_prompt_began_goes_on(maker: GrammarMaker, model: Lan
         ({"type": "number", "exclusiveMaximum": 4, "maximum": 3}, "3", "3.5"),
         ({"properties": {"const": {"exclusiveMinimum": 1, "maximum": 1.5, "type": "number"}}},
          '{"const": 1.25}', '{"const": 1}'),
-        ({"const": {"exclusiveMinimum": 1}}, '{"exclusiveMinimum": 1}', '{"exclusiveMinimum": 2}'),
     ],
     ids=str,
 )  # fmt: skip
@@ -322,9 +321,7 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "surrogate": ("choice", ["\ud800"]),
     "false": ("json_object", False),
     "kind": ("xml", "<a>"),
-    "tools": ("tools", [{"name": "two words"}]),
     "plain tools": ("tools", FUNCTIONS),
-    "twice": ("tools", [WEATHER, WEATHER]),
 }
 
 
@@ -334,10 +331,9 @@ def test_what_cannot_be_had_is_refused_in_one_line_and_in_time(
     maker: GrammarMaker, name: str
 ) -> None:
     kind, value = HOSTILE[name]
-    style = "hermes" if name in ("tools", "twice") else "plain"
     began = time.monotonic()
     with pytest.raises(UsageError) as caught:
-        maker.check({"kind": kind, "value": value, "style": style})
+        maker.check({"kind": kind, "value": value, "style": "plain"})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
     assert time.monotonic() - began < 60
     maker.check({"kind": "choice", "value": [name]})  # and the next one is served

@@ -23,8 +23,8 @@ from bench.machine import State
 from bench.record import append_row, read_rows
 from bench.runs import Child, Harness, Plan
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.settings import resolve
-from clocher_runtime.config.values import GivenInFile
+from clocher_runtime.config.commands import resolve
+from clocher_runtime.config.values import Given
 from clocher_runtime.quality.statistics import apart_ratio, median_of_runs, paired_ratio
 
 ROOT = Path(__file__).parents[1]
@@ -178,7 +178,7 @@ def test_a_bad_sweep_is_refused(sweep: str, message: str) -> None:
 
 
 def test_flag_then_variable_then_file_then_default() -> None:
-    in_file = {"threads": GivenInFile("f", "3"), "batch": GivenInFile("f", "2")}
+    in_file = {"threads": Given("f:", "3"), "batch": Given("f:", "2")}
     found = base_settings(
         {"max_new": "8"}, {"CLOCHER_MAX_NEW": "9", "CLOCHER_THREADS": "4"}, in_file
     )
@@ -414,7 +414,7 @@ def test_a_machine_without_counters_disturbs_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    from clocher_runtime.command.settings import ALL
+    from clocher_runtime.config.commands import ALL
 
     for setting in ALL.values():
         for variable in setting.env:

@@ -18,7 +18,7 @@ from clocher_runtime.command.completions import Completions, run_line, summary
 from clocher_runtime.command.console import Console, error_line, to_json
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.command.run import measure
-from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.commands import RunConfig
 from clocher_runtime.config.values import Given
 from clocher_runtime.engine.binding import PagesRead
 from clocher_runtime.engine.requests import Token
@@ -191,9 +191,7 @@ def engine():
         isa="generic",
         model="m",
         model_source="--model-dir",
-        precision="bf16",
-        act_prec="fp32",
-        kv_dtype="f32",
+        numerics={"precision": "bf16", "act_prec": "fp32", "kv_dtype": "f32"},
         threads=2,
         kv_cache_bytes=3 << 19,
         files=(WEIGHTS,),

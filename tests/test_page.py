@@ -12,7 +12,7 @@ from starlette.testclient import TestClient
 from test_serve_answers import TEMPLATE
 
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
+from clocher_runtime.config.commands import CHAT_TEMPERATURE
 from clocher_runtime.serve.edge import FILE, MAX_BYTES, read_page
 
 TEXT = FILE.read_text(encoding="utf-8")

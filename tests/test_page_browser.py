@@ -6,7 +6,7 @@ from scripted import Script, ScriptedEngine, scripted_server, words
 from selenium.webdriver.common.keys import Keys
 from serving import Served, serving, settled
 
-from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
+from clocher_runtime.config.commands import CHAT_TEMPERATURE
 from clocher_runtime.serve.errors import failure
 from clocher_runtime.text.answers import Delta
 

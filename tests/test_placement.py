@@ -11,7 +11,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.command.loading import not_acted_on
-from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.commands import resolve
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import Given
 from clocher_runtime.engine.backends import make_executor

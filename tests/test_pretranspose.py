@@ -1,7 +1,6 @@
 """Prepacking: which weights, in which memory, and what happens to the pages they came from."""
 
 import gc
-import io
 import mmap
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +17,8 @@ from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.command.console import Console
 from clocher_runtime.command.loading import not_acted_on
-from clocher_runtime.command.settings import resolve
+from clocher_runtime.config.commands import resolve
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD, SCOPES, in_scope
@@ -212,16 +210,3 @@ def test_packing_shows_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
         first = len(told)
     assert told and told == sorted(told) and told[-1][0] == told[-1][1]
     assert len(told) == first  # the second session found all of them packed
-    stream = io.StringIO()
-    with Console(stream) as console:
-        for done in (0, 10, 50, 51, 100):
-            console.packing(done, 100)
-        console.compiling(0, 4)
-    lines = stream.getvalue().splitlines()
-    assert [line.rpartition(": ")[2] for line in lines] == [
-        "0 of 100 MiB",
-        "50 of 100 MiB",
-        "100 of 100 MiB",
-        "0 of 4",
-    ]
-    assert all("packing weights" in line for line in lines[:3]) and "compiling" in lines[3]

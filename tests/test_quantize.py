@@ -24,7 +24,7 @@ from weight_files import BITNET, LLAMA, ROOT, copy_model, write_first_layers, wr
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.command import script_run
+from clocher_runtime.command import console
 from clocher_runtime.command.script_run import Report, Script
 from clocher_runtime.convert.block_sparse import LINEARS
 from clocher_runtime.convert.to_iebin import convert as convert_model
@@ -349,7 +349,7 @@ def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
     assert 5 < len(lines) < 20
     with Report("x").counting() as tell_count:
         tell_count("hashing", 1, 3)
-        now += script_run._FIRST_WORD_S
+        now += console._FIRST_WORD_S
         tell_count("hashing", 2, 3)
     assert capsys.readouterr().err.splitlines() == ["x: hashing: 66 %, 5 s"]
 

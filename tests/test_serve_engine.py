@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 
-from clocher_runtime.config.sources import Sources
-from clocher_runtime.serve import engine_process, jobs
-from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.config.commands import ServeConfig
+from clocher_runtime.serve import engine_process
+from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
-from clocher_runtime.serve.jobs import Job
-from clocher_runtime.serve.messages import Made, Start, Submit
+from clocher_runtime.serve.messages import Made, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 
 ASK = Submit(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
@@ -24,8 +23,10 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
     """Do some work with a running engine; return what it noted."""
     notes: list[str] = []
 
+    config = ServeConfig(batch=4, queue=0)
+
     async def live() -> None:
-        engine = EngineProcess(Start(Sources({}, {}, {})), 4, notes.append, ServerMetrics("m"))
+        engine = EngineProcess(config, (), notes.append, ServerMetrics("m"))
         running = asyncio.ensure_future(engine.run())
         try:
             await ready(engine)
@@ -105,9 +106,9 @@ def test_a_process_that_is_half_started_is_ended(monkeypatch: pytest.MonkeyPatch
 def test_who_does_not_read_for_a_time_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     async def read_late() -> None:
         cancelled: list[int] = []
-        monkeypatch.setattr(jobs, "UNREAD_S", 0.05)
+        monkeypatch.setattr(engine_process, "UNREAD_S", 0.05)
         job = Job([7], cancelled.append)
-        for token in range(jobs.MAX_UNREAD + 1):
+        for token in range(engine_process.MAX_UNREAD + 1):
             job.put(7, Made(7, token), False)
         assert not cancelled, "many tokens at once are no fault of the reader"
         await asyncio.sleep(0.1)
@@ -128,7 +129,7 @@ def test_a_sequence_that_ended_gets_nothing_more():
         job.put(3, Made(3, 2), False)
         job.put(4, Made(4, 5, "stop"), True)
         assert [(news.sequence, news.what.token) for news in await job.read()] == [(0, 1), (1, 5)]
-        assert await job.read() == [] and job.is_over
+        assert await job.read() == [] and not job._open
         assert cancelled == [3]
 
     asyncio.run(end())

@@ -15,15 +15,13 @@ from starlette.testclient import TestClient
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.config.sources import Sources
+from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.serve.app import Server
-from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.serve.jobs import Job
-from clocher_runtime.serve.messages import Made, Ready, Scored, Start, Submit
+from clocher_runtime.serve.engine_process import EngineProcess, Job
+from clocher_runtime.serve.messages import Made, Ready, Scored, Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, Described, document
 from clocher_runtime.serve.prompts import PromptRoom
-from clocher_runtime.serve.settings import ServeConfig
 from clocher_runtime.text.grammar import Grammars
 
 CONTEXT = 512
@@ -33,7 +31,7 @@ class FakeEngine(EngineProcess):
     """Makes up to four tokens for every sequence at once, and no process."""
 
     def __init__(self, metrics: ServerMetrics, vocab_size: int) -> None:
-        super().__init__(Start(Sources({}, {}, {})), 68, print, metrics)
+        super().__init__(ServeConfig(queue=60), (), print, metrics)
         self.status = "ready"
         self.ready = Ready(vocab_size, CONTEXT, 8, 64, 1, 1, {})
 

@@ -247,9 +247,7 @@ def test_what_is_no_number_is_not_json(name: str, number: bytes) -> None:
     assert "not valid JSON" in refusal(ChatRequest, body).message
 
 
-@pytest.mark.parametrize(
-    "key", ["x", "07", "-1", "", " 7", "7 ", "\u0667", "2147483648", "9" * 500]
-)
+@pytest.mark.parametrize("key", ["x", "07", "-1", "", " 7", "7 ", "\u0667", "9" * 500])
 def test_biases_are_of_token_ids(key: str) -> None:
     error = chat_refusal(logit_bias={key: 1})
     assert error.param == "logit_bias" and "key" in error.message

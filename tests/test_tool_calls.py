@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clocher_runtime.text.answers import PlainText, TextReader, Thinking
-from clocher_runtime.text.tool_calls import HermesCalls, JsonObject, LlamaCalls
+from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
 from tests.answer_texts import joined, read_pieces
 
 Parts = list[tuple[str, str, int]]
@@ -62,13 +62,17 @@ CASES: list[tuple[str, str, Parts]] = [
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}}\n</tool_call>', call("f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}', call("f", "{}")),
     ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "1\n2"}}', call("f", '{"a": "1\n2"}')),
-    # Cut short, by the length or by an error: what is out stays, the rest is text.
-    ("hermes", '<tool_call>{"name": "f", "arguments": {"a', call("f", '{"a')),
+    # Cut short, by the length or by an error.
+    (
+        "hermes",
+        '<tool_call>{"name": "f", "arguments": {"a',
+        content('<tool_call>{"name": "f", "arguments": {"a'),
+    ),
     ("hermes", '<tool_call>{"name": "f", "argum', content('<tool_call>{"name": "f", "argum')),
     (
         "hermes",
         '<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>',
-        call("f", '{"a" ') + content("1}}</tool_call>"),
+        content('<tool_call>{"name": "f", "arguments": {"a" 1}}</tool_call>'),
     ),
     ("llama", BARE, call("get_weather", ARGUMENTS)),
     ("llama", f"<|python_tag|>{BARE}", call("get_weather", ARGUMENTS)),
@@ -134,14 +138,14 @@ def test_what_is_no_call_is_text(reader: str, text: str) -> None:
     assert read_pieces(READERS[reader](), text) == expected
 
 
-def test_a_call_comes_while_it_is_made() -> None:
-    for reader, text in ((HermesCalls(), f"<tool_call>{WEATHER}"), (LlamaCalls(), BARE)):
-        begun = text.index("{", text.index("arg" if "arg" in text else "par"))
-        for character in text[:begun]:
+def test_a_call_comes_as_soon_as_it_is_whole() -> None:
+    for reader, text in (
+        (HermesCalls(), f"<tool_call>{WEATHER}</tool_call>"),
+        (LlamaCalls(), BARE),
+    ):
+        for character in text[:-1]:
             assert not reader.push(character)
-        assert joined(reader.push("{")) == call("get_weather", "{")
-        for character in text[begun + 1 : -1]:
-            assert joined(reader.push(character)) == [("arguments", character, 0)]
+        assert joined(reader.push(text[-1])) == call("get_weather", ARGUMENTS)
 
 
 def test_text_is_not_held_back() -> None:
@@ -153,10 +157,7 @@ def test_text_is_not_held_back() -> None:
 
 
 def test_json_that_is_no_call_is_not_held_back() -> None:
-    for make, opening in ((LlamaCalls, ""), (HermesCalls, "<tool_call>")):
-        reader = make()
-        assert reader.push(opening + '{"name": "Alice", "age": 3, ')
-        assert reader.push('"of": "Wonderland"')
+    assert LlamaCalls().push('{"title": "Alice", ')
 
 
 def mutated(draw: random.Random) -> str:
@@ -211,36 +212,3 @@ def test_any_arguments_come_out_as_they_are(
     arguments = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
     text = f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>\nok'
     assert read_pieces(HermesCalls(), text) == call("f", arguments) + content("ok")
-
-
-def followed(text: str) -> str:
-    """Return the last event of an object, and whether all of it was taken."""
-    at, event, scanner = 0, "", JsonObject()
-    while event not in ("more", "closed", "broken"):
-        event, at = scanner.follow(text, at)
-    return event if event != "closed" or at == len(text) else "more text"
-
-
-def test_json_is_what_the_library_says_it_is() -> None:
-    draw = random.Random(5)
-    seen = dict.fromkeys(("closed", "broken", "more", "more text"), 0)
-    for _ in range(20_000):
-        value = {
-            draw.choice("ab\n\\"): draw.choice(
-                [1, -2.5e-7, True, None, 'x"', "é", [1, [], {}], {"a": {}}]
-            )
-        }
-        text = json.dumps(value, indent=draw.choice((None, 1)))
-        if draw.random() < 0.7:
-            at = draw.randrange(len(text))
-            text = text[:at] + draw.choice('{}[]",:\\0-. etug') + text[at + draw.randrange(2) :]
-        event = followed(text)
-        seen[event] += 1
-        try:
-            json.loads(text, strict=False)
-            assert event == "closed"
-        except json.JSONDecodeError as error:
-            assert event != "closed"
-            if event == "more text":
-                assert error.msg == "Extra data"
-    assert min(seen.values()) > 50

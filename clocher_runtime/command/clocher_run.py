@@ -8,8 +8,7 @@ from functools import partial
 from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console, Line, error_line, is_terminal, to_json
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.settings import ALL, RunConfig, resolve
-from clocher_runtime.config.sources import unprefixed
+from clocher_runtime.config.commands import ALL, RunConfig, resolve, warnings
 from clocher_runtime.config.values import defaults
 from clocher_runtime.exit_codes import ExitCode
 
@@ -72,13 +71,13 @@ def command(
             as_json = as_json or config.json
             if not as_json:
                 console.show_texts_on(sys.stdout)
-            for message in unprefixed(config):
+            for message in warnings(config, os.environ):
                 console.note(message)
             # NumPy and its users are imported after the flags are checked.
             from clocher_runtime.command.fetching import with_model
             from clocher_runtime.disk.files import ending_on_lost_pages
 
-            config = resolve(with_model(flags, config, name, console.note), os.environ)
+            config = with_model(config, name, console.note)
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
                 from clocher_runtime.command.completions import summary
                 from clocher_runtime.command.run import run
@@ -86,7 +85,7 @@ def command(
                 line, code = run(config, console), ExitCode.OK
                 console.note(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
-            error, code = console.failed(raised)
+            error, code = console.ended(raised)
             line = error_line(error)
     return to_json(line) if as_json else None, code
 

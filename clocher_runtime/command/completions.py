@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 from clocher_kernels import __version__
 from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine
-from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.commands import RunConfig, SamplingConfig
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.sampling_defaults import NAMES, taken
 from clocher_runtime.engine.timing import Reservoir, StepTotals
 from clocher_runtime.engine.topology import numa_nodes
+from clocher_runtime.exit_codes import Interrupt, cause_of
 from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
 
@@ -41,6 +42,7 @@ class Completions(ExitStack):
         self.prompts = self.failed = 0
         self.first_error = ""
         self.listed: list[dict[str, Any]] = []
+        self.unfinished: tuple[Engine, list[list[int]]] | None = None  # their ids so far
         self._console, self.sampling = console, Sampling()
         self._most = 0 if config.aggregate else MAX_LISTED
         self._has_topk, self._is_single = config.trace_topk > 0, config.prompts_file is None
@@ -83,6 +85,16 @@ class Completions(ExitStack):
             self._outputs.write({"index": self.prompts - 1, **output})
         if self._traces is not None and prompt.error is None:
             self._traces.write(self._trace(engine, prompt, ids, topk))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        """Close the files; hand what was generated to a signal that ends the run."""
+        signal = cause_of(error) if error is not None else None
+        if isinstance(signal, Interrupt) and self.unfinished is not None:
+            engine, made = self.unfinished
+            left = [list(ids) for ids in made[: max(0, self._most - len(self.listed))]]
+            cut = [{"token_ids": i, "text": engine.text(i), "error": "interrupted"} for i in left]
+            signal.outputs = self.listed + cut
+        return super().__exit__(kind, error, trace)
 
     def _trace(
         self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"]
@@ -131,7 +143,7 @@ class Measured:
     rss_peak_mib: float
 
 
-def from_model(config: RunConfig, engine: Engine) -> dict[str, float]:
+def from_model(config: SamplingConfig, engine: Engine) -> dict[str, float]:
     """Return the sampling settings taken from the model, because the run sets none."""
     said = {name: getattr(config, name) for name in NAMES if name in config.given}
     return taken(engine.sampling_defaults, said)

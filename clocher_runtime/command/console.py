@@ -3,23 +3,27 @@
 Standard output is for that line unless it is a terminal; docs/json-line.md describes its keys.
 """
 
+import errno
 import json
 import os
 import sys
 import termios
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from clocher_kernels import __version__
-from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, told
+from clocher_runtime.exit_codes import ExitCode, Interrupt, cause_of, exit_code, told
 
 if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
+    from rich.progress import Progress
 
+Tell = Callable[[str, int, int], None]
+"""Progress callback: label, done, total."""
 COMPILING = "compiling kernels (once)"
-PACKING = "packing weights"
-_QUARTERS = 4
+PACKING = "packing weights, MiB"
+_FIRST_WORD_S, _LATER = 5.0, 1.5
 _ECHOED_CHARS = 2000
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
@@ -57,75 +61,6 @@ def quiet_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def _amount(label: str, done: int, total: int) -> str:
-    if label != PACKING:
-        return f"{done} of {total}"
-    return f"{done} of {total} MiB" if total < 10_240 else f"{done >> 10} of {total >> 10} GiB"
-
-
-class WordWrap:
-    """Word wrap for streamed text; leaves the last column free, as terminals differ there."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._column = 0
-        self._word, self._cells = "", 0  # the open word, and its width
-
-    def __call__(self, text: str) -> str:
-        """Return the output for the next piece, which has no control characters."""
-        edge = self._width() - 1
-        if edge < 1:
-            return text
-        out: list[str] = []
-        for char in text:
-            if char == "\n":
-                self._begin_line()
-            elif char in " \t":
-                cells = 1 if char == " " else 8 - self._column % 8
-                if self._column + cells > edge:
-                    char, cells = "\n", 0
-                    self._begin_line()
-                self._column += cells
-                self._word, self._cells = "", 0
-            else:
-                cells = _cells(char)
-                if self._column + cells > edge:
-                    out.append(self._next_line())
-                self._column += cells
-                # Wide characters may break anywhere.
-                self._word = "" if cells > 1 else self._word + char
-                self._cells = 0 if cells > 1 else self._cells + cells
-            out.append(char)
-        return "".join(out)
-
-    def _begin_line(self) -> None:
-        self._column, self._word, self._cells = 0, "", 0
-
-    def _next_line(self) -> str:
-        word, cells = self._word, self._cells
-        if cells == self._column:  # it fills the line
-            self._begin_line()
-            return "\n"
-        self._column = cells
-        return f"\x1b[{cells}D\x1b[K\n{word}" if cells else "\n"
-
-    def _width(self) -> int:
-        if os.environ.get("TERM", "dumb") == "dumb":
-            return 0
-        try:
-            return os.get_terminal_size(self._stream.fileno()).columns
-        except (OSError, ValueError, AttributeError):  # no descriptor, or nothing like a terminal
-            return 0
-
-
-def _cells(char: str) -> int:
-    if char < "\x7f":
-        return 1
-    from rich.cells import get_character_cell_size
-
-    return get_character_cell_size(char)
-
-
 class OutputLost(Exception):
     """Standard output failed; `reason` is "" where its reader is gone."""
 
@@ -144,18 +79,17 @@ class Screen:
         self.stream, self._may_be_lost = stream, may_be_lost
         self.is_terminal = is_terminal(stream)
         self._at_line_start = True
-        self._wrap = None if stream is None else WordWrap(stream)
 
     def write(self, text: str, *, dim: bool = False) -> None:
         """Write text, dim only on a terminal; raises OutputLost."""
-        if not text or self.stream is None or self._wrap is None:
+        if not text or self.stream is None:
             return
         self._at_line_start = text.endswith("\n")
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         if self.is_terminal:
             # Each piece resets its own style, so an abrupt exit leaves none.
-            text = self._wrap(text.translate(_INERT))
+            text = text.translate(_INERT)
             text = dimmed(text) if dim else text
         self.guarded(lambda stream: (stream.write(text), stream.flush()))
 
@@ -182,6 +116,59 @@ class Screen:
             self.write("\n")
 
 
+class _Progress:
+    """Progress of a job: a bar on a terminal, else a line after some seconds, and ever fewer."""
+
+    def __init__(self, screen: Screen, say: Callable[[str], None], *, in_bytes: bool) -> None:
+        self._screen, self._say, self._in_bytes = screen, say, in_bytes
+        self._bar: Progress | None = None
+        self._due = _FIRST_WORD_S
+
+    def tell(self, what: str, done: int, total: int) -> None:
+        """Show how much is done."""
+        bar = self._bar = self._bar or self._begun()
+        task = bar.tasks[0]
+        self._screen.guarded(
+            lambda _: bar.update(task.id, completed=done, total=total, description=what)
+        )
+        elapsed = task.elapsed or 0.0
+        if bar.disable and elapsed >= self._due:
+            amount = f"{size(done)} of {size(total)}" if self._in_bytes else ""
+            self._say(f"{what}: {amount or f'{100 * done // max(total, 1)} %'}, {elapsed:.0f} s")
+            self._due = _LATER * elapsed
+
+    def stop(self) -> None:
+        """Remove the bar."""
+        if self._bar is not None:
+            bar, self._bar = self._bar, None
+            self._screen.guarded(lambda _: bar.stop())
+
+    def _begun(self) -> "Progress":
+        from rich.console import Console as RichConsole
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            BarColumn(),
+            DownloadColumn() if self._in_bytes else TaskProgressColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", markup=False),
+        )
+        console = RichConsole(file=self._screen.stream)
+        bar = Progress(
+            *columns, console=console, transient=True, disable=not self._screen.is_terminal
+        )
+        self._screen.guarded(lambda _: bar.start())
+        bar.add_task("", total=None)
+        return bar
+
+
 class Console:
     """Messages on standard error (or `stream`), and texts there or elsewhere; a context manager."""
 
@@ -190,43 +177,46 @@ class Console:
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self._texts = self._notes
-        self._bar: tuple[Progress, TaskID] | None = None
-        self._shown = ("", -1)
+        self._loading = _Progress(self._notes, self.done, in_bytes=False)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end_bar()
+        self._loading.stop()
         self._texts.end_line()
 
     def show_texts_on(self, stream: TextIO) -> None:
         """Write generated texts to another stream from now on."""
         self._texts = Screen(stream, may_be_lost=True)
 
-    def note(self, text: str) -> None:
-        """Write a message line."""
+    def done(self, text: str) -> None:
+        """Write a line with the program's name."""
         self._texts.end_line()
         self._notes.line(f"{self._name}: {text}")
 
-    def failed(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
+    def note(self, text: str) -> None:
+        """Write a message line."""
+        self.done(text)
+
+    def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
         """Write the error that ended a command; return the error to report, and the exit code."""
         error = told(cause_of(raised))
         code = exit_code(error)
         if code == ExitCode.BUG:
             import traceback  # late: its import is slow
 
-            self.note("".join(traceback.format_exception(error)).rstrip())
+            self.done("".join(traceback.format_exception(error)).rstrip())
         elif code == ExitCode.INTERRUPTED:
-            self.note("interrupted")
+            self.done("interrupted")
         else:
-            self.note(f"error: {error or type(error).__name__}")
+            self.done(f"error: {error or type(error).__name__}")
         return error, code
 
     def lost(self, message: str) -> None:
         """Write the error of a process that ends because a model file is gone."""
         with self:
-            self.note(f"error: {message}")
+            self.done(f"error: {message}")
 
     def prompt(self, text: str) -> None:
         """Write the prompt, dim, if texts go to a terminal."""
@@ -243,39 +233,78 @@ class Console:
         self._texts.end_line()
 
     def compiling(self, done: int, total: int) -> None:
-        """Show the progress of kernel compilation: a bar on a terminal, else a few lines."""
-        self._advance(COMPILING, done, total)
+        """Show the progress of kernel compilation."""
+        self._load(COMPILING, done, total)
 
     def packing(self, done: int, total: int) -> None:
-        """Show the progress of weight packing."""
-        self._advance(PACKING, done, total)
+        """Show the progress of weight packing, in MiB."""
+        self._load(PACKING, done, total)
 
-    def _advance(self, label: str, done: int, total: int) -> None:
-        if self._notes.is_terminal:
-            self._notes.guarded(lambda stream: self._advance_bar(stream, label, done, total))
-            return
-        quarter = _QUARTERS * done // max(total, 1)
-        if label != self._shown[0] or quarter > self._shown[1]:
-            self._shown = label, quarter
-            self.note(f"{label}: {_amount(label, done, total)}")
-
-    def _advance_bar(self, stream: TextIO, label: str, done: int, total: int) -> None:
-        if self._bar is None:
-            from rich.console import Console as RichConsole
-            from rich.progress import Progress
-
-            progress = Progress(console=RichConsole(file=stream), transient=True)
-            progress.start()
-            self._bar = progress, progress.add_task(label, total=total)
-        progress, task = self._bar
-        progress.update(task, completed=done, total=total)
+    def _load(self, what: str, done: int, total: int) -> None:
+        self._loading.tell(what, done, total)
         if done >= total:
-            self._end_bar()
+            self._loading.stop()
 
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            (progress, _), self._bar = self._bar, None
-            self._notes.guarded(lambda _: progress.stop())
+
+class Report(Console):
+    """Messages of a program on standard error; `resumes`: it goes on when it is run again."""
+
+    def __init__(self, name: str, resumes: bool = False) -> None:
+        super().__init__(name=name)
+        self._resumes = resumes
+
+    def note(self, text: str) -> None:
+        """Write a line."""
+        self._notes.line(text)
+
+    def failed(self, raised: BaseException) -> ExitCode:
+        """Write an expected error; return its exit code."""
+        error = told(raised)
+        if isinstance(error, KeyboardInterrupt):
+            self.done("interrupted" + "; run it again to go on" * self._resumes)
+        else:
+            text = in_words(error) if isinstance(error, OSError) else str(error)
+            self.done(f"error: {text or type(error).__name__}")
+        return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
+
+    def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
+        """Write how much disk space is needed."""
+        self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
+
+    @contextmanager
+    def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
+        """Show progress through `total` bytes; yield a callback for (bytes done, name)."""
+        with self._telling(in_bytes=True) as tell:
+            yield lambda nbytes, name: tell(name, nbytes, total)
+            tell("done", total, total)
+
+    @contextmanager
+    def counting(self) -> Iterator[Tell]:
+        """Show progress; yield a callback for (label, done, total)."""
+        with self._telling(in_bytes=False) as tell:
+            yield tell
+
+    @contextmanager
+    def _telling(self, in_bytes: bool) -> Iterator[Tell]:
+        self._loading = _Progress(self._notes, self.done, in_bytes=in_bytes)
+        try:
+            yield self._loading.tell
+        finally:
+            self._loading.stop()
+
+
+def in_words(error: OSError) -> str:
+    """Return the message of an error of the system: where, and what."""
+    nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
+    where = str(error.filename or "") or ("standard output" if nameless else "")
+    return f"{where}: {error.strerror}" if error.strerror and where else str(error)
+
+
+def size(nbytes: int) -> str:
+    """Return a size in bytes in a fitting unit."""
+    from rich.filesize import decimal
+
+    return decimal(nbytes)
 
 
 SCHEMA = "clocher.run/1"
@@ -289,13 +318,15 @@ def head(status: str) -> dict[str, Any]:
 
 
 def error_line(error: BaseException) -> dict[str, Any]:
-    """Return the line of an error."""
+    """Return the line of an error; of an interrupted run with what it has generated."""
     kind = type(error).__name__
+    made = error.outputs if isinstance(error, Interrupt) else None
     return {
         **head("error"),
         "code": int(exit_code(error)),
         "type": kind,
         "message": str(error) or kind,
+        **({} if made is None else {"outputs": made}),
     }
 
 

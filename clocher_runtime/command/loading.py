@@ -15,7 +15,7 @@ from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import DEFAULT, EMBEDDED, embedded_model, locate
-from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.config.values import Given, every, unmet
 from clocher_runtime.disk.files import read_ahead
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, gpu, hand_on
@@ -153,8 +153,9 @@ class StubTokenizer:
 class Engine:
     """A generating engine, and its entries in the JSON line.
 
-    `files`: mapped weight files, u8 [size] each; `bytes_per_token`: weight bytes read per token;
-    `hints_ignored`: settings without effect.
+    `numerics`: the storage of weights, activations and KV cache; `files`: mapped weight files, u8
+    [size] each; `bytes_per_token`: weight bytes read per token; `hints_ignored`: settings without
+    effect.
     """
 
     session: Session
@@ -165,9 +166,7 @@ class Engine:
     isa: str
     model: str
     model_source: str
-    precision: str
-    act_prec: str
-    kv_dtype: str
+    numerics: Mapping[str, str]
     threads: int
     kv_cache_bytes: int
     files: tuple[np.ndarray, ...]
@@ -177,11 +176,6 @@ class Engine:
     gpu: Mapping[str, str | int] | None
     hints_ignored: tuple[str, ...]
     draft_model: str | None = None
-
-    @property
-    def numerics(self) -> dict[str, str]:
-        """The storage of weights, activations and KV cache, as results report it."""
-        return {n: getattr(self, n) for n in ("precision", "act_prec", "kv_dtype")}
 
     def text(self, ids: Sequence[int]) -> str:
         """Return the text of a completion, without its stop token."""
@@ -245,7 +239,7 @@ def load_engine(
         model=chosen.name,
         model_source=chosen.source,
         draft_model=None if chosen.draft is None else str(config.draft_model),
-        **numerics(bound),
+        numerics=numerics(bound),
         threads=threads_of(config),
         kv_cache_bytes=bound.kv_cache_bytes,
         files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),
@@ -261,8 +255,8 @@ def numerics(session: Session) -> dict[str, str]:
     """Return the storage of weights, KV cache and activations of a session."""
     model = session.model
     cache = session.sizes.cache_dtype if model.spec.windows else "none"  # no layers, no cache
-    stored = {"precision": model.precision, "kv_dtype": cache}
-    return {**stored, "act_prec": session.act_prec}
+    precision, kv = NUMERICS
+    return {precision: model.precision, "act_prec": session.act_prec, kv: cache}
 
 
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:

@@ -21,7 +21,7 @@ from clocher_runtime.command.completions import (
 )
 from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import Engine, load_engine
-from clocher_runtime.command.settings import RunConfig
+from clocher_runtime.config.commands import RunConfig
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.sampling_defaults import told
@@ -179,6 +179,7 @@ def measure(
             for prompts in groups:
                 usable = [prompt for prompt in prompts if prompt.error is None]
                 made: list[list[int]] = [[] for _ in usable]
+                completions.unfinished = engine, made if first else []
                 largest: list[list[TopLogits]] = [[] for _ in usable]
                 began = window.total_ns
                 live = shown and batch == 1 and usable
@@ -217,6 +218,7 @@ def measure(
                     for prompt in prompts:
                         ids, topk = next(results) if prompt.error is None else ([], [])
                         completions.add(engine, prompt, ids, topk, shown and batch > 1)
+                    completions.unfinished = engine, []
     if cut:
         console.note(
             f"the context of {session.longest} tokens is full: {cut} completion(s) ended before "

@@ -1,25 +1,24 @@
 """Programs that are a function with flags; cheap to import, so that help is fast."""
 
-import errno
-import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from clocher_kernels.errors import ClocherError
+from clocher_runtime.command.console import Report as Report
+from clocher_runtime.command.console import Tell as Tell
+from clocher_runtime.command.console import in_words as in_words
+from clocher_runtime.command.console import size as size
 from clocher_runtime.command.flags import Codes, Command, Examples, Place, setting_option
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import declared
-from clocher_runtime.exit_codes import ExitCode, exit_code, told
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from clocher_runtime.exit_codes import ExitCode
 
 RESUMES = (
     "Killed at any moment, it leaves either the model that was there before, or no model, or the "
@@ -38,13 +37,8 @@ PATH = _Path(path_type=Path)
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 COUNT = click.IntRange(1)
 
-Tell = Callable[[str, int, int], None]
-"""Progress callback: label, done, total."""
-
 _ENGINE = declared(EngineConfig)
 _EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
-_FIRST_WORD_S = 5.0
-_LATER = 1.5
 
 
 def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> click.Option:
@@ -145,108 +139,6 @@ def script(
         )
 
     return decorate
-
-
-def in_words(error: OSError) -> str:
-    """Return the message of an error of the system: where, and what."""
-    nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-    where = str(error.filename or "") or ("standard output" if nameless else "")
-    return f"{where}: {error.strerror}" if error.strerror and where else str(error)
-
-
-def size(nbytes: int) -> str:
-    """Return a size in bytes in a fitting unit."""
-    from rich.filesize import decimal
-
-    return decimal(nbytes)
-
-
-class Report:
-    """Messages of a program on standard error."""
-
-    def __init__(self, name: str, resumes: bool = False) -> None:
-        """Take the program's name and whether it resumes when it is run again."""
-        self._name, self._resumes = name, resumes
-
-    @functools.cached_property
-    def _console(self) -> "Console":
-        from rich.console import Console
-
-        return Console(stderr=True, highlight=False, soft_wrap=True)
-
-    def note(self, text: str) -> None:
-        """Write a line."""
-        self._console.print(text, markup=False)
-
-    def done(self, text: str) -> None:
-        """Write a line with the program's name."""
-        self.note(f"{self._name}: {text}")
-
-    def failed(self, raised: BaseException) -> ExitCode:
-        """Write an expected error; return its exit code."""
-        error = told(raised)
-        if isinstance(error, KeyboardInterrupt):
-            self.done("interrupted" + "; run it again to go on" * self._resumes)
-        else:
-            text = in_words(error) if isinstance(error, OSError) else str(error)
-            self.done(f"error: {text or type(error).__name__}")
-        return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
-
-    def lost(self, message: str) -> None:
-        """Write the error of a process that ends because a model file is gone."""
-        self._console.show_cursor()
-        self.done(f"error: {message}")
-
-    def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
-        """Write how much disk space is needed."""
-        self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
-
-    @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
-        """Show progress through `total` bytes; yield a callback for (bytes done, name)."""
-        with self._telling(in_bytes=True) as tell:
-            yield lambda nbytes, name: tell(name, nbytes, total)
-            tell("done", total, total)
-
-    @contextmanager
-    def counting(self) -> Iterator[Tell]:
-        """Show progress; yield a callback for (label, done, total)."""
-        with self._telling(in_bytes=False) as tell:
-            yield tell
-
-    @contextmanager
-    def _telling(self, in_bytes: bool) -> Iterator[Tell]:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
-
-        columns = (
-            BarColumn(),
-            DownloadColumn() if in_bytes else TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        plain = not self._console.is_terminal
-        due = _FIRST_WORD_S
-        with Progress(*columns, console=self._console, transient=True, disable=plain) as bar:
-            task = bar.add_task("", total=None)
-
-            def tell(what: str, done: int, total: int) -> None:
-                nonlocal due
-                bar.update(task, completed=done, total=total, description=what)
-                elapsed = bar.tasks[0].elapsed or 0.0
-                if plain and elapsed >= due:
-                    amount = f"{size(done)} of {size(total)}" if in_bytes else ""
-                    amount = amount or f"{100 * done // max(total, 1)} %"
-                    self.done(f"{what}: {amount}, {elapsed:.0f} s")
-                    due = _LATER * elapsed
-
-            yield tell
 
 
 @contextmanager

@@ -77,7 +77,7 @@ class Setting:
 
 
 class Given(NamedTuple):
-    """How a field was set: the flag or variable, and its text."""
+    """How a field was set: the flag, variable, or file and its key; and its text."""
 
     source: str
     raw: str
@@ -88,13 +88,7 @@ class Given(NamedTuple):
     @property
     def is_variable(self) -> bool:
         """Whether it is an environment variable."""
-        return not isinstance(self, GivenInFile) and not self.source.startswith("-")
-
-
-class GivenInFile(Given):
-    """A setting from a file; the source names the file and the key."""
-
-    __slots__ = ()
+        return self.source.isidentifier()
 
 
 def flag(group: str, takes: Value, help: str, *env: str, **more: Any) -> Any:

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 FILE = "generation_config.json"
 NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
-CHAT_TEMPERATURE = 0.7
-"""For conversations with a model that has no sampling defaults."""
-
 _NOTHING: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 
 

@@ -11,10 +11,9 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from starlette.types import ASGIApp
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_runtime.config.sources import Sources
+from clocher_runtime.config.commands import TABLE, ServeConfig, decide
 from clocher_runtime.ray.actors import pin, release
 from clocher_runtime.serve.life import assemble
-from clocher_runtime.serve.settings import TABLE, ServeConfig, decide
 
 _OF_SERVE = {"host", "port", "threads"}
 
@@ -24,7 +23,7 @@ class Replica:
 
     async def __init__(self, flags: Mapping[str, str], cpus: int) -> None:  # type: ignore[misc]
         pin(cpus)
-        self._server = await assemble(*_settings(flags, cpus), logging.getLogger("ray.serve").info)
+        self._server = await assemble(_settings(flags, cpus), logging.getLogger("ray.serve").info)
         self._running = asyncio.create_task(self._server.engine.run())
         while self._server.engine.ready is None:
             await self.check_health()
@@ -58,7 +57,7 @@ def app(args: dict[str, str]) -> serve.Application:
         if not (given.isascii() and given.isdigit() and int(given)):
             raise UsageError(f"{name} is {given!r:.40}; expected a whole number from 1")
     replicas, cpus = map(int, counts.values())
-    config, _ = _settings(flags, cpus)
+    config = _settings(flags, cpus)
     options: dict[str, Any] = {
         "num_replicas": replicas,
         "max_ongoing_requests": min(config.batch + config.queue, 2 * config.batch),
@@ -71,7 +70,7 @@ def app(args: dict[str, str]) -> serve.Application:
     return serve.deployment(serve.ingress()(Replica)).options(**options).bind(flags, cpus)
 
 
-def _settings(flags: Mapping[str, str], cpus: int) -> tuple[ServeConfig, Sources]:
+def _settings(flags: Mapping[str, str], cpus: int) -> ServeConfig:
     if unknown := sorted(set(flags) - set(TABLE) | _OF_SERVE & set(flags)):
         known = ", ".join(sorted(set(TABLE) - _OF_SERVE))
         raise UsageError(f"{unknown[0]} is no setting of a replica; known: replicas, cpus, {known}")

@@ -3,6 +3,7 @@
 import datetime
 import secrets
 from collections.abc import (
+    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -14,8 +15,8 @@ from collections.abc import (
 from dataclasses import dataclass, field
 from typing import Any
 
+from clocher_runtime.serve.engine_process import Job, News
 from clocher_runtime.serve.errors import to_json
-from clocher_runtime.serve.jobs import Job, News
 from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
 from clocher_runtime.serve.schemas import StreamOptions
 from clocher_runtime.text.answers import AnswerReader, Delta, StopStrings, message_of
@@ -334,7 +335,7 @@ class Pipeline:
         ]
         return {**self._head("object"), "choices": choices, "usage": self.answer.usage()}
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of a streamed response."""
         head, options = self._head("chunk_object"), self.options
         include_usage, continuous = options.include_usage, options.continuous_usage_stats

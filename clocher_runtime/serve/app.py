@@ -17,19 +17,19 @@ from starlette.types import ASGIApp
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
+from clocher_runtime.config.commands import CHAT_TEMPERATURE, ServeConfig, is_local
 from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.engine.diffusing import Diffusing, among, of_call
-from clocher_runtime.engine.sampling_defaults import CHAT_TEMPERATURE
 from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
 from clocher_runtime.serve.edge import (
     PUBLIC,
     SMALL_BODY_BYTES,
     Bodies,
     Disconnected,
-    EventStream,
     Gate,
     Named,
     error_response,
+    event_stream,
     json_response,
     read_page,
     unless_gone,
@@ -49,7 +49,6 @@ from clocher_runtime.serve.requests import (
 )
 from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest
 from clocher_runtime.serve.schemas import Schema
-from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.text.answers import StopStrings, opens_thoughts
 from clocher_runtime.text.grammar import Grammars
 
@@ -349,7 +348,7 @@ async def _answered(
     request: Request, answer: Pipeline | ResponsesAnswer, stream: bool | None
 ) -> ASGIApp:
     if stream:
-        return EventStream(answer.events())
+        return event_stream(answer.events())
     return json_response(await unless_gone(request.receive, answer.whole()))
 
 

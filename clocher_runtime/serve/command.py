@@ -13,9 +13,9 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, is_terminal
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.sources import unprefixed
+from clocher_runtime.config.commands import TABLE, ServeConfig, decide, warnings
+from clocher_runtime.config.values import defaults
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.serve.settings import DEFAULTS, TABLE, decide
 
 NAME = "clocher-serve"
 
@@ -30,7 +30,7 @@ COMMAND = Command(
     name=NAME,
     about=ABOUT,
     table=TABLE,
-    defaults=DEFAULTS,
+    defaults=defaults(ServeConfig),
     notes=(PRECEDENCE,),
     examples=(
         ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher-serve"),
@@ -74,21 +74,20 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
                     return ExitCode.OK
                 console.note(f"error: standard output: {error.strerror}")
                 return ExitCode.BUG
-            config, engine = decide(flags, os.environ)
-            for message in unprefixed(config):
+            config = decide(flags, os.environ)
+            for message in warnings(config, os.environ):
                 console.note(message)
             _require_extra()
             logging.basicConfig(format=f"{name}: %(message)s", level=logging.WARNING)
             from clocher_runtime.command.fetching import with_model
             from clocher_runtime.serve.life import serve
 
-            config, engine = decide(with_model(flags, config, name, console.note), os.environ)
-            return serve(config, engine, console.note, _announce)
+            return serve(with_model(config, name, console.note), console.note, _announce)
         except KeyboardInterrupt:  # before there is a loop that takes it
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
             return ExitCode.INTERRUPTED
         except Exception as raised:
-            return console.failed(raised)[1]
+            return console.ended(raised)[1]
 
 
 def _say(text: str) -> OSError | None:

@@ -41,7 +41,6 @@ from clocher_runtime.serve.messages import (
     Unsure,
     encode,
 )
-from clocher_runtime.serve.settings import engine_config
 from clocher_runtime.text.completion import logprob_of
 from clocher_runtime.text.grammar import Grammars
 
@@ -286,7 +285,7 @@ def main(descriptor: int) -> int:
     with Console(name="engine") as console:
         try:
             start = _first(sock)
-            engine = load_engine(engine_config(start.sources), console.compiling, console.packing)
+            engine = load_engine(start.config, console.compiling, console.packing)
             if engine.session.reading.proposal:
                 console.note(engine.session.reading.proposal)
             engine.session.warm()
@@ -301,7 +300,7 @@ def main(descriptor: int) -> int:
             error = told(raised)
             code = int(exit_code(error))
             if not isinstance(error, ClocherError):
-                console.failed(raised)
+                console.ended(raised)
             sock.sendall(encode(Broken(type(error).__name__, str(error), code)))
             return code
     return 0

@@ -1,7 +1,4 @@
-"""The life of a server: listen, load, serve, drain, end; the timeouts of its connections.
-
-Sources: RFC 9110, 10.1.1 and 15.2.1; RFC 9112, 9.6.
-"""
+"""The life of a server: listen, load, serve, drain, end; the timeouts of its connections."""
 
 import asyncio
 import atexit
@@ -23,16 +20,16 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.hub import repository_of
 from clocher_runtime.command.loading import ModelChoice, choose_model, converses, defaults_of
-from clocher_runtime.config.sources import Sources
+from clocher_runtime.config.commands import ServeConfig, is_local
+from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.engine_process import EngineProcess
-from clocher_runtime.serve.messages import Ready, Start
+from clocher_runtime.serve.messages import Ready
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
-from clocher_runtime.serve.settings import ServeConfig, is_local
 from clocher_runtime.text.grammar import Grammars
 
 HEADER_S = 20.0
@@ -70,7 +67,6 @@ class Connection(H11Protocol):
     """Open connections, kept below the descriptor limit so that the engine can still start."""
     _stage: tuple[object, ...] = ()
     _since = inf
-    _half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the header timeout; above `most`, close an idle connection."""
@@ -86,7 +82,7 @@ class Connection(H11Protocol):
         stage, limit = self._waits_for()
         if stage != self._stage:
             self._stage, self._since = stage, now
-        if now - self._since >= limit or (self._half_closed and self._is_reset()):
+        if now - self._since >= limit:
             self.transport.abort()
 
     def _waits_for(self) -> tuple[tuple[object, ...], float]:
@@ -110,32 +106,6 @@ class Connection(H11Protocol):
     @property
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
-
-    def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep answering a half-closed client; return whether to keep the connection.
-
-        A closed socket looks the same until something is sent: a 100 before an answer, which
-        clients skip, or a comment of `EventStream`.
-        """
-        if not self._answers or self.cycle.more_body:
-            return False
-        self._half_closed = True
-        if self.cycle.response_started:
-            self.cycle.message_event.set()
-        elif self.scope["http_version"] != "1.0":
-            told = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
-            self.transport.write(self.conn.send(told))
-        return not self._is_reset()
-
-    def _is_reset(self) -> bool:
-        found: socket.socket = self.transport.get_extra_info("socket")
-        return found.fileno() < 0 or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
-
-    def on_response_complete(self) -> None:
-        """Start the next request, if there is one."""
-        super().on_response_complete()
-        if self._half_closed and not self._answers:
-            self.transport.close()
 
 
 class _HttpServer(uvicorn.Server):
@@ -164,9 +134,9 @@ class Life:
         self._asked_to_end = asyncio.Event()
         self._told: set[str] = set()
 
-    async def run(self, sources: Sources) -> int:
+    async def run(self) -> int:
         """Serve until a signal or permanent failure; return the exit code. Raises ClocherError."""
-        server = await assemble(self._config, sources, self._note)
+        server = await assemble(self._config, self._note)
         try:
             return await self._serve(server, _listen(self._config.host, self._config.port))
         finally:
@@ -264,15 +234,14 @@ def _end_at_next_signal(loop: asyncio.AbstractEventLoop) -> None:
         signal.signal(number, lambda *_: os._exit(ExitCode.TERMINATED))
 
 
-async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
+async def assemble(config: ServeConfig, note: Note) -> Server:
     """Return a server whose engine starts with `engine.run()`; raises ClocherError."""
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)
     prompts = await asyncio.to_thread(PromptRoom, checkpoint)
     name = config.served_model_name or _name_of(choice)
     metrics = ServerMetrics(name)
-    start = Start(sources, prompts.stop_ids)
-    engine = EngineProcess(start, config.batch + config.queue, note, metrics)
+    engine = EngineProcess(config, prompts.stop_ids, note, metrics)
     metrics.watch(engine)
     grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
     chats = converses(choice.path, prompts.tokenizer.chat_template)
@@ -286,13 +255,14 @@ async def assemble(config: ServeConfig, sources: Sources, note: Note) -> Server:
 def facts(ready: Ready, config: ServeConfig) -> list[str]:
     """Return log lines about a ready server."""
     about = ready.about
+    precision, kv = (about[name] for name in NUMERICS)
     cache = (
         f"KV cache: {ready.pages} pages of {ready.page_cells} tokens, {ready.kv_bytes / _MIB:.0f} "
-        f"MiB {about['kv_dtype']}; {about['batch']} sequences side by side, {ready.longest} "
+        f"MiB {kv}; {about['batch']} sequences side by side, {ready.longest} "
         f"tokens each at most, {config.queue} may wait"
     )
     engine = (
-        f"{about['device']} ({about['isa']}, {about['threads']} threads), {about['precision']} "
+        f"{about['device']} ({about['isa']}, {about['threads']} threads), {precision} "
         f"weights, {about['act_prec']} activations, {ready.weight_bytes / _MIB:.0f} MiB per token"
     )
     if about["attn"] != "dense":
@@ -324,11 +294,9 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def serve(
-    config: ServeConfig, sources: Sources, note: Note, announce: Callable[[dict[str, Any]], None]
-) -> int:
+def serve(config: ServeConfig, note: Note, announce: Callable[[dict[str, Any]], None]) -> int:
     """Serve, and return the exit code; see `Life`."""
     logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
     # The interpreter restores the default at exit: a late Ctrl-C would change the exit code.
     atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
-    return asyncio.run(Life(config, note, announce).run(sources))
+    return asyncio.run(Life(config, note, announce).run())

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from clocher_runtime.config.sources import Sources
+from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.models.spec import BlockDiffusion
 
 HEADER_BYTES = 4
@@ -19,7 +19,7 @@ Top = tuple[tuple[int, float], ...]
 class Start(msgspec.Struct, tag=True, frozen=True):
     """The first message: what to load, and the tokens that end an answer (for grammars)."""
 
-    sources: Sources  # of `settings.engine_config`; error messages name who set what
+    config: ServeConfig
     stop_ids: tuple[int, ...] = ()
 
 
@@ -125,7 +125,7 @@ class Broken(msgspec.Struct, tag=True, frozen=True):
 
 ToEngine = Start | Submit | Cancel
 ToServer = Ready | Step | Broken
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=str)  # paths
 
 
 def encode(message: ToEngine | ToServer) -> bytes:
@@ -138,7 +138,7 @@ class Reader:
     """Assembles messages from bytes; `kind` is `ToEngine` or `ToServer`."""
 
     def __init__(self, kind: Any) -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder = msgspec.msgpack.Decoder(kind, dec_hook=lambda made, text: made(text))
         self._bytes = bytearray()
 
     def feed(self, data: bytes) -> list[Any]:

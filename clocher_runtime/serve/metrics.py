@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 _FIRST_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 _NEXT_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 _TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
-_MOST_NOTED = 4096
 _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were computed.",
     "decode_tokens": "Generated tokens but the first of each text.",
@@ -64,15 +63,14 @@ class ServerMetrics(Collector):
         self._whole = histogram("e2e_request_latency_seconds", "Of whole sequences.", _FIRST_S)
         self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._made = histogram("request_generation_tokens", "Generated tokens.", _TOKENS)
-        self._tokens = counter("generation_tokens", "Generated tokens.", "model_name")
+        tokens = counter("generation_tokens", "Generated tokens.", "model_name")
+        self._tokens = tokens.labels(model)
         self._ended = counter(
             "request_success", "Sequences by how they ended.", "model_name", "finished_reason"
         )
         self._responses = counter(
             "http_responses", "Responses by route and status.", "route", "status"
         )
-        self._firsts: list[float] = []
-        self._nexts: list[float] = []
 
     def watch(self, engine: "EngineProcess") -> None:
         """Report on an engine."""
@@ -80,13 +78,13 @@ class ServerMetrics(Collector):
 
     def first(self, seconds: float) -> None:
         """Record the time to the first token of a sequence."""
-        self._firsts.append(seconds)
+        self._first.observe(seconds)
+        self._tokens.inc()
 
     def next(self, seconds: float) -> None:
         """Record the time between two tokens."""
-        self._nexts.append(seconds)
-        if len(self._nexts) >= _MOST_NOTED:
-            self._count()
+        self._next.observe(seconds)
+        self._tokens.inc()
 
     def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
         """Record the end of a sequence."""
@@ -101,16 +99,7 @@ class ServerMetrics(Collector):
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        self._count()
         return generate_latest(self._registry)
-
-    def _count(self) -> None:
-        """Export recorded times in bulk: doing so per token would delay tokens."""
-        for histogram, noted in ((self._first, self._firsts), (self._next, self._nexts)):
-            self._tokens.labels(self._model).inc(len(noted))
-            for seconds in noted:
-                histogram.observe(seconds)
-            noted.clear()
 
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics."""

@@ -3,7 +3,7 @@
 Nothing is stored; `store` is ignored.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -186,8 +186,7 @@ class ResponsesRequest(SamplingFields):
 
 
 Event = dict[str, Any]
-Kind = Literal["message", "reasoning", "function_call"]
-_KINDS: Mapping[str, tuple[Kind, str, str]] = {
+_KINDS: Mapping[str, tuple[str, str, str]] = {
     "content": ("message", "msg", "response.output_text"),
     "reasoning": ("reasoning", "rs", "response.reasoning_text"),
     "tool_call": ("function_call", "fc", "response.function_call_arguments"),
@@ -196,39 +195,11 @@ _KINDS: Mapping[str, tuple[Kind, str, str]] = {
 """Kind of a delta -> type of its item, prefix of the item's id, prefix of its events."""
 
 
-@dataclass(slots=True)
-class OutputItem:
-    """An output item; a call has an id and a name."""
-
-    kind: Kind
-    id: str
-    grows: str
-    index: int
-    call_id: str = ""
-    name: str = ""
-    text: str = ""
-
-    @property
-    def place(self) -> dict[str, Any]:
-        """The item's id and index, as events have them."""
-        place = {"item_id": self.id, "output_index": self.index}
-        return place if self.kind == "function_call" else place | {"content_index": 0}
-
-    @property
-    def part(self) -> dict[str, Any] | None:
-        """The single content part of a message or of reasoning; None for a call."""
-        if self.kind == "message":
-            return {"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}
-        return {"type": "reasoning_text", "text": self.text} if self.kind == "reasoning" else None
-
-    def plain(self, status: str, parts: bool = True) -> dict[str, Any]:
-        """Return the item as JSON; `parts`: its content has begun."""
-        own: dict[str, Any] = {"role": "assistant"} if self.kind == "message" else {"summary": []}
-        if self.kind == "function_call":
-            own = {"call_id": self.call_id, "name": self.name, "arguments": self.text}
-        else:
-            own["content"] = [self.part] if parts else []
-        return {"id": self.id, "type": self.kind, "status": status, **own}
+def _part(kind: str, text: str) -> dict[str, Any]:
+    """Return the single content part of a message or of reasoning."""
+    if kind == "message":
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "reasoning_text", "text": text}
 
 
 @dataclass(slots=True)
@@ -238,7 +209,8 @@ class ResponseStream:
     request: ResponsesRequest
     answer: Answer
     output: list[dict[str, Any]] = field(default_factory=list)  # finished items
-    open: OutputItem | None = None
+    open: dict[str, Any] | None = None  # the item that grows, as it was added
+    text: str = ""  # of it
     status: str = "in_progress"
     reason: str = ""  # why it is incomplete
     error: dict[str, Any] | None = None
@@ -254,15 +226,15 @@ class ResponseStream:
         """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         for delta in deltas:
-            kind = _KINDS[delta.kind][0]
-            if self.open is None or self.open.kind != kind or delta.kind == "tool_call":
+            kind, _, grows = _KINDS[delta.kind]
+            if self.open is None or self.open["type"] != kind or delta.kind == "tool_call":
                 events += self._close("completed") + self._begin(delta, calls)
-            if delta.kind != "tool_call" and delta.text and (item := self.open):
-                item.text += delta.text
+            if delta.kind != "tool_call" and delta.text:
+                self.text += delta.text
                 more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-                grown = {**item.place, "delta": delta.text, **more}
-                events.append(self._event(f"{item.grows}.delta", **grown))
-        self.reasoning_tokens += self.open is not None and self.open.kind == "reasoning"
+                grown = {**self._place(kind), "delta": delta.text, **more}
+                events.append(self._event(f"{grows}.delta", **grown))
+        self.reasoning_tokens += self.open is not None and self.open["type"] == "reasoning"
         return events
 
     def finish(self, finish: str) -> list[Event]:
@@ -327,36 +299,48 @@ class ResponseStream:
     def _id(self, prefix: str) -> str:
         return f"{prefix}_{self.answer.id.partition('-')[2]}"
 
-    def _begin(self, delta: Delta, calls: Mapping[int, str]) -> list[Event]:
-        kind, prefix, grows = _KINDS[delta.kind]
-        index = len(self.output)
-        item = self.open = OutputItem(kind, f"{self._id(prefix)}_{index}", grows, index)
-        if kind == "function_call":
-            item.call_id, item.name = calls[delta.index], delta.text
-        plain = item.plain("in_progress", parts=False)
-        added = self._event("response.output_item.added", output_index=index, item=plain)
-        return [added, *self._part("added", item)]
+    def _place(self, kind: str) -> dict[str, Any]:
+        """Return the id and index of the open item, as events have them."""
+        assert self.open is not None
+        place = {"item_id": self.open["id"], "output_index": len(self.output)}
+        return place if kind == "function_call" else place | {"content_index": 0}
 
-    def _part(self, what: str, item: OutputItem) -> list[Event]:
-        if (part := item.part) is None:
+    def _begin(self, delta: Delta, calls: Mapping[int, str]) -> list[Event]:
+        kind, prefix, _ = _KINDS[delta.kind]
+        index = len(self.output)
+        own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
+        own |= {"content": []}
+        if kind == "function_call":
+            own = {"call_id": calls[delta.index], "name": delta.text, "arguments": ""}
+        item = {"id": f"{self._id(prefix)}_{index}", "type": kind, "status": "in_progress", **own}
+        self.open, self.text = item, ""
+        added = self._event("response.output_item.added", output_index=index, item=item)
+        return [added, *self._part("added", kind)]
+
+    def _part(self, what: str, kind: str) -> list[Event]:
+        if kind == "function_call":
             return []
-        return [self._event(f"response.content_part.{what}", **item.place, part=part)]
+        place, part = self._place(kind), _part(kind, self.text)
+        return [self._event(f"response.content_part.{what}", **place, part=part)]
 
     def _close(self, status: str) -> list[Event]:
-        item, self.open = self.open, None
-        if item is None:
+        if self.open is None:
             return []
-        done = item.plain(status)
-        self.output.append(done)
-        whole: dict[str, Any] = {"text": item.text}
-        if item.kind == "message":
+        kind, text = self.open["type"], self.text
+        grows = next(each for of, _, each in _KINDS.values() if of == kind)
+        whole: dict[str, Any] = {"text": text}
+        if kind == "message":
             whole |= {"logprobs": []}
-        elif item.kind == "function_call":
-            whole = {"arguments": item.text, "name": item.name}
-        grown = self._event(f"{item.grows}.done", **item.place, **whole)
-        parts = self._part("done", item)
-        last = self._event("response.output_item.done", output_index=item.index, item=done)
-        return [grown, *parts, last]
+        elif kind == "function_call":
+            whole = {"arguments": text, "name": self.open["name"]}
+        grown = self._event(f"{grows}.done", **self._place(kind), **whole)
+        parts = self._part("done", kind)
+        own = {"arguments": text} if kind == "function_call" else {"content": [_part(kind, text)]}
+        done = {**self.open, "status": status, **own}
+        item = self._event("response.output_item.done", output_index=len(self.output), item=done)
+        self.output.append(done)
+        self.open = None
+        return [grown, *parts, item]
 
     def _event(self, kind: str, **fields: Any) -> Event:
         event = {"type": kind, "sequence_number": self.sequence, **fields}
@@ -376,7 +360,7 @@ class ResponsesAnswer:
             pass
         return self._stream.response()
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """Yield the events of a streamed response; the last one has the final status."""
         yield _sent(self._stream.start())
         try:

@@ -22,8 +22,8 @@ from pydantic import (
     model_validator,
 )
 
-from clocher_kernels.errors import FormatError, UsageError
-from clocher_runtime.diffusion import RULES, WORDS, parse
+from clocher_kernels.errors import FormatError
+from clocher_runtime.diffusion import RULES, WORDS
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.serve.errors import Refused, described, from_validation, invalid
 
@@ -88,21 +88,6 @@ def _parsed(value: object) -> object:
         raise Refused(str(error)) from None
 
 
-def _biases(value: dict[str, float]) -> dict[str, float]:
-    if value and max(map(int, value)) > MAX_TOKENS:
-        raise Refused(f"logit_bias has a key above {MAX_TOKENS}; expected token ids")
-    return value
-
-
-def _diffusion(value: str) -> str:
-    try:
-        if value not in WORDS:
-            parse(value)
-    except UsageError as error:
-        raise Refused(str(error)) from None
-    return value
-
-
 def _prompts(value: object) -> list[str | list[int]]:
     try:
         given = _PROMPTS.validate_python(value)
@@ -152,13 +137,11 @@ Biases = Annotated[
         Annotated[float, Field(ge=-100, le=100)],
     ],
     Field(max_length=1024),
-    AfterValidator(_biases),
 ]
 _RULE = rf"^({'|'.join(WORDS)}|({'|'.join(RULES)})(:[0-9.]+(,[0-9.]+)?)?)$"
 Diffusion = Annotated[
     str,
     text_of(0, 64),
-    AfterValidator(_diffusion),
     WithJsonSchema({"type": "string", "maxLength": 64, "pattern": _RULE}),
 ]
 GuidedSchema = Annotated[

@@ -144,14 +144,16 @@ _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
 )
 def bench(report: Report, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
+    from clocher_runtime.checkpoints.locate import DEFAULT
     from clocher_runtime.command.fetching import with_model
-    from clocher_runtime.config.sources import Sources, settle
+    from clocher_runtime.config.commands import settle
     from clocher_runtime.subcommands.bench_measure import Plan, doubts, markdown, measure
 
     flags = _flags(given)
-    config = settle(EngineConfig, Sources(flags, os.environ))
+    config = replace(settle(EngineConfig, flags, os.environ), yes=given["yes"])
+    config = with_model(config, NAME, report.done)
     plan = Plan(
-        flags=with_model(flags, replace(config, yes=given["yes"]), NAME, report.done),
+        flags=flags | ({"model_dir": DEFAULT} if str(config.model_dir) == DEFAULT else {}),
         threads=given["threads"],
         cases=_cases(given),
         rounds=given["repetitions"],

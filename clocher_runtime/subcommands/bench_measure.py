@@ -21,8 +21,8 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.command.loading import Loaded, load, not_acted_on
 from clocher_runtime.command.script_run import Tell
+from clocher_runtime.config.commands import settle
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.sources import Sources, settle
 from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import gpu
@@ -80,7 +80,7 @@ class Plan:
 def measure(plan: Plan, tell: Tell) -> list[Row]:
     """Measure every case with every number of threads; raises ClocherError."""
     load1 = os.getloadavg()[0]
-    config = settle(EngineConfig, Sources({"speculate": "off", **plan.flags}, os.environ))
+    config = settle(EngineConfig, {"speculate": "off", **plan.flags}, os.environ)
     if config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
         raise UsageError(
             "-b above 1 with --speculate: sequences would end at different steps; give -b 1"

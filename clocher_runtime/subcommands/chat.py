@@ -3,17 +3,16 @@
 import errno
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
-from clocher_runtime.command.settings import ChatConfig
-from clocher_runtime.config.sources import Sources, settle, unprefixed
-from clocher_runtime.config.values import declared, defaults
+from clocher_runtime.config.commands import ChatConfig, settle, warnings
+from clocher_runtime.config.values import Given, declared, defaults
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
 if TYPE_CHECKING:
@@ -21,8 +20,7 @@ if TYPE_CHECKING:
     from clocher_runtime.text.chat_turn import ChatModel
 
 NAME = "clocher chat"
-MAX_MESSAGE_BYTES = 8 << 20
-_CALM = {"temperature": "0.2", "top_p": "0.9"}
+_CALM: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
 """What the authors of the default model recommend."""
 
 ABOUT = """Talk with a language model in the terminal.
@@ -75,11 +73,11 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if sys.stdout is None:
             raise OutputLost(OSError(errno.EBADF, "closed"))
         answers = Screen(sys.stdout)
-        flags: Mapping[str, str] | None = COMMAND.parse(argv, answers.line)
+        flags = COMMAND.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
-        config = settle(ChatConfig, Sources(flags, os.environ))
-        for told_once in unprefixed(config):
+        config = settle(ChatConfig, flags, os.environ)
+        for told_once in warnings(config, os.environ):
             console.note(told_once)
         message = config.prompt
         if message is None and sys.stdin is None:
@@ -89,10 +87,10 @@ def _main(argv: Sequence[str], console: Console) -> int:
         from clocher_runtime.command.fetching import with_model
         from clocher_runtime.command.loading import choose_model
 
-        flags = with_model(flags, config, NAME, console.note)
-        if flags.get("model_dir") == DEFAULT and not _CALM.keys() & config.given.keys():
-            flags = {**_CALM, **flags}
-        config = settle(ChatConfig, Sources(flags, os.environ))
+        config = with_model(config, NAME, console.note)
+        if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
+            calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
+            config = replace(config, **_CALM, given={**config.given, **calm})
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
             message = _piped_message()
@@ -110,27 +108,20 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if isinstance(cause_of(raised), KeyboardInterrupt):
             console.note(f"ended by {cause_of(raised)}")
             return exit_code(cause_of(raised))
-        return console.failed(raised)[1]
+        return console.ended(raised)[1]
 
 
 def _piped_message() -> str:
-    try:
-        data = sys.stdin.buffer.read(MAX_MESSAGE_BYTES + 1)
-        text = data.decode().rstrip("\n")
-    except OSError as error:
-        raise UsageError(f"standard input: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"standard input is not UTF-8: {error}") from None
-    if not text.strip() or len(data) > MAX_MESSAGE_BYTES:
-        found = "nothing" if len(data) <= MAX_MESSAGE_BYTES else "more"
-        raise UsageError(
-            f"standard input has {found}; expected a message of at most {MAX_MESSAGE_BYTES} bytes, "
-            "or a terminal"
-        )
+    from clocher_runtime.text.prompts import read_stdin
+
+    text = read_stdin("standard input").rstrip("\n")
+    if not text.strip():
+        raise UsageError("standard input has nothing; expected a message, or a terminal")
     return text
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
+    from clocher_runtime.command.completions import from_model
     from clocher_runtime.command.loading import load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_talk import Talk, Typing
@@ -139,15 +130,16 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
     try:
         _say_what_is_special(config, engine, console)
         model = _chat_model(config, engine, console)
-        config, drawing = config.on_top_of(engine.sampling_defaults)
+        drawing: dict[str, Any] = {**from_model(config, engine)}
+        config = replace(config, **drawing)
         if note := drawn_as(drawing):
             console.note(note)
         if engine.session.reading.proposal:
             console.note(engine.session.reading.proposal)
         engine.session.warm()
         about = (
-            f"{engine.model} ({engine.precision}) on {engine.device}, {engine.threads} thread(s), "
-            f"context {engine.session.longest} tokens"
+            f"{engine.model} ({engine.numerics['precision']}) on {engine.device}, "
+            f"{engine.threads} thread(s), context {engine.session.longest} tokens"
         )
         notes = Screen(sys.stderr, may_be_lost=True)
         talk = Talk(model, config, about, answers, notes)

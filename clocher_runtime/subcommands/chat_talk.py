@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Self
 
 from clocher_kernels.errors import FormatError, NonFinite, UsageError
 from clocher_runtime.command.console import Screen, quiet_keys
-from clocher_runtime.command.settings import CONTINUED, RANDOM, ChatConfig
+from clocher_runtime.config.commands import CONTINUED, RANDOM, ChatConfig
 from clocher_runtime.config.values import every
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
@@ -27,7 +27,6 @@ CHANGEABLE = (
 )
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
-_PATIENCE_S = 0.2
 _FENCE = '"""'
 
 
@@ -77,28 +76,15 @@ class Typing:
 
     def _line(self, prompt: str) -> str:
         try:
-            with _heeding_signals():
-                if self._edits:
-                    return input(prompt)
-                self._prompts.write(prompt)
-                line = sys.stdin.readline()
+            if self._edits:
+                return input(prompt)
+            self._prompts.write(prompt)
+            line = sys.stdin.readline()
         except OSError:  # the terminal hung up
             raise EOFError from None
         if not line:
             raise EOFError
         return line.removesuffix("\n")
-
-
-@contextmanager
-def _heeding_signals() -> Iterator[None]:
-    """Handle a signal that arrives just before the wait for a key."""
-    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
-    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 class Interrupted(KeyboardInterrupt):

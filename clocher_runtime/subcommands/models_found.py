@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 from clocher_kernels.errors import ClocherError, UnsupportedModel
 from clocher_kernels.guards import available
-from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.hf.hub import HubName, repositories, revisions
 from clocher_runtime.checkpoints.locate import EMBEDDED, SUFFIX, embedded_model, holds_model, listed
 from clocher_runtime.command.loading import converses
 from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
-from clocher_runtime.engine.load import bytes_per_token, describe, destined, label
+from clocher_runtime.engine.load import Destined, bytes_per_token, describe, destined, label
+from clocher_runtime.models.spec import ModelSpec
 
 MOST_MODELS = 1000
 _DEPTH, _MOST_ENTRIES, _PHRASE = 3, 20_000, 120
@@ -44,7 +45,7 @@ def look(found: Found) -> dict[str, Any]:
     """Describe a model; values are None where a model that cannot run leaves them unknown."""
     about = {**found._asdict(), "path": str(found.path), **_UNKNOWN, "disk": _size(found.path)}
     try:
-        return about | _known(found.path) | {"runs": "yes"}
+        return about | _read(found.path)[0] | {"runs": "yes"}
     except UnsupportedModel as error:
         runs = f"no: {_phrase(error, found.path)}"
     except ClocherError as error:
@@ -54,12 +55,12 @@ def look(found: Found) -> dict[str, Any]:
     return about | {"runs": runs}
 
 
-def _known(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[dict[str, Any], Checkpoint, ModelSpec, dict[str, Destined]]:
     checkpoint = open_checkpoint(path)
     spec, needs = describe(checkpoint)
     weights = destined(spec, needs, checkpoint)
     memory, left = footprint(spec, weights).total, available()
-    return {
+    known = {
         "family": spec.family,
         "parameters": sum(need.elements for need in needs.values()),
         "format": label({n: (w.format, w.nbytes) for n, w in weights.items() if w.format}),
@@ -67,20 +68,18 @@ def _known(path: Path) -> dict[str, Any]:
         "fits": None if left is None else memory <= left,
         "chat": converses(path, checkpoint.tokenizer_config.get("chat_template")),
     }
+    return known, checkpoint, spec, weights
 
 
 def details(name: str, path: Path) -> dict[str, Any]:
     """Describe one model in full; raises ModelError if damaged or unsupported."""
-    checkpoint = open_checkpoint(path)
-    spec, needs = describe(checkpoint)
-    weights = destined(spec, needs, checkpoint)
+    known, checkpoint, spec, weights = _read(path)
     formats: dict[str, dict[str, int]] = {}
     for tensor in checkpoint.tensors.values():
         row = formats.setdefault(tensor.format.name, {"tensors": 0, "bytes": 0})
         row["tensors"] += 1
         row["bytes"] += tensor.nbytes
     contexts = [n for n in _CONTEXTS if n <= spec.max_positions] or [spec.max_positions]
-    known = _known(path)
     return {
         "name": name,
         "path": str(checkpoint.path),

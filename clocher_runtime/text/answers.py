@@ -2,10 +2,10 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from clocher_runtime.text.tokenizer import TextStream
+    from clocher_runtime.text.tokenizer import Tokenizer
 
 AnswerStyle = Literal["harmony", "hermes", "llama3", "plain"]
 DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
@@ -23,40 +23,23 @@ class Delta(NamedTuple):
     index: int = 0  # type: ignore[assignment]  # of the call, from 0; hides tuple.index
 
 
-class Tokens(Protocol):
-    """The methods needed of a tokenizer."""
-
-    def token_id(self, token: str) -> int | None:
-        """Return the id of a token by its name."""
-        ...
-
-    def stream(self) -> "TextStream":
-        """Return a decoder that takes one id at a time."""
-        ...
+Piece = TypeVar("Piece", contravariant=True)
 
 
-class AnswerReader(Protocol):
-    """Reads an answer token by token. It accepts anything a model generates, and never raises."""
+class Reader(Protocol[Piece]):
+    """Reads an answer, by tokens or by pieces of text. It accepts anything, and never raises."""
 
-    def push(self, token: int) -> list[Delta]:
-        """Return the deltas that a token completes."""
-        ...
-
-    def finish(self) -> list[Delta]:
-        """Return the text held back, after the last token."""
-        ...
-
-
-class TextReader(Protocol):
-    """Reads an answer by pieces of text. It accepts any text, and never raises."""
-
-    def push(self, text: str) -> list[Delta]:
+    def push(self, piece: Piece, /) -> list[Delta]:
         """Return the deltas that a piece completes."""
         ...
 
     def finish(self) -> list[Delta]:
         """Return the text held back, after the last piece."""
         ...
+
+
+AnswerReader = Reader[int]
+TextReader = Reader[str]
 
 
 class PlainText:
@@ -217,7 +200,7 @@ def message_of(deltas: Sequence[Delta], calls: Mapping[int, str]) -> dict[str, A
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
-def answer_style(tokenizer: Tokens, template: str) -> AnswerStyle:
+def answer_style(tokenizer: "Tokenizer", template: str) -> AnswerStyle:
     """Return how a model marks up its answers, by its tokens and chat template."""
     if all(tokenizer.token_id(name) is not None for name in _HARMONY):
         return "harmony"
@@ -230,7 +213,7 @@ def answer_style(tokenizer: Tokens, template: str) -> AnswerStyle:
 
 
 def make_reader(
-    tokenizer: Tokens,
+    tokenizer: "Tokenizer",
     style: AnswerStyle,
     *,
     tools: bool,
@@ -260,7 +243,7 @@ def make_reader(
 class _AnswerInText:
     """Reads an answer's text, independent of token boundaries."""
 
-    def __init__(self, tokenizer: Tokens, reader: TextReader, ends: Collection[int]) -> None:
+    def __init__(self, tokenizer: "Tokenizer", reader: TextReader, ends: Collection[int]) -> None:
         self._stream, self._reader = tokenizer.stream(), reader
         self._ends = frozenset(ends)
 

@@ -33,16 +33,11 @@ _turn = threading.Lock()
 STYLES = ("plain", "harmony", "hermes", "llama3")
 """Markup of a model's answers: gpt-oss; Hermes and Qwen; Llama 3."""
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
-MAX_TOOLS = 128
-MAX_DEPTH = 128
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
 _BRACKETED = re.compile(r"<.*>", re.DOTALL)
 """Added tokens that llguidance takes for special, not for text, even if the tokenizer does not."""
-_TOOL_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _LEAST, _LARGEST = 1e-6, 1 << 31  # up to here doubles resolve such a difference
-_LITERAL = frozenset({"const", "enum", "default", "examples", "required"})
-_NAMED = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 
 Part = Mapping[str, Any]
 Mark = Callable[[str], str]
@@ -220,29 +215,23 @@ def _schema(source: object) -> Part:
         raise UsageError(f"the JSON schema is not JSON: {error!s:.200}") from None
     _check_length("the JSON schema", text, MAX_SCHEMA_CHARS)
     # Ours overrides the client's: a schema must not disable its own checks.
-    return {"json_schema": {**without_open_integers(json.loads(text)), "x-guidance": _SPACE}}
+    return {"json_schema": {**_closed(text), "x-guidance": _SPACE}}
 
 
-def without_open_integers(schema: Any, depth: int = 0) -> Any:
+def _closed(schema: str) -> dict[str, Any]:
     """Return a schema whose exclusive integer bounds are moved inwards by 10^-6.
 
     If the bounds of a number are less than 1 apart, llguidance 1.9 allows an exclusive integer
-    bound itself: 20 for numbers above 20 and below 20.5. Raises UsageError: nested too deeply.
+    bound itself: 20 for numbers above 20 and below 20.5. A literal object that has such a key
+    changes, too. Raises UsageError: nested too deeply.
     """
-    if depth > MAX_DEPTH:
-        raise UsageError(f"the JSON schema has more than {MAX_DEPTH} levels; make it flatter")
-    if isinstance(schema, list):
-        return [without_open_integers(each, depth + 1) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    made = {}
-    for key, value in schema.items():
-        if key in _LITERAL:
-            made[key] = value
-        elif key in _NAMED and isinstance(value, dict):
-            made[key] = {n: without_open_integers(each, depth + 2) for n, each in value.items()}
-        else:
-            made[key] = without_open_integers(value, depth + 1)
+    try:
+        return json.loads(schema, object_hook=_with_closed_bounds)  # type: ignore[no-any-return]
+    except RecursionError:
+        raise UsageError("the JSON schema is nested too deeply; make it flatter") from None
+
+
+def _with_closed_bounds(made: dict[str, Any]) -> dict[str, Any]:
     for open_, closed, inwards in (
         ("exclusiveMinimum", "minimum", 1),
         ("exclusiveMaximum", "maximum", -1),
@@ -320,21 +309,7 @@ def _check_length(what: str, text: str, most: int) -> None:
         raise UsageError(f"{what} has {len(text)} characters; the limit is {most}")
 
 
-def _functions(tools: object) -> dict[str, Part]:
-    given: Sequence[Any] = listed(tools, "a list of functions")
-    if not 0 < len(given) <= MAX_TOOLS:
-        raise UsageError(f"{len(given)} functions; expected 1 to {MAX_TOOLS}")
-    found: dict[str, Part] = {}
-    for number, function in enumerate(given):
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not _TOOL_NAME.fullmatch(name):
-            raise UsageError(
-                f"function {number} is {shown(function)}; expected one with a name of letters, "
-                "digits, '_', '-' and '.', at most 64"
-            )
-        if name in found:
-            raise UsageError(f"two functions have the name {name}")
-        parameters = function.get("parameters")
-        found[name] = _schema({"type": "object"} if parameters is None else parameters)
+def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Part]:
+    found = {each["name"]: _schema(each.get("parameters") or {"type": "object"}) for each in tools}
     _check_length("the schemas of the functions", json.dumps(found), MAX_SCHEMA_CHARS)
     return found

@@ -7,9 +7,12 @@ after `<|start|>assistant`. Sources: docs/format.md of openai/harmony, and its p
 
 import re
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from clocher_runtime.text.answers import Delta, DeltaKind, Tokens
+from clocher_runtime.text.answers import Delta, DeltaKind
+
+if TYPE_CHECKING:
+    from clocher_runtime.text.tokenizer import Tokenizer
 
 Mark = Literal["start", "channel", "constrain", "message", "end"]
 MARKS: dict[str, Mark] = {
@@ -54,13 +57,13 @@ _CHANNEL = _Part(
 _TYPE = _Part(_CHANNEL.whole, re.compile(rf"\s?{_NAME}(?:\s?{_TO})?\s?"))
 
 
-def harmony_marks(tokenizer: Tokens) -> dict[int, Mark]:
+def harmony_marks(tokenizer: "Tokenizer") -> dict[int, Mark]:
     """Return token id -> role of the format's special tokens."""
     found = {tokenizer.token_id(name): mark for name, mark in MARKS.items()}
     return {token: mark for token, mark in found.items() if token is not None}
 
 
-def harmony_stop_ids(tokenizer: Tokens) -> frozenset[int]:
+def harmony_stop_ids(tokenizer: "Tokenizer") -> frozenset[int]:
     """Return the ids that end an answer; `<|end|>` only ends a message."""
     found = map(tokenizer.token_id, _STOPS)
     return frozenset(token for token in found if token is not None)
@@ -79,7 +82,7 @@ class HarmonyReader:
 
     def __init__(
         self,
-        tokenizer: Tokens,
+        tokenizer: "Tokenizer",
         *,
         tools: bool = True,
         prompt_tail: str = "<|start|>assistant",

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import FileIO
 from itertools import chain, islice
@@ -227,7 +227,7 @@ def piped_text(wait_s: float) -> str | None:
         return None
     if not select.select([number], [], [], wait_s)[0]:
         raise TimeoutError
-    return _stdin("standard input") or None
+    return read_stdin("standard input") or None
 
 
 def _text(prompt: str | None) -> str:
@@ -235,13 +235,14 @@ def _text(prompt: str | None) -> str:
         return DEFAULT_PROMPT if prompt is None else prompt
     if sys.stdin is None:
         raise UsageError("--prompt -: standard input is closed; give it a text to read")
-    if not (text := _stdin("--prompt -: standard input")):
+    if not (text := read_stdin("--prompt -: standard input")):
         limit = MAX_STDIN_CHARS
         raise UsageError(f"--prompt -: expected 1 to {limit} characters on standard input")
     return text
 
 
-def _stdin(where: str) -> str:
+def read_stdin(where: str) -> str:
+    """Return standard input; raises UsageError, which begins with `where`."""
     try:
         text = sys.stdin.read(MAX_STDIN_CHARS + 1)
     except UnicodeDecodeError as error:
@@ -273,11 +274,8 @@ class PromptPipeline:
     ) -> None:
         self._lines, self._prepare = iter(lines), prepare
         self._batch, self._capacity, self._overlap = batch, batch * ahead, overlap
-        # Lines per turn of a thread: a switch costs as much as a short prompt.
-        self._block = max(1, self._capacity // (2 * workers))
-        self._blocks: deque[Future[list[tuple[Prompt, int]]]] = deque()
-        self._ready: deque[tuple[Prompt, int]] = deque()  # with the bytes of their lines
-        self._count = self._bytes = 0  # of lines between being read and being taken
+        self._ring: deque[tuple[Future[Prompt], int]] = deque()  # with the bytes of their lines
+        self._bytes = 0
         self._ended = self._closed = False
         self._changed = threading.Condition()
         # A reader may block for long on a pipe, so it must not keep the process alive.
@@ -308,25 +306,17 @@ class PromptPipeline:
         return [self._prepare(line) for line in islice(self._lines, self._batch)]
 
     def _take(self) -> list[Prompt]:
-        if not (self._overlap or self._ended or len(self._ready) >= self._batch):
+        if not (self._overlap or self._ended or len(self._ring) >= self._batch):
             refuse_in_window("tokenise a prompt")
             while self._fits() and self._read():
                 pass
-            while self._blocks:
-                self._ready += self._blocks.popleft().result()
-        while len(self._ready) < self._batch:
-            with self._changed:
-                self._changed.wait_for(lambda: self._blocks or self._ended)
-                block = self._blocks.popleft() if self._blocks else None
-            if block is None:
-                break
-            self._ready += block.result()
-        group = [self._ready.popleft() for _ in range(min(self._batch, len(self._ready)))]
+            wait([prompt for prompt, _ in self._ring])
         with self._changed:
-            self._count -= len(group)
+            self._changed.wait_for(lambda: self._ended or len(self._ring) >= self._batch)
+            group = [self._ring.popleft() for _ in range(min(self._batch, len(self._ring)))]
             self._bytes -= sum(size for _, size in group)
             self._changed.notify_all()
-        return [prompt for prompt, _ in group]
+        return [prompt.result() for prompt, _ in group]
 
     def _read_on(self) -> None:
         """Read ahead while there is room; run by the reader."""
@@ -337,37 +327,32 @@ class PromptPipeline:
             more = self._read()
 
     def _read(self) -> bool:
-        """Give the next lines, or an error of theirs, to a thread; False at the end."""
-        room, room_bytes = min(self._block, self._capacity - self._count), RING_BYTES - self._bytes
-        lines: list[Line] = []
-        error, size = None, 0
+        """Give the next line, or an error of it, to a thread; False at the end."""
+        line = error = None
         try:
-            for line in islice(self._lines, room):
-                lines.append(line)
-                size += len(line.content)
-                if size >= room_bytes:
-                    break
+            line = next(self._lines, None)
         except BaseException as raised:
             if not self._overlap:
                 raise
             error = raised  # for the consumer
         with self._changed:
-            self._ended = self._closed or error is not None or not lines
-            if not self._closed and (lines or error):
-                self._blocks.append(self._pool.submit(self._prepared, lines, error))
-                self._count += len(lines)
+            self._ended = self._closed or line is None
+            if not self._closed and (line or error):
+                size = len(line.content) if line else 0
+                self._ring.append((self._pool.submit(self._prepared, line, error), size))
                 self._bytes += size
             self._changed.notify_all()
         return not self._ended
 
-    def _prepared(self, lines: list[Line], error: BaseException | None) -> list[tuple[Prompt, int]]:
+    def _prepared(self, line: Line | None, error: BaseException | None) -> Prompt:
         if error is not None:
             raise error
-        return [(self._prepare(line), len(line.content)) for line in lines if not self._closed]
+        assert line is not None
+        return self._prepare(line)
 
     def _fits(self) -> bool:
-        room = self._count < self._capacity
-        return room and (self._count < self._batch or self._bytes < RING_BYTES)
+        count = len(self._ring)
+        return count < self._capacity and (count < self._batch or self._bytes < RING_BYTES)
 
 
 def prefetch_depth(prefetch: int | str, batch: int) -> tuple[int, bool]:

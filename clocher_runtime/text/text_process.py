@@ -8,13 +8,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from contextlib import suppress
-from select import POLLIN, poll
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 from clocher_runtime.text import Refused
 
-HEADER_BYTES = 8
 MAX_REQUEST_BYTES, MAX_REPLY_BYTES = 128 << 20, 256 << 20
 MAX_IDLE_BYTES = 512 << 20
 """A process that grew by more since it loaded its tokenizer or grammars ends after its reply."""
@@ -29,6 +27,7 @@ class TextProcess:
     def __init__(self) -> None:
         self._turn = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._pipe: Connection  # to it
         self._owner = 0
         self._loaded = ""
         self._loaded_bytes = 0  # size of the process after the last load
@@ -62,10 +61,7 @@ class TextProcess:
         self._loaded_bytes = 0
         if process is None:
             return
-        for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # unsent data of a dead process
-                if pipe is not None:
-                    pipe.close()
+        self._pipe.close()
         if self._owner == os.getpid():
             process.kill()
             process.wait()
@@ -101,41 +97,39 @@ class TextProcess:
         self.close()  # the child of the process that this one was forked from
         # With little memory left the library could deadlock in a backtrace.
         paths = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
+        self._pipe, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", _MODULE],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
+                [sys.executable, "-m", _MODULE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a panicking library writes there
+                pass_fds=[theirs.fileno()],
                 env=os.environ | paths,
                 start_new_session=True,  # Ctrl-C is for this process, which then ends that one
             )
         except OSError as error:
             raise Refused("crash", f"the process for text cannot be started: {error}") from None
+        finally:
+            theirs.close()
         self._owner = os.getpid()
         atexit.unregister(self.close)
         atexit.register(self.close)
 
     def _exchange(self, request: bytes, patience: float) -> dict[str, Any]:
         process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None
+        assert process is not None
         try:
-            process.stdin.write(len(request).to_bytes(HEADER_BYTES, "little") + request)
-            process.stdin.flush()
-            waiting = poll()
-            waiting.register(process.stdout, POLLIN)
-            if not waiting.poll(1000 * patience):
+            self._pipe.send_bytes(request)
+            if not self._pipe.poll(patience):
                 raise Refused("time", f"no answer within {patience:g} s")
-            header = process.stdout.read(HEADER_BYTES)
-            size = int.from_bytes(header, "little")
-            if len(header) == HEADER_BYTES and size > MAX_REPLY_BYTES:
-                raise Refused("memory", f"a result of {size} bytes; the limit is {MAX_REPLY_BYTES}")
-            data = process.stdout.read(size)
-        except BrokenPipeError:
-            header = data = b""
-        if len(header) == HEADER_BYTES and len(data) == size:
-            reply: dict[str, Any] = from_bytes(data)
+            reply: dict[str, Any] = from_bytes(self._pipe.recv_bytes(MAX_REPLY_BYTES))
             return reply
+        except (EOFError, ConnectionError):  # it has ended
+            pass
+        except OSError:
+            most = MAX_REPLY_BYTES
+            raise Refused("memory", f"a result of more than {most} bytes") from None
         code = process.wait()
         if code in (-signal.SIGXCPU, -signal.SIGKILL):
             raise Refused("time", "it takes too long")

@@ -1,22 +1,34 @@
 """The text process, inside; `text_process` starts it.
 
 A request is [operation, CPU seconds, bytes of memory, arguments]; a reply is an object with
-`value`, or `error` as kind and message. Both are JSON with a length prefix.
+`value`, or `error` as kind and message. Both are JSON.
 """
 
-import os
+import datetime
+import json
 import resource
 import signal
+import sys
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import lru_cache
 from math import ceil
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import jinja2
+from jinja2 import meta
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
 from clocher_kernels.errors import UsageError
 from clocher_runtime.text import Refused
-from clocher_runtime.text.text_process import HEADER_BYTES, from_bytes, to_bytes
+from clocher_runtime.text.text_process import from_bytes, to_bytes
 from clocher_runtime.text.tokenizer_library import LibraryTokenizer
 
 if TYPE_CHECKING:
@@ -24,6 +36,7 @@ if TYPE_CHECKING:
 
 _tokenizers: list[LibraryTokenizer] = []  # the last tokenizer loaded
 _grammars: list["LibraryGrammars"] = []  # grammars made with it, if requested
+MAX_OUTPUT_CHARS = 16 << 20
 _STACK_BYTES = 1 << 20
 """Stack of a trial; the real work has eight times as much."""
 
@@ -32,19 +45,14 @@ class _OutOfTime(BaseException):
     """No template catches it: it is no Exception."""
 
 
-def main() -> None:
+def main(descriptor: int) -> None:
     """Serve requests until the pipe is closed."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    os.dup2(null, 1)  # keeps stray output out of the replies
+    pipe = Connection(descriptor)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, _stop)
-    while header := requests.read(HEADER_BYTES):
-        data = requests.read(int.from_bytes(header, "little"))
-        reply = to_bytes(_reply(from_bytes(data)))
-        replies.write(len(reply).to_bytes(HEADER_BYTES, "little") + reply)
-        replies.flush()
+    with suppress(EOFError, ConnectionError):
+        while True:
+            pipe.send_bytes(to_bytes(_reply(from_bytes(pipe.recv_bytes()))))
 
 
 def _reply(request: list[Any]) -> dict[str, Any]:
@@ -52,7 +60,7 @@ def _reply(request: list[Any]) -> dict[str, Any]:
     try:
         _bound(seconds, memory)
         try:
-            reply = {"value": _operation(operation)(**arguments)}
+            reply = {"value": _OPERATIONS[operation](**arguments)}
         finally:
             _unbound()
     except (Refused, UsageError) as error:
@@ -97,16 +105,6 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _OutOfTime
 
 
-def _operation(name: str) -> Callable[..., Any]:
-    if name in ("compile_template", "render"):
-        from clocher_runtime.text import template_sandbox  # import Jinja for templates only
-
-        return template_sandbox.variables_of if name != "render" else template_sandbox.render
-    if name in ("encode", "decode", "token_to_id", "id_to_token"):
-        return getattr(_tokenizers[0], name)  # type: ignore[no-any-return]
-    return _OWN[name]
-
-
 def _load(text: str) -> None:
     _tokenizers.clear()
     _grammars.clear()
@@ -129,7 +127,100 @@ def _check_rules(rules: str) -> None:
         _limit(resource.RLIMIT_STACK, kept)
 
 
-_OWN: Mapping[str, Callable[..., Any]] = {
+def _of_tokenizer(name: str) -> Callable[..., Any]:
+    return lambda **arguments: getattr(_tokenizers[0], name)(**arguments)
+
+
+# Jinja, as transformers sets it up for chat templates.
+
+
+@lru_cache(maxsize=8)
+def compiled(source: str) -> jinja2.Template:
+    """Compile a template; raises Refused if it is not valid Jinja."""
+    try:
+        return _environment().from_string(source)
+    except MemoryError:
+        raise
+    except Exception as error:  # any error of compiling an invalid template
+        raise Refused("refused", str(error)) from None
+
+
+def variables_of(source: str) -> list[str]:
+    """Return the variables that a template reads and does not set; raises Refused."""
+    compiled(source)
+    return sorted(meta.find_undeclared_variables(_environment().parse(source)))
+
+
+def render(source: str, variables: Mapping[str, Any]) -> str:
+    """Return the text; raises Refused: rejected, forbidden or over `MAX_OUTPUT_CHARS`."""
+    template = compiled(source)
+    pieces: list[str] = []
+    size = 0
+    try:
+        for piece in template.generate(**variables):
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_OUTPUT_CHARS:
+                raise SecurityError(f"more than {MAX_OUTPUT_CHARS} characters of output")
+    except (SecurityError, RecursionError, OverflowError) as error:
+        raise Refused("forbidden", str(error)) from None
+    except MemoryError:
+        raise
+    except Exception as error:  # any error of a foreign template
+        raise Refused("refused", str(error)) from None
+    return "".join(pieces)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks assistant text for training; here it has no effect."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja declares it so
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Return the nodes between the marks, in a scope of their own as in transformers."""
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return [jinja2.nodes.CallBlock(self.call_method("_as_it_is"), [], [], body, lineno=line)]
+
+    def _as_it_is(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    del environment.globals["lipsum"]
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    more: dict[str, Any] = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
+    return json.dumps(value, ensure_ascii=ensure_ascii, **more)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    # In local time and without a zone, as in transformers.
+    return datetime.datetime.now().astimezone().replace(tzinfo=None).strftime(format)
+
+
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    "compile_template": variables_of,
+    "render": render,
+    **{n: _of_tokenizer(n) for n in ("encode", "decode", "token_to_id", "id_to_token")},
     "load": _load,
     "vocab_size": lambda: _tokenizers[0].vocab_size,
     "load_grammars": _load_grammars,
@@ -137,4 +228,4 @@ _OWN: Mapping[str, Callable[..., Any]] = {
 }
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -12,7 +12,7 @@ from functools import cache
 from random import Random
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.settings import ALL
+from clocher_runtime.config.commands import ALL
 from fuzz import hf_seeds
 from fuzz.mutations import mutate_bytes, mutate_json, mutate_lines, words_of
 from fuzz.readers import READERS, Mutator
