@@ -226,11 +226,8 @@ def code_query(source, target, d, size, scale, state):
     A query that is not finite has a step that is NaN.
     """
     largest, most = v.izero(), np.float32(min(_LARGEST, _MOST // d))
-    for i in range(0, d & -16, 16):
-        largest = _bits_largest(v.load_f32(source + 4 * i), largest)
-    tail = d & -16
-    if tail < d:
-        largest = _bits_largest(v.load_f32_n(source + 4 * tail, d - tail), largest)
+    for i in range(0, d, 16):
+        largest = _bits_largest(v.load_up_to(source + 4 * i, d - i), largest)
     step = _step(largest, most)
     inverse = _inverse(step)
     v.write_f32(state + QUERY_STEP, step * scale)

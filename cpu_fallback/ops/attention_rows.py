@@ -162,21 +162,15 @@ def end_row(state, past, y, d):
     inverse = np.float32(0)
     if total != np.float32(0):
         inverse = np.float32(1) / total
-    for i in range(0, d - 15, 16):
-        v.store_f32(y + 4 * i, v.mul(v.load_f32(past + 4 * i), v.splat(inverse)))
-    i = d & -16
-    if i < d:
-        v.store_f32_n(y + 4 * i, v.mul(v.load_f32(past + 4 * i), v.splat(inverse)), d - i)
+    for i in range(0, d, 16):
+        v.store_up_to(y + 4 * i, v.mul(v.load_f32(past + 4 * i), v.splat(inverse)), d - i)
 
 
 @device
 def copy_row(source, target, d, scale):
     """Copy a query times a scale, padded with zeros to whole vectors."""
-    for i in range(0, d - 15, 16):
-        v.store_f32(target + 4 * i, v.mul(v.load_f32(source + 4 * i), v.splat(scale)))
-    i = d & -16
-    if i < d:
-        v.store_f32(target + 4 * i, v.mul(v.load_f32_n(source + 4 * i, d - i), v.splat(scale)))
+    for i in range(0, d, 16):
+        v.store_f32(target + 4 * i, v.mul(v.load_up_to(source + 4 * i, d - i), v.splat(scale)))
 
 
 class Sight(NamedTuple):
