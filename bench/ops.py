@@ -114,7 +114,7 @@ def resized(spec: OpSpec, case: Case, real: Real) -> Case:
     attrs, sizes = dict(case.attrs), dict(real.sizes)
     if "group" in attrs:
         sizes["B"] = groups_of(sizes[spec.param("x").letters[-1]], int(attrs["group"]))
-    if "kv_dtype" in attrs:
+    if "cache_dtype" in attrs:
         sizes |= {"F": sizes["N"] * sizes["D"], "T": _PAGE, "P": sizes["S"] * sizes["B"]}
         if "scale" in attrs:
             attrs["scale"] = sizes["D"] ** -0.5

@@ -14,7 +14,6 @@ import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.formats import Int4
 from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value, has_codes
@@ -34,8 +33,6 @@ from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.tile_pack import is_packed
 
 _CHUNK = 4 << 20
-_BY_COLUMN = {"relu2_gate_up": False, "skip_linear": True}
-"""Op that has its weight by neuron too -> whether a neuron is a column."""
 _copies: dict[int, np.ndarray] = {}
 
 
@@ -55,25 +52,15 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
                 continue  # refused by name when the call is bound
             if has_codes(call):
                 found[name] = 0 if is_packed(tensor) else tensor.nbytes
-                if name == call.args["w"]:
-                    found[name] += _second_layout(call, tensor)
+                if call.op == "skip_linear":
+                    from cpu_fallback.tiles.columns import are_packed, columns_of
+
+                    found[name] += 0 if are_packed(tensor) else columns_of(tensor).nbytes
             elif name == call.args.get("w") and name in copied and reads_in_place(call, tensor):
                 planes = tensor.planes.values()
                 fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]
                 found[name] = sum(fresh)
     return found
-
-
-def _second_layout(call: Call, tensor: QuantTensor) -> int:
-    """Return the bytes of what lets a call leave out zeros, if that is not packed yet."""
-    columns = _BY_COLUMN.get(call.op)
-    if columns is None:
-        return 0
-    from cpu_fallback.tiles.neurons import are_packed, nbytes_of, rows_are_packed, rows_nbytes
-
-    if isinstance(tensor.format, Int4):
-        return 0 if rows_are_packed(tensor) else rows_nbytes(tensor)
-    return 0 if are_packed(tensor, columns) else nbytes_of(tensor.shape, columns)
 
 
 def reads_in_place(call: Call, tensor: Value) -> bool:
@@ -140,7 +127,7 @@ def _lower_rare(call: BoundCall) -> Sequence[Launch]:
             from cpu_fallback.ops.bsr import LOWER as table
         case "page_bounds" | "select_pages":
             from cpu_fallback.ops.selection import LOWER as table
-        case "relu2_gate_up" | "skip_linear" | "drop_small":
+        case "skip_linear" | "drop_small":
             from cpu_fallback.ops.skip import LOWER as table
         case _:
             from cpu_fallback.ops.moe import LOWER as table
@@ -148,8 +135,7 @@ def _lower_rare(call: BoundCall) -> Sequence[Launch]:
 
 
 _RARE = """
-    bsr_linear page_bounds select_pages relu2_gate_up skip_linear drop_small
-    route moe_gate_up moe_down
+    bsr_linear page_bounds select_pages skip_linear drop_small route moe_gate_up moe_down
 """
 LOWER: Mapping[str, Kernel | Lower] = {
     **{name: lower for module in _USUAL for name, lower in module.LOWER.items()},

@@ -120,7 +120,7 @@ def render_op(spec: OpSpec) -> str:
 def shape(param: Param) -> str:
     """Return a parameter's element type and dimensions."""
     stored = " or ".join(param.dtypes)
-    stored = stored or ("" if param.kind == "matrix" else "kv_dtype")
+    stored = stored or ("" if param.kind == "matrix" else "cache_dtype")
     return f"{stored}[{','.join(param.dims.split())}]"
 
 

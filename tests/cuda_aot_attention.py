@@ -36,7 +36,7 @@ def tokens_and_cache(count: int, heads: int, dim: int, kv: str) -> dict[str, Any
         made[f"{name}_cache"] = meta(shape, TORCH_DTYPES[kv])
         if kv == "i8":
             made[f"{name}_scale"] = floats(*shape[:3])
-    return made | {"kv_dtype": kv}
+    return made | {"cache_dtype": kv}
 
 
 def attention(

@@ -64,20 +64,18 @@ def _leaning(
     return replace(weight, planes={"codes": codes, "scale": weight.planes["scale"].copy()})
 
 
-def zeros_by_layer(session: Session, tokens: int) -> list[tuple[float, float]]:
-    """Return for each layer the share of gates that are zero, and of the codes that are."""
+def zeros_by_layer(session: Session, tokens: int) -> list[float]:
+    """Return for each layer the share of the codes of its hidden neurons that are zero."""
     executor: Any = session.executor
-    seen: dict[str, list[list[float]]] = {"relu2_gate_up": [], "skip_linear": []}
     prompt = np.random.default_rng(0).integers(session.model.spec.vocab_size, size=_PROMPT)
     for _ in session.generate([prompt.tolist()], 1, stop_ids=frozenset()):
         pass
+    seen = []
     for _ in range(tokens):
-        found: dict[str, list[float]] = {op: [] for op in seen}
+        found = []
         for call in executor.walk(1, 1):
-            if call.op in seen:
-                array = executor.array(call.args["y" if call.op == "relu2_gate_up" else "x"])
-                found[call.op].append(float(np.mean(array[0] == 0)))
-        for op, shares in found.items():
-            seen[op].append(shares)
-    gates, codes = (np.mean(seen[op], axis=0) for op in seen)
-    return list(zip(gates.tolist(), codes.tolist(), strict=True))
+            if call.op == "skip_linear":
+                found.append(float(np.mean(executor.array(call.args["x"])[0] == 0)))
+        seen.append(found)
+    shares: list[float] = np.mean(seen, axis=0).tolist()
+    return shares

@@ -1,6 +1,6 @@
 """Kernels for NEON, compiled on any host and not run.
 
-    CLOCHER_ISA=neon_i8mm python tests/neon_code.py FORMAT ...
+    CLOCHER_ISA=neon_dotprod python tests/neon_code.py FORMAT ...
 
 prints a line for each format: its name, and the instructions of the inner loop of its product for
 one unit of 16 rows and 32 columns with 1, 2 and 4 tokens. `tests/test_isa.py` compares them with
@@ -10,7 +10,7 @@ As a plugin of pytest it fills a kernel cache for an emulated process, in which 
 times as long (docs/verification.md): tests then fail, since no kernel is run, but all that they
 would run is compiled.
 
-    CLOCHER_ISA=neon_i8mm NEON_CACHE=FINGERPRINT python -m pytest -p neon_code FILE
+    CLOCHER_ISA=neon_dotprod NEON_CACHE=FINGERPRINT python -m pytest -p neon_code FILE
 """
 
 import ctypes
@@ -21,8 +21,8 @@ import sys
 import llvmlite.binding as llvm
 
 _TRIPLE = "aarch64-unknown-linux-gnu"
-_FEATURES = dict.fromkeys(("lse", "dotprod", "i8mm"), True)
-_PRODUCT = re.compile(r"^\t(?:sdot|smmla)\t", re.M)
+_FEATURES = dict.fromkeys(("lse", "dotprod"), True)
+_PRODUCT = re.compile(r"^\tsdot\t", re.M)
 _INSTRUCTION = re.compile(r"^\t[a-z]", re.M)
 
 _own, llvm.get_host_cpu_features = llvm.get_host_cpu_features, lambda: _FEATURES

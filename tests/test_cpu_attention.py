@@ -103,7 +103,7 @@ def attend(
     """Attend on the CPU, or in the reference if threads is 0; more attributes may be given."""
     heads, dim = cache.sizes["H"] * group, cache.sizes["D"]
     sizes = {**cache.sizes, "M": len(values["slots"]), "N": heads, "F": heads * dim}
-    attrs = {"kv_dtype": cache.kv, "scale": dim**-0.5, "window": window, **more}
+    attrs = {"cache_dtype": cache.kv, "scale": dim**-0.5, "window": window, **more}
     return run(
         "attention", sizes, attrs, {**values, "pages": cache.pages, **cache.planes}, threads
     )["y"]
@@ -286,7 +286,7 @@ def test_append_of_any_shape(kv: str, heads: int, dim: int, size: int, seed: int
     )
     values = {"k": k, "v": v, **rows, "pages": cache.pages, **cache.planes}
     sizes = {**cache.sizes, "M": 2, "F": heads * dim}
-    got, expected = (run("kv_append", sizes, {"kv_dtype": kv}, values, n) for n in (2, 0))
+    got, expected = (run("kv_append", sizes, {"cache_dtype": kv}, values, n) for n in (2, 0))
     for name in got:
         np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
 
@@ -298,7 +298,7 @@ def test_f16_saturates_and_what_is_not_finite_becomes_nan(threads: int) -> None:
     rows = np.array([given], np.float32)
     values = {"k": rows, "v": rows, **tokens((0, 3, 0, 0)), "pages": cache.pages, **cache.planes}
     sizes = {**cache.sizes, "M": 1, "F": 20}
-    got = run("kv_append", sizes, {"kv_dtype": "f16"}, values, threads)
+    got = run("kv_append", sizes, {"cache_dtype": "f16"}, values, threads)
     most, odd = 65504, np.nan
     expected = [most, most, most, most, -most, most, -most, odd, odd, odd, 1, *[0] * 9]
     for name in ("k_cache", "v_cache"):
@@ -395,8 +395,8 @@ def test_a_cap_makes_no_number_of_what_is_not_finite(key: float, threads: int) -
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"kv_dtype": "f64"}, UnsupportedOp, "kv_dtype='f64'; there are f32, bf16"),
-        ({"kv_dtype": "f16"}, ShapeError, "is uint16; kv_dtype='f16' is stored as float16"),
+        ({"cache_dtype": "f64"}, UnsupportedOp, "cache_dtype='f64'; there are f32, bf16"),
+        ({"cache_dtype": "f16"}, ShapeError, "is uint16; cache_dtype='f16' is stored as float16"),
         ({"sinks": np.zeros(3, np.float32)}, ShapeError, "3 sinks; expected one for each of 4"),
         ({"q": np.zeros((1, 96), np.float32)}, ShapeError, "multiple of 2 key/value heads x 32"),
         ({"k_scale": np.zeros((1, 2, 16), np.float32)}, ShapeError, "'k_scale' is there"),
@@ -410,13 +410,13 @@ def test_what_does_not_fit_is_refused(
     cache = Cache(rng, "bf16", 1, 1, 16, 2, 32)
     values = {**tokens((0, 0, 1, 0)), "q": queries(rng, 1, cache, 2)}
     values |= {"pages": cache.pages, **cache.planes}
-    attrs: dict[str, Attr] = {"kv_dtype": "bf16", "scale": 1.0, "window": 0}
+    attrs: dict[str, Attr] = {"cache_dtype": "bf16", "scale": 1.0, "window": 0}
     for name, value in change.items():
         if isinstance(value, str):
             attrs[name] = value
         else:
             values[name] = value
-    case = Case("wrong", {"M": 1, "F": values["q"].shape[1]}, {"kv_dtype": "bf16"})
+    case = Case("wrong", {"M": 1, "F": values["q"].shape[1]}, {"cache_dtype": "bf16"})
     plan = case_plan(OPS["attention"], case, values)
     plan = replace(plan, calls=(replace(plan.calls[0], attrs=attrs),))
     with pytest.raises(kind, match=message):

@@ -31,7 +31,7 @@ def close(got: np.ndarray, expected: np.ndarray, rms: float = 5e-6, largest: flo
 @pytest.mark.parametrize("kv", KV_DTYPES)
 def test_append_rounds_every_kind_of_number(kv: str) -> None:
     sizes = {"M": 2, "H": 2, "D": 64, "F": 128, "S": 1, "B": 1, "T": 4, "P": 1, "N": 2}
-    op = OpRun(OPS["kv_append"], Case(f"numbers-{kv}", sizes, {"kv_dtype": kv}))
+    op = OpRun(OPS["kv_append"], Case(f"numbers-{kv}", sizes, {"cache_dtype": kv}))
     bits = np.random.default_rng(1).integers(0, 1 << 32, 256, dtype=np.uint64).astype(np.uint32)
     hard = bits.view(np.float32)
     steps = np.arange(128, dtype=np.float32) / 8
@@ -56,7 +56,7 @@ def paged(name: str, kv: str, count: int, page: int, **options: Any) -> OpRun:
     slots, blocks = 2, 384 // page
     sizes = {"M": count, "N": 6, "H": 2, "D": 24, "F": 144, "S": slots, "B": blocks, "T": page}
     sizes["P"] = slots * blocks
-    attrs = {"kv_dtype": kv, "scale": 24**-0.5, "window": options.pop("window", 0)}
+    attrs = {"cache_dtype": kv, "scale": 24**-0.5, "window": options.pop("window", 0)}
     attrs |= {name: options.pop(name) for name in ("chunk", "softcap") if name in options}
     return OpRun(ATTENTION, Case(f"{name}-{kv}-m{count}-t{page}", sizes, attrs, {}, options))
 
@@ -72,7 +72,7 @@ def poison(op: OpRun) -> None:
         cells = visible_cells(int(position), int(end), int(tree), *limits)
         for cell in cells:
             hidden[values["pages"][slot][cell // page], cell % page] = False
-    kv = str(attrs["kv_dtype"])
+    kv = str(attrs["cache_dtype"])
     bad = np.int8(127) if kv == "i8" else from_f32(np.float32([np.nan]), kv)[0]
     for name in ("k_cache", "v_cache"):
         values[name].transpose(0, 2, 1, 3)[hidden] = bad
@@ -240,7 +240,7 @@ def test_a_cap_makes_no_number_of_what_is_not_finite(key: float) -> None:
 @pytest.mark.parametrize("count", [2, 34])
 def test_heads_of_256_values(count: int) -> None:
     sizes = {"M": count, "N": 4, "H": 2, "D": 256, "F": 1024, "S": 2, "B": 2, "T": 64, "P": 4}
-    attrs = {"kv_dtype": "bf16", "scale": 1 / 16, "window": 40, "softcap": 50.0}
+    attrs = {"cache_dtype": "bf16", "scale": 1 / 16, "window": 40, "softcap": 50.0}
     op = OpRun(ATTENTION, Case(f"wide-m{count}", sizes, attrs, {}, {"tokens": "prefill"}))
     poison(op)
     close(run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"])

@@ -69,7 +69,7 @@ def hide(op: OpRun, lists: np.ndarray) -> None:
     """Put NaN into the pages that a key/value head lists for no token."""
     for head, listed in enumerate(lists.any(axis=0)):
         for name in ("k_cache", "v_cache"):
-            nan = from_f32(np.float32([np.nan]), str(op.case.attrs["kv_dtype"]))[0]
+            nan = from_f32(np.float32([np.nan]), str(op.case.attrs["cache_dtype"]))[0]
             op.values[name][op.values["pages"][1][~listed], head] = nan
 
 
@@ -141,7 +141,7 @@ def bounding(kv: str, dim: int, cells: int = 64) -> OpRun:
     """Make a case of one token that ends the first page of a slot."""
     sizes = {"M": 1, "H": 2, "D": dim, "S": 1, "B": 2, "T": cells, "P": 2}
     op = OpRun(
-        OPS["page_bounds"], Case(f"bound-{kv}", sizes, {"kv_dtype": kv}, {}, {"tokens": "decode"})
+        OPS["page_bounds"], Case(f"bound-{kv}", sizes, {"cache_dtype": kv}, {}, {"tokens": "decode"})
     )
     op.values["positions"][...], op.values["ends"][...] = cells - 1, cells
     return op

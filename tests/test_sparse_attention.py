@@ -42,7 +42,7 @@ def bound(cache: Cache, rows: Values, threads: int = 2) -> np.ndarray:
     planes = {n: p for n, p in cache.planes.items() if n.startswith("k")}
     values = {**rows, "pages": cache.pages, **planes, "bounds": np.full(shape, 7, np.float32)}
     sizes = {**cache.sizes, "M": len(rows["slots"])}
-    return run("page_bounds", sizes, {"kv_dtype": cache.kv}, values, threads)["bounds"]
+    return run("page_bounds", sizes, {"cache_dtype": cache.kv}, values, threads)["bounds"]
 
 
 def keys_of(cache: Cache, page: int) -> np.ndarray:
@@ -152,7 +152,7 @@ def test_what_is_not_listed_is_not_read() -> None:
     for threads in (2, 0):
         values = {**tokens(*rows), "q": q, "pages": cache.pages, **cache.planes, "sinks": sinks}
         values["listed"] = words.view(np.uint64)
-        attrs: dict[str, Attr] = {"kv_dtype": "f16", "scale": 0.2, "window": 0}
+        attrs: dict[str, Attr] = {"cache_dtype": "f16", "scale": 0.2, "window": 0}
         results.append(run("attention", {**sizes, "M": 4}, attrs, values, threads)["y"])
     assert np.isfinite(results[0]).all()
     np.testing.assert_allclose(results[0], results[1], atol=2e-5)

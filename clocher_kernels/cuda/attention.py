@@ -252,7 +252,7 @@ def attention(
     *,
     q: Tensor,
     y: Tensor,
-    kv_dtype: str,
+    cache_dtype: str,
     scale: float,
     window: int,
     device: Device,
@@ -264,7 +264,7 @@ def attention(
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
     group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]
-    parts = unit(kv_dtype, "pairs")
+    parts = unit(cache_dtype, "pairs")
     constants: dict[str, Any] = {
         **sizes,
         "Q_ROW": q.stride(0),
@@ -277,12 +277,12 @@ def attention(
         "SCALE": scale * _LOG2_E * parts,
         "SOFTCAP": softcap * _LOG2_E,
         "UNIT": parts,
-        "KV": kv_dtype,
-        "WORK": work_type(kv_dtype, device),
+        "KV": cache_dtype,
+        "WORK": work_type(cache_dtype, device),
     }
     tensors |= {"q": q, "y": y}
     # Adjacent tokens list different pages; an fp32 cache needs more registers than a tile has.
-    if "listed" in tensors or len(q) <= DECODE_TOKENS or kv_dtype == "f32":
+    if "listed" in tensors or len(q) <= DECODE_TOKENS or cache_dtype == "f32":
         return few_tokens(tensors, constants, device)
     tokens, lanes = len(q), constants["LANES"]
     rows, block, warps = _tile(constants["WIDTH"])

@@ -138,12 +138,12 @@ def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
 
 
 def kv_append(
-    *, k: Tensor, v: Tensor, kv_dtype: str, device: Device, **cells: Tensor
+    *, k: Tensor, v: Tensor, cache_dtype: str, device: Device, **cells: Tensor
 ) -> list[Launch]:
     """Lower `ops.attention.kv_append`; one program per token and key/value head."""
     sizes = cache_sizes(cells["pages"], cells["k_cache"])
     rows = {"K_ROW": k.stride(0), "V_ROW": v.stride(0)}
-    kind = {"KV": kv_dtype, "LARGEST": LARGEST.get(kv_dtype, 0.0)}
+    kind = {"KV": cache_dtype, "LARGEST": LARGEST.get(cache_dtype, 0.0)}
     given = {"k": k, "v": v, **cells, **sizes, **rows, **kind}
     grid, block = (sizes["HEADS"], len(k)), triton.next_power_of_2(sizes["DIM"])
     return [launch(_kv_append, grid, device, 1, **given, BLOCK=block)]
@@ -195,12 +195,12 @@ def _page_bounds(
 
 
 def page_bounds(
-    *, pages: Tensor, k_cache: Tensor, kv_dtype: str, device: Device, **cells: Tensor
+    *, pages: Tensor, k_cache: Tensor, cache_dtype: str, device: Device, **cells: Tensor
 ) -> list[Launch]:
     """Lower `ops.selection.page_bounds`; a program whose token completes no page does nothing."""
     sizes = cache_sizes(pages, k_cache)
     width = triton.next_power_of_2(sizes["DIM"])
-    kind = {"UNIT": unit(kv_dtype, "fp32"), "KV": kv_dtype}
+    kind = {"UNIT": unit(cache_dtype, "fp32"), "KV": cache_dtype}
     given = {"pages": pages, "k_cache": k_cache, **cells, **sizes, **kind}
     grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // width, 1)
     return [launch(_page_bounds, grid, device, **given, WIDTH=width, ROWS=rows)]

@@ -96,7 +96,7 @@ def kv_append(
     pages: Array,
     k_cache: Array,
     v_cache: Array,
-    kv_dtype: str,
+    cache_dtype: str,
     k_scale: Array | None = None,
     v_scale: Array | None = None,
 ) -> None:
@@ -104,9 +104,9 @@ def kv_append(
 
     Args:
         k: [M, F] fp32, F = H * D.
-        kv_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even; those below 32 bits saturate,
-            and NaN and infinity become NaN), or i8: codes clamp(rint(x / scale), -127, 127) with
-            scale = absmax / 127 of the head, 1 if all are zero, NaN if one is not finite.
+        cache_dtype: f32, bf16, f16, e4m3, e5m2 (round to nearest even; those below 32 bits
+            saturate, and NaN and infinity become NaN), or i8: codes clamp(rint(x / scale), -127,
+            127) with scale = absmax / 127 of the head, 1 if all are zero, NaN if one is not finite.
         k_scale: [P, H, T] fp32, updated; i8 only.
         v_scale: [P, H, T] fp32, updated; i8 only.
     """
@@ -115,7 +115,7 @@ def kv_append(
         for x, cache, scale in ((k, k_cache, k_scale), (v, v_cache, v_scale)):
             row = x[m].reshape(heads, dim)
             if scale is None:
-                cache[page, :, offset] = from_f32(_saturated(row, kv_dtype), kv_dtype)
+                cache[page, :, offset] = from_f32(_saturated(row, cache_dtype), cache_dtype)
             else:
                 finite = np.isfinite(row)
                 row = np.where(finite, row, np.float32(0))
@@ -143,7 +143,7 @@ def attention(
     k_cache: Array,
     v_cache: Array,
     y: Array,
-    kv_dtype: str,
+    cache_dtype: str,
     scale: float,
     window: int,
     chunk: int = 0,
@@ -163,7 +163,7 @@ def attention(
         q: [M, F] fp32, F = query heads * D.
         ends: [M] i32, committed keys that the token may see.
         ancestors: [M] u64, see `plan`.
-        kv_dtype: storage of the cache.
+        cache_dtype: storage of the cache.
         scale: factor of the dot product, usually D^-0.5.
         window: visible keys, the query included; 0 for all.
         chunk: positions of a chunk, beyond whose first nothing is seen; 0 for one chunk.
@@ -194,7 +194,7 @@ def attention(
             shown = bits_of(listed[m])[:, numbers // size].repeat(group, axis=0).T
         stored = []
         for cache, step in ((k_cache, k_scale), (v_cache, v_scale)):
-            plane = to_f32(cache[page, :, offset], kv_dtype).astype(np.float64)  # [S, H, D]
+            plane = to_f32(cache[page, :, offset], cache_dtype).astype(np.float64)  # [S, H, D]
             if step is not None:
                 plane *= step[page, :, offset][..., None]
             stored.append(np.where(shown[..., None], plane.repeat(group, axis=1), 0))
@@ -233,7 +233,7 @@ def _make_attention(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
 def _append_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
     k = values["k"]
     assert isinstance(k, np.ndarray)
-    item = STORAGE[str(attrs["kv_dtype"])].itemsize
+    item = STORAGE[str(attrs["cache_dtype"])].itemsize
     return Cost(2 * k.size * (4 + item), 2 * k.size)
 
 
@@ -271,12 +271,12 @@ _ATTENTION_CASES = (
 )
 _APPEND_CASES = (
     *(
-        Case(c.id, {**c.sizes, "F": 2 * 20}, {"kv_dtype": kv}, {}, c.options)
+        Case(c.id, {**c.sizes, "F": 2 * 20}, {"cache_dtype": kv}, {}, c.options)
         for kv in KV_DTYPES
         for c in (paged_case("append", kv, 3, "decode", 2, 2, 20),)
     ),
     *(
-        Case(c.id, {**c.sizes, "F": 64}, {"kv_dtype": "bf16"}, {}, c.options)
+        Case(c.id, {**c.sizes, "F": 64}, {"cache_dtype": "bf16"}, {}, c.options)
         for c in (
             paged_case("append-tree", "bf16", 7, "tree", 2, 2, 32),
             paged_case("append-chunk", "bf16", 33, "prefill", 2, 2, 32),

@@ -228,7 +228,7 @@ def nearest(index: np.ndarray | int, count: int) -> Any:
 
 def dtypes_of(param: Param, attrs: Mapping[str, Attr]) -> tuple[str, ...]:
     """Return the element types that a buffer parameter may have in a call; caches have one."""
-    return param.dtypes or (str(attrs["kv_dtype"]),)
+    return param.dtypes or (str(attrs["cache_dtype"]),)
 
 
 def dtype_of(param: Param, array: np.ndarray, attrs: Mapping[str, Attr]) -> str:
@@ -295,7 +295,7 @@ def tokens(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
 def planes(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     """Make the planes of keys and values."""
     shape = tuple(case.sizes[d] for d in "PHTD")
-    dtype = str(case.attrs["kv_dtype"])
+    dtype = str(case.attrs["cache_dtype"])
     made: dict[str, Value] = {}
     for name in "kv":
         if dtype == "i8":
@@ -325,7 +325,7 @@ def paged_case(
     """Spell one attention case: M tokens of a kind, N query heads over H of D values."""
     sizes = {"M": m, "N": n, "H": h, "D": d, "F": n * d, "S": 3, "B": blocks, "T": size}
     sizes |= {"P": 3 * blocks, **({"W": -(-blocks // 64)} if listed else {})}
-    attrs: dict[str, Attr] = {"kv_dtype": kv, "scale": d**-0.5, "window": window, **more}
+    attrs: dict[str, Attr] = {"cache_dtype": kv, "scale": d**-0.5, "window": window, **more}
     options = {"tokens": kind, "sinks": sinks, "listed": listed}
     limit = _INT8 if kv == "i8" else None
     return Case(f"{name}-{kv}-m{m}-n{n}-h{h}-d{d}", sizes, attrs, {}, options, limit)

@@ -86,57 +86,31 @@ def round_activations(plan: Plan, precision: str) -> Plan:
 def skip_zeros(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
     """Leave out what the zeros of squared ReLUs would multiply; no result changes.
 
-    Gate and up projection with ternary weights become `relu2_gate_up`, and the product with their
-    hidden layer becomes `skip_linear`. `scope`: weights that may be in memory a second time.
+    A product of codes with ternary weights whose input has such zeros becomes `skip_linear`.
+    `scope`: weights that may be in memory a second time.
     """
-
-    def wanted(call: Call) -> bool:
-        weight = call.args.get("w", "")
-        exact = isinstance(formats.get(weight), Ternary) and has_codes(call)
-        return call.op == "linear" and exact and weight in scope
-
     calls: list[Call] = []
     sparse: set[str] = set()
     for call in plan.calls:
-        args = call.args
-        source = args.get("x", "")
-        if _is_relu2(call) and wanted(call) and wanted(calls[-1]) and _feeds(calls[-1], args):
-            up = calls.pop().args
-            own = {"x": up["x"], "x_scale": up["x_scale"], "gate": args["w"], "w": up["w"]}
-            group = {"group": call.attrs["group"]}
-            call = Call("relu2_gate_up", {**own, "y": args["y"]}, group)
-        elif source in sparse and wanted(call):
-            call = Call("skip_linear", args, call.attrs)
+        weight = call.args.get("w", "")
+        exact = isinstance(formats.get(weight), Ternary) and has_codes(call)
+        if call.op == "linear" and call.args["x"] in sparse and exact and weight in scope:
+            call = replace(call, op="skip_linear")
         zeros = _keeps_zeros(call, sparse)
         sparse -= written(call)
         sparse |= zeros
         calls.append(call)
-    used = {name for call in calls for name in call.args.values()}
-    unused = plan.buffers.keys() - used
-    buffers = {n: b for n, b in plan.buffers.items() if n not in unused or b.role != "scratch"}
-    return replace(plan, buffers=buffers, calls=tuple(calls))
+    return replace(plan, calls=tuple(calls))
 
 
 def twice_packed(plan: Plan) -> list[str]:
-    """Return the weights that are in memory as tiles and by neuron."""
-    return [call.args["w"] for call in plan.calls if call.op in ("relu2_gate_up", "skip_linear")]
-
-
-def _is_relu2(call: Call) -> bool:
-    """Return whether a product ends with a squared ReLU, and nothing is added to that."""
-    return call.attrs.get("activation") == "relu2" and "residual" not in call.args
-
-
-def _feeds(up: Call, gate: Mapping[str, str]) -> bool:
-    """Return whether a product makes what a gate is multiplied with, of its input, and no more."""
-    plain = {"x", "x_scale", "w", "y"}
-    same = up.args["x"] == gate["x"] and up.args["y"] == gate.get("times")
-    return same and up.args.keys() == plain and gate.keys() == {*plain, "times"}
+    """Return the weights that are in memory as tiles and by column."""
+    return [call.args["w"] for call in plan.calls if call.op == "skip_linear"]
 
 
 def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
     """Return what a call writes that is zero where a squared ReLU was."""
-    if call.op == "relu2_gate_up" or _is_relu2(call):
+    if call.attrs.get("activation") == "relu2" and "residual" not in call.args:
         return {call.args["y"]}
     if call.args.get("x") in sparse and "residual" not in call.args:
         kept = _KEEPS_ZEROS.get(call.op)

@@ -51,7 +51,7 @@ def page_bounds(
     pages: Array,
     k_cache: Array,
     bounds: Array,
-    kv_dtype: str,
+    cache_dtype: str,
     k_scale: Array | None = None,
 ) -> None:
     """Write the bounds of the keys of each page that a token of the step is the last cell of.
@@ -61,14 +61,14 @@ def page_bounds(
 
     Args:
         bounds: [P, H, 2, D] fp32, updated: the largest value of each column, and the least.
-        kv_dtype: storage of the cache.
+        cache_dtype: storage of the cache.
         k_scale: [P, H, T] fp32, i8 only.
     """
     size = k_cache.shape[2]
     for _, page, offset in own_cells(slots, positions, ends, ancestors, pages, k_cache):
         if offset != size - 1:
             continue
-        keys = to_f32(k_cache[page], kv_dtype)
+        keys = to_f32(k_cache[page], cache_dtype)
         if k_scale is not None:
             keys = keys * k_scale[page][..., None]
         odd = ~np.isfinite(keys).all(axis=1)
@@ -210,7 +210,7 @@ def _bounds_case(kv: str, m: int, kind: str, d: int) -> Case:
     case = paged_case("bounds", kv, m, kind, 2, 2, d)
     sizes = {letter: size for letter, size in case.sizes.items() if letter not in "NF"}
     name = f"{kind}-{kv}-m{m}-d{d}"
-    return Case(name, sizes, {"kv_dtype": kv}, {}, case.options)
+    return Case(name, sizes, {"cache_dtype": kv}, {}, case.options)
 
 
 def _selection_case(

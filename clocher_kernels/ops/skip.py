@@ -1,9 +1,8 @@
 """Products that leave out what zeros would multiply.
 
-The gate of an MLP with a squared ReLU decides, before anything else is read, which neurons are
-zero. Rows of the up projection and columns of the down projection that belong to them need not be
-read, nor need columns of any product whose input `drop_small` has made zero. Results are those of
-`linear`: what is left out would have been multiplied by zero.
+Columns of a weight need not be read whose inputs are zero: those of an MLP with a squared ReLU
+whose gates are closed, and those that `drop_small` has made zero. Results are those of `linear`:
+what is left out would have been multiplied by zero.
 """
 
 from collections.abc import Mapping
@@ -11,18 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from clocher_kernels.formats import Int4, Ternary, parse_format
+from clocher_kernels.formats import Int4, Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, Value
 from clocher_kernels.ops.linear import TAIL, bent, linear, wide
 from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
 
 
 SKIPPED_GROUPS = (32, 64, 128)
 """Columns per scale of int4 weights whose columns can be skipped."""
+GROUP = 128
+"""Columns per scale of the activations that int4 weights multiply."""
 _NOT_ON = {"cuda": "only CPU Plans leave out zeros; a GPU multiplies densely, with `linear`"}
 
 
@@ -31,29 +32,6 @@ def skips_columns(fmt: Format) -> bool:
     if isinstance(fmt, Int4):
         return fmt.symmetric and fmt.group in SKIPPED_GROUPS
     return isinstance(fmt, Ternary)
-
-
-def relu2_gate_up(
-    *, x: Array, x_scale: Array, gate: QuantTensor, w: QuantTensor, y: Array, group: int = 0
-) -> None:
-    """Compute the hidden layer of an MLP with a squared ReLU: y = max(x gate^T, 0)^2 * (x W^T).
-
-    It is `linear`, twice, as a gated MLP has it. Rows of W whose gate is not positive need not be
-    read. A gate that is not finite gives no finite value, and neither does a row of W, whatever its
-    gate.
-
-    Args:
-        x: [M, K] int8 codes.
-        gate: logical [I, K], ternary.
-        w: logical [I, K], ternary.
-        group: 0; one scale per token.
-
-    Source: ReLU^2 is of "Primer" (arXiv 2109.08668); that its zeros need not be computed of "Deja
-    Vu" (arXiv 2310.17157), where they are predicted.
-    """
-    up = np.empty(y.shape, np.float32)
-    linear(x=x, x_scale=x_scale, w=w, y=up, group=group)
-    linear(x=x, x_scale=x_scale, w=gate, y=y, times=up, activation="relu2", group=group)
 
 
 def skip_linear(
@@ -83,27 +61,14 @@ def skip_linear(
         activation: as `linear` has it.
         cap: as `linear` has it.
         group: columns per activation scale: 128, or with ternary weights 0: one scale per token.
+
+    Source: that zeros of a ReLU need not be computed is of "Deja Vu" (arXiv 2310.17157).
     """
     tail = {"bias": bias, "times": times, "residual": residual}
     linear(x=x, x_scale=x_scale, w=w, y=y, **tail, activation=activation, cap=cap, group=group)
 
 
-def _codes(values: Array) -> dict[str, Value]:
-    q, scale = np.empty(values.shape, np.int8), np.empty((len(values), 1), np.float32)
-    quantize(x=values, q=q, scale=scale, group=0, **BITNET)
-    return {"x": q, "x_scale": scale}
-
-
-def _make_up(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
-    """Make positive activations, and gates of which a share leans towards them."""
-    m, i, k = (case.sizes[d] for d in "MIK")
-    lives = rng.random((i, 1)) < case.options["live"]
-    gate = rng.standard_normal((i, k), np.float32) + np.where(lives, 1, -1).astype(np.float32)
-    x = 1 + rng.standard_normal((m, k), np.float32)
-    return {"gate": encode(gate, parse_format(case.formats["gate"])), **_codes(x)}
-
-
-def _make_down(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
+def _make_codes(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     m, k = (case.sizes[d] for d in "MK")
     if case.attrs["group"]:
         x = rng.integers(-127, 128, (m, k)).astype(np.int8)
@@ -111,7 +76,9 @@ def _make_down(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
         return {"x": x}
     values = rng.standard_normal((m, k), np.float32)
     values[rng.random((m, k)) >= case.options["live"]] = 0
-    return _codes(values)
+    q, scale = np.empty(values.shape, np.int8), np.empty((m, 1), np.float32)
+    quantize(x=values, q=q, scale=scale, group=0, **BITNET)
+    return {"x": q, "x_scale": scale}
 
 
 _SIZES: tuple[tuple[int, int, int, float, dict[str, bool]], ...] = (
@@ -127,25 +94,24 @@ _SIZES: tuple[tuple[int, int, int, float, dict[str, bool]], ...] = (
 )
 
 
-def _cases(rows: str) -> tuple[Case, ...]:
-    return tuple(
-        Case(
-            f"ternary-m{m}-{rows.lower()}{n}-k{k}-live{int(100 * live)}",
-            {"M": m, rows: n, "K": k, "B": 1},
-            {"group": 0},
-            {**({"gate": "ternary"} if rows == "I" else {}), "w": "ternary", "x": "i8"},
-            {"x_scale": True, "live": live, **(more if rows == "N" else {})},
-            missing=_NOT_ON,
-        )
-        for m, n, k, live, more in _SIZES
+_TERNARY = tuple(
+    Case(
+        f"ternary-m{m}-n{n}-k{k}-live{int(100 * live)}",
+        {"M": m, "N": n, "K": k, "B": 1},
+        {"group": 0},
+        {"w": "ternary", "x": "i8"},
+        {"x_scale": True, "live": live, **more},
+        missing=_NOT_ON,
     )
+    for m, n, k, live, more in _SIZES
+)
 
 
 def _grouped(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, Any]) -> Case:
     return Case(
         f"{fmt}-m{m}-n{n}-k{k}-live{int(100 * live)}",
-        {"M": m, "N": n, "K": k, "B": groups_of(k, 128), **wide(more, n)},
-        {"group": 128, **bent(more)},
+        {"M": m, "N": n, "K": k, "B": groups_of(k, GROUP), **wide(more, n)},
+        {"group": GROUP, **bent(more)},
         {"w": fmt, "x": "i8"},
         {"x_scale": True, "live": live, **more},
         FP32,
@@ -247,22 +213,6 @@ def _dropping(name: str, m: int, k: int) -> Case:
 
 SPECS = (
     OpSpec(
-        "relu2_gate_up",
-        "y = max(x gate^T, 0)^2 * (x W^T), ternary; rows of W with closed gates are not read",
-        (
-            Param("x", "in", "M K", "i8"),
-            Param("x_scale", "in", "M B"),
-            Param("gate", "matrix", "I K", ""),
-            Param("w", "matrix", "I K", ""),
-            Param("y", "out", "M I"),
-        ),
-        relu2_gate_up,
-        _cases("I"),
-        FP32,
-        (Real("ternary-m1-i64-*", {"M": 1, "I": 6912, "K": 2560}),),
-        make=_make_up,
-    ),
-    OpSpec(
         "skip_linear",
         "`linear` of int8 x with many zeros; columns of W that they multiply are not read",
         (
@@ -272,13 +222,13 @@ SPECS = (
             *TAIL,
         ),
         skip_linear,
-        (*_cases("N"), *_BY_COLUMN),
+        (*_TERNARY, *_BY_COLUMN),
         EXACT,
         (
             Real("ternary-m1-n64-*", {"M": 1, "N": 2560, "K": 6912}),
             Real("int4_sym_g32_f16-m1-*", {"M": 1, "N": 8192, "K": 2048}),
         ),
-        make=_make_down,
+        make=_make_codes,
     ),
     OpSpec(
         "drop_small",

@@ -83,11 +83,9 @@ def drop_inputs(
     # Ternary weights multiply codes: what is small is dropped before these are made, which leaves
     # their scale, that of the largest input, as it is.
     codes = {call.args["x"] for call in linears if has_codes(call)}
-    # Gate and up projection of a squared ReLU become one op that skips rows (`skip_zeros`).
-    by_row = any(call.attrs.get("activation") == "relu2" for call in linears)
     current: set[str] = set()
     for call in plan.calls:
-        skips = call in linears and not (by_row and _is_gate_or_up(call) and has_codes(call))
+        skips = call in linears
         if (skips and not has_codes(call)) or call.args.get("q") in codes:
             x = call.args["x"]
             kept = x + KEPT
@@ -103,10 +101,6 @@ def drop_inputs(
         calls.append(replace(call, op="skip_linear") if skips else call)
         current -= written(call)
     return replace(plan, buffers=buffers, consts=consts, calls=tuple(calls))
-
-
-def _is_gate_or_up(call: Call) -> bool:
-    return any(f".{place}_proj." in call.args["w"] for place in ("gate", "up"))
 
 
 def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longest: int) -> None:

@@ -151,7 +151,7 @@ class Builder:
         else:
             self._latent(x, layer, prefix, spec.mla)
         cache = self._cache(layer, window)
-        kv: dict[str, Attr] = {"kv_dtype": self.sizes.cache_dtype}
+        kv: dict[str, Attr] = {"cache_dtype": self.sizes.cache_dtype}
         self._call("kv_append", {"k": "k", "v": "v", **cache}, **kv)
         args = {"q": "q", **cache, "y": "attended"}
         if spec.sinks:

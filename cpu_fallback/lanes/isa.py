@@ -4,8 +4,7 @@
     avx512       x86-64-v4: the same without byte dot products (Skylake-X)
     avxvnni      x86-64-v3 with AVX-VNNI: byte dot products in registers of 8 lanes (Alder Lake)
     avx2         x86-64-v3: two registers of 8 lanes, FMA, F16C
-    neon_i8mm    Arm v8.2 with sdot, and smmla for many tokens: four registers of 4 lanes
-    neon_dotprod the same without smmla
+    neon_dotprod Arm v8.2 with sdot: four registers of 4 lanes
     generic      the platform's baseline (SSE2, NEON): no fused multiply-add, no table permutes
 
 There is none for registers of 8 lanes with the encodings of AVX-512: where both can be had, 16
@@ -78,11 +77,6 @@ class Isa:
         return "dotprod" in self.needs
 
     @property
-    def i8mm(self) -> bool:
-        """Whether smmla may be used."""
-        return "i8mm" in self.needs
-
-    @property
     def registers(self) -> int:
         """How many vectors of 16 fp32 lanes the registers hold."""
         return 32 if self.avx512 else 8 if self.avx2 or self.neon else 4
@@ -90,7 +84,6 @@ class Isa:
 
 _V3 = ("avx2", "fma", "f16c", "bmi2", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
-_NEON = ("lse", "dotprod")
 _WIDE = "-prefer-256-bit"
 _WHOLE = "+fast-dpwssd"  # else LLVM takes some dot products of int16 apart again
 
@@ -101,17 +94,16 @@ ISAS: Mapping[str, Isa] = {
         "avx512": ("x86-64-v4", _WIDE, _V4),
         "avxvnni": ("x86-64-v3", f"+avxvnni,{_WHOLE}", (*_V3, "avxvnni")),
         "avx2": ("x86-64-v3", "", _V3),
-        "neon_i8mm": ("generic", "+v8.2a,+dotprod,+i8mm", (*_NEON, "i8mm")),
-        "neon_dotprod": ("generic", "+v8.2a,+dotprod", _NEON),
+        "neon_dotprod": ("generic", "+v8.2a,+dotprod", ("lse", "dotprod")),
         "generic": ("", "", ()),
     }.items()
 }
 """Name -> ISA, best first."""
 
 
-_AT_HWCAP, _AT_HWCAP2 = 16, 26
-_LINUX = {"lse": (_AT_HWCAP, 8), "dotprod": (_AT_HWCAP, 20), "i8mm": (_AT_HWCAP2, 13)}
-_DARWIN = {"lse": "FEAT_LSE", "dotprod": "FEAT_DotProd", "i8mm": "FEAT_I8MM"}
+_AT_HWCAP = 16
+_LINUX = {"lse": 8, "dotprod": 20}
+_DARWIN = {"lse": "FEAT_LSE", "dotprod": "FEAT_DotProd"}
 
 
 def arm_features() -> dict[str, bool]:
@@ -125,7 +117,7 @@ def arm_features() -> dict[str, bool]:
         return {name: _darwin_has(system, about) for name, about in _DARWIN.items()}
     words = system.getauxval
     words.restype, words.argtypes = ctypes.c_ulong, [ctypes.c_ulong]
-    return {name: bool(words(word) >> bit & 1) for name, (word, bit) in _LINUX.items()}
+    return {name: bool(words(_AT_HWCAP) >> bit & 1) for name, bit in _LINUX.items()}
 
 
 def _darwin_has(system: ctypes.CDLL, feature: str) -> bool:

@@ -17,7 +17,6 @@ from llvmlite import ir
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import VecT, cgutils, f32, i64, void
 from cpu_fallback.lanes.simd import (
-    BYTES,
     F32,
     FLOAT,
     I32,
@@ -160,12 +159,10 @@ load_i32, _ = _loads(I32, I32.llvm)
 load_u16, load_u16_n = _loads(I32, _U16, "zext")
 load_u8, load_u8_n = _loads(I32, _U8, "zext")
 load_i8, load_i8_n = _loads(I32, _U8, "sext")
-load_bytes, load_bytes_n = _loads(BYTES, BYTES.llvm)  # 64 bytes, n in 0 .. 64
 store_f32, store_f32_n = _stores(F32, F32.llvm)
 store_i32, _ = _stores(I32, I32.llvm)
 store_u16, store_u16_n = _stores(I32, _U16)
 store_u8, store_u8_n = _stores(I32, _U8)
-store_bytes, _ = _stores(BYTES, BYTES.llvm)
 
 
 def _nibbles(b: Any, load: Callable[[ir.VectorType], Any]) -> Any:

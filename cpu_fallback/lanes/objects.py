@@ -32,15 +32,13 @@ WAIT_SECONDS = 60.0
 """How long a lock is waited for. It is held while one kernel is compiled or a file renamed."""
 
 _PAUSE = 0.02
-_MAX_LINKS = 40
 _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def private_directory(root: Path, *names: str, create: bool = False) -> Path:
     """Return the real path of root/names, once it is sure that no other user can change it.
 
-    Symbolic links on the way to `root` are followed, as each of them lies in a directory that was
-    checked before; the names below it must be none.
+    Symbolic links on the way to `root` are followed; the names below it must be none.
 
     Args:
         root: where caches are; its parents are checked too.
@@ -51,29 +49,13 @@ def private_directory(root: Path, *names: str, create: bool = False) -> Path:
         OSError: it is not there, cannot be made or searched, or another user could write it;
             `strerror` says which, `filename` where.
     """
-    here = Path("/") if root.is_absolute() else Path(os.getcwd())
-    for directory in (*reversed(here.parents), here):
-        _check(directory, os.lstat(directory))
-    todo = [*reversed(names), *reversed(os.fspath(root).split("/"))]
-    links = 0
-    while todo:
-        name = todo.pop()
-        if name in ("", ".", ".."):
-            here = here.parent if name == ".." else here
-            continue
-        path = here / name
-        status = _lstat(path, create)
-        if stat.S_ISLNK(status.st_mode) and len(todo) >= len(names) and links < _MAX_LINKS:
-            links += 1
-            target = os.readlink(path)
-            here = Path("/") if target.startswith("/") else here
-            todo += reversed(target.split("/"))
-            continue
-        _check(path, status)
-        here = path
-    if os.lstat(here).st_mode & _BY_OTHERS:
-        raise _refusal("others can write it: chmod go-w", here)  # whatever its sticky bit says
-    return here
+    # What links lead to is checked, and cannot be replaced then.
+    path = Path(os.path.realpath(root), *names)
+    for directory in (*reversed(path.parents), path):
+        _check(directory, _lstat(directory, create))
+    if os.lstat(path).st_mode & _BY_OTHERS:
+        raise _refusal("others can write it: chmod go-w", path)  # whatever its sticky bit says
+    return path
 
 
 def open_private(path: Path, flags: int) -> int:

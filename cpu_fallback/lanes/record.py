@@ -36,9 +36,9 @@ import numpy as np
 
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec, rows_of
-from cpu_fallback.lanes.jit import Intrinsic, Kernel, device, f32, i64, numba_type
+from cpu_fallback.lanes.jit import Kernel, device, f32, i64, numba_type
 from cpu_fallback.lanes.memory import emit_load
-from cpu_fallback.lanes.simd import FLOAT, INT64, number
+from cpu_fallback.lanes.simd import FLOAT, INT64, intrinsic, number
 
 Value = int | float | Kernel | tuple[Any, ...]
 
@@ -132,12 +132,7 @@ def _intrinsic(record: type, fields: Mapping[str, Any], given: Sequence[str]) ->
             offset += 8 if kind in _NUMBERS else 8 * length(kind)
         return context.make_tuple(builder, signature.return_type, values)
 
-    # Numba looks at the parameters of the typing function.
-    names = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_ONLY)]
-    names += [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in given or ("at",)]
-    typing.__signature__ = inspect.Signature(names)  # type: ignore[attr-defined]
-    typing.__name__ = record.__name__
-    return Intrinsic(typing)
+    return intrinsic(typing, record.__name__, given or ("at",))
 
 
 def _emit_count(builder: Any, at: Any, ctl: Any) -> Any:

@@ -176,7 +176,6 @@ sub = _ff(lambda b, x, y: b.fsub(x, y))
 mul = _ff(lambda b, x, y: b.fmul(x, y))
 div = _ff(lambda b, x, y: b.fdiv(x, y))
 fma = _fff(emit_fma)  # x * y + z
-fma1 = op(f32, f32, f32, f32)(emit_fma)  # of scalars, rounded like a lane of `fma`
 neg = _f(lambda b, x: b.fneg(x))
 sqrt = _f(lambda b, x: call(b, "llvm.sqrt.v16f32", F32.llvm, x))
 rint = _f(emit_rint)  # ties to even; |x| below 2^22
@@ -194,7 +193,6 @@ ieq = _icompare(lambda b, x, y: b.icmp_signed("==", x, y))
 
 iadd = _ii(lambda b, x, y: b.add(x, y))  # wrapping, as the next two
 isub = _ii(lambda b, x, y: b.sub(x, y))
-imul = _ii(lambda b, x, y: b.mul(x, y))
 iand = _ii(lambda b, x, y: b.and_(x, y))
 ior = _ii(lambda b, x, y: b.or_(x, y))
 iselect = op(I32, MASK, I32, I32)(lambda b, mask, x, y: b.select(mask, x, y))

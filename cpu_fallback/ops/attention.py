@@ -13,10 +13,8 @@ Where pages are listed a tile is one token, for each has lists of its own, and a
 listed is left out as if no token saw it; the others stay where they were.
 
 Steps of a few tokens are divided by span and key/value head: `attend` keeps the sums of each span
-in memory that the team shares, and `merge` folds them. It reads what all heads have of a page
-before the next page, for they lie behind each other. In larger steps, and where pages are listed, a
-thread walks one head after the other; in larger steps it has whole tiles of a head and folds as it
-goes, in the same order.
+in memory that the team shares, and `merge` folds them. In larger steps a thread has whole tiles of
+a head and folds as it goes, in the same order.
 """
 
 from dataclasses import replace
@@ -53,7 +51,7 @@ from cpu_fallback.ops.attention_rows import (
 )
 from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.kv import kv_dtype
+from cpu_fallback.ops.kv import kv_of
 from cpu_fallback.team.tape import Launch
 
 ROWS = 256  # Rows of a tile at most, if the heads of one token are not more
@@ -81,9 +79,6 @@ class Tile(NamedTuple):
     mix: int  # kernel of weights and cells as stored
     panel_score: int  # kernel of queries and a panel
     panel_mix: int  # kernel of weights and a panel
-    # where in the scratch memory of a thread the queries of all heads are, and then their states,
-    # for steps of a few tokens
-    crossed: int
     columns: int  # kernel of many queries and keys that were turned, 0 if there is none
     kept: int = 0  # memory of the team for the sums of spans
 
@@ -117,13 +112,6 @@ def attend(a, rank, size, scratch):
         stop = tile_end(a, t, tokens)
         seen = look_all(a, t, stop, scratch)
         low, high = seen.low, seen.high
-        if few and not a.listed:
-            load = heads * (high - low)
-            _cross(a, t, stop, seen, max(first - unit, 0), min(last - unit, load), kept, scratch)
-            kept += load * _kept_bytes(a, stop - t)
-            unit += load
-            t = stop
-            continue
         for head in range(heads):
             begin, end, mine = low, high, turn % size == rank
             load = load_of(a, t, head, low, high)
@@ -147,52 +135,6 @@ def _tokens(a, size):
     if a.M <= FEW:
         return a.tokens
     return min(a.tokens, max(np.int64(1), LEAST_ROWS // a.group, a.M * a.H // size))
-
-
-@device
-def _cross(a, t, stop, seen, first, last, kept, scratch):
-    """Attend for some (span, head) of a tile, all heads of a block before the next block."""
-    heads, size, rows = a.H, padded(a.D), (stop - t) * a.group
-    state = scratch + SIGHT * (-(-a.tokens // 2) * 2) + 8 * rows * size
-    queries, own = scratch + a.crossed, STATE * rows
-    states, query = queries + heads * 4 * rows * size, 4 * rows * size
-    for unit in range(first, min(last, first + heads)):
-        head = unit % heads
-        _ask(a, t, head, rows, queries + head * query, states + head * own)
-    nbytes, unit = _kept_bytes(a, stop - t), first
-    while unit < last:
-        span, low = seen.low + unit // heads, unit % heads
-        high = min(heads, low + last - unit)
-        for head in range(low, high):
-            sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
-            for row in range(rows):
-                line = sums + _HEADER * rows + 4 * row * size
-                begin_span(states + head * own + STATE * row, line, size)
-        for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
-            for head in range(low, high):
-                sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
-                sums += _HEADER * rows
-                then, after = head + 1, start
-                if then == high:
-                    then, after = low, start + BLOCK
-                    if after % SPAN == 0:
-                        then = np.int64(0)
-                at = queries + head * query
-                _copy(states + head * own, state, own)
-                where, memory = (head, start, then, after), (scratch, at, sums, state)
-                block(a, t, stop, seen, where, memory)
-                _copy(state, states + head * own, own)
-        for head in range(low, high):
-            sums = kept + (head * (seen.high - seen.low) + span - seen.low) * nbytes
-            for row in range(rows):
-                _keep(sums + _HEADER * row, states + head * own + STATE * row)
-        unit += high - low
-
-
-@device
-def _copy(source, target, nbytes):
-    for at in range(0, nbytes, 64):
-        v.store_f32(target + at, v.load_f32(source + at))
 
 
 @device
@@ -236,7 +178,7 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
             for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
                 if blocks >> (start // BLOCK % (SPAN // BLOCK)) & 1:
                     after = block_after(a, t, head, start)
-                    where = head, np.int64(start), head, after
+                    where = head, np.int64(start), after
                     block(a, t, stop, seen, where, (scratch, queries, sums, state))
             for row in range(rows):
                 own, sight = state + STATE * row, scratch + SIGHT * (row // group)
@@ -305,8 +247,8 @@ def _attention(call: BoundCall) -> list[Launch]:
         raise ShapeError(
             f"attention: {call.dim('N')} sinks; expected one for each of {kv_heads * group} heads"
         )
-    kind = str(call.attr("kv_dtype"))
-    reader, codes = kv_dtype(call).reader, kind == "i8"
+    kind = str(call.attr("cache_dtype"))
+    reader, codes = kv_of(call).reader, kind == "i8"
     own = CODES if codes else FLOATS[kind]
     panels = CODES if codes else FLOATS["f32"]
     chunk, size = CHUNK if codes else LANES, -(-d // LANES) * LANES
@@ -331,11 +273,8 @@ def _attention(call: BoundCall) -> list[Launch]:
         mix=own.mix,
         panel_score=panels.score,
         panel_mix=panels.mix,
-        crossed=scratch,
         columns=0 if codes or size > LONGEST else score_columns(size),
     )
-    few = min(capacity, FEW, tokens) * group
-    scratch += kv_heads * few * (4 * size + STATE)
     spans = -(-call.dim("T") * call.dim("B") // SPAN) + 1
     kept = min(capacity, FEW) * group * kv_heads * spans * (_HEADER + 4 * size)
     both = call.launch(attend, tile, scratch), call.launch(merge, tile, scratch)

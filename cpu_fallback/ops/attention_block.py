@@ -171,7 +171,7 @@ def block(a, t, stop, seen, where, memory):
 
     Cells are the same for all tokens of a slot up to where a token's tree begins.
 
-        where   the head, the first cell, then those of the next block, -1 if there is none
+        where   the head, the first cell, that of the next block, -1 if there is none
         memory  the scratch memory, the queries, the sums, the states of the rows
     """
     start, scratch = where[1], memory[0]
@@ -201,7 +201,7 @@ def _sees(scratch, i, start):
 @device
 def _part(a, t, stop, low, high, whole, seen, where, memory):
     """Attend from tokens low .. high - 1 of a tile; `whole`: each sees all cells, all committed."""
-    head, start, then, after = where
+    head, start, after = where
     scratch, queries, sums, state = memory
     group, size = a.group, padded(a.D)
     begin, end, alike, committed = np.int64(0), np.int64(BLOCK), True, seen.end
@@ -230,7 +230,7 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
             k_scale += 4 * line
             v_scale += 4 * line
         if after >= 0 and after + BLOCK <= committed:
-            lines_ahead = _line(a, slot, then, after) - line
+            lines_ahead = _line(a, slot, head, after) - line
             ahead = lines_ahead * nbytes
             if k_scale:
                 for at in range(4 * lines_ahead, 4 * lines_ahead + SCORES, 64):
@@ -252,7 +252,7 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
         if straight:
             soon = a.v_cache + nbytes * _line(a, slot, head, start)
             if after >= 0 and after + BLOCK <= committed:
-                later = a.k_cache + nbytes * _line(a, slot, then, after)
+                later = a.k_cache + nbytes * _line(a, slot, head, after)
         _score_turned(a, query, rows, columns, begin, end, weights, soon, later)
     else:
         score(scorer, query, rows, keys, stride, size, begin, end, weights, ahead)

@@ -24,7 +24,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils, device, i64, void
 from cpu_fallback.lanes.simd import BYTES, F32, FLOAT, I32, INT8, INT32, INT64, LANES, SHORTS
 from cpu_fallback.ops import attention_tiles as tiles
-from cpu_fallback.ops.attention_tiles import BLOCK, QUERY_STEP, SCORES, STEP, Cells, emit_sums
+from cpu_fallback.ops.attention_tiles import QUERY_STEP, SCORES, STEP, Cells, emit_sums
 from cpu_fallback.tiles.multiply import dot, pair_dots
 
 behind, constant, emit_at, number, spread = v.behind, v.constant, v.emit_at, v.number, v.spread
@@ -226,11 +226,8 @@ def code_query(source, target, d, size, scale, state):
     A query that is not finite has a step that is NaN.
     """
     largest, most = v.izero(), np.float32(min(_LARGEST, _MOST // d))
-    for i in range(0, d & -16, 16):
-        largest = _bits_largest(v.load_f32(source + 4 * i), largest)
-    tail = d & -16
-    if tail < d:
-        largest = _bits_largest(v.load_f32_n(source + 4 * tail, d - tail), largest)
+    for i in range(0, d, 16):
+        largest = _bits_largest(v.load_up_to(source + 4 * i, d - i), largest)
     step = _step(largest, most)
     inverse = _inverse(step)
     v.write_f32(state + QUERY_STEP, step * scale)
@@ -261,19 +258,6 @@ def code_weights(weights, state, begin, end):
     Cells around them that are multiplied with them have codes of zero.
     """
     largest, most = v.izero(), np.float32(32767)
-    if begin == 0 and end == BLOCK:
-        a, b = v.load_f32(weights), v.load_f32(weights + 64)
-        c, d = v.load_f32(weights + 128), v.load_f32(weights + 192)
-        largest = _bits_largest(b, _bits_largest(a, largest))
-        largest = _bits_largest(d, _bits_largest(c, largest))
-        step = _step(largest, most)
-        inverse = _inverse(step)
-        v.write_f32(state + STEP, step)
-        v.store_u16(weights, _code(a, inverse, most))
-        v.store_u16(weights + 32, _code(b, inverse, most))
-        v.store_u16(weights + 64, _code(c, inverse, most))
-        v.store_u16(weights + 96, _code(d, inverse, most))
-        return
     for i in range(begin & -16, end, 16):
         x = v.load_f32(weights + 4 * i)
         if end - i < 16:

@@ -102,30 +102,17 @@ def _rise(scores, state, begin, end, key_scales):
 
     Scores are multiplied by their scales; those around the cells that are seen become the lowest.
     """
-    step = v.splat(v.read_f32(state + QUERY_STEP))
-    if begin == 0 and end == BLOCK:
-        a, b = v.load_f32(scores), v.load_f32(scores + 64)
-        c, d = v.load_f32(scores + 128), v.load_f32(scores + 192)
+    step, best = v.splat(v.read_f32(state + QUERY_STEP)), v.splat(LOWEST)
+    for i in range(begin & -16, end, 16):
+        x = v.load_f32(scores + 4 * i)
         if key_scales:
-            a, b = _scaled(a, step, key_scales), _scaled(b, step, key_scales + 64)
-            c, d = _scaled(c, step, key_scales + 128), _scaled(d, step, key_scales + 192)
-            v.store_f32(scores, a)
-            v.store_f32(scores + 64, b)
-            v.store_f32(scores + 128, c)
-            v.store_f32(scores + 192, d)
-        best = v.maximum(d, v.maximum(c, v.maximum(b, v.maximum(a, v.splat(LOWEST)))))
-    else:
-        best = v.splat(LOWEST)
-        for i in range(begin & -16, end, 16):
-            x = v.load_f32(scores + 4 * i)
-            if key_scales:
-                x = _scaled(x, step, key_scales + 4 * i)
-            if end - i < 16:
-                x = v.select(v.first(end - i), x, v.splat(LOWEST))
-            if begin > i:
-                x = v.select(v.first(begin - i), v.splat(LOWEST), x)
-            v.store_f32(scores + 4 * i, x)
-            best = v.maximum(x, best)
+            x = v.mul(x, v.mul(v.load_f32(key_scales + 4 * i), step))
+        if end - i < 16:
+            x = v.select(v.first(end - i), x, v.splat(LOWEST))
+        if begin > i:
+            x = v.select(v.first(begin - i), v.splat(LOWEST), x)
+        v.store_f32(scores + 4 * i, x)
+        best = v.maximum(x, best)
     before, factor = v.read_f32(state + TOP), np.float32(1)
     top = max(before, v.hmax(best))
     if top > before:
@@ -135,31 +122,10 @@ def _rise(scores, state, begin, end, key_scales):
     v.write_f32(state + FACTOR, factor)
 
 
-# Return scores times the scales of their keys and the step of their query.
-_scaled = device(lambda x, step, scales: v.mul(x, v.mul(v.load_f32(scales), step)))
-
-
 @device
 def _weigh(scores, state, begin, end, value_scales):
     """Turn scores into weights, and add them up before they are multiplied by the scales."""
     total, shift = v.load_f32(state), v.splat(v.read_f32(state + TOP))
-    if begin == 0 and end == BLOCK:
-        a = v.exp_falling(v.sub(v.load_f32(scores), shift))
-        b = v.exp_falling(v.sub(v.load_f32(scores + 64), shift))
-        c = v.exp_falling(v.sub(v.load_f32(scores + 128), shift))
-        d = v.exp_falling(v.sub(v.load_f32(scores + 192), shift))
-        v.store_f32(state, v.add(v.add(v.add(v.add(total, a), b), c), d))
-        if value_scales:
-            a, b = v.mul(a, v.load_f32(value_scales)), v.mul(b, v.load_f32(value_scales + 64))
-            c, d = (
-                v.mul(c, v.load_f32(value_scales + 128)),
-                v.mul(d, v.load_f32(value_scales + 192)),
-            )
-        v.store_f32(scores, a)
-        v.store_f32(scores + 64, b)
-        v.store_f32(scores + 128, c)
-        v.store_f32(scores + 192, d)
-        return
     for i in range(begin & -16, end, 16):
         weights = v.exp_falling(v.sub(v.load_f32(scores + 4 * i), shift))
         total = v.add(total, weights)
@@ -196,21 +162,15 @@ def end_row(state, past, y, d):
     inverse = np.float32(0)
     if total != np.float32(0):
         inverse = np.float32(1) / total
-    for i in range(0, d - 15, 16):
-        v.store_f32(y + 4 * i, v.mul(v.load_f32(past + 4 * i), v.splat(inverse)))
-    i = d & -16
-    if i < d:
-        v.store_f32_n(y + 4 * i, v.mul(v.load_f32(past + 4 * i), v.splat(inverse)), d - i)
+    for i in range(0, d, 16):
+        v.store_up_to(y + 4 * i, v.mul(v.load_f32(past + 4 * i), v.splat(inverse)), d - i)
 
 
 @device
 def copy_row(source, target, d, scale):
     """Copy a query times a scale, padded with zeros to whole vectors."""
-    for i in range(0, d - 15, 16):
-        v.store_f32(target + 4 * i, v.mul(v.load_f32(source + 4 * i), v.splat(scale)))
-    i = d & -16
-    if i < d:
-        v.store_f32(target + 4 * i, v.mul(v.load_f32_n(source + 4 * i, d - i), v.splat(scale)))
+    for i in range(0, d, 16):
+        v.store_f32(target + 4 * i, v.mul(v.load_up_to(source + 4 * i, d - i), v.splat(scale)))
 
 
 class Sight(NamedTuple):

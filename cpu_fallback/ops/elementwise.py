@@ -49,36 +49,22 @@ def rms_norm(a, rank, size, scratch):
         mean = _square_sum(a.x + at, d) / np.float32(d) + a.eps
         # Squares that overflow must not become zeros: infinity minus itself is NaN.
         inverse = v.div(v.splat(np.float32(1)), v.sqrt(v.splat(mean + (mean - mean))))
-        if a.residual:
-            _scale_onto(a.x + at, inverse, a.weight, a.residual + at, a.y + at, d)
+        residual = a.residual
+        if residual:
+            residual += at
+        _scale(a.x + at, inverse, a.weight, residual, a.y + at, d)
+
+
+@device
+def _scale(x, factor, weight, residual, y, d):
+    """Write x * factor * weight + residual, without one if that is 0."""
+    for i in range(0, d, 16):
+        at, n = 4 * i, d - i
+        normal, by = v.mul(v.load_up_to(x + at, n), factor), v.load_up_to(weight + at, n)
+        if residual:
+            v.store_up_to(y + at, v.fma(normal, by, v.load_up_to(residual + at, n)), n)
         else:
-            _scale(a.x + at, inverse, a.weight, a.y + at, d)
-
-
-@device
-def _scale(x, factor, weight, y, d):
-    for i in range(0, d - 15, 16):
-        normal = v.mul(v.load_f32(x + 4 * i), factor)
-        v.store_f32(y + 4 * i, v.mul(normal, v.load_f32(weight + 4 * i)))
-    i = d & -16
-    if i < d:
-        normal = v.mul(v.load_f32_n(x + 4 * i, d - i), factor)
-        v.store_f32_n(y + 4 * i, v.mul(normal, v.load_f32_n(weight + 4 * i, d - i)), d - i)
-
-
-@device
-def _scale_onto(x, factor, weight, residual, y, d):
-    """Write x * factor * weight + residual."""
-    for i in range(0, d - 15, 16):
-        normal = v.mul(v.load_f32(x + 4 * i), factor)
-        total = v.fma(normal, v.load_f32(weight + 4 * i), v.load_f32(residual + 4 * i))
-        v.store_f32(y + 4 * i, total)
-    i = d & -16
-    n = d - i
-    if n:
-        normal = v.mul(v.load_f32_n(x + 4 * i, n), factor)
-        total = v.fma(normal, v.load_f32_n(weight + 4 * i, n), v.load_f32_n(residual + 4 * i, n))
-        v.store_f32_n(y + 4 * i, total, n)
+            v.store_up_to(y + at, v.mul(normal, by), n)
 
 
 @executes("gather_rows")
@@ -108,9 +94,6 @@ def _rms_norm(call: BoundCall) -> list[Launch]:
     return [call.launch(rms_norm, Vectors(parts(call, "x", call.dim("D"))))]
 
 
-LOWER = {"rms_norm": _rms_norm, "gather_rows": gather_rows}
-
-
 @executes("rope", Vectors)
 def rope(a, rank, size, scratch):
     """Rotate the halves of heads in place; each thread has a range of (token, head).
@@ -125,18 +108,12 @@ def rope(a, rank, size, scratch):
         cos, sin = a.cos + 4 * position * half, a.sin + 4 * position * half
         low = a.x + 4 * unit * head
         high = low + 4 * half
-        for i in range(0, half - 15, 16):
-            x, y = or_nan(v.load_f32(low + 4 * i)), or_nan(v.load_f32(high + 4 * i))
-            c, s = v.load_f32(cos + 4 * i), v.load_f32(sin + 4 * i)
-            v.store_f32(low + 4 * i, v.fma(x, c, v.neg(v.mul(y, s))))
-            v.store_f32(high + 4 * i, v.fma(y, c, v.mul(x, s)))
-        i = half & -16
-        n = half - i
-        if n:
-            x, y = or_nan(v.load_f32_n(low + 4 * i, n)), or_nan(v.load_f32_n(high + 4 * i, n))
-            c, s = v.load_f32_n(cos + 4 * i, n), v.load_f32_n(sin + 4 * i, n)
-            v.store_f32_n(low + 4 * i, v.fma(x, c, v.neg(v.mul(y, s))), n)
-            v.store_f32_n(high + 4 * i, v.fma(y, c, v.mul(x, s)), n)
+        for i in range(0, half, 16):
+            at, n = 4 * i, half - i
+            x, y = or_nan(v.load_up_to(low + at, n)), or_nan(v.load_up_to(high + at, n))
+            c, s = v.load_up_to(cos + at, n), v.load_up_to(sin + at, n)
+            v.store_up_to(low + at, v.fma(x, c, v.neg(v.mul(y, s))), n)
+            v.store_up_to(high + at, v.fma(y, c, v.mul(x, s)), n)
 
 
 class Joined(NamedTuple):
@@ -211,4 +188,10 @@ def _resize_heads(call: BoundCall) -> list[Launch]:
     return [call.launch(resize_heads)]
 
 
-LOWER |= {"rope": _rope, "join_heads": _join_heads, "resize_heads": _resize_heads}
+LOWER = {
+    "rms_norm": _rms_norm,
+    "gather_rows": gather_rows,
+    "rope": _rope,
+    "join_heads": _join_heads,
+    "resize_heads": _resize_heads,
+}

@@ -191,31 +191,31 @@ def own_line(a, t, head):
     return line_of(page, a.H, a.T, head, cell)
 
 
-def kv_dtype(call: BoundCall) -> KvDtype:
+def kv_of(call: BoundCall) -> KvDtype:
     """Return the KV dtype of a call, after checking that its planes are of it.
 
     Raises:
         UnsupportedOp: no such KV dtype.
         ShapeError: the planes are of another dtype, or scales are missing or one too many.
     """
-    name = str(call.attr("kv_dtype"))
+    op, name = call.spec.name, str(call.attr("cache_dtype"))
     if name not in KV_DTYPES:
         raise UnsupportedOp(
-            f"{call.spec.name}: no CPU kernel for kv_dtype={name!r}; there are "
-            f"{', '.join(KV_DTYPES)}"
+            f"{op}: no CPU kernel for cache_dtype={name!r}; there are {', '.join(KV_DTYPES)}"
         )
-    planes = [plane for plane in "kv" if call.has(f"{plane}_cache")]
-    for param in (f"{plane}_cache" for plane in planes):
-        if call.array(param).dtype != STORAGE[name]:
+    for plane in "kv":
+        if not call.has(f"{plane}_cache"):
+            continue
+        stored, scale = call.array(f"{plane}_cache").dtype, f"{plane}_scale"
+        if stored != STORAGE[name]:
             raise ShapeError(
-                f"{call.spec.name}: {param!r} is {call.array(param).dtype}; kv_dtype={name!r} is "
-                f"stored as {STORAGE[name]}"
+                f"{op}: '{plane}_cache' is {stored}; cache_dtype={name!r} is stored as "
+                f"{STORAGE[name]}"
             )
-    for param in (f"{plane}_scale" for plane in planes):
-        if call.has(param) != (name == "i8"):
+        if call.has(scale) != (name == "i8"):
             raise ShapeError(
-                f"{call.spec.name}: {param!r} is {'there' if call.has(param) else 'missing'}; "
-                "kv_dtype='i8' has scales, the others have none"
+                f"{op}: {scale!r} is {'there' if call.has(scale) else 'missing'}; "
+                "cache_dtype='i8' has scales, the others have none"
             )
     return KV_DTYPES[name]
 
@@ -224,7 +224,7 @@ def _kv_append(call: BoundCall) -> list[Launch]:
     heads, d = call.dim("H"), call.dim("D")
     if call.dim("F") != heads * d:
         raise ShapeError(f"kv_append: 'k' has {call.dim('F')} columns; expected {heads} x {d}")
-    return [call.launch(kv_append, Writer(kv_dtype(call).writer))]
+    return [call.launch(kv_append, Writer(kv_of(call).writer))]
 
 
 LOWER = {"kv_append": _kv_append}

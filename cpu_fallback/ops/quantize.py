@@ -49,12 +49,8 @@ def _quantize(x, q, count, floor, lowest):
 def largest_of(x, count, floor):
     """Return the largest magnitude, at least `floor`, and 0, or NaN if a value is not finite."""
     largest, odd = v.zero(), v.zero()
-    whole = count & -16
-    for i in range(0, whole, 16):
-        values = v.load_f32(x + 4 * i)
-        largest, odd = v.maximum(v.absolute(values), largest), v.fma(values, v.zero(), odd)
-    if whole < count:
-        values = v.load_f32_n(x + 4 * whole, count - whole)
+    for i in range(0, count, 16):
+        values = v.load_up_to(x + 4 * i, count - i)
         largest, odd = v.maximum(v.absolute(values), largest), v.fma(values, v.zero(), odd)
     return max(v.hmax(largest), floor), v.hsum(odd)
 
@@ -103,12 +99,9 @@ def _fake(a, rank, size, convert, most):
             if most > np.float32(0):
                 absmax, odd = largest_of(x, count, a.floor)
                 inverse, scale = v.splat(most / absmax), v.splat(absmax / most + odd)
-            whole = count & -16
-            for i in range(0, whole, 16):
-                v.store_f32(y + 4 * i, convert(v.load_f32(x + 4 * i), inverse, scale))
-            if whole < count:
-                n, i = count - whole, 4 * whole
-                v.store_f32_n(y + i, convert(v.load_f32_n(x + i, n), inverse, scale), n)
+            for i in range(0, count, 16):
+                at, n = 4 * i, count - i
+                v.store_up_to(y + at, convert(v.load_up_to(x + at, n), inverse, scale), n)
             start += group
 
 

@@ -5,66 +5,19 @@ the pages that it scores. What the best pages are is found without sorting: scor
 the lowest one that is still listed, 32 passes over a few hundred numbers.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.selection import WORD
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import device, i64, void
+from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import F32, INT64, LANES, behind, constant, emit_at, number
-from cpu_fallback.ops.attention_tiles import emit_sums, emit_totals
+from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, score
 from cpu_fallback.ops.bind import BoundCall, share, within
-from cpu_fallback.ops.kv import kv_dtype, own_line, padded, page_of, read_lines
+from cpu_fallback.ops.kv import kv_of, own_line, padded, page_of, read_lines
 from cpu_fallback.team.tape import Launch
-
-TILE = 4  # Pages, and rows of queries, of a tile
-_SIDE = TILE if CURRENT.avx512 else 2  # Of what is in registers together
-
-
-def _emit_dots(b: Any, queries: list[Any], pages: list[Any], size: Any) -> list[Any]:
-    """Emit the 16-lane partial products of every query with every page."""
-
-    def add(at: Any, sums: list[Any]) -> list[Any]:
-        q, p = ([v.emit_load(b, F32.llvm, b.add(x, at)) for x in some] for some in (queries, pages))
-        pairs = [(x, y) for x in q for y in p]
-        return [v.emit_fma(b, y, x, total) for (x, y), total in zip(pairs, sums, strict=True)]
-
-    starts = [constant(F32, 0.0)] * (len(queries) * len(pages))
-    return emit_sums(b, starts, (number(0), size, 4 * LANES), add)
-
-
-@v.op(void, i64, i64, i64, i64)
-def score_tile(b, queries, places, size, out):
-    """Write the scores of four pages; NaN where a bound is not finite.
-
-    Args:
-        b: the builder.
-        queries: address of four rows.
-        places: address of the addresses of the bounds of the pages.
-        size: bytes of a row, and of the bounds of a page, whole vectors.
-        out: address of four fp32.
-    """
-    rows = [emit_at(b, queries, number(r), size) for r in range(TILE)]
-    pages = [v.emit_load(b, INT64, behind(b, places, 8 * page)) for page in range(TILE)]
-    parts: dict[tuple[int, int], Any] = {}
-    for r in range(0, TILE, _SIDE):
-        for page in range(0, TILE, _SIDE):
-            some = _emit_dots(b, rows[r : r + _SIDE], pages[page : page + _SIDE], size)
-            at = [(r + i, page + j) for i in range(_SIDE) for j in range(_SIDE)]
-            parts.update(zip(at, some, strict=True))
-    totals = emit_totals(b, [parts[r, page] for r in range(TILE) for page in range(TILE)])
-    by_row = [v.pick(b, totals, range(TILE * r, TILE * r + TILE)) for r in range(TILE)]
-    zero = constant(by_row[0].type, 0.0)
-    best, odd = by_row[0], b.fmul(by_row[0], zero)
-    for row in by_row[1:]:
-        best = b.select(b.fcmp_ordered(">", row, best), row, best)
-        odd = b.fadd(odd, b.fmul(row, zero))
-    v.emit_store(b, b.fadd(best, odd), out)
-
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _AHEAD = 8
@@ -110,17 +63,18 @@ def _bound(a, line, bounds, scratch):
 
 
 class Chooser(NamedTuple):
-    """How lists are made: query heads of a key/value head."""
+    """How lists are made."""
 
-    group: int
+    group: int  # query heads of a key/value head
+    scorer: int  # kernel of queries and fp32 cells
 
 
 @executes("select_pages", Chooser)
 def select_pages(a, rank, size, scratch):
     """List pages; each thread has a range of (token, head).
 
-    Scratch: the queries of a group, what is above zero and then what is below; addresses and a
-    panel of a tile of pages; of each page its score and its weight; a number.
+    Scratch: the queries of a group, what is above zero and then what is below; the bounds of some
+    pages, and their scores for each query; of each page its score and its weight; a number.
     """
     begin, end = share(a.M * a.H, rank, size)
     for unit in range(begin, end):
@@ -161,7 +115,7 @@ def _run(begin, end, word):
 @device
 def _choose(a, t, head, old, list_at, scratch):
     """Add to a list what is chosen of the pages 0 .. old - 1 for their scores."""
-    scores = scratch + 8 * (_rows(a.group) + TILE) * padded(a.D) + 64
+    scores = scratch + 8 * (a.group + BLOCK) * padded(a.D) + SCORES * a.group
     weights = scores + 4 * padded(a.B)
     _score(a, t, head, old, scratch, scores)
     begin, left, top = np.int64(0), np.int64(old), v.splat(-_LARGEST)
@@ -195,45 +149,36 @@ def _choose(a, t, head, old, list_at, scratch):
 
 @device
 def _score(a, t, head, old, queries, scores):
-    """Write the scores of the pages 0 .. old - 1, then the lowest number up to a whole vector."""
-    d, width, group, rows = a.D, padded(a.D), a.group, _rows(a.group)
-    for row in range(rows):
-        source = a.q + 4 * ((t * a.H + head) * group + row % group) * d
+    """Write the scores of the pages 0 .. old - 1, then the lowest number up to a whole vector.
+
+    A score is that of attention, of the two halves of a query and the bounds of a page.
+    """
+    d, width, group = a.D, padded(a.D), a.group
+    for row in range(group):
+        source = a.q + 4 * ((t * a.H + head) * group + row) * d
         target = queries + 8 * row * width
         for i in range(0, d, 16):
             x = v.mul(v.load_f32_n(source + 4 * i, min(16, d - i)), v.splat(a.scale))
             odd = v.fma(x, v.zero(), v.zero())  # `maximum` and `minimum` lose what is NaN
             v.store_f32(target + 4 * i, v.add(v.maximum(x, v.zero()), odd))
             v.store_f32(target + 4 * (width + i), v.minimum(x, v.zero()))
-    places = queries + 8 * rows * width
-    panel, more = places + 64, places + 32
-    slot = within(v.read_i32(a.slots + 4 * t), a.S)
-    for page in range(0, old, TILE):
-        for i in range(TILE):
-            asked = _bounds_of(a, slot, min(page + i + _AHEAD, old - 1), head)
+    panel = queries + 8 * group * width
+    found, slot = panel + 8 * BLOCK * width, within(v.read_i32(a.slots + 4 * t), a.S)
+    for first in range(0, old, BLOCK):
+        count = min(BLOCK, old - first)
+        for i in range(count):
+            asked = _bounds_of(a, slot, min(first + i + _AHEAD, old - 1), head)
             for at in range(0, 8 * d, 64):
                 v.prefetch(asked + at)
-            bounds = _bounds_of(a, slot, min(page + i, old - 1), head)
-            if d % 16:
-                _widen(bounds, panel + 8 * i * width, d)
-                bounds = panel + 8 * i * width
-            v.write_i64(places + 8 * i, bounds)
-        score_tile(queries, places, 8 * width, scores + 4 * page)
-        for row in range(TILE, rows, TILE):
-            score_tile(queries + 8 * row * width, places, 8 * width, more)
-            for i in range(TILE):
-                score = scores + 4 * (page + i)
-                x, y = v.read_f32(score), v.read_f32(more + 4 * i)
-                if not y <= x:  # NaN stays
-                    v.write_f32(score, y if x == x else x)
-    for i in range(0, old, 16):
-        x = v.load_f32(scores + 4 * i)
-        x = v.select(v.le(v.absolute(x), v.splat(_LARGEST)), x, v.splat(_LARGEST))
-        v.store_f32(scores + 4 * i, v.select(v.first(old - i), x, v.splat(-_LARGEST)))
-
-
-# Return the rows of queries that a group is made up to.
-_rows = device(lambda group: (group + TILE - 1) // TILE * TILE)
+            _widen(_bounds_of(a, slot, first + i, head), panel + 8 * i * width, d)
+        score(a.scorer, queries, group, panel, 8 * width, 2 * width, 0, count, found, 0)
+        for i in range(0, count, 16):
+            best, most = v.splat(-_LARGEST), v.splat(_LARGEST)
+            for row in range(group):
+                x = v.load_f32(found + SCORES * row + 4 * i)
+                best = v.maximum(v.select(v.le(v.absolute(x), most), x, most), best)
+            best = v.select(v.first(count - i), v.add(best, v.zero()), v.splat(-_LARGEST))
+            v.store_f32(scores + 4 * (first + i), best)
 
 
 @device
@@ -326,7 +271,7 @@ def _above(scores, begin, old, cut):
 def _page_bounds(call: BoundCall) -> list[Launch]:
     cells, d = call.dim("T"), call.dim("D")
     scratch = cells * (8 + 4 * (-(-d // 16) * 16))
-    return [call.launch(page_bounds, Reader(kv_dtype(call).reader), scratch)]
+    return [call.launch(page_bounds, Reader(kv_of(call).reader), scratch)]
 
 
 def _select_pages(call: BoundCall) -> list[Launch]:
@@ -345,9 +290,9 @@ def _select_pages(call: BoundCall) -> list[Launch]:
         )
     sizes = (-(-size // 16) * 16 for size in (d, blocks))
     query, scores = next(sizes), next(sizes)
-    rows = -(-group // TILE) * TILE
-    scratch = 8 * (rows + TILE) * query + 64 + 8 * scores + 64
-    return [call.launch(select_pages, Chooser(group), scratch, _SHARES)]
+    scratch = 8 * (group + BLOCK) * query + SCORES * group + 8 * scores + 64
+    chooser = Chooser(group, FLOATS["f32"].score)  # type: ignore[arg-type]
+    return [call.launch(select_pages, chooser, scratch, _SHARES)]
 
 
 LOWER = {"page_bounds": _page_bounds, "select_pages": _select_pages}

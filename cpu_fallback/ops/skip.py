@@ -1,316 +1,397 @@
-"""Products of an MLP with a squared ReLU that leave out its dead neurons.
+"""Products of one token that do not read the weights of channels whose codes are zero.
 
-A step of one or two tokens reads only the rows and columns of neurons that live, if they are few
-enough for that to pay; any other step reads all tiles. Sums are of integers, so both give the same
-bits, and the choice depends on the tokens alone.
+The sums are those of the tiles: int32 over a block of weights, exact and so free of any order, then
+scaled and added by the same fmas in the same order. What a zero adds to them is nothing, so both
+kernels give the same bits. Two tokens have too few zeros in common: they take the tiles, as more
+tokens do, and as one does whose zeros are too few to pay.
 
-A neuron lives if the gate, or the code, of any token of the step is not zero.
+A thread lists the live columns of all blocks once for a product. Random rows are nothing that a
+core's own prefetcher foresees, so with every four columns that are multiplied, four of the list are
+asked for, one line of each, a group of columns further on.
+
+And `drop_small`, which makes such zeros.
 """
 
-from dataclasses import replace
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.formats import Int4
+from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.formats import Ternary
+from clocher_kernels.ops.skip import GROUP, skips_columns
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.epilogue import expect, relu2, write_rows
-from cpu_fallback.ops.linear import (
-    AHEAD,
-    PANELS,
-    SHARES,
-    TILE_SUMS,
-    Tiled,
-    multiply_tiles,
-    panels_room,
-    tiled,
-)
-from cpu_fallback.ops.row_skip import by_column, lower_drop_small
+from cpu_fallback.ops.epilogue import expect, write_rows
+from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
+from cpu_fallback.tiles.byte_dots import bits
+from cpu_fallback.tiles.columns import columns_of, interleaved, packed, plus
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.neurons import (
-    AT_ONCE,
-    SHIFTED,
-    add_columns,
-    arrange,
-    lines_of,
-    nonzero,
-    row_dot,
-)
-from cpu_fallback.tiles.panels import fill_token
-from cpu_fallback.tiles.tile_product import call_product
 
-MOST_TOKENS = 2  # Tokens of a step that skips: more have too few dead neurons in common
-LIVING = 2  # One neuron in so many may live where skipping pays
-
-_PARTS = 256  # Columns of a part, at least; each part has sums of its own
-_HEADER = 64
-_LOWEST = -(1 << 23) - 1
-"""The bits of minus the largest fp32, as an int32: the bits of finite negative numbers are at most
-that."""
+_QUAD = 4
+_STATE = 64
+"""In the scratch, after what `is_filled` keeps: the cursor, how long the list is, the last quad of
+it, the scale of a token with ternary weights."""
+_BLOCK = 16
+"""Bytes of what the scratch knows of a block: its first quad, its last one, the sums' start."""
+_ENTRY = 5  # Bytes of a live column in the scratch: i32 place of it in a panel, i8 code
+_SIZE = {"f32": 4, "f16": 2, "bf16": 2, "": 0}
 
 _OWN = {
-    "neurons": "address of the lines of neurons (`tiles.neurons`)",
-    "stride": "bytes of one",
-    "apart": "how many neurons ahead to ask for memory; 0 for not at all",
-    "room": "where in the scratch memory that of skipping begins",
-    "parts": "of the columns, at most",
-    "kept_sums": "memory of the team for the sums of parts",
+    "skip": "address of the kernel that multiplies a panel",
+    "columns": "address of the panels (`tiles.columns`)",
+    "record": "bytes of a block of a panel",
+    "block": "columns of one",
+    "blocks": "of a panel",
+    "chunks": "of a panel",
+    "wide": "output channels of a panel",
+    "panels": "how many",
+    "heads": "how many times as long as a column the scales of a block are",
+    "run": "columns that are multiplied together",
+    "zero": "code of zero",
+    "most": "codes that may live where skipping pays",
+    "lead": "entries of the list that are asked for ahead of use",
+    "longest": "entries there are room for",
 }
-Lines = NamedTuple(  # a weight in tiles, and by neuron
-    "Lines",
+Skipped = NamedTuple(  # a weight in tiles, and by input channel
+    "Skipped",
     [*Tiled.__annotations__.items(), ("factor", float), *((name, int) for name in _OWN)],
 )
 
 
-@device
-def _ask(address, stride):
-    for i in range(0, stride, 64):
-        v.prefetch(address + i)
+def _operands(b: Any, lines: list[Any], per: int) -> list[Any]:
+    """Emit the operands of four columns of a chunk: 16 channels times 4 columns each.
 
-
-@device
-def _code_sum(x, count):
-    total = v.izero()
-    for i in range(0, count, 16):
-        total = v.iadd(total, v.load_i8_n(x + i, min(16, count - i)))
-    return v.ihsum(total)
-
-
-@executes("relu2_gate_up", Lines)
-def gate_and_rows(a, rank, size, scratch):
-    """Compute y = relu2(gate) * (x w^T), or, of many tokens, the gate; each thread has some tiles.
-
-    Scratch: panels; the neurons that live; their gates; arranged activations.
+    With VNNI they stay where they are in their bytes, and sums are too large by that.
     """
-    first, last = share((a.I + 15) >> 4, rank, size)
-    if a.M > MOST_TOKENS:
-        multiply_tiles(a, scratch, first, last, _nothing, _write_gate)
-        return
-    found, panel = scratch + a.room, scratch + PANELS
-    gates = found + 8 * a.I
-    xs = gates + 4 * MOST_TOKENS * a.I
-    surplus = (np.int64(0), np.int64(0))
-    for t in range(a.M):
-        fill_token(a.form, a.x + t * a.K, a.x_scale + 4 * t, a.K, panel, t, a.M)
-        _arrange(a.x + t * a.K, a.K, xs + 4 * a.stride * t, a.stride >> 6)
-        total = _code_sum(a.x + t * a.K, a.K)
-        surplus = (surplus[0], total) if t else (total, surplus[1])
-    largest = np.float32(0)
-    for t in range(a.M):
-        largest += abs(v.read_f32(a.x_scale + 4 * t) * a.factor * np.float32(128 * a.K))
-    bounded = largest - largest == np.float32(0)  # no product can overflow, which would be seen
-    living = np.int64(0)
-    for tile in range(first, last):
-        at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
-        call_product(a.product, at, panel, sums, (a.K + 31) >> 5, a.M, a.ahead)
-        for i in range(16 * tile, min(16 * tile + 16, a.I)):
-            lives = not bounded
-            for t in range(a.M):
-                bits = v.read_i32(sums + 64 * t + 4 * (i & 15))
-                lives |= (bits > 0) | ((bits < 0) & (bits > _LOWEST))
-                v.write_i32(gates + 4 * (t * a.I + living), bits)
-                v.write_i32(a.y + 4 * (t * a.I + i), 0)
-            v.write_i64(found + 8 * living, i)
-            living += lives
-    apart = np.int64(0)
-    if LIVING * living <= 16 * (last - first):
-        apart = np.int64(a.apart)
-    _rows(a, living, apart, found, gates, xs, surplus)
+    width, mixed = 8 // per, interleaved(b, lines)
+    mask = (1 << width) - 1
+    if CURRENT.vnni:
+        masks = [v.constant(v.BYTES, mask << width * p) for p in range(per)]
+        return [b.and_(each, only) for only in masks for each in mixed]
+    return [bits(b, each, width * p, mask) for p in range(per) for each in mixed]
 
 
-# Return relu2(gate) * up, zero always positive: skipped or not, the bits are the same.
-_hidden = device(lambda gate, up: v.add(v.mul(relu2(gate), up), v.zero()))
+class _Cursor:
+    """What of the list is asked for next: a line of four rows, then their next one."""
+
+    def __init__(self, b: Any, state: Any, panel: Any, width: Any, last: Any) -> None:
+        self._b, self._places, self._panel = b, (state, v.behind(b, state, 8)), panel
+        self._width, self._last = width, last
+        self._entry, self._line = (
+            cgutils.alloca_once_value(b, v.emit_load(b, v.INT64, at)) for at in self._places
+        )
+
+    def ask(self) -> None:
+        """Emit a request for four lines, and go on."""
+        b, entry, line = self._b, self._b.load(self._entry), self._b.load(self._line)
+        at = b.add(self._panel, line)
+        for i in range(_QUAD):
+            offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, entry, 4 * i)), v.INT64)
+            v.emit_prefetch(b, b.add(at, offset))
+        line = v.behind(b, line, LINE)
+        ended = b.icmp_signed("==", line, self._width)
+        b.store(b.select(ended, v.number(0), line), self._line)
+        further = b.add(entry, b.select(ended, v.number(4 * _QUAD), v.number(0)))
+        past = b.icmp_signed(">", further, self._last)
+        b.store(b.select(past, self._last, further), self._entry)
+
+    def save(self) -> None:
+        """Emit what keeps it for the next chunk."""
+        for slot, place in zip((self._entry, self._line), self._places, strict=True):
+            v.emit_store(self._b, self._b.load(slot), place)
 
 
-@device
-def _rows(a, living, apart, found, gates, xs, surplus):
-    """Write the neurons of a list; their rows are asked for `apart` neurons ahead, if not 0."""
-    for i in range(living):
-        index = v.read_i64(found + 8 * i)
-        if apart:
-            _ask(
-                a.neurons + v.read_i64(found + 8 * min(i + apart, living - 1)) * a.stride, a.stride
+def _chunk_of(scale: str, per: int) -> Any:
+    """Return the intrinsic that multiplies a chunk by one group of columns of a token."""
+    heads, quads = per * _SIZE[scale], per // 2
+    shifts = [8 // per * (i // 4) if CURRENT.vnni else 0 for i in range(4 * per)]
+
+    @v.op(void, *[i64] * 11)
+    def chunk(b, panel, blocks, count, entries, codes, place, width, x_scale, total, state, last):
+        """Add to totals the products with `count` blocks of columns, times their scale."""
+        cursor = _Cursor(b, state, panel, width, last)
+        parts = [cgutils.alloca_once(b, v.F32.llvm) for _ in shifts]
+        sums = [cgutils.alloca_once(b, v.I32.llvm) for _ in shifts]
+        for slot in parts:
+            b.store(v.constant(v.F32, 0.0), slot)
+        line = v.emit_at(b, panel, place, LINE)
+        first = v.emit_at(b, panel, place, per * LINE * _SIZE[scale])
+        with cgutils.for_range(b, count) as outer:
+            here = v.emit_at(b, blocks, outer.index, _BLOCK)
+            begin, end, start = (
+                v.emit_load(b, v.INT32, v.behind(b, here, 4 * i)) for i in range(3)
             )
-        for t in range(a.M):
-            row = a.neurons + index * a.stride
-            total = row_dot(row, xs + 4 * a.stride * t, a.stride >> 6)
-            total -= surplus[1] if t else surplus[0]
-            up = v.splat(np.float32(total) * (v.read_f32(a.x_scale + 4 * t) * a.factor))
-            gate = v.splat(v.read_f32(gates + 4 * (t * a.I + i)))
-            v.write_f32(a.y + 4 * (t * a.I + index), v.lane(_hidden(gate, up), 0))
+            start = v.spread(b, v.I32, start)
+            for slot, shift in zip(sums, shifts, strict=True):
+                b.store(b.shl(start, v.constant(v.I32, shift)), slot)
+            begin, end = b.sext(begin, v.INT64), b.sext(end, v.INT64)
+            step = v.number(_QUAD * quads)
+            with cgutils.for_range_slice(b, begin, end, step, inc=True) as (i, _):
+                fours = []
+                for q in range(quads):
+                    at = v.behind(b, v.emit_at(b, entries, i, 4), 4 * _QUAD * q)
+                    lines = []
+                    for r in range(_QUAD):
+                        offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, at, 4 * r)), v.INT64)
+                        lines.append(v.emit_load(b, v.BYTES.llvm, b.add(line, offset)))
+                    four = v.emit_load(b, v.INT32, v.behind(b, b.add(codes, i), _QUAD * q))
+                    x = b.bitcast(v.spread(b, v.I32, four), v.BYTES.llvm)
+                    fours.append([(weights, x) for weights in _operands(b, lines, per)])
+                for slot, *pairs in zip(sums, *fours, strict=True):
+                    b.store(plus(b, b.load(slot), pairs), slot)
+                for _ in range(quads):
+                    cursor.ask()
+            head = b.sub(v.emit_at(b, entries, begin, 4), v.number(4 * heads))
+            for i, (part, slot, shift) in enumerate(zip(parts, sums, shifts, strict=True)):
+                value = b.load(slot)
+                if shift:
+                    value = b.ashr(value, v.constant(v.I32, shift))
+                value = b.sitofp(value, v.F32.llvm)
+                if scale:
+                    scales = b.add(first, b.sext(v.emit_load(b, v.INT32, head), v.INT64))
+                    at = v.behind(b, scales, 16 * _SIZE[scale] * i)
+                    value = v.emit_fma(b, value, v.WIDEN[scale].emit(b, at), b.load(part))
+                b.store(value, part)
+            for _ in range(heads // _QUAD):
+                cursor.ask()
+        factor = v.spread(b, v.F32, v.emit_load(b, v.FLOAT, x_scale))
+        for i, part in enumerate(parts):
+            at, value = v.behind(b, total, 64 * i), b.load(part)
+            if scale:
+                value = v.emit_fma(b, value, factor, v.emit_load(b, v.F32.llvm, at))
+            else:
+                value = b.fmul(value, factor)
+            v.emit_store(b, value, at)
+        cursor.save()
+
+    return chunk
 
 
-@executes("relu2_gate_up", Tiled)
-def all_rows(a, rank, size, scratch):
-    """Multiply the gates of many tokens, which are in y, by all rows."""
-    if a.M > MOST_TOKENS:
-        first, last = share((a.I + 15) >> 4, rank, size)
-        multiply_tiles(a, scratch, first, last, _nothing, _write_gated)
+_call_skip = v.caller(10)
+
+
+@cache
+def skip_of(scale: str, per: int) -> Kernel:
+    """Return the kernel that multiplies a panel, by type of scale and codes of a byte."""
+    chunk = _chunk_of(scale, per)
+    channels = per * LINE
+
+    def product(panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state):
+        last = v.read_i64(state + 24)
+        block = 0
+        while block < count:  # a range of variable steps might raise
+            few = min(per_group, count - block)
+            for place in range(chunks):
+                here, out = blocks + _BLOCK * block, totals + 4 * channels * place
+                width = LINE * chunks
+                args = panel, here, few, entries, codes, place, width, x_scale, out, state, last
+                chunk(*args)
+            x_scale += 4
+            block += few
+
+    return Kernel(product, name=f"skip.{scale or 'ternary'}")
 
 
 @device
-def _nothing(a, token, tokens, row):
-    """Ask for nothing ahead of a product."""
-
-
-@device
-def _write_gate(a, sums, first, tokens, row):
-    for t in range(tokens):
-        value = v.load_f32(sums + 64 * t)
-        v.store_f32_n(a.y + 4 * ((first + t) * a.I + row), value, min(16, a.I - row))
-
-
-@device
-def _write_gated(a, sums, first, tokens, row):
-    """Write 16 rows of up to 16 tokens, each times its activated gate, which is in y."""
-    count = min(16, a.I - row)
-    for t in range(tokens):
-        at = a.y + 4 * ((first + t) * a.I + row)
-        v.store_f32_n(at, _hidden(v.load_f32_n(at, count), v.load_f32(sums + 64 * t)), count)
-
-
-@device
-def _arrange(x, k, target, lines):
-    """Arrange the codes of a token for `row_dot`, zeros behind them."""
-    for i in range(k >> 8):
-        arrange(x + 256 * i, target + 256 * i)
-    if k & 255:
-        room = target + 256 * lines
-        for i in range(0, 256, 64):
-            left = max(0, min(64, k - 256 * (lines - 1) - i))
-            v.store_bytes(room + i, v.load_bytes_n(x + 256 * (lines - 1) + i, left))
-        arrange(room, target + 256 * (lines - 1))
-
-
-@device
-def _are_few(a):
-    """Return whether this step skips: it has few tokens, and few codes that are not zero."""
-    if a.M > MOST_TOKENS:
+def _pays(a):
+    """Return whether a step skips: it has one token, and few codes that are not zero."""
+    if a.M > 1:
         return False
-    living, last, i = np.int64(0), (a.M - 1) * a.K, np.int64(0)
-    while i + 64 <= a.K:
-        living += nonzero(a.x + i, a.x + last + i)
-        i += 64
+    if a.most >= a.K:
+        return True
+    living, i = np.int64(0), np.int64(0)
+    while i + 16 <= a.K:
+        dead = v.mask_bits(v.ieq(v.load_i8(a.x + i), v.izero()))
+        living += 16 - v.popcount(dead)
+        i += 16
     while i < a.K:
-        living += (v.read_i8(a.x + i) | v.read_i8(a.x + last + i)) != 0
+        living += v.read_i8(a.x + i) != 0
         i += 1
-    return LIVING * living <= a.K
-
-
-@executes("skip_linear", Lines)
-def add_parts(a, rank, size, scratch):
-    """Sum the columns that codes multiply which are not zero; each thread has a part of them.
-
-    Scratch: panels, which `write_parts` needs; addresses of columns; their codes, token by token.
-    """
-    parts = min(size, a.parts)
-    if rank >= parts or not _are_few(a):
-        return
-    lines, found = a.stride >> 6, scratch + a.room
-    low, high = share(a.K, rank, parts)
-    codes, room = found + 8 * (a.K + AT_ONCE), a.K + AT_ONCE
-    living, last = np.int64(0), (a.M - 1) * a.K
-    for i in range(low, high):
-        one, other = v.read_i8(a.x + i), v.read_i8(a.x + last + i)
-        v.write_i64(found + 8 * living, a.neurons + i * a.stride)
-        v.write_u8(codes + living, one)
-        v.write_u8(codes + room + living, other)
-        living += (one | other) != 0
-    for i in range(living, (living + AT_ONCE - 1) // AT_ONCE * AT_ONCE):
-        v.write_i64(found + 8 * i, a.neurons)
-        v.write_u8(codes + i, 0)
-        v.write_u8(codes + room + i, 0)
-    for t in range(a.M):
-        sums = _part(a, rank, t)
-        v.write_i64(sums - _HEADER, _code_sum(a.x + t * a.K + low, high - low))
-        for i in range(0, 1024 * lines, 64):
-            v.store_i32(sums + i, v.izero())
-    for i in range(0, living, AT_ONCE):
-        if a.apart:
-            for ahead in range(i + a.apart, min(i + a.apart + AT_ONCE, living)):
-                _ask(v.read_i64(found + 8 * ahead), a.stride)
-        for t in range(a.M):
-            add_columns(found + 8 * i, codes + t * room + i, _part(a, rank, t), lines)
+    return living <= a.most
 
 
 @device
-def _part(a, part, token):
-    """Return the address of the sums of a part."""
-    return a.kept_sums + (MOST_TOKENS * part + token) * (_HEADER + 16 * a.stride) + _HEADER
+def _list(a, blocks, entries, codes):
+    """List the live columns, block by block, and return how many entries there are."""
+    column_bytes, n = a.chunks * LINE, 0
+    for block in range(a.blocks):
+        first, column = block * a.record, block * a.block
+        for i in range(a.heads):
+            v.write_i32(entries + 4 * n, first + i * column_bytes)
+            n += 1
+        begin, total = n, 0
+        first += a.heads * column_bytes
+        for i in range(min(a.block, a.K - column)):
+            code = v.read_i8(a.x + column + i)
+            v.write_i32(entries + 4 * n, first + i * column_bytes)
+            v.write_u8(codes + n, code)
+            n += code != 0
+            total += code
+        while (n - begin) & (a.run - 1):
+            v.write_i32(entries + 4 * n, first)
+            v.write_u8(codes + n, 0)
+            n += 1
+        here = blocks + _BLOCK * block
+        v.write_i32(here, begin)
+        v.write_i32(here + 4, n)
+        v.write_i32(here + 8, -a.zero * total)
+    return n
 
 
-@executes("skip_linear", Lines)
-def write_parts(a, rank, size, scratch):
-    """Add up the sums of the parts, or multiply all tiles; each thread has a range of rows."""
-    first, last = share((a.N + 15) >> 4, rank, size)
-    if first == last:
-        return
-    if not _are_few(a):
+@executes("skip_linear", Skipped)
+def skip_columns(a, rank, size, scratch):
+    """Multiply what few columns take; each thread has a range of panels or tiles."""
+    if not _pays(a):
+        first, last = share((a.N + 15) >> 4, rank, size)
         multiply_tiles(a, scratch, first, last, expect, write_rows)
         return
-    parts = min(size, a.parts)
-    for t in range(a.M):
-        surplus = np.int64(0)
-        for part in range(parts):
-            surplus += v.read_i64(_part(a, part, t) - _HEADER)
-        scale = v.splat(v.read_f32(a.x_scale + 4 * t) * a.factor)
-        for unit in range(first, last):
-            total = v.izero()
-            for part in range(parts):
-                total = v.iadd(total, v.load_i32(_part(a, part, t) + 64 * unit))
-            total = v.isub(v.sra(total, SHIFTED * (unit & 3)), v.isplat(surplus))
-            v.store_f32(scratch + TILE_SUMS, v.mul(v.to_f32(total), scale))
-            write_rows(a, scratch + TILE_SUMS, t, 1, 16 * unit)
-
-
-def _lines(call: BoundCall, own: Tiled, columns: bool) -> Lines:
-    """Return what a kernel needs that reads `w` by neuron, beside the tiles of a weight."""
-    tensor = call.tensor("w")
-    data = lines_of(call.spec.name, tensor, columns)
-    stride = data.shape[1]
-    return Lines(
-        *own,
-        neurons=int(data.ctypes.data),
-        stride=stride,
-        apart=-(-call.hints.prefetch_distance(AHEAD) // stride),
-        factor=float(tensor.format.multiplier(tensor.planes)),
-        room=-(-panels_room(own) // LINE) * LINE,
-        parts=max(1, call.dim("K") // _PARTS),
-        kept_sums=0,
-    )
-
-
-def _relu2_gate_up(call: BoundCall) -> list[Launch]:
-    tokens = call.array("x").shape[0]
-    gate, _ = tiled(call, "K", tokens, "gate")
-    own = _lines(call, gate, columns=False)
-    up, _ = tiled(call, "K", tokens)
-    scratch = own.room + (8 + 4 * MOST_TOKENS) * call.dim("I") + 4 * own.stride * (MOST_TOKENS + 1)
-    return [
-        call.launch(gate_and_rows, own, scratch, SHARES),
-        call.launch(all_rows, up, panels_room(up), SHARES),
-    ]
+    first, last = share(a.panels, rank, size)
+    if first == last:
+        return
+    state = scratch + _STATE
+    totals = state + 64
+    blocks = totals + 4 * a.wide
+    entries = blocks + _BLOCK * a.blocks
+    codes = entries + 4 * a.longest
+    panel_bytes = a.blocks * a.record
+    if not is_filled(a.rec, a.ctl, scratch, -1):
+        n = _list(a, blocks, entries, codes)
+        v.write_i64(state + 16, n)
+        v.write_f32(state + 32, v.read_f32(a.x_scale) * a.factor)
+        for i in range(min(a.lead, n)):  # the next panel's
+            v.write_i32(entries + 4 * (n + i), v.read_i32(entries + 4 * i) + panel_bytes)
+    n, x_scale, per_group = v.read_i64(state + 16), state + 32, np.int64(1)
+    if a.heads:
+        x_scale, per_group = a.x_scale, GROUP // a.block
+    lead = min(a.lead, n)
+    for i in range(lead):
+        at = a.columns + first * panel_bytes + v.read_i32(entries + 4 * i)
+        for line in range(a.chunks):
+            v.prefetch(at + LINE * line)
+    for panel in range(first, last):
+        for i in range(0, a.wide, 16):
+            v.store_f32(totals + 4 * i, v.zero())
+        end = n + lead if panel + 1 < last else n
+        v.write_i64(state, entries + 4 * max(0, min(lead, end - 4)))
+        v.write_i64(state + 8, 0)
+        v.write_i64(state + 24, entries + 4 * max(0, end - 4))
+        at = a.columns + panel * panel_bytes
+        args = at, blocks, a.blocks, per_group, entries, codes, a.chunks, x_scale, totals, state
+        _call_skip(a.skip, *args)
+        row = panel * a.wide
+        for i in range(0, min(a.wide, a.N - row), 16):
+            write_rows(a, totals + 4 * i, 0, 1, row + i)
 
 
 def _skip_linear(call: BoundCall) -> list[Launch]:
-    if isinstance(call.tensor("w").format, Int4):
-        return by_column(call)
+    tensor = call.tensor("w")
+    if not skips_columns(tensor.format):
+        raise UnsupportedOp(
+            f"skip_linear: no columns of {tensor.format.name} can be skipped; expected ternary "
+            "weights, or symmetric int4 with a scale for 32, 64 or 128 columns"
+        )
+    ternary, group = isinstance(tensor.format, Ternary), int(call.attr("group"))
+    expected = 0 if ternary else GROUP
+    if group != expected:
+        raise ShapeError(f"skip_linear: {group} columns per scale; expected {expected}")
     # Stored pages go with the tiles: columns are packed first.
-    columns = len(lines_of(call.spec.name, call.tensor("w"), columns=True))
-    dense, _ = tiled(call, "K", call.array("x").shape[0])
-    own = _lines(call, dense, columns=True)
-    scratch = own.room + (8 + MOST_TOKENS) * (columns + AT_ONCE)
-    kept = own.parts * MOST_TOKENS * (_HEADER + 16 * own.stride)
-    both = [call.launch(kernel, own, scratch, SHARES) for kernel in (add_parts, write_parts)]
-    return [replace(launch, shared=kept) for launch in both]
+    panels, columns = packed(tensor), columns_of(tensor)
+    dense, tiles = tiled(call, "K", call.array("x").shape[0])
+    heads, k = columns.per * _SIZE[columns.scale], call.dim("K")
+    lead = GROUP + heads * (GROUP // columns.block)
+    longest = columns.blocks * (heads + columns.block) + lead
+    own = Skipped(
+        *dense,
+        factor=float(tensor.format.multiplier(tensor.planes)) if ternary else 1.0,
+        skip=skip_of(columns.scale, columns.per),  # type: ignore[arg-type]
+        columns=int(panels.ctypes.data),
+        record=columns.record,
+        block=columns.block,
+        blocks=columns.blocks,
+        chunks=columns.chunks,
+        wide=columns.wide,
+        panels=columns.panels,
+        heads=heads,
+        run=_QUAD * columns.per // 2,
+        zero=1 if ternary else 8,
+        most=k // 2 if ternary else k,
+        lead=lead,
+        longest=longest,
+    )
+    few = _STATE + 64 + 4 * columns.wide + _BLOCK * columns.blocks + _ENTRY * longest + 64
+    shares = SHARES if tiles.data.nbytes >= 1 << 17 else 1
+    return [call.launch(skip_columns, own, max(few, panels_room(dense)), shares)]
 
 
-LOWER = {
-    "relu2_gate_up": _relu2_gate_up,
-    "skip_linear": _skip_linear,
-    "drop_small": lower_drop_small,
-}
+@device
+def _below(x, k, limit):
+    """Return how many magnitudes have bits below a limit."""
+    found, bound, one = v.izero(), v.isplat(limit), v.isplat(1)
+    for i in range(0, k, 16):
+        n = min(16, k - i)
+        bits = v.bits_i32(v.absolute(v.load_f32_n(x + 4 * i, n)))
+        found = v.iadd(found, v.iselect(v.ilt(bits, bound), one, v.izero()))
+    return v.ihsum(found) - (-(-k // 16) * 16 - k) * (limit > 0)
+
+
+@device
+def _kept(x, k, most, least):
+    """Return how many channels of a token are kept."""
+    total, squares = v.zero(), v.zero()
+    for i in range(0, k, 16):
+        size = v.absolute(v.load_f32_n(x + 4 * i, min(16, k - i)))
+        total, squares = v.add(total, size), v.add(squares, v.mul(size, size))
+    sum_of = v.hsum(total)
+    width = np.float32(k)
+    bottom = width * v.hsum(squares)
+    even = np.float32(1)
+    if bottom > np.float32(0):
+        even = sum_of * sum_of / bottom
+    if not even <= np.float32(1):
+        even = np.float32(1)
+    wanted = (least + (most - least) * even) * width
+    count = int(wanted)
+    if np.float32(count) < wanted:
+        count += 1
+    return max(1, min(count, k))
+
+
+@device
+def _limit(x, k, count):
+    limit = 0
+    for place in range(30, -1, -1):
+        higher = limit + (1 << place)
+        if k - _below(x, k, higher) >= count:
+            limit = higher
+    return limit
+
+
+@executes("drop_small")
+def drop_small(a, rank, size, scratch):
+    """Copy a token but for what is small; each thread has a range of tokens."""
+    first, last = share(a.M, rank, size)
+    k = a.K
+    for t in range(first, last):
+        x, y = a.x + 4 * t * k, a.y + 4 * t * k
+        if a.threshold:
+            bound = v.splat(v.read_f32(a.threshold))
+            for i in range(0, k, 16):
+                n = min(16, k - i)
+                values = v.load_f32_n(x + 4 * i, n)
+                kept = v.select(v.lt(v.absolute(values), bound), v.zero(), values)
+                v.store_f32_n(y + 4 * i, kept, n)
+        else:
+            low = v.isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
+            for i in range(0, k, 16):
+                n = min(16, k - i)
+                values = v.load_f32_n(x + 4 * i, n)
+                small = v.ilt(v.bits_i32(v.absolute(values)), low)
+                v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
+
+
+LOWER = {"skip_linear": _skip_linear, "drop_small": lambda call: [call.launch(drop_small)]}

@@ -9,8 +9,8 @@ never tries anything. Results do not depend on the number of threads, so none of
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -128,22 +128,9 @@ def call_on(cpu: int, function: Callable[[], T]) -> T:
 
     Memory that it is the first to touch comes from the NUMA node of the CPU.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def body() -> None:
-        pin(cpu)
-        try:
-            results.append(function())
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=body, name=f"clocher-on-{cpu}")
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return results[0]
+    name = f"clocher-on-{cpu}"
+    with ThreadPoolExecutor(1, name, initializer=pin, initargs=(cpu,)) as pool:
+        return pool.submit(function).result()
 
 
 def _arrays(value: Value) -> list[np.ndarray]:

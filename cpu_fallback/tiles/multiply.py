@@ -149,11 +149,6 @@ def emit_sdot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", FOUR, total, weights, x)
 
 
-def emit_smmla(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    """Emit int32 [2, 2] plus signed bytes [2, 8] times the transpose of signed bytes [2, 8]."""
-    return call(b, "llvm.aarch64.neon.smmla.v4i32.v16i8", FOUR, total, weights, x)
-
-
 def emit_table(b: Any, entries: Sequence[int], indices: Any) -> Any:
     """Emit entries[index] of a register of bytes; zero for an index above 15."""
     table = ir.Constant(SIXTEEN, list(entries))
