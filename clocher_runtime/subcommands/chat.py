@@ -142,8 +142,6 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         config, drawing = config.on_top_of(engine.sampling_defaults)
         if note := drawn_as(drawing):
             console.note(note)
-        if engine.session.reading.proposal:
-            console.note(engine.session.reading.proposal)
         engine.session.warm()
         about = (
             f"{engine.model} ({engine.precision}) on {engine.device}, {engine.threads} thread(s), "
