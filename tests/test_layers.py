@@ -80,7 +80,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
     "scripts": "numpy click rich",
     "bench": """numpy click rich jinja2 pytest torch triton cupy
-        matplotlib gemlite torchao bitsandbytes openvino openvino_genai""",
+        gemlite torchao bitsandbytes openvino openvino_genai""",
 }
 # Distributions whose modules have another name.
 PROVIDED_BY = {
