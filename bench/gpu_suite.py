@@ -1,12 +1,12 @@
-"""Measure the CUDA back end on this machine's GPU; `pytest -m gpu` checks it.
+"""Check and measure the CUDA back end on this machine's GPU, in three calls.
 
-    python -m bench.gpu_suite --out results
-    python -m bench.gpu_suite --out results --part ops --only rms_norm
+    python -m bench.gpu_suite --out call0 --call 0
+    python -m bench.gpu_suite --out all --merge call0 --merge call1 --merge call2
 
-Each part is a process of its own under a time limit and writes PART.jsonl to the output folder as
-it goes; what crashes or hangs is noted and the rest goes on. suite.json and suite.md put together
-all parts in the folder. --dry-run runs tiny shapes in Triton's interpreter, without a GPU.
-Exits 1 if a row failed or a part did not finish.
+Each part is a process of its own under a time limit and writes PART.jsonl (parity: parity.log) to
+the output folder as it goes; what crashes or hangs is noted and the rest goes on. suite.json and
+suite.md, written after each part, put them together. Without --call all run. --dry-run runs tiny
+shapes in Triton's interpreter, without a GPU. Exits 1 if a check failed or a part did not finish.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -27,43 +28,70 @@ import click
 
 
 class Part(NamedTuple):
-    """Its time limit, that of an item, and the maker of its items, in seconds."""
+    """The call that a part belongs to, its time limit, that of an item, the maker of its items."""
 
+    call: int
     seconds: float
     item_seconds: float
-    items: str
+    items: str = ""
 
+
+CALLS = (0, 1, 2)
+BUDGET = 520.0
+"""Seconds of a call; the limits of its parts add up to no more."""
 
 PARTS = {
-    "machine": Part(40, 40, "ops:machine_items"),  # a freshly started machine has a cold disk
-    "ceilings": Part(35, 30, "ops:ceiling_items"),
-    "steps": Part(200, 80, "models:step_items"),
-    "ops": Part(150, 60, "ops:op_items"),
-    "peers": Part(130, 80, "ops:peer_items"),
+    "machine": Part(0, 40, 40, "ops:machine_items"),  # a freshly started machine has a cold disk
+    "smoke": Part(0, 75, 60, "models:tiny_items"),
+    "ceilings": Part(0, 35, 30, "ops:ceiling_items"),
+    "parity": Part(1, 480, 480),
+    "steps": Part(2, 200, 80, "models:step_items"),
+    "ops": Part(2, 150, 60, "ops:op_items"),
+    "peers": Part(2, 130, 80, "ops:peer_items"),
 }
 LOST, NO_DEVICE = 3, 4
 """Exit codes of a part: the GPU stopped answering (a new process goes on); there is none."""
+_PARITY = ("-m", "pytest", "-v", "--color=no", "tests/test_gpu_parity.py")
+_WRONG = re.compile(
+    r"(?:FAILED|ERROR) tests/\S+::(.+?)(?: - (.*))?$|::(\S+) (?:FAILED|ERROR)", re.M
+)
+_FINISHED = re.compile(r"^=* ?\d+ (passed|failed|skipped).* in \d", re.M)
 _BAD = ("failed", "crashed", "timeout", "ended")
 _DRY_SLACK, _MOST_STARTS = 6, 12
+_PATH = click.Path(path_type=Path)
 
 
 @click.command(help=__doc__)
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="the output folder")
+@click.option("--out", type=_PATH, required=True, help="the output folder")
+@click.option("--call", "calls", multiple=True, type=click.Choice([str(c) for c in CALLS]))
 @click.option("--part", "names", multiple=True, type=click.Choice(list(PARTS)), help="default: all")
 @click.option("--dry-run", "dry", is_flag=True, help="no GPU: tiny shapes, no speeds")
 @click.option("--only", multiple=True, help="only items whose name contains this")
+@click.option("--budget", type=float, help=f"seconds for all parts  [default: {BUDGET:g} a call]")
+@click.option("--merge", "folders", multiple=True, type=_PATH, help="put these calls together")
 @click.option("--here", is_flag=True, hidden=True, help="run a part in this process")
-def main(out: Path, names: Sequence[str], dry: bool, only: Sequence[str], here: bool) -> None:
+def main(out: Path, calls: Sequence[str], names: Sequence[str], **given: Any) -> None:
     """Run the parts in order and print the report."""
     out.mkdir(parents=True, exist_ok=True)
-    if here:
-        raise SystemExit(run_items(names[0], out / f"{names[0]}.jsonl", dry, only))
+    if given["here"]:
+        raise SystemExit(
+            run_items(names[0], out / f"{names[0]}.jsonl", given["dry"], given["only"])
+        )
+    try:
+        good = bool(given["folders"]) and report(out, given["folders"], list(PARTS))
+    except (OSError, ValueError) as error:
+        raise click.UsageError(str(error)) from None
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    good = True
-    for name in names or PARTS:
-        click.echo(name, err=True)
-        run_part(name, out, dry, only)
-        good = report(out)
+    chosen = [n for n, p in PARTS.items() if not calls or n == "machine" or str(p.call) in calls]
+    chosen = [name for name in chosen if not names or name in names]
+    count = max(len(calls), 1 if names else len(CALLS))
+    end = time.monotonic() + (given["budget"] or BUDGET * count)
+    for name in chosen if not given["folders"] else ():
+        left = end - time.monotonic()
+        click.echo(f"{left:4.0f} s left: {name}", err=True)
+        if left > 0:
+            run_part(name, out, left, given["dry"], given["only"])
+        good = report(out, [out], chosen)
     click.echo((out / "suite.md").read_text())
     raise SystemExit(not good)
 
@@ -106,11 +134,17 @@ def run_items(part: str, path: Path, dry: bool, only: Sequence[str]) -> int:
     return 0
 
 
-def run_part(name: str, out: Path, dry: bool, only: Sequence[str]) -> None:
+def run_part(name: str, out: Path, left: float, dry: bool, only: Sequence[str]) -> None:
     """Run a part, restart it after a crash or timeout, and record the cause."""
     slack, path = _DRY_SLACK if dry else 1, out / f"{name}.jsonl"
     item_seconds = PARTS[name].item_seconds * slack
-    deadline = time.monotonic() + PARTS[name].seconds * slack
+    deadline = time.monotonic() + min(left, PARTS[name].seconds * slack)
+    if name == "parity":
+        jobs = ["-n", str(max(1, min(14, (os.cpu_count() or 1) - 2)))]
+        command = [*_PARITY, *(["-m", "not slow and not gpu"] if dry else ["-m", "gpu", *jobs])]
+        command += ["-k", " or ".join(only)] if only else ["-k", "in_the_interpreter"] * dry
+        run(command, out / "parity.log", path, deadline, item_seconds)
+        return
     command = ["-m", "bench.gpu_suite", "--here", "--out", str(out), "--part", name]
     command += ["--dry-run"] * dry + [f"--only={text}" for text in only]
     for start in range(1, _MOST_STARTS + 1):
@@ -151,12 +185,35 @@ def run(command: Sequence[str], log: Path, path: Path, deadline: float, item: fl
         child.wait()
 
 
-def report(out: Path) -> bool:
-    """Write suite.json and suite.md of the parts in a folder; return whether all is well."""
-    parts = {
-        path.stem: [row for row in rows_of(path) if row["status"] != "begun"]
-        for path in sorted(out.glob("*.jsonl"))
-    }
+def rows_in(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of the parts in a folder."""
+    parts = {path.stem: rows_of(path) for path in sorted(folder.glob("*.jsonl"))}
+    if (log := folder / "parity.log").exists():
+        text, rows = log.read_text(errors="replace"), []
+        wrong = {test or other: why for test, why, other in _WRONG.findall(text)}
+        for test, why in wrong.items():
+            rows.append({"item": test, "status": "failed", "reason": why or "see parity.log"})
+        rows.append({"item": "passed", "status": "ok", "count": text.count(" PASSED")})
+        if not _FINISHED.search(text):
+            rows.append({"item": "parity", "status": "ended", "reason": "cut short"})
+        parts["parity"] = rows
+    return parts
+
+
+def report(out: Path, folders: Sequence[Path], names: Sequence[str]) -> bool:
+    """Write suite.json and suite.md of some calls, on one GPU; return whether all is well."""
+    parts: dict[str, list[dict[str, Any]]] = {}
+    for folder in folders:
+        found = rows_in(folder)
+        if not found and folder != out:
+            raise ValueError(f"--merge: {folder} has no results of this suite")
+        for name, rows in found.items():
+            parts.setdefault(name, []).extend(row for row in rows if row["status"] != "begun")
+    gpus = {row["gpu"] for rows in parts.values() for row in rows if "gpu" in row}
+    if len(gpus) > 1:
+        raise ValueError(f"--merge: calls on {' and '.join(sorted(gpus))}; merge those of one GPU")
+    for name in names:
+        parts.setdefault(name, [{"item": name, "status": "ended", "reason": "not run"}])
     (out / "suite.json").write_text(json.dumps({"parts": parts}, indent=1))
     (out / "suite.md").write_text("\n".join(_page(parts)) + "\n")
     return not any(row["status"] in _BAD for rows in parts.values() for row in rows)

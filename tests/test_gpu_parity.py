@@ -1,12 +1,11 @@
 """`pytest -m gpu`: every op on every case of its contract, on the GPU.
 
-Each case is launched with every storage of activations that it has and checked by
-`bench.gpu.parity` (a second run, the replay of a graph, tokens alone), and executed as a Plan by
-the CUDA executor; tiny models are run beside the CPU. Without a GPU every case is skipped.
+Each case is launched with every storage of activations that it has, as the suite's part `parity`
+does it (a second run, the replay of a graph, tokens alone), and executed as a Plan by the CUDA
+executor. Without a GPU every case is skipped, and says why.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +21,6 @@ from clocher_kernels.cuda.launch import INTERPRETER, Device
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import Case, OpSpec
-from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.session import Session
 
 CASES = [
     pytest.param(
@@ -57,42 +51,6 @@ def test_parity(spec: OpSpec, case: Case, gpu: Setting) -> None:
             continue
         assert row["status"] == "ok", (act, row)
     executed(spec, case, gpu.device)
-
-
-DATA = Path(__file__).with_name("data")
-MODELS = [embedded_model(), *(DATA / f"clocher-tiny-{name}" for name in ("llama", "bitnet"))]
-LOGIT_RMS = 0.02
-"""fp16 activations against fp32 ones, relative to the RMS of the logits."""
-
-
-def test_tiny_models_on_another_back_end() -> None:
-    beside(load_model(open_checkpoint(MODELS[0])), "reference", [40, 41, 42], 2, ("fp32",))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("path", MODELS, ids=lambda path: path.name)
-def test_tiny_models_on_the_gpu(path: Path) -> None:
-    model = load_model(open_checkpoint(path))
-    beside(model, "cuda", list(range(40, 60)), 24, ("fp32", "fp16"))
-
-
-def beside(model: Model, other: str, prompt: list[int], new: int, kinds: tuple[str, ...]) -> None:
-    """Compare greedy ids and fp32 logits with the CPU's; of fp16 activations the logits."""
-
-    def run(backend: str, act_prec: str) -> tuple[np.ndarray, list[int]]:
-        own = EngineConfig(backend=backend, act_prec=act_prec, kv_dtype="bf16", context=64)
-        session = Session(model, replace(own, chunk=len(prompt), all_logits=True, speculate="off"))
-        try:
-            tokens = session.generate([prompt], new, stop_ids=frozenset())
-            return session.logits(prompt), [token.id for token in tokens]
-        finally:
-            session.close()
-
-    want, ids = run("cpu", "fp32")
-    for act_prec in kinds:
-        logits, got = run(other, act_prec)
-        assert np.sqrt(np.mean((logits - want) ** 2) / np.mean(want**2)) <= LOGIT_RMS, act_prec
-        assert got == ids or act_prec != "fp32"
 
 
 MISSING = {

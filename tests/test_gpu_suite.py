@@ -31,7 +31,7 @@ from clocher_kernels.ops.contract import EXACT
 from clocher_kernels.quant_tensor import QuantTensor
 
 ROOT = Path(__file__).parents[1]
-ITEMS = list(gpu_suite.PARTS)
+ITEMS = [name for name, part in gpu_suite.PARTS.items() if part.items]
 SPEEDS = {"us", "us_low", "us_high", "gbs", "share", "tokens_per_s", "first_token_ms"}
 
 
@@ -133,7 +133,7 @@ def test_every_line_of_a_part(part: str, setting: Setting) -> None:
 
 @pytest.mark.slow
 def test_the_whole_dry_run_with_the_kernels(tmp_path: Path) -> None:
-    done = suite(tmp_path, "--dry-run")
+    done = suite(tmp_path, "--dry-run", "--budget", "1200")
     assert done.exit_code == 0, done.output
 
 
@@ -232,7 +232,7 @@ def test_what_dies_is_reported_and_the_rest_survives(
         return run(["-c", CHILD, str(path), what], log, path, *limits)
 
     monkeypatch.setattr(gpu_suite, "run", child)
-    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(30, 2.5, "ops:op_items"))
+    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(2, 30, 2.5))
     assert suite(tmp_path, "--part", "ops").exit_code == 1
     found = [(row["item"], row["status"]) for row in parts_in(tmp_path)["ops"]]
     assert found == [("first", "ok"), ("bad", status), ("last", "ok")]
@@ -267,14 +267,79 @@ def test_half_a_line_is_no_row(tmp_path: Path) -> None:
 def test_a_run_that_is_asked_to_end_leaves_what_it_has(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.gpu_suite", "--out", str(tmp_path), "--dry-run"]
     given = {"cwd": ROOT, "stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*command, "--part", "steps"], **given) as run:  # type: ignore[call-overload]
-        while not rows_of(tmp_path / "steps.jsonl"):
+    with subprocess.Popen([*command, "--part", "smoke"], **given) as run:  # type: ignore[call-overload]
+        while not rows_of(tmp_path / "smoke.jsonl"):
             time.sleep(0.05)
             assert run.poll() is None
         children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
         run.terminate()
     assert run.returncode == 128 + 15
     assert not [child for child in children if Path(f"/proc/{child}").exists()]
+    done = suite(tmp_path / "all", "--merge", str(tmp_path))
+    assert done.exit_code == 1 and "not run" in done.output
+
+
+LOG = """
+tests/test_gpu_parity.py::test_parity[rope-m1] PASSED [ 33%]
+[gw1] [ 66%] FAILED tests/test_gpu_parity.py::test_parity[linear-int4 m1]
+[gw0] [100%] PASSED tests/test_gpu_parity.py::test_parity[route-m1]
+"""
+END = """=== short test summary info ===
+FAILED tests/test_gpu_parity.py::test_parity[linear-int4 m1] - AssertionError: rms 1
+=== 1 failed, 2 passed in 3.10s ===
+"""
+
+
+@pytest.mark.parametrize("end", ["", END])
+def test_parity_is_read_from_what_pytest_says(end: str, tmp_path: Path) -> None:
+    (tmp_path / "parity.log").write_text(LOG + end)
+    rows = gpu_suite.rows_in(tmp_path)["parity"]
+    assert rows[0]["item"].startswith("test_parity[linear-int4") and rows[0]["status"] == "failed"
+    assert rows[0]["reason"] == ("AssertionError: rms 1" if end else "see parity.log")
+    assert rows[1] == {"item": "passed", "status": "ok", "count": 2}
+    assert [row["status"] for row in rows[2:]] == ([] if end else ["ended"])
+
+
+def call_of(folder: Path, parts: dict[str, list[Row]]) -> Path:
+    folder.mkdir()
+    for name, rows in parts.items():
+        note(folder / f"{name}.jsonl", *({"item": "i", "status": "ok", **row} for row in rows))
+    return folder
+
+
+def merge(out: Path, *folders: Path) -> Result:
+    return suite(out, *(flag for folder in folders for flag in ("--merge", str(folder))))
+
+
+def test_merged_calls_are_one_result(tmp_path: Path) -> None:
+    names = list(gpu_suite.PARTS)
+    first: dict[str, list[Row]] = {name: [{"value": name}] for name in names[:4]}
+    first["machine"] = [{"gpu": "G"}]
+    a = call_of(tmp_path / "a", first)
+    b = call_of(
+        tmp_path / "b", {n: [{"value": n}] for n in names[4:]} | {"machine": [{"gpu": "G"}]}
+    )
+    assert merge(tmp_path / "ab", a, b).exit_code == 0
+    merged = parts_in(tmp_path / "ab")
+    assert set(merged) == set(names) and len(merged["machine"]) == 2
+    assert merge(tmp_path / "only-a", a).output.count("not run") == len(names[4:])
+    c = call_of(tmp_path / "c", {"parity": [{"status": "failed", "reason": "wrong"}]})
+    done = merge(tmp_path / "abc", a, b, c)
+    assert done.exit_code == 1 and "wrong" in done.output, "running again hides no failure"
+    d = call_of(tmp_path / "d", {"machine": [{"gpu": "other"}]})
+    for other, why in ((d, "calls on G and other"), (tmp_path / "none", "has no results")):
+        done = merge(tmp_path / "ad", a, other)
+        assert done.exit_code == 2 and why in " ".join(done.output.split())
+
+
+def test_the_limits_of_a_call_fit_its_budget() -> None:
+    parts = gpu_suite.PARTS.items()
+    limits = {
+        call: sum(part.seconds for name, part in parts if part.call == call or name == "machine")
+        for call in gpu_suite.CALLS
+    }
+    assert max(limits.values()) <= gpu_suite.BUDGET < 9 * 60
+    assert limits[0] <= 150 and sum(limits.values()) <= 27 * 60, "half an hour, less the start"
 
 
 def test_the_commands_of_the_page_exist() -> None:
@@ -283,7 +348,8 @@ def test_the_commands_of_the_page_exist() -> None:
     words = [shlex.split(line) for line in lines]
     known = {flag for param in gpu_suite.main.params for flag in param.opts}
     assert {word for line in words for word in line if word.startswith("--")} <= known
-    assert words
+    calls = [line[line.index("--call") + 1] for line in words if "--call" in line]
+    assert calls == [str(call) for call in gpu_suite.CALLS]
 
 
 @pytest.mark.parametrize(("copy", "read"), [(3000.0, 2000.0), (2500.0, 3000.0)])
@@ -378,4 +444,4 @@ def test_parts_need_only_what_they_use(tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     why = " import of msgspec halted; None in sys.modules"
-    assert done.stdout.splitlines() == [p + why * (p == "steps") for p in ITEMS]
+    assert done.stdout.splitlines() == [p + why * (p in ("smoke", "steps")) for p in ITEMS]

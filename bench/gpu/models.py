@@ -1,13 +1,15 @@
-"""Whole models of published shapes with random weights, timed."""
+"""Whole models: tiny ones beside the CPU, published shapes with random weights timed."""
 
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import numpy as np
 
 from bench.gpu.setting import Item, Row, Setting
 from clocher_kernels.cuda import executor
@@ -16,18 +18,23 @@ from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
-from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import find_preset
-from clocher_runtime.engine.backends import BACK_ENDS
+from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
 
-_INT8, _REPEATS = "int8_row_f32", 3
-_NO_FILES = Checkpoint(Path(), "callable", {}, {}, ())
-_CELL = STORAGE[BACK_ENDS["cuda"].cache_dtype].itemsize
+_DATA = Path(__file__).parents[2] / "tests/data"
+_MODELS = ("embedded", "clocher-tiny-llama", "clocher-tiny-bitnet")
+_LOGIT_RMS = 0.02
+"""fp16 activations against fp32 ones, relative to the RMS of the logits."""
+
+_KV, _INT8, _REPEATS = "bf16", "int8_row_f32", 3
+_NO_FILES = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
 
 
 @dataclass(frozen=True)
@@ -57,9 +64,47 @@ _RUNS, _NEW, _CHUNK = ((1, 128), (1, 1024), (1, 8128), (8, 1024)), 64, 512
 _DRY_RUNS, _DRY_NEW, _DRY_CHUNK = ((1, 3),), 2, 4
 
 
+def tiny_items(dry: bool) -> list[Item]:
+    """Return one item for each tiny model."""
+    models = [m for m in _MODELS if m == "embedded" or (_DATA / m).exists()]
+    return [(name, partial(_model, name=name)) for name in models[: 1 if dry else None]]
+
+
 def step_items(dry: bool) -> list[Item]:
     """Return one item for each model."""
     return [(s.label, partial(_measure, shape=s)) for s in (_TINY if dry else SHAPES)]
+
+
+def _model(setting: Setting, name: str) -> list[Row]:
+    """Compare greedy ids and fp32 logits with the CPU's, then logits with fp16 activations."""
+    path = embedded_model() if name == "embedded" else _DATA / name
+    model = load_model(open_checkpoint(path))
+    # The interpreter would take minutes: a dry run compares the CPU with the reference.
+    other, prompt, new = "cuda", list(range(40, 60)), 24
+    if setting.dry:
+        other, prompt, new = "reference", [40, 41, 42], 2
+
+    def run(backend: str, act_prec: str) -> tuple[np.ndarray, list[int]]:
+        shared = EngineConfig(chunk=len(prompt), all_logits=True, speculate="off", context=64)
+        own = {"backend": backend, "act_prec": act_prec, "kv_dtype": "bf16"}
+        session = Session(model, replace(shared, **own))  # type: ignore[arg-type]
+        try:
+            tokens = session.generate([prompt], new, stop_ids=frozenset())
+            return session.logits(prompt), [token.id for token in tokens]
+        finally:
+            session.close()
+
+    want, ids = run("cpu", "fp32")
+    rows: list[Row] = []
+    for act_prec in ("fp32",) if setting.dry else ("fp32", "fp16"):
+        logits, got = run(other, act_prec)
+        rms = float(np.sqrt(np.mean((logits - want) ** 2) / np.mean(want**2)))
+        rows.append({"against": other, "act_prec": act_prec, "rms": rms})
+        if not rms <= _LOGIT_RMS:
+            rows[-1] |= {"status": "failed", "reason": f"logits are off by {rms:.3g} of their RMS"}
+        elif got != ids and act_prec == "fp32":
+            rows[-1] |= {"status": "failed", "reason": f"the tokens are {got}, on the CPU {ids}"}
+    return rows
 
 
 @dataclass(frozen=True)
@@ -81,7 +126,7 @@ class Made:
             elif moe is not None and ".mlp.experts." in name:
                 share = 1 - (1 - moe.active / moe.experts) ** batch
             total += weight.nbytes * share
-        cell = 2 * self.spec.num_kv_heads * self.spec.head_dim * _CELL
+        cell = 2 * self.spec.num_kv_heads * self.spec.head_dim * STORAGE[_KV].itemsize
         keys = sum(min(context, window) if window else context for window in self.spec.windows)
         return int(total) + batch * keys * cell
 
@@ -101,8 +146,9 @@ def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
     setting.timer.synchronize()  # a session's stream does not wait for the default one
     runs, new, chunk = (_DRY_RUNS, _DRY_NEW, _DRY_CHUNK) if dry else (_RUNS, _NEW, _CHUNK)
     batch, context = max(run[0] for run in runs), max(run[1] for run in runs) + new
-    sizes = {"chunk": chunk, "batch": batch, "context": context}
-    config = EngineConfig(backend="cuda", speculate="off", **sizes)
+    config = EngineConfig(
+        backend="cuda", kv_dtype=_KV, speculate="off", chunk=chunk, batch=batch, context=context
+    )
     made = Made(spec, formats, weights)
     with patch.object(executor, "current_device", lambda: setting.device):
         return Session(made, config), made  # type: ignore[arg-type]

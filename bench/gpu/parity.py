@@ -1,4 +1,4 @@
-"""One case of an op on a device against its reference: for `pytest -m gpu` and timing.
+"""One case of an op on a device against its reference: for `pytest -m gpu`, smoke and timing.
 
 Outputs are NaN before each run. A second run and a CUDA graph replay must give the same bits; so
 must a token alone and in a batch of up to eight.
