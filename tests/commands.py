@@ -1,10 +1,17 @@
-"""Commands in processes of their own, as a user starts them."""
+"""Commands in processes of their own, as a user starts them, or in this process."""
 
+import io
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
+from contextlib import chdir, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from weight_files import ROOT
 
@@ -65,3 +72,34 @@ def clocher(*words: str, **options: Any) -> tuple[int, str, str]:
     command = [sys.executable, "-m", "clocher_runtime", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=env, **given)
     return done.returncode, done.stdout, done.stderr
+
+
+def plain(line: str) -> list[str] | None:
+    """Return the words behind `clocher` of a command that needs no shell, else None."""
+    return None if re.search(r"[|<>$;&*`\n]", line) else shlex.split(line, comments=True)[1:]
+
+
+def here(
+    *words: str, text: str = "", cwd: Path = ROOT, env: Mapping[str, str] | None = None
+) -> tuple[int, str, str]:
+    """Run `clocher` as `clocher` above does, but in this process, which is faster.
+
+    Use the other where the process itself is tested. `text`: standard input.
+    """
+    from clocher_runtime.cli import clocher as program
+
+    streams = [io.TextIOWrapper(io.BytesIO(t), "utf-8") for t in (text.encode(), b"", b"")]
+    with (
+        chdir(cwd),
+        patch.dict(os.environ, clean_environment(**(env or {})), clear=True),
+        patch.object(sys, "stdin", streams[0]),
+        redirect_stdout(streams[1]),
+        redirect_stderr(streams[2]),
+    ):
+        try:
+            code = program(words)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    for stream in streams[1:]:
+        stream.seek(0)
+    return code, streams[1].read(), streams[2].read()

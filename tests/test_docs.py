@@ -8,13 +8,15 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
+from contextlib import chdir, redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import pytest
-from commands import VARIABLES
+from commands import VARIABLES, here, plain
 from test_jsonline import RUN_KEYS
 
 from clocher_runtime.exit_codes import ExitCode
@@ -94,9 +96,33 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Block], Done]
             for entry in ROOT.iterdir():
                 if not entry.name.startswith(".") and entry.name != "build":
                     (checkout / entry.name).symlink_to(entry)
-            return run(command_line(block), checkout)
+            if block.language == "python":
+                return run_here(block, checkout)
+            lines = [plain(line) for line in block.text.replace("\\\n", " ").splitlines()]
+            if block.text.startswith("clocher ") and None not in lines:
+                return here_in_turn(lines, checkout)
+            return run(["bash", "-euo", "pipefail", "-c", block.text], checkout)
 
     return run_block
+
+
+def run_here(block: Block, cwd: Path) -> Done:
+    """Run a block of Python in this process, which has most of what it imports."""
+    out = StringIO()
+    with chdir(cwd), redirect_stdout(out):
+        exec(compile(block.text, block.where, "exec"), {"__name__": "__main__"})
+    return Done(block.where, 0, out.getvalue(), "")
+
+
+def here_in_turn(lines: list[list[str]], cwd: Path) -> Done:
+    """Run lines of `clocher` in this process; the first that fails is the last."""
+    output, code, err = "", 0, ""
+    for words in filter(None, lines):
+        code, out, err = here(*words, cwd=cwd)
+        output += out
+        if code:
+            break
+    return Done(lines, code, output, err)
 
 
 def run(arguments: list[str], cwd: Path, text: str = "", **more: str) -> Done:
@@ -113,12 +139,6 @@ def run(arguments: list[str], cwd: Path, text: str = "", **more: str) -> Done:
         text=True,
         timeout=280,
     )
-
-
-def command_line(block: Block) -> list[str]:
-    if block.language == "python":
-        return [sys.executable, "-c", block.text]
-    return ["bash", "-euo", "pipefail", "-c", block.text]
 
 
 def json_lines(output: str) -> list[dict]:
@@ -256,7 +276,8 @@ def test_the_first_screen_in_a_fresh_copy(tmp_path: Path) -> None:
     copy = tmp_path / "clocher"
     shutil.copytree(ROOT, copy, ignore=left_out)
     first = next(block for block in BLOCKS if block.page == README)
-    done = run(command_line(first), copy, text="import os\n", PYTHON=sys.executable)
+    command = ["bash", "-euo", "pipefail", "-c", first.text]
+    done = run(command, copy, text="import os\n", PYTHON=sys.executable)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import clean_environment, clocher, only_line
+from commands import clean_environment, clocher, here, only_line
 from terminal import in_terminal
 from weight_files import BITNET, ROOT
 
@@ -136,7 +136,7 @@ def test_a_pipe_that_says_nothing_does_not_stop_a_run():
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",), ("help",)])
 def test_help_lists_the_commands_after_examples(words):
-    code, out, err = clocher(*words)
+    code, out, err = here(*words)
     assert (code, err) == (0, "")
     assert out.index("Examples:") < out.index("Commands:")
     for name, each in SUBCOMMANDS.items():
@@ -146,13 +146,13 @@ def test_help_lists_the_commands_after_examples(words):
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_command_has_a_help_that_begins_with_examples(name):
-    code, out, err = clocher(name, "--help")
+    code, out, err = here(name, "--help")
     assert (code, err) == (0, ""), err
     assert out.startswith(f"Usage: clocher {name} ")
     flags = out.index("-h, --help")
     assert out.index("Examples:") < flags
     assert f"\n  clocher {name}" in out[: out.index("\n\n", out.index("Examples:"))]
-    assert clocher(name, "-h") == clocher("help", name) == (code, out, err)
+    assert here(name, "-h") == here("help", name) == (code, out, err)
 
 
 def test_version_names_the_program():
@@ -169,7 +169,7 @@ def test_version_names_the_program():
     ],
 )
 def test_a_word_that_is_no_command_gets_one_line(word, message):
-    code, out, err = clocher(word)
+    code, out, err = here(word)
     assert (code, out) == (2, "")
     assert err.startswith("clocher: error: ")
     assert message in err
@@ -207,7 +207,7 @@ def test_a_full_disk_behind_standard_output_is_told(words, code):
 
 def offered(*words: str) -> list[str]:
     env = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    code, out, err = clocher(env={**env, "_CLOCHER_COMPLETE": "bash_complete"})
+    code, out, err = here(env={**env, "_CLOCHER_COMPLETE": "bash_complete"})
     assert (code, err) == (0, "")
     return out.split()
 
