@@ -48,11 +48,6 @@ def python(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, **options)
 
 
-def run_subcommand(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `clocher NAME`."""
-    return python("-m", "clocher_runtime", name, *args, **options)
-
-
 def run_script(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run a program of scripts/."""
     return python(SCRIPTS / f"{name}.py", *args, **options)
@@ -80,7 +75,7 @@ def plain(line: str) -> list[str] | None:
 
 
 def here(
-    *words: str, text: str = "", cwd: Path = ROOT, env: Mapping[str, str] | None = None
+    *words: object, text: str = "", cwd: Path = Path(), env: Mapping[str, str] | None = None
 ) -> tuple[int, str, str]:
     """Run `clocher` as `clocher` above does, but in this process, which is faster.
 
@@ -97,9 +92,14 @@ def here(
         redirect_stderr(streams[2]),
     ):
         try:
-            code = program(words)
+            code = program([str(word) for word in words])
         except SystemExit as end:
             code = int(end.code or 0)
     for stream in streams[1:]:
         stream.seek(0)
     return code, streams[1].read(), streams[2].read()
+
+
+def run_subcommand(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `clocher NAME` in this process; `options` are of `here`."""
+    return subprocess.CompletedProcess((name, *args), *here(name, *args, **options))

@@ -63,7 +63,7 @@ def test_an_error_on_a_terminal_is_told_once():
 
 
 def test_a_variable_without_a_prefix_is_named_when_it_acts():
-    code, out, err = clocher("run", "--max-new", "2", env={"PRECISION": "fp16", "BATCH": "7"})
+    code, out, err = here("run", "--max-new", "2", env={"PRECISION": "fp16", "BATCH": "7"})
     assert code == 0
     assert "clocher run: PRECISION=fp16 is read from the environment" in err
     assert "BATCH" not in err
@@ -84,15 +84,15 @@ def test_a_precision_that_changes_nothing_is_told(given, acted_on, inside):
 
 
 def test_a_full_context_is_told():
-    code, out, err = clocher("run", "--context", "16", "--max-new", "40", "--ignore-eos")
+    code, out, err = here("run", "--context", "16", "--max-new", "40", "--ignore-eos")
     assert (code, only_line(out)["tokens_generated"]) == (0, 8)
     assert "the context of 16 tokens is full" in err and "give a larger --context" in err
-    err = clocher("run", "--context", "16", "--max-new", "4")[2]
+    err = here("run", "--context", "16", "--max-new", "4")[2]
     assert "is full" not in err
 
 
 def test_json_is_no_ignored_hint_of_the_stub():
-    _, out, _ = clocher("run", "--stub", "--json", "--max-new", "1")
+    _, out, _ = here("run", "--stub", "--json", "--max-new", "1")
     assert only_line(out)["hints_ignored"] == []
 
 

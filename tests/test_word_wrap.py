@@ -9,7 +9,7 @@ import sys
 import termios
 
 import pytest
-from commands import clocher
+from commands import here
 from terminal import Terminal
 from weight_files import LLAMA
 
@@ -95,15 +95,15 @@ def test_a_chat_on_a_terminal() -> None:
 def test_a_question_on_the_command_line_is_answered_once() -> None:
     flags = ["--temperature", "0", "--max-new", "8", "--no-stats"]
     model = str(embedded_model())
-    code, out, err = clocher("chat", model, "def read_lines(path):", *flags)
+    code, out, err = here("chat", model, "def read_lines(path):", *flags)
     assert code == 0 and out.strip() and "error" not in err
-    assert clocher("chat", model, *flags, input="def read_lines(path):")[1] == out
+    assert here("chat", model, *flags, text="def read_lines(path):")[1] == out
 
 
 def test_a_completion_by_a_chat_model_says_that_no_template_is_applied() -> None:
-    _, out, err = clocher("run", str(LLAMA), "--prompt", "a", "--max-new", "1")
+    _, out, err = here("run", str(LLAMA), "--prompt", "a", "--max-new", "1")
     assert f'`clocher chat {LLAMA} "QUESTION"` does' in err and json.loads(out)["status"] == "ok"
-    assert "QUESTION" not in clocher("run", "--prompt", "a", "--max-new", "1")[2]
+    assert "QUESTION" not in here("run", "--prompt", "a", "--max-new", "1")[2]
 
 
 def test_keys_are_not_shown_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
