@@ -3,18 +3,21 @@
 import io
 import json
 import os
+import pkgutil
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import chdir, redirect_stderr, redirect_stdout
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from weight_files import ROOT
 
+from clocher_runtime.command.scripts import SCRIPTS as SCRIPT_TARGETS
 from clocher_runtime.command.settings import ALL
 
 SCRIPTS = ROOT / "scripts"
@@ -48,11 +51,6 @@ def python(*args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, env=env, **options)
 
 
-def run_script(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program of scripts/."""
-    return python(SCRIPTS / f"{name}.py", *args, **options)
-
-
 def clocher(*words: str, **options: Any) -> tuple[int, str, str]:
     """Run `clocher` without a terminal: its exit code, standard output and standard error.
 
@@ -83,23 +81,39 @@ def here(
     """
     from clocher_runtime.cli import clocher as program
 
-    streams = [io.TextIOWrapper(io.BytesIO(t), "utf-8") for t in (text.encode(), b"", b"")]
-    with (
-        chdir(cwd),
-        patch.dict(os.environ, clean_environment(**(env or {})), clear=True),
-        patch.object(sys, "stdin", streams[0]),
-        redirect_stdout(streams[1]),
-        redirect_stderr(streams[2]),
-    ):
-        try:
-            code = program([str(word) for word in words])
-        except SystemExit as end:
-            code = int(end.code or 0)
-    for stream in streams[1:]:
-        stream.seek(0)
-    return code, streams[1].read(), streams[2].read()
+    with patch.dict(os.environ, clean_environment(**(env or {})), clear=True):
+        return _captured(partial(program, [str(word) for word in words]), text, cwd)
 
 
 def run_subcommand(name: str, *args: object, **options: Any) -> subprocess.CompletedProcess[str]:
     """Run `clocher NAME` in this process; `options` are of `here`."""
     return subprocess.CompletedProcess((name, *args), *here(name, *args, **options))
+
+
+def run_script(
+    name: str, *args: object, cwd: Path = Path(), env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run a program of scripts/, in this process unless it starts another one."""
+    if SCRIPT_TARGETS[name].startswith("-m "):
+        return python(SCRIPTS / f"{name}.py", *args, cwd=cwd, env=dict(env or {}))
+    words = [f"{name}.py", *map(str, args)]
+    with patch.dict(os.environ, env or {}), patch.object(sys, "argv", words):
+        call = pkgutil.resolve_name(f"clocher_runtime.{SCRIPT_TARGETS[name]}")
+        return subprocess.CompletedProcess(words, *_captured(call, "", cwd))
+
+
+def _captured(call: Callable[[], int], text: str, cwd: Path) -> tuple[int, str, str]:
+    streams = [io.TextIOWrapper(io.BytesIO(t), "utf-8") for t in (text.encode(), b"", b"")]
+    with (
+        chdir(cwd),
+        patch.object(sys, "stdin", streams[0]),
+        redirect_stdout(streams[1]),
+        redirect_stderr(streams[2]),
+    ):
+        try:
+            code = int(call() or 0)
+        except SystemExit as end:
+            code = int(end.code or 0)
+    for stream in streams[1:]:
+        stream.seek(0)
+    return code, streams[1].read(), streams[2].read()

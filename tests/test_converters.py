@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import PYTHON_PATH, SCRIPTS, python, run_script
+from commands import PYTHON_PATH, SCRIPTS, plain, python, run_script
 from gguf_files import add_tokenizer, as_f32, write_gguf
 from test_convert import die_at, digests, digests_of
 from weight_files import (
@@ -55,6 +55,9 @@ SMALL: dict[str, Array] = {
 
 def run(command: str, cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command line as it stands in the guide, with this interpreter as python."""
+    words = plain(command.replace("\\\n", " "))
+    if words and words[0].endswith(".py"):
+        return run_script(Path(words[0]).stem, *words[1:], cwd=cwd, env=variables)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
