@@ -13,11 +13,9 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-import rich.table
 from rich.console import Console
 
 from bench.record import Row, print_table, table_of, write_json
-from bench.record import table as made_table
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
@@ -234,13 +232,6 @@ def experiment(
         return command
 
     return decorate
-
-
-def table(
-    heads: str, cells: str, rows: Iterable[Row], title: str = "", **looks: Any
-) -> rich.table.Table:
-    """Return `bench.record.table` for the terminal."""
-    return made_table(heads, cells, rows).on_terminal(title, **looks)
 
 
 def _spelled(kind: str) -> str:

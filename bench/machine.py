@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clocher_kernels import guards
 from clocher_runtime.engine.topology import cpu_name, numa_nodes, usable_cpus
 
 STEAL_LIMIT, OTHERS_LIMIT, QUOTA_LIMIT = 1.0, 5.0, 1.0
@@ -64,7 +65,7 @@ def read(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> Reading:
     counts = [
         int(text)
         for path in (root / "sys/devices/system/cpu").glob(_THROTTLES)
-        if (text := _read(path)).isdigit()
+        if (text := guards.read(path)).isdigit()
     ]
     return Reading(
         seconds=time.perf_counter(),
@@ -121,7 +122,7 @@ def describe() -> dict[str, Any]:
 def _cpu_times(root: Path, cpus: frozenset[int]) -> tuple[int, int] | None:
     busy = stolen = 0
     seen = False
-    for line in _read(root / "proc/stat").splitlines():
+    for line in guards.read(root / "proc/stat").splitlines():
         name, *fields = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cpus:
             ticks = [int(text) for text in fields[:8]]
@@ -135,30 +136,16 @@ def _cpu_times(root: Path, cpus: frozenset[int]) -> tuple[int, int] | None:
 
 def _quota_s(root: Path) -> float | None:
     """Return the throttled time of this process's control group, version 2 or 1."""
-    mount = root / "sys/fs/cgroup"
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mounts = (mount / controllers, mount / "cpu") if controllers else (mount,)
-        for folder in (m / inside for m in mounts for inside in (path.strip("/"), "")):
-            for key, unit in (("throttled_usec", 1e6), ("throttled_time", 1e9)):
-                if (found := _field(folder / "cpu.stat", key)) is not None:
-                    return found / unit
+    for version, group in guards.groups("cpu", root):
+        key, unit = ("throttled_usec", 1e6) if version == 2 else ("throttled_time", 1e9)
+        if (found := _field(group / "cpu.stat", key)) is not None:
+            return found / unit
     return None
 
 
 def _field(path: Path, name: str) -> int | None:
-    for line in _read(path).splitlines():
+    for line in guards.read(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name and value.isdigit():
             return int(value)
     return None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="ascii", errors="replace").strip()
-    except OSError:
-        return ""

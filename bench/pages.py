@@ -1,12 +1,12 @@
 """Reports as Markdown and as one HTML file; docs/PERFORMANCE.md and its plot from result files."""
 
-import hashlib
-import io
 import json
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from xml.sax.saxutils import escape
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -30,8 +30,9 @@ _CONTROL = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF} - {10},
     "\N{REPLACEMENT CHARACTER}",
 )
-_RC = {"svg.fonttype": "none", "text.parse_math": False, "font.size": 9}
-_COLOUR, _LIMIT = "#0072b2", "#777777"
+_COLOUR, _GREY = "#0072b2", "#777777"
+_WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 720, 250, 60, 40, 28
+_TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
 NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
 _INTRO = (
@@ -87,50 +88,37 @@ def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
 
 
 def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
-    """Return ratios as SVG bars, with digests of data and SVG; UsageError without matplotlib."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
-    except ImportError:
-        raise UsageError(
-            "plots are drawn with matplotlib, which is not installed; pip install '.[bench]' in a "
-            "clone of Clocher"
-        ) from None
-    file, seal = io.StringIO(), _seal(title, label, list(bars))
-    with matplotlib.rc_context({**_RC, "svg.hashsalt": seal}):
-        figure = Figure(figsize=(5.6, 0.9 + 0.27 * len(bars)))
-        axes = figure.add_subplot()
-        for place, (_, value, low, high) in enumerate(bars):
-            axes.hlines(place, low, high, color=_COLOUR, linewidth=1.8)
-            axes.plot([value], [place], color=_COLOUR, marker="o", markersize=5)
-            at = (1.02, place)
-            axes.annotate(f"{value:.2f}x", at, xycoords=axes.get_yaxis_transform(), va="center")
-        axes.axvline(1.0, color=_LIMIT, linewidth=1.8)
-        axes.set_yticks(range(len(bars)), [_clean(name) for name, *_ in bars])
-        axes.tick_params(axis="y", length=0)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.invert_yaxis()
-        axes.set_xscale("log")
-        axes.xaxis.set_major_locator(FixedLocator([0.5, 1, 1.5, 2, 3, 4, 6, 8, 10]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.xaxis.set_major_formatter(ScalarFormatter())
-        axes.set_title(_clean(title), loc="left", fontsize=11)
-        axes.set_xlabel(_clean(label))
-        about = {"Date": None, "Creator": None}
-        figure.savefig(file, format="svg", bbox_inches="tight", metadata=about)
-    drawn = file.getvalue().rstrip()
-    return f"{drawn}\n<!-- {seal} {_seal(drawn)} -->\n"
+    """Return ratios and their intervals as an SVG picture with a logarithmic axis."""
 
+    def place(ratio: float) -> float:
+        share = math.log(ratio / _TICKS[0]) / math.log(_TICKS[-1] / _TICKS[0])
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(max(share, 0.0), 1.0)
 
-def is_current(picture: str, title: str, label: str, bars: Sequence[Bar]) -> bool:
-    """Return whether a picture is the unmodified chart of these data."""
-    drawn, _, end = picture.rpartition("\n<!-- ")
-    return end == f"{_seal(title, label, list(bars))} {_seal(drawn)} -->\n"
+    def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float) -> str:
+        ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
+        return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'
 
+    def words(x: float, y: float, said: str, anchor: str = "middle", size: int = 13) -> str:
+        about = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
+        return f"<text {about}>{escape(_clean(said))}</text>"
 
-def _seal(*data: object) -> str:
-    return hashlib.sha256(repr(data).encode("utf-8", "replace")).hexdigest()
+    bottom = _TOP + _STEP * len(bars)
+    drawn = [words(_LEFT, 24, title, "start", 16), words(place(2), bottom + 42, label)]
+    drawn += [line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, _GREY, 1)]
+    drawn += [line(place(1), _TOP, place(1), bottom, _GREY, 2)]
+    for tick in _TICKS:
+        drawn += [line(place(tick), bottom, place(tick), bottom + 5, _GREY, 1)]
+        drawn += [words(place(tick), bottom + 20, f"{tick:g}")]
+    for index, (name, value, low, high) in enumerate(bars):
+        y = _TOP + _STEP * (index + 0.5)
+        drawn += [words(_LEFT - 10, y + 4, name, "end")]
+        drawn += [words(_WIDTH - _RIGHT + 8, y + 4, f"{value:.2f}x", "start")]
+        drawn += [line(place(low), y, place(high), y, _COLOUR, 2.5)]
+        drawn += [f'<circle cx="{place(value):.1f}" cy="{y:.1f}" r="4" fill="{_COLOUR}"/>']
+    size = f'viewBox="0 0 {_WIDTH} {bottom + 54}" width="{_WIDTH}" height="{bottom + 54}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
+    paper = '<rect width="100%" height="100%" fill="#ffffff"/>'
+    return "\n".join([head, paper, *drawn, "</svg>", ""])
 
 
 def _clean(text: str) -> str:
@@ -165,23 +153,22 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 class Page(NamedTuple):
-    """The text of the page and the bars of its plot."""
+    """The text of the page, and its plot; "" without bars."""
 
     text: str
-    bars: Sequence[Bar]
+    plot: str
 
     def stale(self, page: Path, plots: Path) -> list[str]:
         """Return the files that differ or should not exist."""
-        found = [] if _content(page) == self.text else [page.name]
-        if self.bars and not is_current(_content(_plot(plots)), _TITLE, _LABEL, self.bars):
-            found.append(_plot(plots).name)
+        wanted = {page: self.text} | ({_plot(plots): self.plot} if self.plot else {})
+        found = [path.name for path, text in wanted.items() if _content(path) != text]
         return found + [path.name for path in _gone(plots)]
 
     def write(self, page: Path, plots: Path) -> None:
-        """Write outdated files, each atomically, and remove obsolete plots."""
+        """Write the files, each atomically, and remove obsolete plots."""
         plots.mkdir(parents=True, exist_ok=True)
-        if self.bars and not is_current(_content(_plot(plots)), _TITLE, _LABEL, self.bars):
-            write_file(_plot(plots), chart(_TITLE, _LABEL, self.bars).encode())
+        if self.plot:
+            write_file(_plot(plots), self.plot.encode())
         for path in _gone(plots):
             path.unlink()
         write_file(page, self.text.encode())
@@ -235,7 +222,8 @@ def render(folder: Path) -> Page:
         for row in reversed(peers)
         if (row["model"], row["peer"]) == (model, f"llama.cpp {stored}")
     ]
-    return Page(markdown("Performance", _INTRO if bars else _INTRO[:-1], found), bars)
+    page = markdown("Performance", _INTRO if bars else _INTRO[:-1], found)
+    return Page(page, chart(_TITLE, _LABEL, bars) if bars else "")
 
 
 def _peers(files: Sequence[ResultFile]) -> list[Row]:

@@ -5,23 +5,28 @@ r"""A model by Clocher and by other engines: same weights, same threads, in turn
         [--llama-bench PATH] [--gguf FILE] [--test pp128 --test tg64 --test tg24@d4000]
     ... --llama-bench 'PATH -fa 1' --llama-bench 'ik_llama.cpp=PATH2 -rtr 1'      several of them
 
-DIR comes from `scripts/make_synthetic.py --gguf`. Without --llama-bench, llama.cpp is run through
-llama-cpp-python, and OpenVINO GenAI, where its wheel is installed, on the same file. --gguf adds
-files that llama-quantize made of the same weights. Tests are named as llama-bench names them,
+DIR comes from `scripts/make_synthetic.py --gguf`. Without --llama-bench, that on the PATH is run,
+and OpenVINO GenAI, where its wheel is installed, on the same file. --gguf adds files that
+llama-quantize made of the same weights. Tests are named as llama-bench names them,
 tg24@d4000 after 4000 tokens; Clocher's tg includes sampling, llama-bench's does not. A ratio is
 Clocher's speed over the peer's. A peer that is missing is shown with the reason, never with a
 number. Products of matrices beside torch: python -m bench linear.
 """
 
+import json
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
+from dataclasses import dataclass, field
 from functools import partial
 from importlib import metadata
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import click
 
@@ -37,7 +42,6 @@ from bench.experiment import (
     over,
     turns,
 )
-from bench.other_engines import OWN, TEST, LlamaBench, parsed
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
@@ -45,7 +49,48 @@ from clocher_runtime.quality.speed import Case, Runner, session_for
 from cpu_fallback.team.bandwidth import Reader
 
 OURS = "clocher"
+TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
+OPENVINO = (sys.executable, "-m", "bench.openvino")
+_TIMEOUT_S = 3600
 _DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+
+
+def parsed(test: str) -> tuple[str, int, int]:
+    """Return "pp" or "tg", tokens, and depth of a test's name, such as "pp512", "tg24@d4000"."""
+    found = re.fullmatch(TEST, test)
+    assert found is not None, test
+    return found[1] or found[3], int(found[2] or found[4]), int(found[5] or 0)
+
+
+@dataclass(slots=True)
+class LlamaBench:
+    """A GGUF file run by a command with llama-bench's arguments."""
+
+    command: Sequence[str]
+    gguf: Path
+    threads: int
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def speed(self, test: str) -> float:
+        """Return tokens per second of a test; NotMeasured if it cannot be run."""
+        kind, tokens, depth = parsed(test)
+        sizes = ["-p", "0", "-n", str(tokens)] if kind == "tg" else ["-p", str(tokens), "-n", "0"]
+        sizes += ["-d", str(depth)] if depth else []
+        line = [*self.command, "-m", str(self.gguf), "-t", str(self.threads), *sizes]
+        line += ["-r", "1", "-o", "json"]
+        try:
+            run = subprocess.run(line, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NotMeasured(str(error)) from None
+        if run.returncode:
+            words = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
+            raise NotMeasured(words[-1].removeprefix("Error: "))
+        try:
+            found = json.loads(run.stdout)[0]
+            self.about = {key: found.get(key) for key in ("build_commit", "model_type")}
+            return float(found["avg_ts"])
+        except (ValueError, LookupError, TypeError):
+            raise NotMeasured(f"{line[0]} printed no llama-bench JSON") from None
 
 
 def compare(
@@ -128,11 +173,11 @@ def _named(program: str) -> tuple[list[str], list[str]]:
 
 
 def _own() -> Iterator[tuple[list[str], list[str]]]:
-    """Yield the peers that are Python packages; OpenVINO GenAI where it is installed."""
-    yield ["llama.cpp"], [*OWN, "llama_cpp"]
+    """Yield llama-bench, and OpenVINO GenAI where it is installed."""
+    yield ["llama.cpp"], ["llama-bench"]
     with suppress(metadata.PackageNotFoundError):
         metadata.version("openvino-genai")
-        yield ["openvino"], [*OWN, "openvino_genai"]
+        yield ["openvino"], [*OPENVINO]
 
 
 def _cases(

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import clocher
+from commands import here
 from sessions import make_session
 from weight_files import BITNET, LLAMA
 
@@ -139,7 +139,7 @@ def test_what_stays_refused_ends_with_2_everywhere(tmp_path: Path) -> None:
     rule = ["--act-sparsity", "topk:0.5", "--precision", "int8w"]
     text = ["--text", str(tmp_path / "text.txt"), "--window", "16"]
     for words in (["run"], ["serve", "--port", "0"], ["perplexity", *text], ["bench", "-p", "0"]):
-        code, _, err = clocher(*words, "--model-dir", str(LLAMA), *rule)
+        code, _, err = here(*words, "--model-dir", str(LLAMA), *rule)
         assert code == 2 and "Traceback" not in err, (words, err)
         assert "act_sparsity" in err and "expected ternary weights, or symmetric int4" in err
     with pytest.raises(UsageError, match="expected ternary weights"):
@@ -150,10 +150,10 @@ def test_the_commands_take_it_with_ternary_weights(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("import os\n" * 99, encoding="utf-8")
     text = ["--text", str(tmp_path / "text.txt"), "--window", "16", "--limit", "1"]
     rule = ["--act-sparsity", "threshold:0.1"]
-    code, out, err = clocher("run", str(BITNET), *rule, "--max-new", "4")
+    code, out, err = here("run", str(BITNET), *rule, "--max-new", "4")
     assert (code, json.loads(out)["act_sparsity"]) == (0, "threshold:0.1"), err
     share = ["--act-sparsity", "0.25", "--act-calibration", text[1]]
-    assert clocher("perplexity", str(BITNET), *text, *share)[0] == 0
+    assert here("perplexity", str(BITNET), *text, *share)[0] == 0
     with clocher_runtime.load(BITNET, act_sparsity="topk:0.7") as model:
         assert model.session.config.act_sparsity == "topk:0.7" and model.generate(
             "import", max_new=4

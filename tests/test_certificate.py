@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands import python
+from commands import run_subcommand
 from weight_files import BITNET, GPTOSS, LLAMA, copy_model
 
 from clocher_kernels.formats import parse_format
@@ -24,7 +24,7 @@ RULES = {"pattern": r".*mlp.*", "dtype": "int4w", "group": 32}
 
 
 def convert(*args: object) -> subprocess.CompletedProcess[str]:
-    return python("-m", "clocher_runtime", "convert", *args)
+    return run_subcommand("convert", *args)
 
 
 def flip(path: Path, at: int) -> None:
@@ -168,7 +168,7 @@ def test_a_new_model_takes_the_old_certificate_away(pair: tuple[Path, Path]) -> 
 
 
 def test_a_deduplicated_model_keeps_its_certificate(pair: tuple[Path, Path]) -> None:
-    done = python("-m", "clocher_runtime", "dedup", pair[1], "--remove-bin", "--keep-anyway")
+    done = run_subcommand("dedup", pair[1], "--remove-bin", "--keep-anyway")
     assert done.returncode == 0, done.stderr
     assert convert("--check", pair[1]).returncode == 0
 

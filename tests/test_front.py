@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import clean_environment, clocher, only_line
+from commands import clean_environment, clocher, here, only_line
 from terminal import in_terminal
 from weight_files import BITNET, ROOT
 
@@ -63,7 +63,7 @@ def test_an_error_on_a_terminal_is_told_once():
 
 
 def test_a_variable_without_a_prefix_is_named_when_it_acts():
-    code, out, err = clocher("run", "--max-new", "2", env={"PRECISION": "fp16", "BATCH": "7"})
+    code, out, err = here("run", "--max-new", "2", env={"PRECISION": "fp16", "BATCH": "7"})
     assert code == 0
     assert "clocher run: PRECISION=fp16 is read from the environment" in err
     assert "BATCH" not in err
@@ -84,15 +84,15 @@ def test_a_precision_that_changes_nothing_is_told(given, acted_on, inside):
 
 
 def test_a_full_context_is_told():
-    code, out, err = clocher("run", "--context", "16", "--max-new", "40", "--ignore-eos")
+    code, out, err = here("run", "--context", "16", "--max-new", "40", "--ignore-eos")
     assert (code, only_line(out)["tokens_generated"]) == (0, 8)
     assert "the context of 16 tokens is full" in err and "give a larger --context" in err
-    err = clocher("run", "--context", "16", "--max-new", "4")[2]
+    err = here("run", "--context", "16", "--max-new", "4")[2]
     assert "is full" not in err
 
 
 def test_json_is_no_ignored_hint_of_the_stub():
-    _, out, _ = clocher("run", "--stub", "--json", "--max-new", "1")
+    _, out, _ = here("run", "--stub", "--json", "--max-new", "1")
     assert only_line(out)["hints_ignored"] == []
 
 
@@ -136,7 +136,7 @@ def test_a_pipe_that_says_nothing_does_not_stop_a_run():
 
 @pytest.mark.parametrize("words", [(), ("-h",), ("--help",), ("help",)])
 def test_help_lists_the_commands_after_examples(words):
-    code, out, err = clocher(*words)
+    code, out, err = here(*words)
     assert (code, err) == (0, "")
     assert out.index("Examples:") < out.index("Commands:")
     for name, each in SUBCOMMANDS.items():
@@ -146,13 +146,13 @@ def test_help_lists_the_commands_after_examples(words):
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)
 def test_every_command_has_a_help_that_begins_with_examples(name):
-    code, out, err = clocher(name, "--help")
+    code, out, err = here(name, "--help")
     assert (code, err) == (0, ""), err
     assert out.startswith(f"Usage: clocher {name} ")
     flags = out.index("-h, --help")
     assert out.index("Examples:") < flags
     assert f"\n  clocher {name}" in out[: out.index("\n\n", out.index("Examples:"))]
-    assert clocher(name, "-h") == clocher("help", name) == (code, out, err)
+    assert here(name, "-h") == here("help", name) == (code, out, err)
 
 
 def test_version_names_the_program():
@@ -169,7 +169,7 @@ def test_version_names_the_program():
     ],
 )
 def test_a_word_that_is_no_command_gets_one_line(word, message):
-    code, out, err = clocher(word)
+    code, out, err = here(word)
     assert (code, out) == (2, "")
     assert err.startswith("clocher: error: ")
     assert message in err
@@ -207,7 +207,7 @@ def test_a_full_disk_behind_standard_output_is_told(words, code):
 
 def offered(*words: str) -> list[str]:
     env = {"COMP_WORDS": " ".join(words), "COMP_CWORD": str(len(words) - 1)}
-    code, out, err = clocher(env={**env, "_CLOCHER_COMPLETE": "bash_complete"})
+    code, out, err = here(env={**env, "_CLOCHER_COMPLETE": "bash_complete"})
     assert (code, err) == (0, "")
     return out.split()
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from commands import clocher, only_line
+from commands import here, only_line
 from weight_files import LLAMA, copy_model
 
 import clocher_runtime
@@ -100,7 +100,7 @@ def test_a_run_says_what_it_took_from_the_file(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "m", **DRAWN))
 
     def run(*flags: str) -> tuple[dict[str, Any], str]:
-        code, out, err = clocher("run", folder, "--prompt", PROMPT, "--max-new", "12", *flags)
+        code, out, err = here("run", folder, "--prompt", PROMPT, "--max-new", "12", *flags)
         assert code == 0, err
         return only_line(out), err
 
@@ -144,7 +144,7 @@ def test_a_chat_has_the_defaults_of_the_model_and_its_flags_win() -> None:
 
 def test_chat_says_what_it_took_from_the_file(tmp_path: Path) -> None:
     folder = str(write(tmp_path / "m", **DRAWN))
-    code, _, err = clocher("chat", folder, "--max-new", "4", input="def f():", stdin=None)
+    code, _, err = here("chat", folder, "--max-new", "4", text="def f():")
     assert code == 0 and "generation_config.json of the model: temperature 1.3" in err, err
 
 

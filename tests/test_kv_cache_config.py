@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import python
+from commands import run_subcommand
 from weight_files import GPTOSS, LLAMA, copy_model
 
 import clocher_runtime
@@ -50,7 +50,7 @@ def test_windows_have_room_for_blocks_of_all_sequences(tmp_path: Path) -> None:
 
 def test_the_json_line_says_the_same() -> None:
     sizes = ("--kv-dtype", "e4m3", "--context", 200, "--device", "cpu")
-    done = python("-m", "clocher_runtime", "run", LLAMA, *sizes, "--max-new", 1, "--prompt", "a")
+    done = run_subcommand("run", LLAMA, *sizes, "--max-new", 1, "--prompt", "a")
     assert done.returncode == 0, done.stderr
     config = KVCacheConfig("e4m3", 200)
     assert json.loads(done.stdout)["kv_cache_mb"] == config.memory_usage_mb(LLAMA, "cpu")

@@ -79,14 +79,13 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
     "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
     "scripts": "numpy click rich",
-    "bench": """numpy click rich jinja2 pytest torch triton cupy llama_cpp
-        matplotlib gemlite torchao bitsandbytes openvino openvino_genai""",
+    "bench": """numpy click rich jinja2 pytest torch triton cupy
+        gemlite torchao bitsandbytes openvino openvino_genai""",
 }
 # Distributions whose modules have another name.
 PROVIDED_BY = {
     "cupy-cuda12x": "cupy",
     "nvidia-ml-py": "pynvml",
-    "llama-cpp-python": "llama_cpp",
     "openvino-genai": "openvino_genai",
     "google-re2": "re2",
     "compressed-tensors": "compressed_tensors",

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from commands import clocher
+from commands import here
 from random_models import prompt_of, randomize
 from safetensors.torch import load_file, save_file
 from sessions import make_session
@@ -287,7 +287,7 @@ def test_numbers_that_are_not_finite_are_refused_when_they_are_read(tmp_path: Pa
 
 def test_a_quantised_base_is_refused_with_the_way_out(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
-    code, _, err = clocher("quantize", str(base), str(tmp_path / "q4"))
+    code, _, err = here("quantize", str(base), str(tmp_path / "q4"))
     assert code == 0, err
     adapter = write_adapter(tmp_path / "lora")
     with pytest.raises(UnsupportedModel, match=r"is int4_.*added to floats.*--precision int8w"):
@@ -326,12 +326,12 @@ def test_run_takes_an_adapter(llama_adapter: Path) -> None:
     flags = ["--max-new", "8", "--json", "--prompt", "def f(x):"]
     made = []
     for more in ([], ["--lora", str(llama_adapter)]):
-        code, out, err = clocher("run", str(LLAMA), *flags, *more)
+        code, out, err = here("run", str(LLAMA), *flags, *more)
         assert code == 0, err
         made.append(json.loads(out)["outputs"][0]["token_ids"])
         assert ("LoRA, added to" in err) == bool(more)
     assert made[0] != made[1]
-    code, _, err = clocher("run", str(LLAMA), *flags, "--lora", "nowhere")
+    code, _, err = here("run", str(LLAMA), *flags, "--lora", "nowhere")
     assert code == 3 and "--lora: no model 'nowhere' here" in err
-    code, _, err = clocher("run", str(llama_adapter), *flags)
+    code, _, err = here("run", str(llama_adapter), *flags)
     assert code == 3 and "clocher chat own/base --lora" in err

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from commands import clocher
+from commands import here as run_here
 
 from clocher_runtime.checkpoints.locate import embedded_model
 
@@ -109,9 +109,7 @@ def test_a_mistake_gets_one_line_that_says_what_to_do(here, line, code, fix):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         words = line.replace("TAKEN", str(taken.getsockname()[1])).split()
         # A chat without a terminal answers what it is given on standard input.
-        Path("message").write_text("Hello" if len(words) > 1 else "")
-        with Path("message").open() as message:
-            got, out, err = clocher(*words, stdin=message)
+        got, out, err = run_here(*words, text="Hello" if len(words) > 1 else "")
     assert got == code, err
     told = [each for each in err.splitlines() if "error: " in each]
     assert len(told) == 1, err
@@ -124,6 +122,6 @@ def test_a_mistake_gets_one_line_that_says_what_to_do(here, line, code, fix):
 
 
 def test_a_variable_with_a_wrong_value_is_named(here):
-    code, _, err = clocher("run", env={"CLOCHER_THREADS": "all"})
+    code, _, err = run_here("run", env={"CLOCHER_THREADS": "all"})
     assert code == USAGE
     assert err.startswith("clocher run: error: CLOCHER_THREADS: got 'all', expected an integer")

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import clean_environment
+from commands import clean_environment, here, plain
 from test_docs import BLOCKS, Block
 from weight_files import GPTOSS, LLAMA, ROOT
 
@@ -95,10 +95,15 @@ def test_every_reason_is_of_a_line() -> None:
 @pytest.mark.parametrize(("page", "line"), RUN)
 def test_a_line_of_a_page_runs(page: str, line: str, tmp_path: Path) -> None:
     line = line.replace("git diff |", "echo x |")
-    done = shell(line, tmp_path, place_at(tmp_path))
-    assert done.returncode == 0, done.stderr
-    target = re.search(r"> ?(\w+\.txt)", line)
-    out = (tmp_path / target[1]).read_text(encoding="utf-8") if target else done.stdout
+    environment = place_at(tmp_path)
+    if line.startswith("clocher ") and (words := plain(line)) is not None:
+        code, out, err = here(*words, text="import os\n", cwd=tmp_path, env=environment)
+        assert code == 0, err
+    else:
+        done = shell(line, tmp_path, environment)
+        assert done.returncode == 0, done.stderr
+        target = re.search(r"> ?(\w+\.txt)", line)
+        out = (tmp_path / target[1]).read_text(encoding="utf-8") if target else done.stdout
     first = out.partition("\n")[0]
     assert first.startswith('{"schema": "clocher.run/1", "status": "ok"') == (" run" in line)
     assert first.startswith("Usage: clocher ") == line.endswith("--help")

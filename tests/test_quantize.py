@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import click
 import pytest
 import rich.progress
-from commands import clocher, only_line, python
+from commands import here, only_line, python
 from gguf_files import add_tokenizer, as_f32, write_gguf
 from test_converters import SMALL, write_pickled
 from weight_files import BITNET, LLAMA, ROOT, copy_model, write_first_layers, write_hf
@@ -83,9 +83,8 @@ def test_it_gives_the_bytes_of_the_two_steps(
     assert (out / "q4_manifest.json").read_bytes() == (tmp_path / "q4.json").read_bytes()
     for name in ("model.ie.bin", "model.ie.json", "vocab.json"):
         assert (out / name).read_bytes() == (tmp_path / "steps" / name).read_bytes(), name
-    flags = ("--model-dir", out, "--prompt", "def f", "--max-new", 2)
-    done = python("-m", "clocher_runtime.cli", *flags)
-    assert only_line(done.stdout)["tokens_generated"] == 2, done.stderr
+    _, line, err = here("run", "--model-dir", out, "--prompt", "def f", "--max-new", 2)
+    assert only_line(line)["tokens_generated"] == 2, err
 
 
 def test_the_gate_measures_before_and_after_and_decides(
@@ -397,12 +396,12 @@ def interrupted(*_: object, **__: object) -> None:
 
 def test_a_quantised_file_is_refused_plainly_and_may_grow(tmp_path: Path) -> None:
     small = tmp_path / "small"
-    assert clocher("quantize", str(LLAMA), str(small), "--bits", "4")[0] == 0
-    code, _, err = clocher("quantize", str(small), str(tmp_path / "again"))
+    assert here("quantize", str(LLAMA), str(small), "--bits", "4")[0] == 0
+    code, _, err = here("quantize", str(small), str(tmp_path / "again"))
     assert (code, len(err.splitlines())) == (2, 1)
     assert "got matrices in int4_" in err and "or give --requantize" in err
     words = ("quantize", str(small), str(tmp_path / "large"), "--requantize", "--bits", "8")
-    code, _, err = clocher(*words)
+    code, _, err = here(*words)
     assert code == 0 and "more bits" in err and "the file grows" in err
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import clocher
+from commands import clocher, here
 from weight_files import LLAMA, ROOT
 
 import clocher_runtime
@@ -161,19 +161,19 @@ def test_perplexity_obeys_the_variables_of_a_run(tmp_path: Path) -> None:
     text.write_text("import os\n" * 40, encoding="utf-8")
     words = ("perplexity", "--text", str(text), "--window", "16", "--limit", "1")
     given = {"CLOCHER_MODEL_DIR": str(LLAMA), "IE_PRECISION": "int8w", "CLOCHER_KV_DTYPE": "i8"}
-    code, out, _ = clocher(*words, env=given)
+    code, out, _ = here(*words, env=given)
     line = json.loads(out)
     shown = (line["model"], line["precision"], line["kv_dtype"], line["act_prec"])
     assert (code, shown) == (0, (str(LLAMA), "int8_row_f32+bf16", "i8", "int8"))
-    code, out, _ = clocher(*words, "--precision", "bf16", env={**given, "IE_ACT_PREC": "fp32"})
+    code, out, _ = here(*words, "--precision", "bf16", env={**given, "IE_ACT_PREC": "fp32"})
     assert (json.loads(out)["precision"], json.loads(out)["act_prec"]) == ("bf16", "fp32")
-    assert clocher(*words, env={"IE_ACT_PREC": "int5"})[0] == 2
+    assert here(*words, env={"IE_ACT_PREC": "int5"})[0] == 2
 
 
 def test_a_path_in_a_file_holds_no_nul(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('outputs = "a\\u0000b"\n', encoding="utf-8")
-    code, _, err = clocher("run", "--config", str(path))
+    code, _, err = here("run", "--config", str(path))
     assert (code, len(err.splitlines())) == (2, 1)
     assert "outputs: got 'a\\x00b', expected a path" in err
 

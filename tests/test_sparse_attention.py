@@ -21,12 +21,12 @@ from clocher_kernels.ops.attention import KV_DTYPES, bits_of
 from clocher_kernels.ops.selection import LAST_PAGES, page_scores
 from clocher_kernels.plan import Attr
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.engine.binding import PagesRead, step_bytes
+from clocher_runtime.engine.binding import PagesRead
 from clocher_runtime.engine.footprint import KVCacheConfig
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models import spec
-from clocher_runtime.models.spec import PAGE_CELLS, parse_selection
+from clocher_runtime.models.spec import parse_selection
 from clocher_runtime.speculation.speculator import Speculator
 
 SELECTORS = ("topk:256", "threshold:6", "window:64+100", "dynamic:0.7")
@@ -268,39 +268,25 @@ def test_the_promise_counts_bounds_which_are_an_eighth_of_the_keys_at_most(kv: s
     "attn",
     ["", "sparse", "topk", "topk:", "topk:255", "topk:-1", "topk:1e9", "topk:99999999"]
     + ["threshold:0", "threshold:nan", "window:4", "window:4+0", "window:+4", "window:1+2+3"]
-    + ["dynamic:0", "dynamic:1", "dynamic:1.5", "dense:1", "auto:1", "topk:²56"],
+    + ["dynamic:0", "dynamic:1", "dynamic:1.5", "dense:1", "auto", "topk:²56"],
 )
 def test_what_is_no_way_to_read_is_refused(attn: str) -> None:
-    with pytest.raises(UsageError, match="expected dense, auto, topk:N"):
+    with pytest.raises(UsageError, match="expected dense, topk:N"):
         session_of("llama", attn)
 
 
 def test_what_cannot_read_less_is_refused() -> None:
     with pytest.raises(UsageError, match="the stub back end reads all pages"):
         session_of("llama", "topk:256", backend="stub")
-    with pytest.raises(UsageError, match="attn: got 256, expected dense, auto"):
+    with pytest.raises(UsageError, match="attn: got 256, expected dense, topk"):
         session_of("llama", 256)  # type: ignore[arg-type]
 
 
 def test_what_a_selection_reads() -> None:
-    assert parse_selection("dense") is parse_selection("auto") is None
+    assert parse_selection("dense") is None
     topk, window = parse_selection("topk:300"), parse_selection("window:65+128")
     assert topk is not None and (topk.budget, topk.is_scored) == (5, True)
     assert window is not None and (window.first, window.last, window.is_scored) == (2, 3, False)
-
-
-def test_auto_proposes_where_keys_are_much_of_a_step_and_reads_everything() -> None:
-    with closing(session_of("llama", "auto")) as session:
-        assert session.reading.mode == "dense"
-        assert session.reading.pages.share(NOTHING) == 1.0
-        assert "all of them are read" in session.reading.proposal
-    spec = model_of("llama").spec
-    few = step_bytes(spec, 10**9, 4096, "f16")
-    assert few.share == 2 * 128 * 2 * 6 * 4096 / (10**9 + 2 * 128 * 2 * 6 * 4096)
-    many = step_bytes(spec, 10**7, 32768, "f16")
-    assert many.fewer < many.whole / 8 and 5 < many.gain < 8
-    cells = PAGE_CELLS * spec.num_kv_heads * spec.head_dim
-    assert many.fewer == 6 * (2048 * 512 + 512 * 8 * cells // PAGE_CELLS)
 
 
 DEPTHS = (0.02, 0.25, 0.5, 0.75, 0.95)

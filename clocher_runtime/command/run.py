@@ -93,7 +93,7 @@ def _run(
     )
     session = engine.session
     try:
-        for note in (*engine.checkpoint.notes, session.reading.proposal, _untemplated(engine)):
+        for note in (*engine.checkpoint.notes, _untemplated(engine)):
             if note:
                 console.note(note)
         if note := told(from_model(config, engine)):

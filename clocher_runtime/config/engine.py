@@ -132,8 +132,7 @@ class EngineConfig:
     )
     attn: str = _model(
         _ATTN,
-        "what attention reads of the KV cache; all but dense and auto are lossy, auto says whether "
-        "they would pay",
+        "what attention reads of the KV cache; all but dense are lossy",
         default="dense",
     )
     generation_config: str = _generation(

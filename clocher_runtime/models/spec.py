@@ -196,9 +196,8 @@ LAST_PAGES = 2
 """Pages at the end that are always read: `ops.selection.LAST_PAGES`."""
 LEAST_BUDGET = 4 * PAGE_CELLS
 _MOST = 1 << 24
-_WORDS = ("dense", "auto")
 TAKES = (
-    "dense, auto, topk:N (tokens that are read, "
+    "dense, topk:N (tokens that are read, "
     f"{LEAST_BUDGET} or more), threshold:T (of logits, above 0), window:S+W (first and last "
     "tokens) or dynamic:P (a share above 0 and below 1)"
 )
@@ -227,7 +226,7 @@ class Selection(NamedTuple):
 
 def parse_selection(text: str) -> Selection | None:
     """Return what `--attn` selects; None: dense. Raises UsageError."""
-    if text in _WORDS:
+    if text == "dense":
         return None
     kind, _, rest = text.partition(":")
     sinks, _, window = rest.partition("+")

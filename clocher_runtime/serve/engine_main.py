@@ -286,8 +286,6 @@ def main(descriptor: int) -> int:
         try:
             start = _first(sock)
             engine = load_engine(start.config, console.compiling, console.packing)
-            if engine.session.reading.proposal:
-                console.note(engine.session.reading.proposal)
             engine.session.warm()
             vocab_size = engine.session.model.spec.vocab_size
             grammars = Grammars(engine.checkpoint.tokenizer_source, vocab_size, start.stop_ids)

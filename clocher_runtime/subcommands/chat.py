@@ -134,8 +134,6 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         config = replace(config, **drawing)
         if note := drawn_as(drawing):
             console.note(note)
-        if engine.session.reading.proposal:
-            console.note(engine.session.reading.proposal)
         engine.session.warm()
         about = (
             f"{engine.model} ({engine.numerics['precision']}) on {engine.device}, "

@@ -6,6 +6,7 @@ Each is a class and a row in a module of this folder, and a row of `FAMILIES`.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any
 
@@ -165,35 +166,16 @@ def fused_mlp(name: str) -> dict[str, tuple[From, ...]]:
     return {"mlp.gate_proj": (From(name, "first"),), "mlp.up_proj": (From(name, "second"),)}
 
 
+_MODULES = {
+    "experts": "GptOss DeepseekV2 DeepseekV3",
+    "gemma": "Gemma Gemma2 Gemma3",
+    "llama": "BitNet Bitnet Llama SmolLM3 Llama4 Mistral Ministral3 Mixtral Phi3 Olmo2 Olmo3 "
+    "Granite GraniteMoeHybrid",
+    "qwen": "Qwen2 Qwen2Moe Qwen3 SDAR Fast_dLLM_Qwen Qwen3Moe",
+}
 FAMILIES: Mapping[str, str] = MappingProxyType(
-    {
-        "GptOssForCausalLM": "experts",
-        "BitNetForCausalLM": "llama",
-        "BitnetForCausalLM": "llama",
-        "LlamaForCausalLM": "llama",
-        "SmolLM3ForCausalLM": "llama",
-        "Llama4ForCausalLM": "llama",
-        "MistralForCausalLM": "llama",
-        "Ministral3ForCausalLM": "llama",
-        "MixtralForCausalLM": "llama",
-        "Qwen2ForCausalLM": "qwen",
-        "Qwen2MoeForCausalLM": "qwen",
-        "Qwen3ForCausalLM": "qwen",
-        "SDARForCausalLM": "qwen",
-        "Fast_dLLM_QwenForCausalLM": "qwen",
-        "Qwen3MoeForCausalLM": "qwen",
-        "GemmaForCausalLM": "gemma",
-        "Gemma2ForCausalLM": "gemma",
-        "Gemma3ForCausalLM": "gemma",
-        "Phi3ForCausalLM": "llama",
-        "Olmo2ForCausalLM": "llama",
-        "Olmo3ForCausalLM": "llama",
-        "GraniteForCausalLM": "llama",
-        "GraniteMoeHybridForCausalLM": "llama",
-        "DeepseekV2ForCausalLM": "experts",
-        "DeepseekV3ForCausalLM": "experts",
-        "LLaDA2MoeModelLM": "experts",
-    }
+    {f"{name}ForCausalLM": module for module, names in _MODULES.items() for name in names.split()}
+    | {"LLaDA2MoeModelLM": "experts"}
 )
 """Architecture -> the module of its family, which is imported when it is asked for."""
 
@@ -255,21 +237,14 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Return the family that a config.json names. Raises UnsupportedModel, FormatError."""
     name = _architectures(config)[0]
     module = FAMILIES.get(name)
-    if module == "llama":
-        from clocher_runtime.models.families.llama import FAMILIES as found
-    elif module == "qwen":
-        from clocher_runtime.models.families.qwen import FAMILIES as found
-    elif module == "gemma":
-        from clocher_runtime.models.families.gemma import FAMILIES as found
-    elif module == "experts":
-        from clocher_runtime.models.families.experts import FAMILIES as found
-    else:
+    if module is None:
         listed = ", ".join(sorted(each.removesuffix("ForCausalLM") for each in FAMILIES))
         raise UnsupportedModel(
             f"{WHERE}: architecture {shown(name)} is not known{_nearest(name)}; Clocher reads the "
             f"decoders of text that docs/using.md lists: {listed}"
         )
-    return found[name]
+    families: Mapping[str, Family] = resolve_name(f"{__name__}.{module}:FAMILIES")
+    return families[name]
 
 
 def _stated_name(config: Mapping[str, Any]) -> str:
