@@ -86,7 +86,7 @@ class Completions(ExitStack):
         if self._traces is not None and prompt.error is None:
             self._traces.write(self._trace(engine, prompt, ids, topk))
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         """Close the files; hand what was generated to a signal that ends the run."""
         signal = cause_of(error) if error is not None else None
         if isinstance(signal, Interrupt) and self.unfinished is not None:
@@ -94,7 +94,7 @@ class Completions(ExitStack):
             left = [list(ids) for ids in made[: max(0, self._most - len(self.listed))]]
             cut = [{"token_ids": i, "text": engine.text(i), "error": "interrupted"} for i in left]
             signal.outputs = self.listed + cut
-        return super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
 
     def _trace(
         self, engine: Engine, prompt: Prompt, ids: Sequence[int], topk: Sequence["TopLogits"]

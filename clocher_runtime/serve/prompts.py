@@ -46,7 +46,7 @@ class PromptRoom:
 
     async def chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[dict[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         context: int,

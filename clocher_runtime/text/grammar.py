@@ -309,7 +309,7 @@ def _check_length(what: str, text: str, most: int) -> None:
         raise UsageError(f"{what} has {len(text)} characters; the limit is {most}")
 
 
-def _functions(tools: Sequence[Mapping[str, Any]]) -> dict[str, Part]:
+def _functions(tools: Any) -> dict[str, Part]:
     found = {each["name"]: _schema(each.get("parameters") or {"type": "object"}) for each in tools}
     _check_length("the schemas of the functions", json.dumps(found), MAX_SCHEMA_CHARS)
     return found
