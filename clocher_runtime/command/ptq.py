@@ -266,14 +266,14 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
 
 
 def _say_outcome(report: Report, outcome: Outcome) -> None:
-    fallen = [entry for entry in outcome.done if entry.record.fallback]
+    fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
     if fallen:
         report.note(
-            f"note: {len(fallen)} tensors fell back, such as {fallen[0].planned.name}: "
-            f"{fallen[0].record.fallback}"
+            f"note: {len(fallen)} tensors fell back, such as {fallen[0]['name']}: "
+            f"{fallen[0]['fallback']}"
         )
-    worst = max(outcome.done, key=lambda entry: entry.error.rms_rel)
-    report.note(f"largest relative error: {worst.error.rms_rel:.4f}, {worst.planned.name}")
+    worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
+    report.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
     if outcome.evaluation:
         for check in outcome.evaluation.gate.checks:
             report.note(f"gate: {check}")
