@@ -106,8 +106,8 @@ class PlaneFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._writer.__exit__(*error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._writer.__exit__(kind, error, trace)
         if not self.records:
             remove_planes(self.manifest)
 
