@@ -260,8 +260,9 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
     report.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
     report.note(
-        f"{size(plan.source_nbytes)} -> {size(plan.nbytes)}: {plan.bpw:.3f} bits per "
-        f"weight, {plan.quantised_bpw:.3f} of the quantised ones"
+        f"{size(plan.size['source_nbytes'])} -> {size(plan.size['nbytes'])}: "
+        f"{plan.size['bpw']:.3f} bits per weight, {plan.size['quantised_bpw']:.3f} of the "
+        "quantised ones"
     )
 
 

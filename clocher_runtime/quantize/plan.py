@@ -1,7 +1,8 @@
 """The plan of a quantisation, made before a weight is read, and the manifest of the result."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
@@ -55,30 +56,7 @@ class QuantPlan:
     tensors: Mapping[str, PlannedTensor]  # to be quantised, layer by layer
     kept: Mapping[str, str]  # the others -> why they stay
     notes: tuple[str, ...]  # for people, about rules that matched tensors which are kept
-    kept_params: int
-    kept_nbytes: int
-    source_nbytes: int  # of all tensors in the checkpoint
-
-    @property
-    def params(self) -> int:
-        """Elements of all tensors."""
-        return self.kept_params + sum(tensor.params for tensor in self.tensors.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors in the result."""
-        return self.kept_nbytes + sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def bpw(self) -> float:
-        """Bits per weight of all tensors in the result."""
-        return 8 * self.nbytes / self.params
-
-    @property
-    def quantised_bpw(self) -> float:
-        """Bits per weight of the quantised tensors, scales included."""
-        tensors = self.tensors.values()
-        return 8 * sum(t.nbytes for t in tensors) / sum(t.params for t in tensors)
+    size: Mapping[str, Any]  # as in the manifest: params, nbytes, bpw and others
 
     @property
     def calibrated(self) -> tuple[str, ...]:
@@ -127,10 +105,27 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
             "was lost comes back",
         )
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
+    return QuantPlan(tensors, kept, notes, _size_of(checkpoint, tensors, kept))
+
+
+def _size_of(
+    checkpoint: Checkpoint, tensors: Mapping[str, PlannedTensor], kept: Iterable[str]
+) -> dict[str, Any]:
     stay = [checkpoint.tensors[name] for name in kept]
-    params = sum(prod(tensor.shape) for tensor in stay)
-    nbytes = sum(tensor.nbytes for tensor in stay)
-    return QuantPlan(tensors, kept, notes, params, nbytes, checkpoint.nbytes)
+    own = sum(tensor.params for tensor in tensors.values())
+    params = own + sum(prod(tensor.shape) for tensor in stay)
+    by_format: Counter[str] = Counter()
+    for tensor in tensors.values():
+        by_format[tensor.format.name] += tensor.nbytes
+    nbytes = by_format.total() + sum(tensor.nbytes for tensor in stay)
+    return {
+        "params": params,
+        "nbytes": nbytes,
+        "source_nbytes": checkpoint.nbytes,
+        "bpw": 8 * nbytes / params,
+        "quantised_bpw": 8 * by_format.total() / own,
+        "by_format": dict(by_format),
+    }
 
 
 class Done(NamedTuple):
@@ -192,20 +187,9 @@ def document_of(
     """Return a manifest, checked by its reader; `done` in plan order, `sections` extra."""
     if [each.entry["name"] for each in done] != list(plan.tensors):
         raise FormatError("the manifest would not list every tensor of the plan")
-    by_format: dict[str, int] = {}
-    for tensor in plan.tensors.values():
-        name = tensor.format.name
-        by_format[name] = by_format.get(name, 0) + tensor.nbytes
     document: dict[str, Any] = {"version": VERSION, **sections}
     document["rules"] = [dict(rule) for rule in rules]
-    document["size"] = {
-        "params": plan.params,
-        "nbytes": plan.nbytes,
-        "source_nbytes": plan.source_nbytes,
-        "bpw": plan.bpw,
-        "quantised_bpw": plan.quantised_bpw,
-        "by_format": by_format,
-    }
+    document["size"] = plan.size
     if planes:
         document["planes"] = planes._asdict()
     document["tensors"] = [each.entry for each in done]
