@@ -219,16 +219,14 @@ class PlaneWriter:
 
     def keep(self, entry: Entry) -> bool:
         """Skip a tensor if the files hold it next; return whether they do."""
-        kept: list[OutputFile] = []
-        for name, file in self.files.items():
-            mine = [(key, region) for key, region in entry.regions.items() if region.file == name]
-            if not file.keep([(r.offset, r.nbytes, entry.hashes[key]) for key, r in mine]):
-                for other in kept:
-                    other.unkeep()
-                return False
-            kept.append(file)
-        self.entries.append(entry)
-        return True
+        before = [(file, file.nbytes, file.digest.copy()) for file in self.files.values()]
+        planes = ((region, entry.hashes[key]) for key, region in entry.regions.items())
+        if all(self.files[r.file].take(r.offset, r.nbytes, digest) for r, digest in planes):
+            self.entries.append(entry)
+            return True
+        for file, nbytes, digest in before:
+            file.nbytes, file.digest = nbytes, digest
+        return False
 
     def add(self, name: str, tensor: QuantTensor, **more: Any) -> None:
         """Append a tensor, `more` to the journal alone; raises FormatError, OSError."""
