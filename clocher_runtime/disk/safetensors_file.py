@@ -4,7 +4,6 @@ Source: https://github.com/huggingface/safetensors#format. Stricter: duplicate k
 names, shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,9 +54,7 @@ class SafetensorsFile:
     def __init__(self, path: Path) -> None:
         """Map and validate a file; raises FormatError, ModelError, WindowError."""
         self.file = MappedFile(path)
-        self.tensors: Mapping[str, TensorInfo]
-        self.metadata: Mapping[str, str]
-        self.tensors, self.metadata = _read_header(self.file)
+        self.tensors = _read_header(self.file)
 
     def view(self, name: str) -> np.ndarray:
         """Return the stored array of a tensor, as a read-only view of the file."""
@@ -65,7 +62,7 @@ class SafetensorsFile:
         return self.file.plane(Plane(DTYPES[info.dtype], info.shape), info.offset)
 
 
-def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _read_header(file: MappedFile) -> dict[str, TensorInfo]:
     where = str(file.path)
     if file.nbytes < _LENGTH_BYTES:
         raise FormatError(f"{where}: {file.nbytes} bytes is too short for a safetensors file")
@@ -98,7 +95,7 @@ def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str
             f"{where}: the header describes {end} bytes, the file has {file.nbytes}: "
             "truncated download, or trailing data"
         )
-    return dict(entries), metadata
+    return dict(entries)
 
 
 def _entry(name: str, value: object, start: int, where: str) -> tuple[str, TensorInfo]:
