@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from clocher_runtime.command.script_run import COUNT, Report, needed, option, script
-from clocher_runtime.convert.gguf import SAME, TYPES
+from clocher_runtime.command.script_run import COUNT, Report, needed, option, script, switch
 from clocher_runtime.convert.synthetic import (
     PRECISIONS,
     PRESETS,
@@ -33,13 +32,7 @@ PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PR
     needed("--out-dir", "directory for model.ie.json, model.ie.bin and vocab.json"),
     option("--seed", click.IntRange(0), default=0),
     option("--layers", COUNT, "keep only the first LAYERS layers"),
-    option(
-        "--gguf",
-        click.Choice(TYPES),
-        "also write model.gguf: the same numbers (the default), or floats, for llama-quantize",
-        is_flag=False,
-        flag_value=SAME,
-    ),
+    switch("--gguf", "also write model.gguf with the same numbers, for llama.cpp"),
     examples=EXAMPLES,
     epilog=f"\b\nPresets:\n{PRESET_LINES}",
 )
@@ -49,7 +42,7 @@ def main(
     out_dir: Path,
     seed: int,
     layers: int | None,
-    gguf: str | None,
+    gguf: bool,
     precision: str,
 ) -> None:
     """Make a model with random weights, to measure speed at real shapes without a download.

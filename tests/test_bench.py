@@ -25,7 +25,7 @@ FAST = ["--rounds", "2", "--mib", "2"]
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out_dir = tmp_path_factory.mktemp("tiny-llama")
-    plan_synthesis("tiny-llama", "int4", out_dir, gguf="same").run()
+    plan_synthesis("tiny-llama", "int4", out_dir, gguf=True).run()
     return out_dir
 
 

@@ -70,7 +70,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime": "numpy msgspec tokenizers jinja2 click rich huggingface_hub re2",
     "clocher_runtime.convert.to_compressed": "numpy torch safetensors compressed_tensors",
     "clocher_runtime.checkpoints.hf.torch_bin": "numpy torch",
-    "clocher_runtime.quality.transformers_model": "numpy torch transformers",
+    "clocher_runtime.command.verify_hf": "numpy click torch transformers",
     "clocher_runtime.monitoring": "click prometheus_client",
     "clocher_runtime.ray": "numpy ray starlette",
     "clocher_runtime.serve": """numpy msgspec click starlette uvicorn h11 pydantic llguidance
@@ -281,7 +281,7 @@ def test_only_declared_libraries() -> None:
             "clocher_runtime.checkpoints.hf.torch_bin": ("torch",),
             "clocher_runtime.convert.to_compressed": ("compressed",),
             "clocher_runtime.quality.evaluate": ("bench",),
-            "clocher_runtime.quality.transformers_model": ("test",),
+            "clocher_runtime.command.verify_hf": ("test",),
             "clocher_runtime.monitoring": ("monitoring",),
             "clocher_runtime.ray": ("ray", "serve"),
             "clocher_runtime.serve": ("serve",),

@@ -289,7 +289,8 @@ def test_rows_that_are_no_whole_blocks_get_other_types(kind: str, tmp_path: Path
 def test_bitnet_files_of_llama_quantize_stay_ternary(kind: str, tmp_path: Path) -> None:
     source = open_checkpoint(BITNET)
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    plan_gguf(source.config, formats, "x", kind="f32", timed=True).write(
+    floats = dict.fromkeys(formats, "f32")
+    plan_gguf(source.config, formats, "x", floats=floats, timed=True).write(
         source, tmp_path / "f32.gguf"
     )
     path = llama_cpp.quantized(tmp_path / "f32.gguf", tmp_path / f"{kind}.gguf", kind)

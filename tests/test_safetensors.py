@@ -4,7 +4,6 @@ import json
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from weight_files import (
     TINY,
@@ -18,7 +17,7 @@ from weight_files import (
 
 from clocher_kernels import guards
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, WindowError
-from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.safetensors_file import DTYPES, open_safetensors
 
 ARRAYS: dict[str, Array] = {"a": array("F32", 2, 3), "b": array("BF16", 4), "c": array("U8", 5)}
 DATA = b"".join(stored[2] for stored in ARRAYS.values())
@@ -33,13 +32,13 @@ def write(path: Path, header: object, data: bytes = DATA) -> Path:
 @pytest.mark.parametrize("model", TINY, ids=lambda path: path.name)
 def test_reads_the_bytes_that_the_safetensors_library_reads(model: Path) -> None:
     path = model / "model.safetensors"
-    ours = SafetensorsFile(path)
+    _, ours = open_safetensors(path)
     theirs = read_with_the_library(path)
-    assert set(ours.tensors) == set(theirs)
+    assert set(ours) == set(theirs)
     for name, other in theirs.items():
-        info = ours.tensors[name]
-        assert (info.dtype, list(info.shape)) == (other["dtype"], other["shape"])
-        assert ours.view(name).tobytes() == bytes(other["data"])
+        dtype, view = ours[name]
+        assert (dtype, list(view.shape)) == (other["dtype"], other["shape"])
+        assert view.tobytes() == bytes(other["data"])
 
 
 def test_reads_every_known_dtype_as_the_library_wrote_it(tmp_path: Path) -> None:
@@ -48,17 +47,16 @@ def test_reads_every_known_dtype_as_the_library_wrote_it(tmp_path: Path) -> None
         _, shape, data = array(dtype, 3, 8, fill=1)
         write_safetensors(path, {"x": (dtype, shape, data)})
         assert read_with_the_library(path)["x"]["dtype"] == dtype
-        view = SafetensorsFile(path).view("x")
+        _, view = open_safetensors(path)[1]["x"]
         assert view.shape == shape and view.tobytes() == data, storage
 
 
 def test_views_are_read_only_and_outlive_the_file_object(tmp_path: Path) -> None:
-    file = SafetensorsFile(write(tmp_path / "x", header_of(ARRAYS)))
-    view, again = file.view("a"), file.view("a")
-    assert np.shares_memory(view, again)
+    file, found = open_safetensors(write(tmp_path / "x", header_of(ARRAYS)))
+    _, view = found["a"]
     assert not view.flags.writeable
-    file.file.release()
-    del file, again
+    file.release()
+    del file, found
     assert view.tobytes() == ARRAYS["a"][2]
 
 
@@ -66,8 +64,8 @@ def test_scalars_empty_tensors_metadata_and_padding_are_sound(tmp_path: Path) ->
     arrays: dict[str, Array] = {"s": array("F32"), "e": array("F32", 0, 4)}
     header = header_of(arrays) | {"__metadata__": {"format": "pt"}}
     text = json.dumps(header).encode() + b"   "
-    file = SafetensorsFile(write(tmp_path / "x", text, arrays["s"][2]))
-    assert file.view("s").shape == () and file.view("e").shape == (0, 4)
+    _, found = open_safetensors(write(tmp_path / "x", text, arrays["s"][2]))
+    assert found["s"][1].shape == () and found["e"][1].shape == (0, 4)
 
 
 def entry(**changes: object) -> dict[str, object]:
@@ -124,13 +122,13 @@ BAD_HEADERS: dict[str, object] = {
 def test_refuses_a_header_with(header: object, tmp_path: Path) -> None:
     path = write(tmp_path / "bad.safetensors", header)
     with pytest.raises(FormatError) as caught:
-        SafetensorsFile(path)
+        open_safetensors(path)
     assert "bad.safetensors" in str(caught.value)
 
 
 def test_a_bad_tensor_is_named(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"x\.safetensors: tensor 'b': .*\[24, 32\].*20 bytes"):
-        SafetensorsFile(write(tmp_path / "x.safetensors", entry(shape=[10])))
+        open_safetensors(write(tmp_path / "x.safetensors", entry(shape=[10])))
 
 
 def test_refuses_a_cut_or_extended_file_at_every_byte(tmp_path: Path) -> None:
@@ -139,10 +137,10 @@ def test_refuses_a_cut_or_extended_file_at_every_byte(tmp_path: Path) -> None:
     for size in range(len(sound)):
         path.write_bytes(sound[:size])
         with pytest.raises(FormatError):
-            SafetensorsFile(path)
+            open_safetensors(path)
     path.write_bytes(sound + b"\0")
     with pytest.raises(FormatError, match="trailing"):
-        SafetensorsFile(path)
+        open_safetensors(path)
 
 
 @pytest.mark.parametrize("length", [2**64 - 1, 2**63, 2**32, 100_000_001, 300])
@@ -151,7 +149,7 @@ def test_refuses_a_header_length_beyond_the_file(length: int, tmp_path: Path) ->
     path = tmp_path / "x"
     path.write_bytes(length.to_bytes(8, "little") + sound[8:])
     with pytest.raises(FormatError, match=str(length)):
-        SafetensorsFile(path)
+        open_safetensors(path)
 
 
 def test_refuses_what_is_not_a_readable_regular_file(tmp_path: Path) -> None:
@@ -160,12 +158,12 @@ def test_refuses_what_is_not_a_readable_regular_file(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
     for name in ("pipe", "loop", "empty", "."):
         with pytest.raises(ModelError):
-            SafetensorsFile(tmp_path / name)
+            open_safetensors(tmp_path / name)
     for name in ("absent", "pipe/x", "n" * 300):
         with pytest.raises(ModelError):
-            SafetensorsFile(tmp_path / name)
+            open_safetensors(tmp_path / name)
     with pytest.raises(ModelNotFound, match="absent"):
-        SafetensorsFile(tmp_path / "absent")
+        open_safetensors(tmp_path / "absent")
 
 
 def test_refuses_to_read_inside_a_timed_window(tmp_path: Path) -> None:
@@ -173,6 +171,6 @@ def test_refuses_to_read_inside_a_timed_window(tmp_path: Path) -> None:
     guards.open_window("decode")
     try:
         with pytest.raises(WindowError, match="read a model file"):
-            SafetensorsFile(path)
+            open_safetensors(path)
     finally:
         guards.close_window()

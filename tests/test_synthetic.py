@@ -108,10 +108,10 @@ def test_formats_without_random_weights_are_refused() -> None:
 
 @pytest.mark.parametrize("preset", TINY)
 def test_the_same_arguments_give_the_same_bytes(preset: str, tmp_path: Path) -> None:
-    first = digests(make(tmp_path / "a", preset, gguf="same"))
+    first = digests(make(tmp_path / "a", preset, gguf=True))
     assert set(first) == {"model.ie.json", "model.ie.bin", "vocab.json", GGUF_NAME}
-    assert digests(make(tmp_path / "b", preset, gguf="same")) == first
-    other = digests(make(tmp_path / "c", preset, gguf="same", seed=1))
+    assert digests(make(tmp_path / "b", preset, gguf=True)) == first
+    other = digests(make(tmp_path / "c", preset, gguf=True, seed=1))
     assert other["vocab.json"] == first["vocab.json"]
     assert other["model.ie.bin"] != first["model.ie.bin"]
 
@@ -167,7 +167,7 @@ def test_the_directory_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_no_gguf_of_other_weights_stays(tmp_path: Path) -> None:
-    make(tmp_path, "tiny-llama", gguf="same")
+    make(tmp_path, "tiny-llama", gguf=True)
     make(tmp_path, "tiny-llama", seed=1)
     assert not (tmp_path / GGUF_NAME).exists()
 
@@ -255,23 +255,21 @@ def expected_tensors(preset: str, config: dict, values: dict) -> dict[str, np.nd
 
 
 @pytest.mark.parametrize(
-    ("preset", "precision", "kind", "types"),
+    ("preset", "precision", "types"),
     [
-        ("tiny-llama", "int4", "same", {"F32", "Q4_0"}),
-        ("tiny-llama", "int8w", "same", {"F32", "Q8_0"}),
-        ("tiny-llama", "native", "same", {"F32", "BF16"}),
-        ("tiny-llama", "ternary", "same", {"F32", "TQ2_0", "Q4_0"}),
-        ("tiny-llama", "mxfp4", "f32", {"F32"}),
-        ("tiny-bitnet", "native", "same", {"F32", "TQ2_0", "BF16"}),
-        ("tiny-bitnet", "native", "f32", {"F32"}),
-        ("tiny-gpt-oss", "native", "same", {"F32", "MXFP4", "BF16"}),
+        ("tiny-llama", "int4", {"F32", "Q4_0"}),
+        ("tiny-llama", "int8w", {"F32", "Q8_0"}),
+        ("tiny-llama", "native", {"F32", "BF16"}),
+        ("tiny-llama", "ternary", {"F32", "TQ2_0", "Q4_0"}),
+        ("tiny-bitnet", "native", {"F32", "TQ2_0", "BF16"}),
+        ("tiny-gpt-oss", "native", {"F32", "MXFP4", "BF16"}),
     ],
     ids=lambda value: "+".join(sorted(value)) if isinstance(value, set) else value,
 )
 def test_gguf_holds_the_same_numbers(
-    preset: str, precision: str, kind: str, types: set[str], tmp_path: Path
+    preset: str, precision: str, types: set[str], tmp_path: Path
 ) -> None:
-    checkpoint = open_checkpoint(make(tmp_path, preset, precision, gguf=kind))
+    checkpoint = open_checkpoint(make(tmp_path, preset, precision, gguf=True))
     config = dict(checkpoint.config)
     values = {name: checkpoint.tensor(name).decode() for name in checkpoint.names}
     reader = gguf.GGUFReader(tmp_path / GGUF_NAME)
@@ -288,7 +286,7 @@ def test_gguf_holds_the_same_numbers(
 
 @pytest.mark.parametrize("preset", TINY)
 def test_clocher_runs_the_gguf_as_the_model_itself(preset: str, tmp_path: Path) -> None:
-    make(tmp_path, preset, gguf="same")
+    make(tmp_path, preset, gguf=True)
     text = "x = 12;  # na\u00efve\n"
     with clocher.load(tmp_path) as model, clocher.load(tmp_path / GGUF_NAME) as other:
         assert other.tokenizer.encode(text) == model.tokenizer.encode(text) == list(text.encode())
@@ -302,7 +300,7 @@ def test_gguf_of_llama3_has_its_rope_factors(
     assert rope["rope_type"] == "llama3"
     small = PRESETS["tiny-llama"].settings | {"rope_parameters": rope}
     monkeypatch.setattr(synthetic, "PRESETS", {"small": Preset("small", "", small)})
-    make(tmp_path, "small", "int4", gguf="same")
+    make(tmp_path, "small", "int4", gguf=True)
     reader = gguf.GGUFReader(tmp_path / GGUF_NAME)
     assert reader.tensors[0].name == "rope_freqs.weight"
     assert reader.fields["llama.rope.freq_base"].contents() == 500000.0

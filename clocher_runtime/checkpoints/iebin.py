@@ -67,10 +67,11 @@ def open_iebin(
     `verify` also reads all weights: hashes, padding and codes.
     """
     index = read_index(Path(json_path))
-    checkpoint = index.open(Path(bin_path) if bin_path else None)
+    path = Path(bin_path) if bin_path else index.path.parent / BIN_NAME
+    file = MappedFile(path, index.bin.nbytes)
+    checkpoint = index.checkpoint(tensors_of(index.entries, {"bin": file}), (file,))
     if verify:
         checkpoint.verify()
-        (file,) = checkpoint.files
         if file.sha256() != index.bin.sha256:
             raise FormatError(f"{file.path}: the file does not match bin.sha256")
         regions = (region for entry in index.entries for region in entry.regions.values())
@@ -86,11 +87,6 @@ class IebinIndex:
     document: Mapping[str, Any]
     entries: tuple[Entry, ...]
     bin: FileFacts
-
-    def open(self, bin_path: Path | None = None) -> Checkpoint:
-        """Return the model as views of model.ie.bin, by default the one beside it."""
-        file = MappedFile(bin_path or self.path.parent / BIN_NAME, self.bin.nbytes)
-        return self.checkpoint(tensors_of(self.entries, {"bin": file}), (file,))
 
     def checkpoint(
         self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
@@ -223,16 +219,14 @@ class PlaneWriter:
 
     def keep(self, entry: Entry) -> bool:
         """Skip a tensor if the files hold it next; return whether they do."""
-        kept: list[OutputFile] = []
-        for name, file in self.files.items():
-            mine = [(key, region) for key, region in entry.regions.items() if region.file == name]
-            if not file.keep([(r.offset, r.nbytes, entry.hashes[key]) for key, r in mine]):
-                for other in kept:
-                    other.unkeep()
-                return False
-            kept.append(file)
-        self.entries.append(entry)
-        return True
+        before = [(file, file.nbytes, file.digest.copy()) for file in self.files.values()]
+        planes = ((region, entry.hashes[key]) for key, region in entry.regions.items())
+        if all(self.files[r.file].take(r.offset, r.nbytes, digest) for r, digest in planes):
+            self.entries.append(entry)
+            return True
+        for file, nbytes, digest in before:
+            file.nbytes, file.digest = nbytes, digest
+        return False
 
     def add(self, name: str, tensor: QuantTensor, **more: Any) -> None:
         """Append a tensor, `more` to the journal alone; raises FormatError, OSError."""
@@ -314,8 +308,8 @@ class IebinWriter(PlaneWriter):
             (self.directory / VOCAB_NAME).unlink(missing_ok=True)
         else:
             write_file(self.directory / VOCAB_NAME, vocab)
-            document["vocab"] = {"file": VOCAB_NAME, **facts_of(vocab).document()}
-        document["bin"] = {"file": BIN_NAME, **weights.document()}
+            document["vocab"] = {"file": VOCAB_NAME, **facts_of(vocab)._asdict()}
+        document["bin"] = {"file": BIN_NAME, **weights._asdict()}
         document["source"] = source
         text = lines(document, "tensors", [entry.document() for entry in self.entries])
         write_file(self.directory / JSON_NAME, seal(text.encode()))

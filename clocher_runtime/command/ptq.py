@@ -260,20 +260,21 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
     report.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
     report.note(
-        f"{size(plan.source_nbytes)} -> {size(plan.nbytes)}: {plan.bpw:.3f} bits per "
-        f"weight, {plan.quantised_bpw:.3f} of the quantised ones"
+        f"{size(plan.size['source_nbytes'])} -> {size(plan.size['nbytes'])}: "
+        f"{plan.size['bpw']:.3f} bits per weight, {plan.size['quantised_bpw']:.3f} of the "
+        "quantised ones"
     )
 
 
 def _say_outcome(report: Report, outcome: Outcome) -> None:
-    fallen = [entry for entry in outcome.done if entry.record.fallback]
+    fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
     if fallen:
         report.note(
-            f"note: {len(fallen)} tensors fell back, such as {fallen[0].planned.name}: "
-            f"{fallen[0].record.fallback}"
+            f"note: {len(fallen)} tensors fell back, such as {fallen[0]['name']}: "
+            f"{fallen[0]['fallback']}"
         )
-    worst = max(outcome.done, key=lambda entry: entry.error.rms_rel)
-    report.note(f"largest relative error: {worst.error.rms_rel:.4f}, {worst.planned.name}")
+    worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
+    report.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
     if outcome.evaluation:
         for check in outcome.evaluation.gate.checks:
             report.note(f"gate: {check}")

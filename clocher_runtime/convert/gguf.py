@@ -31,8 +31,6 @@ from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
 Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
 
-SAME = "same"
-TYPES = (SAME, *FLOATS)
 ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS: dict[type, tuple[int, str]] = {int: (4, "I"), float: (6, "f"), bool: (7, "?")}
@@ -147,15 +145,13 @@ def plan_gguf(
     config: Mapping[str, object],
     formats: Mapping[str, Format],
     name: str,
-    kind: str = SAME,
     vocab: Mapping[str, Field] | None = None,
     floats: Mapping[str, str] | None = None,
     timed: bool = False,
 ) -> GgufExport:
     """Check that a model can be written as GGUF, and how.
 
-    `kind`: "same" is exact; "f32", "f16" or "bf16" decodes all matrices. No `vocab`
-    makes a file for llama-bench alone. `floats` names matrices to decode in any case. `timed`
+    No `vocab` makes a file for llama-bench alone. `floats`: type of the matrices to decode. `timed`
     permits the name "bitnet".
     """
     spec = spec_from_config(config)
@@ -170,11 +166,11 @@ def plan_gguf(
         )
     entries = []
     for source, need in inventory(spec).items():
-        stored = (floats or {}).get(source, kind)
+        decoded = (floats or {}).get(source)
         if need.kind in ("vector", "router"):
             ggml = F32
         else:
-            ggml = same_type(formats[source]) if stored == SAME else FLOATS[stored]
+            ggml = FLOATS[decoded] if decoded else same_type(formats[source])
         for piece in pieces(spec, source, need):
             entries.append(GgufEntry(piece.name, piece.shape, ggml, source, piece.order))
     if spec.rope.kind == "llama3":

@@ -6,6 +6,7 @@ of each tensor, so that a killed job resumes after the last one.
 
 import re
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +45,25 @@ class Entry(NamedTuple):
     sha256: Mapping[str, str]  # of each plane
     offsets: Mapping[str, int] = {}  # of each plane in the plane file; none: rounding gives them
     err: Mapping[str, Any] = {}  # what the PTQ script measured
+
+
+ROUNDED: Mapping[str, Any] = {"method": "rtn", "err": {}}
+"""The record of a tensor that was rounded."""
+
+
+def entry_document(
+    name: str,
+    shape: Shape,
+    fmt: Format,
+    rule: int,
+    sha256: Mapping[str, str],
+    record: Mapping[str, Any] = ROUNDED,
+) -> dict[str, Any]:
+    """Return a manifest's entry; `record`: `method`, `err` and what else is known of the tensor."""
+    nbytes = fmt.nbytes(shape)
+    head = {"name": name, "shape": list(shape), "format": fmt.name, "rule": rule}
+    size = {"bpw": 8 * nbytes / prod(shape), "nbytes": nbytes, "sha256": dict(sha256)}
+    return {**head, **size, **record}
 
 
 class Planes(NamedTuple):
@@ -86,8 +106,8 @@ class PlaneFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._writer.__exit__(*error)
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._writer.__exit__(kind, error, trace)
         if not self.records:
             remove_planes(self.manifest)
 

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 from clocher_kernels.errors import FormatError, UsageError
@@ -12,7 +11,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
 from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, tensors_of
-from clocher_runtime.convert.q4_entries import check_hashes
+from clocher_runtime.convert.q4_entries import check_hashes, entry_document
 from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,
@@ -66,21 +65,7 @@ class Q4Job:
         return done
 
     def _document(self, entries: list[Entry]) -> dict[str, object]:
-        rules = [rule.pattern for rule in self.rules.rules]
-        tensors = [
-            {
-                "name": entry.name,
-                "shape": list(entry.shape),
-                "format": entry.format.name,
-                "method": "rtn",
-                "rule": next(i for i, p in enumerate(rules) if p.matches(entry.name)),
-                "bpw": 8 * entry.format.nbytes(entry.shape) / prod(entry.shape),
-                "nbytes": entry.format.nbytes(entry.shape),
-                "sha256": dict(entry.hashes),
-                "err": {},
-            }
-            for entry in entries
-        ]
+        tensors = [entry_document(e.name, e.shape, e.format, 0, e.hashes) for e in entries]
         kept = [{"name": name, "reason": reason} for name, reason in self.kept.items()]
         return {**self.rules.document, "tensors": tensors, "kept": kept}
 

@@ -143,9 +143,9 @@ def plan_synthesis(
     *,
     seed: int = 0,
     layers: int | None = None,
-    gguf: str | None = None,
+    gguf: bool = False,
 ) -> Synthesis:
-    """Check the arguments; `layers` keeps the first ones; `gguf`: "same" or a float type."""
+    """Check the arguments; `layers` keeps the first ones; `gguf`: write that file, too."""
     refuse_hf_folder(out_dir)
     config = find_preset(preset).config(layers)
     if precision not in ("native", _native(spec_from_config(config))):
@@ -155,7 +155,7 @@ def plan_synthesis(
     tokens = _byte_vocab(spec.vocab_size)
     export = None
     if gguf:
-        export = plan_gguf(config, formats, preset, gguf, spelled_vocabulary(tokens), timed=True)
+        export = plan_gguf(config, formats, preset, spelled_vocabulary(tokens), timed=True)
     source = {"container": "synthetic", "preset": preset, "seed": seed, "precision": precision}
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())

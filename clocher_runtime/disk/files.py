@@ -209,10 +209,10 @@ class MappedFile:
             first = start - start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
 
-    def sha256(self, start: int = 0) -> str:
-        """Return the SHA-256 of the file from an offset, dropping pages on the way."""
+    def sha256(self) -> str:
+        """Return the SHA-256 of the file, dropping pages on the way."""
         digest = hashlib.sha256()
-        for piece in byte_pieces(self._bytes[start:]):
+        for piece in byte_pieces(self._bytes):
             digest.update(piece)
             self.release()
         return digest.hexdigest()

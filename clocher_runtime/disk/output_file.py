@@ -8,7 +8,7 @@ import os
 import shutil
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,8 +35,7 @@ class OutputFile:
         self.path = path
         self.nbytes = 0
         self._descriptor = open_locked(path)
-        self._hash = hashlib.sha256()
-        self._before = (0, self._hash)
+        self.digest = hashlib.sha256()  # of the bytes so far
         self._hashers = tuple(ThreadPoolExecutor(1) for _ in range(2))
         self._flusher = ThreadPoolExecutor(1)
         self._flush: Future[None] | None = None
@@ -52,23 +51,14 @@ class OutputFile:
         """Append zeros up to a size."""
         self.write(np.zeros(nbytes - self.nbytes, np.uint8))
 
-    def keep(self, ranges: Sequence[tuple[int, int, str]]) -> bool:
-        """Skip the next planes, (offset, size, SHA-256), if all of them are in the file."""
-        self._before = (self.nbytes, self._hash.copy())
-        for offset, nbytes, expected in ranges:
-            padding = self._read(self.nbytes, offset - self.nbytes)
-            self._hash.update(padding)
-            end = offset + nbytes
-            pieces = (self._read(at, min(_STEP, end - at)) for at in range(offset, end, _STEP))
-            if padding != bytes(offset - self.nbytes) or self._hashed(pieces) != expected:
-                self.unkeep()
-                return False
-            self.nbytes = end
-        return True
-
-    def unkeep(self) -> None:
-        """Undo the last `keep`."""
-        self.nbytes, self._hash = self._before
+    def take(self, offset: int, nbytes: int, expected: str) -> bool:
+        """Skip a plane that the file has here, after zeros; return whether its SHA-256 is right."""
+        gap, end = offset - self.nbytes, offset + nbytes
+        padding = self._read(self.nbytes, gap)
+        self.digest.update(padding)
+        pieces = (self._read(at, min(_STEP, end - at)) for at in range(offset, end, _STEP))
+        self.nbytes = end
+        return padding == bytes(gap) and self._hashed(pieces) == expected
 
     def sync(self) -> str:
         """Flush to the disk; return the SHA-256 of the file."""
@@ -76,7 +66,7 @@ class OutputFile:
         if self._flush:
             self._flush.result()
         os.fsync(self._descriptor)
-        return self._hash.hexdigest()
+        return self.digest.hexdigest()
 
     def close(self) -> None:
         """Close the file and let other writers in."""
@@ -94,7 +84,7 @@ class OutputFile:
 
     def _hashed(self, pieces: Iterable[memoryview]) -> str:
         one = hashlib.sha256()
-        digests = (one, self._hash)
+        digests = (one, self.digest)
         waiting: deque[Future[None]] = deque()
         try:
             for piece in pieces:

@@ -170,16 +170,11 @@ def _counted(fmt: Format, planes: Mapping[str, Any]) -> Format:
     return replace(fmt, nnzb=shape[0])
 
 
-@dataclass(frozen=True, slots=True)
-class FileFacts:
+class FileFacts(NamedTuple):
     """Size and SHA-256 of a file."""
 
     nbytes: int
     sha256: str
-
-    def document(self) -> dict[str, Any]:
-        """Return the JSON object."""
-        return {"nbytes": self.nbytes, "sha256": self.sha256}
 
     @classmethod
     def read(cls, value: object, where: str, file: str = "") -> Self:

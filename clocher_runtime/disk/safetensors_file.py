@@ -4,8 +4,6 @@ Source: https://github.com/huggingface/safetensors#format. Stricter: duplicate k
 names, shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,34 +37,12 @@ DTYPES: dict[str, str] = {
 _LENGTH_BYTES = 8
 
 
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """A tensor's safetensors dtype, shape, absolute byte offset and size."""
+def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, tuple[str, np.ndarray]]]:
+    """Map and validate a file; return it, and the dtype and read-only view of each tensor.
 
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
-class SafetensorsFile:
-    """A validated, memory-mapped safetensors file; `tensors` are in file order."""
-
-    def __init__(self, path: Path) -> None:
-        """Map and validate a file; raises FormatError, ModelError, WindowError."""
-        self.file = MappedFile(path)
-        self.tensors: Mapping[str, TensorInfo]
-        self.metadata: Mapping[str, str]
-        self.tensors, self.metadata = _read_header(self.file)
-
-    def view(self, name: str) -> np.ndarray:
-        """Return the stored array of a tensor, as a read-only view of the file."""
-        info = self.tensors[name]
-        return self.file.plane(Plane(DTYPES[info.dtype], info.shape), info.offset)
-
-
-def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    where = str(file.path)
+    Raises FormatError, ModelError, WindowError.
+    """
+    file, where = MappedFile(path), str(path)
     if file.nbytes < _LENGTH_BYTES:
         raise FormatError(f"{where}: {file.nbytes} bytes is too short for a safetensors file")
     length = int.from_bytes(file.bytes(0, _LENGTH_BYTES).tobytes(), "little")
@@ -84,24 +60,24 @@ def _read_header(file: MappedFile) -> tuple[dict[str, TensorInfo], dict[str, str
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{where}: __metadata__ must map strings to strings")
     entries = [_entry(name, entry, start, where) for name, entry in header.items()]
-    entries.sort(key=lambda named: (named[1].offset, named[1].nbytes))
+    entries.sort(key=lambda entry: (entry[3], entry[2].nbytes))
     end = start
-    for name, info in entries:
-        if info.offset != end:
+    for name, _, plane, offset in entries:
+        if offset != end:
             raise FormatError(
-                f"{where}: tensor {name!r} starts at byte {info.offset}, expected {end}: "
+                f"{where}: tensor {name!r} starts at byte {offset}, expected {end}: "
                 "tensors must neither overlap nor leave holes"
             )
-        end += info.nbytes
+        end += plane.nbytes
     if end != file.nbytes:
         raise FormatError(
             f"{where}: the header describes {end} bytes, the file has {file.nbytes}: "
             "truncated download, or trailing data"
         )
-    return dict(entries), metadata
+    return file, {name: (dtype, file.plane(plane, at)) for name, dtype, plane, at in entries}
 
 
-def _entry(name: str, value: object, start: int, where: str) -> tuple[str, TensorInfo]:
+def _entry(name: str, value: object, start: int, where: str) -> tuple[str, str, Plane, int]:
     where = f"{where}: tensor {checked_name(name, where)!r}"
     entry: dict[str, Any] = fields(
         value, where, {"dtype": str, "shape": list, "data_offsets": list}
@@ -120,4 +96,4 @@ def _entry(name: str, value: object, start: int, where: str) -> tuple[str, Tenso
             f"{where}: data_offsets [{begin}, {end}] do not span the {plane.nbytes} bytes of "
             f"{entry['dtype']}{list(plane.shape)}"
         )
-    return name, TensorInfo(entry["dtype"], plane.shape, start + begin, plane.nbytes)
+    return name, entry["dtype"], plane, start + begin

@@ -28,7 +28,7 @@ from clocher_runtime.quantize.gptq import (
     make_inputs,
     solve_matrix,
 )
-from clocher_runtime.quantize.plan import Calibrated, PlannedTensor, QuantPlan
+from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]
 
@@ -147,12 +147,9 @@ class LayerJob(Observer):
         if experts:
             err["out_nmse_worst"] = max(errors)
         spread = [int(q) for q in np.quantile(tokens, (0, 0.05, 0.5, 1), method="lower")]
-        return {
-            "method": tensor.method,
-            "fallback": ("; ".join(notes) or None) if len(outcomes) > 1 else outcomes[0].fallback,
-            "tokens_seen": spread if experts else tokens[0],
-            "err": err,
-        }
+        fallback = "; ".join(notes) if len(outcomes) > 1 else outcomes[0].fallback
+        seen = {"method": tensor.method, "tokens_seen": spread if experts else tokens, "err": err}
+        return seen | ({"fallback": fallback} if fallback else {})
 
     def _pooled(self, name: str, own: InputStats, hidden: Hidden) -> InputStats | None:
         """Return the statistics of the layer's tokens sent through an expert with few tokens."""
@@ -185,7 +182,7 @@ def calibrate(
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
-) -> dict[str, Calibrated]:
+) -> None:
     """Quantise "imx" and "gptq" tensors by layers; 1 in 16 sequences is held out. UsageError."""
     wanted = {name: plan.tensors[name] for name in sorted(plan.calibrated, key=part_of)}
     planes.resume({name: (tensor.format, tensor.shape) for name, tensor in wanted.items()})
@@ -222,4 +219,3 @@ def calibrate(
     if left:
         quantise("rest", walk.head_inputs)
         tell(total, total, "rest")
-    return {name: Calibrated(**planes.records[name]) for name in wanted}

@@ -14,7 +14,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
-from clocher_runtime.convert.q4_entries import PlaneFile, plane_hashes
+from clocher_runtime.convert.q4_entries import ROUNDED, PlaneFile
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, write_manifest
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.disk.files import read_bytes
@@ -26,13 +26,12 @@ from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.plan import (
-    ROUNDED,
-    Calibrated,
     Done,
     QuantPlan,
     build_plan,
     describe_source,
     document_of,
+    result_of,
     tool,
 )
 
@@ -115,9 +114,8 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
-        records: Mapping[str, Calibrated] = {}
         if plan.calibrated and job.calibration:
-            records = calibrate(
+            calibrate(
                 checkpoint,
                 plan,
                 job.calibration.sequences,
@@ -127,11 +125,11 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
                 progress=lambda done, total, part: tell(f"calibrating: {part}", done, total),
             )
         file = planes.finish()
-        done = tuple(_quantise(job, plan, planes, records, tell))
+        done = tuple(_quantise(job, plan, planes, tell))
     verdicts: list[Verdict] = []
     evaluation = None
     if job.min_cosine is not None:
-        checks = tensor_checks([entry.error for entry in done], job.min_cosine)
+        checks = tensor_checks([each.error for each in done], job.min_cosine)
         sections["gates"] = [check.to_json() for check in checks]
         verdicts += [check.verdict for check in checks]
     rules = job.rules.document["rules"]
@@ -181,14 +179,13 @@ def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress
     )
 
 
-def _quantise(
-    job: Job, plan: QuantPlan, planes: PlaneFile, records: Mapping[str, Calibrated], tell: Progress
-) -> Iterator[Done]:
+def _quantise(job: Job, plan: QuantPlan, planes: PlaneFile, tell: Progress) -> Iterator[Done]:
     """Round the rounded tensors, take the others from the plane file, and measure all."""
     total = sum(tensor.params for tensor in plan.tensors.values())
     finished = 0
     for name, planned in plan.tensors.items():
-        source, record = job.checkpoint.tensor(name, verify=True), records.get(name, ROUNDED)
+        source = job.checkpoint.tensor(name, verify=True)
+        record = planes.records.get(name, ROUNDED)
         if record is ROUNDED:
             try:
                 tensor = round_tensor(source, planned.format, planned.clip, job.threads)
@@ -196,8 +193,8 @@ def _quantise(
                 raise FormatError(f"tensor {name!r}: {error}") from None
         else:
             tensor = planes.tensor(name)
-        error = measure(name, source, tensor, record.method)
-        yield Done(planned, plane_hashes(tensor), error, record, planes.offsets(name))
+        found = measure(name, source, tensor, record["method"])
+        yield result_of(planned, tensor, found, record, planes.offsets(name))
         job.checkpoint.release()
         planes.release()
         finished += planned.params

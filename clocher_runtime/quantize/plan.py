@@ -1,7 +1,8 @@
 """The plan of a quantisation, made before a weight is read, and the manifest of the result."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from math import prod
@@ -10,8 +11,9 @@ from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Float, Format
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert.q4_entries import Planes
+from clocher_runtime.convert.q4_entries import Planes, entry_document, plane_hashes
 from clocher_runtime.convert.q4_map import ALREADY, VERSION, Q4Map, assign, parse_q4_map
 from clocher_runtime.convert.rounding import Clip
 from clocher_runtime.convert.to_iebin import natural
@@ -54,30 +56,7 @@ class QuantPlan:
     tensors: Mapping[str, PlannedTensor]  # to be quantised, layer by layer
     kept: Mapping[str, str]  # the others -> why they stay
     notes: tuple[str, ...]  # for people, about rules that matched tensors which are kept
-    kept_params: int
-    kept_nbytes: int
-    source_nbytes: int  # of all tensors in the checkpoint
-
-    @property
-    def params(self) -> int:
-        """Elements of all tensors."""
-        return self.kept_params + sum(tensor.params for tensor in self.tensors.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors in the result."""
-        return self.kept_nbytes + sum(tensor.nbytes for tensor in self.tensors.values())
-
-    @property
-    def bpw(self) -> float:
-        """Bits per weight of all tensors in the result."""
-        return 8 * self.nbytes / self.params
-
-    @property
-    def quantised_bpw(self) -> float:
-        """Bits per weight of the quantised tensors, scales included."""
-        tensors = self.tensors.values()
-        return 8 * sum(t.nbytes for t in tensors) / sum(t.params for t in tensors)
+    size: Mapping[str, Any]  # as in the manifest: params, nbytes, bpw and others
 
     @property
     def calibrated(self) -> tuple[str, ...]:
@@ -126,60 +105,51 @@ def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:
             "was lost comes back",
         )
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
+    return QuantPlan(tensors, kept, notes, _size_of(checkpoint, tensors, kept))
+
+
+def _size_of(
+    checkpoint: Checkpoint, tensors: Mapping[str, PlannedTensor], kept: Iterable[str]
+) -> dict[str, Any]:
     stay = [checkpoint.tensors[name] for name in kept]
-    params = sum(prod(tensor.shape) for tensor in stay)
-    nbytes = sum(tensor.nbytes for tensor in stay)
-    return QuantPlan(tensors, kept, notes, params, nbytes, checkpoint.nbytes)
-
-
-class Calibrated(NamedTuple):
-    """The record of a calibrated tensor."""
-
-    method: str  # the method that was asked for
-    fallback: str | None  # None, or what was taken instead and why; for experts how many of them
-    # Tokens that the statistics hold, without held-out ones; for experts the smallest number, the
-    # 5th percentile, the median and the largest.
-    tokens_seen: int | list[int]
-    # "out_nmse" and "out_nmse_rtn": squared error of the outputs on held-out text relative to the
-    # outputs, of the result and of plain rounding; for experts their mean, and "out_nmse_worst".
-    err: dict[str, float]
-
-
-ROUNDED = Calibrated("rtn", None, 0, {})
+    own = sum(tensor.params for tensor in tensors.values())
+    params = own + sum(prod(tensor.shape) for tensor in stay)
+    by_format: Counter[str] = Counter()
+    for tensor in tensors.values():
+        by_format[tensor.format.name] += tensor.nbytes
+    nbytes = by_format.total() + sum(tensor.nbytes for tensor in stay)
+    return {
+        "params": params,
+        "nbytes": nbytes,
+        "source_nbytes": checkpoint.nbytes,
+        "bpw": 8 * nbytes / params,
+        "quantised_bpw": 8 * by_format.total() / own,
+        "by_format": dict(by_format),
+    }
 
 
 class Done(NamedTuple):
     """The result for one tensor."""
 
-    planned: PlannedTensor
-    sha256: Mapping[str, str]  # of each plane
     error: TensorError  # distance from the float tensor
-    record: Calibrated = ROUNDED
-    offsets: Mapping[str, int] = {}  # of the planes in the plane file, if they are there
+    entry: Mapping[str, Any]  # of the manifest's `tensors`
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the entry of a manifest's `tensors`."""
-        planned, record = self.planned, self.record
-        kinds = ("rms_rel", "max_abs", "cosine", "clipped_frac")
-        errors = {key: getattr(self.error, key) for key in kinds} | record.err
-        entry: dict[str, Any] = {
-            "name": planned.name,
-            "shape": list(planned.shape),
-            "format": planned.format.name,
-            "method": record.method,
-            "rule": planned.rule,
-            "bpw": float(8 * planned.nbytes / planned.params),
-            "nbytes": planned.nbytes,
-            "sha256": dict(self.sha256),
-            "err": {key: _short(value) for key, value in errors.items() if value is not None},
-        }
-        if record is ROUNDED:
-            return entry
-        seen = record.tokens_seen
-        entry["offsets"] = dict(self.offsets)
-        if record.fallback:
-            entry["fallback"] = record.fallback
-        return entry | {"tokens_seen": seen if isinstance(seen, list) else [seen]}
+
+def result_of(
+    planned: PlannedTensor,
+    tensor: QuantTensor,
+    error: TensorError,
+    record: Mapping[str, Any],
+    offsets: Mapping[str, int],
+) -> Done:
+    """Return the result for a tensor; `record` is that of calibration, or `ROUNDED`."""
+    kinds = ("rms_rel", "max_abs", "cosine", "clipped_frac")
+    errors = {key: getattr(error, key) for key in kinds} | record["err"]
+    known = {key: _short(value) for key, value in errors.items() if value is not None}
+    more = {**record, "err": known} | ({"offsets": dict(offsets)} if offsets else {})
+    hashes = plane_hashes(tensor)
+    entry = entry_document(planned.name, tensor.shape, tensor.format, planned.rule, hashes, more)
+    return Done(error, entry)
 
 
 def tool() -> dict[str, str]:
@@ -215,25 +185,14 @@ def document_of(
     sections: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return a manifest, checked by its reader; `done` in plan order, `sections` extra."""
-    if [entry.planned.name for entry in done] != list(plan.tensors):
+    if [each.entry["name"] for each in done] != list(plan.tensors):
         raise FormatError("the manifest would not list every tensor of the plan")
-    by_format: dict[str, int] = {}
-    for entry in done:
-        name = entry.planned.format.name
-        by_format[name] = by_format.get(name, 0) + entry.planned.nbytes
     document: dict[str, Any] = {"version": VERSION, **sections}
     document["rules"] = [dict(rule) for rule in rules]
-    document["size"] = {
-        "params": plan.params,
-        "nbytes": plan.nbytes,
-        "source_nbytes": plan.source_nbytes,
-        "bpw": plan.bpw,
-        "quantised_bpw": plan.quantised_bpw,
-        "by_format": by_format,
-    }
+    document["size"] = plan.size
     if planes:
         document["planes"] = planes._asdict()
-    document["tensors"] = [entry.to_json() for entry in done]
+    document["tensors"] = [each.entry for each in done]
     document["kept"] = [{"name": name, "reason": reason} for name, reason in plan.kept.items()]
     parse_q4_map(document, Path("the new manifest"))
     return document

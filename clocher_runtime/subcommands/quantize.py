@@ -320,7 +320,7 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
 def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
     from clocher_runtime.disk.output_file import check_free
 
-    nbytes = plan.nbytes + sum(plan.tensors[name].nbytes for name in plan.calibrated)
+    nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
     report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
     if job.calibration:
         states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
@@ -328,12 +328,13 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
 
 
 def _table(plan: "QuantPlan", outcome: "Outcome") -> str:
-    before = 8 * plan.source_nbytes / plan.params
+    of = plan.size
+    before = 8 * of["source_nbytes"] / of["params"]
     rows = [
         ("", "before", "after"),
-        ("size", size(plan.source_nbytes), size(plan.nbytes)),
-        ("bits per weight", f"{before:.2f}", f"{plan.bpw:.2f}"),
-        ("  of the quantised", "", f"{plan.quantised_bpw:.2f}"),
+        ("size", size(of["source_nbytes"]), size(of["nbytes"])),
+        ("bits per weight", f"{before:.2f}", f"{of['bpw']:.2f}"),
+        ("  of the quantised", "", f"{of['quantised_bpw']:.2f}"),
     ]
     if outcome.evaluation:
         found = outcome.evaluation.summary

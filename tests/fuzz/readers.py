@@ -16,7 +16,7 @@ from clocher_runtime.checkpoints.q4 import COMPAT_NAME, open_index
 from clocher_runtime.convert.q4_entries import read_planes
 from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.safetensors_file import SafetensorsFile
+from clocher_runtime.disk.safetensors_file import open_safetensors
 from clocher_runtime.disk.strict_json import given, parse_object, read_as
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.config import Ends
@@ -126,9 +126,9 @@ def _use(checkpoint: Checkpoint) -> None:
 
 
 def _read_safetensors(folder: Path) -> None:
-    file = SafetensorsFile(folder / "model.safetensors")
-    for name in file.tensors:
-        file.view(name).tobytes()
+    _, found = open_safetensors(folder / "model.safetensors")
+    for _, view in found.values():
+        view.tobytes()
 
 
 def _read_model(folder: Path) -> None:

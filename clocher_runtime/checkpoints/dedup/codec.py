@@ -1,5 +1,6 @@
 """Arrays <-> streams of symbols <-> bytes, for `clocher.dedup`; docs/dedup.md specifies them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,65 +108,46 @@ def pack_trits(places: np.ndarray) -> np.ndarray:
     return total
 
 
-class Decoder:
-    """Decodes any `UNIT` of a stream.
+def decoder(
+    stream: Stream, values: Array, codes: Array, rank: Array, literals: Array
+) -> Callable[[int, int], Array]:
+    """Return a function for the values of symbols [start, stop), multiples of `UNIT` or the end.
 
     `values` are what the symbols of the table stand for, all different; `codes`: codes or trits,
     u8; `rank`: exceptions before each `RANK_STRIDE` symbols but the first, u32; `literals`:
     exceptions, u8.
     """
+    table, width, frequent = _table(stream, values), stream.width, stream.frequent
+    ranks = np.concatenate([[0], rank.astype(np.int64), [stream.escapes]])
+    steps = np.diff(ranks)
+    if stream.escapes and (steps.min() < 0 or steps.max() > RANK_STRIDE):
+        raise FormatError("the rank index is not a count of escapes")
 
-    def __init__(
-        self,
-        stream: Stream,
-        values: np.ndarray,
-        codes: np.ndarray,
-        rank: np.ndarray,
-        literals: np.ndarray,
-    ) -> None:
-        self.stream, self._values = stream, values
-        self._codes, self._literals = codes, literals
-        self._rank = np.zeros(0, np.int64)
-        if stream.escapes:
-            self._rank = np.concatenate([[0], rank.astype(np.int64), [stream.escapes]])
-            steps = np.diff(self._rank)
-            if steps.min() < 0 or steps.max() > RANK_STRIDE:
-                raise FormatError("the rank index is not a count of escapes")
-        self._table = _table(stream, values)
-
-    def decode(self, start: int, stop: int) -> np.ndarray:
-        """Return the values of symbols [start, stop); `stop`: a multiple of `UNIT`, or the end."""
-        stream, count = self.stream, stop - start
+    def decode(start: int, stop: int) -> Array:
+        count = stop - start
         if stream.mode == "const":
-            return np.repeat(self._values[:1], count)
+            return np.repeat(values[:1], count)
         if stream.mode == "trits":
             # A copy: what has been checked must not change in the file before it is used.
-            index = self._codes[start // TRITS : -(-stop // TRITS)].copy()
-            if index.max() >= len(self._table):
+            index = codes[start // TRITS : -(-stop // TRITS)].copy()
+            if index.max() >= len(table):
                 raise FormatError("a byte of trits is above 242")
-            return np.take(self._table, index, axis=0)[:, :TRITS].reshape(-1)[:count]
-        width = stream.width
-        codes = self._codes[start * width // 8 : -(-stop * width // 8)]
-        found = np.take(self._table, _index(codes, width), axis=0, mode="clip")
-        out = found.reshape(-1)[:count]
+            return np.take(table, index, axis=0)[:, :TRITS].reshape(-1)[:count]
+        index = _index(codes[start * width // 8 : -(-stop * width // 8)], width)
+        out = np.take(table, index, axis=0, mode="clip").reshape(-1)[:count]
         if stream.escapes:
-            self._place_exceptions(out, start, stop)
+            first, last = ranks[start // RANK_STRIDE], ranks[-(-stop // RANK_STRIDE)]
+            # No code but the escape stands for the first rare symbol: that one marks the places.
+            where = np.flatnonzero(out == values[frequent])
+            if len(where) != last - first:
+                raise FormatError(f"{len(where)} escapes where the rank index has {last - first}")
+            rare = unpack(literals, stream.exception_bits, int(first), len(where))
+            if rare.max(initial=0) >= stream.table - frequent:
+                raise FormatError("an exception is not in the table")
+            out[where] = values[frequent:][rare]
         return out
 
-    def _place_exceptions(self, out: np.ndarray, start: int, stop: int) -> None:
-        stream = self.stream
-        frequent = stream.frequent
-        first = self._rank[start // RANK_STRIDE]
-        last = self._rank[-(-stop // RANK_STRIDE)]
-        # No code but the escape stands for the first rare symbol, so that one marks the places.
-        where = np.flatnonzero(out == self._values[frequent])
-        if len(where) != last - first:
-            raise FormatError(f"{len(where)} escapes where the rank index has {last - first}")
-        if len(where):
-            rare = unpack(self._literals, stream.exception_bits, int(first), len(where))
-            if rare.max() >= stream.table - frequent:
-                raise FormatError("an exception is not in the table")
-            out[where] = self._values[frequent:][rare]
+    return decode
 
 
 def _table(stream: Stream, values: np.ndarray) -> np.ndarray:

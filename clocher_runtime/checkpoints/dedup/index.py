@@ -148,9 +148,9 @@ class DedupIndex:
         head: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
-            "source": self.source.document(),
+            "source": self.source._asdict(),
             "base": None,
-            "files": {kind: self.files[kind].document() for kind in KINDS},
+            "files": {kind: self.files[kind]._asdict() for kind in KINDS},
         }
         text = lines(head, "planes", [plane.document() for plane in self.planes])
         totals = dump({"in": self.source.nbytes, "out": self.nbytes})

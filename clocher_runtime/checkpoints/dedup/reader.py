@@ -20,9 +20,9 @@ from clocher_runtime.checkpoints.checkpoint import (
 from clocher_runtime.checkpoints.dedup.codec import (
     SPLITS,
     UNIT,
-    Decoder,
     Part,
     Stream,
+    decoder,
     join,
     unpack,
 )
@@ -152,7 +152,7 @@ class DedupFile:
             return lambda start, stop: part.place(unpack(literals, part.bits, start, stop - start))
         if table.max(initial=0) >> part.bits or len(np.unique(table)) != len(table):
             raise FormatError("the table repeats a symbol or has one of too many bits")
-        return Decoder(stream, part.place(table), codes, rank.view("<u4"), literals).decode
+        return decoder(stream, part.place(table), codes, rank.view("<u4"), literals)
 
     def _bytes(self, region: Region) -> np.ndarray:
         if not region.nbytes:

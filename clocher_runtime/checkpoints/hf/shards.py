@@ -23,7 +23,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.checkpoints.locate import listed, no_weights, unfinished
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.safetensors_file import DTYPES, SafetensorsFile
+from clocher_runtime.disk.safetensors_file import DTYPES, open_safetensors
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, one_of, parse_object, read_as, shown
 
 FLOATS = ("F32", "F16", "BF16")
@@ -184,13 +184,12 @@ class HfFolder:
 
 def read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
     """Return the arrays of a safetensors file, and the file."""
-    shard = SafetensorsFile(path)
-    where = f"{shard.file.path}: tensor"
+    file, found = open_safetensors(path)
     arrays = {
-        name: StoredArray(info.dtype, shard.view(name), f"{where} {name!r}")
-        for name, info in shard.tensors.items()
+        name: StoredArray(dtype, view, f"{path}: tensor {name!r}")
+        for name, (dtype, view) in found.items()
     }
-    return arrays, shard.file
+    return arrays, file
 
 
 def read_shards(
