@@ -3,7 +3,6 @@
 import datetime
 import secrets
 from collections.abc import (
-    AsyncGenerator,
     AsyncIterator,
     Awaitable,
     Callable,
@@ -335,7 +334,7 @@ class Pipeline:
         ]
         return {**self._head("object"), "choices": choices, "usage": self.answer.usage()}
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed response."""
         head, options = self._head("chunk_object"), self.options
         include_usage, continuous = options.include_usage, options.continuous_usage_stats

@@ -26,10 +26,10 @@ from clocher_runtime.serve.edge import (
     SMALL_BODY_BYTES,
     Bodies,
     Disconnected,
+    EventStream,
     Gate,
     Named,
     error_response,
-    event_stream,
     json_response,
     read_page,
     unless_gone,
@@ -348,7 +348,7 @@ async def _answered(
     request: Request, answer: Pipeline | ResponsesAnswer, stream: bool | None
 ) -> ASGIApp:
     if stream:
-        return event_stream(answer.events())
+        return EventStream(answer.events())
     return json_response(await unless_gone(request.receive, answer.whole()))
 
 

@@ -12,13 +12,13 @@ import os
 import re
 import secrets
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clocher_runtime.config.commands import is_local
@@ -34,12 +34,12 @@ HELD_BODIES = 8
 KEEP_ALIVE_S = 15.0
 """Seconds of silence before a comment is sent, so that proxies keep the stream."""
 _NAME, _IS_NAME = b"x-request-id", re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-_COMMENT = b": keepalive\n\n"
-_EVENT_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would buffer them
-}
+_COMMENT = {"type": "http.response.body", "body": b": keepalive\n\n", "more_body": True}
+_EVENT_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would buffer them
+]
 FILE = Path(__file__).parents[1] / "assets" / "chat.html"
 MAX_BYTES = 41_000
 _INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.S)
@@ -191,39 +191,45 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
                 await worker
 
 
-def event_stream(events: AsyncGenerator[bytes]) -> Response:
-    """Return a response of complete server-sent events; an error becomes the last event."""
-    return StreamingResponse(_with_comments(_with_error(events)), headers=_EVENT_HEADERS)
+class EventStream:
+    """A response of complete server-sent events; an error becomes the last event."""
 
+    def __init__(self, events: AsyncIterator[bytes]) -> None:
+        self._events, self._sent = events, 0.0
 
-async def _with_error(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    try:
-        async for event in events:
-            yield event
-    except Exception as error:
-        if not isinstance(error, ApiError | OSError):
-            _log_defect(error)
-        yield b"data: " + to_json(from_exception(error).body) + b"\n\n" + DONE
-    finally:
-        await events.aclose()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events."""
+        await send({"type": "http.response.start", "status": 200, "headers": _EVENT_HEADERS})
+        self._sent = asyncio.get_running_loop().time()
+        keeper = asyncio.ensure_future(self._keep_alive(send))
 
-
-async def _with_comments(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Yield events, and a comment whenever none came for some seconds."""
-    while True:
-        event = asyncio.ensure_future(anext(events, None))
         try:
-            while not (await asyncio.wait({event}, timeout=KEEP_ALIVE_S))[0]:
-                yield _COMMENT
-            if (data := event.result()) is None:
-                return
-            yield data
-        except BaseException:  # the client is gone
-            if event.done():
-                await events.aclose()
-            else:
-                event.cancel()
-            raise
+            await unless_gone(receive, self._send_all(send))
+        except (Disconnected, OSError):
+            pass
+        finally:
+            keeper.cancel()
+            await self._events.aclose()  # type: ignore[attr-defined]
+
+    async def _send_all(self, send: Send) -> None:
+        last = b""
+        try:
+            async for event in self._events:
+                self._sent = asyncio.get_running_loop().time()
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except Exception as error:
+            if not isinstance(error, ApiError | OSError):
+                _log_defect(error)
+            last = b"data: " + to_json(from_exception(error).body) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(max(self._sent + KEEP_ALIVE_S - clock(), 1.0))
+            if clock() - self._sent >= KEEP_ALIVE_S:
+                await send(_COMMENT)
+                self._sent = clock()
 
 
 class Page(NamedTuple):

@@ -3,7 +3,7 @@
 Nothing is stored; `store` is ignored.
 """
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -360,7 +360,7 @@ class ResponsesAnswer:
             pass
         return self._stream.response()
 
-    async def events(self) -> AsyncGenerator[bytes]:
+    async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed response; the last one has the final status."""
         yield _sent(self._stream.start())
         try:
