@@ -112,6 +112,23 @@ def test_who_lets_the_server_wait_loses_the_connection(
         each.close()
 
 
+def test_who_has_said_everything_gets_the_answer(server: Served):
+    body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "seed": 1}
+    whole = server.ask("/v1/completions", **body).json()["choices"][0]["text"]
+    for path, said in (("/v1/completions", body), ("/v1/completions", body | {"stream": True})):
+        with connect(server) as sock:
+            sock.sendall(post(path, **said))
+            sock.shutdown(socket.SHUT_WR)
+            answer = all_of(sock)
+            assert b"HTTP/1.1 200 OK\r\n" in answer
+            assert answer.endswith(b"}" if "stream" not in said else b"0\r\n\r\n")
+            assert json.dumps(whole)[1:-1].encode() in answer or b"data: [DONE]" in answer
+    with connect(server) as sock:
+        sock.sendall(HEALTH * 3)
+        sock.shutdown(socket.SHUT_WR)
+        assert all_of(sock).count(b"HTTP/1.1 200 OK") == 3
+
+
 def test_who_has_gone_frees_the_engine_at_once(server: Served):
     body = {"prompt": "x", "max_tokens": 4000, "ignore_eos": True}
     for stream in (False, True):

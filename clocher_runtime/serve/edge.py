@@ -203,8 +203,14 @@ class EventStream:
         self._sent = asyncio.get_running_loop().time()
         keeper = asyncio.ensure_future(self._keep_alive(send))
 
+        async def hear() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":  # the body is read: is the client there?
+                await send(_COMMENT)
+            return message
+
         try:
-            await unless_gone(receive, self._send_all(send))
+            await unless_gone(hear, self._send_all(send))
         except (Disconnected, OSError):
             pass
         finally:

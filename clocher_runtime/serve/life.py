@@ -1,4 +1,7 @@
-"""The life of a server: listen, load, serve, drain, end; the timeouts of its connections."""
+"""The life of a server: listen, load, serve, drain, end; the timeouts of its connections.
+
+Sources: RFC 9110, 10.1.1 and 15.2.1; RFC 9112, 9.6.
+"""
 
 import asyncio
 import atexit
@@ -67,6 +70,7 @@ class Connection(H11Protocol):
     """Open connections, kept below the descriptor limit so that the engine can still start."""
     _stage: tuple[object, ...] = ()
     _since = inf
+    _half_closed = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the header timeout; above `most`, close an idle connection."""
@@ -82,7 +86,7 @@ class Connection(H11Protocol):
         stage, limit = self._waits_for()
         if stage != self._stage:
             self._stage, self._since = stage, now
-        if now - self._since >= limit:
+        if now - self._since >= limit or (self._half_closed and self._is_reset()):
             self.transport.abort()
 
     def _waits_for(self) -> tuple[tuple[object, ...], float]:
@@ -106,6 +110,32 @@ class Connection(H11Protocol):
     @property
     def _answers(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep answering a half-closed client; return whether to keep the connection.
+
+        A closed socket looks the same until something is sent: a 100 before an answer, which
+        clients skip, or a comment of `EventStream`.
+        """
+        if not self._answers or self.cycle.more_body:
+            return False
+        self._half_closed = True
+        if self.cycle.response_started:
+            self.cycle.message_event.set()
+        elif self.scope["http_version"] != "1.0":
+            told = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+            self.transport.write(self.conn.send(told))
+        return not self._is_reset()
+
+    def _is_reset(self) -> bool:
+        found: socket.socket = self.transport.get_extra_info("socket")
+        return found.fileno() < 0 or found.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+    def on_response_complete(self) -> None:
+        """Start the next request, if there is one."""
+        super().on_response_complete()
+        if self._half_closed and not self._answers:
+            self.transport.close()
 
 
 class _HttpServer(uvicorn.Server):
