@@ -61,6 +61,68 @@ def quiet_keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
+class WordWrap:
+    """Word wrap for streamed text; leaves the last column free, as terminals differ there."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._column = 0
+        self._word, self._cells = "", 0  # the open word, and its width
+
+    def __call__(self, text: str) -> str:
+        """Return the output for the next piece, which has no control characters."""
+        if (edge := self._width() - 1) < 1:
+            return text
+        out: list[str] = []
+        for char in text:
+            if char == "\n":
+                self._begin_line()
+            elif char in " \t":
+                cells = 1 if char == " " else 8 - self._column % 8
+                if self._column + cells > edge:
+                    char, cells = "\n", 0
+                    self._begin_line()
+                self._column += cells
+                self._word, self._cells = "", 0
+            else:
+                cells = _cells(char)
+                if self._column + cells > edge:
+                    out.append(self._next_line())
+                self._column += cells
+                # Wide characters may break anywhere.
+                self._word = "" if cells > 1 else self._word + char
+                self._cells = 0 if cells > 1 else self._cells + cells
+            out.append(char)
+        return "".join(out)
+
+    def _begin_line(self) -> None:
+        self._column, self._word, self._cells = 0, "", 0
+
+    def _next_line(self) -> str:
+        word, cells = self._word, self._cells
+        if cells == self._column:  # it fills the line
+            self._begin_line()
+            return "\n"
+        self._column = cells
+        return f"\x1b[{cells}D\x1b[K\n{word}" if cells else "\n"
+
+    def _width(self) -> int:
+        if os.environ.get("TERM", "dumb") == "dumb":
+            return 0
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns
+        except (OSError, ValueError, AttributeError):  # no descriptor, or nothing like a terminal
+            return 0
+
+
+def _cells(char: str) -> int:
+    if char < "\x7f":
+        return 1
+    from rich.cells import get_character_cell_size
+
+    return get_character_cell_size(char)
+
+
 class OutputLost(Exception):
     """Standard output failed; `reason` is "" where its reader is gone."""
 
@@ -79,17 +141,18 @@ class Screen:
         self.stream, self._may_be_lost = stream, may_be_lost
         self.is_terminal = is_terminal(stream)
         self._at_line_start = True
+        self._wrap = None if stream is None else WordWrap(stream)
 
     def write(self, text: str, *, dim: bool = False) -> None:
         """Write text, dim only on a terminal; raises OutputLost."""
-        if not text or self.stream is None:
+        if not text or self.stream is None or self._wrap is None:
             return
         self._at_line_start = text.endswith("\n")
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
         text = text.encode(encoding, "replace").decode(encoding)
         if self.is_terminal:
             # Each piece resets its own style, so an abrupt exit leaves none.
-            text = text.translate(_INERT)
+            text = self._wrap(text.translate(_INERT))
             text = dimmed(text) if dim else text
         self.guarded(lambda stream: (stream.write(text), stream.flush()))
 
