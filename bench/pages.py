@@ -22,6 +22,7 @@ from bench.record import (
     table,
 )
 from clocher_kernels.errors import UsageError
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.disk.output_file import write_file
 
 _CLASSES = {mark: status for status, mark in MARKS.items()}
@@ -217,6 +218,21 @@ def render(folder: Path) -> Page:
             ),
         ),
         Section(
+            "ggml's types",
+            (
+                "Products on two threads: with one token beside the read bandwidth, in bytes as a "
+                "file has them, with 16 beside the rate of byte dot products alone.",
+            ),
+            (
+                table(
+                    "type | N x K | ISA | GB/s | % of read | % of dots, M = 16 | file",
+                    "{format} | {N} x {K} | {isa} | {gbps:.1f} | {pct_of_limit:.0f} "
+                    "[{pct_low:.0f}, {pct_high:.0f}] | {dots:.0f} | `{file}`",
+                    _types(files),
+                ),
+            ),
+        ),
+        Section(
             "Start and memory",
             ("From the command to the first token, with the file in the page cache or not.",),
             (
@@ -268,6 +284,20 @@ def _decodes(files: Sequence[ResultFile]) -> list[Row]:
             if is_number(row.get("pct_of_limit")) and is_number(about.get("bytes_per_token")):
                 found.append({**about, "mb": about["bytes_per_token"] / 1e6, "file": file.name})
     return found
+
+
+def _types(files: Sequence[ResultFile]) -> list[Row]:
+    """Return the newest rows of ggml's types with one token, and what they have with 16."""
+    found: dict[tuple[str, str], Row] = {}
+    for file in files:
+        rows = [row for row in file.rows if row.get("format") in KINDS and "isa" in row]
+        for row in sorted(rows, key=lambda row: int(row["M"])) if file.kind == "linear" else ():
+            key = row["format"], row["isa"]
+            if row["M"] == 1:
+                found[key] = {**row, "file": file.name}
+            elif row["M"] == 16 and key in found:
+                found[key]["dots"] = row.get("pct_of_dots")
+    return list(found.values())
 
 
 def _starts(files: Sequence[ResultFile]) -> list[Row]:

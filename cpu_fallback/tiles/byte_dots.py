@@ -9,6 +9,7 @@ dot products of few tokens do not wait for each other.
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -34,6 +35,7 @@ NUMBER = 0x4B400000
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
 OPERANDS = 8  # Of a unit: four columns each
+FEW = 2  # Tokens whose sums with both parts of operands the registers hold
 
 Load = Callable[[int], Any]
 Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`
@@ -55,6 +57,11 @@ class Dots:
     def lines(self) -> int:
         """Lines of a unit."""
         return LINES[self.code]
+
+    @property
+    def parts(self) -> list[tuple[list[int], int]]:
+        """The tables of the code, see `parts_of`."""
+        return parts_of(_TABLES.get(self.code, []))
 
     @property
     def code_bytes(self) -> int:
@@ -113,46 +120,38 @@ class Dots:
         and odd bytes are multiplied as int16.
         """
         in_words = self.wide or CURRENT.vnni
-        run = OPERANDS if in_words else m.run_length(self.top)
-        for start in range(0, OPERANDS, run):
-            found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
+        count = OPERANDS << self.wide
+        run = count if in_words else m.run_length(self.top)
+        add = m.register_dot if CURRENT.vnni else _add_shorts if self.wide else m.add_bytes
+
+        def x(token: int, place: int) -> Any:
+            at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
+            spread = v.spread(b, v.I32, v.emit_load(b, v.INT32, at))
+            return b.bitcast(spread, v.SHORTS if self.wide else v.BYTES.llvm)
+
+        passes = [self.parts] if len(sums) <= FEW else [[part] for part in self.parts]
+        for parts, start in product(passes, range(0, count, run)):
+
+            def operands(place: int, tables: Any = parts) -> list[Any]:
+                code, _ = self.code_at(b, load, place >> self.wide)
+                if not self.wide:
+                    return [look_up(b, table, code) if table else code for table, _ in tables]
+                shorts = b.bitcast(code, v.SHORTS)
+                if place & 1:
+                    return [b.lshr(shorts, v.constant(shorts.type, 8))]
+                return [b.and_(shorts, v.constant(shorts.type, 255))]
+
+            found: list[list[list[Any]]] = [[[None] * m.REGISTERS for _ in sums] for _ in parts]
             if in_words:
-                found = [m.registers(b, b.load(own[0])) for own in sums]
-            for index in range(start, min(start + run, OPERANDS)):
-                weights, _ = self.operand(b, load, index)
-                for place, operand in self._factors(b, weights, index):
-                    for t, own in enumerate(found):
-                        own[:] = self._add_products(b, own, operand, codes, t, place)
-                    m.keep_order(b, found)
-            for total, own in zip(sums, found, strict=True):
-                value = join(
-                    b,
-                    own if in_words else [m.madd_shorts(b, x, v.constant(x.type, 1)) for x in own],
-                )
-                b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
-
-    def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
-        """Emit what tokens are multiplied by, and where their own dwords for it are."""
-        if not self.wide:
-            return [(index, weights)]
-        shorts = b.bitcast(weights, v.SHORTS)
-        odd = b.lshr(shorts, v.constant(shorts.type, 8))
-        return [(2 * index, b.and_(shorts, v.constant(shorts.type, 255))), (2 * index + 1, odd)]
-
-    def _add_products(
-        self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
-    ) -> list[Any]:
-        """Emit the addition of a token's products with 16 rows, register by register."""
-        at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
-        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), operand.type)
-        pairs = list(zip(m.registers(b, operand), m.registers(b, x), strict=True))
-        if CURRENT.vnni:
-            return [m.register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
-        multiply = m.madd_shorts if self.wide else m.madd_bytes
-        found = [multiply(b, *pair) for pair in pairs]
-        return [
-            new if old is None else b.add(old, new) for old, new in zip(sums, found, strict=True)
-        ]
+                found = [[m.registers(b, b.load(own[0])) for own in sums]]
+            m.add_runs(b, found, range(start, min(start + run, count)), operands, x, add)
+            for (_, factor), rows in zip(parts, found, strict=True):
+                for total, own in zip(sums, rows, strict=True):
+                    if in_words:
+                        b.store(join(b, own), total[0])
+                        continue
+                    own = [m.madd_shorts(b, s, v.constant(s.type, factor)) for s in own]
+                    b.store(b.add(b.load(total[0]), join(b, own)), total[0])
 
     def _pair(
         self, b: Any, operands: Sequence[tuple[Any, int]], codes: Any, token: int, index: int
@@ -189,6 +188,12 @@ class Dots:
 
         `load` emits a line of the unit.
         """
+        code, slot = self.code_at(b, load, index)
+        table = self.parts[0][0]
+        return look_up(b, table, code) if table else code, slot
+
+    def code_at(self, b: Any, load: Load, index: int) -> tuple[Any, int]:
+        """Emit `operand` before it is looked up in a table."""
         if self.code == "int8":
             return load(index), 0
         if self.code == "ternary":
@@ -205,8 +210,7 @@ class Dots:
         value = bits(b, load(line), 4 * part, 15)
         if self.code == "q5":
             value = b.or_(value, bits(b, load(4), index - 4, 16))
-        table = _TABLES.get(self.code)
-        return look_up(b, table, value) if table else value, 0
+        return value, 0
 
     def add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
         """Emit the addition of products to a running sum: operand, activations, accumulator."""
@@ -225,9 +229,23 @@ class Dots:
         b.store(value, total[0])
 
 
+def _add_shorts(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    return b.add(total, m.madd_shorts(b, weights, x))
+
+
 def is_wide(code: str) -> bool:
     """Return whether a code is multiplied as int16, its panels holding even and odd ones apart."""
-    return CURRENT.in_shorts and code in ("int8", "iq4")
+    return CURRENT.in_shorts and code == "int8"
+
+
+def parts_of(table: list[int]) -> list[tuple[list[int], int]]:
+    """Return tables of operands, and what they are multiplied by to add up to those of this one.
+
+    There are two where products of large operands would not fit in int16.
+    """
+    if not CURRENT.in_shorts or m.run_length(max(table, default=1)):
+        return [(table, 1)]
+    return [([entry & 15 for entry in table], 1), ([entry >> 4 for entry in table], 16)]
 
 
 def is_number(layout: Layout, group: int) -> bool:
@@ -240,7 +258,7 @@ def is_number(layout: Layout, group: int) -> bool:
 
 def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
     """Return how the dot products of a code are emitted with so many tokens of a pass."""
-    tables = {code: max(table) for code, table in _TABLES.items()}
+    tables = {code: max(max(part) for part, _ in parts_of(_TABLES[code])) for code in _TABLES}
     top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):

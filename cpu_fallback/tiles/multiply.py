@@ -3,23 +3,32 @@
 A vector of 64 bytes is 16 rows with four columns each, in one register or two.
 """
 
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
+from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import (
+    BYTES,
     I32,
     INT8,
     INT16,
     INT32,
     SHORTS,
+    behind,
     call,
     constant,
     each_quarter,
     join,
+    op,
     pick,
 )
 
@@ -60,37 +69,50 @@ def madd_shorts(b: Any, left: Any, right: Any) -> Any:
 
 
 def run_length(top: int) -> int:
-    """Return how many products of operands up to `top` fit in int16 together, for `emit_runs`."""
+    """Return how many products of operands up to `top` fit in int16 together."""
     return 32767 // (top * 256)
 
 
 def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
-    """Emit one sum of `emit_runs`."""
-    return emit_runs(b, [pairs])[0]
+    """Emit the sum of products whose partial sums fit in int16, for AVX2 and better."""
+    sums: list[Any] = [None] * REGISTERS
+    for weights, x, *_ in pairs:
+        sums = [
+            add_bytes(b, *p) for p in zip(sums, registers(b, weights), registers(b, x), strict=True)
+        ]
+    return join(b, [madd_shorts(b, own, constant(own.type, 1)) for own in sums])
 
 
-def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = None) -> list[Any]:
-    """Emit sums of products whose partial sums fit in int16, for AVX2 and better.
+def add_bytes(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int16 plus products of unsigned and signed bytes, of a register; None is nothing."""
+    products = madd_bytes(b, weights, x)
+    return products if total is None else b.add(total, products)
 
-    One register of rows is done for all sums before the other, so that unsigned operands that they
-    share stay in registers.
+
+def add_runs(
+    b: Any,
+    sums: list[list[list[Any]]],
+    places: range,
+    operands: Callable[[int], list[Any]],
+    x: Callable[[int, int], Any],
+    add: Callable[..., Any] = add_bytes,
+) -> None:
+    """Add to sums, one operand after the other, each multiplied by all tokens.
 
     Args:
         b: the builder.
-        runs: unsigned and signed operands of each sum.
-        factors: int16 [32] that the partial sums are multiplied by, 1 if there are none.
+        sums: [parts of operands][tokens][registers].
+        places: of operands.
+        operands: emits the parts of the operand at a place.
+        x: emits what a token, by its number, has for a place.
+        add: emits a register of a sum, given the old one and what is multiplied.
     """
-    by = registers(b, constant(SHORTS, 1) if factors is None else factors)
-    found: list[list[Any]] = []
-    for half, factor in enumerate(by):
-        found.append([])
-        for pairs in runs:
-            total = None
-            for weights, x, *_ in pairs:
-                products = madd_bytes(b, registers(b, weights)[half], registers(b, x)[half])
-                total = products if total is None else b.add(total, products)
-            found[-1].append(madd_shorts(b, total, factor))
-    return [join(b, list(halves)) for halves in zip(*found, strict=True)]
+    for place in places:
+        for weights, rows in zip(operands(place), sums, strict=True):
+            for t, own in enumerate(rows):
+                each = zip(own, registers(b, weights), registers(b, x(t, place)), strict=True)
+                own[:] = [add(b, *one) for one in each]
+        keep_order(b, [own for rows in sums for own in rows])
 
 
 def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -194,3 +216,56 @@ def neon_bits(b: Any, vector: Any, shift: int, mask: int) -> Any:
     if mask & left == left:  # the shift has removed the others
         return vector
     return b.and_(vector, ir.Constant(vector.type, [mask] * vector.type.count))
+
+
+_RUN = 8  # Products of bytes of 4 bits that are added in int16, without VNNI
+_SUMS = 12 if CURRENT.avx512 else 3 if CURRENT.in_shorts else 6  # that do not wait for each other
+
+
+@op(void, i64, i64, i64)
+def _many_dots(b, count, source, out):
+    line = emit_load(b, BYTES.llvm, source)
+    slots = [cgutils.alloca_once_value(b, constant(I32, i)) for i in range(_SUMS)]
+    with cgutils.for_range(b, count):
+        for slot in slots:
+            total = b.load(slot)
+            if CURRENT.in_shorts:
+                pairs, parts = [], registers(b, line)
+                for _ in range(_RUN):
+                    keep_order(b, [parts])  # or all products would be one
+                    pairs.append((join(b, parts), line))
+                total = b.add(total, emit_run(b, pairs))
+            else:
+                for _ in range(_RUN):
+                    total = (dot if CURRENT.vnni else emit_split)(b, total, line, line)
+            b.store(total, slot)
+    for i, slot in enumerate(slots):
+        emit_store(b, b.load(slot), behind(b, out, 64 * i))
+
+
+def _dots(count, source, out):
+    _many_dots(count, source, out)
+
+
+_dots_kernel = Kernel(_dots)
+
+
+def dot_rate(threads: int, at_least: float) -> float:
+    """Return 10^9 products of bytes a second that some threads add, from registers.
+
+    It goes on for `at_least` seconds.
+    """
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(_dots_kernel.address)
+    lines = np.zeros((threads, 1 + _SUMS, 64), np.uint8)
+    turns, done, start = 4096, 0, time.perf_counter()
+
+    def work(rank: int) -> None:
+        at = lines[rank].ctypes.data
+        call(turns, at, at + 64)
+
+    with ThreadPoolExecutor(threads) as pool:
+        while (elapsed := time.perf_counter() - start) < at_least or not done:
+            list(pool.map(work, range(threads)))
+            done += threads * turns * _SUMS * _RUN * 64
+            turns = min(2 * turns, 1 << 20)
+    return done / elapsed / 1e9
