@@ -337,15 +337,12 @@ KINDS = {
 """Name -> type."""
 
 
-def _indices(values: list[int], run: int = 32, factor: float = 1.0) -> Kind:
-    """Return blocks of indices of up to 16 values, a byte for the scale of each run."""
+def _nibbles(values: list[int], run: int = 32, factor: float = 1.0) -> Kind:
+    """Return blocks of 16 values, a byte for the scale of each run."""
     count, table = 256 // run, np.array([*values, *[0] * (16 - len(values))], np.int8)
-    codes: tuple[Plane, ...] = (Plane(4 + count, 128, 4, 16),)
-    if len(values) <= 8:  # the high bits apart, those of each half in bytes of their own
-        codes = Plane(4 + count, 64, 2, 32), Plane(68 + count, 32, 1, 16, 2)
-    nbytes = 4 + count + sum(plane.nbytes for plane in codes)
-    scales = ((Plane(4, count, 8),),)
-    return Kind(256, _at(nbytes, d=0), (codes,), run, table=table, scales=scales, factor=factor)
+    codes = ((Plane(4 + count, 128, 4, 16),),)
+    fields, scales = _at(132 + count, d=0), ((Plane(4, count, 8),),)
+    return Kind(256, fields, codes, run, table=table, scales=scales, factor=factor)
 
 
 def _both(*magnitudes: int) -> list[int]:
@@ -353,12 +350,12 @@ def _both(*magnitudes: int) -> list[int]:
 
 
 RECODED = {
-    "iq3_s": _indices(_both(*range(1, 16, 2))),
-    "iq3_xxs": _indices(_both(2, 6, 10, 14, 18, 22, 26, 31), factor=0.5),
-    "iq2_xxs": _indices(_both(8, 25, 43), factor=0.125),
-    "iq2_xs": _indices(_both(8, 25, 43), 16, factor=0.125),
-    "iq2_s": _indices(_both(8, 25, 43), 16, factor=0.125),
-    "iq1_s": _indices(_both(1, 7, 9), factor=0.125),
+    "iq3_s": _nibbles(_both(*range(1, 16, 2))),
+    "iq3_xxs": _nibbles(_both(2, 6, 10, 14, 18, 22, 26, 31), factor=0.5),
+    "iq2_xxs": _nibbles(_both(8, 25, 43), factor=0.125),
+    "iq2_xs": _nibbles(_both(8, 25, 43), 16, factor=0.125),
+    "iq2_s": _nibbles(_both(8, 25, 43), 16, factor=0.125),
+    "iq1_s": _nibbles(_both(1, 7, 9), factor=0.125),
     "tq1_0": Kind(
         *(256, _at(76, d=0), ((Plane(12, 64, 2, 16),),)),
         bias=1,

@@ -29,7 +29,8 @@ from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, pa
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.byte_dots import bits
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.neurons import CHUNK, interleaved, plus, rows_of
+from cpu_fallback.tiles.multiply import plus
+from cpu_fallback.tiles.neurons import CHUNK, interleaved, rows_of
 
 _GROUP = 128
 _QUAD = 4

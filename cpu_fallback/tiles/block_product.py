@@ -38,21 +38,18 @@ from cpu_fallback.lanes.simd import (
     INT32,
     constant,
     emit_fma,
-    join,
     number,
     spread,
 )
-from cpu_fallback.tiles.byte_dots import FEW, bits, look_up, parts_of
+from cpu_fallback.tiles.byte_dots import bits, look_up
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
 from cpu_fallback.tiles.multiply import (
     REGISTERS,
     add_runs,
-    dot,
-    emit_split,
-    madd_shorts,
     pair_dots,
-    registers,
+    plus,
     run_length,
+    times,
 )
 
 
@@ -94,12 +91,14 @@ class Head(NamedTuple):
     minima: list[list[Any]] | None = None  # as the scales
 
 
-Parts = list[tuple[list[int], int]]  # See `parts_of`
-
-
 _SHORTS = ir.VectorType(INT16, 2 * ROWS)
 _HALF = BLOCK // 2
 _UNITS = _HALF // UNIT
+
+
+Parts = list[tuple[list[int], int]]
+"""Parts of operands whose products would not fit in int16: tables, [] for the code itself, and what
+each is multiplied by."""
 
 
 class BlockKind:
@@ -125,7 +124,11 @@ class BlockKind:
         if about.table is not None:
             least = int(about.table.min())
             self.bias = 0 if SIGNED else 1 << (-least - 1).bit_length()
-            self.parts = parts_of([int(value) + self.bias for value in about.table])
+            table = [int(value) + self.bias for value in about.table]
+            self.parts = [(table, 1)]
+            if CURRENT.in_shorts and not run_length(max(table)):
+                low, high = [entry & 15 for entry in table], [entry >> 4 for entry in table]
+                self.parts = [(low, 1), (high, 16)]
             self.top = max(max(table) for table, _ in self.parts)
 
     def head(self, lines: Lines) -> Head:
@@ -201,6 +204,7 @@ def kind_of(layout: BlockLayout) -> BlockKind:
     return BlockKind(layout)
 
 
+_BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
 _FEW = 4
 """Tokens for which memory is what limits, and a shift of each sum cheaper than one of each line."""
 
@@ -299,14 +303,15 @@ class BlockEmitter:
             scale = self._byte(scales, run)
             for t in range(self.tokens):
                 x = [self._activations(index, column, t) for column in columns]
-                pairs = list(zip(codes, x, strict=True))
-                totals[t] = b.add(totals[t], self._scaled(pairs, scale, kept))
+                total = plus(b, constant(I32, 0), list(zip(codes, x, strict=True)))
+                total = b.ashr(total, constant(I32, kept)) if kept else total
+                totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
 
     def _add_run(self, lines: Lines, run: int, words: Any, index: Any, totals: list[Any]) -> None:
         """Emit the addition of a run's products, as far as they fit in int16, times its scale."""
         b, kind, first = self.b, self.kind, run * self.kind.run
-        passes = [kind.parts] if self.tokens <= FEW else [[part] for part in kind.parts]
+        passes = [kind.parts] if self.tokens <= _BOTH else [[part] for part in kind.parts]
         for parts, start in product(passes, range(0, kind.run // 4, self.run)):
             sums: list[list[list[Any]]] = [[[None] * REGISTERS for _ in totals] for _ in parts]
             add_runs(
@@ -317,20 +322,9 @@ class BlockEmitter:
                 lambda t, i: self._activations(index, first + 4 * i, t),
             )
             for (_, factor), rows in zip(parts, sums, strict=True):
-                by = registers(b, b.mul(words, constant(_SHORTS, factor)))
+                by = b.mul(words, constant(_SHORTS, factor))
                 for t, own in enumerate(rows):
-                    found = [madd_shorts(b, *pair) for pair in zip(own, by, strict=True)]
-                    totals[t] = b.add(totals[t], join(b, found))
-
-    def _scaled(self, pairs: list[tuple[Any, Any]], scale: Any, shift: int) -> Any:
-        """Emit the dot product of a run times its scale."""
-        b, total = self.b, constant(I32, 0)
-        for weights, x in pairs:
-            add = dot if CURRENT.vnni else emit_split
-            total = add(b, total, weights, x)
-        if shift:
-            total = b.ashr(total, constant(I32, shift))
-        return b.mul(total, scale)
+                    totals[t] = b.add(totals[t], times(b, own, by))
 
     def _low(self, dwords: list[Any], units: range, index: Any, t: int) -> Any:
         """Emit the sum of minima or scales of some units, times the sums of activations."""

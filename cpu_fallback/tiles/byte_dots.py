@@ -9,6 +9,7 @@ dot products of few tokens do not wait for each other.
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -35,7 +36,6 @@ NUMBER = 0x4B400000
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
 OPERANDS = 8  # Of a unit: four columns each
-FEW = 2  # Tokens whose sums with both parts of operands the registers hold
 
 Load = Callable[[int], Any]
 Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`
@@ -57,11 +57,6 @@ class Dots:
     def lines(self) -> int:
         """Lines of a unit."""
         return LINES[self.code]
-
-    @property
-    def parts(self) -> list[tuple[list[int], int]]:
-        """The tables of the code, see `parts_of`."""
-        return parts_of(_TABLES.get(self.code, []))
 
     @property
     def code_bytes(self) -> int:
@@ -99,21 +94,22 @@ class Dots:
         def load(line: int) -> Any:
             return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
 
-        few_registers = CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1
-        if CURRENT.in_shorts or few_registers:
-            self._unit_in_registers(b, load, codes, sums)
-            return
-        places = range(OPERANDS)
-        operands = [self.operand(b, load, i) for i in places]
-        if CURRENT.vnni:  # dot products of one token wait for each other: the others go between
-            for i in places:
-                for t, total in enumerate(sums):
-                    self.add(b, [self._pair(b, operands, codes, t, i)], total)
-            return
-        for t, total in enumerate(sums):
-            self.add(b, [self._pair(b, operands, codes, t, i) for i in places], total)
+        def x(token: int, place: int) -> Any:
+            at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
+            spread = v.spread(b, v.I32, v.emit_load(b, v.INT32, at))
+            return b.bitcast(spread, v.SHORTS if self.wide else v.BYTES.llvm)
 
-    def _unit_in_registers(self, b: Any, load: Load, codes: Any, sums: Sequence[Sum]) -> None:
+        if CURRENT.in_shorts or (CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1):
+            self._unit_in_registers(b, load, x, sums)
+            return
+        operands = [self.operand(b, load, i) for i in range(OPERANDS)]
+        # Dot products of one token wait for each other: those of the others go between.
+        for i, t in product(range(OPERANDS), range(len(sums))):
+            weights, slot = operands[i]
+            at = sums[t][slot if any(self.shifts) else i % len(self.shifts)]
+            b.store(m.plus(b, b.load(at), [(weights, x(t, i))]), at)
+
+    def _unit_in_registers(self, b: Any, load: Load, x: Any, sums: Sequence[Sum]) -> None:
         """Emit a unit whose operands are decoded one by one, each multiplied by all tokens.
 
         Without VNNI products are added in int16 as far as they fit. Those of a byte would not: even
@@ -122,45 +118,26 @@ class Dots:
         in_words = self.wide or CURRENT.vnni
         count = OPERANDS << self.wide
         run = count if in_words else m.run_length(self.top)
-        add = m.register_dot if CURRENT.vnni else _add_shorts if self.wide else m.add_bytes
+        add = m.register_dot if CURRENT.vnni else m.add_shorts if self.wide else m.add_bytes
 
-        def x(token: int, place: int) -> Any:
-            at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
-            spread = v.spread(b, v.I32, v.emit_load(b, v.INT32, at))
-            return b.bitcast(spread, v.SHORTS if self.wide else v.BYTES.llvm)
+        weights = cache(lambda index: self.operand(b, load, index)[0])
 
-        passes = [self.parts] if len(sums) <= FEW else [[part] for part in self.parts]
-        for parts, start in product(passes, range(0, count, run)):
+        def operands(place: int) -> list[Any]:
+            if not self.wide:
+                return [weights(place)]
+            shorts = b.bitcast(weights(place // 2), v.SHORTS)
+            if place % 2:
+                return [b.lshr(shorts, v.constant(shorts.type, 8))]
+            return [b.and_(shorts, v.constant(shorts.type, 255))]
 
-            def operands(place: int, tables: Any = parts) -> list[Any]:
-                code, _ = self.code_at(b, load, place >> self.wide)
-                if not self.wide:
-                    return [look_up(b, table, code) if table else code for table, _ in tables]
-                shorts = b.bitcast(code, v.SHORTS)
-                if place & 1:
-                    return [b.lshr(shorts, v.constant(shorts.type, 8))]
-                return [b.and_(shorts, v.constant(shorts.type, 255))]
-
-            found: list[list[list[Any]]] = [[[None] * m.REGISTERS for _ in sums] for _ in parts]
+        for start in range(0, count, run):
+            found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
-                found = [[m.registers(b, b.load(own[0])) for own in sums]]
-            m.add_runs(b, found, range(start, min(start + run, count)), operands, x, add)
-            for (_, factor), rows in zip(parts, found, strict=True):
-                for total, own in zip(sums, rows, strict=True):
-                    if in_words:
-                        b.store(join(b, own), total[0])
-                        continue
-                    own = [m.madd_shorts(b, s, v.constant(s.type, factor)) for s in own]
-                    b.store(b.add(b.load(total[0]), join(b, own)), total[0])
-
-    def _pair(
-        self, b: Any, operands: Sequence[tuple[Any, int]], codes: Any, token: int, index: int
-    ) -> tuple[Any, Any, int]:
-        """Emit an operand, a token's activations for it, and return them with the accumulator."""
-        weights, own = operands[index]
-        at = b.add(codes, v.number(UNIT * token + 4 * index))
-        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), v.BYTES.llvm)
-        return weights, x, own if any(self.shifts) else index % len(self.shifts)
+                found = [m.registers(b, b.load(own[0])) for own in sums]
+            m.add_runs(b, [found], range(start, min(start + run, count)), operands, x, add)
+            for total, own in zip(sums, found, strict=True):
+                value = join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
+                b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
     def end_f32(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block as fp32, to nearest."""
@@ -188,12 +165,6 @@ class Dots:
 
         `load` emits a line of the unit.
         """
-        code, slot = self.code_at(b, load, index)
-        table = self.parts[0][0]
-        return look_up(b, table, code) if table else code, slot
-
-    def code_at(self, b: Any, load: Load, index: int) -> tuple[Any, int]:
-        """Emit `operand` before it is looked up in a table."""
         if self.code == "int8":
             return load(index), 0
         if self.code == "ternary":
@@ -210,42 +181,13 @@ class Dots:
         value = bits(b, load(line), 4 * part, 15)
         if self.code == "q5":
             value = b.or_(value, bits(b, load(4), index - 4, 16))
-        return value, 0
-
-    def add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
-        """Emit the addition of products to a running sum: operand, activations, accumulator."""
-        if CURRENT.vnni:
-            for weights, x, slot in pairs:
-                b.store(m.dot(b, b.load(total[slot]), weights, x), total[slot])
-            return
-        value = b.load(total[0])
-        run = m.run_length(self.top)
-        if CURRENT.in_shorts and run >= 2:
-            for start in range(0, len(pairs), run):
-                value = b.add(value, m.emit_run(b, pairs[start : start + run]))
-        else:
-            for weights, x, _ in pairs:
-                value = m.emit_split(b, value, weights, x)
-        b.store(value, total[0])
-
-
-def _add_shorts(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    return b.add(total, m.madd_shorts(b, weights, x))
+        table = _TABLES.get(self.code)
+        return look_up(b, table, value) if table else value, 0
 
 
 def is_wide(code: str) -> bool:
     """Return whether a code is multiplied as int16, its panels holding even and odd ones apart."""
-    return CURRENT.in_shorts and code == "int8"
-
-
-def parts_of(table: list[int]) -> list[tuple[list[int], int]]:
-    """Return tables of operands, and what they are multiplied by to add up to those of this one.
-
-    There are two where products of large operands would not fit in int16.
-    """
-    if not CURRENT.in_shorts or m.run_length(max(table, default=1)):
-        return [(table, 1)]
-    return [([entry & 15 for entry in table], 1), ([entry >> 4 for entry in table], 16)]
+    return CURRENT.in_shorts and code in ("int8", "iq4")
 
 
 def is_number(layout: Layout, group: int) -> bool:
@@ -258,7 +200,7 @@ def is_number(layout: Layout, group: int) -> bool:
 
 def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
     """Return how the dot products of a code are emitted with so many tokens of a pass."""
-    tables = {code: max(max(part) for part, _ in parts_of(_TABLES[code])) for code in _TABLES}
+    tables = {code: max(table) for code, table in _TABLES.items()}
     top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):

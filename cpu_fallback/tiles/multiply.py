@@ -55,17 +55,23 @@ def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     return call(b, name, total.type, total, weights, x)
 
 
+_MADD_BYTES = {128: "ssse3.pmadd.ub.sw.128", 256: "avx2.pmadd.ub.sw", 512: "avx512.pmaddubs.w.512"}
+_MADD_SHORTS = {128: "sse2.pmadd.wd", 256: "avx2.pmadd.wd", 512: "avx512.pmaddw.d.512"}
+"""Bits of a register -> intrinsic."""
+
+
 def madd_bytes(b: Any, weights: Any, x: Any) -> Any:
     """Emit products of unsigned and signed bytes in a register, added in pairs to int16."""
-    name = "512.pmaddubs.w.512" if CURRENT.avx512 else "2.pmadd.ub.sw"
-    result = ir.VectorType(INT16, weights.type.count // 2)
-    return call(b, f"llvm.x86.avx{name}", result, weights, x)
+    count = weights.type.count
+    name = f"llvm.x86.{_MADD_BYTES[8 * count]}"
+    return call(b, name, ir.VectorType(INT16, count // 2), weights, x)
 
 
 def madd_shorts(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 in a register, added in pairs to int32."""
-    name = "512.pmaddw.d.512" if CURRENT.avx512 else "2.pmadd.wd"
-    return call(b, f"llvm.x86.avx{name}", ir.VectorType(INT32, left.type.count // 2), left, right)
+    count = left.type.count
+    name = f"llvm.x86.{_MADD_SHORTS[16 * count]}"
+    return call(b, name, ir.VectorType(INT32, count // 2), left, right)
 
 
 def run_length(top: int) -> int:
@@ -73,20 +79,34 @@ def run_length(top: int) -> int:
     return 32767 // (top * 256)
 
 
-def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
-    """Emit the sum of products whose partial sums fit in int16, for AVX2 and better."""
-    sums: list[Any] = [None] * REGISTERS
-    for weights, x, *_ in pairs:
-        sums = [
-            add_bytes(b, *p) for p in zip(sums, registers(b, weights), registers(b, x), strict=True)
-        ]
-    return join(b, [madd_shorts(b, own, constant(own.type, 1)) for own in sums])
+def plus(b: Any, total: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """Emit a sum plus the products of unsigned and signed bytes that fit in int16 together."""
+    if CURRENT.in_shorts:
+        sums: list[Any] = [None] * REGISTERS
+        for weights, x in pairs:
+            each = zip(sums, registers(b, weights), registers(b, x), strict=True)
+            sums = [add_bytes(b, *one) for one in each]
+        return b.add(total, times(b, sums, constant(SHORTS, 1)))
+    for weights, x in pairs:
+        total = (dot if CURRENT.vnni else emit_split)(b, total, weights, x)
+    return total
 
 
 def add_bytes(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """Emit int16 plus products of unsigned and signed bytes, of a register; None is nothing."""
     products = madd_bytes(b, weights, x)
     return products if total is None else b.add(total, products)
+
+
+def add_shorts(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 plus products of int16, of a register."""
+    return b.add(total, madd_shorts(b, weights, x))
+
+
+def times(b: Any, sums: Sequence[Any], factors: Any) -> Any:
+    """Emit registers of int16 times factors, int16 [32], added in pairs to int32 [16]."""
+    pairs = zip(sums, registers(b, factors), strict=True)
+    return join(b, [madd_shorts(b, *pair) for pair in pairs])
 
 
 def add_runs(
@@ -112,7 +132,8 @@ def add_runs(
             for t, own in enumerate(rows):
                 each = zip(own, registers(b, weights), registers(b, x(t, place)), strict=True)
                 own[:] = [add(b, *one) for one in each]
-        keep_order(b, [own for rows in sums for own in rows])
+        if len(places) > 1:
+            keep_order(b, [own for rows in sums for own in rows])
 
 
 def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -228,17 +249,12 @@ def _many_dots(b, count, source, out):
     slots = [cgutils.alloca_once_value(b, constant(I32, i)) for i in range(_SUMS)]
     with cgutils.for_range(b, count):
         for slot in slots:
-            total = b.load(slot)
-            if CURRENT.in_shorts:
-                pairs, parts = [], registers(b, line)
-                for _ in range(_RUN):
+            pairs, parts = [], registers(b, line) if CURRENT.avx2 else [line]
+            for _ in range(_RUN):
+                if CURRENT.in_shorts:
                     keep_order(b, [parts])  # or all products would be one
-                    pairs.append((join(b, parts), line))
-                total = b.add(total, emit_run(b, pairs))
-            else:
-                for _ in range(_RUN):
-                    total = (dot if CURRENT.vnni else emit_split)(b, total, line, line)
-            b.store(total, slot)
+                pairs.append((join(b, parts), line))
+            b.store(plus(b, b.load(slot), pairs), slot)
     for i, slot in enumerate(slots):
         emit_store(b, b.load(slot), behind(b, out, 64 * i))
 

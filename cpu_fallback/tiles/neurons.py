@@ -45,7 +45,7 @@ from cpu_fallback.team.large_pages import allocate, give_back
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.byte_dots import bits, dots_of
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
+from cpu_fallback.tiles.multiply import plus
 
 DIGITS = 256  # of a line
 _CHUNK = 256
@@ -146,12 +146,11 @@ def row_dot(b, row, x, lines):
     with cgutils.for_range(b, lines) as loop:
         line = v.emit_load(b, BYTES.llvm, emit_at(b, row, loop.index, LINE))
         own = emit_at(b, x, loop.index, 4 * LINE)
-        pairs = [
-            (weights, v.emit_load(b, BYTES.llvm, behind(b, own, LINE * p)), slot)
-            for p in range(4)
-            for weights, slot in [dots.operand(b, lambda _: line, p)]
-        ]
-        dots.add(b, pairs, sums)
+        operands = [dots.operand(b, lambda _: line, p) for p in range(4)]
+        xs = [v.emit_load(b, BYTES.llvm, behind(b, own, LINE * p)) for p in range(4)]
+        for slot in range(len(sums)):
+            pairs = [(w, x) for (w, at), x in zip(operands, xs, strict=True) if at == slot]
+            b.store(plus(b, b.load(sums[slot]), pairs), sums[slot])
     return b.sext(v.halve(b, dots.end(b, sums), b.add), INT64)
 
 
@@ -186,15 +185,6 @@ def _digits(b: Any, dwords: Any, place: int) -> Any:
     if SHIFTED:
         return b.and_(dwords, constant(BYTES, 3 << 2 * place))
     return bits(b, dwords, 2 * place, 3)
-
-
-def plus(b: Any, total: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """Emit a sum plus the products of unsigned and signed bytes that fit in int16 together."""
-    if CURRENT.in_shorts:
-        return b.add(total, emit_run(b, pairs))
-    for weights, x in pairs:
-        total = (dot if CURRENT.vnni else emit_split)(b, total, weights, x)
-    return total
 
 
 def interleaved(b: Any, lines: list[Any]) -> list[Any]:

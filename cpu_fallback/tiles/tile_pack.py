@@ -30,7 +30,7 @@ from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
-VERSION = 2  # Changes when the bytes of a tile do
+VERSION = 1  # Changes when the bytes of a tile do
 
 _CHUNK = 4 << 20
 
