@@ -286,8 +286,11 @@ def _compared(
             except NotMeasured as reason:
                 rows[name] = {"note": f"not measured: {reason}"}
         runs = {name: partial(engine.seconds, _SECONDS) for name, engine in made.items()}
-        runs["dots"] = lambda: 1 / dot_rate(threads, _SECONDS)
-        took = turns({**runs, "read": lambda: 1 / reader.gbps(threads, _SECONDS)}, rounds)
+        rates = {"read": reader.gbps, "dots": dot_rate}
+        limits = {
+            name: lambda rate=rate: 1 / rate(threads, _SECONDS) for name, rate in rates.items()
+        }
+        took = turns({**runs, **limits}, rounds)
     reads = [1 / value for value in took["read"]]
     for name, engine in made.items():
         share = of_read([engine.nbytes / s / 1e9 for s in took[name]], reads)

@@ -289,14 +289,12 @@ def _decodes(files: Sequence[ResultFile]) -> list[Row]:
 def _types(files: Sequence[ResultFile]) -> list[Row]:
     """Return the newest rows of ggml's types with one token, and what they have with 16."""
     found: dict[tuple[str, str], Row] = {}
-    for file in files:
-        rows = [row for row in file.rows if row.get("format") in KINDS and "isa" in row]
-        for row in sorted(rows, key=lambda row: int(row["M"])) if file.kind == "linear" else ():
-            key = row["format"], row["isa"]
-            if row["M"] == 1:
-                found[key] = {**row, "file": file.name}
-            elif row["M"] == 16 and key in found:
-                found[key]["dots"] = row.get("pct_of_dots")
+    for file in (file for file in files if file.kind == "linear"):
+        for row in file.rows:
+            if row.get("format") in KINDS and "isa" in row:
+                own = found.setdefault((row["format"], row["isa"]), {})
+                one = {**row, "file": file.name}
+                own |= one if row["M"] == 1 else {"dots": row.get("pct_of_dots")}
     return list(found.values())
 
 

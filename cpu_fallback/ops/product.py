@@ -18,6 +18,7 @@ it writes; k0 is a multiple of 128, and so is k1 but for the end of the row:
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
@@ -170,19 +171,16 @@ def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
     return [b.add(emit_load(b, INT64, address), start) for address in addresses]
 
 
-@op(void, i64, i64, i64, i64, i64)
-def _high(b, w, xs, k0, k, acc):
-    _emit_tile(b, HIGH, w, emit_tokens(b, xs, k0, ACROSS), k, acc)
+def _tile(rows: int, tokens: int) -> Any:
+    """Return an intrinsic (w, xs, k0, k, acc) of rows by tokens."""
+
+    def tile(b, w, xs, k0, k, acc):
+        _emit_tile(b, rows, w, emit_tokens(b, xs, k0, tokens), k, acc)
+
+    return op(void, *[i64] * 5)(tile)
 
 
-@op(void, i64, i64, i64, i64, i64)
-def _tall(b, w, xs, k0, k, acc):
-    _emit_tile(b, TALL, w, emit_tokens(b, xs, k0, 1), k, acc)
-
-
-@op(void, i64, i64, i64, i64, i64)
-def _one(b, w, xs, k0, k, acc):
-    _emit_tile(b, 1, w, emit_tokens(b, xs, k0, 1), k, acc)
+_high, _tall, _one = _tile(HIGH, ACROSS), _tile(TALL, 1), _tile(1, 1)
 
 
 @device
@@ -191,6 +189,21 @@ def clear(acc, tokens):
     nothing = v.zero()
     for i in range(tokens * ROWS):
         v.store_f32(acc + _VECTOR * i, nothing)
+
+
+_ONE = np.float32(1)
+
+
+@device
+def copy_f32(source, target, count, factor=_ONE):
+    """Copy fp32 values, times a factor."""
+    by, i = v.splat(factor), 0
+    while i + 16 <= count:
+        v.store_f32(target + 4 * i, v.mul(v.load_f32(source + 4 * i), by))
+        i += 16
+    if i < count:
+        last = v.mul(v.load_f32_n(source + 4 * i, count - i), by)
+        v.store_f32_n(target + 4 * i, last, count - i)
 
 
 @device
@@ -202,13 +215,7 @@ def _panel(weight, expert, row, count, k0, k1, panel):
     w, pitch = decode(weight, expert, row, count, k0, k1, panel), weight_at(weight).pitch
     if w != panel:
         for r in range(count):
-            source, target = w + r * pitch, panel + r * PITCH
-            whole = (k1 - k0) & -LANES
-            for i in range(0, whole, LANES):
-                v.store_f32(target + 4 * i, v.load_f32(source + 4 * i))
-            if whole < k1 - k0:
-                n, i = k1 - k0 - whole, 4 * whole
-                v.store_f32_n(target + i, v.load_f32_n(source + i, n), n)
+            copy_f32(w + r * pitch, panel + r * PITCH, k1 - k0)
 
 
 @device
