@@ -26,7 +26,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.simd import F32, INT32, INT64, LANES, caller, emit_fma, number, op
+from cpu_fallback.lanes.simd import F32, INT64, LANES, caller, emit_fma, number, op, shuffle
 
 ROWS = 8
 COLUMNS = 512
@@ -91,11 +91,6 @@ _LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
 """Order of 16 vectors whose sums, two and two added by `_HALVES`, come out in order."""
 
 
-def _lanes(part: list[int]) -> ir.Constant:
-    """Return the mask that takes these lanes of one vector and of another."""
-    return ir.Constant(ir.VectorType(INT32, LANES), part)
-
-
 def _four(start: int) -> list[int]:
     """Return four lanes of each 8 of two vectors."""
     return [eight + start + i for eight in (0, 8, 16, 24) for i in range(4)]
@@ -107,10 +102,10 @@ def _two(*pair: int) -> list[int]:
 
 
 _HALVES = [
-    (_lanes([*range(8), *range(16, 24)]), _lanes([*range(8, 16), *range(24, 32)])),
-    (_lanes(_four(0)), _lanes(_four(4))),
-    (_lanes(_two(0, 1)), _lanes(_two(2, 3))),
-    (_lanes(_two(0, 2)), _lanes(_two(1, 3))),
+    ([*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]),
+    (_four(0), _four(4)),
+    (_two(0, 1), _two(2, 3)),
+    (_two(0, 2), _two(1, 3)),
 ]
 """Of 16, 8, 4 and 2 lanes that are to be added: the lower and the upper half of each."""
 
@@ -256,7 +251,7 @@ def _sums(b, first, second):
     vectors = [emit_load(b, F32.llvm, at[i]) for i in _LEAVES]
     for low, high in _HALVES:
         vectors = [
-            b.fadd(*(b.shuffle_vector(one, other, mask) for mask in (low, high)))
+            b.fadd(*(shuffle(b, one, other, lanes) for lanes in (low, high)))
             for one, other in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]

@@ -39,6 +39,7 @@ from cpu_fallback.lanes.simd import (
     constant,
     emit_fma,
     number,
+    shuffle,
     spread,
 )
 from cpu_fallback.tiles.byte_dots import bits, look_up
@@ -172,30 +173,22 @@ class BlockKind:
             total = b.bitcast(b.sub(b.bitcast(total, BYTES.llvm), less), I32.llvm)
         return total
 
-    def code(self, lines: Lines, column: int, kept: int = 0) -> Any:
-        """Emit the codes of four columns of a half, `kept` bits too high."""
+    def code(self, lines: Lines, column: int) -> Any:
+        """Emit the codes of four columns of a half."""
         b, total = lines.b, None
         both = zip(self._places[column], self._places[column + _HALF], strict=True)
         for (byte, shift, mask, to), (later, more, *_) in both:
             first = self._lines[byte // 4]
             line = lines.line(first, self._lines[later // 4] - first)
             shift = more if lines.half == 1 else shift
-            to += kept
             part = bits(b, line, shift - to, mask << to)
             total = part if total is None else b.or_(total, part)
         return total
 
-    def operands(self, lines: Lines, column: int, parts: Parts, kept: int = 0) -> list[Any]:
+    def operands(self, lines: Lines, column: int, parts: Parts) -> list[Any]:
         """Emit the operands of four columns of a half: those of each part."""
-        code = self.code(lines, column, kept)
+        code = self.code(lines, column)
         return [look_up(lines.b, table, code) if table else code for table, _ in parts]
-
-    def kept(self, run: int) -> int:
-        """Return by how many bits the operands of a run may stand too high to save a shift."""
-        return 4 if not self.parts[0][0] and self._shifts(run * self.run) == [4] else 0
-
-    def _shifts(self, column: int) -> list[int]:
-        return [shift - to for _, shift, _, to in self._places[column]]
 
 
 @cache
@@ -205,8 +198,7 @@ def kind_of(layout: BlockLayout) -> BlockKind:
 
 
 _BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
-_FEW = 4
-"""Tokens for which memory is what limits, and a shift of each sum cheaper than one of each line."""
+_FEW = 4  # Tokens for which memory is what limits
 
 
 class BlockEmitter:
@@ -297,14 +289,12 @@ class BlockEmitter:
             if CURRENT.in_shorts:
                 self._add_run(lines, run, self._words(scales, run, run), index, totals)
                 continue
-            kept = kind.kept(run) if CURRENT.vnni and few else 0
             columns = range(run * kind.run, (run + 1) * kind.run, 4)
-            codes = [kind.operands(lines, column, kind.parts, kept)[0] for column in columns]
+            codes = [kind.operands(lines, column, kind.parts)[0] for column in columns]
             scale = self._byte(scales, run)
             for t in range(self.tokens):
                 x = [self._activations(index, column, t) for column in columns]
                 total = plus(b, constant(I32, 0), list(zip(codes, x, strict=True)))
-                total = b.ashr(total, constant(I32, kept)) if kept else total
                 totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
 
@@ -356,8 +346,7 @@ class BlockEmitter:
             for index in (first, second):
                 byte = lane + index % 4
                 order += [zero, byte] if self.kind.signed else [byte, zero]
-        mask = ir.Constant(ir.VectorType(INT32, 4 * ROWS), order)
-        words = b.bitcast(b.shuffle_vector(value, nothing, mask), _SHORTS)
+        words = b.bitcast(shuffle(b, value, nothing, order), _SHORTS)
         return b.ashr(words, ir.Constant(_SHORTS, [8] * 32)) if self.kind.signed else words
 
     def _activations(self, index: Any, column: int, t: int) -> Any:

@@ -14,7 +14,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.memory import emit_load, emit_prefetch
-from cpu_fallback.lanes.simd import INT32, INT64, join, number, pick, quarter
+from cpu_fallback.lanes.simd import INT64, join, number, pick, quarter, shuffle
 from cpu_fallback.tiles import multiply as neon
 from cpu_fallback.tiles.byte_dots import OPERANDS, Dots, Sum, dots_of
 from cpu_fallback.tiles.layout import LINE, UNIT
@@ -26,18 +26,13 @@ _FEWEST = 4
 """Tokens from which smmla takes fewer instructions than sdot, for operands are interleaved."""
 
 
-def _mixed(b: Any, x: Any, y: Any, lanes: Sequence[int]) -> Any:
-    mask = ir.Constant(ir.VectorType(INT32, len(lanes)), list(lanes))
-    return b.shuffle_vector(x, y, mask)
-
-
 def _zipped(b: Any, x: Any, y: Any) -> list[Any]:
     """Emit the dwords of two registers in turn: those of the lower halves, and of the upper."""
-    return [_mixed(b, x, y, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]
+    return [shuffle(b, x, y, lanes) for lanes in ((0, 4, 1, 5), (2, 6, 3, 7))]
 
 
 def _unzipped(b: Any, x: Any, y: Any) -> list[Any]:
-    return [_mixed(b, x, y, lanes) for lanes in ((0, 2, 4, 6), (1, 3, 5, 7))]
+    return [shuffle(b, x, y, lanes) for lanes in ((0, 2, 4, 6), (1, 3, 5, 7))]
 
 
 @dataclass(frozen=True)
@@ -116,7 +111,7 @@ def _two_by_two(b: Any, one: list[Any], other: list[Any]) -> list[Any]:
     found = []
     for x, y in zip(one, other, strict=True):
         x, y = b.bitcast(x, _PAIR), b.bitcast(y, _PAIR)
-        found += [b.bitcast(_mixed(b, x, y, (i, 2 + i)), neon.SIXTEEN) for i in (0, 1)]
+        found += [b.bitcast(shuffle(b, x, y, (i, 2 + i)), neon.SIXTEEN) for i in (0, 1)]
     return found
 
 

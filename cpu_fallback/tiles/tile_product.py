@@ -19,7 +19,7 @@ for the generic ISA, whose fma rounds twice.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -177,17 +177,13 @@ class _Emitter:
         sums = [self.dots.begin(b, start, zeros) for start in starts]
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
-        with self._one() if one else self._steps(units, 1):
+        with nullcontext() if one else self._steps(units, 1):
             step = self.layout.lines * LINE
             lines = self.weights.take(step)
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
         self.dots.arrange(b, sums, back=True)
         return [self.dots.end_f32(b, total) for total in sums]
-
-    @contextmanager
-    def _one(self) -> Iterator[None]:
-        yield
 
     def _activation_scales(self) -> list[Any]:
         b = self.b
