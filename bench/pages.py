@@ -220,8 +220,8 @@ def render(folder: Path) -> Page:
         Section(
             "ggml's types",
             (
-                "Products on two threads: with one token beside the read bandwidth, in bytes as a "
-                "file has them, with 16 beside the rate of byte dot products alone.",
+                "Products with one token beside the read bandwidth, in bytes as a file has them, "
+                "and with 16 beside byte dot products alone.",
             ),
             (
                 table(

@@ -238,7 +238,7 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
             return v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
         halves = m.registers(b, nibbles)
         return join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
-    return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
+    return _steps(b, table, nibbles)
 
 
 def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
@@ -249,15 +249,3 @@ def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
         step = v.constant(v.BYTES, table[i] - table[i - 1])
         value = b.add(value, b.select(above, step, v.constant(v.BYTES, 0)))
     return value
-
-
-def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
-    """Emit 2 * e2m1 + 12 without a table: 0 1 2 3 4 6 8 12, bit 3 the sign."""
-    magnitude = b.and_(nibbles, v.constant(v.BYTES, 7))
-    value = magnitude
-    for at, extra in ((5, 1), (6, 1), (7, 3)):
-        above = b.icmp_unsigned(">=", magnitude, v.constant(v.BYTES, at))
-        value = b.add(value, b.select(above, v.constant(v.BYTES, extra), v.constant(v.BYTES, 0)))
-    negative = b.icmp_unsigned(">=", nibbles, v.constant(v.BYTES, 8))
-    value = b.select(negative, b.sub(v.constant(v.BYTES, 0), value), value)
-    return b.add(value, v.constant(v.BYTES, 12))

@@ -238,7 +238,6 @@ class TileCache:
                 with locked(lock):
                     temporary.replace(path)
                     self._tidy(path)
-            _sync_names(directory)
         except OSError as error:
             if temporary is not None:
                 with suppress(OSError):
@@ -262,14 +261,6 @@ class TileCache:
             if total > self.limit and path != keep:
                 path.unlink(missing_ok=True)
                 total -= status.st_size
-
-
-def _sync_names(directory: Path) -> None:
-    names = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(names)
-    finally:
-        os.close(names)
 
 
 def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
