@@ -87,7 +87,7 @@ def _sides(text: str) -> tuple[int, int]:
 
 def _format(text: str) -> str:
     try:
-        return parse_format(text).name
+        return text if text == "ggml" else parse_format(text).name
     except ClocherError as error:
         raise click.BadParameter(str(error)) from None
 

@@ -4,10 +4,12 @@ r"""Matrix products with quantised weights: every format, at real shapes, beside
     python -m bench linear                                    the roofline of Clocher's kernels
     python -m bench linear --engines clocher,torch            beside torch, with the same weights
     python -m bench linear --engines clocher,cached           beside weights decoded ahead to fp32
+    python -m bench linear --formats ggml --tokens 1,16       every type of ggml's
 
 For each shape, number of tokens, thread count and format, the engines and a loop that only reads
 take turns. Each walks several matrices, more than a cache holds, and every byte of the weights is
-counted once. Integer formats get int8 activations, float formats fp32. A result is right if it
+counted once, as stored. Integer formats get int8 activations, float formats fp32; with several
+tokens their products stand beside the rate of byte dot products alone. A result is right if it
 agrees with fp64 arithmetic on the decoded weights within what the activations allow. An engine that
 cannot run is shown with the reason, never with a number.
 """
@@ -40,8 +42,9 @@ from bench.experiment import (
     ratio,
     turns,
 )
-from clocher_kernels.formats import Float, Fp8, Ternary, parse_format
+from clocher_kernels.formats import Float, Fp8, Ggml, Ternary, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan
@@ -52,6 +55,7 @@ from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
 from cpu_fallback.team.placement import Hints
+from cpu_fallback.tiles.multiply import dot_rate
 
 _FORMATS = (
     "int4_sym_g32_f16",
@@ -66,6 +70,8 @@ _FORMATS = (
     "f16",
     "f32",
 )
+GGML = ("int4_sym_g32_f16", "int8_g32_f16", "mxfp4", "ternary_f16", *KINDS)
+"""ggml's types; the first four are what Q4_0, Q8_0, MXFP4 and TQ2_0 become."""
 _SHAPES = "14336x4096,4096x14336,4096x2880,2560x6912"
 _SECONDS = 0.1
 _MAX_COPIES = 64
@@ -109,6 +115,13 @@ class Problem:
         """Return the matrices."""
         fmt, std = parse_format(self.format), self.k**-0.5
         shape = (self.n, self.k)
+        if isinstance(fmt, Ggml):  # some have no encoder, and random codes take as long
+            plane = fmt.planes(shape)["blocks"]
+            blocks = np.random.default_rng(0).integers(0, 256, plane.shape, np.uint8)
+            fields = blocks.reshape(-1, fmt.block_bytes).view(KINDS[fmt.kind].fields)
+            for scale in {"d", "dmin", "m"} & set(fields.dtype.names or ()):
+                fields[scale] = std
+            return copies_of(QuantTensor(shape, fmt, {"blocks": blocks}), self.copies)
         if not isinstance(fmt, Fp8):
             return [normal_matrix(f"w{i}", shape, 0, std, fmt) for i in range(self.copies)]
         values = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(std)
@@ -249,6 +262,8 @@ def main(
 ) -> Iterator[Row]:
     """Yield a row for each shape, number of tokens, thread count, format and engine."""
     reader = Reader(pages, mib << 20)
+    if "ggml" in formats:
+        formats = GGML
     for (n, k), m, count, name in product(shapes, tokens, threads, formats):
         problem = Problem.filling(name, n, k, m, mib << 20)
         about = {"format": name, "N": n, "K": k, "M": m, "threads": count, "isa": CURRENT.name}
@@ -271,13 +286,21 @@ def _compared(
             except NotMeasured as reason:
                 rows[name] = {"note": f"not measured: {reason}"}
         runs = {name: partial(engine.seconds, _SECONDS) for name, engine in made.items()}
-        took = turns({**runs, "read": lambda: 1 / reader.gbps(threads, _SECONDS)}, rounds)
+        rates = {"read": reader.gbps, "dots": dot_rate}
+        limits = {
+            name: lambda rate=rate: 1 / rate(threads, _SECONDS) for name, rate in rates.items()
+        }
+        took = turns({**runs, **limits}, rounds)
     reads = [1 / value for value in took["read"]]
     for name, engine in made.items():
         share = of_read([engine.nbytes / s / 1e9 for s in took[name]], reads)
         notes = filter(None, (engine.note, limit_note(share["pct_of_limit"])))
         rows[name] |= {**share, "us": median(took[name]) / engine.products * 1e6}
         rows[name] |= {"samples": took[name], "note": "; ".join(notes)}
+        if problem.m > 1 and "int8" in engine.note:
+            macs = engine.products * problem.m * problem.n * problem.k / 1e9
+            shares = ratio([macs / s for s in took[name]], [1 / s for s in took["dots"]])
+            rows[name]["pct_of_dots"] = 100 * shares.value
         if name != names[0] and names[0] in made:
             # In matmuls per second: cached weights may have fewer copies of the matrix.
             speeds = {each: [made[each].products / s for s in took[each]] for each in made}

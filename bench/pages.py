@@ -22,6 +22,7 @@ from bench.record import (
     table,
 )
 from clocher_kernels.errors import UsageError
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.disk.output_file import write_file
 
 _CLASSES = {mark: status for status, mark in MARKS.items()}
@@ -204,6 +205,21 @@ def render(folder: Path) -> Page:
             ),
         ),
         Section(
+            "ggml's types",
+            (
+                "Products with one token beside the read bandwidth, in bytes as a file has them, "
+                "and with 16 beside byte dot products alone.",
+            ),
+            (
+                table(
+                    "type | N x K | ISA | GB/s | % of read | % of dots, M = 16 | file",
+                    "{format} | {N} x {K} | {isa} | {gbps:.1f} | {pct_of_limit:.0f} "
+                    "[{pct_low:.0f}, {pct_high:.0f}] | {dots:.0f} | `{file}`",
+                    _types(files),
+                ),
+            ),
+        ),
+        Section(
             "Start and memory",
             ("From the command to the first token, with the file in the page cache or not.",),
             (
@@ -256,6 +272,18 @@ def _decodes(files: Sequence[ResultFile]) -> list[Row]:
             if is_number(row.get("pct_of_limit")) and is_number(about.get("bytes_per_token")):
                 found.append({**about, "mb": about["bytes_per_token"] / 1e6, "file": file.name})
     return found
+
+
+def _types(files: Sequence[ResultFile]) -> list[Row]:
+    """Return the newest rows of ggml's types with one token, and what they have with 16."""
+    found: dict[tuple[str, str], Row] = {}
+    for file in (file for file in files if file.kind == "linear"):
+        for row in file.rows:
+            if row.get("format") in KINDS and "isa" in row:
+                own = found.setdefault((row["format"], row["isa"]), {})
+                one = {**row, "file": file.name}
+                own |= one if row["M"] == 1 else {"dots": row.get("pct_of_dots")}
+    return list(found.values())
 
 
 def _starts(files: Sequence[ResultFile]) -> list[Row]:

@@ -56,8 +56,10 @@ KINDS: Mapping[str, Kind] = {
     ),
     "linear": Kind(
         "Matrix products",
-        f"format | N x K | M | threads | engine | us | {_READ} | Clocher / engine | right | note",
+        f"format | N x K | M | threads | engine | us | {_READ} | % of dots | Clocher / engine | "
+        "right | note",
         "{format} | {N} x {K} | {M} | {threads} | {engine} | {us:.1f} | " + _OF_READ + " | "
+        "{pct_of_dots:.0f} | "
         "{ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}] | {correct} | {note}",
     ),
     "start": Kind(

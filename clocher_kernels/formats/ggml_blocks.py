@@ -338,11 +338,11 @@ KINDS = {
 
 
 def _nibbles(values: list[int], run: int = 32, factor: float = 1.0) -> Kind:
-    """Return blocks of 16 values, a byte for the scale of each run."""
-    count, table = 256 // run, np.array([*values, *[0] * (16 - len(values))], np.int8)
-    codes = ((Plane(4 + count, 128, 4, 16),),)
-    fields, scales = _at(132 + count, d=0), ((Plane(4, count, 8),),)
-    return Kind(256, fields, codes, run, table=table, scales=scales, factor=factor)
+    """Return blocks of 16 values, four bits for the odd scale of each run."""
+    nbytes, table = 128 // run, np.array([*values, *[0] * (16 - len(values))], np.int8)
+    codes, scales = ((Plane(4 + nbytes, 128, 4, 16),),), ((Plane(4, nbytes, 4, to=1),),)
+    about = {"table": table, "scales": scales, "scale_bias": -1, "factor": factor}
+    return Kind(256, _at(132 + nbytes, d=0), codes, run, **about)
 
 
 def _both(*magnitudes: int) -> list[int]:
@@ -357,9 +357,9 @@ RECODED = {
     "iq2_s": _nibbles(_both(8, 25, 43), 16, factor=0.125),
     "iq1_s": _nibbles(_both(1, 7, 9), factor=0.125),
     "tq1_0": Kind(
-        *(256, _at(76, d=0), ((Plane(12, 64, 2, 16),),)),
+        *(256, _at(72, d=0), ((Plane(8, 64, 2, 16),),)),
         bias=1,
-        scales=((Plane(4, 8, 8),),),
+        scales=((Plane(4, 4, 4),),),
     ),
 }
 """Types whose codes are of a grid -> blocks of planes with the same values."""

@@ -266,8 +266,8 @@ def _nowhere(why: str) -> None:
 def fingerprint() -> str:
     """Return a name for what determines machine code: sources, versions and ISA."""
     digest = hashlib.sha256()
-    # Kernels read records that the contracts of the ops lay out.
-    for folder in (Path(__file__).parents[1], Path(ops.__file__).parent):
+    kernels = Path(ops.__file__).parents[1]  # whose contracts and blocks of bits kernels read
+    for folder in (Path(__file__).parents[1], kernels / "ops", kernels / "formats"):
         for source in sorted(folder.rglob("*.py")):
             digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     versions = (sys.version, _numba_version(), llvmlite.__version__, sys.platform)

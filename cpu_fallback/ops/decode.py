@@ -180,12 +180,7 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
     )
     stride = -(-k // 2) if kind in ("int4", "mxfp4") else k
     zeros = _address(planes["zeros"]) if "zeros" in planes else 0
-    return Weight(
-        decoder=DECODERS[kind],
-        pitch=PITCH,
-        n=n,
-        k=k,
-        codes=_address(codes),
+    return plain(DECODERS[kind], codes, n, k, 0.0)._replace(
         scales=_address(planes["scales"]),
         zeros=zeros,
         stride=stride,
@@ -194,7 +189,6 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
         tall=tall,
         wide=-(-k // group),
         high=-(-n // tall),
-        factor=0.0,
     )
 
 

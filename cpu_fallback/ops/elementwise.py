@@ -10,7 +10,7 @@ from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import or_nan
-from cpu_fallback.ops.linear import copy_f32
+from cpu_fallback.ops.product import copy_f32
 from cpu_fallback.team.tape import Launch
 
 

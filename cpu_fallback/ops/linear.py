@@ -19,6 +19,7 @@ from cpu_fallback.ops.product import (
     TOKENS,
     XS,
     Weight,
+    copy_f32,
     decode,
     multiply,
     weight_at,
@@ -141,25 +142,6 @@ _LARGE = 1 << 18  # Weights from which a product takes longer than it takes thre
 _LARGE_TILES = 1 << 17  # The same in bytes of tiles
 
 
-@device
-def copy_f32(source, target, count):
-    """Copy fp32 values."""
-    i = 0
-    while i + 16 <= count:
-        v.store_f32(target + 4 * i, v.load_f32(source + 4 * i))
-        i += 16
-    if i < count:
-        v.store_f32_n(target + 4 * i, v.load_f32_n(source + 4 * i, count - i), count - i)
-
-
-@device
-def _scale_f32(source, target, count, factor):
-    by = v.splat(factor)
-    for i in range(0, count, 16):
-        n = min(16, count - i)
-        v.store_f32_n(target + 4 * i, v.mul(v.load_f32_n(source + 4 * i, n), by), n)
-
-
 Decoded = NamedTuple(  # a weight as it is stored, and what its sums go through
     "Decoded", [*Stored.__annotations__.items(), ("activate", int)]
 )
@@ -260,10 +242,8 @@ def embed(a, rank, size, scratch):
         out = a.y + 4 * t * a.K
         token = within(v.read_i32(a.ids + 4 * t), a.V)
         row = decode(a.weight, 0, token, 1, 0, a.K, out)
-        if a.scale != np.float32(1):
-            _scale_f32(row, out, a.K, a.scale)
-        elif row != out:
-            copy_f32(row, out, a.K)
+        if row != out or a.scale != np.float32(1):
+            copy_f32(row, out, a.K, a.scale)
 
 
 def panels_room(own: Tiled) -> int:

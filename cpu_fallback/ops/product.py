@@ -18,6 +18,7 @@ it writes; k0 is a multiple of 128, and so is k1 but for the end of the row:
 
 from typing import Any, NamedTuple
 
+import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
@@ -25,7 +26,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.simd import F32, INT32, INT64, LANES, caller, emit_fma, number, op
+from cpu_fallback.lanes.simd import F32, INT64, LANES, caller, emit_fma, number, op, shuffle
 
 ROWS = 8
 COLUMNS = 512
@@ -90,11 +91,6 @@ _LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
 """Order of 16 vectors whose sums, two and two added by `_HALVES`, come out in order."""
 
 
-def _lanes(part: list[int]) -> ir.Constant:
-    """Return the mask that takes these lanes of one vector and of another."""
-    return ir.Constant(ir.VectorType(INT32, LANES), part)
-
-
 def _four(start: int) -> list[int]:
     """Return four lanes of each 8 of two vectors."""
     return [eight + start + i for eight in (0, 8, 16, 24) for i in range(4)]
@@ -106,10 +102,10 @@ def _two(*pair: int) -> list[int]:
 
 
 _HALVES = [
-    (_lanes([*range(8), *range(16, 24)]), _lanes([*range(8, 16), *range(24, 32)])),
-    (_lanes(_four(0)), _lanes(_four(4))),
-    (_lanes(_two(0, 1)), _lanes(_two(2, 3))),
-    (_lanes(_two(0, 2)), _lanes(_two(1, 3))),
+    ([*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]),
+    (_four(0), _four(4)),
+    (_two(0, 1), _two(2, 3)),
+    (_two(0, 2), _two(1, 3)),
 ]
 """Of 16, 8, 4 and 2 lanes that are to be added: the lower and the upper half of each."""
 
@@ -170,19 +166,16 @@ def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
     return [b.add(emit_load(b, INT64, address), start) for address in addresses]
 
 
-@op(void, i64, i64, i64, i64, i64)
-def _high(b, w, xs, k0, k, acc):
-    _emit_tile(b, HIGH, w, emit_tokens(b, xs, k0, ACROSS), k, acc)
+def _tile(rows: int, tokens: int) -> Any:
+    """Return an intrinsic (w, xs, k0, k, acc) of rows by tokens."""
+
+    def tile(b, w, xs, k0, k, acc):
+        _emit_tile(b, rows, w, emit_tokens(b, xs, k0, tokens), k, acc)
+
+    return op(void, *[i64] * 5)(tile)
 
 
-@op(void, i64, i64, i64, i64, i64)
-def _tall(b, w, xs, k0, k, acc):
-    _emit_tile(b, TALL, w, emit_tokens(b, xs, k0, 1), k, acc)
-
-
-@op(void, i64, i64, i64, i64, i64)
-def _one(b, w, xs, k0, k, acc):
-    _emit_tile(b, 1, w, emit_tokens(b, xs, k0, 1), k, acc)
+_high, _tall, _one = _tile(HIGH, ACROSS), _tile(TALL, 1), _tile(1, 1)
 
 
 @device
@@ -191,6 +184,21 @@ def clear(acc, tokens):
     nothing = v.zero()
     for i in range(tokens * ROWS):
         v.store_f32(acc + _VECTOR * i, nothing)
+
+
+_ONE = np.float32(1)
+
+
+@device
+def copy_f32(source, target, count, factor=_ONE):
+    """Copy fp32 values, times a factor."""
+    by, i = v.splat(factor), 0
+    while i + 16 <= count:
+        v.store_f32(target + 4 * i, v.mul(v.load_f32(source + 4 * i), by))
+        i += 16
+    if i < count:
+        last = v.mul(v.load_f32_n(source + 4 * i, count - i), by)
+        v.store_f32_n(target + 4 * i, last, count - i)
 
 
 @device
@@ -202,13 +210,7 @@ def _panel(weight, expert, row, count, k0, k1, panel):
     w, pitch = decode(weight, expert, row, count, k0, k1, panel), weight_at(weight).pitch
     if w != panel:
         for r in range(count):
-            source, target = w + r * pitch, panel + r * PITCH
-            whole = (k1 - k0) & -LANES
-            for i in range(0, whole, LANES):
-                v.store_f32(target + 4 * i, v.load_f32(source + 4 * i))
-            if whole < k1 - k0:
-                n, i = k1 - k0 - whole, 4 * whole
-                v.store_f32_n(target + i, v.load_f32_n(source + i, n), n)
+            copy_f32(w + r * pitch, panel + r * PITCH, k1 - k0)
 
 
 @device
@@ -249,7 +251,7 @@ def _sums(b, first, second):
     vectors = [emit_load(b, F32.llvm, at[i]) for i in _LEAVES]
     for low, high in _HALVES:
         vectors = [
-            b.fadd(*(b.shuffle_vector(one, other, mask) for mask in (low, high)))
+            b.fadd(*(shuffle(b, one, other, lanes) for lanes in (low, high)))
             for one, other in zip(vectors[::2], vectors[1::2], strict=True)
         ]
     return vectors[0]

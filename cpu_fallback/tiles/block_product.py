@@ -19,6 +19,7 @@ operands of a run of columns of a half. `BlockLayout` says which line is which.
 """
 
 from functools import cache
+from itertools import product
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -38,11 +39,19 @@ from cpu_fallback.lanes.simd import (
     constant,
     emit_fma,
     number,
+    shuffle,
     spread,
 )
 from cpu_fallback.tiles.byte_dots import bits, look_up
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
-from cpu_fallback.tiles.multiply import dot, emit_runs, emit_split, pair_dots, run_length
+from cpu_fallback.tiles.multiply import (
+    REGISTERS,
+    add_runs,
+    pair_dots,
+    plus,
+    run_length,
+    times,
+)
 
 
 class Lines:
@@ -51,26 +60,23 @@ class Lines:
     Args:
         b: the builder.
         at: address of the block.
-        half: which half of its columns is multiplied, 0 or 1 (i64), while `codes` is emitted.
+        half: which half of its columns is multiplied, 0 or 1, or a value i64 of the code.
     """
 
     def __init__(self, b: Any, at: Any, half: Any = None) -> None:
-        self.b, self._at, self._half = b, at, half
+        self.b, self._at, self.half = b, at, half
 
-    def line(self, index: int, further: int = 0, shifted: int = 0) -> Any:
+    def line(self, index: int, further: int = 0) -> Any:
         """Emit the load of a line.
 
-        In the second half it is the one `further` lines on, shifted to the right by so many bits.
+        In the second half it is the one `further` lines on.
         """
         b = self.b
         at = b.add(self._at, number(LINE * index))
         if further:
-            at = b.add(at, b.mul(self._half, number(LINE * further)))
-        line = emit_load(b, BYTES.llvm, at)
-        if not shifted:
-            return line
-        count = spread(b, I32, b.trunc(b.mul(self._half, number(shifted)), INT32))
-        return b.bitcast(b.lshr(b.bitcast(line, I32.llvm), count), BYTES.llvm)
+            half = number(self.half) if isinstance(self.half, int) else self.half
+            at = b.add(at, b.mul(half, number(LINE * further)))
+        return emit_load(b, BYTES.llvm, at)
 
     def dwords(self, index: int) -> Any:
         """Emit the load of a line as int32 [16]."""
@@ -86,8 +92,14 @@ class Head(NamedTuple):
     minima: list[list[Any]] | None = None  # as the scales
 
 
-Codes = tuple[list[Any], int]
-"""Operands of a run, four columns of each row each, and by how many bits they stand too high."""
+_SHORTS = ir.VectorType(INT16, 2 * ROWS)
+_HALF = BLOCK // 2
+_UNITS = _HALF // UNIT
+
+
+Parts = list[tuple[list[int], int]]
+"""Parts of operands whose products would not fit in int16: tables, [] for the code itself, and what
+each is multiplied by."""
 
 
 class BlockKind:
@@ -97,6 +109,7 @@ class BlockKind:
         run: columns that share a scale: 16 or 32.
         bias: of operands, a power of two; 0 if there are minima.
         top: largest operand.
+        moves: whether a second half's codes are elsewhere in their bytes than a first one's.
         signed: whether scales are signed.
     """
 
@@ -105,13 +118,19 @@ class BlockKind:
         self.run, self.signed, self.bias = about.run, not about.minima, about.bias
         self._places = places_of(about.codes)
         self._lines = {dword: i for i, dword in enumerate(layout.order)}
+        halves = zip(self._places[:_HALF], self._places[_HALF:], strict=True)
+        self.moves = any(p[1] != q[1] for pair in halves for p, q in zip(*pair, strict=True))
         self.top = sum(mask << to for *_, mask, to in self._places[0])
-        self._table: list[int] = []
+        self.parts: Parts = [([], 1)]
         if about.table is not None:
             least = int(about.table.min())
             self.bias = 0 if SIGNED else 1 << (-least - 1).bit_length()
-            self._table = [int(value) + self.bias for value in about.table]
-            self.top = max(self._table)
+            table = [int(value) + self.bias for value in about.table]
+            self.parts = [(table, 1)]
+            if CURRENT.in_shorts and not run_length(max(table)):
+                low, high = [entry & 15 for entry in table], [entry >> 4 for entry in table]
+                self.parts = [(low, 1), (high, 16)]
+            self.top = max(max(table) for table, _ in self.parts)
 
     def head(self, lines: Lines) -> Head:
         """Emit the scales of a block."""
@@ -154,28 +173,22 @@ class BlockKind:
             total = b.bitcast(b.sub(b.bitcast(total, BYTES.llvm), less), I32.llvm)
         return total
 
-    def codes(self, lines: Lines, run: int, too_high: bool) -> Codes:
-        """Emit the operands of a run, given its number in the half.
+    def code(self, lines: Lines, column: int) -> Any:
+        """Emit the codes of four columns of a half."""
+        b, total = lines.b, None
+        both = zip(self._places[column], self._places[column + _HALF], strict=True)
+        for (byte, shift, mask, to), (later, more, *_) in both:
+            first = self._lines[byte // 4]
+            line = lines.line(first, self._lines[later // 4] - first)
+            shift = more if lines.half == 1 else shift
+            part = bits(b, line, shift - to, mask << to)
+            total = part if total is None else b.or_(total, part)
+        return total
 
-        `too_high`: the caller is better off with operands that stand too high than with a shift.
-        """
-        b, operands = lines.b, []
-        columns = range(run * self.run, (run + 1) * self.run, 4)
-        kept = 4 if too_high and not self._table and self._shifts(columns[0]) == [4] else 0
-        for column in columns:
-            total = None
-            both = zip(self._places[column], self._places[column + BLOCK // 2], strict=True)
-            for (byte, shift, mask, to), (later, more, *_) in both:
-                first = self._lines[byte // 4]
-                line = lines.line(first, self._lines[later // 4] - first, more - shift)
-                to += kept
-                part = bits(b, line, shift - to, mask << to)
-                total = part if total is None else b.or_(total, part)
-            operands.append(look_up(b, self._table, total) if self._table else total)
-        return operands, kept
-
-    def _shifts(self, column: int) -> list[int]:
-        return [shift - to for _, shift, _, to in self._places[column]]
+    def operands(self, lines: Lines, column: int, parts: Parts) -> list[Any]:
+        """Emit the operands of four columns of a half: those of each part."""
+        code = self.code(lines, column)
+        return [look_up(lines.b, table, code) if table else code for table, _ in parts]
 
 
 @cache
@@ -184,11 +197,8 @@ def kind_of(layout: BlockLayout) -> BlockKind:
     return BlockKind(layout)
 
 
-_SHORTS = ir.VectorType(INT16, 2 * ROWS)
-_HALF = BLOCK // 2
-_UNITS = _HALF // UNIT
-_FEW = 4
-"""Tokens for which memory is what limits, and a shift of each sum cheaper than one of each line."""
+_BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
+_FEW = 4  # Tokens for which memory is what limits
 
 
 class BlockEmitter:
@@ -201,9 +211,7 @@ class BlockEmitter:
         self.b, self.layout, self.tokens = b, layout, tokens
         self.kind = kind_of(layout)
         self.group = group
-        run = run_length(self.kind.top)
-        self.in_words = CURRENT.in_shorts and run >= 1
-        self.run = min(run, self.kind.run // 4)
+        self.run = min(run_length(self.kind.top), self.kind.run // 4)
 
     def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:
         """Emit everything, for the tokens of a panel from `first` on; `units` are those of K."""
@@ -219,10 +227,13 @@ class BlockEmitter:
             size = self.layout.lines * LINE
             at = b.add(tile, b.mul(blocks.index, number(size)))
             head = self.kind.head(Lines(b, at))
-            with cgutils.for_range(b, number(2)) as halves:
-                half = halves.index
-                place = b.add(b.mul(blocks.index, number(2)), half)
-                self._half(at, head, place, half)
+            place = b.mul(blocks.index, number(2))
+            if self.kind.moves:
+                for half in (0, 1):
+                    self._half(at, head, b.add(place, number(half)), half)
+            else:
+                with cgutils.for_range(b, number(2)) as halves:
+                    self._half(at, head, b.add(place, halves.index), halves.index)
         totals = [b.load(slot) for slot in self.totals]
         if not self.group:
             totals = [b.fmul(t, self._activation_scale(number(0), i)) for i, t in enumerate(totals)]
@@ -260,6 +271,8 @@ class BlockEmitter:
                 b.store(total, self.totals[t])
 
     def _of_half(self, dwords: list[list[Any]], half: Any) -> list[Any]:
+        if isinstance(half, int):
+            return dwords[half]
         b = self.b
         first = b.icmp_signed("==", half, number(0))
         return [b.select(first, *pair) for pair in zip(*dwords, strict=True)]
@@ -273,35 +286,35 @@ class BlockEmitter:
                 # No instruction, but the compiler would gather the loads of a whole half, which
                 # memory answers at half the rate.
                 b.fence("acq_rel", "singlethread")
-            codes, shift = kind.codes(lines, run, CURRENT.vnni and few)
-            pairs = [
-                [
-                    (weights, self._activations(index, run * kind.run + 4 * i, t))
-                    for i, weights in enumerate(codes)
-                ]
-                for t in range(self.tokens)
-            ]
-            if self.in_words:
-                scale = self._words(scales, run, run)
-                for start in range(0, len(codes), self.run):
-                    part = [own[start : start + self.run] for own in pairs]
-                    found = emit_runs(b, part, scale)
-                    totals = [b.add(t, more) for t, more in zip(totals, found, strict=True)]
-            else:
-                scale = self._byte(scales, run)
-                found = [self._scaled(own, scale, shift) for own in pairs]
-                totals = [b.add(t, more) for t, more in zip(totals, found, strict=True)]
+            if CURRENT.in_shorts:
+                self._add_run(lines, run, self._words(scales, run, run), index, totals)
+                continue
+            columns = range(run * kind.run, (run + 1) * kind.run, 4)
+            codes = [kind.operands(lines, column, kind.parts)[0] for column in columns]
+            scale = self._byte(scales, run)
+            for t in range(self.tokens):
+                x = [self._activations(index, column, t) for column in columns]
+                total = plus(b, constant(I32, 0), list(zip(codes, x, strict=True)))
+                totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
 
-    def _scaled(self, pairs: list[tuple[Any, Any]], scale: Any, shift: int) -> Any:
-        """Emit the dot product of a run times its scale."""
-        b, total = self.b, constant(I32, 0)
-        for weights, x in pairs:
-            add = dot if CURRENT.vnni else emit_split
-            total = add(b, total, weights, x)
-        if shift:
-            total = b.ashr(total, constant(I32, shift))
-        return b.mul(total, scale)
+    def _add_run(self, lines: Lines, run: int, words: Any, index: Any, totals: list[Any]) -> None:
+        """Emit the addition of a run's products, as far as they fit in int16, times its scale."""
+        b, kind, first = self.b, self.kind, run * self.kind.run
+        passes = [kind.parts] if self.tokens <= _BOTH else [[part] for part in kind.parts]
+        for parts, start in product(passes, range(0, kind.run // 4, self.run)):
+            sums: list[list[list[Any]]] = [[[None] * REGISTERS for _ in totals] for _ in parts]
+            add_runs(
+                b,
+                sums,
+                range(start, min(start + self.run, kind.run // 4)),
+                lambda i, some=parts: kind.operands(lines, first + 4 * i, some),
+                lambda t, i: self._activations(index, first + 4 * i, t),
+            )
+            for (_, factor), rows in zip(parts, sums, strict=True):
+                by = b.mul(words, constant(_SHORTS, factor))
+                for t, own in enumerate(rows):
+                    totals[t] = b.add(totals[t], times(b, own, by))
 
     def _low(self, dwords: list[Any], units: range, index: Any, t: int) -> Any:
         """Emit the sum of minima or scales of some units, times the sums of activations."""
@@ -333,8 +346,7 @@ class BlockEmitter:
             for index in (first, second):
                 byte = lane + index % 4
                 order += [zero, byte] if self.kind.signed else [byte, zero]
-        mask = ir.Constant(ir.VectorType(INT32, 4 * ROWS), order)
-        words = b.bitcast(b.shuffle_vector(value, nothing, mask), _SHORTS)
+        words = b.bitcast(shuffle(b, value, nothing, order), _SHORTS)
         return b.ashr(words, ir.Constant(_SHORTS, [8] * 32)) if self.kind.signed else words
 
     def _activations(self, index: Any, column: int, t: int) -> Any:

@@ -9,6 +9,8 @@ dot products of few tokens do not wait for each other.
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import product
 from typing import Any
 
 from llvmlite import ir
@@ -92,76 +94,50 @@ class Dots:
         def load(line: int) -> Any:
             return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
 
-        few_registers = CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1
-        if CURRENT.in_shorts or few_registers:
-            self._unit_in_registers(b, load, codes, sums)
-            return
-        places = range(OPERANDS)
-        operands = [self.operand(b, load, i) for i in places]
-        if CURRENT.vnni:  # dot products of one token wait for each other: the others go between
-            for i in places:
-                for t, total in enumerate(sums):
-                    self.add(b, [self._pair(b, operands, codes, t, i)], total)
-            return
-        for t, total in enumerate(sums):
-            self.add(b, [self._pair(b, operands, codes, t, i) for i in places], total)
+        def x(token: int, place: int) -> Any:
+            at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
+            spread = v.spread(b, v.I32, v.emit_load(b, v.INT32, at))
+            return b.bitcast(spread, v.SHORTS if self.wide else v.BYTES.llvm)
 
-    def _unit_in_registers(self, b: Any, load: Load, codes: Any, sums: Sequence[Sum]) -> None:
+        if CURRENT.in_shorts or (CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1):
+            self._unit_in_registers(b, load, x, sums)
+            return
+        operands = [self.operand(b, load, i) for i in range(OPERANDS)]
+        # Dot products of one token wait for each other: those of the others go between.
+        for i, t in product(range(OPERANDS), range(len(sums))):
+            weights, slot = operands[i]
+            at = sums[t][slot if any(self.shifts) else i % len(self.shifts)]
+            b.store(m.plus(b, b.load(at), [(weights, x(t, i))]), at)
+
+    def _unit_in_registers(self, b: Any, load: Load, x: Any, sums: Sequence[Sum]) -> None:
         """Emit a unit whose operands are decoded one by one, each multiplied by all tokens.
 
         Without VNNI products are added in int16 as far as they fit. Those of a byte would not: even
         and odd bytes are multiplied as int16.
         """
         in_words = self.wide or CURRENT.vnni
-        run = OPERANDS if in_words else m.run_length(self.top)
-        for start in range(0, OPERANDS, run):
+        count = OPERANDS << self.wide
+        run = count if in_words else m.run_length(self.top)
+        add = m.register_dot if CURRENT.vnni else m.add_shorts if self.wide else m.add_bytes
+
+        weights = cache(lambda index: self.operand(b, load, index)[0])
+
+        def operands(place: int) -> list[Any]:
+            if not self.wide:
+                return [weights(place)]
+            shorts = b.bitcast(weights(place // 2), v.SHORTS)
+            if place % 2:
+                return [b.lshr(shorts, v.constant(shorts.type, 8))]
+            return [b.and_(shorts, v.constant(shorts.type, 255))]
+
+        for start in range(0, count, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
             if in_words:
                 found = [m.registers(b, b.load(own[0])) for own in sums]
-            for index in range(start, min(start + run, OPERANDS)):
-                weights, _ = self.operand(b, load, index)
-                for place, operand in self._factors(b, weights, index):
-                    for t, own in enumerate(found):
-                        own[:] = self._add_products(b, own, operand, codes, t, place)
-                    m.keep_order(b, found)
+            m.add_runs(b, [found], range(start, min(start + run, count)), operands, x, add)
             for total, own in zip(sums, found, strict=True):
-                value = join(
-                    b,
-                    own if in_words else [m.madd_shorts(b, x, v.constant(x.type, 1)) for x in own],
-                )
+                value = join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
-
-    def _factors(self, b: Any, weights: Any, index: int) -> list[tuple[int, Any]]:
-        """Emit what tokens are multiplied by, and where their own dwords for it are."""
-        if not self.wide:
-            return [(index, weights)]
-        shorts = b.bitcast(weights, v.SHORTS)
-        odd = b.lshr(shorts, v.constant(shorts.type, 8))
-        return [(2 * index, b.and_(shorts, v.constant(shorts.type, 255))), (2 * index + 1, odd)]
-
-    def _add_products(
-        self, b: Any, sums: list[Any], operand: Any, codes: Any, token: int, place: int
-    ) -> list[Any]:
-        """Emit the addition of a token's products with 16 rows, register by register."""
-        at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
-        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), operand.type)
-        pairs = list(zip(m.registers(b, operand), m.registers(b, x), strict=True))
-        if CURRENT.vnni:
-            return [m.register_dot(b, old, *pair) for old, pair in zip(sums, pairs, strict=True)]
-        multiply = m.madd_shorts if self.wide else m.madd_bytes
-        found = [multiply(b, *pair) for pair in pairs]
-        return [
-            new if old is None else b.add(old, new) for old, new in zip(sums, found, strict=True)
-        ]
-
-    def _pair(
-        self, b: Any, operands: Sequence[tuple[Any, int]], codes: Any, token: int, index: int
-    ) -> tuple[Any, Any, int]:
-        """Emit an operand, a token's activations for it, and return them with the accumulator."""
-        weights, own = operands[index]
-        at = b.add(codes, v.number(UNIT * token + 4 * index))
-        x = b.bitcast(v.spread(b, v.I32, v.emit_load(b, v.INT32, at)), v.BYTES.llvm)
-        return weights, x, own if any(self.shifts) else index % len(self.shifts)
 
     def end_f32(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block as fp32, to nearest."""
@@ -207,22 +183,6 @@ class Dots:
             value = b.or_(value, bits(b, load(4), index - 4, 16))
         table = _TABLES.get(self.code)
         return look_up(b, table, value) if table else value, 0
-
-    def add(self, b: Any, pairs: list[tuple[Any, Any, int]], total: Sum) -> None:
-        """Emit the addition of products to a running sum: operand, activations, accumulator."""
-        if CURRENT.vnni:
-            for weights, x, slot in pairs:
-                b.store(m.dot(b, b.load(total[slot]), weights, x), total[slot])
-            return
-        value = b.load(total[0])
-        run = m.run_length(self.top)
-        if CURRENT.in_shorts and run >= 2:
-            for start in range(0, len(pairs), run):
-                value = b.add(value, m.emit_run(b, pairs[start : start + run]))
-        else:
-            for weights, x, _ in pairs:
-                value = m.emit_split(b, value, weights, x)
-        b.store(value, total[0])
 
 
 def is_wide(code: str) -> bool:
@@ -278,7 +238,7 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
             return v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
         halves = m.registers(b, nibbles)
         return join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
-    return _arithmetic_fp4(b, nibbles) if table == _FP4 else _steps(b, table, nibbles)
+    return _steps(b, table, nibbles)
 
 
 def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
@@ -289,15 +249,3 @@ def _steps(b: Any, table: list[int], nibbles: Any) -> Any:
         step = v.constant(v.BYTES, table[i] - table[i - 1])
         value = b.add(value, b.select(above, step, v.constant(v.BYTES, 0)))
     return value
-
-
-def _arithmetic_fp4(b: Any, nibbles: Any) -> Any:
-    """Emit 2 * e2m1 + 12 without a table: 0 1 2 3 4 6 8 12, bit 3 the sign."""
-    magnitude = b.and_(nibbles, v.constant(v.BYTES, 7))
-    value = magnitude
-    for at, extra in ((5, 1), (6, 1), (7, 3)):
-        above = b.icmp_unsigned(">=", magnitude, v.constant(v.BYTES, at))
-        value = b.add(value, b.select(above, v.constant(v.BYTES, extra), v.constant(v.BYTES, 0)))
-    negative = b.icmp_unsigned(">=", nibbles, v.constant(v.BYTES, 8))
-    value = b.select(negative, b.sub(v.constant(v.BYTES, 0), value), value)
-    return b.add(value, v.constant(v.BYTES, 12))

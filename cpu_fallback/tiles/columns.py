@@ -24,12 +24,10 @@ from clocher_kernels.formats import Int4, Ternary
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.simd import BYTES, SHORTS
 from cpu_fallback.team.large_pages import allocate
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.layout import LINE
-from cpu_fallback.tiles.multiply import dot, emit_run, emit_split
 
 _MOST_CHUNKS = 16  # Of a panel
 _PART = 512  # Columns that are packed at once
@@ -136,15 +134,6 @@ def _codes(tensor: QuantTensor, first: int, last: int) -> np.ndarray:
         return np.concatenate([some >> 2 * part & 3 for part in range(4)]).T
     pairs = stored[:, first // 2 : -(-last // 2)].T
     return np.stack([pairs & 15, pairs >> 4], axis=1).reshape(-1, pairs.shape[1])[: last - first]
-
-
-def plus(b: Any, total: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """Emit a sum plus the products of unsigned and signed bytes that fit in int16 together."""
-    if CURRENT.in_shorts:
-        return b.add(total, emit_run(b, pairs))
-    for weights, x in pairs:
-        total = (dot if CURRENT.vnni else emit_split)(b, total, weights, x)
-    return total
 
 
 def interleaved(b: Any, lines: list[Any]) -> list[Any]:

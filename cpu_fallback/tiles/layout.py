@@ -34,7 +34,7 @@ half empty. Lines stand in the order in which a product wants them, or memory wo
     q3_k    3.5    d | 3 of 6-bit scales | 4 of low bits, 4 of high bits, 4 and 4, 8 of low
     q2_k    2.625  (d, dmin) | 4 of 4-bit scales and minima | 16 of codes
     iq4_xs  4.25   (d, high bits of scales) | low nibbles of scales | 32 of codes
-    iq3_s   4.375  d | 2 of scales | 32 of nibbles: `ggml_blocks.recoded`; others of a grid likewise
+    iq3_s   4.25   d | 1 of scales | 32 of nibbles: `ggml_blocks.recoded`; others of a grid likewise
 """
 
 from dataclasses import dataclass

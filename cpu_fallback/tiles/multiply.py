@@ -3,23 +3,32 @@
 A vector of 64 bytes is 16 rows with four columns each, in one register or two.
 """
 
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
+from cpu_fallback.lanes.memory import emit_load, emit_store
 from cpu_fallback.lanes.simd import (
+    BYTES,
     I32,
     INT8,
     INT16,
     INT32,
     SHORTS,
+    behind,
     call,
     constant,
     each_quarter,
     join,
+    op,
     pick,
 )
 
@@ -46,51 +55,85 @@ def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     return call(b, name, total.type, total, weights, x)
 
 
+_MADD_BYTES = {128: "ssse3.pmadd.ub.sw.128", 256: "avx2.pmadd.ub.sw", 512: "avx512.pmaddubs.w.512"}
+_MADD_SHORTS = {128: "sse2.pmadd.wd", 256: "avx2.pmadd.wd", 512: "avx512.pmaddw.d.512"}
+"""Bits of a register -> intrinsic."""
+
+
 def madd_bytes(b: Any, weights: Any, x: Any) -> Any:
     """Emit products of unsigned and signed bytes in a register, added in pairs to int16."""
-    name = "512.pmaddubs.w.512" if CURRENT.avx512 else "2.pmadd.ub.sw"
-    result = ir.VectorType(INT16, weights.type.count // 2)
-    return call(b, f"llvm.x86.avx{name}", result, weights, x)
+    count = weights.type.count
+    name = f"llvm.x86.{_MADD_BYTES[8 * count]}"
+    return call(b, name, ir.VectorType(INT16, count // 2), weights, x)
 
 
 def madd_shorts(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 in a register, added in pairs to int32."""
-    name = "512.pmaddw.d.512" if CURRENT.avx512 else "2.pmadd.wd"
-    return call(b, f"llvm.x86.avx{name}", ir.VectorType(INT32, left.type.count // 2), left, right)
+    count = left.type.count
+    name = f"llvm.x86.{_MADD_SHORTS[16 * count]}"
+    return call(b, name, ir.VectorType(INT32, count // 2), left, right)
 
 
 def run_length(top: int) -> int:
-    """Return how many products of operands up to `top` fit in int16 together, for `emit_runs`."""
+    """Return how many products of operands up to `top` fit in int16 together."""
     return 32767 // (top * 256)
 
 
-def emit_run(b: Any, pairs: Sequence[tuple[Any, ...]]) -> Any:
-    """Emit one sum of `emit_runs`."""
-    return emit_runs(b, [pairs])[0]
+def plus(b: Any, total: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
+    """Emit a sum plus the products of unsigned and signed bytes that fit in int16 together."""
+    if CURRENT.in_shorts:
+        sums: list[Any] = [None] * REGISTERS
+        for weights, x in pairs:
+            each = zip(sums, registers(b, weights), registers(b, x), strict=True)
+            sums = [add_bytes(b, *one) for one in each]
+        return b.add(total, times(b, sums, constant(SHORTS, 1)))
+    for weights, x in pairs:
+        total = (dot if CURRENT.vnni else emit_split)(b, total, weights, x)
+    return total
 
 
-def emit_runs(b: Any, runs: Sequence[Sequence[tuple[Any, ...]]], factors: Any = None) -> list[Any]:
-    """Emit sums of products whose partial sums fit in int16, for AVX2 and better.
+def add_bytes(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int16 plus products of unsigned and signed bytes, of a register; None is nothing."""
+    products = madd_bytes(b, weights, x)
+    return products if total is None else b.add(total, products)
 
-    One register of rows is done for all sums before the other, so that unsigned operands that they
-    share stay in registers.
+
+def add_shorts(b: Any, total: Any, weights: Any, x: Any) -> Any:
+    """Emit int32 plus products of int16, of a register."""
+    return b.add(total, madd_shorts(b, weights, x))
+
+
+def times(b: Any, sums: Sequence[Any], factors: Any) -> Any:
+    """Emit registers of int16 times factors, int16 [32], added in pairs to int32 [16]."""
+    pairs = zip(sums, registers(b, factors), strict=True)
+    return join(b, [madd_shorts(b, *pair) for pair in pairs])
+
+
+def add_runs(
+    b: Any,
+    sums: list[list[list[Any]]],
+    places: range,
+    operands: Callable[[int], list[Any]],
+    x: Callable[[int, int], Any],
+    add: Callable[..., Any] = add_bytes,
+) -> None:
+    """Add to sums, one operand after the other, each multiplied by all tokens.
 
     Args:
         b: the builder.
-        runs: unsigned and signed operands of each sum.
-        factors: int16 [32] that the partial sums are multiplied by, 1 if there are none.
+        sums: [parts of operands][tokens][registers].
+        places: of operands.
+        operands: emits the parts of the operand at a place.
+        x: emits what a token, by its number, has for a place.
+        add: emits a register of a sum, given the old one and what is multiplied.
     """
-    by = registers(b, constant(SHORTS, 1) if factors is None else factors)
-    found: list[list[Any]] = []
-    for half, factor in enumerate(by):
-        found.append([])
-        for pairs in runs:
-            total = None
-            for weights, x, *_ in pairs:
-                products = madd_bytes(b, registers(b, weights)[half], registers(b, x)[half])
-                total = products if total is None else b.add(total, products)
-            found[-1].append(madd_shorts(b, total, factor))
-    return [join(b, list(halves)) for halves in zip(*found, strict=True)]
+    for place in places:
+        for weights, rows in zip(operands(place), sums, strict=True):
+            for t, own in enumerate(rows):
+                each = zip(own, registers(b, weights), registers(b, x(t, place)), strict=True)
+                own[:] = [add(b, *one) for one in each]
+        if len(places) > 1:
+            keep_order(b, [own for rows in sums for own in rows])
 
 
 def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -189,3 +232,42 @@ def neon_bits(b: Any, vector: Any, shift: int, mask: int) -> Any:
     if mask & left == left:  # the shift has removed the others
         return vector
     return b.and_(vector, ir.Constant(vector.type, [mask] * vector.type.count))
+
+
+_TURNS, _RUN = 1 << 17, 8  # Of a measurement; products of 4 bits that are added in int16
+_SUMS = 12 if CURRENT.avx512 else 3 if CURRENT.in_shorts else 6  # that do not wait for each other
+
+
+@op(void, i64, i64)
+def _many_dots(b, count, out):
+    line = emit_load(b, BYTES.llvm, out)
+    slots = [cgutils.alloca_once_value(b, constant(I32, i)) for i in range(_SUMS)]
+    with cgutils.for_range(b, count):
+        for slot in slots:
+            pairs, parts = [], registers(b, line) if CURRENT.avx2 else [line]
+            for _ in range(_RUN):
+                if CURRENT.in_shorts:
+                    keep_order(b, [parts])  # or all products would be one
+                pairs.append((join(b, parts), line))
+            b.store(plus(b, b.load(slot), pairs), slot)
+    for i, slot in enumerate(slots):
+        emit_store(b, b.load(slot), behind(b, out, 64 * i))
+
+
+def _dots(count, out):
+    _many_dots(count, out)
+
+
+_dots_kernel = Kernel(_dots)
+
+
+def dot_rate(threads: int, at_least: float) -> float:
+    """Return 10^9 products of bytes a second that some threads add, for `at_least` seconds."""
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(_dots_kernel.address)
+    out = np.zeros((threads, _SUMS, 64), np.uint8)
+    done, start = 0, time.perf_counter()
+    with ThreadPoolExecutor(threads) as pool:
+        while not done or time.perf_counter() < start + at_least:
+            list(pool.map(lambda own: call(_TURNS, own.ctypes.data), out))
+            done += threads * _TURNS * _SUMS * _RUN * 64
+    return done / (time.perf_counter() - start) / 1e9

@@ -27,6 +27,7 @@ from cpu_fallback.lanes.record import reader
 from cpu_fallback.lanes.simd import INT1, INT8, INT16, INT32, INT64, call, op, pick
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
+from cpu_fallback.tiles.multiply import madd_bytes, madd_shorts
 
 TOKENS = 16
 BEHIND = 128
@@ -53,52 +54,15 @@ form_at = reader(Form)  # Read the record at an address
 
 
 def _sum(b: Any, codes: Any) -> Any:
-    if CURRENT.avx2:
-        return b.sext(call(b, "llvm.vector.reduce.add.v8i32", INT32, _eighths(b, codes)), INT64)
-    wide = ir.VectorType(INT16, UNIT)
-    total = call(b, "llvm.vector.reduce.add.v32i16", INT16, b.sext(codes, wide))
-    return b.sext(total, INT64)
-
-
-def _eighths(b: Any, codes: Any) -> Any:
-    """Emit the sums of each four of 32 codes, for AVX2."""
-    short, eight = ir.VectorType(INT16, 16), ir.VectorType(INT32, 8)
-    ones = ir.Constant(_UNIT, [1] * UNIT)
-    pairs = call(b, "llvm.x86.avx2.pmadd.ub.sw", short, ones, codes)
-    one = ir.Constant(short, [1] * 16)
-    return call(b, "llvm.x86.avx2.pmadd.wd", eight, pairs, one)
-
-
-@op(i64, i64, i64)
-def move_halves(b, source, target):
-    """Copy 32 codes; return the sums of their halves as two int16."""
-    codes = emit_load(b, _UNIT, source)
-    emit_store(b, codes, target)
-    sums = []
-    for start in (0, 1):
-        if CURRENT.avx2:
-            part = pick(b, _eighths(b, codes), list(range(4 * start, 4 * start + 4)))
-            total = call(b, "llvm.vector.reduce.add.v4i32", INT32, part)
-        else:
-            part = pick(b, codes, list(range(16 * start, 16 * start + 16)))
-            wide = b.sext(part, ir.VectorType(INT16, 16))
-            total = b.sext(call(b, "llvm.vector.reduce.add.v16i16", INT16, wide), INT32)
-        sums.append(total)
-    low = b.and_(sums[0], ir.Constant(INT32, 0xFFFF))
-    return b.zext(b.or_(low, b.shl(sums[1], ir.Constant(INT32, 16))), INT64)
-
-
-def _move(b: Any, codes: Any, target: Any, paired: Any, wide: Any) -> Any:
-    order = [8 * g + 2 * i + odd for g in range(UNIT // 8) for odd in (0, 1) for i in range(4)]
-    apart = pick(b, codes, order)
-    with b.if_else(b.trunc(wide, INT1)) as (then, otherwise):
-        with then:
-            order = [4 * g + i for g in range(UNIT // 4) for i in (0, 2, 1, 3)]
-            shorts = b.sext(pick(b, codes, order), ir.VectorType(INT16, UNIT))
-            emit_store(b, shorts, target)
-        with otherwise:
-            emit_store(b, b.select(b.trunc(paired, INT1), apart, codes), target)
-    return _sum(b, codes)
+    """Emit the sum of codes, int32."""
+    if not CURRENT.avx2:
+        wide = b.sext(codes, ir.VectorType(INT16, codes.type.count))
+        total = call(b, f"llvm.vector.reduce.add.v{codes.type.count}i16", INT16, wide)
+        return b.sext(total, INT32)
+    ones = ir.Constant(codes.type, [1] * codes.type.count)
+    pairs = madd_bytes(b, ones, codes)
+    fours = madd_shorts(b, pairs, ir.Constant(pairs.type, [1] * pairs.type.count))
+    return call(b, f"llvm.vector.reduce.add.v{fours.type.count}i32", INT32, fours)
 
 
 @op(i64, i64, i64, i64, i64)
@@ -111,6 +75,29 @@ def move_unit(b, source, target, paired, wide):
 def move_tail(b, source, count, target, paired, wide):
     """Copy the first `count` of 32 codes and zeros after them; return their sum."""
     return _move(b, emit_load_n(b, _UNIT, source, count), target, paired, wide)
+
+
+def _move(b: Any, codes: Any, target: Any, paired: Any, wide: Any) -> Any:
+    order = [8 * g + 2 * i + odd for g in range(UNIT // 8) for odd in (0, 1) for i in range(4)]
+    apart = pick(b, codes, order)
+    with b.if_else(b.trunc(wide, INT1)) as (then, otherwise):
+        with then:
+            order = [4 * g + i for g in range(UNIT // 4) for i in (0, 2, 1, 3)]
+            shorts = b.sext(pick(b, codes, order), ir.VectorType(INT16, UNIT))
+            emit_store(b, shorts, target)
+        with otherwise:
+            emit_store(b, b.select(b.trunc(paired, INT1), apart, codes), target)
+    return b.sext(_sum(b, codes), INT64)
+
+
+@op(i64, i64, i64)
+def move_halves(b, source, target):
+    """Copy 32 codes; return the sums of their halves as two int16."""
+    codes = emit_load(b, _UNIT, source)
+    emit_store(b, codes, target)
+    low, high = (_sum(b, pick(b, codes, range(at, at + 16))) for at in (0, 16))
+    low = b.and_(low, ir.Constant(INT32, 0xFFFF))
+    return b.zext(b.or_(low, b.shl(high, ir.Constant(INT32, 16))), INT64)
 
 
 def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:

@@ -27,7 +27,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -38,6 +40,7 @@ from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.layout import SIGNED, Layout
 
 Part = Callable[[], None]
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -126,15 +129,12 @@ def packing(report: Callable[[int], None]) -> Iterator[Together]:
             together.ended.set()
 
 
-def run(parts: Sequence[Part]) -> None:
-    """Work at the parts of one tensor on all CPUs."""
-    if len(parts) == 1 or usable_cpus() == 1:
-        for part in parts:
-            part()
-        return
+def run(parts: Sequence[Callable[[], Made]]) -> list[Made]:
+    """Work at the parts of one tensor on all CPUs; return what they return."""
+    if len(parts) < 2 or usable_cpus() == 1:
+        return [part() for part in parts]
     with ThreadPoolExecutor(usable_cpus()) as pool:
-        for future in [pool.submit(part) for part in parts]:
-            future.result()
+        return [future.result() for future in [pool.submit(part) for part in parts]]
 
 
 LIMIT_VARIABLE = "CLOCHER_TILE_CACHE_MB"
@@ -238,7 +238,6 @@ class TileCache:
                 with locked(lock):
                     temporary.replace(path)
                     self._tidy(path)
-            _sync_names(directory)
         except OSError as error:
             if temporary is not None:
                 with suppress(OSError):
@@ -264,14 +263,6 @@ class TileCache:
                 total -= status.st_size
 
 
-def _sync_names(directory: Path) -> None:
-    names = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(names)
-    finally:
-        os.close(names)
-
-
 def key_of(layout: Layout, tensor: QuantTensor, version: int) -> str:
     """Return a name for all that determines the tiles of a tensor: 64 hexadecimal digits.
 
@@ -290,16 +281,8 @@ def _header(tiles: np.ndarray) -> bytes:
 def hash_of(array: np.ndarray) -> bytes:
     """Return a hash of the bytes of a contiguous array, computed on all CPUs."""
     data = array.reshape(-1).view(np.uint8).data
-    return _combine(_each(lambda start: _hash(data[start : start + _CHUNK]), len(data)))
-
-
-def _each(function: Callable[[int], bytes], nbytes: int) -> list[bytes]:
-    """Return what a function returns for the start of each chunk."""
-    starts = range(0, nbytes, _CHUNK)
-    if len(starts) < 2:
-        return [function(start) for start in starts]
-    with ThreadPoolExecutor(usable_cpus()) as pool:
-        return list(pool.map(function, starts))
+    chunks = (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
+    return _combine(run([partial(_hash, chunk) for chunk in chunks]))
 
 
 def _hash(data: bytes | memoryview) -> bytes:

@@ -30,7 +30,7 @@ from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
-VERSION = 1  # Changes when the bytes of a tile do
+VERSION = 2  # Changes when the bytes of a tile do
 
 _CHUNK = 4 << 20
 
@@ -46,7 +46,6 @@ class Source(NamedTuple):
     stride: int  # from one stored row to the next
     units: int  # of columns of a row
     unit: int  # from the codes of a unit to those of the next
-    unit_bytes: int  # of the codes of a unit
     order: int  # bytes of a unit that each of its lines holds: see `_order`
     fifths: int  # whether the last line has bit o of every four columns in place of those columns
     scales: int  # the stored scales
@@ -201,14 +200,13 @@ def _source(
     zeros = block = 0
     scales = np.ones(1, np.float32)
     group, step, columns, unit = k, scales.itemsize, UNIT, 4 * layout.lines
-    unit_bytes = unit
     places = tuple(range(0, 4 * layout.lines, 4))
     if isinstance(layout, BlockLayout):
         codes, columns = planes["blocks"], layouts.BLOCK
         if layout.kind in RECODED:
             codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))  # type: ignore[attr-defined]
         places = tuple(4 * dword for dword in layout.order)
-        unit = unit_bytes = layout.block_bytes
+        unit = layout.block_bytes
         stride = k // columns * unit
     elif isinstance(fmt, Ternary):
         codes, stride = planes["codes"], k
@@ -225,7 +223,7 @@ def _source(
     elif isinstance(fmt, Ggml):
         codes, group, step = planes["blocks"], fmt.block, fmt.block_bytes
         stride, unit = codes.shape[-1], fmt.block_bytes
-        first, unit_bytes = unit - 16, unit
+        first = unit - 16
         places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
         scales = codes.reshape(-1).view(np.float16)
     else:
@@ -244,7 +242,6 @@ def _source(
         stride=stride,
         units=-(-k // columns),
         unit=unit,
-        unit_bytes=unit_bytes,
         order=order.ctypes.data,
         fifths=int(isinstance(layout, Layout) and layout.code == "q5"),
         scales=scales.ctypes.data,
@@ -353,7 +350,7 @@ def _lines(form, begin, stop):
                     at += f.per_head * f.record
                 _pack_record(form, first, unit * 32, head + index % f.per_head * f.record)
             codes, i = f.codes + first * stride, 0
-            end = codes + min(stride, unit * f.unit + f.unit_bytes)
+            end = codes + min(stride, (unit + 1) * f.unit)
             while i < lines:
                 entry = v.read_i64(f.order + 8 * i)
                 source = codes + unit * f.unit + (entry >> 1)

@@ -19,7 +19,7 @@ for the generic ISA, whose fma rounds twice.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -74,14 +74,12 @@ class _Emitter:
         b = self.b
         self.ahead = ahead
         self.weights = _Pointer(b, tile)
-        self.row, self.line = (
-            b.mul(width, v.number(4)),
-            b.mul(width, v.number(self.dots.code_bytes)),
-        )
+        own = v.number(self.dots.code_bytes)
+        self.row, self.line = b.mul(width, v.number(4)), b.mul(width, own)
         place = b.mul(first, v.number(4))
         starts = b.add(panel, b.mul(units, self.line))
         scales = b.add(starts, b.mul(self._blocks(units), self.row))
-        self.codes = _Pointer(b, b.add(panel, b.mul(first, v.number(self.dots.code_bytes))))
+        self.codes = _Pointer(b, b.add(panel, b.mul(first, own)))
         self.starts = _Pointer(b, b.add(starts, place))
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
@@ -179,17 +177,13 @@ class _Emitter:
         sums = [self.dots.begin(b, start, zeros) for start in starts]
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
-        with self._one() if one else self._steps(units, 1):
+        with nullcontext() if one else self._steps(units, 1):
             step = self.layout.lines * LINE
             lines = self.weights.take(step)
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
         self.dots.arrange(b, sums, back=True)
         return [self.dots.end_f32(b, total) for total in sums]
-
-    @contextmanager
-    def _one(self) -> Iterator[None]:
-        yield
 
     def _activation_scales(self) -> list[Any]:
         b = self.b
@@ -252,20 +246,9 @@ def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
             else:
                 sixteen(tile, panel, out, units, 16, 0, ahead)
 
-    elif at_once == 8:
-
-        def product(tile, panel, out, units, tokens, ahead):
-            if tokens == 1:
-                one(tile, panel, out, units, 1, 0, ahead)
-            elif tokens == 2:
-                two(tile, panel, out, units, 2, 0, ahead)
-            elif tokens <= 4:
-                four(tile, panel, out, units, tokens, 0, ahead)
-            else:
-                for first in range(0, tokens, 8):
-                    eight(tile, panel, out, units, tokens, first, ahead)
-
-    elif at_once == 6:
+    elif at_once > 4:
+        many, most = emit[at_once], at_once
+        even = 8 if most == 6 else 0  # two passes of four, for six and two would take longer
 
         def product(tile, panel, out, units, tokens, ahead):
             if tokens == 1:
@@ -274,12 +257,13 @@ def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
                 two(tile, panel, out, units, 2, 0, ahead)
             else:
                 first = 0
-                while first + 6 <= tokens != 8:
-                    six(tile, panel, out, units, tokens, first, ahead)
-                    first += 6
                 while first < tokens:
-                    four(tile, panel, out, units, tokens, first, ahead)
-                    first += 4
+                    if tokens - first > 4 and tokens != even:
+                        many(tile, panel, out, units, tokens, first, ahead)
+                        first += most
+                    else:
+                        four(tile, panel, out, units, tokens, first, ahead)
+                        first += 4
 
     elif at_once == 4:
 
