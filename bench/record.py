@@ -68,6 +68,12 @@ KINDS: Mapping[str, Kind] = {
         "{model} | {cache} | {engine} | {s:.2f} | {over_read:.2f}x [{over_read_95[0]:.2f}, "
         "{over_read_95[1]:.2f}]",
     ),
+    "speculation": Kind(
+        "Speculation by kind of text",
+        "text | setting | n | tok/s off | tok/s | over off | tokens a pass | same ids | note",
+        "{text} | {setting} | {n} | {off_tok_s:.1f} | {tok_s:.1f} | {over_off:.2f}x | "
+        "{tokens_per_pass:.2f} | {correct} | {note}",
+    ),
     "block_sparse": Kind(
         "Block-sparse weights",
         "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",

@@ -135,28 +135,46 @@ def test_a_model_that_becomes_right_is_asked_again() -> None:
     assert set(run.model.depths[-50:]) == {7}
 
 
+def said(run: Run) -> str:
+    speculator = run.speculator
+    return account(speculator.costs, speculator.counts, None, speculator.draft_ns).reason
+
+
 def test_a_slow_model_is_only_looked_at() -> None:
     run = Run(step=300)
     run.track.reader = Reader(0, new=0)
-    run.passes(8, right=7)
-    assert run.model.depths == [3] * 8  # it is tried
-    run.model.depths.clear()
+    run.passes(299, right=7)
+    assert not run.model.depths  # it could not pay, were every guess right
+    assert "draft model: not asked, a token costs 3.00 of a forward" in said(run)
     run.time = 0
     run.passes(1000, right=7)
-    assert len(run.model.depths) == 3  # each takes a hundredth of 300 passes
-    assert run.time <= 1.01 * 1000 * 100
+    assert run.model.depths == [1] * 4  # each takes a hundredth of 300 passes
+    assert run.time <= 1.01 * 1000 * 100 + 300
 
 
 def test_a_model_is_tried_before_it_is_judged() -> None:
-    run = Run(step=300)
+    run = Run(step=70)
     for _ in range(8):
         (sent,) = run.speculator.draft([Pending(run.track, [0], run.most)], 1, 7)
-        assert len(sent.tokens) == 3
-        run.speculator.learn(run.track, [1, 99], 1)
+        assert len(sent.tokens) == 1
+        run.speculator.learn(run.track, [99], 0)
     assert run.speculator.draft([Pending(run.track, [0], run.most)], 1, 7)[0].tokens in ([], ())
-    found = account(run.speculator.costs, run.speculator.counts, None, run.speculator.draft_ns)
-    assert found.counts.by_source == {"draft": [24, 8]}
-    assert "draft model: 8 of 24 tokens accepted, each costs 3.00 of a forward" in found.reason
+    assert run.speculator.counts.by_source == {"draft": [8, 0]}
+    assert "draft model: 0 of 8 tokens accepted, a token costs 0.70 of a forward" in said(run)
+
+
+def test_a_model_that_is_often_right_goes_on_after_it_was_tried() -> None:
+    run = Run(step=70)
+    run.passes(8, right=7)
+    assert run.model.depths == [1] * 8
+    run.passes(20, right=7)
+    assert min(run.model.depths[-10:]) > 1
+
+
+def test_a_long_prompt_is_not_read_for_a_try() -> None:
+    run = Run(step=70, more=0.1, left=250)
+    run.passes(20, right=7)
+    assert not run.model.depths  # to read 250 tokens takes 18 passes
 
 
 def test_a_text_that_is_dear_to_read_is_not_read_on_and_on() -> None:

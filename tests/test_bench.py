@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench import __main__ as bench
-from bench import linear, peers
+from bench import linear, peers, speculation
 from bench.experiment import experiment, limit_note, ratio, seconds, turns
 from bench.linear import ENGINES, Problem, clocher, exact_product
 from bench.record import KINDS, Kind, Row, write_json
+from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.convert.synthetic import plan_synthesis
 from cpu_fallback.team.bandwidth import Reader
 
@@ -221,6 +222,34 @@ def test_a_peer_that_fails_has_a_reason_and_no_number(
     assert "tok_s" not in peer
 
 
+def test_speculation_by_kind_of_text(tmp_path: Path) -> None:
+    questions, keep, out = (tmp_path / name for name in ("q.jsonl", "keep.jsonl", "rows.json"))
+    lines = [{"category": kind, "turns": [f"{kind}: {n}", "?"]} for kind in "ab" for n in range(3)]
+    questions.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    words = ["--questions", str(questions), "--prompts", "2", "--max-new", "12", "--threads", "2"]
+    words += ["--draft-model", str(embedded_model()), "--settings", "auto,both"]
+    words += ["--keep", str(keep), "--json", str(out)]
+    for _ in range(2):  # the second time, nothing is left to measure
+        result = CliRunner().invoke(speculation.main, words, catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        rows = json.loads(out.read_text())
+        each_setting = [("a", 2), ("b", 2), ("mean of kinds", 4)]
+        assert [(row["text"], row["n"]) for row in rows] == 2 * each_setting
+        assert all(row["correct"] and row["tokens_per_pass"] >= 1 for row in rows)
+        assert "worst: " in rows[-1]["note"] and rows[0]["over_off"] > 0
+        kept = [json.loads(line) for line in keep.read_text().splitlines()]
+        assert [(each["kind"], each["number"]) for each in kept] == [
+            ("a", 0),
+            ("b", 3),
+            ("a", 1),
+            ("b", 4),
+        ]
+    kept[0]["runs"]["auto"]["ids"][3] += 1
+    keep.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
+    result = CliRunner().invoke(speculation.main, words, catch_exceptions=False)
+    assert result.exit_code == 1 and not json.loads(out.read_text())[0]["correct"]
+
+
 def test_openvino_is_a_peer_where_its_wheel_is_installed(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -256,9 +285,10 @@ def test_openvino_is_a_peer_where_its_wheel_is_installed(
         (["peers", "--model-dir", ".", "--test", "pp8@d8"], "expected pp or tg"),
         (["linear", "--formats", "int5"], "unknown format"),
         (["linear", "--engines", "clocher,abacus"], "expected some of clocher, cached"),
+        (["speculation", "--questions", "q", "--settings", "draft"], "give --draft-model"),
         (["none"], "no case 'none'; cases are harness, strict, peers"),
     ],
-    ids=["shape", "test", "depth", "format", "engine", "case"],
+    ids=["shape", "test", "depth", "format", "engine", "draft", "case"],
 )
 def test_wrong_arguments_are_named(
     arguments: list[str], text: str, capsys: pytest.CaptureFixture[str]

@@ -24,7 +24,7 @@ if any("engine_main" in word for word in sys.orig_argv):
         self.ns = [1.0] * len(self.ns)
 
     ForwardCosts.measure = measure
-    ForwardCosts.note = lambda self, tokens, ns: None
+    ForwardCosts.note = lambda self, tokens, ns: ns
 """
 """Makes an engine believe that a larger pass costs nothing, so every guess is sent."""
 

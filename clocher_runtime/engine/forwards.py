@@ -173,8 +173,8 @@ class Forwards:
             if rows:  # otherwise a GPU may still be at it
                 self.times.add(tokens, ended - drafted)
                 if speculator is not None and not prompt:
-                    speculator.costs.note(tokens, ended - drafted)
-                    speculator.judge(decodes, decoded, ended - began)
+                    counts = speculator.costs.note(tokens, ended - drafted)
+                    speculator.judge(decodes, decoded, drafted - began + counts)
                 elif not prompt and any(request.looks_ahead for request, _ in parts):
                     self._judge(decodes, decoded, ended - began)
             if not prompt:

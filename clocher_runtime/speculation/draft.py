@@ -11,9 +11,7 @@ from clocher_runtime.models.builder import DRAWN
 
 MAX_DRAFT = DRAWN - 1
 """Draft tokens of a sequence in a forward: many kernels do eight tokens at the cost of one."""
-PRIORS = MappingProxyType(
-    {"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,) * MAX_DRAFT}
-)
+PRIORS = MappingProxyType({"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,)})
 """Source -> the acceptance rate of each of its classes before anything is known."""
 SOURCES = [source for source, rates in PRIORS.items() for _ in rates]
 

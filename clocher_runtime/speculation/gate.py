@@ -1,8 +1,8 @@
 """How many draft tokens pay: expected gain against the cost of a larger forward.
 
-A draft model is asked where the expected gain exceeds its cost. Else it is probed for 1 % of the
-time at most; the first `_TRIES` drafts are always verified. An unread prompt is read in pieces, if
-drafts repay it.
+A draft model is asked where the expected gain exceeds its cost. Else it is asked for single tokens:
+`_TRIES` times, if it could pay at all, and then for 1 % of the time at most. An unread prompt is
+read in pieces, if drafts repay it.
 """
 
 import itertools
@@ -16,9 +16,9 @@ MARGIN = 1.05
 """Minimum gain of drafts, which covers errors of the cost table."""
 _TRUST = 0.85
 """Discount on chances: those chosen for being high were partly lucky."""
-_WORSE = 1.03  # of the time that its tokens take without drafts, a window may have taken
+_WORSE = 1.1  # of the time that its tokens take without drafts, a window may have taken
 _HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
-_LOOK, _WINDOW = 24, 48  # forwards with drafts until these are judged, at first and then
+_WINDOW = 32  # forwards with drafts until these are judged
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # forwards without any
 _SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
 _ROUNDS = 3
@@ -29,8 +29,9 @@ _HORIZON = 32
 """Forwards within which an unread prompt's drafts have to repay reading it."""
 _LOOKS = 0.01  # of the time; what is not used of it is kept for so many forwards' worth
 _LEAST_PIECE = 16  # tokens
-_TRIES, _TRIED = 8, 3
-"""Drafts verified unconditionally, and the tokens of each."""
+_TRIES, _HOPE = 8, 0.9
+"""Tokens verified unconditionally, if drafts of this acceptance rate would pay."""
+_LONGEST_READ = 16  # forwards that reading a prompt for these may take
 _ASSUMED = 0.03  # of a token's time, what a further one costs until it is measured
 
 
@@ -51,19 +52,21 @@ class ForwardCosts:
         self.known = dict(zip(sizes, times, strict=True))
         self._interpolate()
 
-    def note(self, tokens: int, ns: int) -> None:
-        """Record the time of a forward."""
+    def note(self, tokens: int, ns: int) -> float:
+        """Record the time of a forward; return how much of it counts."""
         if not 0 < tokens < len(self.ns):
-            return
+            return ns
         before = self.known.get(tokens)
         if before is None:
             self.known[tokens] = float(ns)
             self._interpolate()
-            return
+            return ns
         # Other load on the machine makes some forwards many times slower.
-        now = self.known[tokens] = before + _NEW * (min(float(ns), 2 * before) - before)
+        counts = min(float(ns), 2 * before)
+        now = self.known[tokens] = before + _NEW * (counts - before)
         if abs(now - self.ns[tokens]) > 0.02 * now:
             self._interpolate()
+        return counts
 
     def doubt(self, base: int) -> None:
         """Lower the times above `base` tokens a little, since no such forward ran."""
@@ -98,14 +101,14 @@ class Trial:
 
     def __init__(self) -> None:
         self.is_on = True
-        self._left, self._pause = _LOOK, _FIRST_PAUSE
+        self._left, self._pause = _WINDOW, _FIRST_PAUSE
         self._spent = self._worth = 0.0
 
-    def note(self, ns: int, made: float, bare_ns: float) -> None:
+    def note(self, ns: float, made: float, bare_ns: float) -> None:
         """Record a forward: `made` tokens per sequence; `bare_ns` without drafts, 0 if unknown."""
         self._left -= 1
         if self.is_on:
-            self._spent += min(float(ns), _HELD_UP * made * bare_ns)
+            self._spent += min(ns, _HELD_UP * made * bare_ns)
             self._worth += made * bare_ns
         if self._left > 0:
             return
@@ -115,7 +118,7 @@ class Trial:
         else:
             if self.is_on:
                 self._pause = _FIRST_PAUSE
-            self._left = _WINDOW if self.is_on else _LOOK
+            self._left = _WINDOW
             self.is_on = True
         self._spent = self._worth = 0.0
 
@@ -197,7 +200,7 @@ class DraftModelGate:
     def __init__(self, model: DraftModel) -> None:
         self.model = model
         first = first_class("draft")
-        self._classes = range(first, first + MAX_DRAFT)
+        self._classes = (first,) * MAX_DRAFT
         self._spare = 0.0  # ns for looks
         self._tries = _TRIES
 
@@ -209,7 +212,7 @@ class DraftModelGate:
         ns: Sequence[float],
     ) -> bool:
         """Make better offers than the chances `taken`; return whether the model was asked."""
-        if base >= len(ns):
+        if base + 1 >= len(ns):
             return False
         steps = self.model.costs.ns
         readers = [each.track.reader for each in pending]
@@ -229,26 +232,25 @@ class DraftModelGate:
         count = draft_depth(mine, taken, base, ns, entries, steps)
         asked = worth_asking(mine, taken, count)
         self._spare = min(self._spare + _LOOKS * ns[base], _HORIZON * ns[base])
-        if asked:
-            price = paid = steps[len(asked)]
-        else:
-            asked = sorted((i for i, tokens in enumerate(behind) if tokens), key=behind.__getitem__)
-            del asked[1:]
-            # Otherwise the read would serve a probe that cannot be afforded.
-            price = sum(_time(steps, behind[i]) for i in asked)
-            paid = sum(_time(steps, min(behind[i], piece)) for i in asked)
-        tries = self._tries > 0 and all(pending[i].most == MAX_DRAFT for i in asked)
-        if tries:
-            count = max(count, _TRIED)
-        elif count < MAX_DRAFT and self._spare >= price:
-            self._spare -= paid
-            count += 1
-        if not asked or not count:
-            return False
+        tries = False
+        if not asked:
+            usable = [i for i, tokens in enumerate(behind) if tokens]
+            if not usable:
+                return False
+            one = min(usable, key=behind.__getitem__)
+            asked, count = [one], 1
+            # A part of the read would serve a token that cannot be afforded.
+            price, hope = _time(steps, behind[one]), (1 + _HOPE) * ns[base]
+            tries = self._tries > 0 and pending[one].most == MAX_DRAFT
+            tries &= price <= _LONGEST_READ * ns[base] and steps[1] + ns[base + 1] < hope
+            if not tries and self._spare < price:
+                return False
+            if not tries:
+                self._spare -= _time(steps, min(behind[one], piece))
         drafted = self.model.draft([readers[i] for i in asked], count, piece)
         for i, tokens in zip(asked, drafted, strict=True):
             self._offer(pending[i], tokens, sum(taken[i]), tries)
-            self._tries -= bool(tries and tokens)
+            self._tries -= bool(tokens)
         return True
 
     def _offer(self, pending: Pending, tokens: Sequence[int], taken: float, tries: bool) -> None:

@@ -82,12 +82,10 @@ class Account:
         if not counts.forwards:
             return "no forward only decoded"
         drafted, accepted = counts.by_source.get("draft", (0, 0))
-        found = "; the draft model was not asked" if self.cost_of_draft > 0 else ""
-        if drafted:
-            found = (
-                f"; draft model: {accepted} of {drafted} tokens accepted, each costs "
-                f"{self.cost_of_draft:.2f} of a forward"
-            )
+        found = ""
+        if self.cost_of_draft > 0:
+            asked = f"{accepted} of {drafted} tokens accepted" if drafted else "not asked"
+            found = f"; draft model: {asked}, a token costs {self.cost_of_draft:.2f} of a forward"
         if counts.sent:
             share = 100 * counts.sent / counts.forwards
             return f"{share:.0f} % of forwards verified drafts{found}"
@@ -156,8 +154,8 @@ class Speculator:
             each.track.sent = each.track.offer.first(count)
         return [each.track.sent for each in pending]
 
-    def judge(self, sequences: int, tokens: int, ns: int) -> None:
-        """Record the time of a decode-only forward."""
+    def judge(self, sequences: int, tokens: int, ns: float) -> None:
+        """Record the time that counts of a decode-only forward and its drafts."""
         if not self.trial.is_on:
             self.counts.forwards += sequences
             self.counts.tokens += tokens

@@ -1,0 +1,120 @@
+r"""Speculation on texts of several kinds, beside no drafts, prompt by prompt in one process.
+
+\b
+    python -m bench speculation --model-dir FILE --questions question.jsonl [--draft-model FILE]
+        [--settings auto,draft,both] [--prompts 8] [--temperature 1] [--seconds 200 --keep FILE]
+
+Lines of --questions have a `category` and `turns`, as Spec-Bench's; the first turn of the first
+--prompts of each kind is asked through the chat template. Settings: auto (drafts from the text),
+draft (a draft model alone), both. Only forwards without prompt tokens are timed. What --keep has is
+not measured again; --seconds ends early, with rows of what there is.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import mean, median
+
+import click
+
+from bench.experiment import FILE, MODEL_DIR, TEAM, Listed, experiment
+from bench.record import Row, append_row
+from clocher_runtime.api import LanguageModel, load
+from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.timing import TimedWindow
+
+_MODES = {"auto": "auto", "draft": "draft", "both": "auto"}
+
+
+def _run(model: LanguageModel, prompt: str, sampling: Sampling, most: int) -> Row:
+    """Answer a prompt; return its ids, and tokens, forwards and time of decoding."""
+    text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+    ids, window = model.tokenizer.encode(text, special=False), TimedWindow("speculation")
+    made = [token.id for token in model.session.generate([ids], most, sampling, window=window)]
+    spans = [span for span in window.spans if span.kind == "decode"]
+    tokens, ns = sum(span.tokens for span in spans), sum(span.ns for span in spans)
+    return {"ids": made, "tokens": tokens, "forwards": len(spans), "ns": ns}
+
+
+def _row(found: Sequence[Row], setting: str) -> Row:
+    timed = [runs for runs in found if runs["off"]["ns"]]
+    rates = {name: [1e9 * runs[name]["tokens"] / runs[name]["ns"] for runs in timed]
+             for name in ("off", setting)}  # fmt: skip
+    ns = {name: sum(runs[name]["ns"] for runs in timed) for name in rates}
+    tokens, forwards = (sum(r[setting][key] for r in timed) for key in ("tokens", "forwards"))
+    return {
+        "setting": setting,
+        "n": len(timed),
+        "off_tok_s": median(rates["off"]),
+        "tok_s": median(rates[setting]),
+        "over_off": ns["off"] / ns[setting],
+        "over_off_of_prompts": [
+            round(own / off, 3) for own, off in zip(rates[setting], rates["off"], strict=True)
+        ],
+        "tokens_per_pass": tokens / forwards,
+        "correct": all(runs[setting]["ids"] == runs["off"]["ids"] for runs in found),
+    }
+
+
+@experiment("speculation", __doc__, title="{model}, T = {temperature:g}, {threads} threads")
+@MODEL_DIR
+@click.option("--questions", type=FILE, required=True, help="JSONL with `category` and `turns`.")
+@click.option("--draft-model", type=FILE)
+@click.option("--settings", type=Listed.of(_MODES), default="auto", show_default=True)
+@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--max-new", type=click.IntRange(2), default=96, show_default=True)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0)
+@click.option("--seconds", type=click.FloatRange(0), default=float("inf"))
+@click.option("--keep", type=FILE, help="JSONL of the prompts that were measured.")
+@TEAM
+def main(
+    model_dir: Path | None, questions: Path, draft_model: Path | None, settings: tuple[str, ...],
+    prompts: int, max_new: int, temperature: float, seconds: float, keep: Path | None, threads: int,
+) -> Iterator[Row]:  # fmt: skip
+    """Yield a row for each kind of text and setting, and one of all kinds."""
+    if draft_model is None and settings != ("auto",):
+        raise click.UsageError("settings draft and both ask a draft model; give --draft-model")
+    ends = time.monotonic() + seconds
+    texts: dict[str, list[tuple[int, str]]] = {}
+    for number, line in enumerate(questions.read_text(encoding="utf-8").splitlines()):
+        each = json.loads(line)
+        texts.setdefault(each["category"], []).append((number, each["turns"][0]))
+    kept = keep.read_text(encoding="utf-8").splitlines() if keep and keep.exists() else []
+    done = {each["number"]: each["runs"] for each in map(json.loads, kept)}
+    with ExitStack() as opened:
+        models: dict[str, LanguageModel] = {}
+        for name in ("off", *settings):
+            how: Row = {"threads": threads, "context": 2048, "speculate": _MODES.get(name, "off")}
+            if name in ("draft", "both"):
+                how["draft_model"] = draft_model
+            model = load(model_dir, **how)
+            models[name] = opened.enter_context(model)
+            model.session.warm()
+        spec, names = model.session, list(models)
+        for turn, kind in ((i, kind) for i in range(prompts) for kind in texts):
+            for number, prompt in texts[kind][turn : turn + 1]:
+                if number in done or time.monotonic() > ends:
+                    continue
+                sampling = Sampling(temperature=temperature, seed=number)
+                first = len(done) % len(names)
+                order = names[first:] + names[:first]
+                done[number] = {n: _run(models[n], prompt, sampling, max_new) for n in order}
+                if keep:
+                    append_row(keep, {"kind": kind, "number": number, "runs": done[number]})
+        said = {name: model.session.speculation().reason for name, model in models.items()}
+    about = {"model": spec.model.checkpoint.path.name, "threads": threads, "isa": spec.isa}
+    about |= {"temperature": temperature, "max_new": max_new}
+    for setting in settings:
+        rows = []
+        for kind, asked in texts.items():
+            if found := [done[number] for number, _ in asked if number in done]:
+                rows.append({"text": kind, **about, **_row(found, setting)})
+        yield from rows
+        means = {key: mean(row[key] for row in rows) for key in ("over_off", "tokens_per_pass")}
+        low, worst = min((row["over_off"], row["text"]) for row in rows)
+        note = f"worst: {worst} {low:.2f}x; {said[setting]}"
+        correct = all(row["correct"] for row in rows)
+        mean_row = {"text": "mean of kinds", "setting": setting, "n": sum(r["n"] for r in rows)}
+        yield {**mean_row, **about, **means, "correct": correct, "note": note}
