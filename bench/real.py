@@ -1,23 +1,27 @@
 r"""Published files: what an engine's arithmetic costs on real text, beside llama.cpp.
 
 \b
-    python -m bench real --gguf FILE --text TEXT --turns JSONL --llama DIR --keep PARTS --json OUT
+    python -m bench real --gguf FILE --text TEXT --turns JSONL --mmlu LINES --llama DIR \
+        --keep PARTS --json OUT
 
 TEXT and the conversations of JSONL ({"messages": [...]} a line, by the model's template) are cut
 into windows of 512 tokens, of which the last 255 are scored, as llama-perplexity does. The
 reference is Clocher in fp32, the exact model of the file, whose logits are written as
 llama-perplexity's --kl-divergence-base. transformers in fp32, Clocher's default and the
-llama-perplexity in DIR are compared with it, on the same ids. PARTS keeps what is done, so that
---seconds may end a run early and the same command goes on. Errors are standard errors.
+llama-perplexity of DIR are compared with it, on the same ids. Questions of MMLU are asked without
+examples. Speed is that of `python -m bench peers`; start and memory are those of a process that
+makes one token, of llama.cpp llama-bench. PARTS keeps what is done, so that --seconds may end a run
+early and the same command goes on. Errors are standard errors.
 """
 
-import re
+import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import count as naturals
+from itertools import count, product
 from math import exp, sqrt
 from pathlib import Path
 from typing import Any
@@ -25,29 +29,31 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, Row, experiment
+from bench.experiment import FILE, TEAM, NotMeasured, Row, experiment, opened
+from bench.other_engines import WINDOW, LlamaBench, answered, divergence
+from bench.peers import OURS, compare
 from bench.record import SCHEMA, append_row, read_rows
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.loading import load
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
 from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.quality.likelihood import Question
+from clocher_runtime.quality.speed import Case
+from clocher_runtime.quality.tasks import Kept, Prompted, read_task, run_task
+from clocher_runtime.subcommands.perplexity import scored
 from clocher_runtime.text.tokenizer import Tokenizer
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
 
-WINDOW, FIRST, WINDOWS = 512, 256, 4
+FIRST, WINDOWS = WINDOW // 2, 4
+_ROUNDS = 3
 SCORED = WINDOW - 1 - FIRST
 EXACT, DEFAULT, LLAMA, TRANSFORMERS = "Clocher fp32", "Clocher", "llama.cpp", "transformers fp32"
 ENGINES = (TRANSFORMERS, EXACT, DEFAULT, LLAMA)
 _LEAST = -16.0
 """Probabilities below exp of this do not count, and `--kl-divergence-base` has none."""
 _AT_ONCE = 64
-_SAID = {
-    "ppl": r"Mean PPL\(Q\) +: +(\S+)",
-    "ppl_base": r"Mean PPL\(base\) +: +(\S+)",
-    "kld": r"Mean +KLD: +(\S+)",
-    "kld_error": r"Mean +KLD: +\S+ ± +(\S+)",
-    "same": r"Same top p: +(\S+)",
-}
 Windows = Sequence[list[int]]
 Logits = Callable[[Sequence[int]], np.ndarray]
 Sums = dict[str, float]
@@ -120,7 +126,6 @@ def judge(base: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> Sums:
                 "kld2": (kld * kld).sum(),
                 "same": np.count_nonzero(own.argmax(axis=1) == here.argmax(axis=1)),
                 "nll": -np.take_along_axis(log, wanted, 1).sum(dtype=np.float64),
-                "nll_base": -np.take_along_axis(own, wanted, 1).sum(dtype=np.float64),
             },
         )
     return {name: float(value) for name, value in sums.items()}
@@ -138,27 +143,8 @@ def compared(path: Path, windows: Windows, logits: Logits) -> Sums:
     return sums
 
 
-def by_llama(program: Path, gguf: Path, base: Path, tokens: int, threads: int) -> Sums:
-    """Return the sums that llama-perplexity prints."""
-    command = [program, "-m", gguf, "--kl-divergence-base", base, "--kl-divergence"]
-    command += ["-c", str(WINDOW), "-b", str(WINDOW), "-t", str(threads)]
-    run = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-    found = {name: re.search(shown, run.stdout) for name, shown in _SAID.items()}
-    if run.returncode or not all(found.values()):
-        raise NotMeasured(f"{program}: {(run.stderr.splitlines() or ['printed nothing'])[-1]}")
-    said = {name: float(match[1]) for name, match in found.items() if match}
-    return {
-        "tokens": tokens,
-        "kld": tokens * said["kld"],
-        "kld2": tokens * (said["kld_error"] ** 2 * (tokens - 1) + said["kld"] ** 2),
-        "same": tokens * said["same"] / 100,
-        "nll": tokens * np.log(said["ppl"]),
-        "nll_base": tokens * np.log(said["ppl_base"]),
-    }
-
-
-def summary(sums: Sums) -> Row:
-    """Return the fields of a row."""
+def summary(sums: Sums, exact: Sums) -> Row:
+    """Return the fields of a row; `exact` are the sums of the reference."""
     n = sums["tokens"]
     kld, same = sums["kld"] / n, sums["same"] / n
     return {
@@ -168,7 +154,7 @@ def summary(sums: Sums) -> Row:
         "same_top": same,
         "same_top_error": sqrt(same * (1 - same) / (n - 1)),
         "perplexity": exp(sums["nll"] / n),
-        "ppl_ratio": exp((sums["nll"] - sums["nll_base"]) / n),
+        "ppl_ratio": exp(sums["nll"] / n - exact["nll"] / exact["tokens"]),
     }
 
 
@@ -192,6 +178,24 @@ def _clocher(gguf: Path, threads: int, **settings: Any) -> Logits:
     return load(replace(config, speculate="off", all_logits=True)).session().logits
 
 
+class _Engines:
+    """Engines of a file by name, each made when it is first asked."""
+
+    def __init__(self, gguf: Path, threads: int) -> None:
+        self._makers: dict[str, Callable[[], Logits]] = {
+            EXACT: partial(_clocher, gguf, threads, kv_dtype="f32", act_prec="fp32"),
+            DEFAULT: partial(_clocher, gguf, threads),
+            TRANSFORMERS: partial(_transformers, gguf, threads),
+        }
+        self._made: dict[str, Logits] = {}
+
+    def beside(self, name: str, base: Path, windows: Windows) -> Sums:
+        """Return the sums of an engine; those of the reference make the base."""
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return (write_base if name == EXACT else compared)(base, windows, self._made[name])
+
+
 def _transformers(gguf: Path, threads: int) -> Logits:
     """Return transformers' logits of a file, its weights decoded to fp32."""
     import torch
@@ -210,13 +214,116 @@ def _transformers(gguf: Path, threads: int) -> Logits:
     return logits
 
 
+def _accuracy(gguf: Path, engine: str, items: Sequence[Question], keep: Path, threads: int) -> Sums:
+    """Return how many questions Clocher answers."""
+    settings = {"act_prec": "fp32", "kv_dtype": "f32"} if engine == EXACT else {}
+    with scored(gguf, threads=threads, batch=8, context=2048, **settings) as ready:
+        kept = Kept(keep, {"gguf": gguf.name, **ready.facts})
+        task, session = Prompted(items, {}), ready.session
+        found = run_task(task, session, ready.tokenizer, kept, lambda *_: None)["questions"]
+    return {"questions": found["count"], "right": found["count"] * found["acc"]}
+
+
+def _cost(command: Sequence[object]) -> Sums:
+    """Return the seconds and the MiB of a whole process, the second of two."""
+    for _ in range(2):
+        began = time.perf_counter()
+        words = [str(word) for word in command]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise NotMeasured(f"{words[0]}: exit code {os.waitstatus_to_exitcode(status)}")
+        found = {"start_s": time.perf_counter() - began, "memory_mib": usage.ru_maxrss / 1024}
+    return found
+
+
+def _speed(gguf: Path, programs: Path, threads: int) -> Sums:
+    """Return tokens a second, start and memory of both engines; keys begin with the engine."""
+    cases = {"pp512": Case(512, 0), "tg64": Case(0, 64)}
+    bench = LlamaBench([str(programs / "llama-bench")], gguf, threads)
+    reader = Reader("2m", 64 << 20)
+    sums: Sums = {}
+    for row in compare(opened(gguf), {LLAMA: bench}, cases, threads, reader, _ROUNDS):
+        if "tok_s" not in row:
+            raise NotMeasured(row["note"])
+        sums[f"{DEFAULT if row['engine'] == OURS else LLAMA} {row['test']}"] = row["tok_s"]
+    own = [
+        sys.executable,
+        "-m",
+        "clocher_runtime",
+        "run",
+        "--model-dir",
+        gguf,
+        "--threads",
+        threads,
+    ]
+    first = {
+        DEFAULT: [*own, "--prompt", "The capital of France is", "--max-new", "1"],
+        LLAMA: [programs / "llama-bench", "-m", gguf, "-t", threads, "-p", 5, "-n", 0, "-r", 1],
+    }
+    for engine, command in first.items():
+        sums |= {f"{engine} {key}": value for key, value in _cost(command).items()}
+    return sums
+
+
+class Parts:
+    """What is measured, a line for each part in a file."""
+
+    def __init__(self, path: Path, seconds: int | None) -> None:
+        """Read a file; nothing is begun `seconds` from now."""
+        self._path, self._end = path, time.monotonic() + (seconds or 1e9)
+        rows = read_rows(path) if path.exists() else ()
+        self._found = {(row["key"], row["run"]): row["line"] for row in rows}
+
+    def do(self, key: str, run: int, measure: Callable[[], Sums]) -> None:
+        """Measure a part, if it is not there and there is time."""
+        if (key, run) in self._found or time.monotonic() > self._end:
+            return
+        began = time.monotonic()
+        line = {**measure(), "seconds": time.monotonic() - began}
+        row = {"schema": SCHEMA, "key": key, "label": key, "run": run, "status": "ok", "line": line}
+        append_row(self._path, row)
+        self._found[key, run] = line
+
+    def sums(self, *words: str) -> Sums:
+        """Return the sums over the runs from 0 on."""
+        sums: Sums = {}
+        for run in count():
+            if (line := self._found.get((" ".join(words), run))) is None:
+                break
+            _add(sums, line)
+        return sums
+
+
+def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
+    """Yield a row for each engine: fields of a text end with its name."""
+    speed = parts.sums(model, "speed")
+    for engine in ENGINES:
+        row: Row = {}
+        for text in texts:
+            if sums := parts.sums(model, text, engine):
+                exact = parts.sums(model, text, EXACT)
+                row |= {f"{key}_{text}": value for key, value in summary(sums, exact).items()}
+        if sums := parts.sums(model, "mmlu", engine):
+            n, share = sums["questions"], sums["right"] / sums["questions"]
+            error = sqrt(share * (1 - share) / max(n - 1, 1))
+            row |= {"questions": int(n), "percent": 100 * share, "percent_error": 100 * error}
+        own = (key.removeprefix(f"{engine} ") for key in speed if key.startswith(f"{engine} "))
+        row |= {key: speed[f"{engine} {key}"] for key in own if " " not in key}
+        if row:
+            yield {"op": "real", "model": model, "engine": engine, "isa": CURRENT.name, **row}
+
+
 @experiment("real", __doc__)
 @click.option("--gguf", "files", type=FILE, multiple=True, required=True)
 @click.option("--text", type=FILE)
 @click.option("--turns", type=FILE)
 @click.option("--tokens", type=click.IntRange(1), default=20_000, show_default=True)
+@click.option("--mmlu", type=FILE, help="Its lines; each is asked without examples.")
+@click.option("--limit", type=click.IntRange(1), default=500, show_default=True, help="Questions.")
 @click.option("--engine", "engines", type=click.Choice(ENGINES), multiple=True, default=ENGINES)
-@click.option("--llama", type=FILE, help="Where llama-perplexity is.")
+@click.option("--speed/--no-speed", default=True, help="Tokens a second, start and memory.")
+@click.option("--llama", type=FILE, help="Where llama-perplexity and llama-bench are.")
 @click.option("--keep", type=FILE, required=True)
 @click.option("--seconds", type=click.IntRange(1), help="Begin no part after that.")
 @TEAM
@@ -225,62 +332,42 @@ def main(
     text: Path | None,
     turns: Path | None,
     tokens: int,
+    mmlu: Path | None,
+    limit: int,
     engines: Sequence[str],
+    speed: bool,
     llama: Path | None,
     keep: Path,
     seconds: int | None,
     threads: int,
 ) -> Iterator[Row]:
     """Measure the parts that are missing, and yield the rows of all of them."""
-    count = -(-tokens // SCORED)
-    end = time.monotonic() + (seconds or 1e9)
-    found = {(each["key"], each["run"]): each["line"] for each in _kept(keep)}
+    if LLAMA in engines and llama is None:
+        raise click.UsageError("--llama: give the directory, or --engine without llama.cpp")
+    parts, programs = Parts(keep, seconds), llama or Path()
+    asked = read_task(Path("mmlu"), mmlu, 0, limit, False).items if mmlu else ()
+    questions = [item for item in asked if isinstance(item, Question)]
     for gguf in files:
-        tokenizer = _tokenizer(gguf)
-        makers: dict[str, Callable[[], Logits]] = {
-            EXACT: partial(_clocher, gguf, threads, kv_dtype="f32", act_prec="fp32"),
-            DEFAULT: partial(_clocher, gguf, threads),
-            TRANSFORMERS: partial(_transformers, gguf, threads),
-        }
-        made: dict[str, Logits] = {}
-        for kind, windows in windows_of(tokenizer, text, turns, count).items():
-            for run in range(-(-count // WINDOWS)):
-                part = windows[run * WINDOWS : (run + 1) * WINDOWS]
-                base = keep.with_name(f"{gguf.stem}.{kind}.{run}.base")
-                for name in (EXACT, *(each for each in engines if each != EXACT)):
-                    key = f"{gguf.stem} {kind} {name}"
-                    done = (key, run) in found if name != EXACT else base.exists()
-                    if done or not part or time.monotonic() > end:
-                        continue
-                    began = time.monotonic()
-                    if name != LLAMA and name not in made:
-                        made[name] = makers[name]()
-                    if name == EXACT:
-                        sums = write_base(base, part, made[name])
-                    elif name == LLAMA:
-                        assert llama is not None
-                        of = len(part) * SCORED
-                        sums = by_llama(llama / "llama-perplexity", gguf, base, of, threads)
-                    else:
-                        sums = compared(base, part, made[name])
-                    sums["seconds"] = time.monotonic() - began
-                    about = {"schema": SCHEMA, "key": key, "label": name, "run": run}
-                    append_row(keep, {**about, "status": "ok", "line": sums})
-                    found[key, run] = sums
-            for name in ENGINES:
-                sums = {}
-                for run in naturals():
-                    if (line := found.get((f"{gguf.stem} {kind} {name}", run))) is None:
-                        break
-                    _add(sums, line)
-                if sums:
-                    yield {
-                        "op": "real",
-                        "model": gguf.stem,
-                        "text": kind,
-                        "engine": name,
-                    } | summary(sums)
-
-
-def _kept(keep: Path) -> Sequence[Row]:
-    return read_rows(keep) if keep.exists() else ()
+        name, made = gguf.stem, _Engines(gguf, threads)
+        if speed and llama:
+            parts.do(f"{name} speed", 0, partial(_speed, gguf, programs, threads))
+        windows = windows_of(_tokenizer(gguf), text, turns, -(-tokens // SCORED))
+        longest = max(map(len, windows.values()), default=0)
+        for run, kind in product(range(-(-longest // WINDOWS)), windows):
+            part = windows[kind][run * WINDOWS : (run + 1) * WINDOWS]
+            base = keep.with_name(f"{name}.{kind}.{run}.base")
+            for engine in (EXACT, *(each for each in engines if each != EXACT)) if part else ():
+                measure = partial(made.beside, engine, base, part)
+                if engine == LLAMA:
+                    measure = partial(divergence, programs, gguf, base, len(part) * SCORED, threads)
+                parts.do(f"{name} {kind} {engine}", run, measure)
+        for engine in engines if questions else ():
+            measure = partial(
+                _accuracy, gguf, engine, questions, keep.with_suffix(".mmlu"), threads
+            )
+            if engine == LLAMA:
+                choices = [(each.context, each.choices, each.answer) for each in questions]
+                measure = partial(answered, programs, gguf, choices, threads)
+            if engine != TRANSFORMERS:
+                parts.do(f"{name} mmlu {engine}", 0, measure)
+        yield from _rows(name, [*windows], parts)
