@@ -29,10 +29,10 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, Row, experiment, opened
+from bench.experiment import FILE, TEAM, NotMeasured, experiment, opened
 from bench.other_engines import WINDOW, LlamaBench, answered, divergence
 from bench.peers import OURS, compare
-from bench.record import SCHEMA, append_row, read_rows
+from bench.record import SCHEMA, Row, append_row, read_rows
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.loading import load
 from clocher_runtime.config.engine import EngineConfig
@@ -121,10 +121,10 @@ def judge(base: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> Sums:
         _add(
             sums,
             {
-                "tokens": len(kld),
+                "tokens": float(len(kld)),
                 "kld": kld.sum(),
                 "kld2": (kld * kld).sum(),
-                "same": np.count_nonzero(own.argmax(axis=1) == here.argmax(axis=1)),
+                "same": float((own.argmax(axis=1) == here.argmax(axis=1)).sum()),
                 "nll": -np.take_along_axis(log, wanted, 1).sum(dtype=np.float64),
             },
         )
@@ -202,14 +202,15 @@ def _transformers(gguf: Path, threads: int) -> Logits:
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(
+    found: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-    ).eval()
+    )
+    model = found.eval()
 
     def logits(ids: Sequence[int]) -> np.ndarray:
         with torch.inference_mode():
-            found: np.ndarray = model(torch.tensor([ids])).logits[0].numpy()
-        return found
+            values: np.ndarray = model(torch.tensor([ids])).logits[0].numpy()
+        return values
 
     return logits
 

@@ -208,11 +208,11 @@ def read_task(path: Path) -> list[Item]:
 
 def _item(line: bytes, where: str) -> Item:
     value = parse_object(line, where)
-    kinds = {"choices": Question, "continuation": Target, "text": Text}
+    kinds: dict[str, type[Item]] = {"choices": Question, "continuation": Target, "text": Text}
     kind = next((kind for name, kind in kinds.items() if name in value), None)
     if kind is None:
         raise FormatError(f"{where}: its keys are {sorted(value)!r:.80}; {_KINDS}")
-    item: Item = read_as(value, kind, where)
+    item = read_as(value, kind, where)
     if isinstance(item, Text) and not item.text:
         raise FormatError(f"{where}: the text is empty")
     if isinstance(item, Question):

@@ -170,8 +170,8 @@ def quality(
 
     asked = [read_task(task, data, shots, limit, run_code) for task in tasks]
     generates = all(each.generates for each in asked)  # then few logits are needed
-    settings = {"batch": batch, "context": context, "all_logits": not generates}
-    rows = []
+    settings: dict[str, Any] = {"batch": batch, "context": context, "all_logits": not generates}
+    rows: list[str] = []
     with report.counting() as tell, scored(**model, **settings) as ready:
         for task, each in zip(tasks, asked, strict=True):
             facts = {**ready.facts, "context": ready.session.context, **each.facts}
