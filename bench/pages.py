@@ -20,6 +20,7 @@ from bench.record import (
     read_file,
     read_folder,
     table,
+    table_of,
 )
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
@@ -205,6 +206,17 @@ def render(folder: Path) -> Page:
             ),
         ),
         Section(
+            "Published files",
+            (
+                "KLD is the KL divergence, nats per token, from the weights of the file in fp32; "
+                "the text is from SQuAD's Wikipedia paragraphs, turns are GSM8K's questions and "
+                "answers in the model's chat template. `±` is a standard error. MMLU is asked "
+                "without examples. Start and memory are those of a process that makes one token "
+                "(llama.cpp: llama-bench).",
+            ),
+            (table_of("real", _newest(files)),),
+        ),
+        Section(
             "Decoding, beside the read bandwidth of the memory",
             (),
             (
@@ -257,6 +269,12 @@ def _peers(files: Sequence[ResultFile]) -> list[Row]:
             if key not in newest or rank >= newest[key][0]:
                 newest[key] = rank, {**shown, "file": file.name}
     return [row for _, (_, row) in sorted(newest.items())]
+
+
+def _newest(files: Sequence[ResultFile]) -> list[Row]:
+    """Return the newest row of each model and engine of published files."""
+    rows = [row for file in files if file.kind == "real" for row in file.rows]
+    return list({(row["model"], row["engine"]): row for row in rows}.values())
 
 
 def _decodes(files: Sequence[ResultFile]) -> list[Row]:

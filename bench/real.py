@@ -7,8 +7,8 @@ r"""Published files: what an engine's arithmetic costs on real text, beside llam
 TEXT and the conversations of JSONL ({"messages": [...]} a line, by the model's template) are cut
 into windows of 512 tokens, of which the last 255 are scored, as llama-perplexity does. The
 reference is Clocher in fp32, the exact model of the file, whose logits are written as
-llama-perplexity's --kl-divergence-base. transformers in fp32, Clocher's default and the
-llama-perplexity of DIR are compared with it, on the same ids. Questions of MMLU are asked without
+llama-perplexity's --kl-divergence-base. Clocher's default and the llama-perplexity of DIR are
+compared with it, on the same ids. Questions of MMLU are asked without
 examples. Speed is that of `python -m bench peers`; start and memory are those of a process that
 makes one token, of llama.cpp llama-bench. PARTS keeps what is done, so that --seconds may end a run
 early and the same command goes on. Errors are standard errors.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import count, product
-from math import exp, sqrt
+from math import exp, inf, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import numpy as np
 from bench.experiment import FILE, TEAM, NotMeasured, experiment, opened
 from bench.other_engines import WINDOW, LlamaBench, answered, divergence
 from bench.peers import OURS, compare
-from bench.record import SCHEMA, Row, append_row, read_rows
+from bench.record import Row
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.loading import load
 from clocher_runtime.config.engine import EngineConfig
@@ -49,8 +49,7 @@ from cpu_fallback.team.bandwidth import Reader
 FIRST, WINDOWS = WINDOW // 2, 4
 _ROUNDS = 3
 SCORED = WINDOW - 1 - FIRST
-EXACT, DEFAULT, LLAMA, TRANSFORMERS = "Clocher fp32", "Clocher", "llama.cpp", "transformers fp32"
-ENGINES = (TRANSFORMERS, EXACT, DEFAULT, LLAMA)
+EXACT, DEFAULT, LLAMA = ENGINES = "Clocher fp32", "Clocher", "llama.cpp"
 _LEAST = -16.0
 """Probabilities below exp of this do not count, and `--kl-divergence-base` has none."""
 _AT_ONCE = 64
@@ -185,7 +184,6 @@ class _Engines:
         self._makers: dict[str, Callable[[], Logits]] = {
             EXACT: partial(_clocher, gguf, threads, kv_dtype="f32", act_prec="fp32"),
             DEFAULT: partial(_clocher, gguf, threads),
-            TRANSFORMERS: partial(_transformers, gguf, threads),
         }
         self._made: dict[str, Logits] = {}
 
@@ -194,25 +192,6 @@ class _Engines:
         if name not in self._made:
             self._made[name] = self._makers[name]()
         return (write_base if name == EXACT else compared)(base, windows, self._made[name])
-
-
-def _transformers(gguf: Path, threads: int) -> Logits:
-    """Return transformers' logits of a file, its weights decoded to fp32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    torch.set_num_threads(threads)
-    found: Any = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32, local_files_only=True
-    )
-    model = found.eval()
-
-    def logits(ids: Sequence[int]) -> np.ndarray:
-        with torch.inference_mode():
-            values: np.ndarray = model(torch.tensor([ids])).logits[0].numpy()
-        return values
-
-    return logits
 
 
 def _accuracy(gguf: Path, engine: str, items: Sequence[Question], keep: Path, threads: int) -> Sums:
@@ -248,51 +227,35 @@ def _speed(gguf: Path, programs: Path, threads: int) -> Sums:
         if "tok_s" not in row:
             raise NotMeasured(row["note"])
         sums[f"{DEFAULT if row['engine'] == OURS else LLAMA} {row['test']}"] = row["tok_s"]
-    own = [
-        sys.executable,
-        "-m",
-        "clocher_runtime",
-        "run",
-        "--model-dir",
-        gguf,
-        "--threads",
-        threads,
-    ]
-    first = {
-        DEFAULT: [*own, "--prompt", "The capital of France is", "--max-new", "1"],
-        LLAMA: [programs / "llama-bench", "-m", gguf, "-t", threads, "-p", 5, "-n", 0, "-r", 1],
-    }
+    own = [sys.executable, "-m", "clocher_runtime", "run", "--model-dir", gguf]
+    own += ["--threads", threads, "--prompt", "The capital of France is", "--max-new", 1]
+    peer = [programs / "llama-bench", "-m", gguf, "-t", threads, "-p", 5, "-n", 0, "-r", 1]
+    first = {DEFAULT: own, LLAMA: peer}
     for engine, command in first.items():
         sums |= {f"{engine} {key}": value for key, value in _cost(command).items()}
     return sums
 
 
-class Parts:
-    """What is measured, a line for each part in a file."""
+class Parts(Kept):
+    """What is measured, a line for each part in a file; nothing is begun `seconds` from now."""
 
     def __init__(self, path: Path, seconds: int | None) -> None:
-        """Read a file; nothing is begun `seconds` from now."""
-        self._path, self._end = path, time.monotonic() + (seconds or 1e9)
-        rows = read_rows(path) if path.exists() else ()
-        self._found = {(row["key"], row["run"]): row["line"] for row in rows}
+        super().__init__(path, {})
+        self._end = time.monotonic() + (seconds or 1e9)
 
-    def do(self, key: str, run: int, measure: Callable[[], Sums]) -> None:
+    def do(self, key: str, measure: Callable[[], Sums]) -> None:
         """Measure a part, if it is not there and there is time."""
-        if (key, run) in self._found or time.monotonic() > self._end:
-            return
-        began = time.monotonic()
-        line = {**measure(), "seconds": time.monotonic() - began}
-        row = {"schema": SCHEMA, "key": key, "label": key, "run": run, "status": "ok", "line": line}
-        append_row(self._path, row)
-        self._found[key, run] = line
+        if self.get(key) is None and time.monotonic() < self._end:
+            began = time.monotonic()
+            self.add(key, {**measure(), "seconds": time.monotonic() - began})
 
-    def sums(self, *words: str) -> Sums:
-        """Return the sums over the runs from 0 on."""
+    def sums(self, *words: str, runs: float = inf) -> Sums:
+        """Return the sums over the runs from 0 on, `runs` at most, and their number."""
         sums: Sums = {}
         for run in count():
-            if (line := self._found.get((" ".join(words), run))) is None:
+            if run >= runs or (line := self.get(" ".join((*words, str(run))))) is None:
                 break
-            _add(sums, line)
+            _add(sums, {**line, "runs": 1})
         return sums
 
 
@@ -303,7 +266,7 @@ def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
         row: Row = {}
         for text in texts:
             if sums := parts.sums(model, text, engine):
-                exact = parts.sums(model, text, EXACT)
+                exact = parts.sums(model, text, EXACT, runs=sums["runs"])
                 row |= {f"{key}_{text}": value for key, value in summary(sums, exact).items()}
         if sums := parts.sums(model, "mmlu", engine):
             n, share = sums["questions"], sums["right"] / sums["questions"]
@@ -351,7 +314,7 @@ def main(
     for gguf in files:
         name, made = gguf.stem, _Engines(gguf, threads)
         if speed and llama:
-            parts.do(f"{name} speed", 0, partial(_speed, gguf, programs, threads))
+            parts.do(f"{name} speed 0", partial(_speed, gguf, programs, threads))
         windows = windows_of(_tokenizer(gguf), text, turns, -(-tokens // SCORED))
         longest = max(map(len, windows.values()), default=0)
         for run, kind in product(range(-(-longest // WINDOWS)), windows):
@@ -361,7 +324,7 @@ def main(
                 measure = partial(made.beside, engine, base, part)
                 if engine == LLAMA:
                     measure = partial(divergence, programs, gguf, base, len(part) * SCORED, threads)
-                parts.do(f"{name} {kind} {engine}", run, measure)
+                parts.do(f"{name} {kind} {engine} {run}", measure)
         for engine in engines if questions else ():
             measure = partial(
                 _accuracy, gguf, engine, questions, keep.with_suffix(".mmlu"), threads
@@ -369,6 +332,5 @@ def main(
             if engine == LLAMA:
                 choices = [(each.context, each.choices, each.answer) for each in questions]
                 measure = partial(answered, programs, gguf, choices, threads)
-            if engine != TRANSFORMERS:
-                parts.do(f"{name} mmlu {engine}", 0, measure)
+            parts.do(f"{name} mmlu {engine} 0", measure)
         yield from _rows(name, [*windows], parts)

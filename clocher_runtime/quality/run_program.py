@@ -1,14 +1,13 @@
 """Run a program that a model wrote: another process, with limits, and no network where possible.
 
-What it may still do: read what the user may read. Seconds of CPU, memory and the size of files are
-limited; it starts in an empty directory, with no variables, and cannot start processes of its own
-unless the user is root.
+It may still read what the user may read. It starts in an empty directory with no variables, in a
+namespace without a network where the system allows that; its seconds of CPU, memory and files are
+limited, and unless the user is root it cannot start processes.
 """
 
 import ctypes
 import os
 import resource
-import runpy
 import subprocess
 import sys
 import tempfile
@@ -20,17 +19,18 @@ _MEMORY = 2 << 30
 _FILES = 1 << 20
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
 """Flags of unshare(2): namespaces of users and of networks."""
+_ENDED = 42
+_LAST = f"\nimport os\nos._exit({_ENDED})\n"
 
 
 def passes(program: str, seconds: int = SECONDS) -> bool:
-    """Return whether a program ends by itself, in time, with code 0."""
+    """Return whether a program comes to its end in time."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "program.py"
-        path.write_text(program, encoding="utf-8")
-        command = [sys.executable, "-I", __file__, str(path), str(seconds)]
+        path.write_bytes((program + _LAST).encode(errors="replace"))
         with suppress(subprocess.TimeoutExpired):
             run = subprocess.run(
-                command,
+                [sys.executable, "-I", __file__, str(path), str(seconds)],
                 cwd=folder,
                 env={"HOME": folder},
                 stdin=subprocess.DEVNULL,
@@ -39,13 +39,13 @@ def passes(program: str, seconds: int = SECONDS) -> bool:
                 timeout=2 * seconds,
                 start_new_session=True,
             )
-            return run.returncode == 0
+            return run.returncode == _ENDED
     return False
 
 
 def confine(seconds: int) -> None:
     """Take from this process what a program does not need."""
-    with suppress(OSError, AttributeError):  # no Linux, or namespaces are not allowed
+    with suppress(OSError, AttributeError):  # no Linux; its refusal of namespaces is no error
         ctypes.CDLL(None).unshare(_NEW_USER | _NEW_NETWORK)
     limits = {
         resource.RLIMIT_CPU: seconds,
@@ -61,10 +61,4 @@ def confine(seconds: int) -> None:
 
 if __name__ == "__main__":
     confine(int(sys.argv[2]))
-    os.chdir(Path(sys.argv[1]).parent)
-    code = 1
-    try:
-        runpy.run_path(sys.argv[1], run_name="__main__")
-        code = 0
-    finally:  # a program that calls exit() has not come to its end
-        os._exit(code)
+    os.execv(sys.executable, [sys.executable, "-I", sys.argv[1]])

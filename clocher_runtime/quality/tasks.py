@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import msgspec
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
-from clocher_runtime.api import LanguageModel
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.engine.session import Session
@@ -261,10 +260,22 @@ class Kept:
         return sha256(f"{self._settings} {asked!r}".encode()).hexdigest()[:32]
 
 
+Complete = Callable[[Sequence[tuple[Any, Mapping[str, Any]]], Progress], Sequence[Any]]
+"""Take prompts with their options, as `LanguageModel.complete_each`; return what has a `text`."""
+
+
 def run_task(
-    task: Prompted, session: Session, tokenizer: Tokenizer, kept: Kept, progress: Progress
+    task: Prompted,
+    session: Session,
+    tokenizer: Tokenizer,
+    kept: Kept,
+    progress: Progress,
+    complete: Complete | None = None,
 ) -> dict[str, Any]:
-    """Score the items that are not kept, and return the metrics of all. Raises ClocherError."""
+    """Score the items that are not kept, and return the metrics of all. Raises ClocherError.
+
+    `complete` is needed by a task that generates.
+    """
     scorer, items = Scorer(session, tokenizer), task.items
     missing = [item for item in items if kept.get(item) is None]
     size = _BATCHES * session.config.batch
@@ -276,7 +287,10 @@ def run_task(
             progress(begun + done * count // total, len(items))
 
         if task.generates:
-            found: Sequence[Any] = _judged(part, session, tokenizer, tell)
+            assert complete is not None
+            asked = [_asked(item, session, tokenizer) for item in part]
+            said = zip(part, complete(asked, tell), strict=True)
+            found: Sequence[Any] = [item.judge(each.text, item.answer) for item, each in said]
         else:
             found = likelihood.score_items(scorer, part, tell)
         for item, each in zip(part, found, strict=True):
@@ -289,15 +303,8 @@ def run_task(
     )
 
 
-def _judged(
-    items: Sequence[Asked], session: Session, tokenizer: Tokenizer, progress: Progress
-) -> list[dict[str, float]]:
-    """Return the metrics of greedy completions; prompts that are too long lose their beginning."""
-    asked = []
-    for item in items:
-        room = max(1, session.longest - item.max_new)
-        options = {"max_new": item.max_new, "stop": list(item.stop), "temperature": 0}
-        asked.append((tokenizer.encode_prompt(item.context)[-room:], options))
-    model = LanguageModel(session.model, session, tokenizer)
-    texts = [each.text for each in model.complete_each(asked, progress)]
-    return [item.judge(text, item.answer) for item, text in zip(items, texts, strict=True)]
+def _asked(item: Asked, session: Session, tokenizer: Tokenizer) -> tuple[Any, dict[str, Any]]:
+    """Return a prompt, without its beginning if it is too long, and its options."""
+    room = max(1, session.longest - item.max_new)
+    options = {"max_new": item.max_new, "stop": list(item.stop), "temperature": 0}
+    return tokenizer.encode_prompt(item.context)[-room:], options

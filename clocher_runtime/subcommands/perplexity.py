@@ -165,6 +165,7 @@ def quality(
     **model: Any,
 ) -> None:
     """Score the items of tasks; print their lines, and a table."""
+    from clocher_runtime.api import LanguageModel
     from clocher_runtime.disk.strict_json import finite
     from clocher_runtime.quality.tasks import Kept, read_task, run_task
 
@@ -176,7 +177,9 @@ def quality(
         for task, each in zip(tasks, asked, strict=True):
             facts = {**ready.facts, "context": ready.session.context, **each.facts}
             kept = Kept(keep, {"task": str(task), **facts})
-            found = run_task(each, ready.session, ready.tokenizer, kept, partial(tell, task.name))
+            own = ready.session, ready.tokenizer
+            complete = LanguageModel(ready.session.model, *own).complete_each
+            found = run_task(each, *own, kept, partial(tell, task.name), complete)
             click.echo(json.dumps(finite({"task": str(task), **facts, **found})))
             rows += _table_rows(task.name, found)
     report.note("\n".join(["task            metric                   value  ±     items", *rows]))
