@@ -158,6 +158,8 @@ def test_what_is_kept_is_not_done_again(
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="give --data"):
         tasks.read_task(Path("mmlu"), None, None, None, run_code=False)
+    with pytest.raises(UsageError, match="names are mmlu, hellaswag"):
+        tasks.read_task(Path("mmul"), None, None, None, run_code=False)
     with pytest.raises(ModelNotFound, match=r"mmlu_test\.jsonl"):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {**MMLU[0], "answer": 4})

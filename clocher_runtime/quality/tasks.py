@@ -156,6 +156,8 @@ def read_task(
 ) -> Prompted:
     """Return the items of a known task or of a task file. Raises ModelError, UsageError."""
     name, known = str(task), TASKS.get(str(task))
+    if known is None and not task.suffix and not task.exists():
+        raise UsageError(f"--task {name}: no file, and names are {', '.join(TASKS)}; give either")
     if known is None or (data is None and task.exists()):
         return Prompted(likelihood.read_task(task)[:limit], {})
     if data is None:
@@ -234,7 +236,8 @@ class Kept:
         """Read the file; a line that was not finished is cut off. Raises FormatError."""
         self._path, self._settings = path, json.dumps(settings, sort_keys=True)
         self._found: dict[str, Any] = {}
-        if path is not None and path.exists():
+        if path is not None:
+            path.touch()  # what cannot be written is said before the work
             data = read_bytes(path, MOST_BYTES)
             os.truncate(path, data.rfind(b"\n") + 1)
             for number, text in enumerate(data.split(b"\n")[:-1], start=1):
