@@ -39,8 +39,9 @@ _INTRO = (
     NOTE,
     "Measured on two cores of shared virtual machines. Every figure comes from a file in "
     "[bench/results](../bench/results), which also has the command that made it and the samples; "
-    "the models are small or shortened, have published shapes and random weights. Brackets hold "
-    "95 % intervals. [benchmarking.md](benchmarking.md) says how speed is measured, "
+    "but for published files the models are small or shortened, have published shapes and random "
+    "weights. Brackets hold 95 % intervals. [benchmarking.md](benchmarking.md) says how speed is "
+    "measured, "
     "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
     "your machine.",
     "![How many times as fast as llama.cpp, with 95 % intervals](plots/beside-peers.svg)",

@@ -233,13 +233,6 @@ def score_items(
     return [[next(found) for _ in of] for of in pairs]
 
 
-def score_task(
-    scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
-) -> dict[str, Any]:
-    """Return the metrics of items; see `metrics`. Raises ClocherError."""
-    return metrics(scorer, items, score_items(scorer, items, progress))
-
-
 def metrics(scorer: Scorer, items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
     """Return metrics of scored items by kind: "questions", "targets" and "texts"."""
     both = list(zip(items, scores, strict=True))
