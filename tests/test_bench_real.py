@@ -9,7 +9,7 @@ import pytest
 from bench import real
 from bench.experiment import NotMeasured
 from bench.llama_perplexity import answered, divergence
-from clocher_runtime.quality.compare import score_rows
+from clocher_runtime.quality.compare import score_window
 
 V = 300
 WINDOWS = [[1, *((7 * i + j) % V for i in range(real.WINDOW - 1))] for j in range(2)]
@@ -34,11 +34,8 @@ def test_a_base_has_what_llama_perplexity_compares(tmp_path: Path) -> None:
     assert own == exact and own["tokens"] == own["same"] == 2 * real.SCORED
     assert abs(own["kld"] / own["tokens"]) < 1e-6
     rough = real.compared(base, WINDOWS, lambda ids: logits(ids, 0.1))
-    at = slice(real.FIRST, real.WINDOW - 1)
-    scores = [
-        score_rows(logits(ids)[at], logits(ids, 0.1)[at], np.array(ids[real.FIRST + 1 :]))
-        for ids in WINDOWS
-    ]
+    at = slice(real.FIRST, real.WINDOW)
+    scores = [score_window(logits(ids)[at], logits(ids, 0.1)[at], ids[at]) for ids in WINDOWS]
     kld = np.concatenate([each.kld for each in scores])
     row = real.summary(rough, exact)
     assert row["kld"] == pytest.approx(kld.mean(), rel=1e-3)
