@@ -94,7 +94,7 @@ def run_script(
     name: str, *args: object, cwd: Path = Path(), env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of scripts/, in this process unless it starts another one."""
-    if SCRIPT_TARGETS[name].startswith("-m "):
+    if SCRIPT_TARGETS.get(name, "-m ").startswith("-m "):
         return python(SCRIPTS / f"{name}.py", *args, cwd=cwd, env=dict(env or {}))
     words = [f"{name}.py", *map(str, args)]
     with patch.dict(os.environ, env or {}), patch.object(sys, "argv", words):

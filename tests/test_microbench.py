@@ -177,10 +177,10 @@ def test_as_a_user_runs_it(tmp_path: Path) -> None:
 def test_make_test_leaves_them_out() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider"]
-        + ["tests/test_microbench.py", "bench"],
+        + ["tests/test_probes.py", "bench"],
         cwd=ROOT,
         capture_output=True,
         text=True,
     )
-    assert "test_microbench.py" in done.stdout
+    assert "test_probes.py" in done.stdout
     assert "bench/microbench.py" not in done.stdout
