@@ -33,6 +33,7 @@ def test_signals_leave_one_line_and_their_code(tmp_path, name, code, kind):
     assert "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_run_in_the_background_can_interrupt_too():
     name = "test_signals_leave_one_line_and_their_code[SIGINT-130-KeyboardInterrupt]"
     flags = ["-q", "-p", "no:cacheprovider", f"{Path(__file__)}::{name}"]
