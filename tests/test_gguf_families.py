@@ -14,7 +14,6 @@ from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.engine.load import load_model
 
 
-
 def logits(checkpoint: Checkpoint, ids: list[int]) -> np.ndarray:
     session = make_session(
         load_model(checkpoint), backend="cpu", threads=2, chunk=23, all_logits=True, act_prec="fp32"

@@ -281,7 +281,7 @@ def test_a_hostile_line_is_counted_and_does_no_harm(name: str) -> None:
             assert before[name] == after[name], name
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
@@ -296,7 +296,7 @@ def test_any_value_of_any_key(value: object, key: str) -> None:
     samples(metrics.text())
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     metrics = RunMetrics()

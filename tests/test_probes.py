@@ -22,7 +22,7 @@ def plain_checksums(data: bytes, per_token: int, stride: int, tokens: int) -> li
     return sums
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(st.binary(max_size=40), min_size=1, max_size=4).filter(lambda f: any(f)),
     st.integers(1, 200),
