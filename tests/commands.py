@@ -68,8 +68,9 @@ def clocher(*words: str, **options: Any) -> tuple[int, str, str]:
 
 
 def plain(line: str) -> list[str] | None:
-    """Return the words behind `clocher` of a command that needs no shell, else None."""
-    return None if re.search(r"[|<>$;&*`\n]", line) else shlex.split(line, comments=True)[1:]
+    """Return the words behind `clocher` or `python` of a line that needs no shell, else None."""
+    needs_shell = re.search(r"[|<>$;&*`\n]", line) or not re.match("(clocher|python) ", line)
+    return None if needs_shell else shlex.split(line, comments=True)[1:]
 
 
 def here(

@@ -13,7 +13,7 @@ from functools import cache
 from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from click.testing import CliRunner
@@ -109,9 +109,10 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Block], Done]
                     (checkout / entry.name).symlink_to(entry)
             if block.language == "python":
                 return run_here(block, checkout)
-            lines = [plain(line) for line in block.text.replace("\\\n", " ").splitlines()]
-            if block.text.startswith("clocher ") and None not in lines:
-                return here_in_turn(lines, checkout)
+            lines = block.text.replace("\\\n", " ").splitlines()
+            words = [plain(line) for line in lines if line.startswith("clocher ")]
+            if len(words) == len(lines) and None not in words:
+                return here_in_turn(words, checkout)
             return run(["bash", "-euo", "pipefail", "-c", block.text], checkout)
 
     return run_block
@@ -125,10 +126,10 @@ def run_here(block: Block, cwd: Path) -> Done:
     return Done(block.where, 0, out.getvalue(), "")
 
 
-def here_in_turn(lines: list[list[str]], cwd: Path) -> Done:
+def here_in_turn(lines: list[Any], cwd: Path) -> Done:
     """Run lines of `clocher` in this process; the first that fails is the last."""
     output, code, err = "", 0, ""
-    for words in filter(None, lines):
+    for words in lines:
         code, out, err = here(*words, cwd=cwd)
         output += out
         if code:
