@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -22,10 +23,10 @@ from test_jsonline import RUN_KEYS
 
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.families import FAMILIES
-from scripts import render_docs
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
+RENDER = runpy.run_path(str(ROOT / "scripts" / "render_docs.py"))["main"]
 USING = ROOT / "docs" / "using.md"
 PAGES = sorted(
     [
@@ -245,7 +246,7 @@ def test_every_page_is_linked() -> None:
 
 
 def render(*flags: str) -> int:
-    code: int = CliRunner().invoke(render_docs.main, flags).exit_code
+    code: int = CliRunner().invoke(RENDER, flags).exit_code
     return code
 
 
