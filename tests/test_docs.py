@@ -55,7 +55,7 @@ ELSEWHERE = {
 
 SMALLER = {
     "--chars 60000": "--chars 6000",
-    "--chars 40000 --min-tokens 8000": "--chars 16000 --min-tokens 2000",
+    "--chars 40000 --min-tokens 8000": "--chars 8000 --min-tokens 1000",
     "[:20_000]": "[:6_000]",
 }
 """What is run with less text than a page says, for a test takes seconds."""
