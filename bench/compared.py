@@ -12,7 +12,6 @@ from bench.record import Row, Table, figure, is_number, table
 from clocher_runtime.config.engine import HINTS
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.quality.statistics import (
-    Estimate,
     Ratio,
     apart_ratio,
     median_of_runs,
@@ -158,7 +157,7 @@ def files_table(found: Sequence[tuple[ResultCell, ResultCell]]) -> Table:
     rows = []
     for old, new in found:
         compared = compare_files(old, new)
-        sides = {name: _spelled_runs(c.values()) for name, c in (("a", old), ("b", new))}
+        sides = {name: spelled(c.values()) for name, c in (("a", old), ("b", new))}
         verdict = compared.verdict if compared else "no run counts"
         rows.append({"cell": old.label, **sides, "ratio": _spelled(compared), "verdict": verdict})
     heads = "cell | first | second | ratio | verdict"
@@ -183,7 +182,7 @@ def _cell_row(base: ResultCell, cell: ResultCell) -> Row:
         middles |= {name: middles[key] / 1e6} if key in middles else {}
     return {
         **row,
-        "tok_s": _spelled_runs(speeds),
+        "tok_s": spelled(speeds),
         "iqr": figure(spread(speeds)),
         **{key: figure(value) for key, value in middles.items()},
         "ratio": _spelled(ratio),
@@ -191,12 +190,11 @@ def _cell_row(base: ResultCell, cell: ResultCell) -> Row:
     }
 
 
-def _spelled_runs(values: Sequence[float]) -> str:
-    return spelled(median_of_runs(values)) if values else "-"
-
-
-def spelled(found: Estimate) -> str:
-    """Return a value, with its interval in brackets if it has one."""
+def spelled(values: Sequence[float]) -> str:
+    """Return the median of runs, with its interval in brackets if it has one."""
+    if not values:
+        return "-"
+    found = median_of_runs(values)
     ends = f" [{figure(found.low)}, {figure(found.high)}]" if found.known else ""
     return f"{figure(found.value)}{ends}"
 

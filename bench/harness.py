@@ -36,44 +36,34 @@ from bench.runs import Harness, Plan
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.config.commands import ALL, read_toml, setting_texts, sources_of
-from clocher_runtime.config.values import Given, Setting, integer, number, path, text
+from clocher_runtime.config.values import Given, Setting, Value, integer, number, path, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 FOLDER = Path("build/bench")
 
-_COUNT, _TOKENS, _SECONDS = integer(1, 10_000), integer(0, 1 << 24), number(0, 1e6)
-OPTIONS: Mapping[str, tuple[Setting, Any]] = {
-    "runs": (Setting("Run", _COUNT, "processes of each cell", "--runs", ("RUNS",)), 3),
-    "sweep": (Setting("Run", text("SWEEP"), "'name=value,value|name=value'", "--sweep"), ""),
-    "label": (
-        Setting("Run", text(), "name of the cell, or in front of those of a sweep", "--label"),
-        "",
-    ),
-    "out": (Setting("Run", path(), f"result file (unset: {FOLDER}/DATE.jsonl)", "--out"), None),
-    "retries": (
-        Setting("Run", integer(0, 100), "how often a void run is repeated", "--retries"),
-        3,
-    ),
+_OWN: Mapping[str, tuple[Value, str, Any, tuple[str, ...]]] = {
+    "runs": (integer(1, 10_000), "processes of each cell", 3, ("RUNS",)),
+    "sweep": (text("SWEEP"), "'name=value,value|name=value'", "", ()),
+    "label": (text(), "name of the cell, or in front of those of a sweep", "", ()),
+    "out": (path(), f"result file (unset: {FOLDER}/DATE.jsonl)", None, ()),
+    "retries": (integer(0, 100), "how often a void run is repeated", 3, ()),
     "others_limit": (
-        Setting(
-            "Run", number(0, 100), "per cent of CPU time that others may take", "--others-limit"
-        ),
+        number(0, 100),
+        "per cent of CPU time that others may take",
         machine.OTHERS_LIMIT,
+        (),
     ),
-    "patience": (
-        Setting("Run", _SECONDS, "seconds, in all, to wait for a quiet machine", "--patience"),
-        20.0,
-    ),
+    "patience": (number(0, 1e6), "seconds, in all, to wait for a quiet machine", 20.0, ()),
     "tokens_max": (
-        Setting(
-            "Run",
-            _TOKENS,
-            "token ids of a prompt that the result file keeps",
-            "--tokens-max",
-            ("REPORT_TOKENS_MAX",),
-        ),
+        integer(0, 1 << 24),
+        "token ids of a prompt that the result file keeps",
         64,
+        ("REPORT_TOKENS_MAX",),
     ),
+}
+OPTIONS: Mapping[str, tuple[Setting, Any]] = {
+    name: (Setting("Run", takes, about, f"--{name.replace('_', '-')}", variables), default)
+    for name, (takes, about, default, variables) in _OWN.items()
 }
 """Settings of the harness itself, and their defaults."""
 

@@ -156,10 +156,15 @@ def _escaped(match: re.Match[str]) -> str:
 
 
 class Page(NamedTuple):
-    """The text of the page, and its plot; "" without bars."""
+    """The text of the page and the bars of its plot."""
 
     text: str
-    plot: str
+    bars: Sequence[Bar]
+
+    @property
+    def plot(self) -> str:
+        """Return the plot; "" without bars."""
+        return chart(_TITLE, _LABEL, self.bars) if self.bars else ""
 
     def stale(self, page: Path, plots: Path) -> list[str]:
         """Return the files that differ or should not exist."""
@@ -252,7 +257,7 @@ def render(folder: Path) -> Page:
         if (row["model"], row["peer"]) == (model, f"llama.cpp {stored}")
     ]
     page = markdown("Performance", _INTRO if bars else _INTRO[:-1], found)
-    return Page(page, chart(_TITLE, _LABEL, bars) if bars else "")
+    return Page(page, bars)
 
 
 def _peers(files: Sequence[ResultFile]) -> list[Row]:

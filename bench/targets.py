@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -209,14 +210,9 @@ def bench_report(call: Call) -> int:
     return bench(call, again=False)
 
 
-def bench_cuda(call: Call) -> int:
-    """Run the harness on the GPU."""
-    return bench(call, "cuda")
-
-
 TARGETS: Mapping[str, Callable[[Call], int]] = {
     "bench": bench,
-    "bench-cuda": bench_cuda,
+    "bench-cuda": partial(bench, device="cuda"),
     "bench-report": bench_report,
     "bench-verify": bench_verify,
 }

@@ -68,8 +68,9 @@ def clocher(*words: str, **options: Any) -> tuple[int, str, str]:
 
 
 def plain(line: str) -> list[str] | None:
-    """Return the words behind `clocher` of a command that needs no shell, else None."""
-    return None if re.search(r"[|<>$;&*`\n]", line) else shlex.split(line, comments=True)[1:]
+    """Return the words behind `clocher` or `python` of a line that needs no shell, else None."""
+    needs_shell = re.search(r"[|<>$;&*`\n]", line) or not re.match("(clocher|python) ", line)
+    return None if needs_shell else shlex.split(line, comments=True)[1:]
 
 
 def here(
@@ -94,7 +95,7 @@ def run_script(
     name: str, *args: object, cwd: Path = Path(), env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run a program of scripts/, in this process unless it starts another one."""
-    if SCRIPT_TARGETS[name].startswith("-m "):
+    if SCRIPT_TARGETS.get(name, "-m ").startswith("-m "):
         return python(SCRIPTS / f"{name}.py", *args, cwd=cwd, env=dict(env or {}))
     words = [f"{name}.py", *map(str, args)]
     with patch.dict(os.environ, env or {}), patch.object(sys, "argv", words):

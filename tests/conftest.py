@@ -15,7 +15,11 @@ from hypothesis import HealthCheck, settings
 
 # The same examples in every run: what fails, fails again. How long it takes depends on the machine.
 settings.register_profile(
-    "same", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "same",
+    derandomize=True,
+    deadline=None,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("same")
 
@@ -43,7 +47,8 @@ Run = Callable[..., tuple[int, dict[str, Any], str]]
 
 # Whole files are dealt out to two processes. Those that take longest come first, so that both
 # processes end together; test_isa.py compiles each kernel twice where the cache is empty.
-LONGEST = ("test_isa.py", "test_docs.py", "test_ops_parity.py", "test_converters.py")
+LONGEST = ("test_isa.py", "test_converters.py", "test_docs.py", "test_ops_parity.py")
+LONGEST += ("test_fuzz_readers.py", "test_quantize.py", "test_ptq.py")
 
 _left_out: Counter[str] = Counter()
 _seen = compatibility.Seen()

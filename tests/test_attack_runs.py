@@ -19,7 +19,7 @@ def campaign(folder: Path, *flags: str) -> None:
 
 @pytest.mark.timeout(900)
 def test_a_few_attacks(tmp_path: Path) -> None:
-    campaign(tmp_path, "--runs", "40", "--jobs", "2")
+    campaign(tmp_path, "--runs", "14", "--jobs", "2")
 
 
 @pytest.mark.slow

@@ -23,8 +23,14 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("name", SIZES)
-@pytest.mark.one_in(2)
+# Of each case one more is run by test_page_commands, as the page has it.
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "profile_sglang_overhead" else pytest.param(name, marks=pytest.mark.slow)
+        for name in SIZES
+    ],
+)
 def test_a_script_measures_what_its_case_does(name: str, tmp_path: Path) -> None:
     """It runs from any directory."""
     kind, flags = SIZES[name]
@@ -41,7 +47,9 @@ def test_a_script_measures_what_its_case_does(name: str, tmp_path: Path) -> None
     ("name", "setting", "values"),
     [
         ("sparsity_benchmark", "act_sparsity", {None, "topk:0.6", "adaptive"}),
-        ("kv_cache_bench", "kv_dtype", {None, "fp16", "e4m3", "i8"}),
+        pytest.param(
+            *("kv_cache_bench", "kv_dtype", {None, "fp16", "e4m3", "i8"}), marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_script_sweeps_the_harness(
@@ -56,7 +64,7 @@ def test_a_script_sweeps_the_harness(
     assert len(rows) == len(values) and {row["swept"].get(setting) for row in rows} == values
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", ["direct_bitnet_inference", "sglang_model_direct"])
 def test_help_says_what_is_measured(name: str) -> None:
     done = run_script(name, "--help")
     lines = done.stdout.splitlines()

@@ -44,6 +44,7 @@ def test_an_interrupted_run_tells_what_it_has_generated(tmp_path):
     assert len(ids) > 10 and output["text"] == "".join(f"<{token}>" for token in ids)
 
 
+@pytest.mark.slow
 def test_the_tests_of_a_run_in_the_background_can_interrupt_too():
     name = "test_signals_leave_one_line_and_their_code[SIGINT-130-KeyboardInterrupt]"
     flags = ["-q", "-p", "no:cacheprovider", f"{Path(__file__)}::{name}"]

@@ -305,7 +305,8 @@ def test_a_disk_that_fills_up_is_exit_5_with_the_path_and_no_leftovers(tmp_path:
     def limit_files() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 
-    done = to_iebin("--hf-dir", LLAMA, "--out-dir", out, preexec_fn=limit_files)
+    words = (SCRIPTS / "hf_to_iebin.py", "--hf-dir", LLAMA, "--out-dir", out)
+    done = python(*words, preexec_fn=limit_files)
     assert done.returncode == 5, done.stderr
     assert str(out / "model.ie.bin.partial") in done.stderr and "Traceback" not in done.stderr
     assert digests(out) == before
@@ -411,7 +412,7 @@ def crash_at_every_step(model: Path, old: Path | None, folder: Path, reference: 
     print(step)
 
 
-@pytest.mark.parametrize("over", ["nothing", "an old model"])
+@pytest.mark.parametrize("over", [pytest.param("nothing", marks=pytest.mark.slow), "an old model"])
 def test_killed_at_every_system_call(over: str, tmp_path: Path) -> None:
     model = write_hf(tmp_path / "hf", SMALL)
     (model / "tokenizer.json").write_text("{}")

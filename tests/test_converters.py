@@ -648,6 +648,7 @@ def in_a_process_of_its_own(call: str, *args: object) -> list[int]:
     return [int(word) for word in done.stdout.split()]
 
 
+@pytest.mark.slow  # appending is killed so by default, a conversion in test_convert
 def test_gen_q4_killed_at_every_system_call(tmp_path: Path) -> None:
     hf = write_hf(tmp_path / "hf", SMALL)
     q4_job(hf, tmp_path / "whole", include_lm_head=True).run()

@@ -19,7 +19,7 @@ from clocher_kernels.plan import Attr
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.ops.attention_block import LONGEST
 
-DRAWN = settings(max_examples=60)
+DRAWN = settings(max_examples=40)
 TALL_TILES = [
     ("f16", 4, 64, 64),
     ("f32", 4, 64, 64),

@@ -60,7 +60,7 @@ def _same(
     return got
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.integers(1, 300),
     st.sampled_from([0, 0.3, 1.0, 2.5]),
@@ -83,7 +83,7 @@ def test_ids_are_those_of_the_reference(
     _same(logits, (temperature, top_k, top_p), rng)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(
     st.integers(1, 300),
     st.sampled_from([0, 0.3, 1.0, 2.5]),

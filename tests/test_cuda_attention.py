@@ -177,7 +177,7 @@ def test_each_number_of_tokens_gives_the_same_bits() -> None:
     op.values["positions"][...] = np.arange(250, 258)
     op.values["ends"][...] = op.values["positions"] + 1
     whole = run_interpreted(op)["y"]
-    for count in range(1, 8):
+    for count in (1, 3, 7):
         few = copy.copy(op)
         few.values = {n: v[:count] if n in PER_TOKEN else v for n, v in op.values.items()}
         case = Case(op.case.id, {**op.case.sizes, "M": count}, op.case.attrs, {}, op.case.options)

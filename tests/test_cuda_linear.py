@@ -125,7 +125,7 @@ def test_a_token_is_the_same_among_one_to_eight(fmt: str) -> None:
     """What verifies guesses draws what would be drawn without them."""
     whole = Product(fmt, 8, 4, 288, "f16")
     together = whole.run()
-    for m in range(1, 8):
+    for m in (1, 2, 4, 7):
         part = Product(fmt, m, 4, 288, "f16")
         part.w, part.bias = whole.w, whole.bias
         part.x.copy_(whole.x[8 - m :])
@@ -133,6 +133,7 @@ def test_a_token_is_the_same_among_one_to_eight(fmt: str) -> None:
 
 
 @pytest.mark.parametrize("fmt", ["int8_row_f32", "fp8_e4m3_b128_f32", "fp8_e5m2_row_f32", "bf16"])
+@pytest.mark.one_in(2)
 def test_long_rows_and_odd_ones_too(fmt: str) -> None:
     for k in (100, 1040):
         whole = Product(fmt, 8, 3, k, "f16")

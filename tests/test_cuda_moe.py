@@ -123,7 +123,7 @@ def test_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
 def test_a_token_is_the_same_in_any_batch(fmt: str) -> None:
     experts = Experts(fmt, 8, 2, torch.float16)
     together = experts.run()
-    for which in (slice(2, 3), slice(1, 3), slice(5, 8)):
+    for which in (slice(2, 3), slice(5, 8)):
         for alone, all_of_them in zip(experts.run(which), together, strict=True):
             np.testing.assert_array_equal(alone, all_of_them[which])
 

@@ -222,7 +222,7 @@ BYTES = st.one_of(
 )
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @example(data=b"version https://git-lfs.github.com/spec/v1", dtype="u8")
 @given(data=BYTES, dtype=st.sampled_from(["u8", "e8m0", "i8", "bf16", "f16", "f32", "i32"]))
 def test_any_bytes_there_and_back(tmp_path_factory: Any, data: bytes, dtype: str) -> None:
@@ -231,7 +231,7 @@ def test_any_bytes_there_and_back(tmp_path_factory: Any, data: bytes, dtype: str
     there_and_back(tmp_path_factory.mktemp("any"), dtype, array)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.integers(1, 8), st.binary(max_size=300), st.data())
 def test_packed_symbols_are_found_anywhere(bits: int, data: bytes, draw: st.DataObject) -> None:
     symbols = np.frombuffer(data, np.uint8) & np.uint8((1 << bits) - 1)

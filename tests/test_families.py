@@ -276,7 +276,7 @@ FIELDS = sorted(
 )
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @given(
     st.sampled_from(sorted(FAMILIES)),
     st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, min_size=1, max_size=3),

@@ -643,7 +643,7 @@ def test_damaged_headers_give_the_typed_error_or_nothing(sound: bytes, tmp_path:
     path, draw = tmp_path / "a.gguf", rng("mutants")
     hostile = [0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
     refused = 0
-    for _ in range(600):
+    for _ in range(200):
         mutant = bytearray(sound)
         at = int(draw.integers(0, 2500))
         if draw.random() < 0.5:
@@ -655,4 +655,4 @@ def test_damaged_headers_give_the_typed_error_or_nothing(sound: bytes, tmp_path:
             read_all(path)
         except ModelError:
             refused += 1
-    assert refused > 300
+    assert refused > 100

@@ -278,13 +278,13 @@ def test_a_million_random_answers_lose_nothing() -> None:
         check(random_answer(draw))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, TOKENIZER.vocab_size + 3), max_size=30))
 def test_any_tokens_lose_nothing(tokens: list[int]) -> None:
     check(tokens)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.integers(0, 1 << 30), st.data())
 def test_how_text_is_cut_into_tokens_changes_nothing(seed: int, data: st.DataObject) -> None:
     tokens = random_answer(random.Random(seed))

@@ -840,7 +840,7 @@ def test_biases_of_zeros_are_accepted_and_others_are_not(tmp_path: Path) -> None
         load_model(open_checkpoint(write_hf(folder, arrays, config)))
 
 
-MUTANTS = 40
+MUTANTS = 20
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -35,7 +35,7 @@ from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.strict_json import parse_json
 
 MEMORY = 128 << 20
-RELAXED = settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+RELAXED = settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 # Hypothesis makes its table of characters here, because under the limit it could not.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from commands import SCRIPTS, python, run_script
+from commands import SCRIPTS, python
 from fake_hub import COMMIT, COMMIT_PATH, FILES, INFO, Hub, contents, entry, server
 from huggingface_hub import constants
 
@@ -22,7 +22,7 @@ from clocher_runtime.checkpoints.hf.hub import (
 from clocher_runtime.convert.to_iebin import open_source
 
 __all__ = ["server"]
-script = partial(run_script, "download_gpt_oss_20b")
+script = partial(python, SCRIPTS / "download_gpt_oss_20b.py")
 
 
 def fetch(out: Path, *patterns: str) -> Download:

@@ -83,7 +83,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @on_linux
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("threads", ["1", "2"])
+@pytest.mark.parametrize("threads", [pytest.param("1", marks=pytest.mark.slow), "2"])
 @pytest.mark.parametrize("at", [1, 2, 4], ids=["warm", "prefill", "decode"])
 def test_a_truncated_file_ends_a_run_with_one_line(
     at: int, threads: str, pair: Path, tmp_path: Path
@@ -100,6 +100,7 @@ def test_a_truncated_file_ends_a_run_with_one_line(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("what", ["write", "replace", "unlink"])
 @pytest.mark.parametrize("source", ["iebin", "safetensors"])
+@pytest.mark.one_in(2)
 def test_a_changed_file_fails_a_run(what: str, source: str, pair: Path, tmp_path: Path) -> None:
     model = copy_model(pair if source == "iebin" else LLAMA, tmp_path / "m")
     file = model / ("model.ie.bin" if source == "iebin" else "model.safetensors")
@@ -207,7 +208,14 @@ def run_converter(
 
 
 @pytest.mark.parametrize("what", [pytest.param("truncate", marks=on_linux), "write"])
-@pytest.mark.parametrize("script", ["hf_to_iebin", "hf_to_iebin_raw", "convert_to_block_sparse"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "hf_to_iebin",
+        pytest.param("hf_to_iebin_raw", marks=pytest.mark.slow),
+        "convert_to_block_sparse",
+    ],
+)
 def test_a_converter_notices_that_its_input_changed(script: str, what: str, tmp_path: Path) -> None:
     model = copy_model(LLAMA, tmp_path / "m")
     file = model / "model.safetensors"

@@ -72,7 +72,7 @@ def _interpreted(spec: OpSpec, case: Case) -> bool:
     ("spec", "case"),
     [pytest.param(s, c, id=f"cuda-{name_of(s, c)}") for s, c in ON_CUDA if _interpreted(s, c)],
 )
-@pytest.mark.one_in(3, of="spec")
+@pytest.mark.one_in(5, of="spec")
 def test_cuda(spec: OpSpec, case: Case) -> None:
     from cuda_cases import run_interpreted  # slow, and test_isa.py runs this file without it
 

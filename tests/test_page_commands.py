@@ -110,6 +110,7 @@ def test_a_line_of_a_page_runs(page: str, line: str, tmp_path: Path) -> None:
     assert out.strip()
 
 
+@pytest.mark.slow  # test_docs runs its last block, test_converters each of its commands
 def test_the_blocks_of_the_guide_run_one_after_the_other(tmp_path: Path) -> None:
     """The model is the embedded one, under the name and in the place that the guide has."""
     environment = place_at(tmp_path)

@@ -2,13 +2,14 @@
 
 import numpy as np
 import pytest
+from commands import python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clocher_kernels.errors import ModelError
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.engine import probes
-from clocher_runtime.engine.probes import WorkTouch, rss_peak_bytes, rss_peak_mib
+from clocher_runtime.engine.probes import WorkTouch, rss_peak_bytes
 
 
 def plain_checksums(data: bytes, per_token: int, stride: int, tokens: int) -> list[int]:
@@ -21,7 +22,7 @@ def plain_checksums(data: bytes, per_token: int, stride: int, tokens: int) -> li
     return sums
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(
     st.lists(st.binary(max_size=40), min_size=1, max_size=4).filter(lambda f: any(f)),
     st.integers(1, 200),
@@ -124,8 +125,8 @@ def test_getrusage_unit_depends_on_the_platform(tmp_path, monkeypatch, platform,
     assert rss_peak_bytes(tmp_path / "absent") == 4096 * factor
 
 
-def test_peak_memory_of_this_process_follows_an_allocation():
-    before = rss_peak_mib()
-    block = np.ones((before_pages := int(before) + 64) << 20, np.uint8)
-    assert rss_peak_mib() >= before_pages
-    assert block[0] == 1
+def test_peak_memory_of_a_process_follows_an_allocation():
+    # Of its own: what this one took at most may be a gigabyte.
+    code = "from clocher_runtime.engine.probes import rss_peak_mib as peak; import numpy as np;"
+    code += "before = peak(); np.ones(int(before + 64) << 20, np.uint8); print(peak() - before)"
+    assert float(python("-c", code).stdout) >= 60

@@ -231,7 +231,7 @@ def test_the_text_gate_accepts_rejects_and_is_undecided(
 ) -> None:
     monkeypatch.setattr("clocher_runtime.command.ptq._DOCUMENT_TOKENS", 64)
     text = tmp_path / "text.txt"
-    text.write_text((ROOT / "tests" / "data" / "valid.txt").read_text()[:6000])
+    text.write_text((ROOT / "tests" / "data" / "valid.txt").read_text()[:3000])
     out = tmp_path / "q4.json"
     few = ("--gate", text, "--gate-window", 32, "--min-documents", 1)
     loose = ("--max-ppl-ratio", 9, "--max-kld", 9, "--min-same-top", 0, "--max-rms-dp", 9)

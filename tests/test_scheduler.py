@@ -179,13 +179,13 @@ def play(seed: int) -> int:
 
 
 def test_random_schedules_change_nothing_and_lose_no_page() -> None:
-    preempted = sum(play(seed) for seed in range(600))
-    assert preempted > 50, "the schedules are too easy"
+    preempted = sum(play(seed) for seed in range(300))
+    assert preempted > 25, "the schedules are too easy"
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_schedules() -> None:
-    for seed in range(600, 10_000):
+    for seed in range(300, 10_000):
         play(seed)
 
 

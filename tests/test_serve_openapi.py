@@ -188,7 +188,7 @@ def attack(api: Any, route: Described, mode: GenerationMode, examples: int) -> N
 
 @pytest.mark.parametrize(("route", "mode"), WAYS)
 def test_whatever_comes_is_answered(api: Any, route: Described, mode: GenerationMode) -> None:
-    attack(api, route, mode, examples=12)
+    attack(api, route, mode, examples=8)
 
 
 @pytest.mark.slow

@@ -359,7 +359,7 @@ TOKENS = st.lists(
 
 
 @given(tokens=TOKENS, finish=st.sampled_from(["stop", "length", "tool_calls"]))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_no_text_is_lost(tokens: list[list[Delta]], finish: str) -> None:
     kept: list[list[Delta]] = []
     calls, in_call = -1, False

@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from commands import python, run_script
+from commands import SCRIPTS, python
 from gguf.quants import dequantize
 from sessions import make_session
 from transformers import AutoConfig
@@ -204,7 +204,7 @@ def test_tokenizer_has_every_id(tmp_path: Path) -> None:
 
 
 def test_the_script_makes_what_clocher_run_runs(tmp_path: Path) -> None:
-    make = partial(run_script, "make_synthetic", "--out-dir", tmp_path)
+    make = partial(python, SCRIPTS / "make_synthetic.py", "--out-dir", tmp_path)
     make("--preset", "tiny-llama", "--layers", "1", check=True)
     flags = ("--model-dir", tmp_path, "--prompt", "abc", "--max-new", "3")
     line = json.loads(python("-m", "clocher_runtime.cli", *flags, check=True).stdout)

@@ -60,7 +60,7 @@ def byte_ids(tokenizer):
     return [i for token, i in alphabet.items() if len(token) == 1]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 4095), max_size=40))
 def test_pieces_joined_are_the_text_of_random_ids(tokenizer, ids):
     stream = tokenizer.stream()

@@ -34,7 +34,7 @@ _LOGIT_RMS = 0.02
 """fp16 activations against fp32 ones, relative to the RMS of the logits."""
 
 _KV, _INT8, _REPEATS = "bf16", "int8_row_f32", 3
-_NO_FILES = Checkpoint(Path(), "callable", {}, {}, {}, Path(), {}, ())
+_NO_FILES = Checkpoint(Path(), "callable", {}, {}, ())
 
 
 @dataclass(frozen=True)

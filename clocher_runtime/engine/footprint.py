@@ -75,12 +75,6 @@ def draft_config(config: EngineConfig, sizes: Sizes, spec: ModelSpec) -> EngineC
     )
 
 
-def whole_layers(spec: ModelSpec) -> int:
-    """Return how many layers have full attention."""
-    chunks = spec.chunks or (0,) * len(spec.windows)
-    return sum(not window and not chunk for window, chunk in zip(spec.windows, chunks, strict=True))
-
-
 def _selection(spec: ModelSpec, config: EngineConfig) -> Selection | None:
     attn, selection = config.attn, parse_selection(config.attn)
     if selection is None:
@@ -90,7 +84,8 @@ def _selection(spec: ModelSpec, config: EngineConfig) -> Selection | None:
             f"attn {attn}: the {config.backend} back end reads all pages; use dense, or "
             "--device cpu"
         )
-    if not whole_layers(spec):
+    chunks = spec.chunks or spec.windows
+    if all(window or chunk for window, chunk in zip(spec.windows, chunks, strict=True)):
         raise UsageError(
             f"attn {attn}: no layer of this model sees more than a window, so there is nothing "
             "to leave out; use dense"
