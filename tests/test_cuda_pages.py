@@ -141,7 +141,8 @@ def bounding(kv: str, dim: int, cells: int = 64) -> OpRun:
     """Make a case of one token that ends the first page of a slot."""
     sizes = {"M": 1, "H": 2, "D": dim, "S": 1, "B": 2, "T": cells, "P": 2}
     op = OpRun(
-        OPS["page_bounds"], Case(f"bound-{kv}", sizes, {"cache_dtype": kv}, {}, {"tokens": "decode"})
+        OPS["page_bounds"],
+        Case(f"bound-{kv}", sizes, {"cache_dtype": kv}, {}, {"tokens": "decode"}),
     )
     op.values["positions"][...], op.values["ends"][...] = cells - 1, cells
     return op
