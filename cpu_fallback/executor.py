@@ -127,7 +127,7 @@ def _lower_rare(call: BoundCall) -> Sequence[Launch]:
             from cpu_fallback.ops.bsr import LOWER as table
         case "page_bounds" | "select_pages":
             from cpu_fallback.ops.selection import LOWER as table
-        case "skip_linear" | "drop_small":
+        case "skip_linear":
             from cpu_fallback.ops.skip import LOWER as table
         case _:
             from cpu_fallback.ops.moe import LOWER as table
@@ -135,7 +135,7 @@ def _lower_rare(call: BoundCall) -> Sequence[Launch]:
 
 
 _RARE = """
-    bsr_linear page_bounds select_pages skip_linear drop_small route moe_gate_up moe_down
+    bsr_linear page_bounds select_pages skip_linear route moe_gate_up moe_down
 """
 LOWER: Mapping[str, Kernel | Lower] = {
     **{name: lower for module in _USUAL for name, lower in module.LOWER.items()},

@@ -58,8 +58,9 @@ ROWS = 256  # Rows of a tile at most, if the heads of one token are not more
 TILE_BYTES = 512 << 10  # Bytes of the rows of a tile at most: they stay in the second cache
 LEAST_ROWS = 32  # Rows below which tiles are not divided so that every thread has some
 FEW = 8  # Tokens of a step that are divided by span
-PANEL_ROWS = 8
-"""Rows for which cells are decoded where they lie; for more, they are decoded once into a panel."""
+_IN_PLACE = {"i8": 1 << 30, "f32": TURNED_ROWS - 1, "bf16": 8, "f16": 8, "e5m2": 4, "e4m3": 2}
+"""Rows for which cells are decoded where they lie, if lines are whole vectors; for more, they are
+decoded once into a panel. Measured with AVX2."""
 
 _SHARES = 4
 _HEADER = 64
@@ -267,7 +268,7 @@ def _attention(call: BoundCall) -> list[Launch]:
         tokens=tokens,
         line=d * call.array("k_cache").itemsize,
         pitch=pitch,
-        in_place=_rows_in_place(kind, d % chunk == 0),
+        in_place=0 if d % chunk else _IN_PLACE[kind],
         reader=reader,
         score=own.score,
         mix=own.mix,
@@ -282,15 +283,6 @@ def _attention(call: BoundCall) -> list[Launch]:
         replace(launch, shared=kept, shares=shares)
         for launch, shares in zip(both, (_SHARES, 1), strict=True)
     ]
-
-
-def _rows_in_place(kind: str, whole: bool) -> int:
-    """Return for how many rows cells are read where they lie, if lines are whole vectors or not."""
-    if not whole:
-        return 0
-    if kind == "i8":
-        return 1 << 30
-    return TURNED_ROWS - 1 if kind == "f32" else PANEL_ROWS
 
 
 LOWER = {"attention": _attention}

@@ -14,13 +14,14 @@ from clocher_kernels.ops.selection import WORD
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, score
+from cpu_fallback.ops.attention_tiles import FLOATS, SCORES, score
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.kv import kv_of, own_line, padded, page_of, read_lines
 from cpu_fallback.team.tape import Launch
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
 _AHEAD = 8
+_PAGES = 16  # That are scored together
 _SHARES = 4
 
 
@@ -115,7 +116,7 @@ def _run(begin, end, word):
 @device
 def _choose(a, t, head, old, list_at, scratch):
     """Add to a list what is chosen of the pages 0 .. old - 1 for their scores."""
-    scores = scratch + 8 * (a.group + BLOCK) * padded(a.D) + SCORES * a.group
+    scores = scratch + 8 * (a.group + _PAGES) * padded(a.D) + SCORES * a.group
     weights = scores + 4 * padded(a.B)
     _score(a, t, head, old, scratch, scores)
     begin, left, top = np.int64(0), np.int64(old), v.splat(-_LARGEST)
@@ -163,22 +164,21 @@ def _score(a, t, head, old, queries, scores):
             v.store_f32(target + 4 * i, v.add(v.maximum(x, v.zero()), odd))
             v.store_f32(target + 4 * (width + i), v.minimum(x, v.zero()))
     panel = queries + 8 * group * width
-    found, slot = panel + 8 * BLOCK * width, within(v.read_i32(a.slots + 4 * t), a.S)
-    for first in range(0, old, BLOCK):
-        count = min(BLOCK, old - first)
+    found, slot = panel + 8 * _PAGES * width, within(v.read_i32(a.slots + 4 * t), a.S)
+    for first in range(0, old, _PAGES):
+        count = min(_PAGES, old - first)
         for i in range(count):
             asked = _bounds_of(a, slot, min(first + i + _AHEAD, old - 1), head)
             for at in range(0, 8 * d, 64):
                 v.prefetch(asked + at)
             _widen(_bounds_of(a, slot, first + i, head), panel + 8 * i * width, d)
         score(a.scorer, queries, group, panel, 8 * width, 2 * width, 0, count, found, 0)
-        for i in range(0, count, 16):
-            best, most = v.splat(-_LARGEST), v.splat(_LARGEST)
-            for row in range(group):
-                x = v.load_f32(found + SCORES * row + 4 * i)
-                best = v.maximum(v.select(v.le(v.absolute(x), most), x, most), best)
-            best = v.select(v.first(count - i), v.add(best, v.zero()), v.splat(-_LARGEST))
-            v.store_f32(scores + 4 * (first + i), best)
+        best, most = v.splat(-_LARGEST), v.splat(_LARGEST)
+        for row in range(group):
+            x = v.load_f32(found + SCORES * row)
+            best = v.maximum(v.select(v.le(v.absolute(x), most), x, most), best)
+        best = v.select(v.first(count), v.add(best, v.zero()), v.splat(-_LARGEST))
+        v.store_f32(scores + 4 * first, best)
 
 
 @device
@@ -191,9 +191,8 @@ def _bounds_of(a, slot, page, head):
 def _widen(bounds, panel, d):
     width = padded(d)
     for i in range(0, d, 16):
-        n = min(16, d - i)
-        v.store_f32(panel + 4 * i, v.load_f32_n(bounds + 4 * i, n))
-        v.store_f32(panel + 4 * (width + i), v.load_f32_n(bounds + 4 * (d + i), n))
+        v.store_f32(panel + 4 * i, v.load_up_to(bounds + 4 * i, d - i))
+        v.store_f32(panel + 4 * (width + i), v.load_up_to(bounds + 4 * (d + i), d - i))
 
 
 @device
@@ -290,7 +289,7 @@ def _select_pages(call: BoundCall) -> list[Launch]:
         )
     sizes = (-(-size // 16) * 16 for size in (d, blocks))
     query, scores = next(sizes), next(sizes)
-    scratch = 8 * (group + BLOCK) * query + SCORES * group + 8 * scores + 64
+    scratch = 8 * (group + _PAGES) * query + SCORES * group + 8 * scores + 64
     chooser = Chooser(group, FLOATS["f32"].score)  # type: ignore[arg-type]
     return [call.launch(select_pages, chooser, scratch, _SHARES)]
 

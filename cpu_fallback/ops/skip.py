@@ -8,8 +8,6 @@ tokens do, and as one does whose zeros are too few to pay.
 A thread lists the live columns of all blocks once for a product. Random rows are nothing that a
 core's own prefetcher foresees, so with every four columns that are multiplied, four of the list are
 asked for, one line of each, a group of columns further on.
-
-And `drop_small`, which makes such zeros.
 """
 
 from functools import cache
@@ -64,17 +62,18 @@ Skipped = NamedTuple(  # a weight in tiles, and by input channel
 )
 
 
-def _operands(b: Any, lines: list[Any], per: int) -> list[Any]:
-    """Emit the operands of four columns of a chunk: 16 channels times 4 columns each.
+_SHIFTED = {2: 4, 4: 2} if CURRENT.vnni else {2: 0, 4: 0}
+"""Codes of a byte -> by how many bits the sums of each of them are too large."""
+_WINDOW = 64  # Columns whose lines stay in the first cache while all their chunks are multiplied
 
-    With VNNI they stay where they are in their bytes, and sums are too large by that.
-    """
-    width, mixed = 8 // per, interleaved(b, lines)
+
+def _operand(b: Any, mixed: list[Any], per: int, i: int) -> Any:
+    """Emit the i-th operand of four columns of a chunk: 16 channels times 4 columns."""
+    width, (p, place) = 8 // per, divmod(i, 4)
     mask = (1 << width) - 1
     if CURRENT.vnni:
-        masks = [v.constant(v.BYTES, mask << width * p) for p in range(per)]
-        return [b.and_(each, only) for only in masks for each in mixed]
-    return [bits(b, each, width * p, mask) for p in range(per) for each in mixed]
+        return b.and_(mixed[place], v.constant(v.BYTES, mask << width * p))
+    return bits(b, mixed[place], width * p, mask)
 
 
 class _Cursor:
@@ -107,10 +106,33 @@ class _Cursor:
             v.emit_store(self._b, self._b.load(slot), place)
 
 
-def _chunk_of(scale: str, per: int) -> Any:
+def _emit_columns(
+    b: Any, cursor: _Cursor, line: Any, live: tuple[Any, Any, Any, Any], sums: list[Any], per: int
+) -> None:
+    """Emit the addition of a chunk of some columns of the list; `line` is that of the panel."""
+    (entries, codes, begin, end), quads = live, per // 2
+    step = v.number(_QUAD * quads)
+    with cgutils.for_range_slice(b, begin, end, step, inc=True) as (i, _):
+        fours = []
+        for q in range(quads):
+            at = v.behind(b, v.emit_at(b, entries, i, 4), 4 * _QUAD * q)
+            lines = []
+            for r in range(_QUAD):
+                offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, at, 4 * r)), v.INT64)
+                lines.append(v.emit_load(b, v.BYTES.llvm, b.add(line, offset)))
+            four = v.emit_load(b, v.INT32, v.behind(b, b.add(codes, i), _QUAD * q))
+            x = b.bitcast(v.spread(b, v.I32, four), v.BYTES.llvm)
+            fours.append((interleaved(b, lines), x))
+        for p, slot in enumerate(sums):
+            pairs = [(_operand(b, mixed, per, p), x) for mixed, x in fours]
+            b.store(plus(b, b.load(slot), pairs), slot)
+        for _ in range(quads):
+            cursor.ask()
+
+
+def _chunk_of(scale: str) -> Any:
     """Return the intrinsic that multiplies a chunk by one group of columns of a token."""
-    heads, quads = per * _SIZE[scale], per // 2
-    shifts = [8 // per * (i // 4) if CURRENT.vnni else 0 for i in range(4 * per)]
+    heads, shifts = 2 * _SIZE[scale], [_SHIFTED[2] * (i // 4) for i in range(8)]
 
     @v.op(void, *[i64] * 11)
     def chunk(b, panel, blocks, count, entries, codes, place, width, x_scale, total, state, last):
@@ -121,7 +143,7 @@ def _chunk_of(scale: str, per: int) -> Any:
         for slot in parts:
             b.store(v.constant(v.F32, 0.0), slot)
         line = v.emit_at(b, panel, place, LINE)
-        first = v.emit_at(b, panel, place, per * LINE * _SIZE[scale])
+        first = v.emit_at(b, panel, place, 2 * LINE * _SIZE[scale])
         with cgutils.for_range(b, count) as outer:
             here = v.emit_at(b, blocks, outer.index, _BLOCK)
             begin, end, start = (
@@ -131,71 +153,78 @@ def _chunk_of(scale: str, per: int) -> Any:
             for slot, shift in zip(sums, shifts, strict=True):
                 b.store(b.shl(start, v.constant(v.I32, shift)), slot)
             begin, end = b.sext(begin, v.INT64), b.sext(end, v.INT64)
-            step = v.number(_QUAD * quads)
-            with cgutils.for_range_slice(b, begin, end, step, inc=True) as (i, _):
-                fours = []
-                for q in range(quads):
-                    at = v.behind(b, v.emit_at(b, entries, i, 4), 4 * _QUAD * q)
-                    lines = []
-                    for r in range(_QUAD):
-                        offset = b.sext(v.emit_load(b, v.INT32, v.behind(b, at, 4 * r)), v.INT64)
-                        lines.append(v.emit_load(b, v.BYTES.llvm, b.add(line, offset)))
-                    four = v.emit_load(b, v.INT32, v.behind(b, b.add(codes, i), _QUAD * q))
-                    x = b.bitcast(v.spread(b, v.I32, four), v.BYTES.llvm)
-                    fours.append([(weights, x) for weights in _operands(b, lines, per)])
-                for slot, *pairs in zip(sums, *fours, strict=True):
-                    b.store(plus(b, b.load(slot), pairs), slot)
-                for _ in range(quads):
-                    cursor.ask()
+            _emit_columns(b, cursor, line, (entries, codes, begin, end), sums, 2)
             head = b.sub(v.emit_at(b, entries, begin, 4), v.number(4 * heads))
+            scales = b.add(first, b.sext(v.emit_load(b, v.INT32, head), v.INT64))
             for i, (part, slot, shift) in enumerate(zip(parts, sums, shifts, strict=True)):
-                value = b.load(slot)
-                if shift:
-                    value = b.ashr(value, v.constant(v.I32, shift))
+                factor = v.WIDEN[scale].emit(b, v.behind(b, scales, 16 * _SIZE[scale] * i))
+                value = b.ashr(b.load(slot), v.constant(v.I32, shift))
                 value = b.sitofp(value, v.F32.llvm)
-                if scale:
-                    scales = b.add(first, b.sext(v.emit_load(b, v.INT32, head), v.INT64))
-                    at = v.behind(b, scales, 16 * _SIZE[scale] * i)
-                    value = v.emit_fma(b, value, v.WIDEN[scale].emit(b, at), b.load(part))
-                b.store(value, part)
+                b.store(v.emit_fma(b, value, factor, b.load(part)), part)
             for _ in range(heads // _QUAD):
                 cursor.ask()
         factor = v.spread(b, v.F32, v.emit_load(b, v.FLOAT, x_scale))
         for i, part in enumerate(parts):
-            at, value = v.behind(b, total, 64 * i), b.load(part)
-            if scale:
-                value = v.emit_fma(b, value, factor, v.emit_load(b, v.F32.llvm, at))
-            else:
-                value = b.fmul(value, factor)
-            v.emit_store(b, value, at)
+            at = v.behind(b, total, 64 * i)
+            sum_of = v.emit_fma(b, b.load(part), factor, v.emit_load(b, v.F32.llvm, at))
+            v.emit_store(b, sum_of, at)
         cursor.save()
 
     return chunk
+
+
+@v.op(void, *[i64] * 10)
+def _window(b, panel, begin, end, entries, codes, place, width, total, state, last):
+    """Add to totals, int32, the products of a chunk with some columns of ternary digits."""
+    cursor = _Cursor(b, state, panel, width, last)
+    # More than there are registers for: they stay in memory.
+    at = [v.behind(b, total, 64 * i) for i in range(16)]
+    sums = [b.inttoptr(slot, v.I32.llvm.as_pointer()) for slot in at]
+    line = v.emit_at(b, panel, place, LINE)
+    _emit_columns(b, cursor, line, (entries, codes, begin, end), sums, 4)
+    cursor.save()
 
 
 _call_skip = v.caller(10)
 
 
 @cache
-def skip_of(scale: str, per: int) -> Kernel:
-    """Return the kernel that multiplies a panel, by type of scale and codes of a byte."""
-    chunk = _chunk_of(scale, per)
-    channels = per * LINE
+def skip_of(scale: str) -> Kernel:
+    """Return the kernel that multiplies a panel, by type of scale; "" is that of ternary digits."""
+    chunk = _chunk_of(scale) if scale else None
+    shifted, channels = _SHIFTED[4], 4 * LINE
 
-    def product(panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state):
+    def grouped(panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state):
         last = v.read_i64(state + 24)
         block = 0
         while block < count:  # a range of variable steps might raise
             few = min(per_group, count - block)
             for place in range(chunks):
-                here, out = blocks + _BLOCK * block, totals + 4 * channels * place
+                here, out = blocks + _BLOCK * block, totals + 8 * LINE * place
                 width = LINE * chunks
                 args = panel, here, few, entries, codes, place, width, x_scale, out, state, last
                 chunk(*args)
             x_scale += 4
             block += few
 
-    return Kernel(product, name=f"skip.{scale or 'ternary'}")
+    def whole(panel, blocks, count, per_group, entries, codes, chunks, x_scale, totals, state):
+        last, width = v.read_i64(state + 24), LINE * chunks
+        begin, end = v.read_i32(blocks), v.read_i32(blocks + 4)
+        for i in range(4 * width // 16):
+            start = v.read_i32(blocks + 8) << (shifted * (i >> 2 & 3))
+            v.store_i32(totals + 64 * i, v.isplat(start))
+        while begin < end:
+            stop = min(begin + _WINDOW, end)
+            for place in range(chunks):
+                out = totals + 4 * channels * place
+                _window(panel, begin, stop, entries, codes, place, width, out, state, last)
+            begin = stop
+        factor = v.splat(v.read_f32(x_scale))
+        for i in range(4 * width // 16):
+            total = v.sra(v.load_i32(totals + 64 * i), shifted * (i >> 2 & 3))
+            v.store_f32(totals + 64 * i, v.mul(v.to_f32(total), factor))
+
+    return Kernel(grouped if scale else whole, name=f"skip.{scale or 'ternary'}")
 
 
 @device
@@ -309,7 +338,7 @@ def _skip_linear(call: BoundCall) -> list[Launch]:
     own = Skipped(
         *dense,
         factor=float(tensor.format.multiplier(tensor.planes)) if ternary else 1.0,
-        skip=skip_of(columns.scale, columns.per),  # type: ignore[arg-type]
+        skip=skip_of(columns.scale),  # type: ignore[arg-type]
         columns=int(panels.ctypes.data),
         record=columns.record,
         block=columns.block,
@@ -329,70 +358,4 @@ def _skip_linear(call: BoundCall) -> list[Launch]:
     return [call.launch(skip_columns, own, max(few, panels_room(dense)), shares)]
 
 
-@device
-def _below(x, k, limit):
-    """Return how many magnitudes have bits below a limit."""
-    found, bound, one = v.izero(), v.isplat(limit), v.isplat(1)
-    for i in range(0, k, 16):
-        n = min(16, k - i)
-        bits = v.bits_i32(v.absolute(v.load_f32_n(x + 4 * i, n)))
-        found = v.iadd(found, v.iselect(v.ilt(bits, bound), one, v.izero()))
-    return v.ihsum(found) - (-(-k // 16) * 16 - k) * (limit > 0)
-
-
-@device
-def _kept(x, k, most, least):
-    """Return how many channels of a token are kept."""
-    total, squares = v.zero(), v.zero()
-    for i in range(0, k, 16):
-        size = v.absolute(v.load_f32_n(x + 4 * i, min(16, k - i)))
-        total, squares = v.add(total, size), v.add(squares, v.mul(size, size))
-    sum_of = v.hsum(total)
-    width = np.float32(k)
-    bottom = width * v.hsum(squares)
-    even = np.float32(1)
-    if bottom > np.float32(0):
-        even = sum_of * sum_of / bottom
-    if not even <= np.float32(1):
-        even = np.float32(1)
-    wanted = (least + (most - least) * even) * width
-    count = int(wanted)
-    if np.float32(count) < wanted:
-        count += 1
-    return max(1, min(count, k))
-
-
-@device
-def _limit(x, k, count):
-    limit = 0
-    for place in range(30, -1, -1):
-        higher = limit + (1 << place)
-        if k - _below(x, k, higher) >= count:
-            limit = higher
-    return limit
-
-
-@executes("drop_small")
-def drop_small(a, rank, size, scratch):
-    """Copy a token but for what is small; each thread has a range of tokens."""
-    first, last = share(a.M, rank, size)
-    k = a.K
-    for t in range(first, last):
-        x, y = a.x + 4 * t * k, a.y + 4 * t * k
-        if a.threshold:
-            bound = v.splat(v.read_f32(a.threshold))
-            for i in range(0, k, 16):
-                n = min(16, k - i)
-                values = v.load_f32_n(x + 4 * i, n)
-                kept = v.select(v.lt(v.absolute(values), bound), v.zero(), values)
-                v.store_f32_n(y + 4 * i, kept, n)
-        else:
-            low = v.isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
-            for i in range(0, k, 16):
-                n = min(16, k - i)
-                values = v.load_f32_n(x + 4 * i, n)
-                small = v.ilt(v.bits_i32(v.absolute(values)), low)
-                v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
-
-
-LOWER = {"skip_linear": _skip_linear, "drop_small": lambda call: [call.launch(drop_small)]}
+LOWER = {"skip_linear": _skip_linear}
