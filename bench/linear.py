@@ -47,7 +47,6 @@ from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_terna
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert.synthetic import normal_matrix
-from clocher_runtime.engine.footprint import ACT_GROUP
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
@@ -150,9 +149,9 @@ def exact_product(problem: Problem, weights: list[QuantTensor]) -> np.ndarray:
 
 
 def clocher(
-    problem: Problem, weights: list[QuantTensor], threads: int, act_group: int | None = ACT_GROUP
+    problem: Problem, weights: list[QuantTensor], threads: int, codes: bool = True
 ) -> Engine:
-    """Return Clocher's CPU back end; `act_group` None keeps activations fp32."""
+    """Return Clocher's CPU back end; activations are fp32 unless integers want `codes`."""
     buffers = {"x": Buffer((problem.m, problem.k), "f32", "M", "input")}
     calls = []
     op = "bsr_linear" if isinstance(weights[0].format, Bsr) else "linear"
@@ -166,10 +165,10 @@ def clocher(
     formats = {name: weight.format for name, weight in tensors.items()}
     plan = Plan(problem.m, 1, buffers, {}, tuple(tensors), tuple(calls))
     plan = quantize_for_ternary(plan, formats)
-    if act_group is not None and not has_codes(plan.calls[-1]):
-        plan = quantize_activations(plan, formats, act_group)
-        if has_codes(plan.calls[-1]):
-            tolerance, note = 0.03, f"int8 activations, groups of {act_group}"
+    if codes and not has_codes(plan.calls[-1]):
+        plan = quantize_activations(plan, formats)
+        if has_codes(call := plan.calls[-1]):
+            tolerance, note = 0.03, f"int8 activations, groups of {call.attrs['group']}"
     # A dynamic team could use fewer threads than the result says.
     executor = CpuExecutor(plan, tensors, threads, hints=Hints(adaptive=False))
     executor.array("x")[...] = problem.x()
@@ -307,7 +306,7 @@ def break_even(densities: Sequence[float], times: Sequence[float], dense: float)
 def _engine(weight: QuantTensor, tokens: int, threads: int) -> Engine:
     copies = min(_SPARSE_COPIES, -(-_BYTES // weight.nbytes))
     problem = Problem(weight.format.name, *weight.shape, tokens, copies)
-    made = clocher(problem, copies_of(weight, copies), threads, None)
+    made = clocher(problem, copies_of(weight, copies), threads, codes=False)
     return replace(made, tolerance=_TOLERANCE)
 
 

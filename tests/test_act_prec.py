@@ -1,5 +1,6 @@
 """Precision of activations: each acts on every weight format, and the reference says how."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -59,7 +60,7 @@ def plan_of(name: str, precision: str) -> Plan:
     plan, formats = Plan(M, 1, buffers, {}, ("w",), calls), {"w": weight(name).format}
     plan = quantize_for_ternary(plan, formats)
     if precision == "int8":
-        plan = quantize_activations(plan, formats, 128)
+        plan = quantize_activations(plan, formats)
     return round_activations(plan, precision)
 
 
@@ -138,3 +139,37 @@ def test_one_rounding_serves_all_that_read_it_and_bitnet_quantises_what_was_roun
     assert round_activations(ternary, "int8") == ternary
     assert ternary.calls[0].attrs == {"group": 0, **BITNET}
     assert "fake_quantize" in OPS
+
+
+def test_a_scale_is_for_32_columns_where_the_weight_has_one_for_32() -> None:
+    buffers = {"x": Buffer((M, K), "f32", "M")} | {n: Buffer((M, N), "f32", "M") for n in "abc"}
+    calls = tuple(Call("linear", {"x": "x", "w": f"w{n}", "y": n}) for n in "abc")
+    plan = Plan(M, 1, buffers, {}, ("wa", "wb", "wc"), calls)
+    names = {"wa": "q4_k", "wb": "int8_g32_f16", "wc": "q4_k"}
+    formats = {name: parse_format(fmt) for name, fmt in names.items()}
+    made = quantize_activations(plan, formats)
+    assert [call.op for call in made.calls] == [
+        "quantize",
+        "linear",
+        "quantize",
+        "linear",
+        "linear",
+    ]
+    assert [call.attrs["group"] for call in made.calls] == [128, 128, 32, 32, 128]
+    assert made.calls[4].args["x"] == made.calls[1].args["x"] != made.calls[3].args["x"]
+    assert made.buffers[made.calls[2].args["scale"]].shape == (M, K // 32)
+    # What an outlier costs its neighbours: 31 columns, not 127.
+    x = np.random.default_rng(3).standard_normal((M, K), dtype=np.float32)
+    x[:, 5] = 300
+    w = {"w": weight("int8_g32_f16")}
+    wide = x.astype(np.float64) @ w["w"].decode().T.astype(np.float64)
+    errors = []
+    for group in (32, 128):
+        one = Plan(M, 1, {"x": buffers["x"], "a": buffers["a"]}, {}, ("w",), calls[:1])
+        one = replace(one, calls=(Call("linear", {"x": "x", "w": "w", "y": "a"}),))
+        one = quantize_activations(one, {"w": w["w"].format}, group)
+        found = ReferenceExecutor(one, w)
+        found.array("x")[...] = x
+        found.step(M, 1)
+        errors.append(float(np.square(found.fetch("a", M) - wide).mean()))
+    assert errors[0] < 0.5 * errors[1]

@@ -25,7 +25,6 @@ from cpu_fallback.team.placement import Hints, usable_cpus
 from cpu_fallback.team.team import aligned
 
 LIBRARY = ("linear", "bsr_linear", "route", "moe_gate_up", "moe_down", "attention", "kv_append")
-ACT_GROUP = 128
 ACT_PREC = ("", "int8", "fp32")
 """Activations of integer weights; "" is the back end's default."""
 _HALF = {"I": "J"}
@@ -107,7 +106,7 @@ def op_plan(
     }
     plan = case_plan(spec, Case("call", sizes, attrs), {**values, **dict.fromkeys(formats)})  # type: ignore[dict-item]
     plan = quantize_for_ternary(plan, formats)
-    return quantize_activations(plan, formats, ACT_GROUP) if act_prec == "int8" else plan
+    return quantize_activations(plan, formats) if act_prec == "int8" else plan
 
 
 def checked_attributes(spec: OpSpec, attrs: Mapping[str, Attr]) -> dict[str, Attr]:

@@ -25,7 +25,6 @@ from clocher_runtime.models.spec import ModelSpec, Selection, parse_selection
 from clocher_runtime.speculation.speculator import rows_for
 
 DEFAULT_CONTEXT = 4096
-ACT_GROUP = 128
 PROGRAM_BYTES = 128 << 20
 """Measured, rounded: Python, its libraries and the compiled kernels."""
 SPARSE_ON = ("cpu", "cuda", "reference")
@@ -102,7 +101,7 @@ def _selection(spec: ModelSpec, config: EngineConfig) -> Selection | None:
 def with_codes(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
     """Return a Plan whose matmuls with integer weights in `scope` take int8 activations."""
     within = {name: fmt for name, fmt in formats.items() if name in scope}
-    return quantize_activations(plan, within, ACT_GROUP)
+    return quantize_activations(plan, within)
 
 
 def packed_names(plan: Plan) -> set[str]:
