@@ -11,7 +11,14 @@ from transformers import AutoModelForCausalLM
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.api import LanguageModel, load
-from clocher_runtime.quality.likelihood import Likelihood, Pair, Scorer, read_task, score_task
+from clocher_runtime.quality.likelihood import (
+    Likelihood,
+    Pair,
+    Scorer,
+    metrics,
+    read_task,
+    score_items,
+)
 from clocher_runtime.subcommands.bench import main
 
 DATA = Path(__file__).parent / "data"
@@ -129,7 +136,8 @@ def test_a_task_has_the_metrics_of_its_items(
     texts = [TEXT[:900], "import os\n"]
     lines = [json.dumps(each) for each in [*QUESTIONS, *({"text": text} for text in texts)]]
     (tmp_path / "task.jsonl").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-    found = score_task(scorer, read_task(tmp_path / "task.jsonl"))
+    items = read_task(tmp_path / "task.jsonl")
+    found = metrics(scorer, items, score_items(scorer, items))
     right, normed = 0, 0
     for each in QUESTIONS:
         sums = [plain(theirs, scorer.pair(each["context"], c)).logprob for c in each["choices"]]

@@ -1,17 +1,20 @@
 """Likelihoods of continuations, whole texts and task files, by lm-evaluation-harness 0.4's rules.
 
 Source: its lm_eval/api/model.py, task.py, metrics.py and lm_eval/utils.py, with an empty
-`target_delimiter`. A task file has a JSON object a line, of either kind:
+`target_delimiter` where a question has no `delimiter`. A task file has a JSON object a line, of one
+of these kinds:
 
     {"context": "The capital of France is", "choices": [" Paris", " Rome"], "answer": 0}
+    {"context": "The capital of France is", "continuation": " Paris"}
     {"text": "A whole text, of which the model tells how likely it is."}
 """
 
 import re
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import exp, inf, log, sqrt
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import msgspec
@@ -79,6 +82,10 @@ class Scorer:
             end = min(start + longest, len(ids))
             pairs.append(Pair(ids[end - longest - 1 : start], ids[start:end]))
         return pairs
+
+    def length(self, text: str) -> int:
+        """Return how many tokens of a text are scored."""
+        return len(self._tokenizer.encode_prompt(text))
 
     def scores(self, pairs: Sequence[Pair], progress: Progress | None = None) -> list[Likelihood]:
         """Score continuations, sharing forwards; contexts that are too long lose their beginning.
@@ -156,8 +163,8 @@ def _of_token(logits: np.ndarray, token: int) -> Likelihood:
     return Likelihood(logprob_of(logits, token, 0).logprob, int(logits.argmax()) == token)
 
 
-_MOST_BYTES = 1 << 30
-_KINDS = 'expected {"context", "choices", "answer"} or {"text"}'
+MOST_BYTES = 1 << 30
+_KINDS = 'expected {"context", "choices", "answer"}, {"context", "continuation"} or {"text"}'
 
 
 class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -167,6 +174,14 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     # two or more, which follow the context as they are, without a space between
     choices: tuple[str, ...]
     answer: int  # index of the right one
+    delimiter: str = ""  # before each choice, no part of its length
+
+
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A context, and what should follow it."""
+
+    context: str
+    continuation: str
 
 
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,14 +190,15 @@ class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     text: str
 
 
-Item = Question | Text
+Item = Question | Target | Text
+Scores = Sequence[Likelihood]
 
 
 def read_task(path: Path) -> list[Item]:
     """Return the items of a task file without blank lines. Raises ModelError."""
     items = [
         _item(line, f"{path}:{number}")
-        for number, line in enumerate(read_bytes(path, _MOST_BYTES).splitlines(), start=1)
+        for number, line in enumerate(read_bytes(path, MOST_BYTES).splitlines(), start=1)
         if line.strip()
     ]
     if not items:
@@ -192,40 +208,43 @@ def read_task(path: Path) -> list[Item]:
 
 def _item(line: bytes, where: str) -> Item:
     value = parse_object(line, where)
-    if "choices" not in value and "text" not in value:
+    kinds: dict[str, type[Item]] = {"choices": Question, "continuation": Target, "text": Text}
+    kind = next((kind for name, kind in kinds.items() if name in value), None)
+    if kind is None:
         raise FormatError(f"{where}: its keys are {sorted(value)!r:.80}; {_KINDS}")
-    if "choices" not in value:
-        text = read_as(value, Text, where)
-        if not text.text:
-            raise FormatError(f"{where}: the text is empty")
-        return text
-    question = read_as(value, Question, where)
-    count = len(question.choices)
-    if count < 2 or not all(question.choices):
-        raise FormatError(f"{where}: expected two choices or more, none of them empty")
-    if not 0 <= question.answer < count:
-        raise FormatError(f"{where}: answer is {question.answer}; expected 0 to {count - 1}")
-    return question
+    item = read_as(value, kind, where)
+    if isinstance(item, Text) and not item.text:
+        raise FormatError(f"{where}: the text is empty")
+    if isinstance(item, Question):
+        count = len(item.choices)
+        if count < 2 or not all(item.choices):
+            raise FormatError(f"{where}: expected two choices or more, none of them empty")
+        if not 0 <= item.answer < count:
+            raise FormatError(f"{where}: answer is {item.answer}; expected 0 to {count - 1}")
+    return item
 
 
-def score_task(
+def score_items(
     scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
-) -> dict[str, Any]:
-    """Return a task's metrics by kind, "questions" and "texts". Raises ClocherError."""
+) -> list[Scores]:
+    """Return the scores of each item: of its choices, its continuation or its windows."""
     pairs = [_pairs(scorer, item, number) for number, item in enumerate(items, start=1)]
     found = iter(scorer.scores([pair for of in pairs for pair in of], progress))
-    logprobs = [[next(found).logprob for _ in of] for of in pairs]
-    questions = [
-        (item, sums)
-        for item, sums in zip(items, logprobs, strict=True)
-        if isinstance(item, Question)
-    ]
+    return [[next(found) for _ in of] for of in pairs]
+
+
+def metrics(scorer: Scorer, items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:
+    """Return metrics of scored items by kind: "questions", "targets" and "texts"."""
+    both = list(zip(items, scores, strict=True))
+    questions = [(item, found) for item, found in both if isinstance(item, Question)]
+    targets = [found[0] for item, found in both if isinstance(item, Target)]
     texts = [
-        (item.text, sum(sums), sum(len(pair.continuation) for pair in of))
-        for item, sums, of in zip(items, logprobs, pairs, strict=True)
+        (item.text, sum(each.logprob for each in found), scorer.length(item.text))
+        for item, found in both
         if isinstance(item, Text)
     ]
     results = {"questions": _of_questions(questions)} if questions else {}
+    results |= {"targets": _of_targets(targets)} if targets else {}
     return results | ({"texts": _of_texts(texts)} if texts else {})
 
 
@@ -234,27 +253,44 @@ def _pairs(scorer: Scorer, item: Item, number: int) -> list[Pair]:
         if windows := scorer.windows(item.text):
             return windows
         raise UsageError(f"item {number}: the text {item.text!r:.80} has no tokens; leave it out")
+    if isinstance(item, Target):
+        ends = [item.continuation]
+    else:
+        ends = [item.delimiter + choice for choice in item.choices]
     try:
-        return [scorer.pair(item.context, choice) for choice in item.choices]
+        return [scorer.pair(item.context, end) for end in ends]
     except UsageError as error:
         raise UsageError(f"item {number}: {error}") from None
 
 
-def _of_questions(scored: Sequence[tuple[Question, Sequence[float]]]) -> dict[str, Any]:
+def means(values: Mapping[str, Sequence[float]]) -> dict[str, Any]:
+    """Return the count of values, the mean of each name, and its standard error."""
+    found: dict[str, Any] = {"count": len(next(iter(values.values())))}
+    for name, each in values.items():
+        found[name] = fmean(each)
+        found[f"{name}_stderr"] = stdev(each) / sqrt(len(each)) if len(each) > 1 else None
+    return found
+
+
+def _of_questions(scored: Sequence[tuple[Question, Scores]]) -> dict[str, Any]:
     """Return accuracies: `acc` by log-probability, `acc_norm` by that per character."""
-    right = {"acc": 0, "acc_norm": 0}
-    for question, sums in scored:
-        means = [each / len(choice) for each, choice in zip(sums, question.choices, strict=True)]
-        right["acc"] += sums.index(max(sums)) == question.answer
-        right["acc_norm"] += means.index(max(means)) == question.answer
-    count = len(scored)
-    found: dict[str, Any] = {"count": count}
-    for name, sum_ in right.items():
-        mean = sum_ / count
-        found[name] = mean
-        found[f"{name}_stderr"] = sqrt(mean * (1 - mean) / (count - 1)) if count > 1 else None
-    chance = sum(1 / len(question.choices) for question, _ in scored) / count
-    return {**found, "chance": chance}
+    acc, norm = [], []
+    for question, scores in scored:
+        sums = [each.logprob for each in scores]
+        per = [each / len(choice) for each, choice in zip(sums, question.choices, strict=True)]
+        acc.append(float(sums.index(max(sums)) == question.answer))
+        norm.append(float(per.index(max(per)) == question.answer))
+    chance = fmean(1 / len(question.choices) for question, _ in scored)
+    return {**means({"acc": acc, "acc_norm": norm}), "chance": chance}
+
+
+def _of_targets(scored: Scores) -> dict[str, Any]:
+    """Return how often the model would have said it, and exp of its mean loss."""
+    found = means({"acc": [float(each.is_greedy) for each in scored]})
+    loss = means({"loss": [-each.logprob for each in scored]})
+    ppl = _exp(loss["loss"])
+    error = loss["loss_stderr"]
+    return {**found, "perplexity": ppl, "perplexity_stderr": error and ppl * error}
 
 
 def _of_texts(scored: Sequence[tuple[str, float, int]]) -> dict[str, Any]:

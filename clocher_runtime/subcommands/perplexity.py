@@ -19,6 +19,7 @@ from clocher_runtime.command.script_run import (
     option,
     place,
     script,
+    switch,
 )
 from clocher_runtime.config.engine import EXACT, NUMERICS, EngineConfig
 from clocher_runtime.config.values import Given, every
@@ -38,7 +39,7 @@ OPTIONS = (
 
 
 class Scored(NamedTuple):
-    """A model ready for scoring; its session keeps all logits, `facts` go to result lines."""
+    """A model ready for scoring; its session keeps logits, `facts` go to result lines."""
 
     session: "Session"
     tokenizer: "Tokenizer"
@@ -55,11 +56,11 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
     variables = dict(every(EngineConfig))["model_dir"].env
     named = next(filter(None, map(os.environ.get, variables)), None)
     model_dir = model_dir or (Path(named) if named else None)
+    settings.setdefault("all_logits", True)
     settings["backend" if backend == "reference" else "device"] = backend
     config = EngineConfig(
         model_dir=model_dir or embedded_model(),
         speculate="off",
-        all_logits=True,
         given={"model_dir": Given("MODEL", str(model_dir))} if model_dir else {},
         **settings,
     )
@@ -108,48 +109,89 @@ def perplexity(
     click.echo(json.dumps(line))
 
 
-_ABOUT_TASK = """Score a model on a task file; print one JSON line on standard output.
+_ABOUT_TASK = """Score a model on tasks; print one JSON line for each, and a table.
 
-A task file has a JSON object a line, of either kind:
+A task is a name (mmlu, hellaswag, arc_challenge, gsm8k, humaneval, lambada), whose lines are found
+in --data, or a file with a JSON object a line, of any of these kinds:
 
 \b
   {"context": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}
+  {"context": "2 + 2 =", "continuation": " 4"}
   {"text": "A whole text, whose perplexity is computed."}
 
 A choice follows its context as it is, so it begins with a space where one belongs. Nothing is
-downloaded. Numbers are those of lm-evaluation-harness for the same texts."""
+downloaded. Prompts and numbers are those of lm-evaluation-harness, which runs other tasks:
+python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
 
 
 @script(
     "clocher bench quality",
     *PLACE,
-    option("--task", PATH, "the task file, of JSON lines", required=True),
+    option(
+        "--task", PATH, "name or file of JSON lines", name="tasks", multiple=True, required=True
+    ),
+    option("--data", PATH, "file of a named task, or directory of such files"),
     option("--limit", COUNT, "score the first LIMIT items"),
+    option("--shots", click.IntRange(0), "examples in a prompt; default: 5 for gsm8k, else none"),
+    switch("--run-code", "let humaneval run programs that the model wrote, as the current user"),
+    option("--keep", PATH, "write what is done there, and go on from it"),
     option("--batch", COUNT, "texts side by side", default=8),
     option("--context", COUNT, "tokens of the longest text; default: the model's, at most 4096"),
     *OPTIONS,
     examples=(
         ("the embedded model", "clocher bench quality --task questions.jsonl"),
         (
+            "two tasks, which a second run goes on with",
+            "clocher bench quality MODEL --task mmlu --task gsm8k --data DIR --keep done.jsonl",
+        ),
+        (
             "what 4 bits cost",
             "clocher bench quality models/llama --task questions.jsonl --precision int4w",
         ),
     ),
+    epilog="Killed at any moment, a run with --keep loses a few items; run it again to go on.",
     help=_ABOUT_TASK,
 )
 def quality(
-    report: Report, task: Path, limit: int | None, batch: int, context: int | None, **model: Any
+    report: Report,
+    tasks: tuple[Path, ...],
+    data: Path | None,
+    limit: int | None,
+    shots: int | None,
+    run_code: bool,
+    keep: Path | None,
+    batch: int,
+    context: int | None,
+    **model: Any,
 ) -> None:
-    """Score the items of a file and print the line."""
+    """Score the items of tasks; print their lines, and a table."""
+    from clocher_runtime.api import LanguageModel
     from clocher_runtime.disk.strict_json import finite
-    from clocher_runtime.quality.likelihood import Scorer, read_task, score_task
+    from clocher_runtime.quality.tasks import Kept, read_task, run_task
 
-    items = read_task(task)[:limit]
-    with report.counting() as tell, scored(**model, batch=batch, context=context) as ready:
-        scorer = Scorer(ready.session, ready.tokenizer)
-        found = score_task(scorer, items, partial(tell, "texts and choices"))
-        facts = {**ready.facts, "context": ready.session.context}
-    click.echo(json.dumps(finite({"task": str(task), **facts, **found})))
+    asked = [read_task(task, data, shots, limit, run_code) for task in tasks]
+    generates = all(each.generates for each in asked)  # then few logits are needed
+    settings: dict[str, Any] = {"batch": batch, "context": context, "all_logits": not generates}
+    rows: list[str] = []
+    with report.counting() as tell, scored(**model, **settings) as ready:
+        for task, each in zip(tasks, asked, strict=True):
+            facts = {**ready.facts, "context": ready.session.context, **each.facts}
+            kept = Kept(keep, {"task": str(task), **facts})
+            own = ready.session, ready.tokenizer
+            complete = LanguageModel(ready.session.model, *own).complete_each
+            found = run_task(each, *own, kept, partial(tell, task.name), complete)
+            click.echo(json.dumps(finite({"task": str(task), **facts, **found})))
+            rows += _table_rows(task.name, found)
+    report.note("\n".join(["task            metric                   value  ±     items", *rows]))
+
+
+def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
+    for numbers in found.values():
+        for name, value in numbers.items():
+            if f"{name}_stderr" in numbers:
+                error = numbers[f"{name}_stderr"]
+                error = "" if error is None else f"{error:.4f}"
+                yield f"{task:15.15} {name:22} {value:7.4f}  {error:7} {numbers['count']}"
 
 
 COMMAND = perplexity
