@@ -12,6 +12,7 @@ CASES = {
     "peers": ("bench.peers:main", "a model beside llama.cpp, ik_llama.cpp, OpenVINO GenAI"),
     "linear": ("bench.linear:main", "matrix products: roofline, decoded ahead, torch's floats"),
     "block_sparse": ("bench.linear:sparse", "dense against block-sparse products"),
+    "real": ("bench.real:main", "published files: KLD, perplexity beside llama.cpp"),
     "profile": ("bench.profile:main", "where the time of a step goes, flame graph, overhead"),
     "ptq_calib": ("bench.ptq_calib:main", "cosine of min-max INT8, and a gate"),
 }

@@ -20,6 +20,7 @@ from bench.record import (
     read_file,
     read_folder,
     table,
+    table_of,
 )
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
@@ -38,8 +39,9 @@ _INTRO = (
     NOTE,
     "Measured on two cores of shared virtual machines. Every figure comes from a file in "
     "[bench/results](../bench/results), which also has the command that made it and the samples; "
-    "the models are small or shortened, have published shapes and random weights. Brackets hold "
-    "95 % intervals. [benchmarking.md](benchmarking.md) says how speed is measured, "
+    "but for published files the models are small or shortened, have published shapes and random "
+    "weights. Brackets hold 95 % intervals. [benchmarking.md](benchmarking.md) says how speed is "
+    "measured, "
     "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
     "your machine.",
     "![How many times as fast as llama.cpp, with 95 % intervals](plots/beside-peers.svg)",
@@ -205,6 +207,17 @@ def render(folder: Path) -> Page:
             ),
         ),
         Section(
+            "Published files",
+            (
+                "KLD is the KL divergence, nats per token, from the weights of the file in fp32, "
+                "same top-1 the share of tokens where both have the same first choice. The text is "
+                "Wikipedia's paragraphs in SQuAD, turns are GSM8K's questions and answers in the "
+                "model's chat template, if it has one; MMLU is asked without examples. `±` is a "
+                "standard error.",
+            ),
+            (table_of("real", _newest(files)),),
+        ),
+        Section(
             "Decoding, beside the read bandwidth of the memory",
             (),
             (
@@ -257,6 +270,12 @@ def _peers(files: Sequence[ResultFile]) -> list[Row]:
             if key not in newest or rank >= newest[key][0]:
                 newest[key] = rank, {**shown, "file": file.name}
     return [row for _, (_, row) in sorted(newest.items())]
+
+
+def _newest(files: Sequence[ResultFile]) -> list[Row]:
+    """Return the newest row of each model and engine of published files."""
+    rows = [row for file in files if file.kind == "real" for row in file.rows]
+    return list({(row["model"], row["engine"]): row for row in rows}.values())
 
 
 def _decodes(files: Sequence[ResultFile]) -> list[Row]:

@@ -1,0 +1,336 @@
+r"""Published files: what an engine's arithmetic costs on real text, beside llama.cpp.
+
+\b
+    python -m bench real --gguf FILE --text TEXT --turns JSONL --mmlu LINES --llama DIR \
+        --keep PARTS --json OUT
+
+TEXT and the conversations of JSONL ({"messages": [...]} a line, by the model's template) are cut
+into windows of 512 tokens, of which the last 255 are scored, as llama-perplexity does. The
+reference is Clocher in fp32, the exact model of the file, whose logits are written as
+llama-perplexity's --kl-divergence-base. Clocher's default and the llama-perplexity of DIR are
+compared with it, on the same ids. Questions of MMLU are asked without
+examples. Speed is that of `python -m bench peers`; start and memory are those of a process that
+makes one token, of llama.cpp llama-bench. PARTS keeps what is done, so that --seconds may end a run
+early and the same command goes on. Errors are standard errors.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count, product
+from math import exp, inf, sqrt
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from bench.experiment import FILE, TEAM, NotMeasured, experiment, opened
+from bench.other_engines import WINDOW, LlamaBench, answered, divergence
+from bench.peers import OURS, compare
+from bench.record import Row
+from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.loading import load
+from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.disk.files import read_text
+from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.quality.likelihood import Question
+from clocher_runtime.quality.speed import Case
+from clocher_runtime.quality.tasks import Kept, Prompted, read_task, run_task
+from clocher_runtime.subcommands.perplexity import scored
+from clocher_runtime.text.tokenizer import Tokenizer
+from cpu_fallback.lanes.isa import CURRENT
+from cpu_fallback.team.bandwidth import Reader
+
+FIRST, WINDOWS = WINDOW // 2, 4
+_ROUNDS = 3
+SCORED = WINDOW - 1 - FIRST
+EXACT, DEFAULT, LLAMA = ENGINES = "Clocher fp32", "Clocher", "llama.cpp"
+_LEAST = -16.0
+"""Probabilities below exp of this do not count, and `--kl-divergence-base` has none."""
+_AT_ONCE = 64
+Windows = Sequence[list[int]]
+Logits = Callable[[Sequence[int]], np.ndarray]
+Sums = dict[str, float]
+
+
+def windows_of(
+    tokenizer: Tokenizer, text: Path | None, turns: Path | None, count: int
+) -> dict[str, Windows]:
+    """Return windows of a text, and of conversations if the model has a template."""
+    chars = 8 * WINDOW * count
+    first = [b for b in tokenizer.encode("a")[:1] if b == tokenizer.bos_id]
+    ids = {"text": tokenizer.encode(read_text(text)[:chars], special=False)} if text else {}
+    if turns and tokenizer.chat_template:
+        chats = (
+            parse_object(line.encode(), str(turns))
+            for line in read_text(turns)[:chars].splitlines()[:-1]
+        )
+        said = (tokenizer.apply_chat_template(chat["messages"]) for chat in chats)
+        ids["turns"] = [id for chat in said for id in tokenizer.encode(chat, special=False)]
+    width = WINDOW - len(first)
+    return {
+        name: [first + of[at : at + width] for at in range(0, len(of) - width + 1, width)][:count]
+        for name, of in ids.items()
+    }
+
+
+def write_base(path: Path, windows: Windows, logits: Logits) -> Sums:
+    """Write logits as llama-perplexity's --kl-divergence-base; return their sums."""
+    sums: Sums = {}
+    part = path.with_suffix(".part")
+    with part.open("wb") as file:
+        for number, ids in enumerate(windows):
+            given = logits(ids)[FIRST : WINDOW - 1]
+            if not number:
+                sizes = np.array([WINDOW, given.shape[1], len(windows)], np.int32)
+                file.write(b"_logits_" + sizes.tobytes() + np.array(windows, np.int32).tobytes())
+            rows = np.zeros((SCORED, _width(given.shape[1])), np.uint16)
+            top = given.max(axis=1, keepdims=True)
+            least = np.maximum(given.min(axis=1, keepdims=True), top + np.float32(_LEAST))
+            step = (top - least) / np.float32(65535)
+            rows[:, 4 : 4 + given.shape[1]] = np.rint(np.maximum(given - least, 0) / step)
+            ends = [step, least - top - np.log(np.exp(given - top).sum(1, np.float64))[:, None]]
+            rows[:, :4] = np.concatenate(ends, axis=1).astype(np.float32).view(np.uint16)
+            file.write(rows.tobytes())
+            _add(sums, judge(rows, given, np.array(ids[FIRST + 1 :])))
+    part.rename(path)
+    return sums
+
+
+def judge(base: np.ndarray, logits: np.ndarray, ids: np.ndarray) -> Sums:
+    """Return the sums of llama-perplexity over tokens `ids` [T], of logits [T, V] fp32.
+
+    `base` [T, _width(V)] uint16: rows of a --kl-divergence-base.
+    """
+    sums: Sums = {}
+    for at in range(0, len(ids), _AT_ONCE):
+        here, wanted = logits[at : at + _AT_ONCE], ids[at : at + _AT_ONCE, None]
+        rows = base[at : at + _AT_ONCE]
+        scale, least = np.ascontiguousarray(rows[:, :4]).view(np.float32).T[..., None]
+        own = rows[:, 4 : 4 + here.shape[1]] * scale + least
+        top = here.max(axis=1, keepdims=True)
+        log = here - top
+        log -= np.log(np.exp(log).sum(axis=1, dtype=np.float64, keepdims=True)).astype(np.float32)
+        kld = (np.where(own > _LEAST, np.exp(own), 0) * (own - log)).sum(axis=1, dtype=np.float64)
+        _add(
+            sums,
+            {
+                "tokens": float(len(kld)),
+                "kld": kld.sum(),
+                "kld2": (kld * kld).sum(),
+                "same": float((own.argmax(axis=1) == here.argmax(axis=1)).sum()),
+                "nll": -np.take_along_axis(log, wanted, 1).sum(dtype=np.float64),
+            },
+        )
+    return {name: float(value) for name, value in sums.items()}
+
+
+def compared(path: Path, windows: Windows, logits: Logits) -> Sums:
+    """Return the sums of an engine's logits beside a base."""
+    sums: Sums = {}
+    start = 20 + 4 * WINDOW * len(windows)
+    for number, ids in enumerate(windows):
+        given = logits(ids)[FIRST : WINDOW - 1]
+        shape = len(windows), SCORED, _width(given.shape[1])
+        base = np.memmap(path, np.uint16, "r", start, shape)[number]
+        _add(sums, judge(base, given, np.array(ids[FIRST + 1 :])))
+    return sums
+
+
+def summary(sums: Sums, exact: Sums) -> Row:
+    """Return the fields of a row; `exact` are the sums of the reference."""
+    n = sums["tokens"]
+    kld, same = sums["kld"] / n, sums["same"] / n
+    return {
+        "tokens": int(n),
+        "kld": kld,
+        "kld_error": sqrt(max(sums["kld2"] / n - kld * kld, 0) / (n - 1)),
+        "same_top": same,
+        "same_top_error": sqrt(same * (1 - same) / (n - 1)),
+        "perplexity": exp(sums["nll"] / n),
+        "ppl_ratio": exp(sums["nll"] / n - exact["nll"] / exact["tokens"]),
+    }
+
+
+def _width(vocab: int) -> int:
+    return 2 * ((vocab + 1) // 2) + 4
+
+
+def _add(sums: Sums, more: Mapping[str, float]) -> None:
+    for name, value in more.items():
+        sums[name] = sums.get(name, 0.0) + value
+
+
+def _tokenizer(gguf: Path) -> Tokenizer:
+    checkpoint = open_checkpoint(gguf)
+    return Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
+
+
+def _clocher(gguf: Path, threads: int, **settings: Any) -> Logits:
+    """Return the logits of a session; without settings, of the default."""
+    config = EngineConfig(model_dir=gguf, context=WINDOW, chunk=256, threads=threads, **settings)
+    return load(replace(config, speculate="off", all_logits=True)).session().logits
+
+
+class _Engines:
+    """Engines of a file by name, each made when it is first asked."""
+
+    def __init__(self, gguf: Path, threads: int) -> None:
+        self._makers: dict[str, Callable[[], Logits]] = {
+            EXACT: partial(_clocher, gguf, threads, kv_dtype="f32", act_prec="fp32"),
+            DEFAULT: partial(_clocher, gguf, threads),
+        }
+        self._made: dict[str, Logits] = {}
+
+    def beside(self, name: str, base: Path, windows: Windows) -> Sums:
+        """Return the sums of an engine; those of the reference make the base."""
+        if name not in self._made:
+            self._made[name] = self._makers[name]()
+        return (write_base if name == EXACT else compared)(base, windows, self._made[name])
+
+
+def _accuracy(gguf: Path, engine: str, items: Sequence[Question], keep: Path, threads: int) -> Sums:
+    """Return how many questions Clocher answers."""
+    settings = {"act_prec": "fp32", "kv_dtype": "f32"} if engine == EXACT else {}
+    with scored(gguf, threads=threads, batch=8, context=2048, **settings) as ready:
+        kept = Kept(keep, {"gguf": gguf.name, **ready.facts})
+        task, session = Prompted(items, {}), ready.session
+        found = run_task(task, session, ready.tokenizer, kept, lambda *_: None)["questions"]
+    return {"questions": found["count"], "right": found["count"] * found["acc"]}
+
+
+def _cost(command: Sequence[object]) -> Sums:
+    """Return the seconds and the MiB of a whole process, the second of two."""
+    for _ in range(2):
+        began = time.perf_counter()
+        words = [str(word) for word in command]
+        process = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        _, status, usage = os.wait4(process.pid, 0)
+        if status:
+            raise NotMeasured(f"{words[0]}: exit code {os.waitstatus_to_exitcode(status)}")
+        found = {"start_s": time.perf_counter() - began, "memory_mib": usage.ru_maxrss / 1024}
+    return found
+
+
+def _speed(gguf: Path, programs: Path, threads: int) -> Sums:
+    """Return tokens a second, start and memory of both engines; keys begin with the engine."""
+    cases = {"pp512": Case(512, 0), "tg64": Case(0, 64)}
+    bench = LlamaBench([str(programs / "llama-bench")], gguf, threads)
+    reader = Reader("2m", 64 << 20)
+    sums: Sums = {}
+    for row in compare(opened(gguf), {LLAMA: bench}, cases, threads, reader, _ROUNDS):
+        if "tok_s" not in row:
+            raise NotMeasured(row["note"])
+        sums[f"{DEFAULT if row['engine'] == OURS else LLAMA} {row['test']}"] = row["tok_s"]
+    own = [sys.executable, "-m", "clocher_runtime", "run", "--model-dir", gguf]
+    own += ["--threads", threads, "--prompt", "The capital of France is", "--max-new", 1]
+    peer = [programs / "llama-bench", "-m", gguf, "-t", threads, "-p", 5, "-n", 0, "-r", 1]
+    first = {DEFAULT: own, LLAMA: peer}
+    for engine, command in first.items():
+        sums |= {f"{engine} {key}": value for key, value in _cost(command).items()}
+    return sums
+
+
+class Parts(Kept):
+    """What is measured, a line for each part in a file; nothing is begun `seconds` from now."""
+
+    def __init__(self, path: Path, seconds: int | None) -> None:
+        super().__init__(path, {})
+        self._end = time.monotonic() + (seconds or 1e9)
+
+    def do(self, key: str, measure: Callable[[], Sums]) -> None:
+        """Measure a part, if it is not there and there is time."""
+        if self.get(key) is None and time.monotonic() < self._end:
+            began = time.monotonic()
+            self.add(key, {**measure(), "seconds": time.monotonic() - began})
+
+    def sums(self, *words: str, runs: float = inf) -> Sums:
+        """Return the sums over the runs from 0 on, `runs` at most, and their number."""
+        sums: Sums = {}
+        for run in count():
+            if run >= runs or (line := self.get(" ".join((*words, str(run))))) is None:
+                break
+            _add(sums, {**line, "runs": 1})
+        return sums
+
+
+def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
+    """Yield a row for each engine: fields of a text end with its name."""
+    speed = parts.sums(model, "speed")
+    for engine in ENGINES:
+        row: Row = {}
+        for text in texts:
+            if sums := parts.sums(model, text, engine):
+                exact = parts.sums(model, text, EXACT, runs=sums["runs"])
+                row |= {f"{key}_{text}": value for key, value in summary(sums, exact).items()}
+        if sums := parts.sums(model, "mmlu", engine):
+            n, share = sums["questions"], sums["right"] / sums["questions"]
+            error = sqrt(share * (1 - share) / max(n - 1, 1))
+            row |= {"questions": int(n), "percent": 100 * share, "percent_error": 100 * error}
+        own = (key.removeprefix(f"{engine} ") for key in speed if key.startswith(f"{engine} "))
+        row |= {key: speed[f"{engine} {key}"] for key in own if " " not in key}
+        if row:
+            yield {"op": "real", "model": model, "engine": engine, "isa": CURRENT.name, **row}
+
+
+@experiment("real", __doc__)
+@click.option("--gguf", "files", type=FILE, multiple=True, required=True)
+@click.option("--text", type=FILE)
+@click.option("--turns", type=FILE)
+@click.option("--tokens", type=click.IntRange(1), default=20_000, show_default=True)
+@click.option("--mmlu", type=FILE, help="Its lines; each is asked without examples.")
+@click.option("--limit", type=click.IntRange(1), default=500, show_default=True, help="Questions.")
+@click.option("--engine", "engines", type=click.Choice(ENGINES), multiple=True, default=ENGINES)
+@click.option("--speed/--no-speed", default=True, help="Tokens a second, start and memory.")
+@click.option("--llama", type=FILE, help="Where llama-perplexity and llama-bench are.")
+@click.option("--keep", type=FILE, required=True)
+@click.option("--seconds", type=click.IntRange(1), help="Begin no part after that.")
+@TEAM
+def main(
+    files: Sequence[Path],
+    text: Path | None,
+    turns: Path | None,
+    tokens: int,
+    mmlu: Path | None,
+    limit: int,
+    engines: Sequence[str],
+    speed: bool,
+    llama: Path | None,
+    keep: Path,
+    seconds: int | None,
+    threads: int,
+) -> Iterator[Row]:
+    """Measure the parts that are missing, and yield the rows of all of them."""
+    if LLAMA in engines and llama is None:
+        raise click.UsageError("--llama: give the directory, or --engine without llama.cpp")
+    parts, programs = Parts(keep, seconds), llama or Path()
+    asked = read_task(Path("mmlu"), mmlu, 0, limit, False).items if mmlu else ()
+    questions = [item for item in asked if isinstance(item, Question)]
+    for gguf in files:
+        name, made = gguf.stem, _Engines(gguf, threads)
+        if speed and llama:
+            parts.do(f"{name} speed 0", partial(_speed, gguf, programs, threads))
+        windows = windows_of(_tokenizer(gguf), text, turns, -(-tokens // SCORED))
+        longest = max(map(len, windows.values()), default=0)
+        for run, kind in product(range(-(-longest // WINDOWS)), windows):
+            part = windows[kind][run * WINDOWS : (run + 1) * WINDOWS]
+            base = keep.with_name(f"{name}.{kind}.{run}.base")
+            for engine in (EXACT, *(each for each in engines if each != EXACT)) if part else ():
+                measure = partial(made.beside, engine, base, part)
+                if engine == LLAMA:
+                    measure = partial(divergence, programs, gguf, base, len(part) * SCORED, threads)
+                parts.do(f"{name} {kind} {engine} {run}", measure)
+        for engine in engines if questions else ():
+            measure = partial(
+                _accuracy, gguf, engine, questions, keep.with_suffix(".mmlu"), threads
+            )
+            if engine == LLAMA:
+                choices = [(each.context, each.choices, each.answer) for each in questions]
+                measure = partial(answered, programs, gguf, choices, threads)
+            parts.do(f"{name} mmlu {engine} 0", measure)
+        yield from _rows(name, [*windows], parts)

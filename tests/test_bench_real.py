@@ -1,0 +1,82 @@
+"""Published files beside llama.cpp: the sums are llama-perplexity's, and a run goes on."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench import real
+from bench.experiment import NotMeasured
+from bench.other_engines import answered, divergence
+from clocher_runtime.quality.compare import score_rows
+
+V = 300
+WINDOWS = [[1, *((7 * i + j) % V for i in range(real.WINDOW - 1))] for j in range(2)]
+SAID = """\
+Mean PPL(Q)                   :  12.500000 ±   0.100000
+Mean    KLD:   0.002500 ±   0.000100
+Same top p: 96.500 ± 0.100 %
+"""
+
+
+def logits(ids, noise: float = 0.0) -> np.ndarray:
+    rng = np.random.default_rng(sum(ids))
+    found = 3 * rng.standard_normal((len(ids), V), dtype=np.float32)
+    return found + np.float32(noise) * rng.standard_normal((len(ids), V), dtype=np.float32)
+
+
+def test_a_base_has_what_llama_perplexity_compares(tmp_path: Path) -> None:
+    base = tmp_path / "a.base"
+    exact = real.write_base(base, WINDOWS, logits)
+    assert base.stat().st_size == 20 + 2 * 4 * real.WINDOW + 2 * 2 * real.SCORED * (V + 4)
+    own = real.compared(base, WINDOWS, logits)
+    assert own == exact and own["tokens"] == own["same"] == 2 * real.SCORED
+    assert abs(own["kld"] / own["tokens"]) < 1e-6
+    rough = real.compared(base, WINDOWS, lambda ids: logits(ids, 0.1))
+    at = slice(real.FIRST, real.WINDOW - 1)
+    scores = [
+        score_rows(logits(ids)[at], logits(ids, 0.1)[at], np.array(ids[real.FIRST + 1 :]))
+        for ids in WINDOWS
+    ]
+    kld = np.concatenate([each.kld for each in scores])
+    row = real.summary(rough, exact)
+    assert row["kld"] == pytest.approx(kld.mean(), rel=1e-3)
+    assert row["kld_error"] == pytest.approx(kld.std() / np.sqrt(len(kld) - 1), rel=1e-2)
+    assert row["same_top"] == np.concatenate([each.same_top for each in scores]).mean() < 1
+    nll = np.concatenate([each.nll_model - each.nll_reference for each in scores]).mean()
+    assert row["ppl_ratio"] == pytest.approx(np.exp(nll), rel=1e-4)
+
+
+def program(path: Path, said: str, code: int = 0) -> Path:
+    path.mkdir()
+    tool = path / "llama-perplexity"
+    tool.write_text(f"#!{sys.executable}\nprint({said!r})\nraise SystemExit({code})\n")
+    tool.chmod(0o755)
+    return path
+
+
+def test_what_llama_perplexity_prints_is_read(tmp_path: Path) -> None:
+    sums = divergence(program(tmp_path / "a", SAID), Path("m"), Path("b"), 1000, 1)
+    row = real.summary(sums, {"tokens": 10, "nll": 10 * np.log(12.5)})
+    assert row["kld"] == pytest.approx(0.0025) and row["kld_error"] == pytest.approx(1e-4)
+    assert row["same_top"] == pytest.approx(0.965) and row["ppl_ratio"] == pytest.approx(1)
+    asked = [("Q?", ("A", "B"), 1)] * 4
+    found = answered(
+        program(tmp_path / "c", "1\t0\n2\t50.0\n3\t66.7\n4\t75.0"), Path("m"), asked, 1
+    )
+    assert found == {"questions": 4, "right": 3}
+    for said, code in (("", 0), (SAID, 1)):
+        with pytest.raises(NotMeasured):
+            divergence(program(tmp_path / f"{code}", said, code), Path("m"), Path("b"), 1000, 1)
+
+
+def test_parts_are_measured_once(tmp_path: Path) -> None:
+    parts = real.Parts(tmp_path / "parts", None)
+    for _ in range(2):
+        parts.do("m text Clocher 0", lambda: {"tokens": 2.0})
+    real.Parts(tmp_path / "parts", None).do("m text Clocher 0", pytest.fail)
+    parts.do("m text Clocher 1", lambda: {"tokens": 3.0})
+    again = real.Parts(tmp_path / "parts", None)
+    assert again.sums("m", "text", "Clocher")["tokens"] == 5
+    assert again.sums("m", "text", "Clocher", runs=1)["tokens"] == 2
