@@ -59,7 +59,7 @@ def answered(
     with tempfile.NamedTemporaryFile(suffix=".bin") as file:
         file.write(_ints(len(parts), *ends[:-1]) + b"".join(parts))
         file.flush()
-        more = ["--multiple-choice", "-bf", file.name, "-c", "2048", "-b", "512"]
+        more = ["--multiple-choice", "-bf", file.name, "-c", f"{WINDOW}", "-b", f"{WINDOW}"]
         said = re.findall(r"^(\d+)\t([\d.]+)$", _perplexity(programs, gguf, more, threads), re.M)
     if len(said) != len(parts):
         raise NotMeasured(f"llama-perplexity answered {len(said)} of {len(parts)} questions")

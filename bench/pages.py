@@ -202,11 +202,11 @@ def render(folder: Path) -> Page:
         Section(
             "Published files",
             (
-                "KLD is the KL divergence, nats per token, from the weights of the file in fp32; "
-                "the text is from SQuAD's Wikipedia paragraphs, turns are GSM8K's questions and "
-                "answers in the model's chat template. `±` is a standard error. MMLU is asked "
-                "without examples. Start and memory are those of a process that makes one token "
-                "(llama.cpp: llama-bench).",
+                "KLD is the KL divergence, nats per token, from the weights of the file in fp32, "
+                "same top-1 the share of tokens where both have the same first choice. The text is "
+                "Wikipedia's paragraphs in SQuAD, turns are GSM8K's questions and answers in the "
+                "model's chat template, if it has one; MMLU is asked without examples. `±` is a "
+                "standard error.",
             ),
             (table_of("real", _newest(files)),),
         ),
