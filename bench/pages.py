@@ -282,9 +282,10 @@ def _peers(files: Sequence[ResultFile]) -> list[Row]:
 
 
 def _newest(files: Sequence[ResultFile]) -> list[Row]:
-    """Return the newest row of each model and engine of published files."""
+    """Return the newest row of each published file and engine but the reference."""
     rows = [row for file in files if file.kind == "real" for row in file.rows]
-    return list({(row["model"], row["engine"]): row for row in rows}.values())
+    newest = {(row["model"], row["engine"]): row for row in rows}
+    return [row for (_, engine), row in newest.items() if engine != "Clocher fp32"]
 
 
 def _decodes(files: Sequence[ResultFile]) -> list[Row]:

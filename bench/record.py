@@ -64,10 +64,11 @@ KINDS: Mapping[str, Kind] = {
     ),
     "real": Kind(
         "Published files",
-        "model | engine | tokens | KLD of text | same top-1 | perplexity | tokens | KLD of turns | "
+        "model | engine | tokens | KLD of text | same top-1 | perplexity | over fp32 | tokens | "
+        "KLD of turns | "
         "same top-1 | MMLU, % | pp512 | tg64 | start, s | MiB",
         "{model} | {engine} | {tokens_text} | {kld_text:.5f} ± {kld_error_text:.5f} | "
-        "{same_top_text:.4f} | {perplexity_text:.3f} | {tokens_turns} | "
+        "{same_top_text:.4f} | {perplexity_text:.3f} | {ppl_ratio_text:.4f} | {tokens_turns} | "
         "{kld_turns:.5f} ± {kld_error_turns:.5f} | "
         "{same_top_turns:.4f} | {percent:.1f} ± {percent_error:.1f} | {pp512:.0f} | {tg64:.1f} | "
         "{start_s:.2f} | {memory_mib:.0f}",
