@@ -341,8 +341,8 @@ def _nibbles(values: list[int], run: int = 32, factor: float = 1.0) -> Kind:
     """Return blocks of 16 values, four bits for the odd scale of each run."""
     nbytes, table = 128 // run, np.array([*values, *[0] * (16 - len(values))], np.int8)
     codes, scales = ((Plane(4 + nbytes, 128, 4, 16),),), ((Plane(4, nbytes, 4, to=1),),)
-    about = {"table": table, "scales": scales, "scale_bias": -1, "factor": factor}
-    return Kind(256, _at(132 + nbytes, d=0), codes, run, **about)
+    fields = _at(132 + nbytes, d=0)
+    return Kind(256, fields, codes, run, 0, table, scales, scale_bias=-1, factor=factor)
 
 
 def _both(*magnitudes: int) -> list[int]:
