@@ -301,7 +301,7 @@ def test_bad_variables_are_exit_2(variables: dict[str, str], message: str, tmp_p
             2,
             "expected no/model.q4.bin",
         ),
-        ("python {s}/hf_to_iebin_stream_pt.py --hf-dir no --out-dir out", 3, "no config.json"),
+        ("python {s}/hf_to_iebin_stream_pt.py --hf-dir no --out-dir out", 3, "no: no model there"),
     ],
 )
 def test_wrong_use_says_what_is_right(

@@ -229,7 +229,7 @@ def test_the_cosine_gate_rejects_and_leaves_no_manifest(tmp_path: Path) -> None:
 def test_the_text_gate_accepts_rejects_and_is_undecided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clocher_runtime.command.ptq._DOCUMENT_TOKENS", 64)
+    monkeypatch.setattr("clocher_runtime.quality.compare.DOCUMENT_TOKENS", 64)
     text = tmp_path / "text.txt"
     text.write_text((ROOT / "tests" / "data" / "valid.txt").read_text()[:3000])
     out = tmp_path / "q4.json"

@@ -93,7 +93,7 @@ def test_the_gate_measures_before_and_after_and_decides(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("clocher_runtime.command.ptq._DOCUMENT_TOKENS", 64)
+    monkeypatch.setattr("clocher_runtime.quality.compare.DOCUMENT_TOKENS", 64)
     text = tmp_path / "text.txt"
     text.write_text(VALID.read_text()[:6000])
     few = ("--gate", text, "--gate-window", 32, "--min-documents", 1, "--min-tokens", 100)
