@@ -57,17 +57,8 @@ from cpu_fallback.team.placement import Hints
 from cpu_fallback.tiles.multiply import dot_rate
 
 _FORMATS = (
-    "int4_sym_g32_f16",
-    "int4_sym_g128_f16",
-    "int8_row_f32",
-    "int8_g32_f16",
-    "mxfp4",
-    "ternary",
-    "fp8_e4m3_row_f32",
-    "fp8_e4m3_b128_f32",
-    "bf16",
-    "f16",
-    "f32",
+    "int4_sym_g32_f16,int4_sym_g128_f16,int8_row_f32,int8_g32_f16,mxfp4,ternary,"
+    "fp8_e4m3_row_f32,fp8_e4m3_b128_f32,bf16,f16,f32"
 )
 GGML = ("int4_sym_g32_f16", "int8_g32_f16", "mxfp4", "ternary_f16", *KINDS)
 """ggml's types; the first four are what Q4_0, Q8_0, MXFP4 and TQ2_0 become."""
@@ -242,7 +233,7 @@ ENGINES: Mapping[str, Callable[[Problem, list[QuantTensor], int], Engine]] = {
 
 
 @experiment("linear", __doc__, title="matrix products, {isa}", rounds=11)
-@click.option("--formats", type=FORMATS, default=",".join(_FORMATS), show_default=True)
+@click.option("--formats", type=FORMATS, default=_FORMATS, show_default=True)
 @click.option("--shapes", type=SHAPES, default=_SHAPES, show_default=True, help="N x K")
 @click.option("--tokens", type=COUNTS, default="1", show_default=True, help="M")
 @click.option("--engines", type=Listed.of(ENGINES), default="clocher", show_default=True)

@@ -22,15 +22,7 @@ from cpu_fallback.lanes import simd as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import VecT, device, f32, f64, i64, void
 from cpu_fallback.lanes.memory import *  # noqa: F403
-from cpu_fallback.lanes.memory import (
-    emit_load,
-    emit_load_n,
-    emit_store,
-    load_f32,
-    load_f32_n,
-    store_f32,
-    store_f32_n,
-)
+from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.simd import *  # noqa: F403
 from cpu_fallback.lanes.simd import (
     DOUBLE,
@@ -153,23 +145,6 @@ def loads_of(kind: str) -> tuple[Any, Any]:
     """Return the intrinsics that load 16 numbers of a kind as fp32, and the first n of 16."""
     widen = WIDEN[kind]
     return op(F32, i64)(widen.emit), op(F32, i64, i64)(widen.emit_n)
-
-
-@device
-def load_up_to(address, count):
-    """Return 16 fp32, zeros behind the first `count` if these are fewer."""
-    if count >= 16:
-        return load_f32(address)
-    return load_f32_n(address, count)
-
-
-@device
-def store_up_to(address, x, count):
-    """Store 16 fp32, or the first `count` if these are fewer."""
-    if count >= 16:
-        store_f32(address, x)
-    else:
-        store_f32_n(address, x, count)
 
 
 from_bf16 = op(F32, I32)(lambda b, x: b.bitcast(b.shl(x, constant(I32, 16)), F32.llvm))

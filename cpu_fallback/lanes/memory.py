@@ -15,7 +15,7 @@ from typing import Any
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import VecT, cgutils, f32, i64, void
+from cpu_fallback.lanes.jit import VecT, cgutils, device, f32, i64, void
 from cpu_fallback.lanes.simd import (
     F32,
     FLOAT,
@@ -193,3 +193,20 @@ def emit_prefetch(b: Any, address: Any, level: int = 2) -> None:
 
 
 prefetch = op(void, i64)(emit_prefetch)  # ask for a cache line, into the second cache
+
+
+@device
+def load_up_to(address, count):
+    """Return 16 fp32, zeros behind the first `count` if these are fewer."""
+    if count >= 16:
+        return load_f32(address)
+    return load_f32_n(address, count)
+
+
+@device
+def store_up_to(address, x, count):
+    """Store 16 fp32, or the first `count` if these are fewer."""
+    if count >= 16:
+        store_f32(address, x)
+    else:
+        store_f32_n(address, x, count)
