@@ -1,4 +1,4 @@
-"""Write docs/plots/chat-page.png: the chat page after a real run of the embedded model."""
+"""Write docs/plots/chat-page.png: the chat page after a conversation with the default model."""
 
 import sys
 from pathlib import Path
@@ -7,23 +7,22 @@ from browser import Browser
 from serving import serving
 
 PICTURE = Path(__file__).parents[1] / "docs" / "plots" / "chat-page.png"
-TEXT = '''def read_lines(path, encoding="utf-8"):
-    """Return the lines of a file."""
-    with open('''
-SETTINGS = {"temperature": "0.3", "seed": "1", "max_tokens": "50"}
+QUESTIONS = ("What is the capital of France?", "And what is it known for?")
+SETTINGS = {"temperature": "0.7", "seed": "1", "max_tokens": "200"}
 
 
 def main() -> int:
-    """Run the model and write the picture."""
+    """Talk with the model and write the picture."""
     browser = Browser()
     try:
-        with serving() as server:
+        with serving(env={"CLOCHER_EMBEDDED": "0"}) as server:
             browser.open(server.url)
             browser.size(960, 600, scale=1.5)
             for name, value in SETTINGS.items():
                 browser.js("$(arguments[0]).value = arguments[1]", name, value)
-            browser.js("input.value = arguments[0]; expect(); submit()", TEXT)
-            browser.wait("!running && turns.length === 2")
+            for turn, question in enumerate(QUESTIONS, 1):
+                browser.js("input.value = arguments[0]; expect(); submit()", question)
+                browser.wait(f"!running && turns.length === {2 * turn}")
             browser.js("log.scrollTop = 0; $('down').hidden = true; input.blur()")
             browser.driver.save_screenshot(str(PICTURE))
     finally:
