@@ -150,7 +150,7 @@ def test_a_damaged_source_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"'p\.weight'.*code 3"):
         convert(model, tmp_path / "out")
     assert list((tmp_path / "out").iterdir()) == []
-    with pytest.raises(ModelNotFound, match=r"no config\.json there"):
+    with pytest.raises(ModelNotFound, match=r"no model there"):
         convert(tmp_path / "absent", tmp_path / "out")
 
 
