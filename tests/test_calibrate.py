@@ -1,6 +1,5 @@
 """Calibration: the walk equals the model, experts are counted, runs resume, bytes repeat."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,23 +67,14 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
 
 
-class Head(Observer):
-    """Multiplies what the walk shows of the head by it."""
-
-    def __init__(self, walk: Walk) -> None:
-        self.walk, self.logits = walk, []
-
-    def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
-        assert rows.start == sum(map(len, self.logits))
-        self.logits.append(x @ self.walk.tensor(weights[0]).decode().T)
-
-
-def logits_of(walk: Walk) -> np.ndarray:
+def logits_of(walk: Walk, weights: dict[str, QuantTensor] | None = None) -> np.ndarray:
+    walk.restart()
     for layer in range(walk.num_layers):
-        walk.layer(layer)
-    head = Head(walk)
-    walk.head_inputs(head)
-    return np.concatenate(head.logits)
+        walk.layer(layer, None, weights)
+        walk.advance()
+    pieces = list(walk.logits())
+    assert [rows.start for rows, _ in pieces] == sorted(rows.start for rows, _ in pieces)
+    return np.concatenate([logits for _, logits in pieces])
 
 
 @pytest.mark.parametrize(
@@ -119,6 +109,8 @@ def test_a_text_of_many_chunks_is_that_of_one(monkeypatch):
     text = make_text(sequences(checkpoint, 5, 40))
     whole = logits_of(Walk(checkpoint, text))
     monkeypatch.setattr("clocher_runtime.quantize.capture.CHUNK_TOKENS", 50)
+    monkeypatch.setattr("clocher_runtime.quantize.capture._LOGITS", 4096 * 7)
+    monkeypatch.setattr("clocher_runtime.quantize.capture._HEAD_ROWS", 1000)
     assert np.allclose(logits_of(Walk(checkpoint, text)), whole, rtol=1e-4, atol=1e-4)
 
 
@@ -255,6 +247,9 @@ def test_rows_stay_when_their_pages_go(tmp_path, monkeypatch):
     store[10:20] = np.ones((10, 100), np.float32)
     store.add(np.array([12, 15]), np.full((2, 100), 2, np.float32))
     store.release()
+    other = RowStore(1000, 100)
+    other.take(store)
+    assert np.array_equal(other[:], store[:])
     assert store[9:21].sum(axis=1).tolist() == [0] + [100, 100, 300] * 2 + [100] * 4 + [0]
     assert not list(tmp_path.iterdir())
 
@@ -279,8 +274,8 @@ def test_unusable_texts_are_refused(text, message):
 def test_calibration_lowers_the_divergence_of_a_trained_model(tmp_path):
     checkpoint = open_checkpoint(write_first_layers(LLAMA, tmp_path / "model", 2))
     text = sequences(checkpoint, 16, 160)
-    valid = make_text(sequences(checkpoint, 2, 256, "valid.txt"))
-    reference = log_softmax(logits_of(Walk(checkpoint, valid)))
+    walk = Walk(checkpoint, make_text(sequences(checkpoint, 2, 256, "valid.txt")))
+    reference = log_softmax(logits_of(walk))
     divergence = {}
     for method in ("rtn", "imx", "gptq"):
         plan = make_plan(checkpoint, rule(".*_proj.*", "imx" if method == "rtn" else method))
@@ -290,8 +285,7 @@ def test_calibration_lowers_the_divergence_of_a_trained_model(tmp_path):
             parts = Memory()
             calibrate(checkpoint, plan, text, planes=parts)
             weights = parts.tensors
-        made = replace(checkpoint, tensors={**checkpoint.tensors, **weights}, hashes={})
-        scores = log_softmax(logits_of(Walk(made, valid)))
+        scores = log_softmax(logits_of(walk, weights))
         divergence[method] = float((np.exp(reference) * (reference - scores)).sum(axis=1).mean())
     assert divergence["imx"] < divergence["rtn"]
     assert divergence["gptq"] < 0.5 * divergence["rtn"]

@@ -43,6 +43,7 @@ from clocher_runtime.quality.evaluate import (
     table,
 )
 from clocher_runtime.quality.gate import Limits, verdict_code, worst
+from clocher_runtime.quantize.alloc import allocation_table
 from clocher_runtime.quantize.job import (
     CalibrationText,
     GateText,
@@ -189,6 +190,7 @@ def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
         threads=options["threads"] or default_threads(),
         whole_hash=not options["no_hash"],
         calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
+        target_bpw=options["target_bpw"],
         gate=_gate(checkpoint, options) if options["gate"] else None,
         min_cosine=options["cosine_threshold"],
     )
@@ -267,6 +269,9 @@ def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
 
 
 def _say_outcome(report: Report, outcome: Outcome) -> None:
+    if outcome.allocation:
+        for line in allocation_table(outcome.allocation):
+            report.note(line)
     fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
     if fallen:
         report.note(

@@ -215,6 +215,7 @@ def calibrate(
             quantise(part, lambda job, index=index: walk.layer(index, job))  # type: ignore[misc]
         else:
             walk.layer(index)
+        walk.advance()
         tell(index + 1, total, part)
     if left:
         quantise("rest", walk.head_inputs)

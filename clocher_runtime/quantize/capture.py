@@ -32,6 +32,8 @@ from clocher_runtime.models.inventory import inventory, layer_name
 CHUNK_TOKENS = 2048
 """Tokens per chunk; longer sequences are a chunk of their own."""
 
+_LOGITS = 1 << 26
+_HEAD_ROWS = 1 << 14
 _QUERIES = 256
 _HELD_OUT = 16
 
@@ -56,15 +58,15 @@ class Text(NamedTuple):
         yield slice(start, start + sum(lengths)), tuple(lengths)
 
 
-def make_text(sequences: Sequence[Sequence[int]], seed: int = 0) -> Text:
-    """Lay sequences out; hold out one in 16 (at least one). Raises UsageError."""
+def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int = _HELD_OUT) -> Text:
+    """Lay sequences out; hold out one in `held_out` (at least one). Raises UsageError."""
     lengths = tuple(len(sequence) for sequence in sequences)
     if len(lengths) < 2 or min(lengths) < 1:
         raise UsageError(
             f"{len(lengths)} calibration sequences of {min(lengths, default=0)} or more tokens; "
             "expected at least 2, none empty: one is held out to judge the others' fit"
         )
-    count = max(1, round(len(lengths) / _HELD_OUT))
+    count = max(1, round(len(lengths) / held_out))
     chosen = np.zeros(len(lengths), bool)
     chosen[np.random.default_rng(seed).choice(len(lengths), count, replace=False)] = True
     return Text(
@@ -94,6 +96,12 @@ class RowStore:
     def add(self, rows: np.ndarray, values: np.ndarray) -> None:
         """Add to rows, each named once."""
         self._array[rows] += values
+
+    def take(self, other: "RowStore") -> None:
+        """Become a copy of another store of the same shape."""
+        self._array[:] = other._array
+        self.release()
+        other.release()
 
     def release(self) -> None:
         """Let the kernel drop the resident pages; the data stays."""
@@ -166,27 +174,41 @@ class Walk:
         last = next(i for i, c in enumerate(self.plan.calls) if c.op == "gather_rows")
         starts = [*(read.index(name) for name in norms), last]
         self._layers = [self.plan.calls[a:b] for a, b in pairwise(starts)]
-        self._tail = self.plan.calls[starts[-1] :]
-        size = len(text.ids), self.spec.hidden_size
-        self.state, self._next = RowStore(*size), RowStore(*size)
-        self._expert_inputs = RowStore(*size) if self.spec.moe else None
-        for chunk in self._chunks():
-            chunk.buffers["ids"] = text.ids[chunk.rows]
-            self._run(chunk, self.plan.calls[: starts[0]])
-            self.state[chunk.rows] = chunk.buffers["h"]
-        checkpoint.release()
+        self._first, self._tail = self.plan.calls[: starts[0]], self.plan.calls[starts[-1] :]
+        self.state, self._next = self.store(), self.store()
+        self._expert_inputs = self.store() if self.spec.moe else None
+        self._overlay: Mapping[str, QuantTensor] = {}
+        self.restart()
 
     @property
     def num_layers(self) -> int:
         """Number of layers."""
         return len(self._layers)
 
+    def store(self, columns: int = 0) -> RowStore:
+        """Return room for a row of each token; by default for hidden states."""
+        return RowStore(len(self.text.ids), columns or self.spec.hidden_size)
+
     def matrices(self, layer: int) -> list[str]:
         """Return the names of a layer's matrices."""
         return [call.args["w"] for call in self._layers[layer] if _multiplies(call)]
 
-    def layer(self, index: int, observer: Observer | None = None) -> None:
-        """Compute a layer from the state before it, showing its inputs; layers go in order."""
+    def restart(self) -> None:
+        """Embed the text: the state before layer 0."""
+        for chunk in self._chunks():
+            chunk.buffers["ids"] = self.text.ids[chunk.rows]
+            self._run(chunk, self._first)
+            self.state[chunk.rows] = chunk.buffers["h"]
+        self.checkpoint.release()
+
+    def layer(
+        self,
+        index: int,
+        observer: Observer | None = None,
+        weights: Mapping[str, QuantTensor] | None = None,
+    ) -> None:
+        """Compute a layer from the state, showing inputs; `weights` replace the checkpoint's."""
+        self._overlay = weights or {}
         calls = self._layers[index]
         experts = next((i for i, call in enumerate(calls) if of_experts(call)), len(calls))
         shown = _shared_inputs(calls)
@@ -204,19 +226,37 @@ class Walk:
             ids, chosen = map(np.concatenate, zip(*routed, strict=True))
             both = calls[experts], calls[experts + 1]
             self._experts(both, self._expert_inputs, ids, chosen, observer or Observer())
+        self._overlay = {}
         self.checkpoint.release()
+
+    def advance(self) -> None:
+        """Make the last `layer` result the state."""
         self.state, self._next = self._next, self.state
+
+    def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
+        """Yield (rows, logits [m, V]) after the last layer, a few rows at a time."""
+        for rows, x, name in self._head():
+            table = self.tensor(name)
+            vocab = table.shape[0]
+            step = max(1, _LOGITS // vocab)
+            for start in range(0, len(x), step):
+                piece = x[start : start + step]
+                y = np.empty((len(piece), vocab), np.float32)
+                for first in range(0, vocab, _HEAD_ROWS):
+                    part = slice(first, first + _HEAD_ROWS)
+                    y[:, part] = piece @ look_up(table, part).T
+                first = rows.start + start
+                yield slice(first, first + len(piece)), y
 
     def head_inputs(self, observer: Observer) -> None:
         """Show the inputs of the output head after the last layer."""
-        norm, head = (c for c in self._tail if c.op == "rms_norm" or _multiplies(c))
-        for chunk in self._chunks():
-            chunk.buffers[norm.args["x"]] = self.state[chunk.rows]
-            self._run(chunk, (norm,))
-            observer.linear((head.args["w"],), chunk.buffers[norm.args["y"]], chunk.rows)
+        for rows, x, name in self._head():
+            observer.linear((name,), x, rows)
 
     def tensor(self, name: str) -> QuantTensor:
-        """Return a matrix, ternarised or as stored."""
+        """Return a matrix: replaced, ternarised or as stored."""
+        if name in self._overlay:
+            return self._overlay[name]
         tensor = self.checkpoint.tensor(name)
         if name in self._ternarised:
             return encode(tensor.decode(), parse_format("ternary_f32"))
@@ -224,6 +264,13 @@ class Walk:
 
     def _chunks(self) -> Iterator[_Chunk]:
         return (_Chunk(rows, lengths, {}) for rows, lengths in self.text.chunks(CHUNK_TOKENS))
+
+    def _head(self) -> Iterator[tuple[slice, np.ndarray, str]]:
+        norm, head = (c for c in self._tail if c.op == "rms_norm" or _multiplies(c))
+        for chunk in self._chunks():
+            chunk.buffers[norm.args["x"]] = self.state[chunk.rows]
+            self._run(chunk, (norm,))
+            yield chunk.rows, chunk.buffers[norm.args["y"]], head.args["w"]
 
     def _run(
         self,

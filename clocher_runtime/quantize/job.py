@@ -24,6 +24,7 @@ from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
+from clocher_runtime.quantize.alloc import allocate
 from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.plan import (
     Done,
@@ -70,15 +71,16 @@ class Job:
     threads: int = 1
     whole_hash: bool = True  # hash the whole weight files, not their headers alone
     calibration: CalibrationText | None = None
+    target_bpw: float | None = None  # bits per weight of the quantised tensors together
     gate: GateText | None = None
     min_cosine: float | None = None  # least cosine of every quantised tensor with the float one
 
     def plan(self) -> QuantPlan:
         """Return the plan, from names and shapes alone. Raises UsageError."""
         plan = build_plan(self.checkpoint, self.rules)
-        if self.calibration is None and plan.calibrated:
-            method = plan.tensors[plan.calibrated[0]].method
-            raise UsageError(f"{method} needs a calibration text: give --calib-text FILE")
+        if self.calibration is None and (plan.calibrated or self.target_bpw is not None):
+            what = plan.tensors[plan.calibrated[0]].method if plan.calibrated else "--target-bpw"
+            raise UsageError(f"{what} needs a calibration text: give --calib-text FILE")
         return plan
 
 
@@ -89,6 +91,7 @@ class Outcome(NamedTuple):
     path: Path  # of the manifest: the one that was asked for only if the verdict is "pass"
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
+    allocation: Mapping[str, Any]  # the record of a target size; empty without one
 
 
 def rejected_path(out: Path) -> Path:
@@ -99,6 +102,13 @@ def rejected_path(out: Path) -> Path:
 def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outcome:
     """Quantise, judge, and write the manifest, resuming a killed run of the same job."""
     tell = progress or (lambda what, done, total: None)
+
+    def settings(what: str) -> dict[str, Any]:
+        def under(done: int, total: int, where: str) -> None:
+            tell(f"{what}: {where}", done, total)
+
+        return {"threads": job.threads, "seed": job.seed, "progress": under}
+
     checkpoint = job.checkpoint
     job.out.parent.mkdir(parents=True, exist_ok=True)
     for path in (job.out, rejected_path(job.out)):
@@ -113,17 +123,16 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     sections["options"] = dict(job.options)
     if job.calibration:
         sections["calibration"] = dict(job.calibration.record)
+    text = job.calibration.sequences if job.calibration else ()
+    allocation: Mapping[str, Any] = {}
+    if job.target_bpw is not None:
+        plan, allocation = allocate(
+            checkpoint, plan, text, target_bpw=job.target_bpw, **settings("allocating")
+        )
+        sections["allocation"] = allocation
     with PlaneFile(job.out, _fingerprint(job, plan, source)) as planes:
-        if plan.calibrated and job.calibration:
-            calibrate(
-                checkpoint,
-                plan,
-                job.calibration.sequences,
-                planes=planes,
-                threads=job.threads,
-                seed=job.seed,
-                progress=lambda done, total, part: tell(f"calibrating: {part}", done, total),
-            )
+        if plan.calibrated:
+            calibrate(checkpoint, plan, text, planes=planes, **settings("calibrating"))
         file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
     verdicts: list[Verdict] = []
@@ -144,7 +153,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, file, sections))
-    return Outcome(verdict, path, done, evaluation)
+    return Outcome(verdict, path, done, evaluation, allocation)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -62,6 +62,14 @@ class QuantPlan:
     def calibrated(self) -> tuple[str, ...]:
         """Tensors whose method needs calibration."""
         return tuple(name for name, tensor in self.tensors.items() if tensor.method != "rtn")
+
+    def with_formats(self, checkpoint: Checkpoint, formats: Mapping[str, Format]) -> "QuantPlan":
+        """Return the plan with other formats for some tensors."""
+        tensors = {
+            name: replace(tensor, format=formats.get(name, tensor.format))
+            for name, tensor in self.tensors.items()
+        }
+        return replace(self, tensors=tensors, size=_size_of(checkpoint, tensors, self.kept))
 
 
 def build_plan(checkpoint: Checkpoint, rules: Q4Map) -> QuantPlan:

@@ -101,10 +101,13 @@ FLAGS: tuple[click.Parameter, ...] = (
         click.Choice(["rtn", "imx", "gptq"]),
         "Rounding; search weighted by activations; GPTQ.  [default: rtn, or imx with --calib-text]",
     ),
-    option("--calib-text", FILE, "UTF-8 text for imx and gptq."),
+    option("--calib-text", FILE, "UTF-8 text for imx, gptq and --target-bpw."),
     option("--samples", COUNT, default=128),
     option("--seq-len", click.IntRange(8), default=512),
     option("--seed", click.IntRange(0), default=0),
+    option(
+        "--target-bpw", float, "Choose formats per tensor for so many bits per quantised weight."
+    ),
     switch("--requantize", "Quantise tensors that are MXFP4, ternary or integers already; lossy."),
     option("--gate", FILE, "UTF-8 held-out text to judge the result on."),
     option("--gate-window", click.IntRange(2), default=256),

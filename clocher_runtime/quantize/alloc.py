@@ -1,0 +1,341 @@
+"""Choose the formats of a plan so that a target size does least harm, by measured divergence.
+
+Units (query, key and value; gate and up; down; experts) are decided one by one. The harm of a
+candidate is the KL divergence with this unit alone quantised to the smallest candidate, times its
+weighted error relative to that. The upgrade that saves most harm per byte comes first.
+
+Source: exllamav3's `measure`; llama.cpp's target-bpw proposal (pull request 15550).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import numpy as np
+
+from clocher_kernels.errors import UsageError
+from clocher_kernels.formats import Format, Int4, Int8
+from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.convert import imx
+from clocher_runtime.convert.rounding import look_up, round_tensor
+from clocher_runtime.quality.compare import score_window
+from clocher_runtime.quantize.calibrate import LayerJob
+from clocher_runtime.quantize.capture import ExpertInputs, Observer, RowStore, Walk, make_text
+from clocher_runtime.quantize.gptq import InputStats
+from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
+
+Progress = Callable[[int, int, str], None]
+
+CANDIDATES: tuple[Format, ...] = (
+    *(Int4(symmetric, group, "f16") for group in (128, 64, 32) for symmetric in (True, False)),
+    Int8(128, "f16"),
+    Int8(32, "f16"),
+)
+"""Formats that a unit may get, 4.125 to 8.5 bits per weight."""
+
+TOKENS = 8192
+"""Calibration tokens used: half to fit, half to measure on."""
+
+_SAMPLED_ROWS = 256
+_SAMPLED_EXPERTS = 4
+_KINDS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
+    **dict.fromkeys(("gate_proj", "up_proj", "gate_up_proj"), "gate_up"),
+    "o_proj": "o",
+    "down_proj": "down",
+}
+
+Units = Mapping[str, Sequence[PlannedTensor]]
+"""Layer and part, "3.qkv" -> the tensors that get the same format."""
+
+
+class Option(NamedTuple):
+    """One format of a unit: its bytes and harm."""
+
+    format: Format
+    nbytes: int
+    harm: float
+
+
+class Choice(NamedTuple):
+    """Each unit's option, and the harm per byte of the best upgrade left; 0 if all were taken."""
+
+    taken: tuple[int, ...]
+    price: float
+
+
+class Measured(NamedTuple):
+    """A text's measurements of units."""
+
+    kld: Mapping[str, float]  # mean KL divergence in nats with one unit quantised
+    importance: Mapping[str, np.ndarray]  # E[x^2] of each matrix's inputs, [K]; experts together
+    tokens: int  # tokens that were measured on
+
+
+def allocate(
+    checkpoint: Checkpoint,
+    plan: QuantPlan,
+    text_ids: Sequence[Sequence[int]],
+    *,
+    target_bpw: float,
+    threads: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> tuple[QuantPlan, dict[str, Any]]:
+    """Choose formats for the linears of the blocks to meet a size; other tensors keep theirs.
+
+    `target_bpw`: bits per weight of all tensors of the plan, scales included. Returns the new plan
+    and a record: target, size, price, and each unit's harms.
+    """
+    units: dict[str, list[PlannedTensor]] = {}
+    pinned = []
+    for name, tensor in plan.tensors.items():
+        key = unit_of(name)
+        if key is None or not isinstance(tensor.format, Int4 | Int8):
+            pinned.append(tensor)
+        else:
+            units.setdefault(key, []).append(tensor)
+    if not units:
+        raise UsageError(
+            "--target-bpw has nothing to choose: the plan quantises no linear of the blocks to "
+            "int4 or int8"
+        )
+    params = sum(tensor.params for tensor in plan.tensors.values())
+    fixed = sum(tensor.nbytes for tensor in pinned)
+    budget = int(target_bpw * params / 8) - fixed
+    sizes = [
+        [sum(fmt.nbytes(tensor.shape) for tensor in unit) for fmt in CANDIDATES]
+        for unit in units.values()
+    ]
+    least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
+    if least > budget:
+        raise UsageError(
+            f"--target-bpw {target_bpw:g} cannot be met: the smallest formats give "
+            f"{8 * (least + fixed) / params:.3f} bits per weight; {len(pinned)} tensors keep the "
+            "formats of their rules; raise the target or give those a smaller format"
+        )
+    measured = measure_units(checkpoint, units, CANDIDATES[0], text_ids, threads, seed, progress)
+    options = []
+    for (name, unit), row in zip(units.items(), sizes, strict=True):
+        error = candidate_errors(checkpoint, unit, CANDIDATES, measured.importance, seed, threads)
+        harms = [measured.kld[name] * e / max(error[0], 1e-30) for e in error]
+        options.append([Option(*each) for each in zip(CANDIDATES, row, harms, strict=True)])
+    choice = choose(options, budget)
+    chosen = [row[taken].format for row, taken in zip(options, choice.taken, strict=True)]
+    result = plan.with_formats(
+        checkpoint,
+        {
+            tensor.name: fmt
+            for unit, fmt in zip(units.values(), chosen, strict=True)
+            for tensor in unit
+        },
+    )
+    record = {
+        "target_bpw": target_bpw,
+        "bpw": result.size["quantised_bpw"],
+        "largest_bpw": 8 * (most + fixed) / params,
+        "signal": "kld",
+        "tokens": measured.tokens,
+        "price": choice.price,
+        "units": [
+            {
+                "unit": name,
+                "tensors": [tensor.name for tensor in unit],
+                "params": sum(tensor.params for tensor in unit),
+                "format": fmt.name,
+                "kld_alone": row[0].harm,
+                "candidates": {o.format.name: {"nbytes": o.nbytes, "harm": o.harm} for o in row},
+            }
+            for (name, unit), row, fmt in zip(units.items(), options, chosen, strict=True)
+        ],
+    }
+    return result, record
+
+
+def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
+    """Choose an option per unit, at most `budget` bytes together, from the smallest upwards.
+
+    The upgrade that saves most harm per byte comes first, so each unit follows its convex hull.
+    """
+    taken = [min(range(len(row)), key=lambda i: row[i][1:]) for row in options]
+    left = budget - sum(row[i].nbytes for row, i in zip(options, taken, strict=True))
+    while True:
+        best, too_large = (0.0, 0, 0), 0.0
+        for u, row in enumerate(options):
+            now = row[taken[u]]
+            for i, option in enumerate(row):
+                more = option.nbytes - now.nbytes
+                slope = (now.harm - option.harm) / max(more, 1)
+                if more > left:
+                    too_large = max(too_large, slope)
+                elif slope > best[0]:
+                    best = slope, u, i
+        if best[0] <= 0:
+            return Choice(tuple(taken), too_large)
+        _, u, i = best
+        left -= options[u][i].nbytes - options[u][taken[u]].nbytes
+        taken[u] = i
+
+
+def allocation_table(record: Mapping[str, Any]) -> list[str]:
+    """Return table lines for people: every unit's harm and format."""
+    lines = [
+        f"target {record['target_bpw']:g} bits per weight, reached {record['bpw']:.4f}; "
+        f"harm: {record['signal']} measured on {record['tokens']} tokens",
+        f"{'unit':28} {'Mparams':>9} {'KLD alone':>10} {'KLD now':>10}  format",
+    ]
+    for unit in record["units"]:
+        now = unit["candidates"][unit["format"]]["harm"]
+        lines.append(
+            f"{unit['unit']:28} {unit['params'] / 1e6:9.3f} {unit['kld_alone']:10.2e} "
+            f"{now:10.2e}  {unit['format']}"
+        )
+    return lines
+
+
+def unit_of(name: str) -> str | None:
+    """Return a tensor's unit, "3.qkv", "3.o", "3.gate_up", "3.down", or None."""
+    prefix, dot, rest = name.removeprefix("model.layers.").partition(".")
+    if not (name.startswith("model.layers.") and dot and prefix.isdigit()):
+        return None
+    last = rest.removesuffix(".weight").rpartition(".")[2]
+    kind = _KINDS.get(last)
+    return f"{prefix}.{kind}" if kind else None
+
+
+def measure_units(
+    checkpoint: Checkpoint,
+    units: Units,
+    fmt: Format,
+    text_ids: Sequence[Sequence[int]],
+    threads: int = 1,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Measured:
+    """Measure each unit's harm alone in a format; half of the sequences fit, half measure."""
+    first: list[Sequence[int]] = []
+    for sequence in text_ids:
+        if len(first) < 2 or sum(map(len, first)) < TOKENS:
+            first.append(sequence)
+    walk = Walk(checkpoint, make_text(first, seed, held_out=2))
+    collector = _Importance()
+    for layer in range(walk.num_layers):
+        walk.layer(layer, collector)
+        walk.advance()
+    importance = {name: stats.importance for name, stats in collector.stats.items()}
+    missing = [t.name for unit in units.values() for t in unit if t.name not in importance]
+    if missing:
+        raise UsageError(
+            f"tensor {missing[0]!r} cannot be measured: the {walk.spec.family} model does not "
+            "multiply by it; leave it out of the plan"
+        )
+    reference = walk.store(walk.spec.vocab_size)
+    for rows, logits in walk.logits():
+        reference[rows] = logits
+        reference.release()
+    before = walk.store()
+    walk.restart()
+    kld: dict[str, float] = {}
+    for layer in range(walk.num_layers):
+        before.take(walk.state)
+        for name, unit in units.items():
+            if name.partition(".")[0] != str(layer):
+                continue
+            walk.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
+            walk.advance()
+            for later in range(layer + 1, walk.num_layers):
+                walk.layer(later)
+                walk.advance()
+            kld[name] = _divergence(walk, reference)
+            walk.state.take(before)
+            if progress is not None:
+                progress(len(kld), len(units), name)
+        walk.layer(layer)
+        walk.advance()
+    return Measured(kld, importance, int(walk.text.held.sum()))
+
+
+def _quantise_unit(
+    walk: Walk, layer: int, unit: Sequence[PlannedTensor], fmt: Format, threads: int, seed: int
+) -> dict[str, QuantTensor]:
+    """Quantise a unit's tensors as calibration would, with the tokens that fit."""
+    tensors = {
+        t.name: round_tensor(walk.tensor(t.name), fmt, t.clip, threads)
+        for t in unit
+        if t.method == "rtn"
+    }
+    fitted = {t.name: replace(t, format=fmt) for t in unit if t.method != "rtn"}
+    if fitted:
+        job = LayerJob(walk, fitted, threads, seed)
+        walk.layer(layer, job)
+        tensors |= job.finish()
+    return tensors
+
+
+def candidate_errors(
+    checkpoint: Checkpoint,
+    unit: Sequence[PlannedTensor],
+    candidates: Sequence[Format],
+    importance: Mapping[str, np.ndarray],
+    seed: int = 0,
+    threads: int = 1,
+) -> list[float]:
+    """Return a unit's weighted squared error in each format, on sampled rows."""
+    totals = np.zeros(len(candidates))
+    for tensor in unit:
+        rng = np.random.default_rng([seed, crc32(tensor.name.encode())])
+        stored, h = checkpoint.tensor(tensor.name), importance[tensor.name]
+        matrices: list[np.ndarray] = []
+        if len(tensor.shape) == 3:
+            for expert in rng.permutation(tensor.shape[0])[:_SAMPLED_EXPERTS].tolist():
+                matrix = look_up(stored, expert)
+                rows = rng.permutation(len(matrix))[: _SAMPLED_ROWS // _SAMPLED_EXPERTS]
+                matrices.append(matrix[np.sort(rows)])
+        else:
+            rows = np.sort(rng.permutation(tensor.shape[0])[:_SAMPLED_ROWS])
+            matrices.append(look_up(stored, rows))
+        sampled = sum(len(matrix) for matrix in matrices)
+        scale = tensor.params / tensor.shape[-1] / sampled
+        for number, fmt in enumerate(candidates):
+            for values in matrices:
+                if tensor.method == "rtn":
+                    made = encode(values, fmt)
+                else:
+                    made = imx.search(values, fmt, h, threads=threads)
+                wrong = values - made.decode()
+                energy = np.einsum("ij,ij->j", wrong, wrong, dtype=np.float64) @ h
+                totals[number] += scale * float(energy)
+        checkpoint.release()
+    return [float(total) for total in totals]
+
+
+def _divergence(walk: Walk, reference: RowStore) -> float:
+    """Return the mean KL divergence of the held-out tokens from the reference's logits."""
+    total = 0.0
+    for rows, logits in walk.logits():
+        held = walk.text.held[rows]
+        if held.any():
+            ids = [0] * (1 + int(held.sum()))  # the true tokens do not matter
+            total += float(score_window(reference[rows][held], logits[held], ids).kld.sum())
+        reference.release()
+    return total / int(walk.text.held.sum())
+
+
+class _Importance(Observer):
+    def __init__(self) -> None:
+        self.stats: dict[str, InputStats] = {}
+
+    def linear(self, weights: tuple[str, ...], x: np.ndarray, rows: slice) -> None:
+        for name in weights:
+            self._add(name, x, None)
+
+    def expert(
+        self, weights: tuple[str, str], expert: int, inputs: ExpertInputs, rows: np.ndarray
+    ) -> None:
+        self._add(weights[1], *inputs[1:])
+
+    def _add(self, name: str, x: np.ndarray, weights: np.ndarray | None) -> None:
+        stats = self.stats.setdefault(name, InputStats(x.shape[1]))
+        stats.add(x, np.zeros(len(x), bool), weights)
