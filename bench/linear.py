@@ -35,6 +35,7 @@ from bench.experiment import (
     NotMeasured,
     Row,
     Subject,
+    dot_rate,
     experiment,
     limit_note,
     of_read,
@@ -55,7 +56,6 @@ from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
 from cpu_fallback.team.placement import Hints
-from cpu_fallback.tiles.multiply import dot_rate
 
 _FORMATS = (
     "int4_sym_g32_f16",
