@@ -157,14 +157,14 @@ def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
             return elapsed / calls
 
 
-def dot_rate(threads: int, at_least: float) -> float:
-    """Return 10^9 products of bytes a second that some threads add, from registers."""
+def dot_seconds(threads: int, at_least: float) -> float:
+    """Return the seconds in which some threads add 10^9 products of bytes, from registers."""
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(dots.address)
     out = np.zeros((threads, OUT), np.uint8)
     with ThreadPoolExecutor(threads) as pool:
         work = partial(pool.map, lambda own: call(_TURNS, own.ctypes.data), out)
         took = seconds(lambda: list(work()), at_least)
-    return threads * _TURNS * 8 * OUT / took / 1e9
+    return float(took * 1e9 / (threads * _TURNS * 8 * OUT))
 
 
 def of_read(speeds: Sequence[float], reads: Sequence[float]) -> Row:
