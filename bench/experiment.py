@@ -1,18 +1,22 @@
 """The skeleton of a case: options, subjects run in turns, rows, table, JSON file, exit code."""
 
+import ctypes
 import os
 import re
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import numpy as np
+import rich.table
 from rich.console import Console
 
 from bench.record import Row, print_table, table_of, write_json
@@ -21,6 +25,7 @@ from clocher_kernels.formats import parse_format
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.quality.statistics import ratio as ratio
+from cpu_fallback.tiles.multiply import OUT, dots
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.load import Model
@@ -31,6 +36,7 @@ REST_S = 0.05
 """Pause between two subjects: thread pools spin for a while after their work."""
 
 _ABOVE_LIMIT = 105.0
+_TURNS = 1 << 17
 
 
 class NotMeasured(Exception):
@@ -148,6 +154,16 @@ def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:
         elapsed = time.perf_counter() - start
         if elapsed >= at_least:
             return elapsed / calls
+
+
+def dot_seconds(threads: int, at_least: float) -> float:
+    """Return the seconds in which some threads add 10^9 products of bytes, from registers."""
+    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(dots.address)
+    out = np.zeros((threads, OUT), np.uint8)
+    with ThreadPoolExecutor(threads) as pool:
+        work = partial(pool.map, lambda own: call(_TURNS, own.ctypes.data), out)
+        took = seconds(lambda: list(work()), at_least)
+    return float(took * 1e9 / (threads * _TURNS * 8 * OUT))
 
 
 def of_read(speeds: Sequence[float], reads: Sequence[float]) -> Row:

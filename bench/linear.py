@@ -35,6 +35,7 @@ from bench.experiment import (
     NotMeasured,
     Row,
     Subject,
+    dot_seconds,
     experiment,
     limit_note,
     of_read,
@@ -54,18 +55,14 @@ from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
 from cpu_fallback.team.placement import Hints
-from cpu_fallback.tiles.multiply import dot_rate
 
 _FORMATS = (
     "int4_sym_g32_f16,int4_sym_g128_f16,int8_row_f32,int8_g32_f16,mxfp4,ternary,"
     "fp8_e4m3_row_f32,fp8_e4m3_b128_f32,bf16,f16,f32"
 )
-GGML = ("int4_sym_g32_f16", "int8_g32_f16", "mxfp4", "ternary_f16", *KINDS)
-"""ggml's types; the first four are what Q4_0, Q8_0, MXFP4 and TQ2_0 become."""
+GGML = ("int4_sym_g32_f16", "int8_g32_f16", "mxfp4", "ternary_f16", *KINDS)  # Q4_0, Q8_0, ..
 _SHAPES = "14336x4096,4096x14336,4096x2880,2560x6912"
-_SECONDS = 0.1
-_MAX_COPIES = 64
-_BYTES = 128 << 20
+_SECONDS, _MAX_COPIES, _BYTES = 0.1, 64, 128 << 20
 _SPARSE_COPIES, _TOLERANCE = 256, 1e-5
 _DENSE = {"f32": "f32", "f16": "f16", "bf16": "bf16", "int8": "int8_row_bf16"}
 _DENSE["int4"] = "int4_sym_g32_f16"
@@ -106,8 +103,8 @@ class Problem:
         fmt, std = parse_format(self.format), self.k**-0.5
         shape = (self.n, self.k)
         if isinstance(fmt, Ggml):  # some have no encoder, and random codes take as long
-            plane = fmt.planes(shape)["blocks"]
-            blocks = np.random.default_rng(0).integers(0, 256, plane.shape, np.uint8)
+            size = fmt.planes(shape)["blocks"].shape
+            blocks = np.random.default_rng(0).integers(0, 256, size, np.uint8)
             fields = blocks.reshape(-1, fmt.block_bytes).view(KINDS[fmt.kind].fields)
             for scale in {"d", "dmin", "m"} & set(fields.dtype.names or ()):
                 fields[scale] = std
@@ -252,8 +249,7 @@ def main(
 ) -> Iterator[Row]:
     """Yield a row for each shape, number of tokens, thread count, format and engine."""
     reader = Reader(pages, mib << 20)
-    if "ggml" in formats:
-        formats = GGML
+    formats = GGML if "ggml" in formats else formats
     for (n, k), m, count, name in product(shapes, tokens, threads, formats):
         problem = Problem.filling(name, n, k, m, mib << 20)
         about = {"format": name, "N": n, "K": k, "M": m, "threads": count, "isa": CURRENT.name}
@@ -276,11 +272,8 @@ def _compared(
             except NotMeasured as reason:
                 rows[name] = {"note": f"not measured: {reason}"}
         runs = {name: partial(engine.seconds, _SECONDS) for name, engine in made.items()}
-        rates = {"read": reader.gbps, "dots": dot_rate}
-        limits = {
-            name: lambda rate=rate: 1 / rate(threads, _SECONDS) for name, rate in rates.items()
-        }
-        took = turns({**runs, **limits}, rounds)
+        runs["dots"] = partial(dot_seconds, threads, _SECONDS)
+        took = turns({**runs, "read": lambda: 1 / reader.gbps(threads, _SECONDS)}, rounds)
     reads = [1 / value for value in took["read"]]
     for name, engine in made.items():
         share = of_read([engine.nbytes / s / 1e9 for s in took[name]], reads)
@@ -288,9 +281,10 @@ def _compared(
         rows[name] |= {**share, "us": median(took[name]) / engine.products * 1e6}
         rows[name] |= {"samples": took[name], "note": "; ".join(notes)}
         if problem.m > 1 and "int8" in engine.note:
-            macs = engine.products * problem.m * problem.n * problem.k / 1e9
-            shares = ratio([macs / s for s in took[name]], [1 / s for s in took["dots"]])
-            rows[name]["pct_of_dots"] = 100 * shares.value
+            count = engine.products * problem.m * problem.n * problem.k / 1e9
+            rows[name]["pct_of_dots"] = (
+                100 * ratio([count * s for s in took["dots"]], took[name]).value
+            )
         if name != names[0] and names[0] in made:
             # In matmuls per second: cached weights may have fewer copies of the matrix.
             speeds = {each: [made[each].products / s for s in took[each]] for each in made}

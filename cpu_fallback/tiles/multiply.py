@@ -3,14 +3,10 @@
 A vector of 64 bytes is 16 rows with four columns each, in one register or two.
 """
 
-import ctypes
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
@@ -234,7 +230,7 @@ def neon_bits(b: Any, vector: Any, shift: int, mask: int) -> Any:
     return b.and_(vector, ir.Constant(vector.type, [mask] * vector.type.count))
 
 
-_TURNS, _RUN = 1 << 17, 8  # Of a measurement; products of 4 bits that are added in int16
+_RUN = 8  # Products of 4 bits that are added in int16
 _SUMS = 12 if CURRENT.avx512 else 3 if CURRENT.in_shorts else 6  # that do not wait for each other
 
 
@@ -258,16 +254,5 @@ def _dots(count, out):
     _many_dots(count, out)
 
 
-_dots_kernel = Kernel(_dots)
-
-
-def dot_rate(threads: int, at_least: float) -> float:
-    """Return 10^9 products of bytes a second that some threads add, for `at_least` seconds."""
-    call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 2)(_dots_kernel.address)
-    out = np.zeros((threads, _SUMS, 64), np.uint8)
-    done, start = 0, time.perf_counter()
-    with ThreadPoolExecutor(threads) as pool:
-        while not done or time.perf_counter() < start + at_least:
-            list(pool.map(lambda own: call(_TURNS, own.ctypes.data), out))
-            done += threads * _TURNS * _SUMS * _RUN * 64
-    return done / (time.perf_counter() - start) / 1e9
+dots = Kernel(_dots)  # (turns, address of OUT bytes): adds 8 * OUT products of bytes a turn
+OUT = _SUMS * 64
