@@ -116,9 +116,10 @@ def test_allocating_a_trained_model():
         assert harms[-1] < 0.1 * harms[0]
     again = allocate(checkpoint, plan, text, target_bpw=7.5)
     assert again == (result, record)
-    replayed = plan.with_formats(
-        {name: parse_format(unit["format"]) for unit in record["units"] for name in unit["tensors"]}
-    )
+    formats = {
+        name: parse_format(unit["format"]) for unit in record["units"] for name in unit["tensors"]
+    }
+    replayed = plan.with_formats(checkpoint, formats)
     assert replayed == result
     lines = allocation_table(record)
     assert len(lines) == 2 + 4
