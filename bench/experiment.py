@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import numpy as np
-import rich.table
 from rich.console import Console
 
 from bench.record import Row, print_table, table_of, write_json
