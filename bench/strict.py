@@ -238,7 +238,8 @@ def measure(task: Task) -> Row:
     return {
         "model": Path(engine.model).name,
         "format": engine.numerics["precision"],
-        **{name: getattr(engine, name) for name in _OWN[2:]},
+        **{name: engine.numerics[name] for name in _OWN[2:4]},
+        **{name: getattr(engine, name) for name in _OWN[4:]},
         "kernels_known": process.kernels_known,
         "touch_bytes_per_token": touch.bytes_touched,
         "touch_bytes_read": touch.bytes_read,

@@ -7,7 +7,7 @@ from browser import Browser
 from serving import serving
 
 PICTURE = Path(__file__).parents[1] / "docs" / "plots" / "chat-page.png"
-QUESTIONS = ("What is the capital of France?", "And what is it known for?")
+QUESTIONS = ("Name the capital of France.", "And what is it known for?")
 SETTINGS = {"temperature": "0.7", "seed": "1", "max_tokens": "200"}
 
 

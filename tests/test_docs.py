@@ -37,7 +37,7 @@ PAGES = sorted(
     ]
 )
 RUN_BY_NAME = {"bash", "python"}
-NOT_COMMANDS = {"", "json"}
+NOT_COMMANDS = {"", "json", "text"}
 
 # Blocks that test_block does not execute, by their first line, each with the reason.
 ELSEWHERE = {

@@ -177,7 +177,7 @@ def test_bench_cuda_names_the_device(tmp_path: Path) -> None:
     commands = Commands()
     made = call(commands, tmp_path, REPORT="0", VERIFY="0")
     made.flags = ["--label", "x"]
-    assert targets.bench_cuda(made) == 0
+    assert targets.TARGETS["bench-cuda"](made) == 0
     assert commands.seen[0][-3:] == ["--device=cuda", "--label", "x"]
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from commands import here as run_here
+from huggingface_hub import constants
 
 from clocher_runtime.checkpoints.locate import embedded_model
 
@@ -19,6 +20,8 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)  # it was imported before
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     model = Path("models/tiny")
     shutil.copytree(embedded_model(), model)
     adapter = Path("adapter")

@@ -19,8 +19,6 @@ from serving import Served, serving
 import clocher_runtime as clocher
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import DEFAULT, locate
-from clocher_runtime.command.default_model import NotFetched, fetch_default
-from clocher_runtime.command.script_run import Report
 
 pytestmark = pytest.mark.real
 
@@ -32,7 +30,7 @@ TEXTS = (
     'def fibonacci(n):\n    """Return the nth number."""\n',
 )
 NEW = 24
-ASK = [{"role": "user", "content": "What is the capital of France?"}]
+ASK = [{"role": "user", "content": "Name the capital of France."}]
 PERSON = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -44,12 +42,6 @@ EXACT = {"act_prec": "fp32", "kv_dtype": "f32", "threads": 2}
 
 @pytest.fixture(scope="module")
 def smollm2() -> Path:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("CLOCHER_EMBEDDED")
-        try:
-            fetch_default(Report("tests"))
-        except NotFetched as reason:
-            pytest.skip(f"SmolLM2-135M-Instruct cannot be fetched: {reason}")
     return locate(DEFAULT)
 
 

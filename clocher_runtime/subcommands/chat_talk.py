@@ -27,6 +27,7 @@ CHANGEABLE = (
 )
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
+_PATIENCE_S = 0.2
 _FENCE = '"""'
 
 
@@ -76,15 +77,28 @@ class Typing:
 
     def _line(self, prompt: str) -> str:
         try:
-            if self._edits:
-                return input(prompt)
-            self._prompts.write(prompt)
-            line = sys.stdin.readline()
+            with _heeding_signals():
+                if self._edits:
+                    return input(prompt)
+                self._prompts.write(prompt)
+                line = sys.stdin.readline()
         except OSError:  # the terminal hung up
             raise EOFError from None
         if not line:
             raise EOFError
         return line.removesuffix("\n")
+
+
+@contextmanager
+def _heeding_signals() -> Iterator[None]:
+    """Handle a signal that arrives just before the wait for a key."""
+    before = signal.signal(signal.SIGALRM, lambda number, frame: None)
+    signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S, _PATIENCE_S)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
 
 
 class Interrupted(KeyboardInterrupt):
