@@ -33,7 +33,7 @@ _CONTROL = dict.fromkeys(
     "\N{REPLACEMENT CHARACTER}",
 )
 _COLOUR, _GREY = "#0072b2", "#777777"
-_WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 720, 250, 60, 40, 28
+_WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 800, 340, 60, 40, 28
 _TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
 NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
@@ -49,7 +49,11 @@ _INTRO = (
     "![How many times as fast as llama.cpp, with 95 % intervals](plots/beside-peers.svg)",
 )
 _TITLE, _LABEL = "Clocher beside llama.cpp, same weights", "times as fast, 95 % interval"
-SHOWN = {"llama-1b-int4": "Q4_0", "llama-1b-ternary": "TQ2_0", "gpt-oss-20b-8l": "MXFP4"}
+SHOWN = {
+    "SmolLM2-135M-Instruct.Q4_1": "Q4_1",
+    "Qwen2.5-Coder-0.5B-Instruct.Q4_K_M": "Q4_K",
+    "Qwen2.5-Coder-1.5B-Instruct.Q4_K_M": "Q4_K",
+}
 """Models of the plot -> their weight type in llama.cpp."""
 
 _PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")

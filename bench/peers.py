@@ -1,7 +1,7 @@
 r"""A model by Clocher and by other engines: same weights, same threads, in turns.
 
 \b
-    python -m bench peers --model-dir DIR             llama.cpp runs DIR/model.gguf
+    python -m bench peers --model-dir DIR             llama.cpp runs DIR/model.gguf, or a file
         [--llama-bench PATH] [--gguf FILE] [--test pp128 --test tg64 --test tg24@d4000]
     ... --llama-bench 'PATH -fa 1' --llama-bench 'ik_llama.cpp=PATH2 -rtr 1'      several of them
 
@@ -52,7 +52,7 @@ OURS = "clocher"
 TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 OPENVINO = (sys.executable, "-m", "bench.openvino")
 _TIMEOUT_S = 3600
-_DIRECTORY = click.Path(path_type=Path, exists=True, file_okay=False)
+_MODEL = click.Path(path_type=Path, exists=True)
 
 
 def parsed(test: str) -> tuple[str, int, int]:
@@ -150,7 +150,8 @@ def _speed(runner: Runner, case: Case) -> float:
 def _peers(
     directory: Path, more: Sequence[Path], programs: Sequence[str], threads: int
 ) -> dict[str, LlamaBench]:
-    files = [path for path in (directory / GGUF_NAME, *more) if path.is_file()]
+    own = directory if directory.is_file() else directory / GGUF_NAME
+    files = [path for path in (own, *more) if path.is_file()]
     if not files:
         raise click.UsageError(
             f"no {GGUF_NAME} in {directory}; make it with scripts/make_synthetic.py --gguf, "
@@ -195,7 +196,7 @@ def _cases(
 
 
 @experiment("peers", __doc__, title="{threads} threads", rounds=7)
-@click.option("--model-dir", type=_DIRECTORY, required=True)
+@click.option("--model-dir", type=_MODEL, required=True)
 @click.option("--gguf", type=click.Path(path_type=Path, exists=True), multiple=True)
 @click.option(
     "--llama-bench",

@@ -7,8 +7,8 @@ from browser import Browser
 from serving import serving
 
 PICTURE = Path(__file__).parents[1] / "docs" / "plots" / "chat-page.png"
-QUESTIONS = ("Name the capital of France.", "And what is it known for?")
-SETTINGS = {"temperature": "0.7", "seed": "1", "max_tokens": "200"}
+QUESTIONS = ("Name the capital of France.", "Name three fruits and their colours.")
+SETTINGS = {"temperature": "0.2", "seed": "1", "max_tokens": "200"}
 
 
 def main() -> int:
@@ -23,7 +23,7 @@ def main() -> int:
             for turn, question in enumerate(QUESTIONS, 1):
                 browser.js("input.value = arguments[0]; expect(); submit()", question)
                 browser.wait(f"!running && turns.length === {2 * turn}")
-            browser.js("log.scrollTop = 0; $('down').hidden = true; input.blur()")
+            browser.js("log.scrollTop = log.scrollHeight; $('down').hidden = true; input.blur()")
             browser.driver.save_screenshot(str(PICTURE))
     finally:
         browser.driver.quit()
