@@ -16,7 +16,7 @@ MARGIN = 1.05
 """Minimum gain of drafts, which covers errors of the cost table."""
 _TRUST = 0.85
 """Discount on chances: those chosen for being high were partly lucky."""
-_WORSE = 1.1  # of the time that its tokens take without drafts, a window may have taken
+_WORSE = 1.05  # of the time that its tokens take without drafts, a window may have taken
 _HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
 _WINDOW = 32  # forwards with drafts until these are judged
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # forwards without any
