@@ -177,3 +177,21 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         read("mmlu", tmp_path / "x.jsonl.gz")
     target = lines(tmp_path / "t.jsonl", {"context": "a", "continuation": " b"})
     assert read_task(target) == [Target("a", " b")]
+
+
+@pytest.mark.parametrize("theirs", ["a text without an end", '{"a": 1}\n{"item"', "one\ntwo"])
+def test_a_file_of_something_else_is_refused_and_stays(tmp_path: Path, theirs: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(theirs)
+    with pytest.raises(FormatError):
+        Kept(path, {})
+    assert path.read_text() == theirs
+
+
+def test_a_line_that_was_not_finished_is_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    Kept(path, {}).add("a", 1)
+    whole = path.read_text()
+    path.write_text(whole + whole[:-5])
+    assert Kept(path, {}).get("a") == 1
+    assert path.read_text() == whole

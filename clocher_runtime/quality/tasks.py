@@ -41,6 +41,8 @@ _IGNORED = re.compile(r"(?s)[,$]|.*#### ")
 _INVALID = "[invalid]"
 _BATCHES = 8
 """How many batches of items are done before they are kept."""
+_KEPT = b'{"item": "'
+"""How a line of what is kept begins."""
 
 _Line = Mapping[str, Any]
 
@@ -237,14 +239,18 @@ class Kept:
         self._path, self._settings = path, json.dumps(settings, sort_keys=True)
         self._found: dict[str, Any] = {}
         if path is not None:
-            path.touch()  # what cannot be written is said before the work
-            data = read_bytes(path, MOST_BYTES)
-            os.truncate(path, data.rfind(b"\n") + 1)
-            for number, text in enumerate(data.split(b"\n")[:-1], start=1):
+            path.touch()  # so that a file that cannot be written fails before the work
+            *lines, tail = read_bytes(path, MOST_BYTES).split(b"\n")
+            if not _KEPT.startswith(tail[: len(_KEPT)]):
+                lines.append(tail)
+            for number, text in enumerate(lines, start=1):
                 line = parse_object(text, f"{path}:{number}")
                 if line.keys() != {"item", "found"}:
                     raise FormatError(f"{path}:{number}: not a line of --keep; give another file")
                 self._found[line["item"]] = line["found"]
+            # Not before every line is known to be one of these: it may be a file of the user's.
+            if tail:
+                os.truncate(path, path.stat().st_size - len(tail))
 
     def add(self, item: Any, found: Any) -> None:
         """Keep the result of an item."""
