@@ -195,3 +195,13 @@ def test_a_line_that_was_not_finished_is_done_again(tmp_path: Path) -> None:
     path.write_text(whole + whole[:-5])
     assert Kept(path, {}).get("a") == 1
     assert path.read_text() == whole
+
+
+def test_a_file_that_unpacks_to_too_much_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "mmlu_test.jsonl.gz"
+    path.write_bytes(gzip.compress(b" " * 5000))
+    monkeypatch.setattr(tasks, "MOST_BYTES", 4000)
+    with pytest.raises(FormatError, match="more than 4000 bytes when unpacked"):
+        tasks.read_task(Path("mmlu"), path, 0, None, run_code=False)

@@ -6,6 +6,7 @@ file for development or training beside them (for GSM8K the harness draws them).
 """
 
 import gzip
+import io
 import json
 import os
 import re
@@ -209,9 +210,12 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
     data = read_bytes(path, MOST_BYTES)
     if path.suffix == ".gz":
         try:
-            data = gzip.decompress(data)
+            with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+                data = stream.read(MOST_BYTES + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise FormatError(f"{path}: not a gzip file: {error}") from None
+        if len(data) > MOST_BYTES:
+            raise FormatError(f"{path}: more than {MOST_BYTES} bytes when unpacked; give a part")
     found = []
     for number, text in enumerate(data.splitlines(), start=1):
         if not text.strip():
