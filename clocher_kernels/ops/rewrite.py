@@ -31,7 +31,7 @@ def act_group(fmt: Format) -> int:
     """Return the columns per scale of the int8 activations that weights of a format multiply.
 
     Weights with a scale for 32 columns are summed in int32 over 32 columns anyway, and an outlier
-    then coarsens 31 others, not 127: a third of the KL divergence from fp32 on published models.
+    then coarsens 31 others, not 127 (docs/adr/0014-int8-activations.md).
     """
     match fmt:
         case Int4(group=32) | Int8(group=32) | Mxfp4() | Ggml(block=32):

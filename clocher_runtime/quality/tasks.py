@@ -130,7 +130,7 @@ class Task(NamedTuple):
 
     item: Callable[[_Line], Any]
     shots: int = 0  # examples in a prompt
-    about: str = ""  # what is said of a subject
+    about: str = ""  # introduction of a subject, {} for its name
     generates: bool = False
     runs_code: bool = False
 

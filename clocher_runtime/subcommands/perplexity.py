@@ -141,7 +141,7 @@ python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
     examples=(
         ("the embedded model", "clocher bench quality --task questions.jsonl"),
         (
-            "two tasks, which a second run goes on with",
+            "two tasks; run it again to continue",
             "clocher bench quality MODEL --task mmlu --task gsm8k --data DIR --keep done.jsonl",
         ),
         (
