@@ -272,7 +272,8 @@ def _compared(
             except NotMeasured as reason:
                 rows[name] = {"note": f"not measured: {reason}"}
         runs = {name: partial(engine.seconds, _SECONDS) for name, engine in made.items()}
-        runs["dots"] = partial(dot_seconds, threads, _SECONDS)
+        if problem.m > 1:
+            runs["dots"] = partial(dot_seconds, threads, _SECONDS)
         took = turns({**runs, "read": lambda: 1 / reader.gbps(threads, _SECONDS)}, rounds)
     reads = [1 / value for value in took["read"]]
     for name, engine in made.items():
