@@ -40,8 +40,10 @@ def _run(model: LanguageModel, prompt: str, sampling: Sampling, most: int) -> Ro
 
 def _row(found: Sequence[Row], setting: str) -> Row:
     timed = [runs for runs in found if runs["off"]["ns"]]
-    rates = {name: [1e9 * runs[name]["tokens"] / runs[name]["ns"] for runs in timed]
-             for name in ("off", setting)}  # fmt: skip
+    rates = {
+        name: [1e9 * runs[name]["tokens"] / runs[name]["ns"] for runs in timed]
+        for name in ("off", setting)
+    }
     ns = {name: sum(runs[name]["ns"] for runs in timed) for name in rates}
     tokens, forwards = (sum(r[setting][key] for r in timed) for key in ("tokens", "forwards"))
     return {
@@ -70,9 +72,17 @@ def _row(found: Sequence[Row], setting: str) -> Row:
 @click.option("--keep", type=FILE, help="JSONL of the prompts that were measured.")
 @TEAM
 def main(
-    model_dir: Path | None, questions: Path, draft_model: Path | None, settings: tuple[str, ...],
-    prompts: int, max_new: int, temperature: float, seconds: float, keep: Path | None, threads: int,
-) -> Iterator[Row]:  # fmt: skip
+    model_dir: Path | None,
+    questions: Path,
+    draft_model: Path | None,
+    settings: tuple[str, ...],
+    prompts: int,
+    max_new: int,
+    temperature: float,
+    seconds: float,
+    keep: Path | None,
+    threads: int,
+) -> Iterator[Row]:
     """Yield a row for each kind of text and setting, and one of all kinds."""
     if draft_model is None and settings != ("auto",):
         raise click.UsageError("settings draft and both ask a draft model; give --draft-model")
