@@ -19,17 +19,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count, product
 from math import exp, inf, sqrt
 from pathlib import Path
-from typing import Any
 
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, experiment, opened
+from bench.experiment import FILE, TEAM, NotMeasured, experiment, given, opened
 from bench.llama_perplexity import WINDOW, answered, divergence
 from bench.peers import OURS, LlamaBench, compare
 from bench.record import Row
@@ -171,33 +170,27 @@ def _tokenizer(gguf: Path) -> Tokenizer:
     return Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
 
 
-def _clocher(gguf: Path, threads: int, **settings: Any) -> Logits:
-    """Return the logits of a session; without settings, of the default."""
-    config = EngineConfig(model_dir=gguf, context=WINDOW, chunk=256, threads=threads, **settings)
-    return load(replace(config, speculate="off", all_logits=True)).session().logits
-
-
 class _Engines:
     """Engines of a file by name, each made when it is first asked."""
 
     def __init__(self, gguf: Path, threads: int) -> None:
-        self._makers: dict[str, Callable[[], Logits]] = {
-            EXACT: partial(_clocher, gguf, threads, kv_dtype="f32", act_prec="fp32"),
-            DEFAULT: partial(_clocher, gguf, threads),
-        }
+        sizes: Row = {"context": WINDOW, "chunk": 256, "threads": threads, "all_logits": True}
+        usual = EngineConfig(model_dir=gguf, speculate="off", **sizes)
+        self._configs = {EXACT: usual.exact(), DEFAULT: usual}
         self._made: dict[str, Logits] = {}
 
     def beside(self, name: str, base: Path, windows: Windows) -> Sums:
         """Return the sums of an engine; those of the reference make the base."""
         if name not in self._made:
-            self._made[name] = self._makers[name]()
+            self._made[name] = load(self._configs[name]).session().logits
         return (write_base if name == EXACT else compared)(base, windows, self._made[name])
 
 
 def _accuracy(gguf: Path, engine: str, items: Sequence[Question], keep: Path, threads: int) -> Sums:
     """Return how many questions Clocher answers."""
-    settings = {"act_prec": "fp32", "kv_dtype": "f32"} if engine == EXACT else {}
-    with scored(gguf, threads=threads, batch=8, context=2048, **settings) as ready:
+    sizes: Row = {"threads": threads, "batch": 8, "context": 2048, "all_logits": True}
+    config = EngineConfig(model_dir=gguf, **sizes)
+    with scored(config.exact() if engine == EXACT else config) as ready:
         kept = Kept(keep, {"gguf": gguf.name, **ready.facts})
         task, session = Prompted(items, {}), ready.session
         found = run_task(task, session, ready.tokenizer, kept, lambda *_: None)["questions"]
@@ -278,54 +271,54 @@ def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
             yield {"op": "real", "model": model, "engine": engine, "isa": CURRENT.name, **row}
 
 
-@experiment("real", __doc__)
-@click.option("--gguf", "files", type=FILE, multiple=True, required=True)
-@click.option("--text", type=FILE)
-@click.option("--turns", type=FILE)
-@click.option("--tokens", type=click.IntRange(1), default=20_000, show_default=True)
-@click.option("--mmlu", type=FILE, help="Its lines; each is asked without examples.")
-@click.option("--limit", type=click.IntRange(1), default=500, show_default=True, help="Questions.")
-@click.option("--engine", "engines", type=click.Choice(ENGINES), multiple=True, default=ENGINES)
-@click.option("--speed/--no-speed", default=True, help="Tokens a second, start and memory.")
-@click.option("--llama", type=FILE, help="Where llama-perplexity and llama-bench are.")
-@click.option("--keep", type=FILE, required=True)
-@click.option("--seconds", type=click.IntRange(1), help="Begin no part after that.")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is measured."""
+
+    files: Sequence[Path] = given("--gguf", type=FILE, multiple=True, required=True)
+    text: Path | None = given(type=FILE)
+    turns: Path | None = given(type=FILE)
+    tokens: int = given(type=click.IntRange(1), default=20_000, show_default=True)
+    mmlu: Path | None = given(type=FILE, help="Its lines; each is asked without examples.")
+    limit: int = given(type=click.IntRange(1), default=500, show_default=True, help="Questions.")
+    engines: Sequence[str] = given(
+        "--engine", type=click.Choice(ENGINES), multiple=True, default=ENGINES
+    )
+    speed: bool = given(
+        "--speed/--no-speed", default=True, help="Tokens a second, start and memory."
+    )
+    llama: Path | None = given(type=FILE, help="Where llama-perplexity and llama-bench are.")
+    keep: Path = given(type=FILE, required=True)
+    seconds: int | None = given(type=click.IntRange(1), help="Begin no part after that.")
+
+
+@experiment("real", __doc__, record=Asked)
 @TEAM
-def main(
-    files: Sequence[Path],
-    text: Path | None,
-    turns: Path | None,
-    tokens: int,
-    mmlu: Path | None,
-    limit: int,
-    engines: Sequence[str],
-    speed: bool,
-    llama: Path | None,
-    keep: Path,
-    seconds: int | None,
-    threads: int,
-) -> Iterator[Row]:
+def main(asked: Asked, threads: int) -> Iterator[Row]:
     """Measure the parts that are missing, and yield the rows of all of them."""
-    if LLAMA in engines and llama is None:
+    if LLAMA in asked.engines and asked.llama is None:
         raise click.UsageError("--llama: give the directory, or --engine without llama.cpp")
-    parts, programs = Parts(keep, seconds), llama or Path()
-    asked = read_task(Path("mmlu"), mmlu, 0, limit, False).items if mmlu else ()
-    questions = [item for item in asked if isinstance(item, Question)]
-    for gguf in files:
+    parts, programs, keep = Parts(asked.keep, asked.seconds), asked.llama or Path(), asked.keep
+    items = read_task(Path("mmlu"), asked.mmlu, 0, asked.limit, False).items if asked.mmlu else ()
+    questions = [item for item in items if isinstance(item, Question)]
+    for gguf in asked.files:
         name, made = gguf.stem, _Engines(gguf, threads)
-        if speed and llama:
+        if asked.speed and asked.llama:
             parts.do(f"{name} speed 0", partial(_speed, gguf, programs, threads))
-        windows = windows_of(_tokenizer(gguf), text, turns, -(-tokens // SCORED))
+        count = -(-asked.tokens // SCORED)
+        windows = windows_of(_tokenizer(gguf), asked.text, asked.turns, count)
         longest = max(map(len, windows.values()), default=0)
         for run, kind in product(range(-(-longest // WINDOWS)), windows):
             part = windows[kind][run * WINDOWS : (run + 1) * WINDOWS]
             base = keep.with_name(f"{name}.{kind}.{run}.base")
-            for engine in (EXACT, *(each for each in engines if each != EXACT)) if part else ():
+            for engine in (
+                (EXACT, *(each for each in asked.engines if each != EXACT)) if part else ()
+            ):
                 measure = partial(made.beside, engine, base, part)
                 if engine == LLAMA:
                     measure = partial(divergence, programs, gguf, base, len(part) * SCORED, threads)
                 parts.do(f"{name} {kind} {engine} {run}", measure)
-        for engine in engines if questions else ():
+        for engine in asked.engines if questions else ():
             measure = partial(
                 _accuracy, gguf, engine, questions, keep.with_suffix(".mmlu"), threads
             )
