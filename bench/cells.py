@@ -14,8 +14,7 @@ import clocher_kernels
 import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.loading import choose_model
-from clocher_runtime.config.commands import ALL, SETTINGS, RunConfig, resolve, sources_of
-from clocher_runtime.config.engine import HINTS
+from clocher_runtime.config.commands import ALL, SETTINGS, RunConfig, resolve
 from clocher_runtime.config.values import Given
 
 MAX_CELLS = 10_000
@@ -98,9 +97,6 @@ def base_settings(
     """Return every setting that was given, by its strongest source, as text."""
     config = resolve(flags, environ, in_file)
     found = {name: given.raw for name, given in config.given.items()}
-    for name, setting in HINTS.items():
-        if sources := sources_of(name, setting, flags, environ, in_file):
-            found[name] = sources[0].raw
     return {name: found[name] for name in ALL if name in found and name not in _NOT_SWEPT}
 
 

@@ -40,7 +40,7 @@ from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quality.likelihood import Question
 from clocher_runtime.quality.speed import Case
 from clocher_runtime.quality.tasks import Kept, Prompted, read_task, run_task
-from clocher_runtime.subcommands.perplexity import scored
+from clocher_runtime.subcommands.quality import scored
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader

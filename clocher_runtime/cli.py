@@ -53,9 +53,15 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
         _open_standard_streams()
     try:
         try:
-            text, code = _answer(words, name)
-            ignore(before)
-        except KeyboardInterrupt as signal:  # after the answer, and before nothing can change it
+            # Most of a short run: a signal may well arrive here.
+            from clocher_runtime.command.clocher_run import command
+
+            text, code = command(words, _emit, name)
+            ignore(before)  # from here on nothing changes the answer
+        except BaseException as error:  # a signal, which C code may have replaced
+            signal = cause_of(error)
+            if not isinstance(signal, KeyboardInterrupt):
+                raise
             text, code = _interrupted(signal)
             ignore(before)
         return code if text is None or _emit(text, name) else 1
@@ -64,18 +70,6 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
             _flush()
         else:
             restore(before)
-
-
-def _answer(words: Sequence[str], name: str) -> tuple[str | None, int]:
-    try:
-        # Most of a short run: a signal may well arrive here.
-        from clocher_runtime.command.clocher_run import command
-
-        return command(words, _emit, name)
-    except BaseException as error:
-        if not isinstance(cause_of(error), KeyboardInterrupt):
-            raise
-        return _interrupted(cause_of(error))
 
 
 def _interrupted(signal: BaseException) -> tuple[str | None, int]:

@@ -547,7 +547,7 @@ def test_terminal_gets_a_bar_and_no_control_characters(tmp_path):
 
     terminal = Terminal()
     with Console(stream=terminal) as console:
-        console.completion("a\x1b]0;title\x07\tb\n\x9b31m")
+        console.texts.write("a\x1b]0;title\x07\tb\n\x9b31m")
         assert terminal.written == "a\ufffd]0;title\ufffd\tb\n\ufffd31m"
         console.compiling(0, 2)
         console.compiling(2, 2)

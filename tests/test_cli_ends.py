@@ -29,7 +29,7 @@ def test_signals_leave_one_line_and_their_code(tmp_path, name, code, kind):
     assert process.returncode == code
     assert (line["status"], line["code"], line["type"]) == ("error", code, kind)
     assert line["message"] == name
-    assert err.endswith(": interrupted\n" if name == "SIGINT" else ": error: SIGTERM\n")
+    assert err.endswith(": interrupted\n" if name == "SIGINT" else ": ended by SIGTERM\n")
     assert "Traceback" not in err
 
 

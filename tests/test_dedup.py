@@ -60,7 +60,7 @@ from clocher_runtime.convert.dedup_writer import (
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model
-from clocher_runtime.subcommands import dedup as dedup_command
+from clocher_runtime.subcommands import compress as dedup_command
 
 NAMES = [*FILE_NAMES.values(), INDEX_NAME]
 
@@ -618,7 +618,7 @@ def test_dedup_is_used_when_asked_for_or_alone(gptoss: Path) -> None:
     checkpoint, ignored = opened(gptoss, dedup=True, dedup_cache_mb=5)
     assert (uses_dedup(checkpoint), ignored) == (True, ("IE_DEDUP_CACHE_MB=5",))
     checkpoint, ignored = opened(gptoss, dedup_policy="cache", dedup=False)
-    assert (uses_dedup(checkpoint), ignored) == (False, ("IE_DEDUP=False", "IE_DEDUP_POLICY=cache"))
+    assert (uses_dedup(checkpoint), ignored) == (False, ("IE_DEDUP_POLICY=cache", "IE_DEDUP=False"))
     (gptoss / "model.ie.bin").unlink()
     assert uses_dedup(opened(gptoss)[0])
     for fields in ({"dedup": False}, {"dedup_policy": "off"}):
@@ -640,9 +640,9 @@ def test_strict_refuses_and_the_rest_falls_back(
     (gptoss / INDEX_NAME).unlink()
     with pytest.raises(FormatError, match="clocher dedup"):
         opened(gptoss, dedup=True, dedup_strict=True)
-    checkpoint, ignored = opened(gptoss, dedup=True, dedup_policy="on_demand")
+    checkpoint, ignored = opened(gptoss, dedup=True, dedup_policy="cache")
     assert not uses_dedup(checkpoint)
-    assert ignored == ("IE_DEDUP=True", "IE_DEDUP_POLICY=on_demand")
+    assert ignored == ("IE_DEDUP=True", "IE_DEDUP_POLICY=cache")
     assert "model.ie.bin is used" in caplog.text
 
 

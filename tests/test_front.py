@@ -13,7 +13,7 @@ from terminal import in_terminal
 from weight_files import BITNET, ROOT
 
 from clocher_runtime.command.scripts import SCRIPTS
-from clocher_runtime.subcommands.table import SUBCOMMANDS
+from clocher_runtime.subcommands.table import SUBCOMMANDS, dispatch
 
 DIM, BRIGHT = "\x1b[2m", "\x1b[22m"
 
@@ -219,6 +219,16 @@ def test_a_shell_is_offered_commands_flags_and_values():
     assert offered("clocher", "run", "--model-dir", "x") == ["file,x"]
     assert "plain,--port" in offered("clocher", "serve", "--po")
     assert offered("clocher", "chat", "mod") == ["file,mod"]
+    assert offered("clocher", "ray", "gen") == ["plain,generate"]
+    assert offered("clocher", "ray", "generate", "--max") == ["plain,--max-new"]
+
+
+def test_an_inner_command_is_named_or_refused(capsys):
+    assert dispatch(["ray", "count"]) == 2
+    assert "'count' is no task; expected generate or score" in capsys.readouterr().err
+    assert dispatch(["bench", "quality", "--help"]) == dispatch(["ray"]) == 0
+    out = capsys.readouterr().out
+    assert out.index("Usage: clocher bench quality") < out.index("Usage: clocher ray")
 
 
 def test_the_flags_of_every_command_can_be_completed():
@@ -241,7 +251,8 @@ def test_a_script_is_a_name_for_something(name):
     file = ROOT / "scripts" / f"{name}.py"
     assert len(file.read_text(encoding="utf-8").splitlines()) <= 6
     module, is_module = SCRIPTS[name].removeprefix("-m "), SCRIPTS[name].startswith("-m ")
+    module = module.split()[0]
     if is_module:
-        assert importlib.util.find_spec(module.split()[0]) is not None
+        assert importlib.util.find_spec(module) is not None
     else:
         assert callable(pkgutil.resolve_name(f"clocher_runtime.{module}"))

@@ -16,7 +16,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
-from clocher_runtime.config.engine import EXACT
+from clocher_runtime.config.engine import WEIGHTS_ALONE
 from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
@@ -49,8 +49,7 @@ from clocher_runtime.quantize.job import (
     records_of,
     records_of_gptq,
 )
-from clocher_runtime.subcommands import gate as command
-from clocher_runtime.subcommands import perplexity as perplexity_command
+from clocher_runtime.subcommands import quality as command
 from clocher_runtime.text.tokenizer import Tokenizer
 
 TEXT = DATA / "valid.txt"
@@ -492,7 +491,7 @@ def documents_of_llama(chars: int, window: int = 64) -> Documents:
 def test_evaluate_an_int8_kv_cache() -> None:
     model = load_model(open_checkpoint(LLAMA))
     seen = []
-    config = replace(EXACT, threads=2, kv_dtype="i8")
+    config = replace(WEIGHTS_ALONE, threads=2, kv_dtype="i8")
     found = evaluate(
         model,
         model,
@@ -509,7 +508,7 @@ def test_evaluate_an_int8_kv_cache() -> None:
 
 def test_decoding_is_timed() -> None:
     model = load_model(open_checkpoint(LLAMA))
-    assert decode_speed(model, [1, 2, 3], replace(EXACT, threads=1)) > 0
+    assert decode_speed(model, [1, 2, 3], replace(WEIGHTS_ALONE, threads=1)) > 0
 
 
 def test_what_a_manifest_says_of_a_tensor_is_checked() -> None:
@@ -624,7 +623,7 @@ def test_a_text_that_is_not_utf_8_is_refused_in_a_line(
     text = tmp_path / "latin-1.txt"
     text.write_bytes(b"caf\xe9")
     done = script("--model", LLAMA, "--text", text)
-    assert (done.returncode, perplexity_command.perplexity.run(["--text", str(text)])) == (2, 2)
+    assert (done.returncode, command.perplexity.run(["--text", str(text)])) == (2, 2)
     for err in (done.stderr, capsys.readouterr().err):
         assert f"error: {text}: not UTF-8: " in err and err.count("\n") == 1
 

@@ -210,12 +210,10 @@ def line_from(engine, prompts, batch, config):
         measured = measure(
             engine,
             lambda: PromptPipeline(ready, lambda prompt: prompt, batch=batch),
-            config,
             batch,
-            console,
             completions,
         )
-        return run_line(config, engine, measured, completions, batch)
+        return run_line(engine, measured, completions, batch)
 
 
 @pytest.fixture

@@ -564,3 +564,9 @@ def test_finished_planes_do_not_stay_in_memory(tmp_path: Path) -> None:
     assert resident() - before > 6 << 20  # of 8 MiB: the kernel counts in steps
     file.release()
     assert resident() - before < 2 << 20
+
+
+@pytest.mark.parametrize("given", [[], ["--hf-dir", "x", "--source", "mine:load"]])
+def test_one_input_is_named(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert quantize.ptq.run([*given, "--out", "q4.json"]) == 2
+    assert "expected one of --hf-dir and --source" in capsys.readouterr().err

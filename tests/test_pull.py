@@ -17,11 +17,11 @@ from weight_files import LLAMA
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
-from clocher_runtime.subcommands import pull
+from clocher_runtime.command import fetching
 
 __all__ = ["server"]
 MODEL = {path.name: path.read_bytes() for path in LLAMA.iterdir() if path.is_file()}
-PULL = "import sys; from clocher_runtime.subcommands.pull import pull; pull.main()"
+PULL = "import sys; from clocher_runtime.command.fetching import pull; pull.main()"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def model(server: Hub) -> Hub:
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     """Return exit code and messages; nothing is ever written to standard output."""
-    code = pull.pull.run(words)
+    code = fetching.pull.run(words)
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     return code, err
@@ -138,7 +138,7 @@ def test_a_repository_of_gguf_files_asks_which(
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ([], 2, "OWNER/NAME is missing; give the owner/name"),
+        ([], 2, "OWNER/NAME is missing; give it, or --repo"),
         (["tiny"], 2, "'tiny': expected owner/name"),
         (["../x/y"], 2, "expected owner/name"),
         (["own/absent"], 3, "own/absent: HTTP 404: no such repository"),
@@ -217,7 +217,7 @@ def test_interrupted_it_says_how_to_go_on(model: Hub, tmp_path: Path) -> None:
 
 
 def test_the_help_shows_examples_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pull.pull.run(["-h"]) == 0
+    assert fetching.pull.run(["-h"]) == 0
     shown = capsys.readouterr().out
     assert 0 < shown.index("clocher pull Qwen/Qwen3-0.6B") < shown.index("--revision")
     assert "130" in shown and "HF_TOKEN" in shown
@@ -225,7 +225,7 @@ def test_the_help_shows_examples_first(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_importing_it_is_cheap() -> None:
     code = (
-        "import sys; import clocher_runtime.subcommands.pull, clocher_runtime.subcommands.models\n"
+        "import sys; import clocher_runtime.command.fetching, clocher_runtime.subcommands.models\n"
         "print(*[m for m in ('numpy', 'numba', 'huggingface_hub', 'rich') if m in sys.modules])"
     )
     assert python("-c", code).stdout.split() == []

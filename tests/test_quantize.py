@@ -31,12 +31,10 @@ from clocher_runtime.convert.block_sparse import LINEARS
 from clocher_runtime.convert.to_iebin import convert as convert_model
 from clocher_runtime.engine.load import PRECISIONS
 from clocher_runtime.quality.gate import LIMITS
+from clocher_runtime.subcommands.compress import dedup, sparsify
 from clocher_runtime.subcommands.convert import convert
-from clocher_runtime.subcommands.dedup import dedup
-from clocher_runtime.subcommands.gate import gate
-from clocher_runtime.subcommands.perplexity import perplexity
+from clocher_runtime.subcommands.quality import gate, perplexity
 from clocher_runtime.subcommands.quantize import quantize
-from clocher_runtime.subcommands.sparsify import sparsify
 
 COMMANDS = (convert, quantize, dedup, sparsify, perplexity, gate)
 VALID = ROOT / "tests" / "data" / "valid.txt"

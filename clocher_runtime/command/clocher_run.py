@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from clocher_kernels.errors import ModelChanged
-from clocher_runtime.command.console import Console, Line, error_line, is_terminal, to_json
+from clocher_runtime.command.console import Console, Line, Screen, error_line, is_terminal, to_json
 from clocher_runtime.command.flags import Command
 from clocher_runtime.config.commands import RunConfig, resolve, warnings
 from clocher_runtime.exit_codes import ExitCode, cause_of
@@ -67,7 +67,7 @@ def command(
             config = resolve(flags, os.environ)
             as_json = as_json or config.json
             if not as_json:
-                console.show_texts_on(sys.stdout)
+                console.texts = Screen(sys.stdout, may_be_lost=True)
             for message in warnings(config, os.environ):
                 console.say(message)
             # NumPy and its users are imported after the flags are checked.

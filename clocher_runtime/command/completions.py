@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import isnan, nan
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clocher_kernels import __version__
 from clocher_runtime.command.console import Console, Line, head
@@ -43,9 +42,8 @@ class Completions(ExitStack):
         self.first_error = ""
         self.listed: list[dict[str, Any]] = []
         self.unfinished: tuple[Engine, list[list[int]]] | None = None  # their ids so far
-        self._console, self.sampling = console, Sampling()
+        self.console, self.config, self.sampling = console, config, Sampling()
         self._most = 0 if config.aggregate else MAX_LISTED
-        self._has_topk, self._is_single = config.trace_topk > 0, config.prompts_file is None
         self.fingerprint: str | None = None
         self._outputs = self._writer(config.outputs, "--outputs")
         self._traces = self._writer(config.trace_ids, "--trace-ids")
@@ -72,12 +70,12 @@ class Completions(ExitStack):
         if prompt.error is not None:
             self.failed += 1
             self.first_error = self.first_error or prompt.error
-            if not self._is_single:  # a single prompt's error ends the run
-                self._console.say(prompt.error)
+            if self.config.prompts_file is not None:  # a single prompt's error ends the run
+                self.console.say(prompt.error)
         elif show:
-            self._console.say(f"prompt {self.prompts}:")
-            self._console.completion(text)
-            self._console.end_line()
+            self.console.say(f"prompt {self.prompts}:")
+            self.console.texts.write(text)
+            self.console.texts.end_line()
         output = {"token_ids": list(ids), "text": text, "error": prompt.error}
         if listed:
             self.listed.append(output)
@@ -101,46 +99,37 @@ class Completions(ExitStack):
     ) -> dict[str, Any]:
         from clocher_runtime.quality.verify import Trace, document
 
-        sampling = self.sampling
+        sampling: Any = {
+            name: getattr(self.sampling, name) for name in ("temperature", "top_k", "top_p", "seed")
+        }
         trace = Trace(
             version=__version__,
             model=engine.model,
             fingerprint=self.fingerprint,
             **engine.numerics,
             device=engine.device,
-            sampling={
-                "temperature": sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "seed": sampling.seed,
-            },
+            sampling=sampling,
             prompt=prompt.text,
             prompt_ids=tuple(prompt.ids),
             generated_ids=tuple(ids),
-            topk=tuple(topk) if self._has_topk else None,
+            topk=tuple(topk) if self.config.trace_topk else None,
         )
         return document(trace)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
-    """Measurements of a run.
+class Measured(NamedTuple):
+    """Measurements of a run."""
 
-    `wall_ns`: the window, all spans of all rounds. `first_token_ns`: per sequence, from the start
-    of its group of prompts to its first token. `tokens`: generated in all rounds. `touch`: the
-    work-touch after the last token. `rss_peak_mib` is sampled after the window.
-    """
-
-    wall_ns: int
+    wall_ns: int  # the window, all spans of all rounds
     steps: StepTotals
-    first_token_ns: Reservoir[int]
-    tokens: int
-    touch: Touch
+    first_token_ns: Reservoir[int]  # per sequence, from the start of its group of prompts
+    tokens: int  # generated in all rounds
+    touch: Touch  # after the last token
     speculation: Account
     pages_read: float
     kv_hits: int
     kv_misses: int
-    rss_peak_mib: float
+    rss_peak_mib: float  # after the window
 
 
 def from_model(config: SamplingConfig, engine: Engine) -> dict[str, float]:
@@ -156,9 +145,10 @@ def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
 
 
 def run_line(
-    config: RunConfig, engine: Engine, measured: Measured, completions: Completions, batch: int
+    engine: Engine, measured: Measured, completions: Completions, batch: int
 ) -> dict[str, Any]:
     """Return the JSON line of a run."""
+    config = completions.config
     session, speculation = engine.session, measured.speculation
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
     latencies = timing.token_latencies_ms(steps.decode.values)

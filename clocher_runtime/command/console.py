@@ -24,7 +24,6 @@ Tell = Callable[[str, int, int], None]
 COMPILING = "compiling kernels (once)"
 PACKING = "packing weights, MiB"
 _FIRST_WORD_S, _LATER = 5.0, 1.5
-_ECHOED_CHARS = 2000
 _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 
 # A completion may hold any bytes; a terminal must not interpret them.
@@ -65,10 +64,9 @@ def quiet_keys() -> Iterator[None]:
 class WordWrap:
     """Word wrap for streamed text; leaves the last column free, as terminals differ there."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
-        self._column = 0
-        self._word, self._cells = "", 0  # the open word, and its width
+        self._column, self._word = 0, ""  # the open word, of narrow characters
 
     def __call__(self, text: str) -> str:
         """Return the output for the next piece, which has no control characters."""
@@ -83,8 +81,7 @@ class WordWrap:
                 if self._column + cells > edge:
                     char, cells = "\n", 0
                     self._begin_line()
-                self._column += cells
-                self._word, self._cells = "", 0
+                self._column, self._word = self._column + cells, ""
             else:
                 cells = _cells(char)
                 if self._column + cells > edge:
@@ -92,15 +89,14 @@ class WordWrap:
                 self._column += cells
                 # Wide characters may break anywhere.
                 self._word = "" if cells > 1 else self._word + char
-                self._cells = 0 if cells > 1 else self._cells + cells
             out.append(char)
         return "".join(out)
 
     def _begin_line(self) -> None:
-        self._column, self._word, self._cells = 0, "", 0
+        self._column, self._word = 0, ""
 
     def _next_line(self) -> str:
-        word, cells = self._word, self._cells
+        word, cells = self._word, sum(map(_cells, self._word))
         if cells == self._column:  # it fills the line
             self._begin_line()
             return "\n"
@@ -111,7 +107,7 @@ class WordWrap:
         if os.environ.get("TERM", "dumb") == "dumb":
             return 0
         try:
-            return os.get_terminal_size(self._stream.fileno()).columns
+            return os.get_terminal_size(self._stream.fileno()).columns  # type: ignore[union-attr]
         except (OSError, ValueError, AttributeError):  # no descriptor, or nothing like a terminal
             return 0
 
@@ -142,11 +138,11 @@ class Screen:
         self.stream, self._may_be_lost = stream, may_be_lost
         self.is_terminal = is_terminal(stream)
         self._at_line_start = True
-        self._wrap = None if stream is None else WordWrap(stream)
+        self._wrap = WordWrap(stream)
 
     def write(self, text: str, *, dim: bool = False) -> None:
         """Write text, dim only on a terminal; raises OutputLost."""
-        if not text or self.stream is None or self._wrap is None:
+        if not text or self.stream is None:
             return
         self._at_line_start = text.endswith("\n")
         encoding = getattr(self.stream, "encoding", None) or "utf-8"
@@ -208,25 +204,16 @@ class _Progress:
             self._screen.guarded(lambda _: bar.stop())
 
     def _begun(self) -> "Progress":
-        from rich.console import Console as RichConsole
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TaskProgressColumn,
-            TextColumn,
-            TimeRemainingColumn,
-        )
+        from rich import console, progress
 
-        columns = (
-            BarColumn(),
-            DownloadColumn() if self._in_bytes else TaskProgressColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.description}", markup=False),
-        )
-        console = RichConsole(file=self._screen.stream)
-        bar = Progress(
-            *columns, console=console, transient=True, disable=not self._screen.is_terminal
+        bar = progress.Progress(
+            progress.BarColumn(),
+            progress.DownloadColumn() if self._in_bytes else progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            console=console.Console(file=self._screen.stream),
+            transient=True,
+            disable=not self._screen.is_terminal,
         )
         self._screen.guarded(lambda _: bar.start())
         bar.add_task("", total=None)
@@ -234,7 +221,7 @@ class _Progress:
 
 
 class Console:
-    """Messages of a program on standard error (or `stream`), and texts there or elsewhere.
+    """Messages of a program on standard error (or `stream`); `texts` gets what a model writes.
 
     A context manager. `resumes`: what it does goes on when it is run again.
     """
@@ -245,23 +232,23 @@ class Console:
         self.name, self._resumes = name, resumes
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
-        self._texts = self._notes
+        self.texts = self._notes
         self._loading = _Progress(self._notes, self.say, in_bytes=False)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loading.stop()
-        self._texts.end_line()
+        self.close()
 
-    def show_texts_on(self, stream: TextIO) -> None:
-        """Write generated texts to another stream from now on."""
-        self._texts = Screen(stream, may_be_lost=True)
+    def close(self) -> None:
+        """Remove what shows progress, and end the line."""
+        self._loading.stop()
+        self.texts.end_line()
 
     def say(self, text: str) -> None:
         """Write a line with the program's name."""
-        self._texts.end_line()
+        self.texts.end_line()
         self._notes.line(f"{self.name}: {text}")
 
     def note(self, text: str) -> None:
@@ -276,8 +263,10 @@ class Console:
             import traceback  # late: its import is slow
 
             self.say("".join(traceback.format_exception(error)).rstrip())
-        elif isinstance(error, KeyboardInterrupt):
+        elif code == ExitCode.INTERRUPTED:
             self.say("interrupted" + "; run it again to go on" * self._resumes)
+        elif isinstance(error, KeyboardInterrupt):
+            self.say(f"ended by {error}")
         else:
             self.say(f"error: {error or type(error).__name__}")
         return error, code
@@ -286,20 +275,6 @@ class Console:
         """Write the error of a process that ends because a model file is gone."""
         with self:
             self.say(f"error: {message}")
-
-    def prompt(self, text: str) -> None:
-        """Write the prompt, dim, if texts go to a terminal."""
-        if self._texts.is_terminal:
-            shown = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"
-            self._texts.write(shown, dim=True)
-
-    def completion(self, text: str) -> None:
-        """Write a piece of generated text, unbuffered."""
-        self._texts.write(text)
-
-    def end_line(self) -> None:
-        """Start a new line of text unless at the start of one."""
-        self._texts.end_line()
 
     def compiling(self, done: int, total: int) -> None:
         """Show the progress of kernel compilation."""

@@ -4,7 +4,7 @@ import fnmatch
 import logging
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -72,15 +72,17 @@ def _open(config: EngineConfig, directory: Path) -> Checkpoint:
             f"{directory}: no {INDEX_NAME}; make it with clocher dedup, or unset IE_DEDUP"
         )
     keep: Keep = DedupFile.plane
+    patterns: list[str] = []
     if config.dedup_policy == "cache":
         mib = CACHE_MIB if config.dedup_cache_mb is None else config.dedup_cache_mb
         keep = PlaneCache(directory / CACHE_NAME, mib << 20).plane
     elif config.dedup_policy == "replicate_hot":
-        keep = HotPlanes(config.dedup_hot_list, config.dedup_hot_bytes).plane
+        patterns = [part.strip() for part in (config.dedup_hot_list or "*").split(",")]
+        keep = HotPlanes(patterns, config.dedup_hot_bytes).plane
     checkpoint = open_deduplicated(directory, verify=config.dedup_strict, keep=keep)
     names = checkpoint.names
-    for pattern in _patterns(config.dedup_hot_list):
-        if config.dedup_policy == "replicate_hot" and not fnmatch.filter(names, pattern):
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
             raise UsageError(
                 f"IE_DEDUP_HOT_LIST: no tensor matches {pattern!r}; the model has {len(names)}, "
                 f"such as {', '.join(names[:3])}"
@@ -88,33 +90,24 @@ def _open(config: EngineConfig, directory: Path) -> Checkpoint:
     return checkpoint
 
 
-def _patterns(text: str | None) -> list[str]:
-    return [part.strip() for part in text.split(",")] if text else ["*"]
-
-
+@dataclass(frozen=True, slots=True)
 class HotPlanes:
-    """Copies hot tensors to memory, even if they could be read from the file.
+    """Copies hot tensors to memory, even if they could be read from the file."""
 
-    `patterns`: tensor names, comma-separated, with * and ?; None: all. `limit`: bytes copied, 0: no
-    limit; planes that do not fit are read in place.
-    """
-
-    def __init__(self, patterns: str | None, limit: int) -> None:
-        self._patterns, self._limit = _patterns(patterns), limit
-        self._copied: dict[int, np.ndarray] = {}
-        self._total = 0
+    patterns: list[str]  # of tensor names, with * and ?
+    limit: int  # of the bytes copied, 0: none; planes that do not fit are read in place
+    copied: dict[int, np.ndarray] = field(default_factory=dict)
 
     def plane(self, dedup: DedupFile, number: int) -> np.ndarray:
         """Return a plane, copied if it is hot."""
-        if number in self._copied:
-            return self._copied[number]
+        if number in self.copied:
+            return self.copied[number]
         found = dedup.plane(number)
         name = dedup.index.planes[number].tensor
-        hot = any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns)
-        fits = not self._limit or self._total + found.nbytes <= self._limit
-        if hot and fits and dedup.in_place(number):
-            self._total += found.nbytes
-            found = self._copied[number] = found.copy()
+        hot = any(fnmatch.fnmatchcase(name, pattern) for pattern in self.patterns)
+        total = sum(plane.nbytes for plane in self.copied.values()) + found.nbytes
+        if hot and dedup.in_place(number) and (not self.limit or total <= self.limit):
+            found = self.copied[number] = found.copy()
         return found
 
 

@@ -1,4 +1,4 @@
-"""Models that are not here yet: fetched from the Hub, or the default one; after a question."""
+"""Models that are not here yet: `clocher pull`, and what other commands offer to fetch."""
 
 import glob
 import os
@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import DeviceError, ModelError, UnsupportedModel, UsageError
-from clocher_runtime.checkpoints.checkpoint import JSON_NAME
 from clocher_runtime.command.console import Console, in_words, is_terminal, size
+from clocher_runtime.command.flags import option, place, script, switch
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.config.commands import Config
+from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.hub import Download, HubName
@@ -34,12 +36,13 @@ def with_model(config: Config, console: Console) -> Config:
     if config.model_dir is not None:
         _offer(config.model_dir, console, config.yes)
         return config
-    named = config.model_json or config.model_bin or config.stub or config.require_model
-    if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
-        return config
+    from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.locate import DEFAULT
     from clocher_runtime.command.default_model import NotFetched, fetch_default
 
+    named = config.model_json or config.model_bin or config.stub or config.require_model
+    if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
+        return config
     try:
         fetch_default(console)
     except NotFetched as reason:
@@ -110,8 +113,10 @@ def fetch(
         if out_dir is None and snapshot(hub) is not None:
             console.note(f"note: {hub} is in the cache already: clocher chat {hub}")
         raise
-    if not (allow or hub.file):
-        _look_ahead(console, download, anyway)
+    if not (allow or hub.file) and (refusal := _refusal(console, download)):
+        if not anyway:
+            raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
+        console.note(f"note: it cannot run here: {refusal}")
     target = out_dir or cache_directory()
     console.disk(str(hub), target, download.nbytes, download.free_bytes)
     folder = download.run(lambda name: console.note(f"checking {name}"))
@@ -127,59 +132,107 @@ def fetch(
     return typed
 
 
-def _look_ahead(console: Console, download: "Download", anyway: bool) -> None:
-    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
-
-    names = {file.name for file in download.files}
-    has_weights = any(name.endswith(".safetensors") for name in names)
-    small = [file for file in download.files if file.name in ("config.json", ADAPTER_CONFIG)]
-    folder = replace(download, files=tuple(small)).run() if small else None
-    refusal: Exception | None = None
-    if folder is not None and ADAPTER_CONFIG in names:
-        base = base_of(folder) or "its base"
-        console.note(f"{download.repo}: a LoRA adapter of {base}, which has to be fetched as well")
-        return
-    if "config.json" not in names:
-        refusal = UnsupportedModel(
-            f"{download.repo}: no config.json; is it a model's repository? --allow PATTERN fetches "
-            "files of any"
-        )
-    elif not has_weights:
-        refusal = UnsupportedModel(
-            f"{download.repo}: no model*.safetensors; pickled weights are not fetched"
-        )
-    elif folder is not None:
-        refusal = _refusal(console, folder / "config.json", download)
-    if refusal is None:
-        return
-    if not anyway:
-        raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
-    console.note(f"note: it cannot run here: {refusal}")
-
-
-def _refusal(console: Console, path: Path, download: "Download") -> Exception | None:
-    """Return why a model cannot run; else report what it is and whether it fits."""
+def _refusal(console: Console, download: "Download") -> ModelError | None:
+    """Return why a model cannot run, by its config; else report what it is, and whether it fits."""
     from clocher_kernels.guards import available
     from clocher_runtime.checkpoints.hf.checkpoint import check_config
+    from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
     from clocher_runtime.disk.files import read_bytes
     from clocher_runtime.disk.strict_json import parse_object
     from clocher_runtime.engine.footprint import expected_bytes
     from clocher_runtime.models.families import spec_from_config
 
+    repo, sizes = download.repo, {file.name: file.nbytes for file in download.files}
+    small = [file for file in download.files if file.name in ("config.json", ADAPTER_CONFIG)]
+    folder = replace(download, files=tuple(small)).run() if small else Path()
+    weights = [nbytes for name, nbytes in sizes.items() if name.endswith(".safetensors")]
+    if ADAPTER_CONFIG in sizes:
+        base = base_of(folder) or "its base"
+        console.note(f"{repo}: a LoRA adapter of {base}, which has to be fetched as well")
+        return None
+    if "config.json" not in sizes:
+        return UnsupportedModel(
+            f"{repo}: no config.json; is it a model's repository? --allow PATTERN fetches files of "
+            "any"
+        )
+    if not weights:
+        return UnsupportedModel(f"{repo}: no model*.safetensors; pickled weights are not fetched")
     try:
-        config = parse_object(read_bytes(path, 16_000_000), f"{download.repo}: config.json")
+        config = parse_object(
+            read_bytes(folder / "config.json", 16_000_000), f"{repo}: config.json"
+        )
         spec = spec_from_config(config)
-        check_config(config, download.repo)
+        check_config(config, repo)
     except ModelError as error:
         return error
-    weights = sum(f.nbytes for f in download.files if f.name.endswith(".safetensors"))
-    needed, left = expected_bytes(spec, weights), available()
+    needed, left = expected_bytes(spec, sum(weights)), available()
     fits = "fits"
     if left is not None and needed > left:
         fits = "does not fit, weights are read from disk again and again"
     fits = "" if left is None else f", {size(left)} available: {fits}"
     console.note(
-        f"{download.repo}: {spec.family}, {spec.num_layers} layers, {size(weights)} of weights; "
+        f"{repo}: {spec.family}, {spec.num_layers} layers, {size(sum(weights))} of weights; "
         f"a run needs {size(needed)} of memory{fits}"
     )
     return None
+
+
+@script(
+    "clocher pull",
+    *place("OWNER/NAME", "--repo", "Such as Qwen/Qwen3-0.6B.", str),
+    option("--revision", str, "Branch, tag or commit.", default="main"),
+    option("--out-dir", PATH, "A directory for the files, in place of the Hub's cache."),
+    option("--file", str, "One GGUF file of a repository that has several."),
+    option(
+        "--allow",
+        str,
+        "Shell pattern of wanted files, again for each. Without a slash: of the top folder.",
+        multiple=True,
+    ),
+    switch("--anyway", "Fetch it though this version cannot run it."),
+    examples=(
+        ("A model, then a chat with it", "clocher pull Qwen/Qwen3-0.6B"),
+        ("", "clocher chat Qwen/Qwen3-0.6B"),
+        ("One GGUF file of many", "clocher pull Qwen/Qwen3-0.6B-GGUF --file Qwen3-0.6B-Q8_0.gguf"),
+        ("Into a directory", "clocher pull Qwen/Qwen3-0.6B --out-dir models/qwen3"),
+    ),
+    epilog="""\b
+Environment:
+  HF_HUB_CACHE    the cache; HF_HOME: where it is by default
+  HF_ENDPOINT     address of the Hub or of a mirror
+  HF_TOKEN        for models that are not public; or log in once with `hf auth login`
+  HF_HUB_OFFLINE  1: do not use the network; so does CLOCHER_OFFLINE
+
+Every file's size and hash are checked against what the Hub lists; a wrong file is removed. Killed
+at any moment, run it again to go on: it keeps the files that are whole.""",
+    exit_codes={
+        ExitCode.USAGE: "a flag cannot be used, or HF_HUB_OFFLINE forbids the network",
+        ExitCode.MODEL: "there is no such model, or it cannot run here (--anyway gets it)",
+        ExitCode.DEVICE: "the network fails, or the disk is full or may not be written",
+    },
+)
+def pull(
+    console: Console,
+    repo: str,
+    revision: str,
+    out_dir: Path | None,
+    file: str | None,
+    allow: tuple[str, ...],
+    anyway: bool,
+) -> None:
+    """Get a model from the Hugging Face Hub into its local cache: config and safetensors.
+
+    The config comes first: a model that cannot run here is refused before its weights are fetched.
+    """
+    from clocher_runtime.checkpoints.hf.hub import hub_name, repository_of_url
+
+    hub = hub_name(repository_of_url(repo) or repo)
+    if hub is None:
+        raise UsageError(f"{repo[:200]!r}: expected owner/name, as on the model's page on the Hub")
+    if file is not None and not file.lower().endswith(".gguf"):
+        raise UsageError(f"--file: got {file[:200]!r}, expected a GGUF file; see --allow")
+    given = {"revision": revision} if revision != "main" else {}
+    given |= {"file": file} if file is not None else {}
+    typed = fetch(console, replace(hub, **given), out_dir, allow, anyway)
+    if not allow:
+        console.note(f"next: clocher chat {typed}")

@@ -9,6 +9,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from clocher_kernels.errors import ClocherError, DeviceError, UsageError
 from clocher_runtime.command.console import Console, in_words
 from clocher_runtime.command.parameters import PATH, Place
 from clocher_runtime.config.engine import HINTS, EngineConfig
-from clocher_runtime.config.values import Setting, declared, defaults
+from clocher_runtime.config.values import Setting, declared
 from clocher_runtime.exit_codes import ExitCode, told
 
 HELP_WIDTH = 100
@@ -72,8 +73,8 @@ class Command(click.Command):
         **more: Any,
     ) -> None:
         self.table = {**declared(kind), **kind.hints} if kind else {}
-        self._defaults = defaults(kind) if kind else {}
-        self._program, self._inner = program, inner
+        self._defaults = {each.name: each.default for each in fields(kind)} if kind else {}
+        self._program, self.inner = program, inner
         self.notes, self.examples = notes, examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
         params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
@@ -126,8 +127,8 @@ class Command(click.Command):
         given = list(sys.argv[1:] if argv is None else argv)
         if self._program:
             return self._program(given)
-        if given and given[0] in self._inner:
-            return load(self._inner[given[0]]).run(given[1:])
+        if given and given[0] in self.inner:
+            return load(self.inner[given[0]]).run(given[1:])
         notes = " ".join(" ".join(self.notes).split())
         console = Console(self.name or "", resumes="run it again to go on" in notes.lower())
         try:
@@ -141,10 +142,9 @@ class Command(click.Command):
         except click.UsageError as error:
             return console.ended(self._told(error))[1]
         except _EXPECTED as raised:
-            error = told(raised)
-            return console.ended(
-                DeviceError(in_words(error)) if isinstance(error, OSError) else error
-            )[1]
+            cause = told(raised)
+            cause = DeviceError(in_words(cause)) if isinstance(cause, OSError) else cause
+            return console.ended(cause)[1]
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
         """Run it as a program: exit with its code, unless `standalone_mode=False`."""

@@ -102,8 +102,8 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
         return ModelChoice(str(json), source, json, data)
     if model_dir is not None:
         return ModelChoice(str(config.model_dir), source, model_dir)
-    cwd = cwd or _current_directory()
-    if cwd is not None and os.path.isfile(cwd / JSON_NAME):
+    if os.path.isfile((cwd or Path()) / JSON_NAME):
+        cwd = cwd or Path.cwd()
         return ModelChoice(str(cwd), "current directory", cwd)
     if config.require_model:
         raise ModelNotFound(
@@ -112,13 +112,6 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
             "give --model-dir, or unset IE_REQUIRE_MODEL to use the default model"
         )
     return ModelChoice(EMBEDDED, "embedded", embedded_model())
-
-
-def _current_directory() -> Path | None:
-    try:
-        return Path.cwd()
-    except OSError:
-        return None
 
 
 def converses(path: Path, template: object) -> bool:

@@ -17,7 +17,7 @@ class _Path(click.Path):
 PATH = _Path(path_type=Path)
 
 
-class Listed(click.ParamType):
+class Listed(click.ParamType[Any]):
     """Values with commas between them; `read` parses one, or raises ValueError.
 
     `fits`: whether a list is allowed; `once`: a value counts once.

@@ -15,7 +15,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.console import Console, size
-from clocher_runtime.config.engine import EXACT, NUMERICS
+from clocher_runtime.config.engine import NUMERICS, WEIGHTS_ALONE
 from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,
@@ -72,7 +72,19 @@ def planned(
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
     plan = job.plan()
-    _say_plan(console, checkpoint, plan)
+    for note in (*checkpoint.notes, *plan.notes):
+        console.note(f"note: {note}")
+    formats: dict[str, int] = {}
+    for tensor in plan.tensors.values():
+        key = f"{tensor.format.name} by {tensor.method}"
+        formats[key] = formats.get(key, 0) + 1
+    what = ", ".join(f"{count} become {name}" for name, count in formats.items())
+    console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
+    console.note(
+        f"{size(plan.size['source_nbytes'])} -> {size(plan.size['nbytes'])}: "
+        f"{plan.size['bpw']:.3f} bits per weight, {plan.size['quantised_bpw']:.3f} of the "
+        "quantised ones"
+    )
     return job, plan
 
 
@@ -80,7 +92,22 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
     """Quantise and evaluate a plan, and report the result."""
     with console.counting() as tell:
         outcome = run_job(job, plan, tell)
-    _say_outcome(console, outcome)
+    if outcome.allocation:
+        for line in allocation_table(outcome.allocation):
+            console.note(line)
+    fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
+    if fallen:
+        console.note(
+            f"note: {len(fallen)} tensors fell back, such as {fallen[0]['name']}: "
+            f"{fallen[0]['fallback']}"
+        )
+    worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
+    console.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
+    if outcome.evaluation:
+        for check in outcome.evaluation.gate.checks:
+            console.note(f"gate: {check}")
+    said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
+    console.say(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
     return outcome
 
 
@@ -244,41 +271,6 @@ def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
     return text, {"name": path.name, "nbytes": len(data), "sha256": digest}
 
 
-def _say_plan(console: Console, checkpoint: Checkpoint, plan: QuantPlan) -> None:
-    for note in (*checkpoint.notes, *plan.notes):
-        console.note(f"note: {note}")
-    formats: dict[str, int] = {}
-    for tensor in plan.tensors.values():
-        key = f"{tensor.format.name} by {tensor.method}"
-        formats[key] = formats.get(key, 0) + 1
-    what = ", ".join(f"{count} become {name}" for name, count in formats.items())
-    console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
-    console.note(
-        f"{size(plan.size['source_nbytes'])} -> {size(plan.size['nbytes'])}: "
-        f"{plan.size['bpw']:.3f} bits per weight, {plan.size['quantised_bpw']:.3f} of the "
-        "quantised ones"
-    )
-
-
-def _say_outcome(console: Console, outcome: Outcome) -> None:
-    if outcome.allocation:
-        for line in allocation_table(outcome.allocation):
-            console.note(line)
-    fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
-    if fallen:
-        console.note(
-            f"note: {len(fallen)} tensors fell back, such as {fallen[0]['name']}: "
-            f"{fallen[0]['fallback']}"
-        )
-    worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
-    console.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
-    if outcome.evaluation:
-        for check in outcome.evaluation.gate.checks:
-            console.note(f"gate: {check}")
-    said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
-    console.say(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
-
-
 def judge(console: Console, options: dict[str, Any]) -> ExitCode:
     """Evaluate all models, print and write the results; return the exit code."""
     if options["directory"] is not None:
@@ -286,7 +278,7 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
     if options["backend"] != "reference":
         choose(options["backend"])  # checks that the device exists
     config = replace(
-        EXACT,
+        WEIGHTS_ALONE,
         act_prec=None if options["act_prec"] == "default" else options["act_prec"],
         **{name: options[name] for name in ("backend", NUMERICS[1], "threads")},
     )

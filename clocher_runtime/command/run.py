@@ -3,9 +3,8 @@
 import gc
 import os
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +24,6 @@ from clocher_runtime.config.commands import RunConfig
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.sampling_defaults import told
-from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.text.prompts import (
@@ -42,11 +40,9 @@ from clocher_runtime.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from clocher_runtime.quality.verify import TopLogits
 
-_PIPE_WAIT_S = 5
+_PIPE_WAIT_S, _ECHOED_CHARS = 5, 2000
 _STORY = "Once upon a time"
 _MODEL_SUFFIXES = (".safetensors", ".bin", ".json", ".gguf", ".jinja")
-
-Pipelines = Callable[[], PromptPipeline]
 
 
 def run(config: RunConfig, console: Console) -> Line:
@@ -57,9 +53,12 @@ def run(config: RunConfig, console: Console) -> Line:
     source = PromptSource(config.prompts_file, _single_prompt(config, console), config.rounds)
     try:
         batch = len(source.peek(config.batch))
-        _warn(console, config.threads, config.batch, batch)
+        if config.threads is not None and config.threads > (usable := len(usable_cpus())):
+            console.say(f"{config.threads} threads with {usable} usable CPU(s): running {usable}")
+        if config.batch > batch:
+            console.say(f"batch {config.batch} with {batch} prompt(s): running {batch} at a time")
         with Completions(console, config) as completions:
-            return _run(config, console, source, batch, completions)
+            return _run(source, batch, completions)
     finally:
         source.close()
 
@@ -80,9 +79,8 @@ def _single_prompt(config: RunConfig, console: Console) -> str | tuple[int, ...]
         return usual
 
 
-def _run(
-    config: RunConfig, console: Console, source: PromptSource, batch: int, completions: Completions
-) -> Line:
+def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
+    config, console = completions.config, completions.console
     file = config.prompts_file
     may_be_ids = config.prompt_ids is not None or (file is not None and file.suffix == ".jsonl")
     engine = load_engine(
@@ -109,16 +107,31 @@ def _run(
             gc.freeze()
             gc.enable()
         if config.warmup:
-            _warm_up(session, config.warmup, map(prepare, source.peek(config.batch)))
-        pipelines = partial(pipeline, config, engine, source, prepare, batch)
-        measured = measure(engine, pipelines, config, batch, console, completions)
+            prompts = map(prepare, source.peek(config.batch))
+            ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
+            for _ in session.generate([ids], config.warmup, stop_ids=frozenset()) if ids else ():
+                pass
+        ahead, overlap = prefetch_depth(config.prefetch, batch)
+        workers = worker_count(overlap, len(usable_cpus()), engine.threads)
+
+        def groups() -> PromptPipeline:
+            return PromptPipeline(
+                source.lines(),
+                prepare,
+                batch=batch,
+                ahead=ahead if file is not None else 0,
+                workers=workers,
+                overlap=overlap,
+            )
+
+        measured = measure(engine, groups, batch, completions)
     finally:
         session.close()
     if completions.failed == completions.prompts:
         count = completions.prompts
         reason = completions.first_error
         raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
-    return run_line(config, engine, measured, completions, batch)
+    return run_line(engine, measured, completions, batch)
 
 
 def _untemplated(engine: Engine) -> str:
@@ -134,35 +147,15 @@ def _untemplated(engine: Engine) -> str:
     )
 
 
-def pipeline(
-    config: RunConfig, engine: Engine, source: PromptSource, prepare: Preparation, batch: int
-) -> PromptPipeline:
-    """Return the micro-batches of a round, prefetched as `--prefetch` says."""
-    ahead, overlap = prefetch_depth(config.prefetch, batch)
-    return PromptPipeline(
-        source.lines(),
-        prepare,
-        batch=batch,
-        ahead=ahead if config.prompts_file is not None else 0,
-        workers=worker_count(overlap, len(usable_cpus()), engine.threads),
-        overlap=overlap,
-    )
-
-
 def measure(
-    engine: Engine,
-    pipelines: Pipelines,
-    config: RunConfig,
-    batch: int,
-    console: Console,
-    completions: Completions,
+    engine: Engine, pipelines: Callable[[], PromptPipeline], batch: int, completions: Completions
 ) -> Measured:
     """Generate for all prompts in all rounds, inside the strict window.
 
     The window holds prefill, decode, sampling and the work-touch. Tokenising, detokenising, writing
     text and reading traced logits happen between its spans.
     """
-    session = engine.session
+    session, config, console = engine.session, completions.config, completions.console
     window = TimedWindow("generate", synchronize=session.synchronize)
     touch = session.work_touch(config.bytes_per_token, config.stride_bytes)
     if touch is None:
@@ -184,8 +177,10 @@ def measure(
                 began = window.total_ns
                 live = shown and batch == 1 and usable
                 stream = engine.tokenizer.stream() if live and engine.tokenizer else None
-                if stream is not None:
-                    console.prompt(usable[0].text or "")
+                if stream is not None and console.texts.is_terminal:
+                    text = usable[0].text or ""
+                    echo = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"
+                    console.texts.write(echo, dim=True)
                 generated = session.generate(
                     [prompt.ids for prompt in usable],
                     config.max_new,
@@ -205,12 +200,13 @@ def measure(
 
                         largest[token.sequence].append(top_logits(token.logits, config.trace_topk))
                     if stream is not None and token.id not in engine.stop_ids:
-                        console.completion(stream.push(token.id))
+                        console.texts.write(stream.push(token.id))
                 if stream is not None:
-                    console.completion(stream.flush())
-                    console.end_line()
+                    console.texts.write(stream.flush())
+                    console.texts.end_line()
                 tokens += sum(map(len, made))
-                cut += sum(_is_cut(ids, config.max_new, engine.stop_ids) for ids in made)
+                short = [ids for ids in made if len(ids) < config.max_new]
+                cut += sum(not (ids and ids[-1] in engine.stop_ids) for ids in short)
                 steps.add(window.spans)
                 window.spans.clear()  # a prompt file may produce more than fits in memory
                 if first:
@@ -238,10 +234,6 @@ def measure(
     )
 
 
-def _is_cut(ids: Sequence[int], most: int, stop_ids: frozenset[int]) -> bool:
-    return len(ids) < most and not (ids and ids[-1] in stop_ids)
-
-
 def _named(tokens: Iterator[Token], prompts: Sequence[Prompt]) -> Iterator[Token]:
     try:
         yield from tokens
@@ -266,18 +258,3 @@ def _is_same(path: Path, other: Path | None) -> bool:
         return other is not None and os.path.samefile(path, other)
     except OSError:
         return False
-
-
-def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> None:
-    usable = len(usable_cpus())
-    if threads is not None and threads > usable:
-        console.say(f"{threads} threads with {usable} usable CPU(s): running {usable}")
-    if batch > prompts:
-        console.say(f"batch {batch} with {prompts} prompt(s): running {prompts} at a time")
-
-
-def _warm_up(session: Session, tokens: int, prompts: Iterable[Prompt]) -> None:
-    ids = next((prompt.ids for prompt in prompts if prompt.error is None), None)
-    if ids is not None:
-        for _ in session.generate([ids], tokens, stop_ids=frozenset()):
-            pass

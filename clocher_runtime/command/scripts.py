@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import NoReturn
 
 _SERVE = "-m clocher_runtime serve --port 30000 --diffusion"
-_PULL = "subcommands.pull:pull --repo openai/gpt-oss-20b"
+_PULL = "command.fetching:pull --repo openai/gpt-oss-20b"
 SCRIPTS: Mapping[str, str] = {
     "append_q4_attn_from_hf": "subcommands.q4:append",
-    "convert_to_block_sparse": "subcommands.sparsify:sparsify",
+    "convert_to_block_sparse": "subcommands.compress:sparsify",
     "direct_bitnet_inference": "-m bench linear --formats ternary",
     "direct_inference_full": "-m clocher_runtime run",
     "dlm_server": f"{_SERVE} auto",

@@ -18,15 +18,7 @@ from clocher_runtime.command.parameters import PATH
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.verify import (
-    Checks,
-    Encode,
-    Trace,
-    fingerprint,
-    read_trace,
-    summary,
-    verify,
-)
+from clocher_runtime.quality.verify import Checks, Encode, fingerprint, read_trace, summary, verify
 
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 TOLERANCES = {"fp32": 1e-3, "fp16": 0.03, "bf16": 0.25}
@@ -100,7 +92,11 @@ def verify_ids(
     encode = hf_tokenizer(directory) if checks.check_prompt else None
     with console.counting() as tell:
         found = verify(traces, checks, model, encode, partial(tell, "prompts"))
-    same = same_weights(traces, directory)
+    traced = {trace.fingerprint for trace in traces}
+    try:
+        same = None if None in traced else traced == {fingerprint(open_checkpoint(directory))}
+    except ModelError:
+        same = None
     if out is not None:
         paths = {"trace_jsonl": str(trace_jsonl), "hf_dir": str(hf_dir)}
         document = {**found.document(), **paths, **how, "same_weights": same}
@@ -108,15 +104,6 @@ def verify_ids(
     for line in summary(found, same):
         console.say(line)
     return ExitCode.MISMATCH if found.verdict == "mismatch" else ExitCode.OK
-
-
-def same_weights(traces: Sequence[Trace], directory: Path) -> bool | None:
-    """Whether the run used exactly the weights of this directory; None: unknown."""
-    traced = {trace.fingerprint for trace in traces}
-    try:
-        return None if None in traced else traced == {fingerprint(open_checkpoint(directory))}
-    except ModelError:
-        return None
 
 
 class HfModel:

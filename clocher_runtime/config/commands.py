@@ -269,14 +269,11 @@ def settle(
         if not found:
             continue
         first, *others = found
-        value = setting.takes.read(first.source, first.raw)
+        given[name], value = first, setting.takes.read(first.source, first.raw)
         if name in kind.hints:
-            if first.raw in setting.idle:
-                given[name] = first
-            else:
-                ignored.append(first)
+            ignored += [] if first.raw in setting.idle else [first]
             continue
-        given[name], values[name] = first, value
+        values[name] = value
         if name not in flags:
             beaten = [other for other in others if other.is_variable]
             ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
@@ -312,18 +309,17 @@ def sources_of(
 
 def _keep_one(names: Sequence[str], values: dict[str, Any], given: dict[str, Given]) -> None:
     """Settle exclusive settings: the stronger source wins, a tie is an error."""
-    present = sorted((name for name in names if name in given), key=lambda n: _rank(given[n]))
-    if len(present) < 2:
-        return
-    first, second = (given[name] for name in present[:2])
-    if _rank(first) == _rank(second):
-        raise UsageError(f"{first.source} and {second.source} exclude each other; give one")
-    for name in present[1:]:
+
+    def rank(name: str) -> int:
+        how = given[name]
+        return int(how.is_variable) if how.is_variable or how.source[0] == "-" else 2
+
+    first, *others = sorted((name for name in names if name in given), key=rank) or [""]
+    for name in others:
+        if rank(name) == rank(first):
+            sources = given[first].source, given[name].source
+            raise UsageError(f"{' and '.join(sources)} exclude each other; give one")
         del values[name], given[name]
-
-
-def _rank(given: Given) -> int:
-    return int(given.is_variable) if given.is_variable or given.source[0] == "-" else 2
 
 
 def read_toml(path: Path) -> dict[str, Any]:

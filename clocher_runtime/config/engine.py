@@ -19,7 +19,6 @@ from clocher_runtime.config.values import (
     SWITCH,
     Given,
     Setting,
-    Value,
     every,
     flag,
     integer,
@@ -276,23 +275,21 @@ class EngineConfig:
         return replace(self, kv_dtype="f32", act_prec="fp32")
 
 
-EXACT = EngineConfig(speculate="off").exact()
+WEIGHTS_ALONE = EngineConfig(speculate="off").exact()
 """For measuring what the weights of a model lose."""
 
 
-def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
-    return Setting("Hints", takes, help, "", (env,), idle)
-
-
 _HINTS = (
-    _hint("IE_NT_LOADS", one_of("0", "1", "auto"), "non-temporal loads", "0", "auto"),
-    _hint("IE_NT_RATIO", integer(0, 100), "per cent of loads that are non-temporal", "0"),
-    _hint("IE_NT_THRESHOLD_RATIO", number(0, 1e6), "working set / cache where they begin"),
-    _hint("IE_L3_BYTES", BYTES, "cache budget of hot slices"),
-    _hint("IE_REUSE_GUARD_WINDOWS", COUNT, "blocks to guard against eviction"),
+    ("IE_NT_LOADS", one_of("0", "1", "auto"), "non-temporal loads", ("0", "auto")),
+    ("IE_NT_RATIO", integer(0, 100), "per cent of loads that are non-temporal", ("0",)),
+    ("IE_NT_THRESHOLD_RATIO", number(0, 1e6), "working set / cache where they begin", ()),
+    ("IE_L3_BYTES", BYTES, "cache budget of hot slices", ()),
+    ("IE_REUSE_GUARD_WINDOWS", COUNT, "blocks to guard against eviction", ()),
 )
-
-HINTS: Mapping[str, Setting] = {hint.env[0].lower().removeprefix("ie_"): hint for hint in _HINTS}
+HINTS: Mapping[str, Setting] = {
+    env.lower().removeprefix("ie_"): Setting("Hints", takes, help, "", (env,), idle)
+    for env, takes, help, idle in _HINTS
+}
 """Name -> hint. They are variables of `clocher run`."""
 
 

@@ -138,11 +138,6 @@ def declared(config: type[Any]) -> dict[str, Setting]:
     }
 
 
-def defaults(config: type[Any]) -> dict[str, Any]:
-    """Return the default of each field of a config record."""
-    return {each.name: each.default for each in fields(config)}
-
-
 def _named(name: str, setting: Setting) -> Setting:
     env = dict.fromkeys((f"CLOCHER_{name.upper()}", *setting.env))
     return replace(setting, flag=f"--{name.replace('_', '-')}", env=tuple(env))
@@ -183,9 +178,7 @@ def integer(low: int, high: int, *words: str) -> Value:
         if isinstance(value, str) and value in words:
             return value
         number = as_integer(value)
-        if number is None or not low <= number <= high:
-            raise ValueError(value)
-        return number
+        return int(_such(number, number is not None and low <= number <= high))
 
     takes = f"{', '.join(words)} or " * bool(words) + f"an integer from {low} to {high}"
     return Value(
@@ -198,9 +191,7 @@ def number(low: float, high: float) -> Value:
 
     def accept(value: object) -> float:
         number = as_number(value)
-        if number is None or not low <= number <= high:
-            raise ValueError(value)
-        return number
+        return float(_such(number, number is not None and low <= number <= high))
 
     takes = f"a number, at least {low:g}" if high == inf else f"a number from {low:g} to {high:g}"
     return Value("X", takes, accept, lambda raw: float(_such(raw, _NUMBER.fullmatch(raw))))

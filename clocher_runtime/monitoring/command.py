@@ -4,10 +4,10 @@ import os
 import signal
 import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Event
-from types import FrameType
 from typing import TYPE_CHECKING, BinaryIO
 
 import click
@@ -147,7 +147,7 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
         intake.take(Lines().of(sys.stdin.buffer) if stream else _open(source).lines(last=True))
         click.echo(intake.metrics.text(), nl=False)
         return
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with intake.metrics.served(address, port) as actual:
             host = f"[{address}]" if ":" in address else address
@@ -156,7 +156,10 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
                 intake.take(Lines().of(sys.stdin.buffer))
                 console.say("the input ended; still serving")
                 Event().wait()
-            intake.follow(_open(source))
+            followed = _open(source)
+            while True:
+                intake.take(followed.lines())
+                time.sleep(_POLL_S)
     except KeyboardInterrupt:
         console.say("stopped")
 
@@ -174,12 +177,6 @@ class _Intake:
                 self._said.add(why.reason)
                 self._console.note(f"note: a line does not count ({why.reason}): {why}")
 
-    def follow(self, source: FollowedFile | FollowedDirectory) -> None:
-        pause = Event()
-        while True:
-            self.take(source.lines())
-            pause.wait(_POLL_S)
-
 
 def _open(source: Path) -> FollowedFile | FollowedDirectory:
     if source.is_dir():
@@ -187,7 +184,3 @@ def _open(source: Path) -> FollowedFile | FollowedDirectory:
     if not source.parent.is_dir():
         raise OSError(f"{source}: there is no directory {source.parent}")
     return FollowedFile(source)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt

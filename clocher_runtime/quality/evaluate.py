@@ -11,7 +11,7 @@ from clocher_kernels.errors import ModelError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.guards import require
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.config.engine import EXACT, EngineConfig
+from clocher_runtime.config.engine import WEIGHTS_ALONE, EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.compare import Documents, Summary, compare, summarise
@@ -88,7 +88,7 @@ def evaluate(
     model: Model,
     documents: Documents,
     *,
-    config: EngineConfig = EXACT,
+    config: EngineConfig = WEIGHTS_ALONE,
     limits_class: str | None = None,
     given: Mapping[str, float | int | None] | None = None,
     records: Mapping[str, Record] | None = None,

@@ -14,7 +14,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
-from clocher_runtime.config.engine import EXACT
+from clocher_runtime.config.engine import WEIGHTS_ALONE
 from clocher_runtime.convert.q4_entries import ROUNDED, PlaneFile
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, write_manifest
 from clocher_runtime.convert.rounding import round_tensor
@@ -181,7 +181,7 @@ def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress
         load_model(job.checkpoint),
         load_model(quantised),
         gate.documents,
-        config=replace(EXACT, threads=job.threads),
+        config=replace(WEIGHTS_ALONE, threads=job.threads),
         limits_class=gate.limits_class,
         given=given,
         records=records_of(q4_map),

@@ -119,7 +119,7 @@ _WORDS = (
     switch("--yes", "fetch a model of the Hub that is not here without a question"),
     switch("--no-check", "do not compute tokens in another way"),
     examples=_EXAMPLES,
-    inner={"quality": "subcommands.perplexity:quality"},
+    inner={"quality": "subcommands.quality:quality"},
     exit_codes={ExitCode.MISMATCH: "tokens differ, or a figure is above what the memory gives"},
     help=_ABOUT,
     epilog=_NOTES,
@@ -128,20 +128,14 @@ def bench(console: Console, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
     from clocher_runtime.command.fetching import with_model
     from clocher_runtime.config.commands import settle
-    from clocher_runtime.subcommands.bench_measure import Plan, doubts, markdown, measure
+    from clocher_runtime.subcommands.bench_measure import doubts, markdown, measure
 
     words = {name: given[name] for name in (*_WORDS, "model_dir") if given[name] is not None}
     config = settle(EngineConfig, {"speculate": "off", **words}, os.environ)
-    plan = Plan(
-        config=with_model(replace(config, yes=given["yes"]), console),
-        threads=given["threads"],
-        cases=_cases(given),
-        rounds=given["repetitions"],
-        check=not given["no_check"],
-        text=given["text"],
-    )
+    config = with_model(replace(config, yes=given["yes"]), console)
+    cases = _cases(given)
     with console.counting() as tell:
-        rows = measure(plan, tell)
+        rows = measure(config, cases, given, tell)
     if given["output"] == "md":
         click.echo(f"{markdown(rows)}\n\n{_WINDOW}\n{_machine(rows)}")
     else:

@@ -7,7 +7,7 @@ import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -61,50 +61,43 @@ _MOST_TEXT = 64 << 20
 _TOKEN_CHARS = 64  # a token has fewer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """A measurement; `threads`: interleaved team sizes, `text`: prompts (None: random ids)."""
+def measure(
+    config: EngineConfig, cases: Sequence[Case], asked: Mapping[str, Any], tell: Tell
+) -> list[Row]:
+    """Measure every case with every number of threads; raises ClocherError.
 
-    config: EngineConfig
-    threads: tuple[int, ...]
-    cases: tuple[Case, ...]
-    rounds: int
-    check: bool
-    text: Path | None = None
-
-
-def measure(plan: Plan, tell: Tell) -> list[Row]:
-    """Measure every case with every number of threads; raises ClocherError."""
+    `asked`: numbers of `threads` (interleaved teams), of `repetitions`, `no_check`, and the `text`
+    of prompts (None: random ids).
+    """
     load1 = os.getloadavg()[0]
-    if plan.config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
+    if config.speculate != "off" and any(case.batch > 1 for case in cases):
         raise UsageError(
             "-b above 1 with --speculate: sequences would end at different steps; give -b 1"
         )
-    loaded = load(plan.config)
-    counts = _thread_counts(plan.threads, loaded.config)
+    loaded = load(config)
+    counts = _thread_counts(asked["threads"], loaded.config)
     with ExitStack() as stack:
-        text = _text_ids(plan, loaded)
-        runners = {
-            count: Runner(
-                stack.enter_context(closing(_session(loaded, count, plan, len(counts), tell))), text
-            )
-            for count in counts
-        }
-        return _rows(plan, loaded, runners, load1, tell)
+        text = _text_ids(asked["text"], cases, loaded)
+        runners = {}
+        for count in counts:
+            session = closing(_session(loaded, count, cases, len(counts), tell))
+            runners[count] = Runner(stack.enter_context(session), text)
+        about = {"load1": load1, "busy": load1 > _BUSY * len(usable_cpus())}
+        return _rows(loaded, runners, cases, asked, tell, about)
 
 
-def _text_ids(plan: Plan, loaded: Loaded) -> list[int]:
-    if plan.text is None:
+def _text_ids(path: Path | None, cases: Sequence[Case], loaded: Loaded) -> list[int]:
+    if path is None:
         return []
-    longest = max(case.before for case in plan.cases)
-    text = read_bytes(plan.text, _MOST_TEXT).decode(errors="replace")[: _TOKEN_CHARS * longest]
+    longest = max(case.before for case in cases)
+    text = read_bytes(path, _MOST_TEXT).decode(errors="replace")[: _TOKEN_CHARS * longest]
     assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
     ids = loaded.tokenizer.encode(text)[:longest]
     if not ids:
-        raise UsageError(f"--text {plan.text}: there is no text in it; name another file")
+        raise UsageError(f"--text {path}: there is no text in it; name another file")
     if len(ids) < longest:
         raise UsageError(
-            f"--text {plan.text} has {len(ids)} tokens; the longest prompt, with what stands "
+            f"--text {path} has {len(ids)} tokens; the longest prompt, with what stands "
             f"before it, has {longest}; name a longer file, or give less with -p and -d"
         )
     return ids
@@ -124,11 +117,13 @@ def _thread_counts(asked: Sequence[int], config: EngineConfig) -> tuple[int, ...
     return tuple(asked) or (threads_of(config),)
 
 
-def _session(loaded: Loaded, threads: int, plan: Plan, sessions: int, tell: Tell) -> Session:
+def _session(
+    loaded: Loaded, threads: int, cases: Sequence[Case], sessions: int, tell: Tell
+) -> Session:
     try:
         return session_for(
             loaded.model,
-            plan.cases,
+            cases,
             replace(loaded.config, threads=threads),
             draft=loaded.draft,
             calibration=loaded.calibration,
@@ -144,42 +139,48 @@ def _session(loaded: Loaded, threads: int, plan: Plan, sessions: int, tell: Tell
 
 
 def _rows(
-    plan: Plan, bound: Loaded, runners: Mapping[int, Runner], load1: float, tell: Tell
+    bound: Loaded,
+    runners: Mapping[int, Runner],
+    cases: Sequence[Case],
+    asked: Mapping[str, Any],
+    tell: Tell,
+    about: Row,
 ) -> list[Row]:
-    nbytes = working_set(bound.model)
-    decodes = any(case.tokens and not case.prompt for case in plan.cases)
+    nbytes, rounds = working_set(bound.model), asked["repetitions"]
+    decodes = any(case.tokens and not case.prompt for case in cases)
     reader = memory_reader(nbytes, bound.config.backend) if decodes else None
     runs: dict[tuple[int, Case | None], Callable[[], float]] = {}
     for threads, runner in runners.items():
-        for case in plan.cases:
+        for case in cases:
             runs[threads, case] = partial(runner.run, case)
         if reader is not None:
             runs[threads, None] = partial(reader.gbps, threads, _READ_S)
-    total = len(runs) * (plan.rounds + 1)
+    total = len(runs) * (rounds + 1)
 
     def before(done: int, key: tuple[int, Case | None]) -> None:
         threads, case = key
         what = case.name if case else "reading memory"
-        tell(f"{what} -t {threads}, round {done // len(runs)} of {plan.rounds}", done, total)
+        tell(f"{what} -t {threads}, round {done // len(runs)} of {rounds}", done, total)
 
-    found = in_turns(runs, plan.rounds, before)
-    facts = {**_facts(bound), "load1": load1, "busy": load1 > _BUSY * len(usable_cpus())}
+    found = in_turns(runs, rounds, before)
+    facts = {**_facts(bound), **about}
     in_cache = bound.config.backend == "cpu" and nbytes <= cache_bytes(read_cpus())
     rows = []
-    for done, ((threads, runner), case) in enumerate(product(runners.items(), plan.cases)):
-        tell(f"checking the tokens of {case.name}", done, len(runners) * len(plan.cases))
+    for done, ((threads, runner), case) in enumerate(product(runners.items(), cases)):
+        tell(f"checking the tokens of {case.name}", done, len(runners) * len(cases))
         row = speed(case, [int(ns) for ns in found[threads, case]])
         row |= beside_reads(row, runner, case, found.get((threads, None), []))
         everyone = {made for each in runners.values() for made in each.made[case]}
         same = {
             "repetitions": len(set(runner.made[case])) == 1,
             "thread_counts": len(everyone) == 1 if len(runners) > 1 else None,
-            "another_way": runner.agrees(case) if plan.check else None,
+            "another_way": runner.agrees(case) if not asked["no_check"] else None,
         }
         said = {
             "tokens_sha256": runner.made[case][-1],
             "same_tokens": same,
-            "correct": _verdict(same),
+            # None if only repetitions were compared.
+            "correct": False not in same.values() and (True if same["another_way"] else None),
             "n_threads": threads,
             "in_cache": in_cache,
             "speculate": bound.config.speculate,
@@ -190,13 +191,6 @@ def _rows(
         row = {**facts, **_about(runner, bound), **row, **said}
         rows.append({**row, "valid": not above_limit(row)})
     return rows
-
-
-def _verdict(same: Mapping[str, bool | None]) -> bool | None:
-    """Return whether all comparisons agree; None if only repetitions were compared."""
-    if False in same.values():
-        return False
-    return True if same["another_way"] else None
 
 
 def _about(runner: Runner, bound: Loaded) -> Row:
@@ -217,7 +211,7 @@ def _about(runner: Runner, bound: Loaded) -> Row:
 
 
 def _facts(bound: Loaded) -> Row:
-    model = bound.model
+    model, name = bound.model, bound.name
     return {
         "kind": "bench",
         "build_commit": __version__,
@@ -231,16 +225,12 @@ def _facts(bound: Loaded) -> Row:
         "cpus": len(usable_cpus()),
         "gpu_info": str(gpu().get("name", "")) if bound.config.backend == "cuda" else "",
         "backends": bound.config.backend.upper(),
-        "model_filename": _model_name(bound.name),
+        "model_filename": Path(name).resolve().name if os.path.exists(name) else name,
         "model_type": model.spec.family,
         "model_size": sum(weight.nbytes for weight in model.weights.values()),
         "model_n_params": sum(prod(weight.shape) for weight in model.weights.values()),
         "precision": model.precision,
     }
-
-
-def _model_name(name: str) -> str:
-    return os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name
 
 
 def speed(case: Case, samples_ns: Sequence[int]) -> Row:
@@ -330,7 +320,7 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ("test", lambda row: str(row["test"])),
     ("t/s", lambda row: f"{row['avg_ts']:.2f} ± {row['stddev_ts']:.2f}"),
     ("median [IQR]", lambda row: f"{row['median_ts']:.1f} [{row['iqr_ts']:.1f}]"),
-    ("tokens/forward", lambda row: _per_pass(row)),
+    ("tokens/forward", lambda row: _per_forward(row["tokens_per_pass"], row["speculate"])),
     ("bytes/token", lambda row: _scaled(row["bytes_per_token"], _UNITS)),
     ("GB/s", lambda row: "" if row["gbps"] is None else f"{row['gbps']:.1f}"),
     ("% of read", lambda row: _share(row)),
@@ -355,9 +345,8 @@ def _scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:
     return f"{value:.0f}"
 
 
-def _per_pass(row: Row) -> str:
-    drafted = row["speculate"] != "off" and row["tokens_per_pass"]
-    return f"{row['tokens_per_pass']:.2f}" if drafted else ""
+def _per_forward(tokens: float | None, speculate: str) -> str:
+    return f"{tokens:.2f}" if tokens and speculate != "off" else ""
 
 
 def _share(row: Row) -> str:

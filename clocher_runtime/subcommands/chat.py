@@ -13,7 +13,7 @@ from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
 from clocher_runtime.config.commands import ChatConfig, settle, warnings
 from clocher_runtime.config.values import Given
-from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
+from clocher_runtime.exit_codes import ExitCode, cause_of, listen, restore
 
 if TYPE_CHECKING:
     from clocher_runtime.command.loading import Engine
@@ -59,20 +59,12 @@ chat = Command(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
-    before = listen()
-    try:
-        with Console(name=NAME) as console:
-            return _main(sys.argv[1:] if argv is None else argv, console)
-    finally:
-        restore(before)
-
-
-def _main(argv: Sequence[str], console: Console) -> int:
+    before, console = listen(), Console(NAME)
     try:
         if sys.stdout is None:
             raise OutputLost(OSError(errno.EBADF, "closed"))
         answers = Screen(sys.stdout)
-        flags = chat.parse(argv, answers.line)
+        flags = chat.parse(sys.argv[1:] if argv is None else argv, answers.line)
         if flags is None:
             return ExitCode.OK
         config = settle(ChatConfig, flags, os.environ)
@@ -85,6 +77,8 @@ def _main(argv: Sequence[str], console: Console) -> int:
         from clocher_runtime.checkpoints.locate import DEFAULT
         from clocher_runtime.command.fetching import with_model
         from clocher_runtime.command.loading import choose_model
+        from clocher_runtime.disk.files import ending_on_lost_pages
+        from clocher_runtime.text.prompts import read_stdin
 
         config = with_model(config, console)
         if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
@@ -92,9 +86,9 @@ def _main(argv: Sequence[str], console: Console) -> int:
             config = replace(config, **_CALM, given={**config.given, **calm})
         choose_model(config)  # report a wrong name before waiting for a message
         if message is None and not sys.stdin.isatty():
-            message = _piped_message()
-        from clocher_runtime.disk.files import ending_on_lost_pages
-
+            message = read_stdin("standard input").rstrip("\n")
+            if not message.strip():
+                raise UsageError("standard input has nothing; expected a message, or a terminal")
         with ending_on_lost_pages(console.lost):
             return _chat(config, message, answers, console)
     except OutputLost as lost_output:
@@ -104,19 +98,10 @@ def _main(argv: Sequence[str], console: Console) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BUG
     except (Exception, KeyboardInterrupt) as raised:
-        if isinstance(cause_of(raised), KeyboardInterrupt):
-            console.say(f"ended by {cause_of(raised)}")
-            return exit_code(cause_of(raised))
-        return console.ended(raised)[1]
-
-
-def _piped_message() -> str:
-    from clocher_runtime.text.prompts import read_stdin
-
-    text = read_stdin("standard input").rstrip("\n")
-    if not text.strip():
-        raise UsageError("standard input has nothing; expected a message, or a terminal")
-    return text
+        return console.ended(cause_of(raised))[1]
+    finally:
+        console.close()
+        restore(before)
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
@@ -127,7 +112,15 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
 
     engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)
     try:
-        _say_what_is_special(config, engine, console)
+        for note in engine.checkpoint.notes:
+            console.say(note)
+        if ignored := [*config.hints_ignored, *engine.hints_ignored]:
+            console.say(f"not acted on here: {', '.join(ignored)}")
+        if engine.model_source == "embedded":
+            console.say(
+                "the model that ships with Clocher; `clocher chat MODEL` takes yours, "
+                "`clocher models` lists them"
+            )
         model = _chat_model(config, engine, console)
         drawing: dict[str, Any] = {**from_model(config, engine)}
         config = replace(config, **drawing)
@@ -147,18 +140,6 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         return talk.hold(Typing(notes))
     finally:
         engine.session.close()
-
-
-def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console) -> None:
-    for note in engine.checkpoint.notes:
-        console.say(note)
-    if ignored := [*config.hints_ignored, *engine.hints_ignored]:
-        console.say(f"not acted on here: {', '.join(ignored)}")
-    if engine.model_source == "embedded":
-        console.say(
-            "the model that ships with Clocher; `clocher chat MODEL` takes yours, "
-            "`clocher models` lists them"
-        )
 
 
 def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":

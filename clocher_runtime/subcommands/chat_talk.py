@@ -175,17 +175,15 @@ class Talk:
                     return ExitCode.OK
                 except UnicodeDecodeError:
                     self._notes.line("that is not valid text in UTF-8; type it again")
-                except Interrupted as key:
+                except KeyboardInterrupt as key:
                     self._answers.end_line()
                     self._notes.write("\n")
+                    if not isinstance(key, Interrupted):  # SIGTERM
+                        raise
                     if key.when == "stopping" or (told and key.when == "empty"):
                         return ExitCode.INTERRUPTED
                     if told := key.when == "empty":
                         self._notes.line("Ctrl-C again, Ctrl-D or /exit leaves", dim=True)
-                except KeyboardInterrupt:  # SIGTERM
-                    self._answers.end_line()
-                    self._notes.write("\n")
-                    raise
 
     def say(self, text: str) -> None:
         """Answer a message, and keep both or neither; raises ClocherError."""

@@ -63,7 +63,7 @@ VERIFY = switch(
         "already quantised. Without it every tensor is copied bit for bit.",
     ),
     VERIFY,
-    option("--pickled", None, "Read pytorch_model*.bin even beside safetensors.", is_flag=True),
+    switch("--pickled", "Read pytorch_model*.bin even beside safetensors."),
     option(
         "--check",
         PATH,

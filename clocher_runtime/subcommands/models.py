@@ -2,7 +2,7 @@
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +45,16 @@ def models(console: Console, where: tuple[str, ...], as_json: bool) -> None:
     Looked into: the embedded model, the caches of the Hub and of llama.cpp, ./models, and the
     directories that are given, three levels deep.
     """
+    from clocher_runtime.checkpoints.locate import holds_model, locate
     from clocher_runtime.subcommands.models_found import details, find, look
 
-    one = _one_model(where)
-    if one is not None:
-        _tell(details(where[0], one), as_json)
+    paths = [locate(name) for name in where]
+    if len(paths) == 1 and (not paths[0].is_dir() or holds_model(paths[0])):
+        _tell(details(where[0], paths[0]), as_json)
         return
+    for name, path in zip(where, paths, strict=True):
+        if not path.is_dir():
+            raise ModelNotFound(f"{name}: expected a directory to look into, or one model alone")
     rows = [look(found) for found in find([Path(each) for each in where], not where)]
     if as_json:
         click.echo(json.dumps(rows))
@@ -58,18 +62,6 @@ def models(console: Console, where: tuple[str, ...], as_json: bool) -> None:
         click.echo(columns([_HEADS, *map(_cells, rows)], right=_RIGHT))
     if not rows:
         console.note("no models; get one: clocher pull OWNER/NAME")
-
-
-def _one_model(where: Sequence[str]) -> Path | None:
-    from clocher_runtime.checkpoints.locate import holds_model, locate
-
-    paths = [locate(name) for name in where]
-    for name, path in zip(where, paths, strict=True):
-        if len(paths) > 1 and not path.is_dir():
-            raise ModelNotFound(f"{name}: expected a directory to look into, or one model alone")
-    if len(paths) != 1:
-        return None
-    return paths[0] if not paths[0].is_dir() or holds_model(paths[0]) else None
 
 
 def _tell(found: Mapping[str, Any], as_json: bool) -> None:

@@ -17,7 +17,7 @@ from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, next_command, r
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
-    from clocher_runtime.quantize.job import Job, Outcome
+    from clocher_runtime.quantize.job import Outcome
     from clocher_runtime.quantize.plan import QuantPlan
 
 MANIFEST = "q4_manifest.json"
@@ -154,13 +154,18 @@ def quantize(
     from clocher_runtime.command.ptq import planned, quantised
     from clocher_runtime.convert.q4_entries import remove_planes
     from clocher_runtime.convert.to_iebin import open_source, plan_conversion
+    from clocher_runtime.disk.output_file import check_free
     from clocher_runtime.quality.gate import verdict_code
 
     source = locate(model_dir, "MODEL")
     _refuse(source, out_dir, force)
     options["out"] = out_dir / MANIFEST
     job, plan = planned(console, lambda: open_source(source), options)
-    _say_needs(console, job, plan, out_dir)
+    nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
+    console.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
+    if job.calibration:
+        states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
+        console.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")
     if options["dry_run"]:
         return ExitCode.OK
     outcome = quantised(console, job, plan)
@@ -271,16 +276,6 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
         )
     if out.is_dir() and (found := find_gguf(out)):
         raise UsageError(f"OUT_DIR {out_dir} holds a model already ({found.name}); choose another")
-
-
-def _say_needs(console: Console, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
-    from clocher_runtime.disk.output_file import check_free
-
-    nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
-    console.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
-    if job.calibration:
-        states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
-        console.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")
 
 
 def _table(plan: "QuantPlan", outcome: "Outcome") -> str:

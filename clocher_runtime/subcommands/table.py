@@ -41,14 +41,22 @@ SUBCOMMANDS: Mapping[str, Subcommand] = {
         "serve a model: OpenAI's API and a page to chat", where="serve.command:COMMAND"
     ),
     "models": Subcommand("list the models on this machine, and whether they fit"),
-    "pull": Subcommand("get a model from the Hugging Face Hub"),
+    "pull": Subcommand("get a model from the Hugging Face Hub", where="command.fetching:pull"),
     "quantize": Subcommand("make a model of 4 or 8 bits from one of floats"),
     "convert": Subcommand("write a model as one file that loads at once (IEBIN)"),
     "bench": Subcommand("measure speed: pp512 and tg128, beside the memory's limit"),
-    "dedup": Subcommand("store an IEBIN model in less space, or restore it", False),
-    "sparsify": Subcommand("make the matrices of a model block-sparse", False),
-    "perplexity": Subcommand("measure how well a model predicts a text", False),
-    "gate": Subcommand("judge quantised models against the float one", False),
+    "dedup": Subcommand(
+        "store an IEBIN model in less space, or restore it", False, "subcommands.compress:dedup"
+    ),
+    "sparsify": Subcommand(
+        "make the matrices of a model block-sparse", False, "subcommands.compress:sparsify"
+    ),
+    "perplexity": Subcommand(
+        "measure how well a model predicts a text", False, "subcommands.quality:perplexity"
+    ),
+    "gate": Subcommand(
+        "judge quantised models against the float one", False, "subcommands.quality:gate"
+    ),
     "ray": Subcommand(
         "send the rows of a file through many actors, with Ray", False, "subcommands.ray_jobs:ray"
     ),
@@ -131,7 +139,10 @@ class Clocher(click.Group):
         """Return a subcommand."""
         if cmd_name not in SUBCOMMANDS:
             return None
-        found = command_of(cmd_name)
+        found: click.Command = command_of(cmd_name)
+        if cmd_name == "ray":  # its tasks have the flags
+            tasks = {name: load(where) for name, where in command_of(cmd_name).inner.items()}
+            found = click.Group(cmd_name, commands={**tasks}, params=[found.params[-1]])
         found.short_help = SUBCOMMANDS[cmd_name].about
         return found
 

@@ -1,4 +1,4 @@
-"""`clocher perplexity`, `clocher bench quality`: a model's loss on a text, its score on a task."""
+"""How good a model is: `clocher perplexity`, `clocher bench quality`, `clocher gate`."""
 
 import json
 import os
@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import engine_options, option, place, script, switch
+from clocher_runtime.command.flags import engine_options, needed, option, place, script, switch
 from clocher_runtime.command.parameters import COUNT, FILE, PATH
-from clocher_runtime.config.engine import EXACT, NUMERICS, EngineConfig
+from clocher_runtime.config.engine import NUMERICS, WEIGHTS_ALONE, EngineConfig
 from clocher_runtime.config.values import Given
+from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.session import Session
@@ -25,7 +27,7 @@ PLACE = place(
     "MODEL", "--model-dir", "Default: CLOCHER_MODEL_DIR, else the embedded model.", needed=False
 )
 OPTIONS = (
-    *engine_options(*NUMERICS, of=EXACT),
+    *engine_options(*NUMERICS, of=WEIGHTS_ALONE),
     *engine_options("act_prec", "act_sparsity", "act_calibration", "threads"),
     option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
 )
@@ -59,9 +61,9 @@ def scored(config: EngineConfig) -> Iterator[Scored]:
 
 def _config(backend: str, model_dir: Path | None, **settings: Any) -> EngineConfig:
     """Return the configuration of the flags; `backend`: a device, or "reference"."""
-    device = {"backend" if backend == "reference" else "device": backend}
+    settings["backend" if backend == "reference" else "device"] = backend
     named = model_dir or os.environ.get("CLOCHER_MODEL_DIR") or None
-    return EngineConfig(model_dir=named and Path(named), **device, **settings)
+    return EngineConfig(model_dir=named and Path(named), **settings)
 
 
 @script(
@@ -175,3 +177,71 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
                 error = numbers[f"{name}_stderr"]
                 error = "" if error is None else f"{error:.4f}"
                 yield f"{task:15.15} {name:22} {value:7.4f}  {error:7} {numbers['count']}"
+
+
+@script(
+    "clocher gate",
+    *place("MODEL", "--model", "Again for each model.", multiple=True),
+    needed("--reference", "float model"),
+    option("--text", FILE, required=True),
+    option("--chars", COUNT, "use the first CHARS characters of the text"),
+    option("--window", click.IntRange(2), "tokens", default=256),
+    option("--document-separator", str, "text between documents; default: blocks of windows"),
+    option(
+        "--document-windows",
+        COUNT,
+        "windows of a document, without a separator; default: those in 1024 tokens",
+    ),
+    option("--documents", COUNT, "score at most DOCUMENTS documents"),
+    *engine_options(*NUMERICS, of=WEIGHTS_ALONE, envvar=None),
+    option(
+        "--manifest",
+        FILE,
+        "manifest that a model was converted with",
+        multiple=True,
+        name="manifests",
+    ),
+    option(
+        "--act-prec",
+        click.Choice(["fp32", "default"]),
+        "activations of the models; default: what the runtime uses",
+        default="fp32",
+    ),
+    option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
+    option("--threads", COUNT, "default: all usable cores"),
+    option("--limits", click.Choice(list(LIMITS)), "default: by what differs"),
+    *LIMIT_FLAGS,
+    option("--min-cosine", float, "of each tensor; default: by its format"),
+    option("--speed/--no-speed", None, "measure decoding", default=True),
+    option("--json", PATH, "write all numbers", name="json_path"),
+    option("--report", PATH, "directory for quality.json and quality.md", name="directory"),
+    examples=(
+        (
+            "A quantised model against its origin",
+            "clocher gate models/llama-int4 --reference models/llama --text held_out.txt",
+        ),
+        (
+            "What would rounding at load cost?",
+            "clocher gate models/llama --precision int8w --reference models/llama \\\n"
+            "    --text held_out.txt",
+        ),
+        (
+            "Several, with their table in a file",
+            "clocher gate models/llama-int8 models/llama-int4 --reference models/llama \\\n"
+            "    --text held_out.txt --report results/llama",
+        ),
+    ),
+    exit_codes={
+        ExitCode.OK: "every model passes",
+        ExitCode.REJECTED: "a model fails",
+        ExitCode.UNDECIDED: "none fails, but one needs more text for a decision",
+    },
+)
+def gate(console: Console, **options: Any) -> int:
+    """Judge quantised models against the float model they were made from, on held-out text.
+
+    A MODEL is a directory, or a quantisation manifest, which is applied to the reference.
+    """
+    from clocher_runtime.command.ptq import judge
+
+    return judge(console, options)
