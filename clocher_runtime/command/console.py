@@ -39,13 +39,6 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def dimmed(text: str) -> str:
-    """Return a dim text, unless NO_COLOR or TERM=dumb forbid that."""
-    if os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb":
-        return text
-    return f"{_DIM}{text}{_BRIGHT}"
-
-
 @contextmanager
 def quiet_keys() -> Iterator[None]:
     """Suppress the echo of typed keys while a text is written; they stay in the input buffer."""
@@ -150,7 +143,8 @@ class Screen:
         if self.is_terminal:
             # Each piece resets its own style, so an abrupt exit leaves none.
             text = self._wrap(text.translate(_INERT))
-            text = dimmed(text) if dim else text
+            plain = os.environ.get("NO_COLOR") or os.environ.get("TERM", "dumb") == "dumb"
+            text = f"{_DIM}{text}{_BRIGHT}" if dim and not plain else text
         self.guarded(lambda stream: (stream.write(text), stream.flush()))
 
     def guarded(self, write: Callable[[TextIO], object]) -> None:

@@ -90,14 +90,10 @@ class Command(click.Command):
         )
 
     def _setting_params(self) -> Sequence[click.Parameter]:
-        places = [
-            Place(word, f"--{name.replace('_', '-')}", name, needed=False, shell_complete=complete)
-            for word, name, complete in (
-                ("MODEL", "model_dir", _completion("PATH")),
-                ("PROMPT", "prompt", _completion("TEXT")),
-            )
-            if name in self.table
-        ]
+        paths = _completion("PATH")
+        places = [Place("MODEL", "--model-dir", "model_dir", False, shell_complete=paths)]
+        if "prompt" in self.table:
+            places.append(Place("PROMPT", "--prompt", "prompt", False))
         flags = [setting_option(n, s, reads=False) for n, s in self.table.items() if s.flag]
         version = _asking("--version", lambda context: f"{context.info_name} {__version__}")
         return [*places, *flags, version, _asking("--help-all", _help_all)]
@@ -160,19 +156,16 @@ class Command(click.Command):
         """Parse, and move positional values to their flags."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
-            self._take_text(ctx.params)
+            values = ctx.params
+            if "prompt" in self.table and values["prompt_"] is None:
+                # A text in the first place is the prompt: `clocher chat "Who are you?"`.
+                text = values["model_dir_"]
+                if text and (" " in text or "\n" in text) and not os.path.exists(text):
+                    values["model_dir_"], values["prompt_"] = None, text
             for place in self.params:
                 if isinstance(place, Place):
-                    place.merge(ctx.params)
+                    place.merge(values)
         return rest
-
-    def _take_text(self, values: dict[str, Any]) -> None:
-        """Take a first positional for the prompt if it is a text: `clocher chat "Who are you?"`."""
-        if "prompt" not in self.table or values["prompt_"] is not None:
-            return
-        text = values["model_dir_"]
-        if text and (" " in text or "\n" in text) and not os.path.exists(text):
-            values["model_dir_"], values["prompt_"] = None, text
 
     def describe(self, name: str, whole: bool = True) -> str:
         """Return a setting's help and default, with its variables if `whole`."""

@@ -266,7 +266,12 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
-    draft = _draft(config, model)
+    draft = None
+    if config.draft_model is not None and config.speculate in WITH_DRAFT_MODEL:
+        from clocher_runtime.text.pairing import load_draft
+
+        how = config.given.get("draft_model", Given("--draft-model", str(config.draft_model)))
+        draft = load_draft(locate(how.raw, how.source), model)
     known = config.act_prec in BACK_ENDS[backend].activations
     return Loaded(
         config=replace(
@@ -289,15 +294,6 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
 def defaults_of(config: EngineConfig, checkpoint: Checkpoint) -> dict[str, float]:
     """Return a model's sampling defaults, {} with `--generation-config none`."""
     return sampling_defaults(checkpoint) if config.generation_config == "auto" else {}
-
-
-def _draft(config: EngineConfig, model: Model) -> Model | None:
-    if config.draft_model is None or config.speculate not in WITH_DRAFT_MODEL:
-        return None
-    from clocher_runtime.text.pairing import load_draft
-
-    how = config.given.get("draft_model", Given("--draft-model", str(config.draft_model)))
-    return load_draft(locate(how.raw, how.source), model)
 
 
 def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | None:

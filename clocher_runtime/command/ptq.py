@@ -70,7 +70,24 @@ def planned(
     """Open the input and report the plan; `options`: flag values, and `out`, the manifest."""
     rules_of(options, ())  # checks flags before a model is opened or fetched
     checkpoint = opener()
-    job = _job(checkpoint, rules_of(options, checkpoint.names), options)
+    record = {
+        key: value
+        for key, value in sorted(options.items())
+        if key not in _NOT_RECORDED and value is not None and value is not False
+    }
+    job = Job(
+        checkpoint=checkpoint,
+        out=options["out"],
+        rules=rules_of(options, checkpoint.names),
+        options=record,
+        seed=options["seed"],
+        threads=options["threads"] or default_threads(),
+        whole_hash=not options["no_hash"],
+        calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
+        target_bpw=options["target_bpw"],
+        gate=_gate(checkpoint, options) if options["gate"] else None,
+        min_cosine=options["cosine_threshold"],
+    )
     plan = job.plan()
     for note in (*checkpoint.notes, *plan.notes):
         console.note(f"note: {note}")
@@ -194,27 +211,6 @@ def _dtype(options: dict[str, Any]) -> str:
     return dtype
 
 
-def _job(checkpoint: Checkpoint, rules: Q4Map, options: dict[str, Any]) -> Job:
-    record = {
-        key: value
-        for key, value in sorted(options.items())
-        if key not in _NOT_RECORDED and value is not None and value is not False
-    }
-    return Job(
-        checkpoint=checkpoint,
-        out=options["out"],
-        rules=rules,
-        options=record,
-        seed=options["seed"],
-        threads=options["threads"] or default_threads(),
-        whole_hash=not options["no_hash"],
-        calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
-        target_bpw=options["target_bpw"],
-        gate=_gate(checkpoint, options) if options["gate"] else None,
-        min_cosine=options["cosine_threshold"],
-    )
-
-
 def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> CalibrationText:
     tokenizer = _tokenizer(checkpoint)
     text, record = _read_text(options["calib_text"])
@@ -317,11 +313,19 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
         return evaluation, speed(model)
 
     records = records_by_model(models, options["manifests"])
-    found = {label: one(path, records.get(path)) for label, path in _labels(models).items()}
+    names = [path.resolve().name.removesuffix(".json") for path in models]
+    found = {
+        name if names.count(name) == 1 else str(path): one(path, records.get(path))
+        for name, path in zip(names, models, strict=True)
+    }
     whole = size_of(reference)
     origin = next(iter(found.values()))[0].summary.perplexity_reference
     rows = [Row("reference", whole.bpw, whole.nbytes, origin, tokens_per_s=speed(reference))]
-    rows += [_row(label, evaluation, rate) for label, (evaluation, rate) in found.items()]
+    for label, (evaluation, rate) in found.items():
+        said, stored = evaluation.summary, evaluation.size
+        scores = (said.perplexity, said.ppl_ratio, said.kld, said.same_top, said.rms_dp)
+        verdict = evaluation.gate.verdict
+        rows.append(Row(label, stored.bpw, stored.nbytes, *scores, rate, verdict))
     click.echo(table(rows))
     for label, (evaluation, _) in found.items():
         click.echo(f"\n{label}: {evaluation.gate.verdict} ({evaluation.gate.limits_class} limits)")
@@ -329,20 +333,6 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
             click.echo(f"  {check}")
     _write(rows, {label: each for label, (each, _) in found.items()}, documents, options)
     return verdict_code(worst(evaluation.gate.verdict for evaluation, _ in found.values()))
-
-
-def _labels(paths: tuple[Path, ...]) -> dict[str, Path]:
-    names = [path.resolve().name.removesuffix(".json") for path in paths]
-    return {
-        name if names.count(name) == 1 else str(path): path
-        for name, path in zip(names, paths, strict=True)
-    }
-
-
-def _row(label: str, evaluation: Evaluation, speed: float | None) -> Row:
-    said, stored = evaluation.summary, evaluation.size
-    scores = (said.perplexity, said.ppl_ratio, said.kld, said.same_top, said.rms_dp)
-    return Row(label, stored.bpw, stored.nbytes, *scores, speed, evaluation.gate.verdict)
 
 
 def _write(

@@ -91,9 +91,14 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
     )
     session = engine.session
     try:
-        for note in (*engine.checkpoint.notes, _untemplated(engine)):
-            if note:
-                console.say(note)
+        for note in engine.checkpoint.notes:
+            console.say(note)
+        is_own, tokenizer = engine.model_source not in ("default", "embedded"), engine.tokenizer
+        if is_own and isinstance(tokenizer, Tokenizer) and tokenizer.chat_template:
+            console.say(
+                f"{engine.model} has a chat template, which a completion does not apply: "
+                f'`clocher chat {shlex.quote(engine.model)} "QUESTION"` does'
+            )
         if note := told(from_model(config, engine)):
             console.say(note)
         completions.sampling = sampling_of(config, engine)
@@ -132,19 +137,6 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
         reason = completions.first_error
         raise UsageError(reason if count == 1 else f"none of {count} prompts is usable: {reason}")
     return run_line(engine, measured, completions, batch)
-
-
-def _untemplated(engine: Engine) -> str:
-    """Return a hint for a chat model given plain text; else ""."""
-    tokenizer = engine.tokenizer
-    if engine.model_source in ("default", "embedded") or not isinstance(tokenizer, Tokenizer):
-        return ""
-    if not tokenizer.chat_template:
-        return ""
-    return (
-        f"{engine.model} has a chat template, which a completion does not apply: "
-        f'`clocher chat {shlex.quote(engine.model)} "QUESTION"` does'
-    )
 
 
 def measure(

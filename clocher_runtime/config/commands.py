@@ -260,7 +260,11 @@ def settle(
     `in_file` None reads the file of `--config`. An overridden value is not checked.
     """
     table = {**declared(kind), **kind.hints}
-    in_file = _of_file(flags, environ, table) if in_file is None else in_file
+    if in_file is None:
+        named = sources_of("config", _FILE, flags, environ, {})
+        path = Path(named[0].raw) if named and named[0].raw else None
+        texts = setting_texts(read_toml(path), {*table} - {"config"}, str(path)) if path else {}
+        in_file = {name: Given(f"{path}: {name}", raw) for name, raw in texts.items()}
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
     ignored: list[Given] = []
@@ -280,18 +284,6 @@ def settle(
     for names in kind.exclusive:
         _keep_one(names, values, given)
     return kind(**values, given=given, hints_ignored=tuple(map(str, ignored)))
-
-
-def _of_file(
-    flags: Mapping[str, str], environ: Mapping[str, str], known: Collection[str]
-) -> dict[str, Given]:
-    """Return what the file of `--config` gives. Raises UsageError."""
-    named = sources_of("config", _FILE, flags, environ, {})
-    if not named or not named[0].raw:
-        return {}
-    path = Path(named[0].raw)
-    texts = setting_texts(read_toml(path), set(known) - {"config"}, str(path))
-    return {name: Given(f"{path}: {name}", raw) for name, raw in texts.items()}
 
 
 def sources_of(

@@ -25,7 +25,6 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import gpu
 from clocher_runtime.engine.probes import memory_reader, working_set
-from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import (
     cache_bytes,
     cpu_name,
@@ -80,10 +79,22 @@ def measure(
         text = _text_ids(asked["text"], cases, loaded)
         runners = {}
         for count in counts:
-            session = closing(_session(loaded, count, cases, len(counts), tell))
-            runners[count] = Runner(stack.enter_context(session), text)
-        about = {"load1": load1, "busy": load1 > _BUSY * len(usable_cpus())}
-        return _rows(loaded, runners, cases, asked, tell, about)
+            try:
+                session = session_for(
+                    loaded.model,
+                    cases,
+                    replace(loaded.config, threads=count),
+                    draft=loaded.draft,
+                    calibration=loaded.calibration,
+                    progress=partial(tell, COMPILING),
+                    packing=partial(tell, PACKING),
+                )
+            except OutOfMemory as error:
+                more = "; or give -t one number: each packs weights of its own"
+                raise OutOfMemory(f"{error}{more * (len(counts) > 1)}") from None
+            runners[count] = Runner(stack.enter_context(closing(session)), text)
+        busy = load1 > _BUSY * len(usable_cpus())
+        return _rows(loaded, runners, cases, asked, tell, {"load1": load1, "busy": busy})
 
 
 def _text_ids(path: Path | None, cases: Sequence[Case], loaded: Loaded) -> list[int]:
@@ -115,27 +126,6 @@ def _thread_counts(asked: Sequence[int], config: EngineConfig) -> tuple[int, ...
         given = ",".join(map(str, asked))
         raise UsageError(f"-t {given}: threads do nothing on {config.backend}; drop -t")
     return tuple(asked) or (threads_of(config),)
-
-
-def _session(
-    loaded: Loaded, threads: int, cases: Sequence[Case], sessions: int, tell: Tell
-) -> Session:
-    try:
-        return session_for(
-            loaded.model,
-            cases,
-            replace(loaded.config, threads=threads),
-            draft=loaded.draft,
-            calibration=loaded.calibration,
-            progress=partial(tell, COMPILING),
-            packing=partial(tell, PACKING),
-        )
-    except OutOfMemory as error:
-        if sessions == 1:
-            raise
-        raise OutOfMemory(
-            f"{error}; or give -t one number: each packs weights of its own"
-        ) from None
 
 
 def _rows(
@@ -225,7 +215,8 @@ def _facts(bound: Loaded) -> Row:
         "cpus": len(usable_cpus()),
         "gpu_info": str(gpu().get("name", "")) if bound.config.backend == "cuda" else "",
         "backends": bound.config.backend.upper(),
-        "model_filename": Path(name).resolve().name if os.path.exists(name) else name,
+        # A model of the Hub's cache is a link, whose own name says more.
+        "model_filename": os.path.basename(os.path.abspath(name)) if os.path.exists(name) else name,
         "model_type": model.spec.family,
         "model_size": sum(weight.nbytes for weight in model.weights.values()),
         "model_n_params": sum(prod(weight.shape) for weight in model.weights.values()),

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
@@ -14,10 +14,6 @@ from clocher_runtime.command.flags import Command
 from clocher_runtime.config.commands import ChatConfig, settle, warnings
 from clocher_runtime.config.values import Given
 from clocher_runtime.exit_codes import ExitCode, cause_of, listen, restore
-
-if TYPE_CHECKING:
-    from clocher_runtime.command.loading import Engine
-    from clocher_runtime.text.chat_turn import ChatModel
 
 NAME = "clocher chat"
 _CALM: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
@@ -106,9 +102,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
     from clocher_runtime.command.completions import from_model
-    from clocher_runtime.command.loading import load_engine
+    from clocher_runtime.command.loading import choose_model, converses, load_engine
     from clocher_runtime.engine.sampling_defaults import told as drawn_as
     from clocher_runtime.subcommands.chat_talk import Talk, Typing
+    from clocher_runtime.text.chat_turn import ChatModel
+    from clocher_runtime.text.tokenizer import Tokenizer
 
     engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)
     try:
@@ -121,7 +119,24 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
                 "the model that ships with Clocher; `clocher chat MODEL` takes yours, "
                 "`clocher models` lists them"
             )
-        model = _chat_model(config, engine, console)
+        assert isinstance(engine.tokenizer, Tokenizer)  # only the stub has another
+        template = engine.tokenizer.chat_template
+        by_template = converses(choose_model(config).path, template)
+        effort = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
+        model = ChatModel(
+            engine.session, engine.tokenizer, by_template=by_template, variables=effort
+        )
+        if by_template:
+            model.check_template()
+        else:
+            for flag, value in (("--system", config.system), ("--reasoning-effort", effort)):
+                if value:
+                    raise UsageError(
+                        f"{flag}: {engine.model} is no chat model and continues text; leave it "
+                        "out, or name a model with a chat template"
+                    )
+            why = "was not trained to chat" if template else "has no chat template"
+            console.say(f"{engine.model} {why}: each text is continued, by itself")
         drawing: dict[str, Any] = {**from_model(config, engine)}
         config = replace(config, **drawing)
         if note := drawn_as(drawing):
@@ -140,32 +155,6 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         return talk.hold(Typing(notes))
     finally:
         engine.session.close()
-
-
-def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "ChatModel":
-    from clocher_runtime.command.loading import choose_model, converses
-    from clocher_runtime.text.chat_turn import ChatModel
-    from clocher_runtime.text.tokenizer import Tokenizer
-
-    assert isinstance(engine.tokenizer, Tokenizer)  # only the stub has another, or a run by ids
-    template = engine.tokenizer.chat_template
-    by_template = converses(choose_model(config).path, template)
-    variables = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
-    model = ChatModel(
-        engine.session, engine.tokenizer, by_template=by_template, variables=variables
-    )
-    if by_template:
-        model.check_template()
-        return model
-    for flag, value in (("--system", config.system), ("--reasoning-effort", variables)):
-        if value:
-            raise UsageError(
-                f"{flag}: {engine.model} is no chat model and continues text; leave it out, or "
-                "name a model with a chat template"
-            )
-    why = "was not trained to chat" if template else "has no chat template"
-    console.say(f"{engine.model} {why}: each text is continued, by itself")
-    return model
 
 
 if __name__ == "__main__":

@@ -215,7 +215,10 @@ class Talk:
         out, last = self._answers, None
         for delta in parts:
             if delta.kind == "reasoning":
-                self._think(delta.text, begins=last != "reasoning")
+                if out.is_terminal and last != "reasoning":
+                    out.line("(thinking)", dim=True)
+                if out.is_terminal and not self._given.hide_thinking:
+                    out.write(delta.text, dim=True)
             else:
                 if last is not None and (delta.kind != last or delta.kind == "tool_call"):
                     self._part(last, delta.kind)
@@ -229,14 +232,6 @@ class Talk:
         self._answers.end_line()
         if before == "reasoning" and not self._given.hide_thinking:
             self._answers.write("\n")
-
-    def _think(self, text: str, *, begins: bool) -> None:
-        if not self._answers.is_terminal:
-            return
-        if begins:
-            self._answers.line("(thinking)", dim=True)
-        if not self._given.hide_thinking:
-            self._answers.write(text, dim=True)
 
     def _tell(self, answer: Answer) -> None:
         model, numbers = self._model, answer.numbers
