@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from clocher_runtime.exit_codes import cause_of, ignore, listen, restore
+from clocher_runtime.exit_codes import cause_of, exit_code, ignore, listen, restore
 
 _COLLECT_AFTER = 50_000
 """Objects made before a garbage collection."""
@@ -62,7 +62,10 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
             signal = cause_of(error)
             if not isinstance(signal, KeyboardInterrupt):
                 raise
-            text, code = _interrupted(signal)
+            from clocher_runtime.command.console import error_line, to_json
+
+            shown = sys.stdout is not None and sys.stdout.isatty() and "--json" not in sys.argv
+            text, code = None if shown else to_json(error_line(signal)), int(exit_code(signal))
             ignore(before)
         return code if text is None or _emit(text, name) else 1
     finally:
@@ -70,15 +73,6 @@ def _run(words: Sequence[str], name: str, owns_process: bool) -> int:
             _flush()
         else:
             restore(before)
-
-
-def _interrupted(signal: BaseException) -> tuple[str | None, int]:
-    """Return the output line (none for a terminal) and exit code of an interrupted run."""
-    from clocher_runtime.command.console import error_line, to_json
-    from clocher_runtime.exit_codes import exit_code
-
-    shown = sys.stdout is not None and sys.stdout.isatty() and "--json" not in sys.argv
-    return None if shown else to_json(error_line(signal)), int(exit_code(signal))
 
 
 def _emit(text: str, name: str = "clocher-run") -> bool:

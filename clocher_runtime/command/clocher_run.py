@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console, Line, Screen, error_line, is_terminal, to_json
@@ -75,7 +74,13 @@ def command(
             from clocher_runtime.disk.files import ending_on_lost_pages
 
             config = with_model(config, console)
-            with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
+
+            def lost(message: str) -> None:
+                console.lost(message)
+                if as_json:
+                    emit(to_json(error_line(ModelChanged(message))))
+
+            with ending_on_lost_pages(lost):
                 from clocher_runtime.command.completions import summary
                 from clocher_runtime.command.run import run
 
@@ -85,9 +90,3 @@ def command(
             error, code = console.ended(cause_of(raised))
             line = error_line(error)
     return to_json(line) if as_json else None, code
-
-
-def _lost(console: Console, emit: Callable[[str], object] | None, message: str) -> None:
-    console.lost(message)
-    if emit is not None:
-        emit(to_json(error_line(ModelChanged(message))))
