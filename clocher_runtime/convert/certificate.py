@@ -22,25 +22,22 @@ from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import check_padding, lines, read_sealed, seal
+from clocher_runtime.disk.plane_index import Sealed, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
 
-FORMAT = "iebin.certificate"
-VERSION = 1
-
-_FIELDS: dict[str, type] = {
-    **dict.fromkeys(("format", "clocher", "date", "sha256"), str),
-    **dict.fromkeys(("version", "identical"), int),
-    **dict.fromkeys(("model", "source"), dict),
-    "tensors": list,
-}
+_DOCUMENT = Sealed(
+    "iebin.certificate",
+    1,
+    "convert the model again with --verify, or update Clocher",
+    "tensors",
+    {"clocher": str, "date": str, "identical": int, "model": dict, "source": dict},
+)
 _TENSOR: dict[str, type] = {
     **dict.fromkeys(("name", "compared"), str),
     **dict.fromkeys(("source", "stored"), dict),
     "shape": list,
     "identical": bool,
 }
-_KIND = (FORMAT, VERSION, "convert the model again with --verify, or update Clocher")
 _DECODED_AT_ONCE = 16 << 20
 
 
@@ -64,8 +61,6 @@ def write_certificate(
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
     head = {
-        "format": FORMAT,
-        "version": VERSION,
         "clocher": version("clocher"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "identical": identical,
@@ -86,7 +81,7 @@ def write_certificate(
             ],
         },
     }
-    write_file(model_dir / CERTIFICATE_NAME, seal(lines(head, "tensors", found).encode()))
+    write_file(model_dir / CERTIFICATE_NAME, _DOCUMENT.text(head, found))
     return identical, len(found)
 
 
@@ -152,7 +147,7 @@ def read_certificate(model_dir: Path) -> dict[str, Any]:
             f"{path}: no such file; `clocher convert MODEL {shlex.quote(str(model_dir))} --verify` "
             "writes it"
         )
-    document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)
+    document = _DOCUMENT.read(read_bytes(path, MAX_JSON_BYTES), str(path))
     fields(document["model"], f"{path}: model", {"file": str, "sha256": str})
     fields(document["source"], f"{path}: source", {"path": str, "kind": str, "files": list})
     tensors = []

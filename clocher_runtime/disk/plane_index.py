@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -149,7 +149,7 @@ def _read_entry(name: str, item: Mapping[str, Any], ends: Mapping[str, int], at:
     entry = Entry(name, shape, fmt, regions, hashes)
     for key, expected in entry.document()["planes"].items():
         if item["planes"][key] != expected:
-            got = [item["planes"][key][field] for field in expected if field != "sha256"]
+            got = [item["planes"][key][each] for each in expected if each != "sha256"]
             del expected["sha256"]
             raise FormatError(
                 f"{at}: plane {key!r}: {', '.join(expected)} are {got!r:.120}, expected "
@@ -220,12 +220,6 @@ def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) ->
         ends[region.file] = region.end
 
 
-def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
-    """Return an unclosed JSON object: a line per field, then per item of the list `key`."""
-    first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
-    return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
-
-
 def dump(value: object) -> str:
     """Return the JSON of a value, in one line."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -248,26 +242,46 @@ def unsealed(data: bytes, where: str) -> str:
     return found
 
 
-def read_sealed(
-    data: bytes,
-    where: str,
-    kind: tuple[str, int, str],
-    required: Mapping[str, type],
-    optional: Mapping[str, type] | None = None,
-) -> dict[str, Any]:
-    """Return a sealed document, its fields checked. Raises FormatError, UnsupportedModel.
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A kind of sealed document: a line per field, and per item of the list `items`.
 
-    `kind`: format, version, and what to do about another version.
+    `fields` and `optional` are those of its own; `again` says what to do about another version.
     """
-    document = parse_object(data, where)
-    fmt, version, again = kind
-    if document.get("format") != fmt:
-        raise FormatError(f"{where}: not {fmt}: format is {document.get('format')!r:.40}")
-    found = document.get("version")
-    if type(found) is not int or found != version:
-        raise UnsupportedModel(
-            f"{where}: {fmt} version {found!r:.40}; this Clocher reads version {version}: {again}"
+
+    format: str
+    version: int
+    again: str
+    items: str
+    fields: Mapping[str, type]
+    optional: Mapping[str, type] = field(default_factory=dict)
+
+    def text(
+        self, head: Mapping[str, Any], items: Iterable[object], tail: Mapping[str, Any] = {}
+    ) -> bytes:
+        """Return a document; `tail` are the fields after the list."""
+        first = {"format": self.format, "version": self.version, **head}
+        before, after = (
+            "".join(f'"{name}": {dump(value)},\n' for name, value in part.items())
+            for part in (first, tail)
         )
-    fields(document, where, required, optional)
-    unsealed(data, where)
-    return document
+        listed = ",\n".join(map(dump, items))
+        return seal(f'{{\n{before}"{self.items}": [\n{listed}\n],\n{after}'.encode())
+
+    def read(self, data: bytes, where: str) -> dict[str, Any]:
+        """Return a document, its fields checked. Raises FormatError, UnsupportedModel."""
+        document = parse_object(data, where)
+        if document.get("format") != self.format:
+            raise FormatError(
+                f"{where}: not {self.format}: format is {document.get('format')!r:.40}"
+            )
+        found = document.get("version")
+        if type(found) is not int or found != self.version:
+            raise UnsupportedModel(
+                f"{where}: {self.format} version {found!r:.40}; this Clocher reads version "
+                f"{self.version}: {self.again}"
+            )
+        own = {"format": str, "version": int, self.items: list, "sha256": str, **self.fields}
+        fields(document, where, own, self.optional)
+        unsealed(data, where)
+        return document

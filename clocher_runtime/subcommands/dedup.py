@@ -98,7 +98,7 @@ def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
         return False
     with report.progress(total) as progress:
         plan.run(progress)
-    report.done(f"wrote {len(plan.choices)} planes to {model_dir}: {saved}")
+    report.done(f"wrote {len(plan.planes)} planes to {model_dir}: {saved}")
     return True
 
 
@@ -119,7 +119,7 @@ def _table(plan: "Deduplication") -> None:
     from clocher_runtime.convert.dedup_writer import gain_of
 
     click.echo(f"{'bytes':>13} {'stored':>13} {'saved':>7}  plane")
-    for gain in (gain_of(choice.plane) for choice in plan.choices):
+    for gain in map(gain_of, plan.planes):
         click.echo(
             f"{gain.nbytes:13} {gain.stored:13} {gain.percent:6.1f}%  {gain.name} ({gain.dtype}): "
             f"{gain.how}"

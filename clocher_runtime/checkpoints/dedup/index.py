@@ -19,18 +19,13 @@ from clocher_runtime.checkpoints.iebin import IebinIndex
 from clocher_runtime.disk.plane_index import (
     FileFacts,
     Region,
+    Sealed,
     aligned,
     checked_hash,
-    dump,
-    lines,
-    read_sealed,
-    seal,
 )
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
 
 INDEX_NAME = "model.dedup.json"
-FORMAT = "clocher.dedup"
-VERSION = 1
 KINDS = ("defaults", "masks", "exceptions")
 FILE_NAMES = {kind: f"model.dedup.{kind}.bin" for kind in KINDS}
 ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
@@ -38,11 +33,13 @@ ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
 MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
 """Decoded bytes per stored byte, and a free allowance: bounds what a small file can stand for."""
 
-_KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
-_FIELDS: dict[str, type] = {
-    **{"format": str, "version": int, "planes": list, "base": object, "sha256": str},
-    **dict.fromkeys(("source", "files", "totals"), dict),
-}
+_DOCUMENT = Sealed(
+    "clocher.dedup",
+    1,
+    "make it again from model.ie.bin or update Clocher",
+    "planes",
+    {"base": object, **dict.fromkeys(("source", "files", "totals"), dict)},
+)
 _PLANE: dict[str, type] = {
     "shape": list,
     **dict.fromkeys(("tensor", "plane", "dtype", "sha256", "mode"), str),
@@ -144,22 +141,23 @@ class DedupIndex:
         return sum(facts.nbytes for facts in self.files.values())
 
     def text(self) -> bytes:
-        """Return the file: a line per field and a line per plane."""
+        """Return the file."""
         head: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
             "source": self.source._asdict(),
             "base": None,
             "files": {kind: self.files[kind]._asdict() for kind in KINDS},
         }
-        text = lines(head, "planes", [plane.document() for plane in self.planes])
-        totals = dump({"in": self.source.nbytes, "out": self.nbytes})
-        return seal(f'{text}"totals": {totals},\n'.encode())
+        planes = [plane.document() for plane in self.planes]
+        return _DOCUMENT.text(head, planes, {"totals": self._totals})
+
+    @property
+    def _totals(self) -> dict[str, int]:
+        return {"in": self.source.nbytes, "out": self.nbytes}
 
 
 def parse_index(data: bytes, where: str) -> DedupIndex:
     """Parse and check model.dedup.json; raises FormatError, UnsupportedModel."""
-    document = read_sealed(data, where, _KIND, _FIELDS)
+    document = _DOCUMENT.read(data, where)
     if document["base"] is not None:
         raise UnsupportedModel(
             f"{where}: builds on another model; make it again from its own model.ie.bin"
@@ -176,8 +174,7 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
             )
     check_expansion(planes, sum(ends.values()), where)
     index = DedupIndex(source, files, planes, regions)
-    totals = {"in": source.nbytes, "out": index.nbytes}
-    if document["totals"] != totals:
+    if document["totals"] != (totals := index._totals):
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
     return index
 

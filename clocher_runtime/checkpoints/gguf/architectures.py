@@ -80,8 +80,9 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
     scale *= meta.get("rope.scaling.yarn_attn_factor", float, 1.0)
     if scale != 1.0:
         rope["attention_factor"] = scale * (0.1 * math.log(max(factor, 1.0)) + 1.0)
-    # llama.cpp's converter writes a tenth of it.
-    if multiplier := meta.get("rope.scaling.yarn_log_multiplier", float, 0.0):
+    # llama.cpp's converter writes a tenth of it, and only DeepSeek's is computed here.
+    key = "rope.scaling.yarn_log_multiplier"
+    if meta.arch == "deepseek2" and (multiplier := meta.get(key, float, 0.0)):
         mscale = round(10 * multiplier, 6)
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
     return rope
@@ -142,14 +143,12 @@ class Architecture:
     """How an architecture's metadata become a config.
 
     `keys`: config field -> entry and default (None: required, an integer). `more` derives fields
-    from several entries; of the entries beyond `reads`, those that change the arithmetic are
-    refused.
+    from several entries. Of the entries not read, those that change the arithmetic are refused.
     """
 
     name: str
     keys: Mapping[str, tuple[str, int | float | None]] = field(default_factory=dict)
     more: Callable[[Metadata, Config], Config] = lambda meta, config: {}
-    reads: tuple[str, ...] = ()
 
     def read(self, meta: Metadata) -> Config:
         """Return the fields of `keys`."""
@@ -159,11 +158,6 @@ class Architecture:
             else meta.get(entry, int, default)
             for name, (entry, default) in self.keys.items()
         }
-
-    @property
-    def entries(self) -> set[str]:
-        """Entries that are read."""
-        return {entry for entry, _ in self.keys.values()} | set(self.reads)
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
@@ -212,6 +206,7 @@ _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
 
 def _gemma3(meta: Metadata, config: Config) -> Config:
     window = meta.window
+    meta.read.add("final_logit_softcapping")  # which llama.cpp does not apply
     return {
         **_STORED_SUM,
         **_scores(meta, config, 62),
@@ -311,14 +306,10 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
 
 _USED = {"num_experts_per_tok": ("expert_used_count", None)}
 _ROUTED = {"num_experts": ("expert_count", None), **_USED}
-_GRANITE = Architecture(
-    "GraniteForCausalLM",
-    more=_granite,
-    reads=("embedding_scale", "residual_scale", "logit_scale", "attention.scale"),
-)
+_GRANITE = Architecture("GraniteForCausalLM", more=_granite)
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", more=_llama, reads=("expert_count",)),
+    "llama": Architecture("LlamaForCausalLM", more=_llama),
     "llama4": Architecture(
         "Llama4ForCausalLM",
         {
@@ -342,7 +333,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         },
         lambda m, c: {**_STORED_SUM, **_scores(m, c, 46), "layer_types": m.layer_types(2)},
     ),
-    "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, reads=("final_logit_softcapping",)),
+    "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3),
     # llama.cpp leaves the window out; the models have it.
     "phi3": Architecture("Phi3ForCausalLM", more=lambda m, _: {"sliding_window": m.window or None}),
     "smollm3": Architecture("SmolLM3ForCausalLM", more=_no_window),
@@ -362,7 +353,6 @@ ARCHITECTURES: Mapping[str, Architecture] = {
             "routed_scaling_factor": ("expert_weights_scale", 1.0),
         },
         _deepseek2,
-        reads=("rope.scaling.yarn_log_multiplier",),
     ),
     "gpt-oss": Architecture(
         "GptOssForCausalLM",

@@ -142,20 +142,17 @@ def model_config(file: GgufFile) -> dict[str, Any]:
             "squared ReLU; files of that model say bitnet-b1.58"
         )
     row = ARCHITECTURES[arch]
-    _refuse_unread(file, arch, row)
     meta = Metadata(file)
     config = _common(meta, row)
     config |= row.read(meta)
-    return config | row.more(meta, config)
-
-
-def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
+    config |= row.more(meta, config)
     for key, neutral in _NEUTRAL.items():
-        value = None if key in row.entries else file.value(f"{arch}.{key}")
+        value = None if key in meta.read else meta.value(key)
         if value is not None and not (isinstance(value, int | float) and value in neutral):
             raise UnsupportedModel(
-                f"{file.file.path}: {arch}.{key} is {value!r:.60}; Clocher knows {neutral[0]}"
+                f"{where}: {arch}.{key} is {value!r:.60}; Clocher knows {neutral[0]}"
             )
+    return config
 
 
 def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:

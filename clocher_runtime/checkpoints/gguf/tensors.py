@@ -9,21 +9,23 @@ import math
 import re
 from collections.abc import Container
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
-from clocher_runtime.checkpoints.gguf.blocks import FLOATS, Rows, repacked
+from clocher_runtime.checkpoints.arranged import assembled
+from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, planes_of
+from clocher_runtime.checkpoints.gguf.blocks import FLOATS, stored_blocks
 from clocher_runtime.checkpoints.gguf.file import GgufFile
-from clocher_runtime.models.families import rows_of
+from clocher_runtime.models.families import Piece, Rows, rows_of
 from clocher_runtime.models.inventory import EMBED, HEAD, NORM, Need
-from clocher_runtime.models.spec import MlaSpec, ModelSpec
+from clocher_runtime.models.spec import ModelSpec
 
-Order = Literal["all", "paired", "even", "odd", "halves", "mla_q", "mla_rope", "turned"]
+HALVES, TURNED = "halves", "turned"
+"""The rows of gate and up projections one after the other; a stack of transposed matrices."""
+ASKED = "the metadata asks for"
 
 ACTIVATION = "clocher.hidden_act"
 """Metadata key for the activation; llama.cpp fixes it by architecture."""
@@ -69,162 +71,129 @@ _MODEL_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "o
 _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite", "granite_hybrid")
 
 
+_FUSED = {
+    **{f"self_attn.{part}_proj": ("attn_qkv", part) for part in "qkv"},
+    "mlp.gate_proj": ("ffn_up", "first"),
+}
+"""What may be rows of another tensor, and the key of `rows_of` for them."""
+_LATENT = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj"), "mla_q"),
+    **{"self_attn.kv_a_proj": "mla_latent", "self_attn.k_rope_proj": "mla_rope"},
+    "self_attn.k_b_proj": TURNED,
+}
+
+
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows (None: all) of a file's tensor, which has `shape`, slowest dimension first."""
+class FilePiece:
+    """Where a file has rows of a model's tensor; a key of `rows_of`, `HALVES` or `TURNED` says how.
+
+    `fused` is the key of the rows of a larger tensor that are meant; `places`: every second row of
+    the model's tensor.
+    """
 
     name: str
-    shape: tuple[int, ...]
-    order: Order
-    rows: slice | None = None
+    order: str = "all"
+    fused: str = "all"
+    places: slice | None = None
+
+    def rows(self, spec: ModelSpec, source: str, need: Need) -> Rows:
+        """Return the rows of the file's tensor in the model's order."""
+        if self.order == HALVES:
+            return np.arange(need.shape[1]).reshape(2, -1).T.reshape(-1)
+        rows, part = (rows_of(spec, key, source, need) for key in (self.order, self.fused))
+        if rows is None:
+            return part
+        return rows + part.start if isinstance(part, slice) else rows
 
 
 def pieces(
     spec: ModelSpec, source: str, need: Need, names: Container[str] = ()
-) -> tuple[Piece, ...]:
+) -> tuple[FilePiece, ...]:
     """Return the file's pieces of a model's tensor; `names` are the tensors that the file has."""
     match = _LAYER.fullmatch(source)
     if match is None:
-        return (Piece(_MODEL_NAMES[source], need.shape, "all"),)
+        return (FilePiece(_MODEL_NAMES[source]),)
     block, rest = f"blk.{match[1]}", match[2]
     tail = "bias" if rest.endswith("bias") else "weight"
     if rest.startswith(_GATE_UP):
         if (joined := f"{block}.ffn_gate_up_exps.{tail}") in names:
-            return (Piece(joined, need.shape, "halves"),)
-        shape = (need.shape[0], need.shape[1] // 2, *need.shape[2:])
-        gate, up = (f"{block}.ffn_{part}_exps.{tail}" for part in ("gate", "up"))
-        return (Piece(gate, shape, "even"), Piece(up, shape, "odd"))
+            return (FilePiece(joined, HALVES),)
+        return tuple(
+            FilePiece(f"{block}.ffn_{part}_exps.{tail}", places=slice(first, None, 2))
+            for first, part in enumerate(("gate", "up"))
+        )
     stem = re.sub(r"\.weight$|[._]bias$", "", rest)
     if stem not in _LAYER_NAMES:
         raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have no such tensor")
     name = _LAYER_NAMES[stem]
     if stem == "post_attention_layernorm" and (spec.family == "gpt_oss" or spec.post_norms):
         name = _NEXT_NORM
-    if spec.mla is not None and ".self_attn." in source:
-        return (_latent(spec, spec.mla, f"{block}.{name}.{tail}", stem, need),)
     paired = spec.family in _PAIRED_FAMILIES and name in ("attn_q", "attn_k")
-    order: Order = "paired" if paired else "all"
-    joined, start, total = _joined(spec, stem)
-    if joined and f"{block}.{joined}.{tail}" in names and f"{block}.{name}.{tail}" not in names:
-        return (_rows(f"{block}.{joined}.{tail}", need, order, start, total),)
+    order, own = "paired" if paired else "all", f"{block}.{name}.{tail}"
+    if spec.mla is not None and ".self_attn." in source:
+        return (FilePiece(own, _LATENT.get(stem, "all")),)
+    if stem in _FUSED and own not in names:
+        joined, fused = f"{block}.{_FUSED[stem][0]}.{tail}", _FUSED[stem][1]
+        if joined in names:
+            return (FilePiece(joined, order, fused),)
     if stem == "mlp.up_proj" and f"{block}.ffn_gate.weight" not in names and names:
-        return (_rows(f"{block}.{name}.{tail}", need, order, need.shape[0], 2 * need.shape[0]),)
-    return (Piece(f"{block}.{name}.{tail}", need.shape, order),)
-
-
-def _joined(spec: ModelSpec, stem: str) -> tuple[str, int, int]:
-    """Return the tensor that may hold a fused projection, its first row there, and all rows."""
-    q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    inner = spec.intermediate_size
-    return {
-        "self_attn.q_proj": ("attn_qkv", 0, q + 2 * kv),
-        "self_attn.k_proj": ("attn_qkv", q, q + 2 * kv),
-        "self_attn.v_proj": ("attn_qkv", q + kv, q + 2 * kv),
-        "mlp.gate_proj": ("ffn_up", 0, 2 * inner),
-    }.get(stem, ("", 0, 0))
-
-
-def _rows(name: str, need: Need, order: Order, start: int, total: int) -> Piece:
-    count = need.shape[0]
-    return Piece(name, (total, *need.shape[1:]), order, slice(start, start + count))
-
-
-def _latent(spec: ModelSpec, mla: MlaSpec, name: str, stem: str, need: Need) -> Piece:
-    whole = mla.rank + mla.rotated
-    if stem in ("self_attn.q_proj", "self_attn.q_b_proj"):
-        return Piece(name, need.shape, "mla_q")
-    if stem == "self_attn.kv_a_proj":
-        return _rows(name, need, "all", 0, whole)
-    if stem == "self_attn.k_rope_proj":
-        return _rows(name, need, "mla_rope", mla.rank, whole)
-    if stem == "self_attn.k_b_proj":
-        return Piece(name, (spec.num_heads, mla.rank, mla.plain), "turned")
-    if stem == "self_attn.v_b_proj":
-        return Piece(name, (spec.num_heads, mla.value, mla.rank), "all")
-    return Piece(name, need.shape, "all")
-
-
-def row_order(order: Order, count: int, spec: ModelSpec, source: str) -> np.ndarray:
-    """Return which of `count` rows of the model's tensor a tensor of the file has, in its order.
-
-    `order`: "all", every second ("even", "odd"), those of a head paired, the even then the odd ones
-    of each expert ("halves"), or those of `family.rows_of`. Rows of a stack are counted through.
-    """
-    rows = np.arange(count)
-    if order == "paired":
-        # llama.cpp rotates neighbours, Hugging Face the halves of a head.
-        heads = spec.num_heads if ".q_proj." in source else spec.num_kv_heads
-        return rows.reshape(heads, 2, -1).swapaxes(1, 2).reshape(-1)
-    if order == "halves":
-        assert spec.moe is not None
-        return rows.reshape(spec.moe.experts, -1, 2).swapaxes(1, 2).reshape(-1)
-    if order in ("mla_q", "mla_rope"):
-        found = rows_of(spec, order, source, Need("linear", (count, 0)))
-        assert isinstance(found, np.ndarray)
-        return np.argsort(found)
-    return {"all": rows, "even": rows[0::2], "odd": rows[1::2]}[order]
+        return (FilePiece(own, order, "second"),)
+    return (FilePiece(own, order),)
 
 
 def logical_tensor(
-    file: GgufFile, spec: ModelSpec, parts: tuple[Piece, ...], source: str, need: Need, where: str
+    file: GgufFile,
+    spec: ModelSpec,
+    parts: tuple[FilePiece, ...],
+    source: str,
+    need: Need,
+    where: str,
 ) -> Stored:
     """Return a tensor of the model from its pieces in the file."""
-    infos = [file.tensors[part.name] for part in parts]
-    for part, info in zip(parts, infos, strict=True):
-        # A matrix of one row has one dimension in a file.
-        if info.shape != part.shape and (1, *info.shape) != part.shape:
-            raise FormatError(
-                f"{where}: {part.name} has shape {list(info.shape)}; the metadata asks for "
-                f"{list(part.shape)}"
-            )
-    kind, shape = infos[0].kind, need.shape
-    if any(info.kind != kind for info in infos):
-        found = ", ".join(f"{p.name} {i.kind.name}" for p, i in zip(parts, infos, strict=True))
+    # Before the order of the rows, which is as long as the metadata say.
+    fits = need.elements <= sum(math.prod(file.tensors[part.name].shape) for part in parts)
+    if fits and parts[0].order == TURNED:
+        return _turned(file, spec, parts[0].name, need, where)
+    if fits:
+        named = {part.name: _stored(file, part.name, need, where) for part in parts}
+        mine = [Piece(p.name, p.rows(spec, source, need), places=p.places) for p in parts]
+        found = assembled(named, mine, need, where, ASKED)
+        if found.shape == need.shape:
+            return found
+    raise _misfit(file, parts[0].name, need.shape, where)
+
+
+def _stored(file: GgufFile, name: str, need: Need, where: str) -> Stored:
+    """Return a tensor as the file has it, in as many dimensions as the model's."""
+    info, rank = file.tensors[name], len(need.shape)
+    if need.kind == "vector" and info.kind.name not in FLOATS:
         raise UnsupportedModel(
-            f"{where}: one tensor for Clocher, but of several types: {found}; llama-quantize "
-            "--tensor-type makes them of one"
+            f"{where}: a vector of {info.kind.name}; expected {', '.join(FLOATS)}"
         )
-    floats, vector = kind.name in FLOATS, need.kind == "vector"
-    if vector and not floats:
-        raise UnsupportedModel(f"{where}: a vector of {kind.name}; expected {', '.join(FLOATS)}")
-    if parts[0].order == "turned":
-        return _turned(file, parts[0], need, where)
-    columns = 1 if vector else shape[-1]
-    nbytes = kind.row_bytes(columns)
-    data = [file.data(part.name) for part in parts]
-    if kind.tail and any(part.rows for part in parts):
-        raise UnsupportedModel(f"{where}: rows of {kind.name} have no scale of their own")
-    data = [
-        stored[part.rows.start * nbytes : part.rows.stop * nbytes] if part.rows else stored
-        for part, stored in zip(parts, data, strict=True)
-    ]
-    if parts[0].order == "all" and kind.is_same:
-        planes = {
-            key: data[0].view(plane.storage).reshape(plane.shape)
-            for key, plane in kind.format.planes(shape).items()
-        }
-        return stored_tensor(shape, kind.format, planes, where)
-
-    count = math.prod(shape) // columns
-    rows = []
-    for part, stored in zip(parts, data, strict=True):
-        end = len(stored) - kind.tail
-        places = row_order(part.order, count, spec, source)
-        rows.append(Rows(stored[:end].reshape(-1, nbytes), places, stored[end:]))
-    fmt, make = repacked(rows, kind, shape)
-    file.release()
-    return lazy_tensor(shape, fmt, make, where)
+    # A matrix of one row has one dimension in a file, and a stack may be one matrix here.
+    shape = (1,) * (rank - len(info.shape)) + info.shape
+    shape = (math.prod(shape[: len(shape) - rank + 1]), *shape[len(shape) - rank + 1 :])
+    found = stored_blocks(file.data(name), info.kind, shape, where)
+    file.release()  # some types are told by their scales
+    return found
 
 
-def _turned(file: GgufFile, part: Piece, need: Need, where: str) -> Stored:
+def _misfit(file: GgufFile, name: str, shape: tuple[int, ...], where: str) -> FormatError:
+    got = list(file.tensors[name].shape)
+    return FormatError(f"{where}: {name} has shape {got}; {ASKED} {list(shape)}")
+
+
+def _turned(file: GgufFile, spec: ModelSpec, name: str, need: Need, where: str) -> Stored:
     """Return a stack of matrices, each transposed, as rows."""
-    kind, width = file.tensors[part.name].kind, part.shape[-1]
-    flat = (math.prod(part.shape[:-1]), width)
+    shape, mla = file.tensors[name].shape, spec.mla
+    assert mla is not None
+    if shape != (expected := (spec.num_heads, mla.rank, mla.plain)):
+        raise _misfit(file, name, expected, where)
+    stored = _stored(file, name, Need("linear", (math.prod(shape[:-1]), shape[-1])), where)
 
     def make() -> dict[str, np.ndarray]:
-        blocks = file.data(part.name).reshape(flat[0], -1)
-        fmt, planes = repacked([Rows(blocks, np.arange(flat[0]), blocks[:0, 0])], kind, flat)
-        values = QuantTensor(flat, fmt, planes()).decode().reshape(part.shape)
-        return {"data": np.ascontiguousarray(values.swapaxes(1, 2)).reshape(need.shape)}
+        values = QuantTensor(stored.shape, stored.format, planes_of(stored)).decode()
+        turned = values.reshape(shape).swapaxes(1, 2)
+        return {"data": np.ascontiguousarray(turned).reshape(need.shape)}
 
     return lazy_tensor(need.shape, Float("f32"), make, where)

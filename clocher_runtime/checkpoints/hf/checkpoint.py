@@ -7,7 +7,6 @@ github.com/openai/gpt-oss, gpt_oss/torch/model.py (ModelConfig, AttentionBlock),
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -24,7 +23,6 @@ from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 from clocher_runtime.checkpoints.hf.shards import (
     FLOATS,
     SETTINGS,
-    Arrays,
     HfFolder,
     ReadFile,
     Source,
@@ -67,7 +65,7 @@ def read_folder(
     settings = check_config(config, str(directory))
     arrays, files = read_shards(folder, stem, suffix, read)
     if of_openai:
-        arrays = canonical_arrays(arrays, config)
+        arrays = {canonical_name(name): stored for name, stored in arrays.items()}
     try:
         stored, notes = logical_tensors(arrays, settings)
     except UnsupportedModel:
@@ -246,6 +244,8 @@ _WHOLE = {
 }
 _OF_LAYER = {
     "attn.norm.scale": "input_layernorm.weight",
+    "attn.qkv.weight": "self_attn.qkv_proj.weight",
+    "attn.qkv.bias": "self_attn.qkv_proj.bias",
     "attn.out.weight": "self_attn.o_proj.weight",
     "attn.out.bias": "self_attn.o_proj.bias",
     "attn.sinks": "self_attn.sinks",
@@ -264,7 +264,6 @@ _SAME = (
     *("num_attention_heads", "num_key_value_heads", "sliding_window", "swiglu_limit"),
 )
 _BLOCK = re.compile(r"block\.([0-9]{1,4})\.(.+)", re.ASCII)
-_QKV = re.compile(r"attn\.qkv\.(weight|bias)", re.ASCII)
 
 
 class _OpenAi(Struct):
@@ -320,26 +319,9 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
-    """Return OpenAI's arrays under transformers' names; unknown names stay."""
-    found: Arrays = {}
-    q, kv = (
-        config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value")
-    )
-    for name, stored in arrays.items():
-        block = _BLOCK.fullmatch(name)
-        layer, inner = block.groups() if block else ("", "")
-        if fused := _QKV.fullmatch(inner):
-            if stored.array.ndim < 1 or stored.array.shape[0] != q + 2 * kv:
-                raise FormatError(
-                    f"{stored.where}: shape {list(stored.array.shape)}, expected {q} + {kv} + {kv} "
-                    "rows"
-                )
-            for part, start, count in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-                rows = replace(stored, array=stored.array[start : start + count])
-                found[f"model.layers.{layer}.self_attn.{part}_proj.{fused[1]}"] = rows
-        elif inner in _OF_LAYER:
-            found[f"model.layers.{layer}.{_OF_LAYER[inner]}"] = stored
-        else:
-            found[_WHOLE.get(name, name)] = stored
-    return found
+def canonical_name(name: str) -> str:
+    """Return transformers' name of one of OpenAI's tensors; an unknown one stays."""
+    block = _BLOCK.fullmatch(name)
+    if block is None or block[2] not in _OF_LAYER:
+        return _WHOLE.get(name, name)
+    return f"model.layers.{block[1]}.{_OF_LAYER[block[2]]}"
