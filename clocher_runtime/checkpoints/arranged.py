@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
-from clocher_kernels.formats import Float, Format, Fp8, Int8, Ternary
+from clocher_kernels.formats import Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.ternary import pack
 from clocher_runtime.checkpoints.checkpoint import (
@@ -107,10 +107,12 @@ def assembled(
     if len(parts) == 1 and parts[0].rows is None and parts[0].expert is None:
         return first
     sources = [named[part.name] for part in parts]
-    if len(need.shape) == 1 or isinstance(first.format, Float) or len(parts) == 1:
-        fmt: Format = first.format
-    else:
-        fmt = _by_row(first.format)
+    fmt: Format = first.format
+    if len(need.shape) > 1 and len(parts) > 1:  # each part's scale is one for each of its rows
+        if isinstance(fmt, Fp8) and fmt.scope == "tensor":
+            fmt = replace(fmt, scope="row")
+        elif isinstance(fmt, Int8) and fmt.group == "tensor":
+            fmt = replace(fmt, group="row")
     if other := [part.name for part in parts if named[part.name].format != first.format]:
         raise UnsupportedModel(
             f"{where}: its parts are {parts[0].name} {first.format.name} and {other[0]} "
@@ -141,14 +143,6 @@ def _whole_blocks(parts: Sequence[Piece]) -> bool:
     if len(parts) == 1 and isinstance(rows, slice):
         return not (rows.start | rows.stop) % BLOCK
     return all(part.rows is None and part.places is None for part in parts)
-
-
-def _by_row(fmt: Format) -> Format:
-    if isinstance(fmt, Fp8) and fmt.scope == "tensor":
-        return replace(fmt, scope="row")
-    if isinstance(fmt, Int8) and fmt.group == "tensor":
-        return replace(fmt, group="row")
-    return fmt
 
 
 def _check_rows(part: Piece, source: Stored, need: Need, where: str, asked: str) -> None:

@@ -22,14 +22,8 @@ from clocher_runtime.checkpoints.checkpoint import (
     Stored,
     stored_tensor,
 )
+from clocher_runtime.disk import output_file
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.output_file import (
-    PARTIAL,
-    Journal,
-    OutputFile,
-    sync_directory,
-    write_file,
-)
 from clocher_runtime.disk.plane_index import (
     Entry,
     FileFacts,
@@ -169,19 +163,19 @@ class PlaneWriter:
         `job` identifies input and options. With `in_place` the files have their final names, and
         the next writer cuts off what a failed one added. `progress` gets each tensor added or kept.
         """
-        self.files: dict[str, OutputFile] = {}
+        self.files: dict[str, output_file.OutputFile] = {}
         self.entries: list[Entry] = []
         self._paths, self._resumable = dict(paths), bool(job)
         self._temporary, self._progress = not in_place, progress
         try:
             for name, path in paths.items():
-                now = path if in_place else path.with_name(path.name + PARTIAL)
-                self.files[name] = OutputFile(now)
+                now = path if in_place else path.with_name(path.name + output_file.PARTIAL)
+                self.files[name] = output_file.OutputFile(now)
         except BaseException:
             self._close()
             raise
         first = next(iter(self.files.values())).path
-        self._journal = Journal(first.with_name(f"{first.name}.journal"), job)
+        self._journal = output_file.Journal(first.with_name(f"{first.name}.journal"), job)
 
     def __enter__(self) -> Self:
         return self
@@ -250,10 +244,10 @@ class PlaneWriter:
         """Rename the synced files, first removing `stale`, the documents of the replaced files."""
         for path in stale:
             path.unlink(missing_ok=True)
-            sync_directory(path.parent)
+            output_file.sync_directory(path.parent)
         for name, path in self._paths.items():
             self.files[name].path.replace(path)
-            sync_directory(path.parent)
+            output_file.sync_directory(path.parent)
         self._temporary = False
         self._journal.remove()
 
@@ -304,9 +298,9 @@ class IebinWriter(PlaneWriter):
         if vocab is None:
             (self.directory / VOCAB_NAME).unlink(missing_ok=True)
         else:
-            write_file(self.directory / VOCAB_NAME, vocab)
+            output_file.write_file(self.directory / VOCAB_NAME, vocab)
             document["vocab"] = {"file": VOCAB_NAME, **facts_of(vocab)._asdict()}
         document["bin"] = {"file": BIN_NAME, **weights._asdict()}
         document["source"] = source
         text = _DOCUMENT.text(document, [entry.document() for entry in self.entries])
-        write_file(self.directory / JSON_NAME, text)
+        output_file.write_file(self.directory / JSON_NAME, text)

@@ -14,19 +14,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
-from clocher_runtime.checkpoints.dedup.codec import (
-    MAX_ESCAPES,
-    RANK_STRIDE,
-    SPLITS,
-    UNIT,
-    WIDTHS,
-    Part,
-    Stream,
-    exception_bits,
-    pack,
-    pack_trits,
-    splits_of,
-)
+from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup.index import (
     FILE_NAMES,
     INDEX_NAME,
@@ -41,28 +29,28 @@ from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
 from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, read_index
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
-from clocher_runtime.disk.plane_index import Region, check_hashes
+from clocher_runtime.disk.plane_index import DAMAGED, Region, check_hashes
 
 KEEP_RAW = 0.95
 """Larger results are stored raw. Source: ZipNN, arXiv 2411.05239."""
 WORTH_IT = 0.97
 """Largest worthwhile new size, relative to the old one."""
-PIECE_ITEMS = UNIT * 16
+PIECE_ITEMS = codec.UNIT * 16
 
 
 def choose(raw: StoredPlane, data: np.ndarray) -> StoredPlane:
     """Return the smallest way to store a plane's bytes; raw unless 5 per cent are saved."""
     found = [raw]
-    names = splits_of(raw.plane.dtype)
-    item = SPLITS[names[0]].item
+    names = codec.splits_of(raw.plane.dtype)
+    item = codec.SPLITS[names[0]].item
     histogram = None  # how often each item occurs, where items have few enough values to count
     if item.itemsize <= 2:
         histogram = _tally(1 << 8 * item.itemsize, np.asarray, item, data)
     for name in names:
         streams = []
-        for part in SPLITS[name].parts:
+        for part in codec.SPLITS[name].parts:
             if histogram is None:
-                counts = _tally(1 << part.bits, part.cut, SPLITS[name].item, data)
+                counts = _tally(1 << part.bits, part.cut, codec.SPLITS[name].item, data)
             else:
                 counts = _fold(part, histogram)
             streams.append(choose_stream(counts, part.bits))
@@ -81,7 +69,7 @@ def _tally(
     return total
 
 
-def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
+def _fold(part: codec.Part, histogram: np.ndarray) -> np.ndarray:
     """Return the counts of a stream's symbols, from those of the items."""
     items = np.flatnonzero(histogram).astype(np.uint8 if len(histogram) == 256 else "<u2")
     symbols = part.cut(items)
@@ -90,22 +78,22 @@ def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
     return total
 
 
-def choose_stream(counts: np.ndarray, bits: int) -> Stream:
+def choose_stream(counts: np.ndarray, bits: int) -> codec.Stream:
     """Return the smallest way to store a stream, with its table, from counts [2^bits]."""
     count = int(counts.sum())
     order = np.lexsort((np.arange(len(counts)), -counts))
     table = order[: np.count_nonzero(counts)].astype(np.uint8)
     if len(table) == 1:
-        return Stream("const", bits, count, table=1, symbols=table)
-    found = [Stream("raw", bits, count, symbols=table[:0])]
+        return codec.Stream("const", bits, count, table=1, symbols=table)
+    found = [codec.Stream("raw", bits, count, symbols=table[:0])]
     if len(table) <= 3:
-        found.append(Stream("trits", bits, count, table=len(table), symbols=table))
-    for width in WIDTHS:
+        found.append(codec.Stream("trits", bits, count, table=len(table), symbols=table))
+    for width in codec.WIDTHS:
         if width < bits:
-            rare = exception_bits(len(table), width)
+            rare = codec.exception_bits(len(table), width)
             escapes = count - int(counts[table[: (1 << width) - 1]].sum()) if rare else 0
-            if escapes <= MAX_ESCAPES:
-                found.append(Stream("code", bits, count, width, len(table), escapes, table))
+            if escapes <= codec.MAX_ESCAPES:
+                found.append(codec.Stream("code", bits, count, width, len(table), escapes, table))
     # Its bytes, and a bit per escape for its time.
     return min(
         found, key=lambda s: s.table + s.code_bytes + 4 * s.ranks + s.literal_bytes + s.escapes / 8
@@ -133,14 +121,14 @@ def encode(
     if plane.mode == "raw":
         put(regions[0], data)
     for number, stream in enumerate(plane.streams):
-        split = SPLITS[plane.split]
+        split = codec.SPLITS[plane.split]
         items = pieces(data, PIECE_ITEMS * split.item.itemsize)
         symbols = (split.parts[number].cut(piece.view(split.item)) for piece in items)
         _write_stream(stream, symbols, regions[4 * number : 4 * number + 4], put)
 
 
 def _write_stream(
-    stream: Stream,
+    stream: codec.Stream,
     pieces: Iterator[np.ndarray],
     regions: tuple[Region, ...],
     put: Callable[[Region, np.ndarray], None],
@@ -155,19 +143,21 @@ def _write_stream(
     for symbols in pieces if stream.mode != "const" else ():
         places = place_of[symbols]
         if stream.mode == "raw":
-            put(exceptions, pack(symbols, stream.bits))
+            put(exceptions, codec.pack(symbols, stream.bits))
         elif stream.mode == "trits":
-            put(codes, pack_trits(places))
+            put(codes, codec.pack_trits(places))
         else:
-            put(codes, pack(np.minimum(places, escape), stream.width))
+            put(codes, codec.pack(np.minimum(places, escape), stream.width))
         if stream.escapes:
             rare = places >= escape
-            ranks.append(np.add.reduceat(rare, np.arange(0, len(rare), RANK_STRIDE), dtype=int))
+            ranks.append(
+                np.add.reduceat(rare, np.arange(0, len(rare), codec.RANK_STRIDE), dtype=int)
+            )
             found = np.concatenate([left, places[rare] - np.uint8(escape)])
             whole = len(found) // 8 * 8  # what fills bytes
             left = found[whole:]
-            put(exceptions, pack(found[:whole], stream.exception_bits))
-    put(exceptions, pack(left, stream.exception_bits))
+            put(exceptions, codec.pack(found[:whole], stream.exception_bits))
+    put(exceptions, codec.pack(left, stream.exception_bits))
     put(rank, np.cumsum(np.concatenate(ranks))[1:-1].astype("<u4"))
 
 
@@ -218,8 +208,8 @@ def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplicati
         if first < number:
             planes.append(replace(raw, mode="same", of=first))
         else:
-            where = f"{BIN_NAME}: tensor {raw.tensor!r}"
-            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, "convert the model again")
+            where = f"{BIN_NAME}: tensor {raw.tensor!r}: "
+            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
             planes.append(choose(raw, data))
         done += raw.plane.nbytes
         if progress:
@@ -281,14 +271,14 @@ def gain_of(plane: StoredPlane) -> Gain:
     """Return a plane's gain, its storage in a few words."""
     said = "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
     if plane.mode == "streams":
-        parts = zip(SPLITS[plane.split].parts, plane.streams, strict=True)
+        parts = zip(codec.SPLITS[plane.split].parts, plane.streams, strict=True)
         said = ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
     stored = sum(nbytes for _, nbytes in plane.parts())
     name = f"{plane.tensor} {plane.key}"
     return Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, said)
 
 
-def _stream(stream: Stream) -> str:
+def _stream(stream: codec.Stream) -> str:
     if stream.mode == "code":
         escaped = f" + {100 * stream.escapes / stream.count:.2f} % escapes"
         return f"{stream.width}-bit code{escaped if stream.escapes else ''}"

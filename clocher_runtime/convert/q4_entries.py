@@ -18,10 +18,11 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.iebin import PlaneWriter, tensors_of
 from clocher_runtime.disk.files import MappedFile, sha256_of
-from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, checked_hash
+from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, check_hashes, checked_hash
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
 
 METHODS = ("rtn", "imx", "gptq")
+OTHER_WEIGHTS = "it was made from other weights: run the PTQ script again"
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,5})\..*")
 _FILE = re.compile(r"[\w.-]{1,200}\.planes\.bin")
@@ -152,7 +153,7 @@ def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor
         for key, plane in entry.format.planes(entry.shape).items()
     }
     tensor = stored_tensor(entry.shape, entry.format, planes, where)
-    check_hashes(tensor, entry, where)
+    check_hashes(planes, entry.sha256, f"{where}: ", OTHER_WEIGHTS)
     tensor.check()
     return tensor
 
@@ -160,16 +161,6 @@ def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor
 def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
     """Return the SHA-256 of each plane of a tensor."""
     return {key: sha256_of(plane) for key, plane in tensor.planes.items()}
-
-
-def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
-    """Raise FormatError if a plane does not match a manifest's entry."""
-    for key, digest in plane_hashes(tensor).items():
-        if digest != entry.sha256[key]:
-            raise FormatError(
-                f"{where}: plane {key!r} has SHA-256 {digest}, the manifest says "
-                f"{entry.sha256[key]}; it was made from other weights: run the PTQ script again"
-            )
 
 
 def read_tensors(

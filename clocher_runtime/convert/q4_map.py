@@ -22,18 +22,11 @@ from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Terna
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
-from clocher_runtime.convert.q4_entries import (
-    METHODS,
-    Entry,
-    Planes,
-    check_hashes,
-    read_planes,
-    read_tensors,
-)
+from clocher_runtime.convert import q4_entries
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import dump
+from clocher_runtime.disk.plane_index import check_hashes, dump
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 VERSION = 1
@@ -49,7 +42,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "zero": ("per-tensor", "per-group"),
     "scale": ("per-channel", "per-tensor", "per-block"),
     "scale_dtype": ("f16", "f32", "bf16"),
-    "method": METHODS,
+    "method": q4_entries.METHODS,
 }
 _OPTIONAL = {
     "group": int,
@@ -124,9 +117,11 @@ class Q4Map:
     rules: tuple[Rule, ...]  # in order; the first match decides
     document: Mapping[str, Any]  # its JSON for the record, its hash instead of `tensors`, `kept`
     requantize: bool = False  # whether tensors that are quantised already are quantised anew
-    entries: Mapping[str, Entry] | None = None  # what was done; None in a manifest of rules alone
+    entries: Mapping[str, q4_entries.Entry] | None = (
+        None  # what was done; None in a manifest of rules alone
+    )
     kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
-    planes: Planes | None = None  # the file with planes that rounding does not give
+    planes: q4_entries.Planes | None = None  # the file with planes that rounding does not give
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
         """Return the new format of each tensor to quantise, and notes. Raises UsageError."""
@@ -153,12 +148,14 @@ class Q4Map:
         entry = self.entries[name]
         if entry.offsets and self.planes:
             path = self.path.with_name(self.planes.file)
-            return read_planes(path, self.planes.nbytes, name, entry)
+            return q4_entries.read_planes(path, self.planes.nbytes, name, entry)
         encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
-        check_hashes(encoded, entry, str(self.path))
+        check_hashes(encoded.planes, entry.sha256, f"{self.path}: ", q4_entries.OTHER_WEIGHTS)
         return encoded
 
-    def _check_model(self, entries: Mapping[str, Entry], tensors: Mapping[str, Stored]) -> None:
+    def _check_model(
+        self, entries: Mapping[str, q4_entries.Entry], tensors: Mapping[str, Stored]
+    ) -> None:
         made_for = "; the manifest was made for another model: run the PTQ script on this one"
         known = set(entries) | set(self.kept)
         if missing := sorted(known - set(tensors)):
@@ -248,7 +245,7 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
     if not 0 < len(rules) <= MAX_RULES:
         raise UsageError(f"{path}: {len(rules)} rules; expected 1 to {MAX_RULES}")
     built = tuple(_rule(rule, f"{path}: rules[{index}]") for index, rule in enumerate(rules))
-    entries, kept, planes = read_tensors(document, str(path), len(built))
+    entries, kept, planes = q4_entries.read_tensors(document, str(path), len(built))
     requantize = bool(document.get("requantize"))
     if entries is not None:
         long = ("tensors", "kept")
@@ -342,7 +339,7 @@ def check_method(fmt: Format, method: str) -> None:
 
 def best_method(fmt: Format, wanted: str) -> str:
     """Return the supported method that is closest to the wanted one."""
-    for method in METHODS[METHODS.index(wanted) :: -1]:
+    for method in q4_entries.METHODS[q4_entries.METHODS.index(wanted) :: -1]:
         try:
             check_method(fmt, method)
         except UsageError:

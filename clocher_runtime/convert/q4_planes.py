@@ -11,27 +11,20 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
 from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, tensors_of
-from clocher_runtime.convert.q4_entries import check_hashes, entry_document
-from clocher_runtime.convert.q4_map import (
-    NamePattern,
-    Q4Map,
-    assign,
-    load_q4_map,
-    parse_q4_map,
-    write_manifest,
-)
+from clocher_runtime.convert import q4_map
+from clocher_runtime.convert.q4_entries import OTHER_WEIGHTS, entry_document
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared, refuse_input
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import check_free
-from clocher_runtime.disk.plane_index import Entry, place
+from clocher_runtime.disk.plane_index import Entry, check_hashes, place
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 from clocher_runtime.engine.topology import usable_cpus
 
 CHUNK_ROWS = 1024
 _JSON_BYTES = 1024
 _PROJECTIONS, _HEAD = r".*_proj\.weight", r"lm_head\.weight"
-_ATTENTION = NamePattern(r".*\.self_attn\.[qkvo]_proj\.weight")
+_ATTENTION = q4_map.NamePattern(r".*\.self_attn\.[qkvo]_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,7 +33,7 @@ class Q4Job:
 
     source: Checkpoint
     files: Mapping[str, Path]  # the plane files: "codes" and "scales"
-    rules: Q4Map  # for the path of the manifest
+    rules: q4_map.Q4Map  # for the path of the manifest
     names: tuple[str, ...]  # the matrices, in the order of the files
     kept: Mapping[str, str]  # name -> reason of every other tensor
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
@@ -61,7 +54,7 @@ class Q4Job:
             self.source.check_unchanged()
             index = self.files["codes"].with_name(q4.COMPAT_NAME)
             pair.publish(stale=[self.rules.path, index])
-            write_manifest(self.rules.path, self._document(pair.entries))
+            q4_map.write_manifest(self.rules.path, self._document(pair.entries))
         return done
 
     def _document(self, entries: list[Entry]) -> dict[str, object]:
@@ -86,8 +79,8 @@ def plan_q4(
     refuse_input(source, codes, scales, manifest)
     pattern = f"{_PROJECTIONS}|{_HEAD}" if include_lm_head else _PROJECTIONS
     rule = {"pattern": pattern, "dtype": "int4w", "group": 32}
-    rules = parse_q4_map({"version": 1, "rules": [rule]}, manifest)
-    assigned = assign(rules.rules, source.tensors, False, str(hf_dir))
+    rules = q4_map.parse_q4_map({"version": 1, "rules": [rule]}, manifest)
+    assigned = q4_map.assign(rules.rules, source.tensors, False, str(hf_dir))
     names = tuple(sorted(assigned.chosen, key=natural))
     if not names:
         reasons = ", ".join(sorted(set(assigned.kept.values())))
@@ -118,7 +111,7 @@ def encoded(
 
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
     """Write model.ie.compat.json from a manifest; return the names taken from the plane files."""
-    listed = load_q4_map(manifest).entries or {}
+    listed = q4_map.load_q4_map(manifest).entries or {}
     base = open_iebin(model_dir / JSON_NAME)
     entries: list[Entry] = []
     ends = dict.fromkeys(q4.Q4_NAMES, 0)
@@ -139,7 +132,8 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
     if not entries:
         raise UsageError(f"{manifest}: no tensors; give a manifest of gen_q4_bytes_stream.py")
     for name, matrix in tensors_of(entries, q4.map_planes(model_dir, entries)).items():
-        check_hashes(matrix, listed[name], f"{manifest}: tensor {name!r} in {model_dir}")
+        where = f"{manifest}: tensor {name!r} in {model_dir}: "
+        check_hashes(matrix.planes, listed[name].sha256, where, OTHER_WEIGHTS)
     q4.write_overlay(model_dir / q4.COMPAT_NAME, entries)
     return list(listed)
 

@@ -13,17 +13,10 @@ from typing import TypeVar
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints import iebin, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import (
-    MAX_VOCAB_BYTES,
-    IebinWriter,
-    Progress,
-    model_bytes,
-    read_index,
-)
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
@@ -59,12 +52,12 @@ class Conversion:
             if fmt.name != self.source.tensors[name].format.name
         }
 
-    def run(self, progress: Progress | None = None) -> int:
+    def run(self, progress: iebin.Progress | None = None) -> int:
         """Write the output, resuming a killed run; return how many tensors it had finished."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
         tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
-        with IebinWriter(self.out_dir, self._job(), progress) as writer:
+        with iebin.IebinWriter(self.out_dir, self._job(), progress) as writer:
             done = len(writer.resume(tensors))
             names = list(self.formats)[done:]
             for name, tensor in prepared(self.source, names, self._prepare):
@@ -114,7 +107,7 @@ def job_name(source: Checkpoint, *options: object) -> str:
 
 
 def finish(
-    writer: IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
+    writer: iebin.IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
 ) -> None:
     """Commit what was made of a checkpoint. Raises ModelChanged, OSError."""
     source.check_unchanged()
@@ -170,7 +163,7 @@ def plan_conversion(
     chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
     names = sorted(source.names, key=natural)
     formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
-    nbytes = model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
+    nbytes = iebin.model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
     nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
     nbytes += len(vocabulary(source) or b"")
     partial = out_dir / (BIN_NAME + PARTIAL)
@@ -180,7 +173,7 @@ def plan_conversion(
 
 
 def convert(
-    hf_dir: Path, out_dir: Path, q4_map: Path | None = None, progress: Progress | None = None
+    hf_dir: Path, out_dir: Path, q4_map: Path | None = None, progress: iebin.Progress | None = None
 ) -> Conversion:
     """Convert a checkpoint; see `plan_conversion` and `Conversion.run`."""
     conversion = plan_conversion(hf_dir, out_dir, q4_map)
@@ -193,7 +186,7 @@ def vocabulary(source: Checkpoint) -> bytes | None:
     tokenizer = source.tokenizer_source
     if isinstance(tokenizer, bytes):
         return tokenizer
-    return read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
+    return read_bytes(tokenizer, iebin.MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
 
 
 def natural(name: str) -> list[str | int]:
@@ -205,7 +198,7 @@ def natural(name: str) -> list[str | int]:
 
 def write_tensor_map(model_dir: Path) -> int:
     """Write tensor_map.json, with model.ie.json's checksum; return its number of tensors."""
-    document = read_index(model_dir / JSON_NAME).document
+    document = iebin.read_index(model_dir / JSON_NAME).document
     head = {
         "format": "clocher.tensor_map",
         "version": 1,

@@ -46,6 +46,9 @@ class Region(NamedTuple):
         return self.offset + self.nbytes
 
 
+DAMAGED = "the file is damaged; convert the model again"
+
+
 def aligned(end: int, alignment: int = ALIGNMENT) -> int:
     """Return the next multiple of an alignment."""
     return -(-end // alignment) * alignment
@@ -196,14 +199,13 @@ def checked_hash(value: str, where: str) -> str:
 
 
 def check_hashes(
-    planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, again: str
+    planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, cause: str
 ) -> None:
-    """Compare planes with their SHA-256; `again` says how to repair a damaged file."""
+    """Compare planes with their SHA-256; `cause` says why they may differ, and what to do."""
     for key, expected in hashes.items():
-        if sha256_of(planes[key]) != expected:
+        if (found := sha256_of(planes[key])) != expected:
             raise FormatError(
-                f"{where}, plane {key!r}: the bytes do not match their SHA-256: the file is "
-                f"damaged; {again}"
+                f"{where}plane {key!r} has SHA-256 {found}, expected {expected}: {cause}"
             )
 
 

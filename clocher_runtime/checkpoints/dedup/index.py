@@ -7,14 +7,7 @@ from typing import Any
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats.base import Plane
-from clocher_runtime.checkpoints.dedup.codec import (
-    MAX_ESCAPES,
-    SPLITS,
-    WIDTHS,
-    Stream,
-    exception_bits,
-    splits_of,
-)
+from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.iebin import IebinIndex
 from clocher_runtime.disk.plane_index import (
     FileFacts,
@@ -71,7 +64,7 @@ class StoredPlane:
     sha256: str
     mode: str = "raw"
     split: str = ""
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[codec.Stream, ...] = ()
     of: int = 0
 
     def parts(self) -> Iterator[tuple[str, int]]:
@@ -243,10 +236,10 @@ def _read_plane(value: object, at: str) -> StoredPlane:
     return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), mode, **stored)
 
 
-def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:
-    if found["split"] not in splits_of(plane.dtype):
+def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[codec.Stream, ...]:
+    if found["split"] not in codec.splits_of(plane.dtype):
         raise FormatError(f"{at}: split is {found['split']!r:.40}, dtype {plane.dtype}")
-    split = SPLITS[found["split"]]
+    split = codec.SPLITS[found["split"]]
     if len(found["streams"]) != len(split.parts):
         raise FormatError(f"{at}: {len(found['streams'])} streams, expected {len(split.parts)}")
     count = plane.nbytes // split.item.itemsize * split.per_item
@@ -254,18 +247,18 @@ def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stre
     return tuple(_read_stream(value, part.bits, count, f"{at}: stream") for value, part in pairs)
 
 
-def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
+def _read_stream(value: object, bits: int, count: int, at: str) -> codec.Stream:
     mode = _mode(value, _STREAM, at)
     found = fields(value, at, {"mode": str} | _STREAM[mode])
     stated = {key: found[key] for key in _STREAM[mode]}
-    stream = Stream(mode, bits, count, **{"table": int(mode == "const")} | stated)
+    stream = codec.Stream(mode, bits, count, **{"table": int(mode == "const")} | stated)
     if mode == "trits" and not 2 <= stream.table <= 3:
         raise FormatError(f"{at}: trits of {stream.table} symbols, expected 2 or 3")
     if mode == "code":
         width, table, escapes = stream.width, stream.table, stream.escapes
-        if width not in WIDTHS or not 2 <= table <= 1 << bits:
+        if width not in codec.WIDTHS or not 2 <= table <= 1 << bits:
             raise FormatError(f"{at}: a code of {width} bits for {table} symbols of {bits} bits")
-        most = min(count, MAX_ESCAPES) if exception_bits(table, width) else 0
+        most = min(count, codec.MAX_ESCAPES) if codec.exception_bits(table, width) else 0
         if not 0 <= escapes <= most or (most and not escapes):
             raise FormatError(f"{at}: {escapes} escapes of {count} symbols, at most {most} can be")
     return stream
