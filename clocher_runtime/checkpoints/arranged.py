@@ -58,6 +58,8 @@ def arranged(
     for source, need in inventory(spec).items():
         # Ends at the first that is not there: a config may promise more experts than fit anywhere.
         if not all(name in named for name, _ in names_of(family, source, need)):
+            if source in named:  # of a family that some files fuse
+                found[source] = named[source]
             continue
         names = dict(names_of(family, source, need))
         # Nor many more rows than are there, as their order is an array; less is reported below.

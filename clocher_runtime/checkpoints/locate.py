@@ -26,6 +26,7 @@ SUFFIX = ".gguf"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG = "config.json"
 SUBFOLDERS = ("", "hf", "hf/original", "original")
+_MARKERS = (JSON_NAME, *(os.path.join(folder, CONFIG) for folder in SUBFOLDERS))
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_ADAPTER_BYTES = 1_000_000
 _MOST_NAMES, _MOST_MODELS, _SHOWN = 10_000, 1000, 5
@@ -179,7 +180,7 @@ def listed(directory: Path) -> list[str]:
 
 def holds_model(directory: Path) -> bool:
     """Return whether a directory has the files of a model; none is opened."""
-    if any(os.path.isfile(directory / marker) for marker in _markers()):
+    if any(os.path.isfile(directory / marker) for marker in _MARKERS):
         return True
     try:
         return any(name.lower().endswith(SUFFIX) for name in listed(directory))
@@ -191,10 +192,6 @@ def find_hf(path: Path) -> Path | None:
     """Return the directory with config.json: the path itself or one of `SUBFOLDERS` in it."""
     folders = (path / folder for folder in SUBFOLDERS)
     return next((folder for folder in folders if os.path.isfile(folder / CONFIG)), None)
-
-
-def _markers() -> list[str]:
-    return [JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)]
 
 
 def base_of(directory: Path) -> str:
@@ -213,7 +210,7 @@ def no_model(path: Path) -> ModelError:
 
     if os.path.isfile(path):
         return _no_model_file(path)
-    looked = f"{path}: no model there; looked for {', '.join(_markers())}, *.gguf"
+    looked = f"{path}: no model there; looked for {', '.join(_MARKERS)}, *.gguf"
     if path.name == "original" and (path.parent / CONFIG).is_file():
         looked = f"{path}: no {CONFIG} there; the model is in {path.parent}"
     elif repo := published_as(str(path)):

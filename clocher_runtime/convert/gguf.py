@@ -19,14 +19,14 @@ from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, FilePiece, pieces
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, pieces
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.models.build import inverse_frequencies
 from clocher_runtime.models.families import spec_from_config
-from clocher_runtime.models.inventory import Need, inventory
+from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
 Field = str | bool | int | float | tuple[str, ...] | tuple[int, ...] | tuple[float, ...]
@@ -53,7 +53,7 @@ class GgufEntry(NamedTuple):
     shape: tuple[int, ...]  # slowest dimension first
     kind: GgmlType
     source: str = ""  # the model's tensor; "": rope factors
-    piece: FilePiece = FilePiece("")
+    order: np.ndarray | slice = slice(None)  # rows of the model's, those of a stack counted through
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +106,7 @@ class GgufExport:
         tensor = checkpoint.tensor(entry.source, verify=True)
         vector = len(entry.shape) == 1 or entry.source.endswith(("_bias", ".bias"))
         count = prod(tensor.shape) if vector else prod(tensor.shape[:-1])
-        order = _row_order(self.spec, entry, inventory(self.spec)[entry.source], count)
+        order = np.arange(count)[entry.order]
         if vector:
             yield tensor.decode().reshape(-1)[order].astype(np.float32)
             return
@@ -172,10 +172,12 @@ def plan_gguf(
         else:
             ggml = FLOATS[decoded] if decoded else same_type(formats[source])
         for piece in pieces(spec, source, need):
-            shape, axis = list(need.shape), 1 if need.kind != "vector" else len(need.shape) - 1
+            rows, shape = piece.rows(spec, source, need), list(need.shape)
             if piece.places:
-                shape[axis] //= 2
-            entries.append(GgufEntry(piece.name, tuple(shape), ggml, source, piece))
+                shape[-1 if need.kind == "vector" else -2] //= 2
+            order = np.argsort(rows) if isinstance(rows, np.ndarray) else slice(None)
+            entry = GgufEntry(piece.name, tuple(shape), ggml, source, piece.places or order)
+            entries.append(entry)
     if spec.rope.kind == "llama3":
         entries.insert(0, GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32))
     share: Counter[GgmlType] = Counter()
@@ -185,14 +187,6 @@ def plan_gguf(
     arch = "bitnet" if timed and spec.family == "bitnet" else _ARCHITECTURES[spec.family]
     fields = _fields(spec, arch, name, main, vocab or {})
     return GgufExport(spec, fields, tuple(entries), _notes(spec))
-
-
-def _row_order(spec: ModelSpec, entry: GgufEntry, need: Need, count: int) -> np.ndarray:
-    """Return which of `count` rows of a model's tensor, those of a stack counted through, go in."""
-    rows = entry.piece.rows(spec, entry.source, need)
-    if isinstance(rows, np.ndarray):
-        return np.argsort(rows)
-    return np.arange(count)[entry.piece.places or slice(None)]
 
 
 def _notes(spec: ModelSpec) -> tuple[str, ...]:

@@ -46,8 +46,9 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's type, logical shape (slowest dimension first), file offset and size."""
+    """A tensor's file, type, logical shape (slowest dimension first), offset and size."""
 
+    file: MappedFile
     kind: GgmlType
     shape: tuple[int, ...]
     offset: int
@@ -103,23 +104,22 @@ class GgufFile:
             )
         self.tensors = header.tensors(alignment)
         self.files: tuple[MappedFile, ...] = (self.file,)
-        self._homes = dict.fromkeys(self.tensors, self.file)
 
     def attach(self, part: "GgufFile") -> None:
         """Add another part's tensors; raises FormatError for one in both."""
         for name in part.tensors:
             if name in self.tensors:
                 raise FormatError(
-                    f"{part.file.path}: tensor {name!r} is in {self._homes[name].path.name}, too"
+                    f"{part.file.path}: tensor {name!r} is in {self.tensors[name].file.path.name}, "
+                    "too"
                 )
-            self._homes[name] = part.file
         self.tensors |= part.tensors
         self.files += (part.file,)
 
     def data(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor, u8 [nbytes], as a read-only view of its file."""
         info = self.tensors[name]
-        return self._homes[name].bytes(info.offset, info.offset + info.nbytes)
+        return info.file.bytes(info.offset, info.offset + info.nbytes)
 
     def release(self) -> None:
         """Let the kernel drop the resident pages of the files."""
@@ -239,7 +239,7 @@ class _Header:
             nbytes = nbytes * math.prod(shape[:-1]) + kind.tail
             last = offset + nbytes
             end = -(-last // alignment) * alignment
-            tensors[name] = GgufTensor(kind, shape, start + offset, nbytes)
+            tensors[name] = GgufTensor(self._file, kind, shape, start + offset, nbytes)
         held = self._file.nbytes
         if entries and not start + last <= held <= start + end:
             state = "truncated" if held < start + last else "trailing data"

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,13 +92,8 @@ def cache_directory() -> Path:
 def repositories(cache: Path | None = None) -> dict[str, Path]:
     """Return the models of the cache, "owner/name" -> folder, sorted; none if unreadable."""
     cache = cache_directory() if cache is None else cache
-    try:
-        with os.scandir(cache) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(_MOST_FOLDERS), strict=False)]
-    except OSError:
-        return {}
-    found = {_repository(name): cache / name for name in sorted(names)}
-    return {repo: folder for repo, folder in found.items() if repo is not None}
+    folders = sorted(islice(cache.glob(f"{_FOLDER}*"), _MOST_FOLDERS))
+    return {repo: folder for folder in folders if (repo := _repository(folder.name))}
 
 
 def repository_of(path: Path) -> str | None:

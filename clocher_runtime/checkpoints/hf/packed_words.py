@@ -136,13 +136,7 @@ def row_bytes(words: np.ndarray) -> np.ndarray:
 
 def transposed_bytes(words: np.ndarray) -> np.ndarray:
     """Return the bytes of words [A, N] with N first, u8 [N, 4A]."""
-    rows, columns = words.shape
-    out = np.empty((columns, rows), np.int32)
-    for left in range(0, columns, _TILE):  # in tiles, which stay in cache
-        for top in range(0, rows, _TILE):
-            tile = words[top : top + _TILE, left : left + _TILE]
-            out[left : left + _TILE, top : top + _TILE] = tile.T
-    return out.view(np.uint8)
+    return row_bytes(words.T)
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
