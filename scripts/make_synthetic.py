@@ -50,7 +50,7 @@ def main(
     The same arguments give the same bytes.
     """
     synthesis = plan_synthesis(preset, precision, out_dir, seed=seed, layers=layers, gguf=gguf)
-    report.disk(preset, out_dir, synthesis.nbytes, synthesis.free_bytes)
+    report.disk(preset, out_dir, synthesis.nbytes)
     with report.progress(synthesis.nbytes) as progress:
         synthesis.run(progress)
     report.done(

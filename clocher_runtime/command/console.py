@@ -330,8 +330,11 @@ class Report(Console):
             self.done(f"error: {text or type(error).__name__}")
         return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
 
-    def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
+    def disk(self, source: Path | str, target: Path, nbytes: int) -> None:
         """Write how much disk space is needed."""
+        from clocher_runtime.disk.output_file import check_free
+
+        free = check_free(target, 0)
         self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
 
     @contextmanager

@@ -114,7 +114,7 @@ def fetch(
     if not (allow or hub.file):
         _look_ahead(report, download, anyway)
     target = out_dir or cache_directory()
-    report.disk(str(hub), target, download.nbytes, download.free_bytes)
+    report.disk(str(hub), target, download.nbytes)
     folder = download.run(lambda name: report.note(f"checking {name}"))
     report.done(
         f"{len(download.files)} files of {hub.repo} at {download.commit} are in {folder}, "

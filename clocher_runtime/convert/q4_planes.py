@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from clocher_kernels.errors import FormatError, UsageError
@@ -38,7 +39,6 @@ class Q4Job:
     kept: Mapping[str, str]  # name -> reason of every other tensor
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
     nbytes: int  # of the output
-    free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
         """Write the files, resuming a killed run; return how many matrices it had finished."""
@@ -86,27 +86,19 @@ def plan_q4(
         reasons = ", ".join(sorted(set(assigned.kept.values())))
         raise UsageError(f"{source.path}: no float matrix to encode: {reasons}")
     nbytes = sum(q4.Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
-    free = check_free(codes, nbytes)
+    check_free(codes, nbytes)
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
     files = {"codes": codes, "scales": scales}
-    return Q4Job(source, files, rules, names, kept, chunk_rows, nbytes, free)
+    return Q4Job(source, files, rules, names, kept, chunk_rows, nbytes)
 
 
 def encoded(
     source: Checkpoint, names: tuple[str, ...], chunk_rows: int
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield each matrix's name and its Q4_0 form."""
-
-    def prepare(name: str) -> QuantTensor:
-        tensor = source.tensor(name, verify=True)
-        try:
-            return round_tensor(tensor, q4.Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
-        finally:
-            source.release()
-
-    return prepared(source, names, prepare)
+    threads = len(usable_cpus())
+    make = partial(round_tensor, fmt=q4.Q4_0, threads=threads, rows=chunk_rows)
+    return prepared(source, names, lambda _, tensor: make(tensor))
 
 
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
@@ -154,7 +146,6 @@ class AppendJob:
     names: tuple[str, ...]  # the matrices that it lacks
     present: tuple[str, ...]  # those that it has
     nbytes: int  # bytes that the new ones will take
-    free_bytes: int  # bytes that the disk has for them
 
     def run(self, progress: Progress | None = None) -> None:
         """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
@@ -200,6 +191,6 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
             "; give the checkpoint that the model was made of, with floats",
         )
     nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in missing)
-    free = check_free(index, nbytes)
+    check_free(index, nbytes)
     present = tuple(name for name in wanted if name in there)
-    return AppendJob(source, index, entries, missing, present, nbytes, free)
+    return AppendJob(source, index, entries, missing, present, nbytes)

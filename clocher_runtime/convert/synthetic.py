@@ -118,7 +118,6 @@ class Synthesis:
     gguf: GgufExport | None
     source: Mapping[str, Any]
     nbytes: int
-    free_bytes: int
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
@@ -160,8 +159,8 @@ def plan_synthesis(
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
     nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
-    free = check_free(out_dir / BIN_NAME, nbytes)
-    return Synthesis(config, formats, seed, out_dir, export, source, nbytes, free)
+    check_free(out_dir / BIN_NAME, nbytes)
+    return Synthesis(config, formats, seed, out_dir, export, source, nbytes)
 
 
 def _native(spec: ModelSpec) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Format
@@ -22,8 +21,6 @@ from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
 from clocher_runtime.engine.topology import usable_cpus
-
-T = TypeVar("T")
 
 MAP_NAME = "tensor_map.json"
 
@@ -41,7 +38,6 @@ class Conversion:
     q4_map: Q4Map | None  # the manifest, if there is one
     notes: tuple[str, ...]  # for people: how the input was read and the manifest applied
     nbytes: int  # of the output, an upper bound, closer than 1 % for real models
-    free_bytes: int  # of the disk
 
     @property
     def quantised(self) -> dict[str, str]:
@@ -60,25 +56,18 @@ class Conversion:
         with iebin.IebinWriter(self.out_dir, self._job(), progress) as writer:
             done = len(writer.resume(tensors))
             names = list(self.formats)[done:]
-            for name, tensor in prepared(self.source, names, self._prepare):
+            for name, tensor in prepared(self.source, names, self._stored):
                 writer.add(name, tensor)
                 self.source.release()
             manifest = self.q4_map.document if self.q4_map else None
             finish(writer, self.source, vocab, q4_map=manifest, quantised=self.quantised)
         return done
 
-    def _prepare(self, name: str) -> QuantTensor:
-        fmt = self.formats[name]
-        tensor = self.source.tensor(name, verify=True)
-        if fmt.name == tensor.format.name:
+    def _stored(self, name: str, tensor: QuantTensor) -> QuantTensor:
+        if self.formats[name].name == tensor.format.name:
             return tensor
-        try:
-            assert self.q4_map is not None, "only a manifest changes formats"
-            return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
-        finally:
-            self.source.release()
+        assert self.q4_map is not None, "only a manifest changes formats"
+        return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
 
     def _job(self) -> str:
         formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
@@ -86,14 +75,25 @@ class Conversion:
 
 
 def prepared(
-    source: Checkpoint, names: Sequence[str], prepare: Callable[[str], T]
-) -> Iterator[tuple[str, T]]:
-    """Yield each name with its prepared value, preparing the next one meanwhile."""
+    source: Checkpoint, names: Sequence[str], make: Callable[[str, QuantTensor], QuantTensor]
+) -> Iterator[tuple[str, QuantTensor]]:
+    """Yield each name with what `make` makes of its tensor, preparing the next one meanwhile."""
+
+    def one(name: str) -> QuantTensor:
+        tensor = source.tensor(name, verify=True)
+        try:
+            made = make(name, tensor)
+        except FormatError as error:
+            raise FormatError(f"tensor {name!r}: {error}") from None
+        if made is not tensor:
+            source.release()
+        return made
+
     with ThreadPoolExecutor(1) as ahead:
-        upcoming = [ahead.submit(prepare, name) for name in names[:1]]
+        upcoming = [ahead.submit(one, name) for name in names[:1]]
         for index, name in enumerate(names):
             result = upcoming.pop().result()
-            upcoming = [ahead.submit(prepare, later) for later in names[index + 1 : index + 2]]
+            upcoming = [ahead.submit(one, later) for later in names[index + 1 : index + 2]]
             for later in names[index + 2 : index + 3]:
                 source.read_ahead(later)
             yield name, result
@@ -168,8 +168,8 @@ def plan_conversion(
     nbytes += len(vocabulary(source) or b"")
     partial = out_dir / (BIN_NAME + PARTIAL)
     reclaimed = partial.stat().st_size if partial.is_file() else 0
-    free = check_free(partial, nbytes, reclaimed)
-    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes, free)
+    check_free(partial, nbytes, reclaimed)
+    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes)
 
 
 def convert(

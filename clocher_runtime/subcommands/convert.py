@@ -187,7 +187,7 @@ def _export(
         report.note(f"note: {note}")
     if job.floats:
         report.note(f"note: {len(job.floats)} matrices become {others}, such as {job.floats[0]}")
-    report.disk(source.path, out, job.nbytes, job.free_bytes)
+    report.disk(source.path, out, job.nbytes)
     with report.progress(job.nbytes) as progress:
         job.run(progress)
     if verify:
@@ -288,7 +288,7 @@ def _convert(report: Report, conversion: "Conversion", verify: bool) -> None:
     for note in conversion.notes:
         report.note(f"note: {note}")
     source, out_dir = conversion.source.path, conversion.out_dir
-    report.disk(source, out_dir, conversion.nbytes, conversion.free_bytes)
+    report.disk(source, out_dir, conversion.nbytes)
     run_conversion(report, conversion, verify)
 
 

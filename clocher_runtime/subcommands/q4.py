@@ -48,7 +48,7 @@ def generate(report: Report, hf_dir: Path, q4_bytes: Path, scales: Path, manifes
     if head and "lm_head.weight" not in job.names:
         kept = job.kept.get("lm_head.weight", "the embedding is the output head")
         report.note(f"note: IE_Q4_INCLUDE_LM_HEAD=1, but there is none to encode: {kept}")
-    report.disk(job.source.path, q4_bytes.parent, job.nbytes, job.free_bytes)
+    report.disk(job.source.path, q4_bytes.parent, job.nbytes)
     with report.progress(job.nbytes) as progress:
         resumed = job.run(progress)
     taken_over = f" ({resumed} taken over from a killed run)" if resumed else ""
@@ -88,7 +88,7 @@ def _variable(name: str, default: str) -> tuple[str, str]:
 def append(report: Report, hf_dir: Path, compat_json: Path, q4_bin: Path) -> None:
     """Append to an index the attention projections (self_attn q, k, v, o) that it lacks in Q4_0."""
     job = plan_append(hf_dir, compat_json, q4_bin)
-    report.disk(job.source.path, compat_json.parent, job.nbytes, job.free_bytes)
+    report.disk(job.source.path, compat_json.parent, job.nbytes)
     with report.progress(job.nbytes) as progress:
         job.run(progress)
     report.done(

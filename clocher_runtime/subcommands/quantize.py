@@ -324,7 +324,8 @@ def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> 
     from clocher_runtime.disk.output_file import check_free
 
     nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
-    report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
+    check_free(out_dir / MANIFEST, nbytes)
+    report.disk(job.checkpoint.path, out_dir, nbytes)
     if job.calibration:
         states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
         report.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")

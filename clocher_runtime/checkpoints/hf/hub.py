@@ -164,7 +164,7 @@ class Download:
     """A revision whose files can be fetched.
 
     `commit` is what `revision` stands for now; `directory` None is the hub's cache; `missing` are
-    the `files` not there in the right size; `nbytes` are still to come, `free_bytes` free on disk.
+    the `files` not there in the right size; `nbytes` are still to come.
     """
 
     repo: str
@@ -174,7 +174,6 @@ class Download:
     files: tuple[HubFile, ...]
     missing: tuple[HubFile, ...]
     nbytes: int
-    free_bytes: int
 
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
         """Fetch what is missing, check all files, return their directory; `checking` gets names."""
@@ -233,8 +232,8 @@ def plan_download(
     folder = directory or snapshot(HubName(repo, commit))
     missing = [file for file in files if not (folder and file.has_size(folder / file.name))]
     nbytes = sum(file.nbytes for file in missing)
-    free = check_free((directory or cache_directory()) / "file", nbytes)
-    return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes, free)
+    check_free((directory or cache_directory()) / "file", nbytes)
+    return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes)
 
 
 def local_or_fetched(path: Path) -> Path:
