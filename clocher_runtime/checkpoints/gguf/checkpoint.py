@@ -125,11 +125,10 @@ def model_config(file: GgufFile) -> dict[str, Any]:
             f"{where}: llama.cpp computes 'bitnet' with SiLU, Clocher's BitNet (2B-4T) has a "
             "squared ReLU; files of that model say bitnet-b1.58"
         )
-    row = architectures.ARCHITECTURES[arch]
     meta = Metadata(file)
-    config = _common(meta, row)
-    config |= row.read(meta)
-    config |= row.more(meta, config)
+    name, more = architectures.ARCHITECTURES[arch]
+    config = _common(meta, name)
+    config |= more(meta, config)
     for key, neutral in _NEUTRAL.items():
         value = None if key in meta.read else meta.value(key)
         if value is not None and not (isinstance(value, int | float) and value in neutral):
@@ -139,7 +138,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     return config
 
 
-def _common(meta: Metadata, row: architectures.Architecture) -> dict[str, Any]:
+def _common(meta: Metadata, name: str) -> dict[str, Any]:
     file, heads = meta.file, meta.get("attention.head_count", int)
     for key in _SIZES:
         got = meta.get(key, int, meta.head_dim)
@@ -151,7 +150,7 @@ def _common(meta: Metadata, row: architectures.Architecture) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise FormatError(f"{meta.where}: tensor 'token_embd.weight' is missing")
     config: dict[str, Any] = {
-        "architectures": [row.name],
+        "architectures": [name],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": meta.get("embedding_length", int),
         "intermediate_size": meta.get("feed_forward_length", int),
