@@ -12,7 +12,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
-from clocher_runtime.convert.q4_map import NamePattern
+from clocher_runtime.convert.q4_map import name_pattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
 
@@ -104,11 +104,11 @@ def _opened(model_dir: Path, out_dir: Path, how: Sparsifying) -> tuple[Checkpoin
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)
     refuse_input(source, out_dir)
-    pattern = NamePattern(how.pattern)
+    pattern = name_pattern(how.pattern)
     names = [
         name
         for name, tensor in source.tensors.items()
-        if pattern.matches(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
+        if pattern.fullmatch(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
     ]
     if not names:
         raise UsageError(

@@ -58,44 +58,34 @@ _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 
 
-class NamePattern:
-    """A regular expression for whole names, from an unchecked file.
+def name_pattern(text: str) -> Any:
+    """Compile a regular expression for whole names, from an unchecked file; see its `fullmatch`.
 
     RE2 matches in linear time; patterns like `(a+)+b` would hang `re`. Source: R. Cox, "Regular
-    Expression Matching Can Be Simple And Fast", 2007.
+    Expression Matching Can Be Simple And Fast", 2007. Raises UsageError.
     """
+    import re2  # late: a model whose manifest has been applied runs without it
 
-    __slots__ = ("_compiled", "text")
-
-    def __init__(self, text: str) -> None:
-        """Compile a pattern; UsageError if it is too long or not valid in RE2."""
-        import re2  # late: a model whose manifest has been applied runs without it
-
-        if len(text) > MAX_PATTERN_CHARS:
-            raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
-        self.text = text
-        options = re2.Options()
-        options.log_errors = False
-        try:
-            self._compiled = re2.compile(text, options)
-        except (re2.error, UnicodeError) as error:
-            said = error.args[0] if error.args else ""
-            reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
-            raise UsageError(
-                f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
-                "without look-around or back-references"
-            ) from None
-
-    def matches(self, name: str) -> bool:
-        """Return whether the pattern matches the whole name."""
-        return self._compiled.fullmatch(name) is not None
+    if len(text) > MAX_PATTERN_CHARS:
+        raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options)
+    except (re2.error, UnicodeError) as error:
+        said = error.args[0] if error.args else ""
+        reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
+        raise UsageError(
+            f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
+            "without look-around or back-references"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One rule."""
 
-    pattern: NamePattern  # for whole tensor names
+    pattern: Any  # for whole tensor names, of `name_pattern`
     format: Format | None  # of what it matches; None keeps it
     method: str = "rtn"  # how the codes are chosen
     clip: Clip = NO_CLIP  # how rounding chooses the range of a cell
@@ -142,7 +132,7 @@ class Q4Map:
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
         """Return a tensor named by `choose`, quantised. Raises FormatError, ModelNotFound."""
         if self.entries is None:
-            rule = next(rule for rule in self.rules if rule.pattern.matches(name))
+            rule = next(rule for rule in self.rules if rule.pattern.fullmatch(name))
             assert rule.format is not None, "choose names no tensor for a rule that keeps"
             return round_tensor(source, rule.format, rule.clip, threads)
         entry = self.entries[name]
@@ -182,10 +172,10 @@ def assign(
     notes = []
     left = dict(tensors)
     for index, rule in enumerate(rules):
-        matched = {name: left.pop(name) for name in list(left) if rule.pattern.matches(name)}
+        matched = {name: left.pop(name) for name in list(left) if rule.pattern.fullmatch(name)}
         if not matched:
             raise UsageError(
-                f"{where}: pattern {rule.pattern.text!r} matches no tensor that an "
+                f"{where}: pattern {rule.pattern.pattern!r} matches no tensor that an "
                 f"earlier rule left; tensors are named like {', '.join(list(tensors)[:3])}"
             )
         reasons = {name: reason_to_keep(name, t, requantize) for name, t in matched.items()}
@@ -200,7 +190,7 @@ def assign(
         if stay:
             formats = ", ".join(sorted({matched[name].format.name for name in stay}))
             notes.append(
-                f"pattern {rule.pattern.text!r}: {len(matched) - len(stay)} matrices become "
+                f"pattern {rule.pattern.pattern!r}: {len(matched) - len(stay)} matrices become "
                 f"{rule.format.name}; {len(stay)} tensors are kept ({formats}): vectors, "
                 f"biases and already quantised ones, such as {next(iter(stay))}"
             )
@@ -272,7 +262,7 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
             names = ", ".join(map(str, known))
             raise UsageError(f"{where}: {key} is {rule[key]!r:.60}; known: {names}")
     try:
-        pattern = NamePattern(rule["pattern"])
+        pattern = name_pattern(rule["pattern"])
         if rule["dtype"] == "keep":
             if extra := sorted(set(rule) - {"pattern", "dtype"}):
                 raise FormatError(f"dtype keep leaves no place for {extra[0]}")

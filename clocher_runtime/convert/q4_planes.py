@@ -25,7 +25,7 @@ from clocher_runtime.engine.topology import usable_cpus
 CHUNK_ROWS = 1024
 _JSON_BYTES = 1024
 _PROJECTIONS, _HEAD = r".*_proj\.weight", r"lm_head\.weight"
-_ATTENTION = q4_map.NamePattern(r".*\.self_attn\.[qkvo]_proj\.weight")
+_ATTENTION = q4_map.name_pattern(r".*\.self_attn\.[qkvo]_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -181,7 +181,7 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     entries = q4.read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
     source, base = open_source(hf_dir), q4.open_index(index)
     there = {entry.name for entry in entries}
-    wanted = [name for name in base.names if _ATTENTION.matches(name)]
+    wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
     missing = tuple(name for name in wanted if name not in there)
     for name in missing:
         _check_float(

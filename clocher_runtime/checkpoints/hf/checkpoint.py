@@ -33,10 +33,6 @@ _MAX_TEMPLATE_BYTES = 1_000_000
 _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-class _Quantised(Struct):
-    quantization_config: dict[str, Any] | None = None
-
-
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory."""
     return read_folder(directory, "hf", "model", ".safetensors", shards.read_safetensors)
@@ -78,11 +74,13 @@ def read_folder(
 def check_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """Return the `quantization_config` of a config.json; refuse an unsupported one."""
     refuse_foreign_quantisation(config, where)
-    settings = read_as(config, _Quantised, f"{where}: {CONFIG}").quantization_config
-    if settings is not None:
-        method = settings.get("quant_method")
-        if not isinstance(method, str) or method not in _METHODS:
-            raise unknown("quant_method", method, _METHODS, f"{where}: {shards.SETTINGS}")
+    if config.get(shards.SETTINGS) is None:
+        return None
+    where = f"{where}: {shards.SETTINGS}"
+    settings = read_as(config[shards.SETTINGS], dict, where)
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise unknown("quant_method", method, _METHODS, where)
     return settings
 
 
