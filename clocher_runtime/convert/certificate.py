@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +22,7 @@ from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import Sealed, check_padding
+from clocher_runtime.disk.plane_index import Sealed, check_hashes, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
 
 _DOCUMENT = Sealed(
@@ -117,9 +117,9 @@ def check_certificate(
     problems += [f"{name}: not in the certificate" for name in model.names if name not in listed]
     done = 0
     for name, each in listed.items():
-        problems += _differences(model, each, "stored")
+        problems += _difference(model, each, "stored")
         if was:
-            problems += _differences(was, each, "source")
+            problems += _difference(was, each, "source")
         done += model.tensors[name].nbytes if name in model.tensors else 0
         if progress:
             progress(done, name)
@@ -188,24 +188,20 @@ def same_values(one: QuantTensor, other: QuantTensor) -> bool:
     )
 
 
-def _differences(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> Iterator[str]:
+def _difference(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> list[str]:
+    """Return the first difference of a tensor from what a line says of it, [] without one."""
     name, shape, listed = line["name"], line["shape"], line[side]
     try:
         tensor = checkpoint.tensor(name)
-    except ModelError as error:
-        yield f"{name}: {side}: {error}"
-        return
-    found = (tensor.shape, tensor.format.name, set(tensor.planes))
-    if found != (shape, listed["format"], set(listed["planes"])):
-        yield (
-            f"{name}: {side}: {tensor.format.name} {list(tensor.shape)}, certified "
-            f"{listed['format']!r:.40} {list(shape)}"
-        )
-        return
-    for key, digest in plane_hashes(tensor).items():
-        if digest != listed["planes"][key]:
-            yield (
-                f"{name}: {side}: plane {key!r} has SHA-256 {digest}, certified "
-                f"{listed['planes'][key]!r:.66}"
+        found = (tensor.shape, tensor.format.name, set(tensor.planes))
+        if found != (shape, listed["format"], set(listed["planes"])):
+            raise FormatError(
+                f"{tensor.format.name} {list(tensor.shape)}, certified {listed['format']!r:.40} "
+                f"{list(shape)}"
             )
-    checkpoint.release()
+        check_hashes(tensor.planes, listed["planes"], "", "not what was certified")
+    except ModelError as error:
+        return [f"{name}: {side}: {error}"]
+    finally:
+        checkpoint.release()
+    return []

@@ -223,7 +223,7 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> pack
         one = zero.array.reshape(1, 1).view(np.uint8)
         return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
     zero.expect(("I32",), (-(-n // 8), groups))
-    return lambda: packed_words.unpacked(packed_words.transposed_bytes(zero.array), 4).T[:n]
+    return lambda: packed_words.unpacked(zero.array.T, 4).T[:n]
 
 
 def _integers(scheme: _Scheme, linear: _Linear) -> Stored:

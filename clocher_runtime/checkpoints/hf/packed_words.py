@@ -130,13 +130,8 @@ def activation_order(
 
 
 def row_bytes(words: np.ndarray) -> np.ndarray:
-    """Return the bytes of each row of words [A, B], u8 [A, 4B]."""
+    """Return the bytes of each row of words [A, B], u8 [A, 4B]; of `words.T` for each column."""
     return np.ascontiguousarray(words).view(np.uint8)
-
-
-def transposed_bytes(words: np.ndarray) -> np.ndarray:
-    """Return the bytes of words [A, N] with N first, u8 [N, 4A]."""
-    return row_bytes(words.T)
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -267,7 +262,7 @@ def _gptq(
         symmetric,
         group or "row",
         DTYPES[scales.dtype],
-        codes=lambda: transposed_bytes(words.array),
+        codes=lambda: row_bytes(words.array.T),
         zeros=zero_points,
         scales=lambda: scales.array.T,
         columns=None if order is None else activation_order(order, k, group),
