@@ -18,14 +18,7 @@ from clocher_runtime.checkpoints.checkpoint import (
     planes_of,
     stored_tensor,
 )
-from clocher_runtime.models.families import (
-    Piece,
-    Rows,
-    family_of,
-    names_of,
-    pieces,
-    text_config,
-)
+from clocher_runtime.models.families import Piece, Rows, family_of, names_of, pieces, text_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
 
 Planes = Mapping[str, np.ndarray]

@@ -60,26 +60,18 @@ def write_certificate(
     source.check_unchanged()
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
+    document = read_index(model_dir / JSON_NAME).document
+    files = [
+        {"file": f.path.name, "nbytes": f.nbytes, "mtime_ns": f.path.stat().st_mtime_ns}
+        for f in source.files
+    ]
+    path = str(source.path.absolute())
     head = {
         "clocher": version("clocher"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "identical": identical,
-        "model": {
-            "file": JSON_NAME,
-            "sha256": read_index(model_dir / JSON_NAME).document["sha256"],
-        },
-        "source": {
-            "path": str(source.path.absolute()),
-            "kind": source.kind,
-            "files": [
-                {
-                    "file": file.path.name,
-                    "nbytes": file.nbytes,
-                    "mtime_ns": file.path.stat().st_mtime_ns,
-                }
-                for file in source.files
-            ],
-        },
+        "model": {"file": JSON_NAME, "sha256": document["sha256"]},
+        "source": {"path": path, "kind": source.kind, "files": files},
     }
     write_file(model_dir / CERTIFICATE_NAME, _DOCUMENT.text(head, found))
     return identical, len(found)

@@ -54,13 +54,11 @@ class Q4Job:
             self.source.check_unchanged()
             index = self.files["codes"].with_name(q4.COMPAT_NAME)
             pair.publish(stale=[self.rules.path, index])
-            q4_map.write_manifest(self.rules.path, self._document(pair.entries))
+            tensors = [entry_document(e.name, e.shape, e.format, 0, e.hashes) for e in pair.entries]
+            kept = [{"name": name, "reason": reason} for name, reason in self.kept.items()]
+            document = {**self.rules.document, "tensors": tensors, "kept": kept}
+            q4_map.write_manifest(self.rules.path, document)
         return done
-
-    def _document(self, entries: list[Entry]) -> dict[str, object]:
-        tensors = [entry_document(e.name, e.shape, e.format, 0, e.hashes) for e in entries]
-        kept = [{"name": name, "reason": reason} for name, reason in self.kept.items()]
-        return {**self.rules.document, "tensors": tensors, "kept": kept}
 
 
 def plan_q4(

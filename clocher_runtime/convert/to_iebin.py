@@ -53,13 +53,15 @@ class Conversion:
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
         tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
-        with iebin.IebinWriter(self.out_dir, self._job(), progress) as writer:
+        manifest = self.q4_map.document if self.q4_map else None
+        planned = [(name, fmt.name, shape) for name, (fmt, shape) in tensors.items()]
+        job = job_name(self.source, planned, manifest)
+        with iebin.IebinWriter(self.out_dir, job, progress) as writer:
             done = len(writer.resume(tensors))
             names = list(self.formats)[done:]
             for name, tensor in prepared(self.source, names, self._stored):
                 writer.add(name, tensor)
                 self.source.release()
-            manifest = self.q4_map.document if self.q4_map else None
             finish(writer, self.source, vocab, q4_map=manifest, quantised=self.quantised)
         return done
 
@@ -68,10 +70,6 @@ class Conversion:
             return tensor
         assert self.q4_map is not None, "only a manifest changes formats"
         return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
-
-    def _job(self) -> str:
-        formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
-        return job_name(self.source, formats, self.q4_map.document if self.q4_map else None)
 
 
 def prepared(

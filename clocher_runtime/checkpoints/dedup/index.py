@@ -9,13 +9,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats.base import Plane
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.iebin import IebinIndex
-from clocher_runtime.disk.plane_index import (
-    FileFacts,
-    Region,
-    Sealed,
-    aligned,
-    checked_hash,
-)
+from clocher_runtime.disk.plane_index import FileFacts, Region, Sealed, aligned, checked_hash
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
 
 INDEX_NAME = "model.dedup.json"
