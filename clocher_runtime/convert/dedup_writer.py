@@ -15,16 +15,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.dedup import codec
-from clocher_runtime.checkpoints.dedup.index import (
-    FILE_NAMES,
-    INDEX_NAME,
-    KINDS,
-    DedupIndex,
-    StoredPlane,
-    check_expansion,
-    place_parts,
-    raw_planes,
-)
+from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
 from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, read_index
 from clocher_runtime.disk.files import MappedFile
@@ -38,7 +29,7 @@ WORTH_IT = 0.97
 PIECE_ITEMS = codec.UNIT * 16
 
 
-def choose(raw: StoredPlane, data: np.ndarray) -> StoredPlane:
+def choose(raw: dedup_index.StoredPlane, data: np.ndarray) -> dedup_index.StoredPlane:
     """Return the smallest way to store a plane's bytes; raw unless 5 per cent are saved."""
     found = [raw]
     names = codec.splits_of(raw.plane.dtype)
@@ -106,7 +97,7 @@ def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
 
 
 def encode(
-    plane: StoredPlane,
+    plane: dedup_index.StoredPlane,
     data: np.ndarray,
     files: Mapping[str, OutputFile],
     regions: tuple[Region, ...],
@@ -167,15 +158,15 @@ class Deduplication:
 
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
-    planes: tuple[StoredPlane, ...]  # how each will be stored
+    planes: tuple[dedup_index.StoredPlane, ...]  # how each will be stored
     regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
     nbytes: int  # of the output
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""
-        check_free(self.directory / INDEX_NAME, self.nbytes)
-        path = self.directory / INDEX_NAME
-        paths = {kind: self.directory / FILE_NAMES[kind] for kind in KINDS}
+        check_free(self.directory / dedup_index.INDEX_NAME, self.nbytes)
+        path = self.directory / dedup_index.INDEX_NAME
+        paths = {kind: self.directory / dedup_index.FILE_NAMES[kind] for kind in dedup_index.KINDS}
         done = 0
         with PlaneWriter(paths) as writer:
             planes = _planes(self.directory, self.index)
@@ -184,7 +175,7 @@ class Deduplication:
                 done += plane.plane.nbytes
                 if progress:
                     progress(done, plane.tensor)
-            index = DedupIndex(self.index.bin, writer.sync(), self.planes, self.regions)
+            index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes, self.regions)
             written = {kind: file.path for kind, file in writer.files.items()}
             DedupFile(path, index, written).verify()
             try:
@@ -200,7 +191,7 @@ def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplicati
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
         raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
-    planes: list[StoredPlane] = []
+    planes: list[dedup_index.StoredPlane] = []
     seen: dict[tuple[object, str], int] = {}
     done = 0
     for number, (raw, data) in enumerate(_planes(directory, index)):
@@ -214,18 +205,18 @@ def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplicati
         done += raw.plane.nbytes
         if progress:
             progress(done, raw.tensor)
-    regions, ends = place_parts(planes)
+    regions, ends = dedup_index.place_parts(planes)
     stored = sum(ends.values())
-    check_expansion(planes, stored, str(directory))
+    dedup_index.check_expansion(planes, stored, str(directory))
     nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
     return Deduplication(directory, index, tuple(planes), regions, nbytes)
 
 
 def remove_dedup(directory: Path) -> None:
     """Delete a directory's deduplicated weights, if any."""
-    (directory / INDEX_NAME).unlink(missing_ok=True)
+    (directory / dedup_index.INDEX_NAME).unlink(missing_ok=True)
     sync_directory(directory)
-    for name in FILE_NAMES.values():
+    for name in dedup_index.FILE_NAMES.values():
         (directory / name).unlink(missing_ok=True)
 
 
@@ -234,7 +225,7 @@ def restore(directory: Path, progress: Progress | None = None) -> int:
     index, dedup = open_pair(directory)
     check_free(directory / BIN_NAME, index.bin.nbytes)
     with PlaneWriter({"bin": directory / BIN_NAME}) as writer:
-        for number, (plane, region) in enumerate(raw_planes(index)):
+        for number, (plane, region) in enumerate(dedup_index.raw_planes(index)):
             writer.put(region, dedup.plane(number, verify=True))
             dedup.release()
             if progress:
@@ -245,9 +236,11 @@ def restore(directory: Path, progress: Progress | None = None) -> int:
     return index.bin.nbytes
 
 
-def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, np.ndarray]]:
+def _planes(
+    directory: Path, index: IebinIndex
+) -> Iterator[tuple[dedup_index.StoredPlane, np.ndarray]]:
     file = MappedFile(directory / BIN_NAME, index.bin.nbytes)
-    for plane, region in raw_planes(index):
+    for plane, region in dedup_index.raw_planes(index):
         yield plane, file.bytes(region.offset, region.end)
         file.release()
 
@@ -267,7 +260,7 @@ class Gain(NamedTuple):
         return 100 * (1 - self.stored / self.nbytes)
 
 
-def gain_of(plane: StoredPlane) -> Gain:
+def gain_of(plane: dedup_index.StoredPlane) -> Gain:
     """Return a plane's gain, its storage in a few words."""
     said = "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
     if plane.mode == "streams":

@@ -11,15 +11,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.dedup import codec
-from clocher_runtime.checkpoints.dedup.index import (
-    FILE_NAMES,
-    INDEX_NAME,
-    KINDS,
-    DedupIndex,
-    StoredPlane,
-    parse_index,
-    raw_planes,
-)
+from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.plane_index import Region, check_padding
@@ -30,19 +22,21 @@ PIECE_ITEMS = 4 * codec.UNIT
 
 def open_dedup(directory: Path) -> "DedupFile":
     """Open the deduplicated weights of a directory."""
-    path = directory / INDEX_NAME
-    index = parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
-    names = {kind: directory / name for kind, name in FILE_NAMES.items()}
+    path = directory / dedup_index.INDEX_NAME
+    index = dedup_index.parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
+    names = {kind: directory / name for kind, name in dedup_index.FILE_NAMES.items()}
     return DedupFile(path, index, names)
 
 
 class DedupFile:
     """The three files, mapped, and the planes in them."""
 
-    def __init__(self, path: Path, index: DedupIndex, names: Mapping[str, Path]) -> None:
+    def __init__(
+        self, path: Path, index: dedup_index.DedupIndex, names: Mapping[str, Path]
+    ) -> None:
         self.path, self.index = path, index
         self._files: dict[str, MappedFile] = {}
-        for kind in KINDS:
+        for kind in dedup_index.KINDS:
             size = index.files[kind].nbytes
             if size:
                 self._files[kind] = MappedFile(names[kind], size)
@@ -122,7 +116,7 @@ class DedupFile:
             start += len(piece)
         self._check_hash(plane, digest.hexdigest())
 
-    def _check_hash(self, plane: StoredPlane, found: str) -> None:
+    def _check_hash(self, plane: dedup_index.StoredPlane, found: str) -> None:
         if found != plane.sha256:
             raise FormatError(
                 f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: the bytes do not "
@@ -153,14 +147,16 @@ Keep = Callable[[DedupFile, int], np.ndarray]
 
 def has_dedup(directory: Path) -> bool:
     """Return whether a directory holds deduplicated weights."""
-    return os.path.isfile(directory / INDEX_NAME)
+    return os.path.isfile(directory / dedup_index.INDEX_NAME)
 
 
 def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
     """Open a model's document and its deduplicated weights, which must belong to it."""
     index, dedup = read_index(directory / checkpoint.JSON_NAME), open_dedup(directory)
-    listed = [plane for plane, _ in raw_planes(index)]
-    stated = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
+    listed = [plane for plane, _ in dedup_index.raw_planes(index)]
+    stated = [
+        dedup_index.StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes
+    ]
     if dedup.index.source != index.bin or stated != listed:
         raise FormatError(
             f"{dedup.path}: stands for another {checkpoint.BIN_NAME} than {index.path} describes; "
