@@ -17,7 +17,7 @@ EXAMPLES = (
     ("For llama.cpp, too", f"{SELF} llama-1b --precision int4 --out-dir models/l1b-int4 --gguf"),
     ("As published", f"{SELF} gpt-oss-20b --precision native --out-dir models/oss"),
 )
-PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PRESETS.values())
+PRESET_LINES = "\n".join(f"  {name:13} {about['summary']}" for name, about in PRESETS.items())
 
 
 @script(

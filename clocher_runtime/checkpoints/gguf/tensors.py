@@ -62,8 +62,6 @@ _NEXT_NORM = "post_attention_norm"
 _GATE_UP = "mlp.experts.gate_up_proj"
 _MODEL_NAMES = {EMBED: "token_embd.weight", NORM: "output_norm.weight", HEAD: "output.weight"}
 _PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite", "granite_hybrid")
-
-
 _FUSED = {
     **{f"self_attn.{part}_proj": ("attn_qkv", part) for part in "qkv"},
     "mlp.gate_proj": ("ffn_up", "first"),
