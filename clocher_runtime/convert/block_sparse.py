@@ -15,6 +15,7 @@ from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.convert.q4_map import name_pattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.disk.strict_json import prefixed
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 """The matrices made block-sparse by default."""
@@ -131,11 +132,9 @@ def _converted(name: str, tensor: QuantTensor, how: Sparsifying) -> tuple[QuantT
     values = tensor.decode()
     if how.sparsity:
         values = prune(values, how.block, how.sparsity)
-    try:
+    with prefixed(f"tensor {name!r}"):
         fmt = Bsr.for_values(values, how.block, how.inner or tensor.format.name)
         sparse = encode(values, fmt)
-    except FormatError as error:
-        raise FormatError(f"tensor {name!r}: {error}") from None
     density = fmt.nnzb / _blocks(tensor.shape, how.block)
     note = ""
     if not fmt.nnzb:

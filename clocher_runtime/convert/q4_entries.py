@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import ClocherError, FormatError, ModelNotFound
+from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Format, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.iebin import PlaneWriter, tensors_of
 from clocher_runtime.disk.files import MappedFile, sha256_of
 from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, check_hashes, checked_hash
-from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, prefixed
 
 METHODS = ("rtn", "imx", "gptq")
 OTHER_WEIGHTS = "it was made from other weights: run the PTQ script again"
@@ -203,11 +203,9 @@ def read_tensors(
 
 def _entry(item: Mapping[str, Any], where: str, rules: int, size: int) -> Entry:
     shape, method = checked_shape(item["shape"], where), item["method"]
-    try:
+    with prefixed(where):
         fmt = parse_format(item["format"])
         planes = fmt.planes(shape)
-    except ClocherError as error:
-        raise FormatError(f"{where}: {error}") from None
     if item["nbytes"] != fmt.nbytes(shape):
         raise FormatError(
             f"{where}: nbytes is {item['nbytes']}; {fmt.name} of {list(shape)} takes "

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import iebin, open_checkpoint
@@ -20,6 +20,7 @@ from clocher_runtime.checkpoints.locate import CONFIG, find_hf
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
+from clocher_runtime.disk.strict_json import prefixed
 from clocher_runtime.engine.topology import usable_cpus
 
 MAP_NAME = "tensor_map.json"
@@ -79,10 +80,8 @@ def prepared(
 
     def one(name: str) -> QuantTensor:
         tensor = source.tensor(name, verify=True)
-        try:
+        with prefixed(f"tensor {name!r}"):
             made = make(name, tensor)
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
         if made is not tensor:
             source.release()
         return made

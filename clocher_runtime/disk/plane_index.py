@@ -16,7 +16,13 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
 from clocher_kernels.formats import Format, parse_format
 from clocher_runtime.disk.files import MappedFile, sha256_of
-from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, parse_object
+from clocher_runtime.disk.strict_json import (
+    checked_name,
+    checked_shape,
+    fields,
+    parse_object,
+    prefixed,
+)
 
 ALIGNMENT = 64
 MAX_ELEMENTS_PER_BYTE = 1000
@@ -136,12 +142,10 @@ def read_entries(
 
 def _read_entry(name: str, item: Mapping[str, Any], ends: Mapping[str, int], at: str) -> Entry:
     shape = checked_shape(item["shape"], at)
-    try:
+    with prefixed(at):
         fmt = parse_format(item["format"])
         fmt = _counted(fmt, item["planes"]) if fmt.is_sparse else fmt
         regions = place(fmt, shape, ends)
-    except FormatError as error:
-        raise FormatError(f"{at}: {error}") from None
     if list(item["planes"]) != list(regions):
         raise FormatError(f"{at}: planes {list(item['planes'])!r:.80}, expected {[*regions]}")
     hashes = {}

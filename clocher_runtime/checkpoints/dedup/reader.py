@@ -15,7 +15,7 @@ from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.plane_index import Region, check_padding
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, prefixed
 
 PIECE_ITEMS = 4 * codec.UNIT
 
@@ -74,7 +74,7 @@ class DedupFile:
         plane, regions = self.index.planes[number], self.index.regions[number]
         split = codec.SPLITS[plane.split]
         item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
-        try:
+        with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
             decoders = [
                 self._stream(stream, part, regions[4 * i : 4 * i + 4])
                 for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
@@ -83,10 +83,6 @@ class DedupFile:
                 ends = (at, min(at + step, plane.plane.nbytes))
                 first, last = (end // item * split.per_item for end in ends)
                 yield codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
-        except FormatError as error:
-            raise FormatError(
-                f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: {error}"
-            ) from None
 
     def verify(self) -> None:
         """Decode everything; check the SHA-256 of each plane and each file; raises FormatError."""

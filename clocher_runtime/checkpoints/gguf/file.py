@@ -17,7 +17,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.gguf.blocks import TYPES, GgmlType
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.strict_json import checked_name, checked_shape
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, prefixed
 
 MAX_TENSORS = 1 << 16
 MAX_FIELDS = 1 << 12
@@ -232,10 +232,8 @@ class _Header:
                     f"{where} starts at byte {offset} of the data, expected {end}: tensors follow "
                     f"each other in order, aligned to {alignment}, without overlaps or holes"
                 )
-            try:
+            with prefixed(where):
                 nbytes = kind.row_bytes(shape[-1])
-            except FormatError as error:
-                raise FormatError(f"{where}: {error}") from None
             nbytes = nbytes * math.prod(shape[:-1]) + kind.tail
             last = offset + nbytes
             end = -(-last // alignment) * alignment
