@@ -18,8 +18,17 @@ from clocher_runtime.checkpoints.checkpoint import (
     planes_of,
     stored_tensor,
 )
-from clocher_runtime.models.families import Piece, Rows, family_of, names_of, pieces, text_config
+from clocher_runtime.models.families import (
+    Family,
+    Piece,
+    Rows,
+    family_of,
+    names_of,
+    pieces,
+    text_config,
+)
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
+from clocher_runtime.models.spec import ModelSpec
 
 Planes = Mapping[str, np.ndarray]
 
@@ -54,17 +63,8 @@ def arranged(
             if source in named:  # of a family that some files fuse
                 found[source] = named[source]
             continue
-        names = dict(names_of(family, source, need))
-        # Nor many more rows than are there, as their order is an array; less is reported below.
-        there = sum(prod(named[name].shape) for name in names)
-        if any(names.values()) and 2 * there < need.elements:
-            raise FormatError(
-                f"{where}: tensor {source!r}: {', '.join(sorted(names)[:3])} has {there} elements; "
-                f"config.json asks for {need.elements}, {list(need.shape)}"
-            )
-        parts = tuple(pieces(family, spec, source, need))
-        found[source] = assembled(named, parts, need, f"{where}: tensor {source!r}")
-        used |= set(names)
+        found[source] = taken(family, spec, named, source, need, f"{where}: tensor {source!r}")
+        used |= {name for name, _ in names_of(family, source, need)}
     rest = {name: tensor for name, tensor in named.items() if name not in used | set(found)}
     return {**found, **rest}, notes
 
@@ -90,18 +90,29 @@ def text_name(name: str) -> str:
     return next((to + name[len(begin) :] for begin, to in _TEXT if name.startswith(begin)), name)
 
 
-def assembled(
+def taken(
+    family: Family,
+    spec: ModelSpec,
     named: Mapping[str, Stored],
-    parts: Sequence[Piece],
+    source: str,
     need: Need,
     where: str,
     asked: str = "config.json asks for",
 ) -> Stored:
-    """Return a model's tensor from its parts in a file; `asked` is for messages about shapes."""
+    """Return a model's tensor from those of a family's file; `asked` is for messages on shapes."""
+    names = dict(names_of(family, source, need))
+    # No more rows than are there, as their order is an array; less is reported below.
+    there = sum(prod(named[name].shape) for name in names)
+    if any(names.values()) and 2 * there < need.elements:
+        raise FormatError(
+            f"{where}: {', '.join(sorted(names)[:3])} has {there} elements; {asked} "
+            f"{need.elements}, {list(need.shape)}"
+        )
+    parts = tuple(pieces(family, spec, source, need))
     first = named[parts[0].name]
     if len(parts) == 1 and parts[0].rows is None and parts[0].expert is None:
         return first
-    sources = [named[part.name] for part in parts]
+    stored = [named[part.name] for part in parts]
     fmt: Format = first.format
     if len(need.shape) > 1 and len(parts) > 1:  # each part's scale is one for each of its rows
         if isinstance(fmt, Fp8) and fmt.scope == "tensor":
@@ -121,14 +132,14 @@ def assembled(
         )
     if isinstance(fmt, Fp8) and fmt.scope == "b128" and not _whole_blocks(parts):
         fmt = replace(fmt, scope="g128")
-    for part, source in zip(parts, sources, strict=True):
-        _check_rows(part, source, need, f"{where}: {part.name}", asked)
+    for part, one in zip(parts, stored, strict=True):
+        _check_rows(part, one, need, f"{where}: {part.name}", asked)
     only = parts[0]
     axis = len(need.shape) - (1 if need.kind == "vector" else 2)
     if len(parts) == 1 and isinstance(only.rows, slice) and not isinstance(first, LazyTensor):
         planes = _picked(first.format, first.planes, first.shape, axis, only.rows, fmt)
         return stored_tensor(need.shape, fmt, planes, where)
-    pairs = list(zip(parts, sources, strict=True))
+    pairs = list(zip(parts, stored, strict=True))
     return lazy_tensor(need.shape, fmt, lambda: _gathered(pairs, fmt, need.shape, axis), where)
 
 

@@ -19,13 +19,13 @@ from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, pieces
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.models.build import inverse_frequencies
-from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.families import pieces, spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
@@ -171,8 +171,10 @@ def plan_gguf(
             ggml = F32
         else:
             ggml = FLOATS[decoded] if decoded else same_type(formats[source])
-        for piece in pieces(spec, source, need):
-            rows, shape = piece.rows(spec, source, need), list(need.shape)
+        for piece in pieces(file_family(spec), spec, source, need):
+            if piece.name == source:
+                raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have none")
+            rows, shape = piece.rows, list(need.shape)
             if piece.places:
                 shape[-1 if need.kind == "vector" else -2] //= 2
             order = np.argsort(rows) if isinstance(rows, np.ndarray) else slice(None)

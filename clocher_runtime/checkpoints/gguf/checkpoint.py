@@ -14,9 +14,9 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf import architectures, tokenizer
 from clocher_runtime.checkpoints.gguf.blocks import I2_S
 from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family, logical_tensor
 from clocher_runtime.checkpoints.locate import SUFFIX, some
-from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.families import names_of, spec_from_config
 from clocher_runtime.models.inventory import inventory
 
 MAX_PARTS = 1024
@@ -182,9 +182,8 @@ def open_gguf(path: Path) -> Checkpoint:
         spec = spec_from_config(config)
     except (FormatError, UnsupportedModel) as error:
         raise type(error)(f"{path}: the metadata give this {error}") from None
-    needs = inventory(spec)
-    parts = {source: pieces(spec, source, need, file.tensors) for source, need in needs.items()}
-    wanted = {part.name: source for source, group in parts.items() for part in group}
+    needs, family = inventory(spec), file_family(spec, file.tensors)
+    wanted = dict(pair for source in needs for pair in names_of(family, source, needs[source]))
     if missing := [name for name in wanted if name not in file.tensors]:
         raise FormatError(
             f"{path}: {len(missing)} tensors are missing, the first is {missing[0]!r}"
@@ -204,9 +203,7 @@ def open_gguf(path: Path) -> Checkpoint:
         tokenizer_config=tokenizer.tokenizer_config(file) if tokenizer.has_vocabulary(file) else {},
         tokenizer_json=path / "tokenizer.json",
         tensors={
-            source: logical_tensor(
-                file, spec, parts[source], source, need, f"{path}: tensor {source!r}"
-            )
+            source: logical_tensor(file, family, spec, source, need, f"{path}: tensor {source!r}")
             for source, need in needs.items()
         },
         files=file.files,
