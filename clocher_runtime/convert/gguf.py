@@ -164,14 +164,14 @@ def plan_gguf(
             "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
             "them; --to iebin keeps them"
         )
-    entries = []
+    entries, family = [], file_family(spec)
     for source, need in inventory(spec).items():
         decoded = (floats or {}).get(source)
         if need.kind in ("vector", "router"):
             ggml = F32
         else:
             ggml = FLOATS[decoded] if decoded else same_type(formats[source])
-        for piece in pieces(file_family(spec), spec, source, need):
+        for piece in pieces(family, spec, source, need):
             if piece.name == source:
                 raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have none")
             rows, shape = piece.rows, list(need.shape)
