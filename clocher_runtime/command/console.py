@@ -387,13 +387,8 @@ def error_line(error: BaseException) -> dict[str, Any]:
     """Return the line of an error; of an interrupted run with what it has generated."""
     kind = type(error).__name__
     made = error.outputs if isinstance(error, Interrupt) else None
-    return {
-        **head("error"),
-        "code": int(exit_code(error)),
-        "type": kind,
-        "message": str(error) or kind,
-        **({} if made is None else {"outputs": made}),
-    }
+    told = {"code": int(exit_code(error)), "type": kind, "message": str(error) or kind}
+    return head("error") | told | ({} if made is None else {"outputs": made})
 
 
 def to_json(line: Line) -> str:
