@@ -19,7 +19,7 @@ EXAMPLES = (
     ("For llama.cpp, too", f"{SELF} llama-1b --precision int4 --out-dir models/l1b-int4 --gguf"),
     ("As published", f"{SELF} gpt-oss-20b --precision native --out-dir models/oss"),
 )
-PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PRESETS.values())
+PRESET_LINES = "\n".join(f"  {name:13} {about['summary']}" for name, about in PRESETS.items())
 
 
 @script(
@@ -52,7 +52,7 @@ def main(
     The same arguments give the same bytes.
     """
     synthesis = plan_synthesis(preset, precision, out_dir, seed=seed, layers=layers, gguf=gguf)
-    console.disk(preset, out_dir, synthesis.nbytes, synthesis.free_bytes)
+    console.disk(preset, out_dir, synthesis.nbytes)
     with console.progress(synthesis.nbytes) as progress:
         synthesis.run(progress)
     console.say(

@@ -13,7 +13,7 @@ from clocher_kernels.errors import ClocherError, ModelNotFound, UsageError
 from clocher_runtime import KVCacheConfig
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.convert.synthetic import find_preset
+from clocher_runtime.convert.synthetic import preset_config
 from clocher_runtime.engine.footprint import kv_cache_bytes, sizes_of
 from clocher_runtime.models.families import spec_from_config
 
@@ -62,7 +62,7 @@ def test_a_byte_is_half_of_two() -> None:
 
 
 def test_windows_take_little_of_a_long_context() -> None:
-    spec = spec_from_config(find_preset("gpt-oss-20b").config(24))
+    spec = spec_from_config(preset_config("gpt-oss-20b", 24))
     sizes = sizes_of(spec, EngineConfig(context=32768))
     full = sum(not window for window in spec.windows)
     cells = full * sizes.context + (len(spec.windows) - full) * (max(spec.windows) + sizes.tokens)

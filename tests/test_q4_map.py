@@ -18,7 +18,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import imx, rounding
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes, read_planes
-from clocher_runtime.convert.q4_map import NamePattern, assign, load_q4_map, parse_q4_map
+from clocher_runtime.convert.q4_map import assign, load_q4_map, name_pattern, parse_q4_map
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
@@ -267,7 +267,7 @@ def test_a_wrong_rule_is_refused(rule: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 99, "a?" * 200 + "a" * 90])
 def test_a_hostile_pattern_takes_no_time(pattern: str) -> None:
     started = time.process_time()
-    assert not NamePattern(pattern).matches("a" * 511 + "c")
+    assert not name_pattern(pattern).fullmatch("a" * 511 + "c")
     assert time.process_time() - started < 2
 
 

@@ -26,12 +26,11 @@ from clocher_runtime.convert.gguf import GgufEntry, write_gguf
 from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
     PRESETS,
-    Preset,
     byte_tokenizer,
-    find_preset,
     formats_of,
     normal_matrix,
     plan_synthesis,
+    preset_config,
 )
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.families import spec_from_config
@@ -68,17 +67,17 @@ def digests(directory: Path) -> dict[str, str]:
     ],
 )
 def test_presets_have_the_published_sizes(name: str, millions: int, layers: int) -> None:
-    spec = spec_from_config(find_preset(name).config())
+    spec = spec_from_config(preset_config(name))
     weights = sum(int(np.prod(need.shape)) for need in inventory(spec).values())
     assert (round(weights / 1e6), spec.num_layers) == (millions, layers)
 
 
 def test_fewer_layers_are_the_first_ones() -> None:
-    spec = spec_from_config(find_preset("gpt-oss-20b").config(3))
+    spec = spec_from_config(preset_config("gpt-oss-20b", 3))
     assert spec.windows == (128, 0, 128)
     with pytest.raises(UsageError, match="expected 1 to 24"):
-        find_preset("gpt-oss-20b").config(25)
-    assert len(PRESETS["gpt-oss-20b"].settings["layer_types"]) == 24
+        preset_config("gpt-oss-20b", 25)
+    assert len(PRESETS["gpt-oss-20b"]["config"]["layer_types"]) == 24
 
 
 @pytest.mark.parametrize("shape", [(64, 256), (3, 8, 96)], ids=["64x256", "3x8x96"])
@@ -130,7 +129,7 @@ def test_a_model_loads_and_its_logits_are_sane(preset: str, precision: str, tmp_
 
 
 def test_formats_are_those_that_were_asked_for() -> None:
-    spec = spec_from_config(find_preset("tiny-gpt-oss").config())
+    spec = spec_from_config(preset_config("tiny-gpt-oss"))
     for precision, experts, attention in (
         ("native", "mxfp4", "bf16"),
         ("int8w", *["int8_g32_f16"] * 2),
@@ -140,7 +139,7 @@ def test_formats_are_those_that_were_asked_for() -> None:
         assert names["model.layers.0.self_attn.q_proj.weight"] == attention
         assert names["model.layers.0.self_attn.q_proj.bias"] == "bf16"
         assert names["model.layers.0.mlp.router.weight"] == names["lm_head.weight"] == "bf16"
-    llama = spec_from_config(find_preset("tiny-llama").config())
+    llama = spec_from_config(preset_config("tiny-llama"))
     assert formats_of(llama, "ternary")["lm_head.weight"].name == "int4_sym_g32_f16"
     assert formats_of(llama, "int8w")["lm_head.weight"].name == "int8_g32_f16"
 
@@ -296,10 +295,10 @@ def test_clocher_runs_the_gguf_as_the_model_itself(preset: str, tmp_path: Path) 
 def test_gguf_of_llama3_has_its_rope_factors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rope = PRESETS["llama-8b"].settings["rope_parameters"]
+    rope = PRESETS["llama-8b"]["config"]["rope_parameters"]
     assert rope["rope_type"] == "llama3"
-    small = PRESETS["tiny-llama"].settings | {"rope_parameters": rope}
-    monkeypatch.setattr(synthetic, "PRESETS", {"small": Preset("small", "", small)})
+    small = PRESETS["tiny-llama"]["config"] | {"rope_parameters": rope}
+    monkeypatch.setattr(synthetic, "PRESETS", {"small": {"summary": "", "config": small}})
     make(tmp_path, "small", "int4", gguf=True)
     reader = gguf.GGUFReader(tmp_path / GGUF_NAME)
     assert reader.tensors[0].name == "rope_freqs.weight"

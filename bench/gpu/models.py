@@ -21,7 +21,7 @@ from clocher_kernels.formats.base import Format
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.convert.synthetic import find_preset
+from clocher_runtime.convert.synthetic import preset_config
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.families import spec_from_config
@@ -132,7 +132,7 @@ class Made:
 
 
 def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
-    spec = spec_from_config(find_preset(shape.preset).config(None))
+    spec = spec_from_config(preset_config(shape.preset))
     formats: dict[str, Format] = {}
     weights: dict[str, Any] = {}
     for name, need in inventory(spec).items():

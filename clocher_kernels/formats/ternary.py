@@ -67,7 +67,7 @@ class Ternary(Format):
         np.rint(digits, out=digits)
         np.clip(digits, -1, 1, out=digits)
         digits += 1
-        codes = _pack(digits)
+        codes = pack(digits)
         scale = from_f32(np.array([inverse if self.inverse else mean]), self.scale_dtype)
         return {"codes": codes, "scale": scale}
 
@@ -120,7 +120,7 @@ class Ternary(Format):
         return scale
 
 
-def _pack(digits: np.ndarray) -> np.ndarray:
+def pack(digits: np.ndarray) -> np.ndarray:
     """Return codes 0 to 2, [N, K] of any type, as u8 [N/4, K]."""
     rows = digits.astype(np.uint8).reshape(_PER_BYTE, -1, digits.shape[1])
     packed: np.ndarray = rows[0] | rows[1] << 2 | rows[2] << 4 | rows[3] << 6

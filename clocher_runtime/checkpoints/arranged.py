@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
-from clocher_kernels.formats import Float, Format, Fp8, Int8, Ternary
+from clocher_kernels.formats import Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.ternary import pack
 from clocher_runtime.checkpoints.checkpoint import (
     LazyTensor,
     Stored,
@@ -17,8 +18,17 @@ from clocher_runtime.checkpoints.checkpoint import (
     planes_of,
     stored_tensor,
 )
-from clocher_runtime.models.families import Piece, family_of, names_of, pieces, text_config
+from clocher_runtime.models.families import (
+    Family,
+    Piece,
+    Rows,
+    family_of,
+    names_of,
+    pieces,
+    text_config,
+)
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
+from clocher_runtime.models.spec import ModelSpec
 
 Planes = Mapping[str, np.ndarray]
 
@@ -50,18 +60,11 @@ def arranged(
     for source, need in inventory(spec).items():
         # Ends at the first that is not there: a config may promise more experts than fit anywhere.
         if not all(name in named for name, _ in names_of(family, source, need)):
+            if source in named:  # of a family that some files fuse
+                found[source] = named[source]
             continue
-        names = dict(names_of(family, source, need))
-        # Nor many more rows than are there, as their order is an array; less is reported below.
-        there = sum(prod(named[name].shape) for name in names)
-        if any(names.values()) and 2 * there < need.elements:
-            raise FormatError(
-                f"{where}: tensor {source!r}: {', '.join(sorted(names)[:3])} has {there} elements; "
-                f"config.json asks for {need.elements}, {list(need.shape)}"
-            )
-        parts = tuple(pieces(family, spec, source, need))
-        found[source] = _assembled(named, parts, need, f"{where}: tensor {source!r}")
-        used |= set(names)
+        found[source] = taken(family, spec, named, source, need, f"{where}: tensor {source!r}")
+        used |= {name for name, _ in names_of(family, source, need)}
     rest = {name: tensor for name, tensor in named.items() if name not in used | set(found)}
     return {**found, **rest}, notes
 
@@ -87,37 +90,57 @@ def text_name(name: str) -> str:
     return next((to + name[len(begin) :] for begin, to in _TEXT if name.startswith(begin)), name)
 
 
-def _assembled(
-    named: Mapping[str, Stored], parts: Sequence[Piece], need: Need, where: str
+def taken(
+    family: Family,
+    spec: ModelSpec,
+    named: Mapping[str, Stored],
+    source: str,
+    need: Need,
+    where: str,
+    asked: str = "config.json asks for",
 ) -> Stored:
+    """Return a model's tensor from those of a family's file; `asked` is for messages on shapes."""
+    names = dict(names_of(family, source, need))
+    # No more rows than are there, as their order is an array; less is reported below.
+    there = sum(prod(named[name].shape) for name in names)
+    if any(names.values()) and 2 * there < need.elements:
+        raise FormatError(
+            f"{where}: {', '.join(sorted(names)[:3])} has {there} elements; {asked} "
+            f"{need.elements}, {list(need.shape)}"
+        )
+    parts = tuple(pieces(family, spec, source, need))
     first = named[parts[0].name]
     if len(parts) == 1 and parts[0].rows is None and parts[0].expert is None:
         return first
-    sources = [named[part.name] for part in parts]
-    if len(need.shape) == 1 or isinstance(first.format, Float) or len(parts) == 1:
-        fmt: Format = first.format
-    else:
-        fmt = _by_row(first.format)
-    if other := [s for s in sources if s.format != first.format]:
+    stored = [named[part.name] for part in parts]
+    fmt: Format = first.format
+    if len(need.shape) > 1 and len(parts) > 1:  # each part's scale is one for each of its rows
+        if isinstance(fmt, Fp8) and fmt.scope == "tensor":
+            fmt = replace(fmt, scope="row")
+        elif isinstance(fmt, Int8) and fmt.group == "tensor":
+            fmt = replace(fmt, group="row")
+    if other := [part.name for part in parts if named[part.name].format != first.format]:
         raise UnsupportedModel(
-            f"{where}: its parts are {first.format.name} and {other[0].format.name}; expected one "
-            "format; Clocher's experts of a layer are one matrix"
+            f"{where}: its parts are {parts[0].name} {first.format.name} and {other[0]} "
+            f"{named[other[0]].format.name}; expected one format, as Clocher's experts of a layer "
+            "are one matrix (in GGUF files llama-quantize --tensor-type makes them of one)"
         )
-    if isinstance(fmt, Ternary):
+    if isinstance(fmt, Ternary) and len(parts) > 1:
         raise UnsupportedModel(
-            f"{where}: rows of {fmt.name} cannot be put in another order as they are packed; take "
-            "the model in another format"
+            f"{where}: parts of {fmt.name} have scales of their own, and are packed; take the "
+            "model in another format"
         )
     if isinstance(fmt, Fp8) and fmt.scope == "b128" and not _whole_blocks(parts):
         fmt = replace(fmt, scope="g128")
-    for part, source in zip(parts, sources, strict=True):
-        _check_rows(part, source, need, where)
+    for part, one in zip(parts, stored, strict=True):
+        _check_rows(part, one, need, f"{where}: {part.name}", asked)
     only = parts[0]
+    axis = len(need.shape) - (1 if need.kind == "vector" else 2)
     if len(parts) == 1 and isinstance(only.rows, slice) and not isinstance(first, LazyTensor):
-        planes = _picked(first.format, first.planes, first.shape, only.rows, fmt)
+        planes = _picked(first.format, first.planes, first.shape, axis, only.rows, fmt)
         return stored_tensor(need.shape, fmt, planes, where)
-    pairs = list(zip(parts, sources, strict=True))
-    return lazy_tensor(need.shape, fmt, lambda: _gathered(pairs, fmt, need.shape), where)
+    pairs = list(zip(parts, stored, strict=True))
+    return lazy_tensor(need.shape, fmt, lambda: _gathered(pairs, fmt, need.shape, axis), where)
 
 
 def _whole_blocks(parts: Sequence[Piece]) -> bool:
@@ -128,15 +151,7 @@ def _whole_blocks(parts: Sequence[Piece]) -> bool:
     return all(part.rows is None and part.places is None for part in parts)
 
 
-def _by_row(fmt: Format) -> Format:
-    if isinstance(fmt, Fp8) and fmt.scope == "tensor":
-        return replace(fmt, scope="row")
-    if isinstance(fmt, Int8) and fmt.group == "tensor":
-        return replace(fmt, group="row")
-    return fmt
-
-
-def _check_rows(part: Piece, source: Stored, need: Need, where: str) -> None:
+def _check_rows(part: Piece, source: Stored, need: Need, where: str, asked: str) -> None:
     axis = -1 if need.kind == "vector" else -2
     shape = source.shape
     stack = need.shape[:axis] if part.expert is None else need.shape[1:axis]
@@ -144,29 +159,31 @@ def _check_rows(part: Piece, source: Stored, need: Need, where: str) -> None:
     count = shape[axis] if len(shape) >= -axis else 0
     places = len(range(need.shape[axis])[part.places or slice(None)])
     if part.rows is None:
-        fits, asked = count == places, places
+        fits, rows = count == places, places
     elif isinstance(part.rows, slice):
         fits = part.rows.stop <= count and part.rows.stop - part.rows.start == places
-        asked = part.rows.stop
+        rows = part.rows.stop
     else:
-        asked = int(part.rows.max()) + 1
-        fits = asked <= count and len(part.rows) == places
+        rows = int(part.rows.max()) + 1
+        fits = rows <= count and len(part.rows) == places
     if not fits or shape[:axis] != stack or (rest and shape[-1] != rest[-1]):
         raise FormatError(
-            f"{where}: {part.name} has shape {list(shape)}; config.json asks for "
-            f"{[*stack, asked, *rest]}, or more rows"
+            f"{where} has shape {list(shape)}; {asked} {[*stack, rows, *rest]}, or more rows"
         )
 
 
 def _gathered(
-    pairs: Sequence[tuple[Piece, Stored]], fmt: Format, shape: tuple[int, ...]
-) -> dict[str, np.ndarray]:
+    pairs: Sequence[tuple[Piece, Stored]], fmt: Format, shape: tuple[int, ...], axis: int
+) -> Planes:
+    if isinstance(fmt, Ternary):
+        part, stored = pairs[0]
+        return _picked(fmt, planes_of(stored), stored.shape, axis, part.rows, fmt)
     planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(shape).items()}
     for part, stored in pairs:
-        picked = _picked(stored.format, planes_of(stored), stored.shape, part.rows, fmt)
+        lead = axis - (part.expert is not None)
+        picked = _picked(stored.format, planes_of(stored), stored.shape, lead, part.rows, fmt)
         for key, plane in planes.items():
             target = plane if part.expert is None else plane[part.expert]
-            lead = len(shape) - (2 if len(shape) > 1 else 1) - (part.expert is not None)
             place = (slice(None),) * lead + (part.places or slice(None),)
             if target.shape[lead : lead + 1] == (1,) and picked[key].shape == target.shape:
                 target[...] = picked[key]
@@ -176,16 +193,13 @@ def _gathered(
 
 
 def _picked(
-    fmt: Format,
-    planes: Planes,
-    shape: tuple[int, ...],
-    rows: slice | np.ndarray | None,
-    target: Format,
+    fmt: Format, planes: Planes, shape: tuple[int, ...], lead: int, rows: Rows, target: Format
 ) -> dict[str, np.ndarray]:
-    """Return the planes of some rows (None: all) of a tensor, as `target` stores them."""
-    lead = max(len(shape) - 2, 0)
+    """Return the planes of some rows (of dimension `lead`) of a tensor, as `target` stores them."""
     count = shape[lead]
     chosen = slice(None) if rows is None else rows
+    if isinstance(fmt, Ternary):
+        return {**planes, "codes": pack(fmt.codes(planes, shape)[chosen] + np.int8(1))}
     found = {}
     blocks = isinstance(fmt, Fp8) and fmt.scope == "b128"
     for key, plane in planes.items():

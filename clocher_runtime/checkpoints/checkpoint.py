@@ -7,12 +7,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ModelError, ShapeError, UnsupportedModel, UsageError
+from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Float, Format, Mxfp4
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.plane_index import check_hashes
-from clocher_runtime.disk.strict_json import checked_name
+from clocher_runtime.disk.plane_index import DAMAGED, check_hashes
+from clocher_runtime.disk.strict_json import checked_name, prefixed
 
 JSON_NAME, BIN_NAME = "model.ie.json", "model.ie.bin"  # of `iebin`
 
@@ -93,25 +93,20 @@ class Checkpoint:
         FormatError.
         """
         stored = self._stored(name)
-        try:
-            found = planes_of(stored)
-        except (FormatError, UnsupportedModel) as error:
-            raise type(error)(f"{self.path}: tensor {name!r}: {error}") from None
-        planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found.items()}
-        if isinstance(stored, LazyTensor):
-            self.release()
-        if stored.format.is_sparse:
-            planes |= {key: planes[key].copy() for key in _INDICES}
-        if verify:
-            where = f"{self.path}: tensor {name!r}"
-            check_hashes(planes, self.hashes.get(name, {}), where, "convert the model again")
-        tensor = QuantTensor(stored.shape, stored.format, planes)
-        always = tensor.format.is_sparse or isinstance(tensor.format, Mxfp4)
-        if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
-            try:
+        sparse = stored.format.is_sparse
+        with prefixed(f"{self.path}: tensor {name!r}"):
+            found = planes_of(stored).items()
+            planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found}
+            if isinstance(stored, LazyTensor):
+                self.release()
+            if sparse:
+                planes |= {key: planes[key].copy() for key in _INDICES}
+            if verify:
+                check_hashes(planes, self.hashes.get(name, {}), "", DAMAGED)
+            tensor = QuantTensor(stored.shape, stored.format, planes)
+            always = sparse or isinstance(tensor.format, Mxfp4)
+            if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
                 tensor.check()
-            except FormatError as error:
-                raise FormatError(f"{self.path}: tensor {name!r}: {error}") from None
         return tensor
 
     def verify(self) -> None:
@@ -161,20 +156,16 @@ def stored_tensor(
     shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
 ) -> QuantTensor:
     """Return a tensor of planes found in a file; raises FormatError."""
-    try:
+    with prefixed(where):
         return QuantTensor(shape, fmt, planes)
-    except ShapeError as error:
-        raise FormatError(f"{where}: {error}") from None
 
 
 def lazy_tensor(
     shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
 ) -> LazyTensor:
     """Return a lazy tensor that `make` computes from already checked arrays."""
-    try:
+    with prefixed(where):
         fmt.planes(shape)
-    except ShapeError as error:
-        raise FormatError(f"{where}: {error}") from None
     return LazyTensor(shape, fmt, make)
 
 

@@ -22,41 +22,34 @@ from clocher_runtime.checkpoints.checkpoint import (
     Stored,
     stored_tensor,
 )
+from clocher_runtime.disk import output_file
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.output_file import (
-    PARTIAL,
-    Journal,
-    OutputFile,
-    sync_directory,
-    write_file,
-)
 from clocher_runtime.disk.plane_index import (
     Entry,
     FileFacts,
     Region,
+    Sealed,
     Shape,
     check_padding,
-    lines,
     place,
     read_entries,
-    read_sealed,
-    seal,
 )
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 
 VOCAB_NAME = "vocab.json"
 CERTIFICATE_NAME = "model.ie.certificate.json"
-FORMAT = "iebin"
-VERSION = 1
 MAX_VOCAB_BYTES = 256_000_000
 
 _JSON_BYTES_PER_TENSOR = 2048
 
-_FIELDS: dict[str, type] = {
-    **{"format": str, "version": int, "tensors": list, "sha256": str},
-    **dict.fromkeys(("config", "generation_config", "tokenizer_config", "bin", "source"), dict),
-}
-_KIND = (FORMAT, VERSION, "convert the model again or update Clocher")
+_DOCUMENT = Sealed(
+    "iebin",
+    1,
+    "convert the model again or update Clocher",
+    "tensors",
+    dict.fromkeys(("config", "generation_config", "tokenizer_config", "bin", "source"), dict),
+    {"vocab": dict, "extra": dict},
+)
 
 
 def open_iebin(
@@ -120,8 +113,7 @@ def tensors_of(entries: Iterable[Entry], files: Mapping[str, MappedFile]) -> dic
 def read_index(json_path: Path) -> IebinIndex:
     """Read model.ie.json and check all that does not need model.ie.bin."""
     where = str(json_path)
-    data = read_bytes(json_path, MAX_JSON_BYTES)
-    document = read_sealed(data, where, _KIND, _FIELDS, {"vocab": dict, "extra": dict})
+    document = _DOCUMENT.read(read_bytes(json_path, MAX_JSON_BYTES), where)
     if "vocab" in document:
         vocab = FileFacts.read(document["vocab"], f"{where}: vocab", VOCAB_NAME)
         path = json_path.parent / VOCAB_NAME
@@ -171,19 +163,19 @@ class PlaneWriter:
         `job` identifies input and options. With `in_place` the files have their final names, and
         the next writer cuts off what a failed one added. `progress` gets each tensor added or kept.
         """
-        self.files: dict[str, OutputFile] = {}
+        self.files: dict[str, output_file.OutputFile] = {}
         self.entries: list[Entry] = []
         self._paths, self._resumable = dict(paths), bool(job)
         self._temporary, self._progress = not in_place, progress
         try:
             for name, path in paths.items():
-                now = path if in_place else path.with_name(path.name + PARTIAL)
-                self.files[name] = OutputFile(now)
+                now = path if in_place else path.with_name(path.name + output_file.PARTIAL)
+                self.files[name] = output_file.OutputFile(now)
         except BaseException:
             self._close()
             raise
         first = next(iter(self.files.values())).path
-        self._journal = Journal(first.with_name(f"{first.name}.journal"), job)
+        self._journal = output_file.Journal(first.with_name(f"{first.name}.journal"), job)
 
     def __enter__(self) -> Self:
         return self
@@ -228,13 +220,14 @@ class PlaneWriter:
             file.nbytes, file.digest = nbytes, digest
         return False
 
-    def add(self, name: str, tensor: QuantTensor, **more: Any) -> None:
-        """Append a tensor, `more` to the journal alone; raises FormatError, OSError."""
+    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any] | None = None) -> None:
+        """Append a tensor; `record` is for the journal alone. Raises FormatError, OSError."""
         regions = place(tensor.format, tensor.shape, self._ends)
         hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
         self.entries.append(Entry(name, tensor.shape, tensor.format, regions, hashes))
         if self._resumable:
-            self._journal.add(self.entries[-1].document() | more)
+            line = self.entries[-1].document()
+            self._journal.add(line if record is None else line | {"record": record})
         self._tell(name)
 
     def put(self, region: Region, plane: np.ndarray) -> str:
@@ -251,10 +244,10 @@ class PlaneWriter:
         """Rename the synced files, first removing `stale`, the documents of the replaced files."""
         for path in stale:
             path.unlink(missing_ok=True)
-            sync_directory(path.parent)
+            output_file.sync_directory(path.parent)
         for name, path in self._paths.items():
             self.files[name].path.replace(path)
-            sync_directory(path.parent)
+            output_file.sync_directory(path.parent)
         self._temporary = False
         self._journal.remove()
 
@@ -298,8 +291,6 @@ class IebinWriter(PlaneWriter):
         weights = self.sync()["bin"]
         self.publish(stale=[self.directory / name for name in (JSON_NAME, CERTIFICATE_NAME)])
         document: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
             "config": config,
             "generation_config": generation_config,
             "tokenizer_config": tokenizer_config,
@@ -307,9 +298,9 @@ class IebinWriter(PlaneWriter):
         if vocab is None:
             (self.directory / VOCAB_NAME).unlink(missing_ok=True)
         else:
-            write_file(self.directory / VOCAB_NAME, vocab)
+            output_file.write_file(self.directory / VOCAB_NAME, vocab)
             document["vocab"] = {"file": VOCAB_NAME, **facts_of(vocab)._asdict()}
         document["bin"] = {"file": BIN_NAME, **weights._asdict()}
         document["source"] = source
-        text = lines(document, "tensors", [entry.document() for entry in self.entries])
-        write_file(self.directory / JSON_NAME, seal(text.encode()))
+        text = _DOCUMENT.text(document, [entry.document() for entry in self.entries])
+        output_file.write_file(self.directory / JSON_NAME, text)

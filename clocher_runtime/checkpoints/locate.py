@@ -26,12 +26,15 @@ SUFFIX = ".gguf"
 ADAPTER_CONFIG = "adapter_config.json"
 CONFIG = "config.json"
 SUBFOLDERS = ("", "hf", "hf/original", "original")
+_MARKERS = (JSON_NAME, *(os.path.join(folder, CONFIG) for folder in SUBFOLDERS))
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_ADAPTER_BYTES = 1_000_000
 _MOST_NAMES, _MOST_MODELS, _SHOWN = 10_000, 1000, 5
 _ALIKE = 0.75
 _TAGGED = re.compile(r"(?P<owner>[\w.-]{1,100}/)?(?P<name>[\w.-]{1,100}):[\w.-]{1,50}")
 _GIVE = "give the directory of a model, a GGUF file, or owner/name of a model in the Hub's cache"
+_NOT_OPENED = "pickled weights, which can run code and are not opened"
+_SAFE = "give the directory of the model in safetensors, or a GGUF file"
 _SHARD = re.compile(r"model-(\d+)-of-(\d+)\.safetensors")
 _OTHERS = {
     "model_index.json": "a diffusers pipeline, which makes pictures",
@@ -179,7 +182,7 @@ def listed(directory: Path) -> list[str]:
 
 def holds_model(directory: Path) -> bool:
     """Return whether a directory has the files of a model; none is opened."""
-    if any(os.path.isfile(directory / marker) for marker in _markers()):
+    if any(os.path.isfile(directory / marker) for marker in _MARKERS):
         return True
     try:
         return any(name.lower().endswith(SUFFIX) for name in listed(directory))
@@ -191,10 +194,6 @@ def find_hf(path: Path) -> Path | None:
     """Return the directory with config.json: the path itself or one of `SUBFOLDERS` in it."""
     folders = (path / folder for folder in SUBFOLDERS)
     return next((folder for folder in folders if os.path.isfile(folder / CONFIG)), None)
-
-
-def _markers() -> list[str]:
-    return [JSON_NAME, *(str(Path(folder, CONFIG)) for folder in SUBFOLDERS)]
 
 
 def base_of(directory: Path) -> str:
@@ -213,7 +212,7 @@ def no_model(path: Path) -> ModelError:
 
     if os.path.isfile(path):
         return _no_model_file(path)
-    looked = f"{path}: no model there; looked for {', '.join(_markers())}, *.gguf"
+    looked = f"{path}: no model there; looked for {', '.join(_MARKERS)}, *.gguf"
     if path.name == "original" and (path.parent / CONFIG).is_file():
         looked = f"{path}: no {CONFIG} there; the model is in {path.parent}"
     elif repo := published_as(str(path)):
@@ -229,18 +228,10 @@ def no_model(path: Path) -> ModelError:
         return ModelNotFound(f"{path}: a cache of the Hub; name a model of it: {some([*inner])}")
     if (repo := repository_of(path / "snapshots" / "x")) and "snapshots" in names:
         return ModelNotFound(f"{path}: the Hub's folder of {repo}; give the name {repo}")
-    for name in names:
-        if name.endswith(".safetensors"):
-            return ModelNotFound(
-                f"{path}: {name}, but no {CONFIG}; put that of the model there, or give the "
-                f"directory that has both{again}"
-            )
-    for name in names:
-        if name.endswith(_PICKLED):
-            return ModelNotFound(
-                f"{path}: {name}, but no {CONFIG}; pickled weights are not opened: give the "
-                "directory of the model in safetensors, or a GGUF file"
-            )
+    both = f"put that of the model there, or give the directory that has both{again}"
+    for ending, advice in ((".safetensors", both), (_PICKLED, f"{_NOT_OPENED}; {_SAFE}")):
+        if weights := [name for name in names if name.endswith(ending)]:
+            return ModelNotFound(f"{path}: {weights[0]}, but no {CONFIG}; {advice}")
     models = [str(path / name) for name in names[:_MOST_MODELS] if holds_model(path / name)]
     if models:
         return ModelNotFound(
@@ -263,10 +254,7 @@ def _no_model_file(path: Path) -> ModelError:
         text = "one file of weights; give the directory that holds it and config.json"
         return UnsupportedModel(f"{path}: {text}")
     if name.endswith(_PICKLED):
-        return UnsupportedModel(
-            f"{path}: pickled weights, which can run code and are not opened; give the directory "
-            "of the model in safetensors, or a GGUF file"
-        )
+        return UnsupportedModel(f"{path}: {_NOT_OPENED}; {_SAFE}")
     return ModelNotFound(f"{path}: not a model; {_GIVE}")
 
 

@@ -13,28 +13,24 @@ from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import open_iebin, tensors_of
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import Entry, lines, read_entries, read_sealed, seal, unsealed
+from clocher_runtime.disk.plane_index import Entry, Sealed, read_entries, unsealed
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 Q4_0 = Int4(symmetric=True, group=32, scale_dtype="f16")
 """ggml's Q4_0: 32 columns share an fp16 scale; the largest element becomes -8."""
 
 Q4_NAMES = {"codes": "model.q4.bin", "scales": "model.q4.scales.fp16.bin"}
-FORMAT, VERSION = "iebin-q4-overlay", 2
 COMPAT_NAME = "model.ie.compat.json"
 AGAIN = "run scripts/rebuild_dedup_and_quant.sh again"
 
-_FIELDS: dict[str, type] = {
-    **{"format": str, "version": int, "tensors": list, "sha256": str},
-    **dict.fromkeys(("base", "files"), dict),
-}
+_OVERLAY = Sealed("iebin-q4-overlay", 2, AGAIN, "tensors", {"base": dict, "files": dict})
 
 
 def open_index(json_path: Path | str, bin_path: Path | str | None = None) -> Checkpoint:
     """Open an IEBIN pair by model.ie.json, or by model.ie.compat.json."""
     json_path = Path(json_path)
     data = read_bytes(json_path, MAX_JSON_BYTES)
-    if parse_object(data, str(json_path)).get("format") != FORMAT:
+    if parse_object(data, str(json_path)).get("format") != _OVERLAY.format:
         return open_iebin(json_path, bin_path)
     entries = read_overlay(json_path, data)
     base = open_iebin(json_path.with_name(JSON_NAME), bin_path)
@@ -61,7 +57,7 @@ def open_index(json_path: Path | str, bin_path: Path | str | None = None) -> Che
 def read_overlay(path: Path, data: bytes) -> tuple[Entry, ...]:
     """Return the matrices of an index, checked without the plane files."""
     where = str(path)
-    document = read_sealed(data, where, (FORMAT, VERSION, AGAIN), _FIELDS)
+    document = _OVERLAY.read(data, where)
     base = fields(document["base"], f"{where}: base", {"file": str, "sha256": str})
     if base["file"] != JSON_NAME or document["files"] != Q4_NAMES:
         raise FormatError(
@@ -81,14 +77,8 @@ def read_overlay(path: Path, data: bytes) -> tuple[Entry, ...]:
 
 def write_overlay(path: Path, entries: Sequence[Entry]) -> None:
     """Write an index over the pair beside it, atomically."""
-    head = {
-        "format": FORMAT,
-        "version": VERSION,
-        "base": {"file": JSON_NAME, "sha256": _base_hash(path)},
-        "files": Q4_NAMES,
-    }
-    text = lines(head, "tensors", [entry.document() for entry in entries])
-    write_file(path, seal(text.encode()))
+    head = {"base": {"file": JSON_NAME, "sha256": _base_hash(path)}, "files": Q4_NAMES}
+    write_file(path, _OVERLAY.text(head, [entry.document() for entry in entries]))
 
 
 def map_planes(directory: Path, entries: Sequence[Entry]) -> Mapping[str, MappedFile]:

@@ -283,8 +283,11 @@ class Console:
         if done >= total:
             self._loading.stop()
 
-    def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
+    def disk(self, source: Path | str, target: Path, nbytes: int) -> None:
         """Write how much disk space is needed."""
+        from clocher_runtime.disk.output_file import check_free
+
+        free = check_free(target, 0)
         self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
 
     @contextmanager
@@ -348,13 +351,8 @@ def error_line(error: BaseException) -> dict[str, Any]:
     """Return the line of an error; of an interrupted run with what it has generated."""
     kind = type(error).__name__
     made = error.outputs if isinstance(error, Interrupt) else None
-    return {
-        **head("error"),
-        "code": int(exit_code(error)),
-        "type": kind,
-        "message": str(error) or kind,
-        **({} if made is None else {"outputs": made}),
-    }
+    told = {"code": int(exit_code(error)), "type": kind, "message": str(error) or kind}
+    return head("error") | told | ({} if made is None else {"outputs": made})
 
 
 def to_json(line: Line) -> str:

@@ -118,7 +118,7 @@ def fetch(
             raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
         console.note(f"note: it cannot run here: {refusal}")
     target = out_dir or cache_directory()
-    console.disk(str(hub), target, download.nbytes, download.free_bytes)
+    console.disk(str(hub), target, download.nbytes)
     folder = download.run(lambda name: console.note(f"checking {name}"))
     console.say(
         f"{len(download.files)} files of {hub.repo} at {download.commit} are in {folder}, "

@@ -17,10 +17,10 @@ from clocher_runtime.checkpoints.locate import locate
 from clocher_runtime.command.console import Console, size
 from clocher_runtime.config.engine import NUMERICS, WEIGHTS_ALONE
 from clocher_runtime.convert.q4_map import (
-    NamePattern,
     Q4Map,
     best_method,
     load_q4_map,
+    name_pattern,
     parse_q4_map,
     rule_format,
 )
@@ -139,8 +139,8 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     if options["rules"] is None:
         if options["method"] is None and _dtype(options) == "ternary":
             method = "rtn"
-        kept = NamePattern(KEPT)
-        exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept.matches, names)) else []
+        kept = name_pattern(KEPT).fullmatch
+        exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept, names)) else []
         document: dict[str, Any] = {"version": 1, "rules": [*exceptions, _rule(options, method)]}
         where = Path("the flags")
     else:

@@ -12,9 +12,10 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
-from clocher_runtime.convert.q4_map import NamePattern
+from clocher_runtime.convert.q4_map import name_pattern
 from clocher_runtime.convert.to_iebin import finish, refuse_hf_folder, refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
+from clocher_runtime.disk.strict_json import prefixed
 
 LINEARS = r"model\.layers\.[0-9]+\..*_proj\.weight"
 """The matrices made block-sparse by default."""
@@ -104,11 +105,11 @@ def _opened(model_dir: Path, out_dir: Path, how: Sparsifying) -> tuple[Checkpoin
     refuse_hf_folder(out_dir)
     source = open_checkpoint(model_dir)
     refuse_input(source, out_dir)
-    pattern = NamePattern(how.pattern)
+    pattern = name_pattern(how.pattern)
     names = [
         name
         for name, tensor in source.tensors.items()
-        if pattern.matches(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
+        if pattern.fullmatch(name) and isinstance(tensor.format, Float) and len(tensor.shape) == 2
     ]
     if not names:
         raise UsageError(
@@ -131,11 +132,9 @@ def _converted(name: str, tensor: QuantTensor, how: Sparsifying) -> tuple[QuantT
     values = tensor.decode()
     if how.sparsity:
         values = prune(values, how.block, how.sparsity)
-    try:
+    with prefixed(f"tensor {name!r}"):
         fmt = Bsr.for_values(values, how.block, how.inner or tensor.format.name)
         sparse = encode(values, fmt)
-    except FormatError as error:
-        raise FormatError(f"tensor {name!r}: {error}") from None
     density = fmt.nnzb / _blocks(tensor.shape, how.block)
     note = ""
     if not fmt.nnzb:

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import version
@@ -22,25 +22,22 @@ from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import check_padding, lines, read_sealed, seal
+from clocher_runtime.disk.plane_index import Sealed, check_hashes, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
 
-FORMAT = "iebin.certificate"
-VERSION = 1
-
-_FIELDS: dict[str, type] = {
-    **dict.fromkeys(("format", "clocher", "date", "sha256"), str),
-    **dict.fromkeys(("version", "identical"), int),
-    **dict.fromkeys(("model", "source"), dict),
-    "tensors": list,
-}
+_DOCUMENT = Sealed(
+    "iebin.certificate",
+    1,
+    "convert the model again with --verify, or update Clocher",
+    "tensors",
+    {"clocher": str, "date": str, "identical": int, "model": dict, "source": dict},
+)
 _TENSOR: dict[str, type] = {
     **dict.fromkeys(("name", "compared"), str),
     **dict.fromkeys(("source", "stored"), dict),
     "shape": list,
     "identical": bool,
 }
-_KIND = (FORMAT, VERSION, "convert the model again with --verify, or update Clocher")
 _DECODED_AT_ONCE = 16 << 20
 
 
@@ -63,30 +60,20 @@ def write_certificate(
     source.check_unchanged()
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
+    document = read_index(model_dir / JSON_NAME).document
+    files = [
+        {"file": f.path.name, "nbytes": f.nbytes, "mtime_ns": f.path.stat().st_mtime_ns}
+        for f in source.files
+    ]
+    path = str(source.path.absolute())
     head = {
-        "format": FORMAT,
-        "version": VERSION,
         "clocher": version("clocher"),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "identical": identical,
-        "model": {
-            "file": JSON_NAME,
-            "sha256": read_index(model_dir / JSON_NAME).document["sha256"],
-        },
-        "source": {
-            "path": str(source.path.absolute()),
-            "kind": source.kind,
-            "files": [
-                {
-                    "file": file.path.name,
-                    "nbytes": file.nbytes,
-                    "mtime_ns": file.path.stat().st_mtime_ns,
-                }
-                for file in source.files
-            ],
-        },
+        "model": {"file": JSON_NAME, "sha256": document["sha256"]},
+        "source": {"path": path, "kind": source.kind, "files": files},
     }
-    write_file(model_dir / CERTIFICATE_NAME, seal(lines(head, "tensors", found).encode()))
+    write_file(model_dir / CERTIFICATE_NAME, _DOCUMENT.text(head, found))
     return identical, len(found)
 
 
@@ -122,9 +109,9 @@ def check_certificate(
     problems += [f"{name}: not in the certificate" for name in model.names if name not in listed]
     done = 0
     for name, each in listed.items():
-        problems += _differences(model, each, "stored")
+        problems += _difference(model, each, "stored")
         if was:
-            problems += _differences(was, each, "source")
+            problems += _difference(was, each, "source")
         done += model.tensors[name].nbytes if name in model.tensors else 0
         if progress:
             progress(done, name)
@@ -152,7 +139,7 @@ def read_certificate(model_dir: Path) -> dict[str, Any]:
             f"{path}: no such file; `clocher convert MODEL {shlex.quote(str(model_dir))} --verify` "
             "writes it"
         )
-    document = read_sealed(read_bytes(path, MAX_JSON_BYTES), str(path), _KIND, _FIELDS)
+    document = _DOCUMENT.read(read_bytes(path, MAX_JSON_BYTES), str(path))
     fields(document["model"], f"{path}: model", {"file": str, "sha256": str})
     fields(document["source"], f"{path}: source", {"path": str, "kind": str, "files": list})
     tensors = []
@@ -193,24 +180,20 @@ def same_values(one: QuantTensor, other: QuantTensor) -> bool:
     )
 
 
-def _differences(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> Iterator[str]:
+def _difference(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> list[str]:
+    """Return the first difference of a tensor from what a line says of it, [] without one."""
     name, shape, listed = line["name"], line["shape"], line[side]
     try:
         tensor = checkpoint.tensor(name)
-    except ModelError as error:
-        yield f"{name}: {side}: {error}"
-        return
-    found = (tensor.shape, tensor.format.name, set(tensor.planes))
-    if found != (shape, listed["format"], set(listed["planes"])):
-        yield (
-            f"{name}: {side}: {tensor.format.name} {list(tensor.shape)}, certified "
-            f"{listed['format']!r:.40} {list(shape)}"
-        )
-        return
-    for key, digest in plane_hashes(tensor).items():
-        if digest != listed["planes"][key]:
-            yield (
-                f"{name}: {side}: plane {key!r} has SHA-256 {digest}, certified "
-                f"{listed['planes'][key]!r:.66}"
+        found = (tensor.shape, tensor.format.name, set(tensor.planes))
+        if found != (shape, listed["format"], set(listed["planes"])):
+            raise FormatError(
+                f"{tensor.format.name} {list(tensor.shape)}, certified {listed['format']!r:.40} "
+                f"{list(shape)}"
             )
-    checkpoint.release()
+        check_hashes(tensor.planes, listed["planes"], "", "not what was certified")
+    except ModelError as error:
+        return [f"{name}: {side}: {error}"]
+    finally:
+        checkpoint.release()
+    return []

@@ -14,73 +14,40 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
-from clocher_runtime.checkpoints.dedup.codec import (
-    MAX_ESCAPES,
-    RANK_STRIDE,
-    SPLITS,
-    UNIT,
-    WIDTHS,
-    Part,
-    Stream,
-    exception_bits,
-    pack,
-    pack_trits,
-    splits_of,
-)
-from clocher_runtime.checkpoints.dedup.index import (
-    FILE_NAMES,
-    INDEX_NAME,
-    KINDS,
-    DedupIndex,
-    StoredPlane,
-    check_expansion,
-    place_parts,
-    raw_planes,
-)
+from clocher_runtime.checkpoints.dedup import codec
+from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
 from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, read_index
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
-from clocher_runtime.disk.plane_index import Region, check_hashes
+from clocher_runtime.disk.plane_index import DAMAGED, Region, check_hashes
 
 KEEP_RAW = 0.95
 """Larger results are stored raw. Source: ZipNN, arXiv 2411.05239."""
 WORTH_IT = 0.97
 """Largest worthwhile new size, relative to the old one."""
-PIECE_ITEMS = UNIT * 16
+PIECE_ITEMS = codec.UNIT * 16
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The chosen storage of a plane, with its tables."""
-
-    plane: StoredPlane
-    tables: tuple[np.ndarray, ...] = ()  # symbols of each stream, the most frequent first, u8
-
-
-def choose(raw: StoredPlane, data: np.ndarray) -> Choice:
+def choose(raw: dedup_index.StoredPlane, data: np.ndarray) -> dedup_index.StoredPlane:
     """Return the smallest way to store a plane's bytes; raw unless 5 per cent are saved."""
-    found = [Choice(raw)]
-    names = splits_of(raw.plane.dtype)
-    item = SPLITS[names[0]].item
+    found = [raw]
+    names = codec.splits_of(raw.plane.dtype)
+    item = codec.SPLITS[names[0]].item
     histogram = None  # how often each item occurs, where items have few enough values to count
     if item.itemsize <= 2:
         histogram = _tally(1 << 8 * item.itemsize, np.asarray, item, data)
     for name in names:
-        streams, tables = [], []
-        for part in SPLITS[name].parts:
+        streams = []
+        for part in codec.SPLITS[name].parts:
             if histogram is None:
-                counts = _tally(1 << part.bits, part.cut, SPLITS[name].item, data)
+                counts = _tally(1 << part.bits, part.cut, codec.SPLITS[name].item, data)
             else:
                 counts = _fold(part, histogram)
-            stream, table = choose_stream(counts, part.bits)
-            streams.append(stream)
-            tables.append(table)
-        plane = replace(raw, mode="streams", split=name, streams=tuple(streams))
-        found.append(Choice(plane, tuple(tables)))
-    best = min(found, key=lambda choice: choice.plane.stored_bytes)
-    small = best.plane.stored_bytes <= KEEP_RAW * raw.plane.nbytes
-    return best if small else Choice(raw)
+            streams.append(choose_stream(counts, part.bits))
+        found.append(replace(raw, mode="streams", split=name, streams=tuple(streams)))
+    best = min(found, key=lambda plane: plane.stored_bytes)
+    return best if best.stored_bytes <= KEEP_RAW * raw.plane.nbytes else raw
 
 
 def _tally(
@@ -93,7 +60,7 @@ def _tally(
     return total
 
 
-def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
+def _fold(part: codec.Part, histogram: np.ndarray) -> np.ndarray:
     """Return the counts of a stream's symbols, from those of the items."""
     items = np.flatnonzero(histogram).astype(np.uint8 if len(histogram) == 256 else "<u2")
     symbols = part.cut(items)
@@ -102,27 +69,26 @@ def _fold(part: Part, histogram: np.ndarray) -> np.ndarray:
     return total
 
 
-def choose_stream(counts: np.ndarray, bits: int) -> tuple[Stream, np.ndarray]:
-    """Return the smallest way to store a stream, and its table, from counts [2^bits]."""
+def choose_stream(counts: np.ndarray, bits: int) -> codec.Stream:
+    """Return the smallest way to store a stream, with its table, from counts [2^bits]."""
     count = int(counts.sum())
     order = np.lexsort((np.arange(len(counts)), -counts))
     table = order[: np.count_nonzero(counts)].astype(np.uint8)
     if len(table) == 1:
-        return Stream("const", bits, count, table=1), table
-    found = [Stream("raw", bits, count)]
+        return codec.Stream("const", bits, count, table=1, symbols=table)
+    found = [codec.Stream("raw", bits, count, symbols=table[:0])]
     if len(table) <= 3:
-        found.append(Stream("trits", bits, count, table=len(table)))
-    for width in WIDTHS:
+        found.append(codec.Stream("trits", bits, count, table=len(table), symbols=table))
+    for width in codec.WIDTHS:
         if width < bits:
-            rare = exception_bits(len(table), width)
+            rare = codec.exception_bits(len(table), width)
             escapes = count - int(counts[table[: (1 << width) - 1]].sum()) if rare else 0
-            if escapes <= MAX_ESCAPES:
-                found.append(Stream("code", bits, count, width, len(table), escapes))
+            if escapes <= codec.MAX_ESCAPES:
+                found.append(codec.Stream("code", bits, count, width, len(table), escapes, table))
     # Its bytes, and a bit per escape for its time.
-    best = min(
+    return min(
         found, key=lambda s: s.table + s.code_bytes + 4 * s.ranks + s.literal_bytes + s.escapes / 8
     )
-    return best, table[: best.table]
 
 
 def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
@@ -131,65 +97,59 @@ def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
 
 
 def encode(
-    choice: Choice, data: np.ndarray, files: Mapping[str, OutputFile], regions: tuple[Region, ...]
-) -> None:
-    """Append the parts of a plane to the files, each padded up to its region."""
-    plane = choice.plane
-    if plane.mode == "streams":
-        split = SPLITS[plane.split]
-        for number, (stream, table) in enumerate(zip(plane.streams, choice.tables, strict=True)):
-            parts = regions[4 * number : 4 * number + 4]
-            items = pieces(data, PIECE_ITEMS * split.item.itemsize)
-            symbols = (split.parts[number].cut(piece.view(split.item)) for piece in items)
-            _write_stream(stream, table, symbols, files, parts)
-        return
-    _begin(files, *regions)
-    if plane.mode == "raw":
-        files["exceptions"].write(data)
-
-
-def _begin(files: Mapping[str, OutputFile], *regions: Region) -> None:
-    for region in regions:
-        if region.nbytes:
-            files[region.file].pad(region.offset)
-
-
-def _write_stream(
-    stream: Stream,
-    table: np.ndarray,
-    pieces: Iterator[np.ndarray],
+    plane: dedup_index.StoredPlane,
+    data: np.ndarray,
     files: Mapping[str, OutputFile],
     regions: tuple[Region, ...],
 ) -> None:
-    masks, exceptions = files["masks"], files["exceptions"]
-    _begin(files, regions[0])
-    files["defaults"].write(table)
-    _begin(files, regions[1], regions[3])
+    """Append the parts of a plane to the files, each padded up to its region."""
+
+    def put(region: Region, array: np.ndarray) -> None:
+        if len(array):
+            files[region.file].pad(region.offset)
+            files[region.file].write(array)
+
+    if plane.mode == "raw":
+        put(regions[0], data)
+    for number, stream in enumerate(plane.streams):
+        split = codec.SPLITS[plane.split]
+        items = pieces(data, PIECE_ITEMS * split.item.itemsize)
+        symbols = (split.parts[number].cut(piece.view(split.item)) for piece in items)
+        _write_stream(stream, symbols, regions[4 * number : 4 * number + 4], put)
+
+
+def _write_stream(
+    stream: codec.Stream,
+    pieces: Iterator[np.ndarray],
+    regions: tuple[Region, ...],
+    put: Callable[[Region, np.ndarray], None],
+) -> None:
+    table, codes, rank, exceptions = regions
+    assert stream.symbols is not None, "choose_stream gives it"
+    put(table, stream.symbols)
     place_of = np.zeros(1 << stream.bits, np.uint8)
-    place_of[table] = np.arange(len(table))
+    place_of[stream.symbols] = np.arange(len(stream.symbols))
     escape = (1 << stream.width) - 1
     ranks, left = [np.zeros(1, int)], np.zeros(0, np.uint8)
     for symbols in pieces if stream.mode != "const" else ():
         places = place_of[symbols]
         if stream.mode == "raw":
-            exceptions.write(pack(symbols, stream.bits))
+            put(exceptions, codec.pack(symbols, stream.bits))
         elif stream.mode == "trits":
-            masks.write(pack_trits(places))
+            put(codes, codec.pack_trits(places))
         else:
-            masks.write(pack(np.minimum(places, escape), stream.width))
+            put(codes, codec.pack(np.minimum(places, escape), stream.width))
         if stream.escapes:
             rare = places >= escape
-            ranks.append(np.add.reduceat(rare, np.arange(0, len(rare), RANK_STRIDE), dtype=int))
+            ranks.append(
+                np.add.reduceat(rare, np.arange(0, len(rare), codec.RANK_STRIDE), dtype=int)
+            )
             found = np.concatenate([left, places[rare] - np.uint8(escape)])
             whole = len(found) // 8 * 8  # what fills bytes
             left = found[whole:]
-            if whole:
-                exceptions.write(pack(found[:whole], stream.exception_bits))
-    if len(left):
-        exceptions.write(pack(left, stream.exception_bits))
-    _begin(files, regions[2])
-    if regions[2].nbytes:
-        masks.write(np.cumsum(np.concatenate(ranks))[1:-1].astype("<u4"))
+            put(exceptions, codec.pack(found[:whole], stream.exception_bits))
+    put(exceptions, codec.pack(left, stream.exception_bits))
+    put(rank, np.cumsum(np.concatenate(ranks))[1:-1].astype("<u4"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -198,26 +158,24 @@ class Deduplication:
 
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
-    choices: tuple[Choice, ...]  # how each plane will be stored
+    planes: tuple[dedup_index.StoredPlane, ...]  # how each will be stored
     regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
     nbytes: int  # of the output
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""
-        check_free(self.directory / INDEX_NAME, self.nbytes)
-        path = self.directory / INDEX_NAME
-        paths = {kind: self.directory / FILE_NAMES[kind] for kind in KINDS}
+        check_free(self.directory / dedup_index.INDEX_NAME, self.nbytes)
+        path = self.directory / dedup_index.INDEX_NAME
+        paths = {kind: self.directory / dedup_index.FILE_NAMES[kind] for kind in dedup_index.KINDS}
         done = 0
         with PlaneWriter(paths) as writer:
-            stored = zip(self.choices, self.regions, strict=True)
             planes = _planes(self.directory, self.index)
-            for (choice, regions), (plane, data) in zip(stored, planes, strict=True):
-                encode(choice, data, writer.files, regions)
+            for plane, regions, (_, data) in zip(self.planes, self.regions, planes, strict=True):
+                encode(plane, data, writer.files, regions)
                 done += plane.plane.nbytes
                 if progress:
                     progress(done, plane.tensor)
-            chosen = tuple(choice.plane for choice in self.choices)
-            index = DedupIndex(self.index.bin, writer.sync(), chosen, self.regions)
+            index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes, self.regions)
             written = {kind: file.path for kind, file in writer.files.items()}
             DedupFile(path, index, written).verify()
             try:
@@ -233,32 +191,32 @@ def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplicati
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
         raise ModelNotFound(f"{directory}: no {BIN_NAME}; restore it first (--restore)")
-    choices: list[Choice] = []
+    planes: list[dedup_index.StoredPlane] = []
     seen: dict[tuple[object, str], int] = {}
     done = 0
     for number, (raw, data) in enumerate(_planes(directory, index)):
         first = seen.setdefault((raw.plane, raw.sha256), number)
         if first < number:
-            choices.append(Choice(replace(raw, mode="same", of=first)))
+            planes.append(replace(raw, mode="same", of=first))
         else:
-            where = f"{BIN_NAME}: tensor {raw.tensor!r}"
-            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, "convert the model again")
-            choices.append(choose(raw, data))
+            where = f"{BIN_NAME}: tensor {raw.tensor!r}: "
+            check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
+            planes.append(choose(raw, data))
         done += raw.plane.nbytes
         if progress:
             progress(done, raw.tensor)
-    regions, ends = place_parts(choice.plane for choice in choices)
+    regions, ends = dedup_index.place_parts(planes)
     stored = sum(ends.values())
-    check_expansion([choice.plane for choice in choices], stored, str(directory))
-    nbytes = stored + sum(len(json.dumps(choice.plane.document())) + 2 for choice in choices)
-    return Deduplication(directory, index, tuple(choices), regions, nbytes)
+    dedup_index.check_expansion(planes, stored, str(directory))
+    nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
+    return Deduplication(directory, index, tuple(planes), regions, nbytes)
 
 
 def remove_dedup(directory: Path) -> None:
     """Delete a directory's deduplicated weights, if any."""
-    (directory / INDEX_NAME).unlink(missing_ok=True)
+    (directory / dedup_index.INDEX_NAME).unlink(missing_ok=True)
     sync_directory(directory)
-    for name in FILE_NAMES.values():
+    for name in dedup_index.FILE_NAMES.values():
         (directory / name).unlink(missing_ok=True)
 
 
@@ -267,7 +225,7 @@ def restore(directory: Path, progress: Progress | None = None) -> int:
     index, dedup = open_pair(directory)
     check_free(directory / BIN_NAME, index.bin.nbytes)
     with PlaneWriter({"bin": directory / BIN_NAME}) as writer:
-        for number, (plane, region) in enumerate(raw_planes(index)):
+        for number, (plane, region) in enumerate(dedup_index.raw_planes(index)):
             writer.put(region, dedup.plane(number, verify=True))
             dedup.release()
             if progress:
@@ -278,9 +236,11 @@ def restore(directory: Path, progress: Progress | None = None) -> int:
     return index.bin.nbytes
 
 
-def _planes(directory: Path, index: IebinIndex) -> Iterator[tuple[StoredPlane, np.ndarray]]:
+def _planes(
+    directory: Path, index: IebinIndex
+) -> Iterator[tuple[dedup_index.StoredPlane, np.ndarray]]:
     file = MappedFile(directory / BIN_NAME, index.bin.nbytes)
-    for plane, region in raw_planes(index):
+    for plane, region in dedup_index.raw_planes(index):
         yield plane, file.bytes(region.offset, region.end)
         file.release()
 
@@ -300,18 +260,18 @@ class Gain(NamedTuple):
         return 100 * (1 - self.stored / self.nbytes)
 
 
-def gain_of(plane: StoredPlane) -> Gain:
+def gain_of(plane: dedup_index.StoredPlane) -> Gain:
     """Return a plane's gain, its storage in a few words."""
     said = "as it is" if plane.mode == "raw" else f"same as plane {plane.of}"
     if plane.mode == "streams":
-        parts = zip(SPLITS[plane.split].parts, plane.streams, strict=True)
+        parts = zip(codec.SPLITS[plane.split].parts, plane.streams, strict=True)
         said = ", ".join(f"{part.name} {_stream(stream)}" for part, stream in parts)
     stored = sum(nbytes for _, nbytes in plane.parts())
     name = f"{plane.tensor} {plane.key}"
     return Gain(name, plane.plane.dtype, plane.plane.nbytes, stored, said)
 
 
-def _stream(stream: Stream) -> str:
+def _stream(stream: codec.Stream) -> str:
     if stream.mode == "code":
         escaped = f" + {100 * stream.escapes / stream.count:.2f} % escapes"
         return f"{stream.width}-bit code{escaped if stream.escapes else ''}"

@@ -19,13 +19,13 @@ from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, Order, pieces, row_order
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.iebin import Progress
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.models.build import inverse_frequencies
-from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.families import pieces, spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.models.spec import ModelSpec, RopeSpec
 
@@ -53,7 +53,7 @@ class GgufEntry(NamedTuple):
     shape: tuple[int, ...]  # slowest dimension first
     kind: GgmlType
     source: str = ""  # the model's tensor; "": rope factors
-    order: Order = "all"
+    order: np.ndarray | slice = slice(None)  # rows of the model's, those of a stack counted through
 
     @property
     def nbytes(self) -> int:
@@ -106,7 +106,7 @@ class GgufExport:
         tensor = checkpoint.tensor(entry.source, verify=True)
         vector = len(entry.shape) == 1 or entry.source.endswith(("_bias", ".bias"))
         count = prod(tensor.shape) if vector else prod(tensor.shape[:-1])
-        order = row_order(entry.order, count, self.spec, entry.source)
+        order = np.arange(count)[entry.order]
         if vector:
             yield tensor.decode().reshape(-1)[order].astype(np.float32)
             return
@@ -164,15 +164,22 @@ def plan_gguf(
             "a BitNet model with an own head or biases as GGUF; bitnet.cpp computes it without "
             "them; --to iebin keeps them"
         )
-    entries = []
+    entries, family = [], file_family(spec)
     for source, need in inventory(spec).items():
         decoded = (floats or {}).get(source)
         if need.kind in ("vector", "router"):
             ggml = F32
         else:
             ggml = FLOATS[decoded] if decoded else same_type(formats[source])
-        for piece in pieces(spec, source, need):
-            entries.append(GgufEntry(piece.name, piece.shape, ggml, source, piece.order))
+        for piece in pieces(family, spec, source, need):
+            if piece.name == source:
+                raise UnsupportedModel(f"{source}: llama.cpp's {spec.family} models have none")
+            rows, shape = piece.rows, list(need.shape)
+            if piece.places:
+                shape[-1 if need.kind == "vector" else -2] //= 2
+            order = np.argsort(rows) if isinstance(rows, np.ndarray) else slice(None)
+            entry = GgufEntry(piece.name, tuple(shape), ggml, source, piece.places or order)
+            entries.append(entry)
     if spec.rope.kind == "llama3":
         entries.insert(0, GgufEntry(ROPE_FACTORS, (spec.head_dim // 2,), F32))
     share: Counter[GgmlType] = Counter()

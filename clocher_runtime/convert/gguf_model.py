@@ -44,7 +44,6 @@ class GgufConversion:
     path: Path
     export: GgufExport
     floats: tuple[str, ...]  # names of the tensors that become floats
-    free_bytes: int  # of the disk
 
     @property
     def nbytes(self) -> int:
@@ -120,8 +119,8 @@ def plan_gguf_model(
     folder = source.path.resolve()
     title = folder.parent.name if folder.name in ("hf", "original") else folder.stem
     export = plan_gguf(source.config, formats, title, vocab=fields, floats=floats)
-    free = check_free(path, export.nbytes)
-    return GgufConversion(source, path, export, tuple(floats), free)
+    check_free(path, export.nbytes)
+    return GgufConversion(source, path, export, tuple(floats))
 
 
 def begins_with_bos(source: Checkpoint) -> bool:

@@ -8,20 +8,21 @@ import re
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import ClocherError, FormatError, ModelNotFound
+from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Format, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.iebin import PlaneWriter, tensors_of
 from clocher_runtime.disk.files import MappedFile, sha256_of
-from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, checked_hash
-from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
+from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, check_hashes, checked_hash
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, prefixed
 
 METHODS = ("rtn", "imx", "gptq")
+OTHER_WEIGHTS = "it was made from other weights: run the PTQ script again"
 
 _LAYER = re.compile(r"(?:.*\.)?layers\.([0-9]{1,5})\..*")
 _FILE = re.compile(r"[\w.-]{1,200}\.planes\.bin")
@@ -92,48 +93,45 @@ def remove_planes(manifest: Path) -> None:
         each.unlink(missing_ok=True)
 
 
-class PlaneFile:
+class PlaneFile(PlaneWriter):
     """The plane file of a job while it is written, with the records of its tensors."""
 
     def __init__(self, manifest: Path, job: str) -> None:
         """Open it over what a run of the same job has left. Raises UsageError, OSError."""
         self.manifest, self.path = manifest, planes_path(manifest)
         self.records: dict[str, Mapping[str, Any]] = {}
-        self._writer = PlaneWriter({"planes": self.path}, job, in_place=True)
-        self._files: dict[str, MappedFile] = {}
         self._tensors: dict[str, QuantTensor] = {}
-
-    def __enter__(self) -> Self:
-        return self
+        super().__init__({"planes": self.path}, job, in_place=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._writer.__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)
         if not self.records:
             remove_planes(self.manifest)
 
-    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> None:
+    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[dict[str, Any]]:
         """Take over the tensors, in this order, that an earlier run has finished."""
-        for line in self._writer.resume(tensors):
-            self.records[line["name"]] = line["record"]
+        taken = super().resume(tensors)
+        self.records |= {line["name"]: line["record"] for line in taken}
+        return taken
 
-    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any]) -> None:
-        """Append a tensor. Raises OSError."""
-        self._writer.add(name, tensor, record=record)
-        self.records[name] = record
+    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any] | None = None) -> None:
+        """Append a tensor with its record. Raises OSError."""
+        super().add(name, tensor, record)
+        self.records[name] = record or ROUNDED
 
     def finish(self) -> Planes | None:
         """Flush the file, and make its tensors readable; None if it has none."""
-        facts = self._writer.sync()["planes"]
+        facts = self.sync()["planes"]
         if not self.records:
             return None
-        self._files = {"planes": MappedFile(self.path)}
-        self._tensors = tensors_of(self._writer.entries, self._files)
+        self._file = MappedFile(self.path)
+        self._tensors = tensors_of(self.entries, {"planes": self._file})
         return Planes(self.path.name, facts.nbytes, facts.sha256)
 
     def release(self) -> None:
         """Let the kernel drop the resident pages."""
-        for file in self._files.values():
-            file.release()
+        if self._tensors:
+            self._file.release()
 
     def tensor(self, name: str) -> QuantTensor:
         """Return a tensor of the finished file, as views."""
@@ -141,7 +139,7 @@ class PlaneFile:
 
     def offsets(self, name: str) -> dict[str, int]:
         """Return the offsets of a tensor's planes, {} for one that is not in the file."""
-        found = (e.regions for e in self._writer.entries if e.name == name)
+        found = (entry.regions for entry in self.entries if entry.name == name)
         return {key: region.offset for key, region in next(found, {}).items()}
 
 
@@ -155,7 +153,7 @@ def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor
         for key, plane in entry.format.planes(entry.shape).items()
     }
     tensor = stored_tensor(entry.shape, entry.format, planes, where)
-    check_hashes(tensor, entry, where)
+    check_hashes(planes, entry.sha256, f"{where}: ", OTHER_WEIGHTS)
     tensor.check()
     return tensor
 
@@ -163,16 +161,6 @@ def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor
 def plane_hashes(tensor: QuantTensor) -> dict[str, str]:
     """Return the SHA-256 of each plane of a tensor."""
     return {key: sha256_of(plane) for key, plane in tensor.planes.items()}
-
-
-def check_hashes(tensor: QuantTensor, entry: Entry, where: str) -> None:
-    """Raise FormatError if a plane does not match a manifest's entry."""
-    for key, digest in plane_hashes(tensor).items():
-        if digest != entry.sha256[key]:
-            raise FormatError(
-                f"{where}: plane {key!r} has SHA-256 {digest}, the manifest says "
-                f"{entry.sha256[key]}; it was made from other weights: run the PTQ script again"
-            )
 
 
 def read_tensors(
@@ -215,11 +203,9 @@ def read_tensors(
 
 def _entry(item: Mapping[str, Any], where: str, rules: int, size: int) -> Entry:
     shape, method = checked_shape(item["shape"], where), item["method"]
-    try:
+    with prefixed(where):
         fmt = parse_format(item["format"])
         planes = fmt.planes(shape)
-    except ClocherError as error:
-        raise FormatError(f"{where}: {error}") from None
     if item["nbytes"] != fmt.nbytes(shape):
         raise FormatError(
             f"{where}: nbytes is {item['nbytes']}; {fmt.name} of {list(shape)} takes "

@@ -22,18 +22,11 @@ from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Terna
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
-from clocher_runtime.convert.q4_entries import (
-    METHODS,
-    Entry,
-    Planes,
-    check_hashes,
-    read_planes,
-    read_tensors,
-)
+from clocher_runtime.convert import q4_entries
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.plane_index import dump
+from clocher_runtime.disk.plane_index import check_hashes, dump
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields, parse_object
 
 VERSION = 1
@@ -49,7 +42,7 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "zero": ("per-tensor", "per-group"),
     "scale": ("per-channel", "per-tensor", "per-block"),
     "scale_dtype": ("f16", "f32", "bf16"),
-    "method": METHODS,
+    "method": q4_entries.METHODS,
 }
 _OPTIONAL = {
     "group": int,
@@ -65,44 +58,34 @@ _ROUTER = re.compile(r"(.*\.)?(router|gate|shared_expert_gate)\.weight")
 _NORM = re.compile(r"(.*[._])?(layer)?norm\w*\.weight")
 
 
-class NamePattern:
-    """A regular expression for whole names, from an unchecked file.
+def name_pattern(text: str) -> Any:
+    """Compile a regular expression for whole names, from an unchecked file; see its `fullmatch`.
 
     RE2 matches in linear time; patterns like `(a+)+b` would hang `re`. Source: R. Cox, "Regular
-    Expression Matching Can Be Simple And Fast", 2007.
+    Expression Matching Can Be Simple And Fast", 2007. Raises UsageError.
     """
+    import re2  # late: a model whose manifest has been applied runs without it
 
-    __slots__ = ("_compiled", "text")
-
-    def __init__(self, text: str) -> None:
-        """Compile a pattern; UsageError if it is too long or not valid in RE2."""
-        import re2  # late: a model whose manifest has been applied runs without it
-
-        if len(text) > MAX_PATTERN_CHARS:
-            raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
-        self.text = text
-        options = re2.Options()
-        options.log_errors = False
-        try:
-            self._compiled = re2.compile(text, options)
-        except (re2.error, UnicodeError) as error:
-            said = error.args[0] if error.args else ""
-            reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
-            raise UsageError(
-                f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
-                "without look-around or back-references"
-            ) from None
-
-    def matches(self, name: str) -> bool:
-        """Return whether the pattern matches the whole name."""
-        return self._compiled.fullmatch(name) is not None
+    if len(text) > MAX_PATTERN_CHARS:
+        raise UsageError(f"a pattern has at most {MAX_PATTERN_CHARS} characters")
+    options = re2.Options()
+    options.log_errors = False
+    try:
+        return re2.compile(text, options)
+    except (re2.error, UnicodeError) as error:
+        said = error.args[0] if error.args else ""
+        reason = said.decode(errors="replace") if isinstance(said, bytes) else str(error)
+        raise UsageError(
+            f"pattern {text!r:.80}: {reason}; expected a regular expression for tensor names, "
+            "without look-around or back-references"
+        ) from None
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """One rule."""
 
-    pattern: NamePattern  # for whole tensor names
+    pattern: Any  # for whole tensor names, of `name_pattern`
     format: Format | None  # of what it matches; None keeps it
     method: str = "rtn"  # how the codes are chosen
     clip: Clip = NO_CLIP  # how rounding chooses the range of a cell
@@ -124,9 +107,11 @@ class Q4Map:
     rules: tuple[Rule, ...]  # in order; the first match decides
     document: Mapping[str, Any]  # its JSON for the record, its hash instead of `tensors`, `kept`
     requantize: bool = False  # whether tensors that are quantised already are quantised anew
-    entries: Mapping[str, Entry] | None = None  # what was done; None in a manifest of rules alone
+    entries: Mapping[str, q4_entries.Entry] | None = (
+        None  # what was done; None in a manifest of rules alone
+    )
     kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
-    planes: Planes | None = None  # the file with planes that rounding does not give
+    planes: q4_entries.Planes | None = None  # the file with planes that rounding does not give
 
     def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
         """Return the new format of each tensor to quantise, and notes. Raises UsageError."""
@@ -147,18 +132,20 @@ class Q4Map:
     def stored(self, name: str, source: QuantTensor, threads: int = 1) -> QuantTensor:
         """Return a tensor named by `choose`, quantised. Raises FormatError, ModelNotFound."""
         if self.entries is None:
-            rule = next(rule for rule in self.rules if rule.pattern.matches(name))
+            rule = next(rule for rule in self.rules if rule.pattern.fullmatch(name))
             assert rule.format is not None, "choose names no tensor for a rule that keeps"
             return round_tensor(source, rule.format, rule.clip, threads)
         entry = self.entries[name]
         if entry.offsets and self.planes:
             path = self.path.with_name(self.planes.file)
-            return read_planes(path, self.planes.nbytes, name, entry)
+            return q4_entries.read_planes(path, self.planes.nbytes, name, entry)
         encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
-        check_hashes(encoded, entry, str(self.path))
+        check_hashes(encoded.planes, entry.sha256, f"{self.path}: ", q4_entries.OTHER_WEIGHTS)
         return encoded
 
-    def _check_model(self, entries: Mapping[str, Entry], tensors: Mapping[str, Stored]) -> None:
+    def _check_model(
+        self, entries: Mapping[str, q4_entries.Entry], tensors: Mapping[str, Stored]
+    ) -> None:
         made_for = "; the manifest was made for another model: run the PTQ script on this one"
         known = set(entries) | set(self.kept)
         if missing := sorted(known - set(tensors)):
@@ -185,10 +172,10 @@ def assign(
     notes = []
     left = dict(tensors)
     for index, rule in enumerate(rules):
-        matched = {name: left.pop(name) for name in list(left) if rule.pattern.matches(name)}
+        matched = {name: left.pop(name) for name in list(left) if rule.pattern.fullmatch(name)}
         if not matched:
             raise UsageError(
-                f"{where}: pattern {rule.pattern.text!r} matches no tensor that an "
+                f"{where}: pattern {rule.pattern.pattern!r} matches no tensor that an "
                 f"earlier rule left; tensors are named like {', '.join(list(tensors)[:3])}"
             )
         reasons = {name: reason_to_keep(name, t, requantize) for name, t in matched.items()}
@@ -203,7 +190,7 @@ def assign(
         if stay:
             formats = ", ".join(sorted({matched[name].format.name for name in stay}))
             notes.append(
-                f"pattern {rule.pattern.text!r}: {len(matched) - len(stay)} matrices become "
+                f"pattern {rule.pattern.pattern!r}: {len(matched) - len(stay)} matrices become "
                 f"{rule.format.name}; {len(stay)} tensors are kept ({formats}): vectors, "
                 f"biases and already quantised ones, such as {next(iter(stay))}"
             )
@@ -248,7 +235,7 @@ def parse_q4_map(document: Mapping[str, Any], path: Path, sha256: str = "") -> Q
     if not 0 < len(rules) <= MAX_RULES:
         raise UsageError(f"{path}: {len(rules)} rules; expected 1 to {MAX_RULES}")
     built = tuple(_rule(rule, f"{path}: rules[{index}]") for index, rule in enumerate(rules))
-    entries, kept, planes = read_tensors(document, str(path), len(built))
+    entries, kept, planes = q4_entries.read_tensors(document, str(path), len(built))
     requantize = bool(document.get("requantize"))
     if entries is not None:
         long = ("tensors", "kept")
@@ -275,7 +262,7 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
             names = ", ".join(map(str, known))
             raise UsageError(f"{where}: {key} is {rule[key]!r:.60}; known: {names}")
     try:
-        pattern = NamePattern(rule["pattern"])
+        pattern = name_pattern(rule["pattern"])
         if rule["dtype"] == "keep":
             if extra := sorted(set(rule) - {"pattern", "dtype"}):
                 raise FormatError(f"dtype keep leaves no place for {extra[0]}")
@@ -342,7 +329,7 @@ def check_method(fmt: Format, method: str) -> None:
 
 def best_method(fmt: Format, wanted: str) -> str:
     """Return the supported method that is closest to the wanted one."""
-    for method in METHODS[METHODS.index(wanted) :: -1]:
+    for method in q4_entries.METHODS[q4_entries.METHODS.index(wanted) :: -1]:
         try:
             check_method(fmt, method)
         except UsageError:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from clocher_kernels.errors import FormatError, UsageError
@@ -11,27 +12,20 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
 from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, tensors_of
-from clocher_runtime.convert.q4_entries import check_hashes, entry_document
-from clocher_runtime.convert.q4_map import (
-    NamePattern,
-    Q4Map,
-    assign,
-    load_q4_map,
-    parse_q4_map,
-    write_manifest,
-)
+from clocher_runtime.convert import q4_map
+from clocher_runtime.convert.q4_entries import OTHER_WEIGHTS, entry_document
 from clocher_runtime.convert.rounding import round_tensor
 from clocher_runtime.convert.to_iebin import job_name, natural, open_source, prepared, refuse_input
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import check_free
-from clocher_runtime.disk.plane_index import Entry, place
+from clocher_runtime.disk.plane_index import Entry, check_hashes, place
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
 from clocher_runtime.engine.topology import usable_cpus
 
 CHUNK_ROWS = 1024
 _JSON_BYTES = 1024
 _PROJECTIONS, _HEAD = r".*_proj\.weight", r"lm_head\.weight"
-_ATTENTION = NamePattern(r".*\.self_attn\.[qkvo]_proj\.weight")
+_ATTENTION = q4_map.name_pattern(r".*\.self_attn\.[qkvo]_proj\.weight")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,12 +34,11 @@ class Q4Job:
 
     source: Checkpoint
     files: Mapping[str, Path]  # the plane files: "codes" and "scales"
-    rules: Q4Map  # for the path of the manifest
+    rules: q4_map.Q4Map  # for the path of the manifest
     names: tuple[str, ...]  # the matrices, in the order of the files
     kept: Mapping[str, str]  # name -> reason of every other tensor
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
     nbytes: int  # of the output
-    free_bytes: int  # of the disk
 
     def run(self, progress: Progress | None = None) -> int:
         """Write the files, resuming a killed run; return how many matrices it had finished."""
@@ -61,13 +54,11 @@ class Q4Job:
             self.source.check_unchanged()
             index = self.files["codes"].with_name(q4.COMPAT_NAME)
             pair.publish(stale=[self.rules.path, index])
-            write_manifest(self.rules.path, self._document(pair.entries))
+            tensors = [entry_document(e.name, e.shape, e.format, 0, e.hashes) for e in pair.entries]
+            kept = [{"name": name, "reason": reason} for name, reason in self.kept.items()]
+            document = {**self.rules.document, "tensors": tensors, "kept": kept}
+            q4_map.write_manifest(self.rules.path, document)
         return done
-
-    def _document(self, entries: list[Entry]) -> dict[str, object]:
-        tensors = [entry_document(e.name, e.shape, e.format, 0, e.hashes) for e in entries]
-        kept = [{"name": name, "reason": reason} for name, reason in self.kept.items()]
-        return {**self.rules.document, "tensors": tensors, "kept": kept}
 
 
 def plan_q4(
@@ -86,39 +77,31 @@ def plan_q4(
     refuse_input(source, codes, scales, manifest)
     pattern = f"{_PROJECTIONS}|{_HEAD}" if include_lm_head else _PROJECTIONS
     rule = {"pattern": pattern, "dtype": "int4w", "group": 32}
-    rules = parse_q4_map({"version": 1, "rules": [rule]}, manifest)
-    assigned = assign(rules.rules, source.tensors, False, str(hf_dir))
+    rules = q4_map.parse_q4_map({"version": 1, "rules": [rule]}, manifest)
+    assigned = q4_map.assign(rules.rules, source.tensors, False, str(hf_dir))
     names = tuple(sorted(assigned.chosen, key=natural))
     if not names:
         reasons = ", ".join(sorted(set(assigned.kept.values())))
         raise UsageError(f"{source.path}: no float matrix to encode: {reasons}")
     nbytes = sum(q4.Q4_0.nbytes(source.shape(name)) + _JSON_BYTES for name in names)
-    free = check_free(codes, nbytes)
+    check_free(codes, nbytes)
     kept = {name: assigned.kept[name] for name in sorted(assigned.kept, key=natural)}
     files = {"codes": codes, "scales": scales}
-    return Q4Job(source, files, rules, names, kept, chunk_rows, nbytes, free)
+    return Q4Job(source, files, rules, names, kept, chunk_rows, nbytes)
 
 
 def encoded(
     source: Checkpoint, names: tuple[str, ...], chunk_rows: int
 ) -> Iterator[tuple[str, QuantTensor]]:
     """Yield each matrix's name and its Q4_0 form."""
-
-    def prepare(name: str) -> QuantTensor:
-        tensor = source.tensor(name, verify=True)
-        try:
-            return round_tensor(tensor, q4.Q4_0, threads=len(usable_cpus()), rows=chunk_rows)
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
-        finally:
-            source.release()
-
-    return prepared(source, names, prepare)
+    threads = len(usable_cpus())
+    make = partial(round_tensor, fmt=q4.Q4_0, threads=threads, rows=chunk_rows)
+    return prepared(source, names, lambda _, tensor: make(tensor))
 
 
 def make_index(model_dir: Path, manifest: Path) -> list[str]:
     """Write model.ie.compat.json from a manifest; return the names taken from the plane files."""
-    listed = load_q4_map(manifest).entries or {}
+    listed = q4_map.load_q4_map(manifest).entries or {}
     base = open_iebin(model_dir / JSON_NAME)
     entries: list[Entry] = []
     ends = dict.fromkeys(q4.Q4_NAMES, 0)
@@ -139,7 +122,8 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
     if not entries:
         raise UsageError(f"{manifest}: no tensors; give a manifest of gen_q4_bytes_stream.py")
     for name, matrix in tensors_of(entries, q4.map_planes(model_dir, entries)).items():
-        check_hashes(matrix, listed[name], f"{manifest}: tensor {name!r} in {model_dir}")
+        where = f"{manifest}: tensor {name!r} in {model_dir}: "
+        check_hashes(matrix.planes, listed[name].sha256, where, OTHER_WEIGHTS)
     q4.write_overlay(model_dir / q4.COMPAT_NAME, entries)
     return list(listed)
 
@@ -160,7 +144,6 @@ class AppendJob:
     names: tuple[str, ...]  # the matrices that it lacks
     present: tuple[str, ...]  # those that it has
     nbytes: int  # bytes that the new ones will take
-    free_bytes: int  # bytes that the disk has for them
 
     def run(self, progress: Progress | None = None) -> None:
         """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
@@ -196,7 +179,7 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
     entries = q4.read_overlay(index, read_bytes(index, MAX_JSON_BYTES))
     source, base = open_source(hf_dir), q4.open_index(index)
     there = {entry.name for entry in entries}
-    wanted = [name for name in base.names if _ATTENTION.matches(name)]
+    wanted = [name for name in base.names if _ATTENTION.fullmatch(name)]
     missing = tuple(name for name in wanted if name not in there)
     for name in missing:
         _check_float(
@@ -206,6 +189,6 @@ def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:
             "; give the checkpoint that the model was made of, with floats",
         )
     nbytes = sum(q4.Q4_0.nbytes(base.shape(name)) for name in missing)
-    free = check_free(index, nbytes)
+    check_free(index, nbytes)
     present = tuple(name for name in wanted if name in there)
-    return AppendJob(source, index, entries, missing, present, nbytes, free)
+    return AppendJob(source, index, entries, missing, present, nbytes)

@@ -46,38 +46,23 @@ _PIECE = 1 << 20
 _ROW_CELL = 32
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """A model without weights: name, description, whole config.json."""
-
-    name: str
-    summary: str
-    settings: Mapping[str, Any]
-
-    def config(self, layers: int | None = None) -> dict[str, Any]:
-        """Return a config.json with the first `layers` layers; None keeps all."""
-        config = copy.deepcopy(dict(self.settings))
-        most = config["num_hidden_layers"]
-        if layers is not None and not 1 <= layers <= most:
-            raise UsageError(f"{self.name} has {most} layers, got {layers}; expected 1 to {most}")
-        config["num_hidden_layers"] = layers or most
-        if "layer_types" in config:
-            config["layer_types"] = config["layer_types"][:layers]
-        return config
-
-
 _PRESETS = Path(__file__).parents[1] / "assets" / "presets.json"
-PRESETS: Mapping[str, Preset] = {
-    name: Preset(name, about["summary"], about["config"])
-    for name, about in json.loads(_PRESETS.read_text(encoding="utf-8")).items()
-}
+PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(_PRESETS.read_text(encoding="utf-8"))
+"""Models without weights: a `summary`, and the whole `config` of each."""
 
 
-def find_preset(name: str) -> Preset:
-    """Return the preset with this name; UsageError if there is none."""
+def preset_config(name: str, layers: int | None = None) -> dict[str, Any]:
+    """Return a preset's config.json with the first `layers` layers; None keeps all. UsageError."""
     if name not in PRESETS:
         raise UsageError(f"no preset {name!r}; known: {', '.join(PRESETS)}")
-    return PRESETS[name]
+    config: dict[str, Any] = copy.deepcopy(PRESETS[name]["config"])
+    most = config["num_hidden_layers"]
+    if layers is not None and not 1 <= layers <= most:
+        raise UsageError(f"{name} has {most} layers, got {layers}; expected 1 to {most}")
+    config["num_hidden_layers"] = layers or most
+    if "layer_types" in config:
+        config["layer_types"] = config["layer_types"][:layers]
+    return config
 
 
 def formats_of(spec: ModelSpec, precision: str) -> dict[str, Format]:
@@ -118,7 +103,6 @@ class Synthesis:
     gguf: GgufExport | None
     source: Mapping[str, Any]
     nbytes: int
-    free_bytes: int
 
     def run(self, progress: Progress | None = None) -> None:
         """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
@@ -147,7 +131,7 @@ def plan_synthesis(
 ) -> Synthesis:
     """Check the arguments; `layers` keeps the first ones; `gguf`: write that file, too."""
     refuse_hf_folder(out_dir)
-    config = find_preset(preset).config(layers)
+    config = preset_config(preset, layers)
     if precision not in ("native", _native(spec_from_config(config))):
         config.pop("quantization_config", None)
     spec = spec_from_config(config)
@@ -160,8 +144,8 @@ def plan_synthesis(
     needs = inventory(spec)
     nbytes = model_bytes((fmt, needs[name].shape) for name, fmt in formats.items())
     nbytes += len(byte_tokenizer(spec.vocab_size)) + (export.nbytes if export else 0)
-    free = check_free(out_dir / BIN_NAME, nbytes)
-    return Synthesis(config, formats, seed, out_dir, export, source, nbytes, free)
+    check_free(out_dir / BIN_NAME, nbytes)
+    return Synthesis(config, formats, seed, out_dir, export, source, nbytes)
 
 
 def _native(spec: ModelSpec) -> str:

@@ -95,7 +95,6 @@ class CompressedConversion:
     out_dir: Path
     formats: Mapping[str, Format]  # of every tensor, in the order of the files
     nbytes: int  # of the weights
-    free_bytes: int
 
     @property
     def floats(self) -> tuple[str, ...]:
@@ -230,7 +229,8 @@ def plan_compressed(
         )
     formats = {name: _format(source, name, others) for name in sorted(source.names, key=natural)}
     nbytes = sum(fmt.nbytes(source.shape(name)) for name, fmt in formats.items())
-    return CompressedConversion(source, out_dir, formats, nbytes, check_free(out_dir, nbytes))
+    check_free(out_dir, nbytes)
+    return CompressedConversion(source, out_dir, formats, nbytes)
 
 
 def _format(source: Checkpoint, name: str, others: str | None) -> Format:

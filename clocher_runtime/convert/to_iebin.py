@@ -8,29 +8,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints import iebin, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import (
-    MAX_VOCAB_BYTES,
-    IebinWriter,
-    Progress,
-    model_bytes,
-    read_index,
-)
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import PARTIAL, check_free, write_file
+from clocher_runtime.disk.strict_json import prefixed
 from clocher_runtime.engine.topology import usable_cpus
-
-T = TypeVar("T")
 
 MAP_NAME = "tensor_map.json"
 
@@ -48,7 +39,6 @@ class Conversion:
     q4_map: Q4Map | None  # the manifest, if there is one
     notes: tuple[str, ...]  # for people: how the input was read and the manifest applied
     nbytes: int  # of the output, an upper bound, closer than 1 % for real models
-    free_bytes: int  # of the disk
 
     @property
     def quantised(self) -> dict[str, str]:
@@ -59,48 +49,48 @@ class Conversion:
             if fmt.name != self.source.tensors[name].format.name
         }
 
-    def run(self, progress: Progress | None = None) -> int:
+    def run(self, progress: iebin.Progress | None = None) -> int:
         """Write the output, resuming a killed run; return how many tensors it had finished."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
         tensors = {name: (fmt, self.source.shape(name)) for name, fmt in self.formats.items()}
-        with IebinWriter(self.out_dir, self._job(), progress) as writer:
+        manifest = self.q4_map.document if self.q4_map else None
+        planned = [(name, fmt.name, shape) for name, (fmt, shape) in tensors.items()]
+        job = job_name(self.source, planned, manifest)
+        with iebin.IebinWriter(self.out_dir, job, progress) as writer:
             done = len(writer.resume(tensors))
             names = list(self.formats)[done:]
-            for name, tensor in prepared(self.source, names, self._prepare):
+            for name, tensor in prepared(self.source, names, self._stored):
                 writer.add(name, tensor)
                 self.source.release()
-            manifest = self.q4_map.document if self.q4_map else None
             finish(writer, self.source, vocab, q4_map=manifest, quantised=self.quantised)
         return done
 
-    def _prepare(self, name: str) -> QuantTensor:
-        fmt = self.formats[name]
-        tensor = self.source.tensor(name, verify=True)
-        if fmt.name == tensor.format.name:
+    def _stored(self, name: str, tensor: QuantTensor) -> QuantTensor:
+        if self.formats[name].name == tensor.format.name:
             return tensor
-        try:
-            assert self.q4_map is not None, "only a manifest changes formats"
-            return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
-        except FormatError as error:
-            raise FormatError(f"tensor {name!r}: {error}") from None
-        finally:
-            self.source.release()
-
-    def _job(self) -> str:
-        formats = [(n, f.name, self.source.shape(n)) for n, f in self.formats.items()]
-        return job_name(self.source, formats, self.q4_map.document if self.q4_map else None)
+        assert self.q4_map is not None, "only a manifest changes formats"
+        return self.q4_map.stored(name, tensor, threads=len(usable_cpus()))
 
 
 def prepared(
-    source: Checkpoint, names: Sequence[str], prepare: Callable[[str], T]
-) -> Iterator[tuple[str, T]]:
-    """Yield each name with its prepared value, preparing the next one meanwhile."""
+    source: Checkpoint, names: Sequence[str], make: Callable[[str, QuantTensor], QuantTensor]
+) -> Iterator[tuple[str, QuantTensor]]:
+    """Yield each name with what `make` makes of its tensor, preparing the next one meanwhile."""
+
+    def one(name: str) -> QuantTensor:
+        tensor = source.tensor(name, verify=True)
+        with prefixed(f"tensor {name!r}"):
+            made = make(name, tensor)
+        if made is not tensor:
+            source.release()
+        return made
+
     with ThreadPoolExecutor(1) as ahead:
-        upcoming = [ahead.submit(prepare, name) for name in names[:1]]
+        upcoming = [ahead.submit(one, name) for name in names[:1]]
         for index, name in enumerate(names):
             result = upcoming.pop().result()
-            upcoming = [ahead.submit(prepare, later) for later in names[index + 1 : index + 2]]
+            upcoming = [ahead.submit(one, later) for later in names[index + 1 : index + 2]]
             for later in names[index + 2 : index + 3]:
                 source.read_ahead(later)
             yield name, result
@@ -114,7 +104,7 @@ def job_name(source: Checkpoint, *options: object) -> str:
 
 
 def finish(
-    writer: IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
+    writer: iebin.IebinWriter, source: Checkpoint, vocab: bytes | None, **provenance: object
 ) -> None:
     """Commit what was made of a checkpoint. Raises ModelChanged, OSError."""
     source.check_unchanged()
@@ -170,17 +160,17 @@ def plan_conversion(
     chosen, notes = rules.choose(source.tensors) if rules else ({}, [])
     names = sorted(source.names, key=natural)
     formats = {name: chosen.get(name, source.tensors[name].format) for name in names}
-    nbytes = model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
+    nbytes = iebin.model_bytes((fmt, source.shape(name)) for name, fmt in formats.items())
     nbytes += sum(os.path.getsize(file) for file in source.path.glob("*config.json"))
     nbytes += len(vocabulary(source) or b"")
     partial = out_dir / (BIN_NAME + PARTIAL)
     reclaimed = partial.stat().st_size if partial.is_file() else 0
-    free = check_free(partial, nbytes, reclaimed)
-    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes, free)
+    check_free(partial, nbytes, reclaimed)
+    return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes)
 
 
 def convert(
-    hf_dir: Path, out_dir: Path, q4_map: Path | None = None, progress: Progress | None = None
+    hf_dir: Path, out_dir: Path, q4_map: Path | None = None, progress: iebin.Progress | None = None
 ) -> Conversion:
     """Convert a checkpoint; see `plan_conversion` and `Conversion.run`."""
     conversion = plan_conversion(hf_dir, out_dir, q4_map)
@@ -193,7 +183,7 @@ def vocabulary(source: Checkpoint) -> bytes | None:
     tokenizer = source.tokenizer_source
     if isinstance(tokenizer, bytes):
         return tokenizer
-    return read_bytes(tokenizer, MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
+    return read_bytes(tokenizer, iebin.MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
 
 
 def natural(name: str) -> list[str | int]:
@@ -205,7 +195,7 @@ def natural(name: str) -> list[str | int]:
 
 def write_tensor_map(model_dir: Path) -> int:
     """Write tensor_map.json, with model.ie.json's checksum; return its number of tensors."""
-    document = read_index(model_dir / JSON_NAME).document
+    document = iebin.read_index(model_dir / JSON_NAME).document
     head = {
         "format": "clocher.tensor_map",
         "version": 1,

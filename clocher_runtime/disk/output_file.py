@@ -48,8 +48,8 @@ class OutputFile:
         return self._hashed(self._written(piece) for piece in byte_pieces(array))
 
     def pad(self, nbytes: int) -> None:
-        """Append zeros up to a size."""
-        self.write(np.zeros(nbytes - self.nbytes, np.uint8))
+        """Append zeros up to a size, if the file is smaller."""
+        self.write(np.zeros(max(nbytes - self.nbytes, 0), np.uint8))
 
     def take(self, offset: int, nbytes: int, expected: str) -> bool:
         """Skip a plane that the file has here, after zeros; return whether its SHA-256 is right."""

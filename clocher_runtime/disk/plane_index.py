@@ -8,7 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 import numpy as np
@@ -16,7 +16,13 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
 from clocher_kernels.formats import Format, parse_format
 from clocher_runtime.disk.files import MappedFile, sha256_of
-from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, parse_object
+from clocher_runtime.disk.strict_json import (
+    checked_name,
+    checked_shape,
+    fields,
+    parse_object,
+    prefixed,
+)
 
 ALIGNMENT = 64
 MAX_ELEMENTS_PER_BYTE = 1000
@@ -44,6 +50,9 @@ class Region(NamedTuple):
     def end(self) -> int:
         """Offset of the byte after the last one."""
         return self.offset + self.nbytes
+
+
+DAMAGED = "the file is damaged; convert the model again"
 
 
 def aligned(end: int, alignment: int = ALIGNMENT) -> int:
@@ -133,12 +142,10 @@ def read_entries(
 
 def _read_entry(name: str, item: Mapping[str, Any], ends: Mapping[str, int], at: str) -> Entry:
     shape = checked_shape(item["shape"], at)
-    try:
+    with prefixed(at):
         fmt = parse_format(item["format"])
         fmt = _counted(fmt, item["planes"]) if fmt.is_sparse else fmt
         regions = place(fmt, shape, ends)
-    except FormatError as error:
-        raise FormatError(f"{at}: {error}") from None
     if list(item["planes"]) != list(regions):
         raise FormatError(f"{at}: planes {list(item['planes'])!r:.80}, expected {[*regions]}")
     hashes = {}
@@ -149,7 +156,7 @@ def _read_entry(name: str, item: Mapping[str, Any], ends: Mapping[str, int], at:
     entry = Entry(name, shape, fmt, regions, hashes)
     for key, expected in entry.document()["planes"].items():
         if item["planes"][key] != expected:
-            got = [item["planes"][key][field] for field in expected if field != "sha256"]
+            got = [item["planes"][key][each] for each in expected if each != "sha256"]
             del expected["sha256"]
             raise FormatError(
                 f"{at}: plane {key!r}: {', '.join(expected)} are {got!r:.120}, expected "
@@ -196,14 +203,13 @@ def checked_hash(value: str, where: str) -> str:
 
 
 def check_hashes(
-    planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, again: str
+    planes: Mapping[str, np.ndarray], hashes: Mapping[str, str], where: str, cause: str
 ) -> None:
-    """Compare planes with their SHA-256; `again` says how to repair a damaged file."""
+    """Compare planes with their SHA-256; `cause` says why they may differ, and what to do."""
     for key, expected in hashes.items():
-        if sha256_of(planes[key]) != expected:
+        if (found := sha256_of(planes[key])) != expected:
             raise FormatError(
-                f"{where}, plane {key!r}: the bytes do not match their SHA-256: the file is "
-                f"damaged; {again}"
+                f"{where}plane {key!r} has SHA-256 {found}, expected {expected}: {cause}"
             )
 
 
@@ -218,12 +224,6 @@ def check_padding(regions: Iterable[Region], files: Mapping[str, MappedFile]) ->
                 "damaged; make it again"
             )
         ends[region.file] = region.end
-
-
-def lines(head: Mapping[str, Any], key: str, items: Iterable[object]) -> str:
-    """Return an unclosed JSON object: a line per field, then per item of the list `key`."""
-    first = "".join(f'"{name}": {dump(value)},\n' for name, value in head.items())
-    return f'{{\n{first}"{key}": [\n' + ",\n".join(map(dump, items)) + "\n],\n"
 
 
 def dump(value: object) -> str:
@@ -248,26 +248,46 @@ def unsealed(data: bytes, where: str) -> str:
     return found
 
 
-def read_sealed(
-    data: bytes,
-    where: str,
-    kind: tuple[str, int, str],
-    required: Mapping[str, type],
-    optional: Mapping[str, type] | None = None,
-) -> dict[str, Any]:
-    """Return a sealed document, its fields checked. Raises FormatError, UnsupportedModel.
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """A kind of sealed document: a line per field, and per item of the list `items`.
 
-    `kind`: format, version, and what to do about another version.
+    `fields` and `optional` are those of its own; `again` says what to do about another version.
     """
-    document = parse_object(data, where)
-    fmt, version, again = kind
-    if document.get("format") != fmt:
-        raise FormatError(f"{where}: not {fmt}: format is {document.get('format')!r:.40}")
-    found = document.get("version")
-    if type(found) is not int or found != version:
-        raise UnsupportedModel(
-            f"{where}: {fmt} version {found!r:.40}; this Clocher reads version {version}: {again}"
+
+    format: str
+    version: int
+    again: str
+    items: str
+    fields: Mapping[str, type]
+    optional: Mapping[str, type] = field(default_factory=dict)
+
+    def text(
+        self, head: Mapping[str, Any], items: Iterable[object], tail: Mapping[str, Any] = {}
+    ) -> bytes:
+        """Return a document; `tail` are the fields after the list."""
+        first = {"format": self.format, "version": self.version, **head}
+        before, after = (
+            "".join(f'"{name}": {dump(value)},\n' for name, value in part.items())
+            for part in (first, tail)
         )
-    fields(document, where, required, optional)
-    unsealed(data, where)
-    return document
+        listed = ",\n".join(map(dump, items))
+        return seal(f'{{\n{before}"{self.items}": [\n{listed}\n],\n{after}'.encode())
+
+    def read(self, data: bytes, where: str) -> dict[str, Any]:
+        """Return a document, its fields checked. Raises FormatError, UnsupportedModel."""
+        document = parse_object(data, where)
+        if document.get("format") != self.format:
+            raise FormatError(
+                f"{where}: not {self.format}: format is {document.get('format')!r:.40}"
+            )
+        found = document.get("version")
+        if type(found) is not int or found != self.version:
+            raise UnsupportedModel(
+                f"{where}: {self.format} version {found!r:.40}; this Clocher reads version "
+                f"{self.version}: {self.again}"
+            )
+        own = {"format": str, "version": int, self.items: list, "sha256": str, **self.fields}
+        fields(document, where, own, self.optional)
+        unsealed(data, where)
+        return document

@@ -11,14 +11,8 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Plane
+from clocher_runtime.disk import strict_json
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.strict_json import (
-    MAX_JSON_BYTES,
-    checked_name,
-    checked_shape,
-    fields,
-    parse_object,
-)
 
 DTYPES: dict[str, str] = {
     "F32": "f32",
@@ -47,15 +41,15 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, tuple[str, np.nd
         raise FormatError(f"{where}: {file.nbytes} bytes is too short for a safetensors file")
     length = int.from_bytes(file.bytes(0, _LENGTH_BYTES).tobytes(), "little")
     start = _LENGTH_BYTES + length
-    if length > MAX_JSON_BYTES or start > file.nbytes:
+    if length > strict_json.MAX_JSON_BYTES or start > file.nbytes:
         raise FormatError(
-            f"{where}: header of {length} bytes in a file of {file.nbytes} (limit {MAX_JSON_BYTES})"
-            "; the file is truncated or not safetensors"
+            f"{where}: header of {length} bytes in a file of {file.nbytes} (limit "
+            f"{strict_json.MAX_JSON_BYTES}); the file is truncated or not safetensors"
         )
     text = file.bytes(_LENGTH_BYTES, start).tobytes()
     if not text.startswith(b"{"):
         raise FormatError(f"{where}: the header does not begin with '{{': not safetensors")
-    header = parse_object(text, f"{where} (header)", file.nbytes - length)
+    header = strict_json.parse_object(text, f"{where} (header)", file.nbytes - length)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise FormatError(f"{where}: __metadata__ must map strings to strings")
@@ -78,15 +72,15 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, tuple[str, np.nd
 
 
 def _entry(name: str, value: object, start: int, where: str) -> tuple[str, str, Plane, int]:
-    where = f"{where}: tensor {checked_name(name, where)!r}"
-    entry: dict[str, Any] = fields(
+    where = f"{where}: tensor {strict_json.checked_name(name, where)!r}"
+    entry: dict[str, Any] = strict_json.fields(
         value, where, {"dtype": str, "shape": list, "data_offsets": list}
     )
     if entry["dtype"] not in DTYPES:
         raise FormatError(
             f"{where}: dtype {entry['dtype']!r:.40} is not read; known: {', '.join(DTYPES)}"
         )
-    plane = Plane(DTYPES[entry["dtype"]], checked_shape(entry["shape"], where))
+    plane = Plane(DTYPES[entry["dtype"]], strict_json.checked_shape(entry["shape"], where))
     offsets = entry["data_offsets"]
     if len(offsets) != 2 or any(type(offset) is not int for offset in offsets):
         raise FormatError(f"{where}: data_offsets must be two integers")

@@ -4,9 +4,10 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_kernels.errors import FormatError, ShapeError, UnsupportedModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +35,16 @@ _WORDS = {
     "array": "a list",
     "object": "an object",
 }
+
+
+@contextmanager
+def prefixed(where: str) -> Iterator[None]:
+    """Begin errors about a file's content with where it is; a ShapeError becomes a FormatError."""
+    try:
+        yield
+    except (FormatError, ShapeError, UnsupportedModel) as error:
+        kind = UnsupportedModel if isinstance(error, UnsupportedModel) else FormatError
+        raise kind(f"{where}: {error}") from None
 
 
 def parse_json(data: bytes, where: str, rest: int = 0) -> Any:

@@ -95,7 +95,7 @@ def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     with console.progress(total) as progress:
         plan = plan_dedup(model_dir, progress)
     rows = [("bytes", "stored", "saved", "plane")]
-    for gain in (gain_of(choice.plane) for choice in plan.choices):
+    for gain in map(gain_of, plan.planes):
         plane = f"{gain.name} ({gain.dtype}): {gain.how}"
         rows.append((str(gain.nbytes), str(gain.stored), f"{gain.percent:.1f}%", plane))
     click.echo(columns(rows, right=(0, 1, 2)))
@@ -106,7 +106,7 @@ def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
         return False
     with console.progress(total) as progress:
         plan.run(progress)
-    console.say(f"wrote {len(plan.choices)} planes to {model_dir}: {saved}")
+    console.say(f"wrote {len(plan.planes)} planes to {model_dir}: {saved}")
     return True
 
 

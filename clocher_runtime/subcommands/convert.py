@@ -130,7 +130,7 @@ def convert(
         conversion = plan_conversion(found, out_dir, q4_map, opener)
         for note in conversion.notes:
             console.note(f"note: {note}")
-        console.disk(conversion.source.path, out_dir, conversion.nbytes, conversion.free_bytes)
+        console.disk(conversion.source.path, out_dir, conversion.nbytes)
         run_conversion(console, conversion, verify)
     console.note(next_command(out_dir))
     return ExitCode.OK
@@ -177,7 +177,7 @@ def _export(
         console.note(f"note: {note}")
     if job.floats:
         console.note(f"note: {len(job.floats)} matrices become {others}, such as {job.floats[0]}")
-    console.disk(source.path, out, job.nbytes, job.free_bytes)
+    console.disk(source.path, out, job.nbytes)
     with console.progress(job.nbytes) as progress:
         job.run(progress)
     if how["verify"]:

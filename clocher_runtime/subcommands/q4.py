@@ -49,7 +49,7 @@ def generate(console: Console, hf_dir: Path, q4_bytes: Path, scales: Path, manif
     if head and "lm_head.weight" not in job.names:
         kept = job.kept.get("lm_head.weight", "the embedding is the output head")
         console.note(f"note: IE_Q4_INCLUDE_LM_HEAD=1, but there is none to encode: {kept}")
-    console.disk(job.source.path, q4_bytes.parent, job.nbytes, job.free_bytes)
+    console.disk(job.source.path, q4_bytes.parent, job.nbytes)
     with console.progress(job.nbytes) as progress:
         resumed = job.run(progress)
     taken_over = f" ({resumed} taken over from a killed run)" if resumed else ""
@@ -89,7 +89,7 @@ def _variable(name: str, default: str) -> tuple[str, str]:
 def append(console: Console, hf_dir: Path, compat_json: Path, q4_bin: Path) -> None:
     """Append to an index the attention projections (self_attn q, k, v, o) that it lacks in Q4_0."""
     job = plan_append(hf_dir, compat_json, q4_bin)
-    console.disk(job.source.path, compat_json.parent, job.nbytes, job.free_bytes)
+    console.disk(job.source.path, compat_json.parent, job.nbytes)
     with console.progress(job.nbytes) as progress:
         job.run(progress)
     console.say(

@@ -162,7 +162,8 @@ def quantize(
     options["out"] = out_dir / MANIFEST
     job, plan = planned(console, lambda: open_source(source), options)
     nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
-    console.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
+    check_free(out_dir / MANIFEST, nbytes)
+    console.disk(job.checkpoint.path, out_dir, nbytes)
     if job.calibration:
         states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
         console.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")

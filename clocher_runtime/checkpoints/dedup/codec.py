@@ -1,7 +1,7 @@
 """Arrays <-> streams of symbols <-> bytes, for `clocher.dedup`; docs/dedup.md specifies them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -24,6 +24,7 @@ class Stream:
     `mode` is "const", "code" (`width` bits a symbol; the last code is an escape to the exceptions),
     "trits" (5 symbols of at most 3 kinds in a byte) or "raw" (packed symbols of `bits` bits).
     `table` counts its symbols, the most frequent first; `escapes` counts stored exceptions.
+    `symbols` is the table itself, u8, while it is written.
     """
 
     mode: str
@@ -32,6 +33,7 @@ class Stream:
     width: int = 0
     table: int = 0
     escapes: int = 0
+    symbols: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def frequent(self) -> int:

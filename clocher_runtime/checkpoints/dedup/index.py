@@ -7,30 +7,12 @@ from typing import Any
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats.base import Plane
-from clocher_runtime.checkpoints.dedup.codec import (
-    MAX_ESCAPES,
-    SPLITS,
-    WIDTHS,
-    Stream,
-    exception_bits,
-    splits_of,
-)
+from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.iebin import IebinIndex
-from clocher_runtime.disk.plane_index import (
-    FileFacts,
-    Region,
-    aligned,
-    checked_hash,
-    dump,
-    lines,
-    read_sealed,
-    seal,
-)
+from clocher_runtime.disk.plane_index import FileFacts, Region, Sealed, aligned, checked_hash
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
 
 INDEX_NAME = "model.dedup.json"
-FORMAT = "clocher.dedup"
-VERSION = 1
 KINDS = ("defaults", "masks", "exceptions")
 FILE_NAMES = {kind: f"model.dedup.{kind}.bin" for kind in KINDS}
 ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
@@ -38,11 +20,13 @@ ALIGNMENT = {"defaults": 8, "masks": 8, "exceptions": 64}
 MAX_EXPANSION, FREE_EXPANSION = 1000, 16 << 20
 """Decoded bytes per stored byte, and a free allowance: bounds what a small file can stand for."""
 
-_KIND = (FORMAT, VERSION, "make it again from model.ie.bin or update Clocher")
-_FIELDS: dict[str, type] = {
-    **{"format": str, "version": int, "planes": list, "base": object, "sha256": str},
-    **dict.fromkeys(("source", "files", "totals"), dict),
-}
+_DOCUMENT = Sealed(
+    "clocher.dedup",
+    1,
+    "make it again from model.ie.bin or update Clocher",
+    "planes",
+    {"base": object, **dict.fromkeys(("source", "files", "totals"), dict)},
+)
 _PLANE: dict[str, type] = {
     "shape": list,
     **dict.fromkeys(("tensor", "plane", "dtype", "sha256", "mode"), str),
@@ -74,7 +58,7 @@ class StoredPlane:
     sha256: str
     mode: str = "raw"
     split: str = ""
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[codec.Stream, ...] = ()
     of: int = 0
 
     def parts(self) -> Iterator[tuple[str, int]]:
@@ -144,22 +128,23 @@ class DedupIndex:
         return sum(facts.nbytes for facts in self.files.values())
 
     def text(self) -> bytes:
-        """Return the file: a line per field and a line per plane."""
+        """Return the file."""
         head: dict[str, Any] = {
-            "format": FORMAT,
-            "version": VERSION,
             "source": self.source._asdict(),
             "base": None,
             "files": {kind: self.files[kind]._asdict() for kind in KINDS},
         }
-        text = lines(head, "planes", [plane.document() for plane in self.planes])
-        totals = dump({"in": self.source.nbytes, "out": self.nbytes})
-        return seal(f'{text}"totals": {totals},\n'.encode())
+        planes = [plane.document() for plane in self.planes]
+        return _DOCUMENT.text(head, planes, {"totals": self._totals})
+
+    @property
+    def _totals(self) -> dict[str, int]:
+        return {"in": self.source.nbytes, "out": self.nbytes}
 
 
 def parse_index(data: bytes, where: str) -> DedupIndex:
     """Parse and check model.dedup.json; raises FormatError, UnsupportedModel."""
-    document = read_sealed(data, where, _KIND, _FIELDS)
+    document = _DOCUMENT.read(data, where)
     if document["base"] is not None:
         raise UnsupportedModel(
             f"{where}: builds on another model; make it again from its own model.ie.bin"
@@ -176,8 +161,7 @@ def parse_index(data: bytes, where: str) -> DedupIndex:
             )
     check_expansion(planes, sum(ends.values()), where)
     index = DedupIndex(source, files, planes, regions)
-    totals = {"in": source.nbytes, "out": index.nbytes}
-    if document["totals"] != totals:
+    if document["totals"] != (totals := index._totals):
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
     return index
 
@@ -246,10 +230,10 @@ def _read_plane(value: object, at: str) -> StoredPlane:
     return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), mode, **stored)
 
 
-def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stream, ...]:
-    if found["split"] not in splits_of(plane.dtype):
+def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[codec.Stream, ...]:
+    if found["split"] not in codec.splits_of(plane.dtype):
         raise FormatError(f"{at}: split is {found['split']!r:.40}, dtype {plane.dtype}")
-    split = SPLITS[found["split"]]
+    split = codec.SPLITS[found["split"]]
     if len(found["streams"]) != len(split.parts):
         raise FormatError(f"{at}: {len(found['streams'])} streams, expected {len(split.parts)}")
     count = plane.nbytes // split.item.itemsize * split.per_item
@@ -257,18 +241,18 @@ def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[Stre
     return tuple(_read_stream(value, part.bits, count, f"{at}: stream") for value, part in pairs)
 
 
-def _read_stream(value: object, bits: int, count: int, at: str) -> Stream:
+def _read_stream(value: object, bits: int, count: int, at: str) -> codec.Stream:
     mode = _mode(value, _STREAM, at)
     found = fields(value, at, {"mode": str} | _STREAM[mode])
     stated = {key: found[key] for key in _STREAM[mode]}
-    stream = Stream(mode, bits, count, **{"table": int(mode == "const")} | stated)
+    stream = codec.Stream(mode, bits, count, **{"table": int(mode == "const")} | stated)
     if mode == "trits" and not 2 <= stream.table <= 3:
         raise FormatError(f"{at}: trits of {stream.table} symbols, expected 2 or 3")
     if mode == "code":
         width, table, escapes = stream.width, stream.table, stream.escapes
-        if width not in WIDTHS or not 2 <= table <= 1 << bits:
+        if width not in codec.WIDTHS or not 2 <= table <= 1 << bits:
             raise FormatError(f"{at}: a code of {width} bits for {table} symbols of {bits} bits")
-        most = min(count, MAX_ESCAPES) if exception_bits(table, width) else 0
+        most = min(count, codec.MAX_ESCAPES) if codec.exception_bits(table, width) else 0
         if not 0 <= escapes <= most or (most and not escapes):
             raise FormatError(f"{at}: {escapes} escapes of {count} symbols, at most {most} can be")
     return stream

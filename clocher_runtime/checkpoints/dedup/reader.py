@@ -9,55 +9,34 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import FormatError
-from clocher_runtime.checkpoints.checkpoint import (
-    BIN_NAME,
-    JSON_NAME,
-    Checkpoint,
-    Stored,
-    lazy_tensor,
-    stored_tensor,
-)
-from clocher_runtime.checkpoints.dedup.codec import (
-    SPLITS,
-    UNIT,
-    Part,
-    Stream,
-    decoder,
-    join,
-    unpack,
-)
-from clocher_runtime.checkpoints.dedup.index import (
-    FILE_NAMES,
-    INDEX_NAME,
-    KINDS,
-    DedupIndex,
-    StoredPlane,
-    parse_index,
-    raw_planes,
-)
+from clocher_runtime.checkpoints import checkpoint
+from clocher_runtime.checkpoints.dedup import codec
+from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.iebin import IebinIndex, read_index
 from clocher_runtime.disk.files import MappedFile, read_bytes, sha256_of
 from clocher_runtime.disk.plane_index import Region, check_padding
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, prefixed
 
-PIECE_ITEMS = 4 * UNIT
+PIECE_ITEMS = 4 * codec.UNIT
 
 
 def open_dedup(directory: Path) -> "DedupFile":
     """Open the deduplicated weights of a directory."""
-    path = directory / INDEX_NAME
-    index = parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
-    names = {kind: directory / name for kind, name in FILE_NAMES.items()}
+    path = directory / dedup_index.INDEX_NAME
+    index = dedup_index.parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
+    names = {kind: directory / name for kind, name in dedup_index.FILE_NAMES.items()}
     return DedupFile(path, index, names)
 
 
 class DedupFile:
     """The three files, mapped, and the planes in them."""
 
-    def __init__(self, path: Path, index: DedupIndex, names: Mapping[str, Path]) -> None:
+    def __init__(
+        self, path: Path, index: dedup_index.DedupIndex, names: Mapping[str, Path]
+    ) -> None:
         self.path, self.index = path, index
         self._files: dict[str, MappedFile] = {}
-        for kind in KINDS:
+        for kind in dedup_index.KINDS:
             size = index.files[kind].nbytes
             if size:
                 self._files[kind] = MappedFile(names[kind], size)
@@ -93,9 +72,9 @@ class DedupFile:
     def pieces(self, number: int, start: int, stop: int) -> Iterator[np.ndarray]:
         """Yield decoded bytes [start, stop), unhashed; `start`: a multiple of the piece size."""
         plane, regions = self.index.planes[number], self.index.regions[number]
-        split = SPLITS[plane.split]
+        split = codec.SPLITS[plane.split]
         item, step = split.item.itemsize, PIECE_ITEMS * split.item.itemsize
-        try:
+        with prefixed(f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}"):
             decoders = [
                 self._stream(stream, part, regions[4 * i : 4 * i + 4])
                 for i, (stream, part) in enumerate(zip(plane.streams, split.parts, strict=True))
@@ -103,11 +82,7 @@ class DedupFile:
             for at in range(start, stop, step):
                 ends = (at, min(at + step, plane.plane.nbytes))
                 first, last = (end // item * split.per_item for end in ends)
-                yield join(split, [one(first, last) for one in decoders]).view(np.uint8)
-        except FormatError as error:
-            raise FormatError(
-                f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: {error}"
-            ) from None
+                yield codec.join(split, [one(first, last) for one in decoders]).view(np.uint8)
 
     def verify(self) -> None:
         """Decode everything; check the SHA-256 of each plane and each file; raises FormatError."""
@@ -137,7 +112,7 @@ class DedupFile:
             start += len(piece)
         self._check_hash(plane, digest.hexdigest())
 
-    def _check_hash(self, plane: StoredPlane, found: str) -> None:
+    def _check_hash(self, plane: dedup_index.StoredPlane, found: str) -> None:
         if found != plane.sha256:
             raise FormatError(
                 f"{self.path}: tensor {plane.tensor!r}, plane {plane.key!r}: the bytes do not "
@@ -145,14 +120,16 @@ class DedupFile:
             )
 
     def _stream(
-        self, stream: Stream, part: Part, regions: tuple[Region, ...]
+        self, stream: codec.Stream, part: codec.Part, regions: tuple[Region, ...]
     ) -> Callable[[int, int], np.ndarray]:
         table, codes, rank, literals = (self._bytes(region) for region in regions)
         if stream.mode == "raw":
-            return lambda start, stop: part.place(unpack(literals, part.bits, start, stop - start))
+            return lambda start, stop: part.place(
+                codec.unpack(literals, part.bits, start, stop - start)
+            )
         if table.max(initial=0) >> part.bits or len(np.unique(table)) != len(table):
             raise FormatError("the table repeats a symbol or has one of too many bits")
-        return decoder(stream, part.place(table), codes, rank.view("<u4"), literals)
+        return codec.decoder(stream, part.place(table), codes, rank.view("<u4"), literals)
 
     def _bytes(self, region: Region) -> np.ndarray:
         if not region.nbytes:
@@ -166,17 +143,19 @@ Keep = Callable[[DedupFile, int], np.ndarray]
 
 def has_dedup(directory: Path) -> bool:
     """Return whether a directory holds deduplicated weights."""
-    return os.path.isfile(directory / INDEX_NAME)
+    return os.path.isfile(directory / dedup_index.INDEX_NAME)
 
 
 def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
     """Open a model's document and its deduplicated weights, which must belong to it."""
-    index, dedup = read_index(directory / JSON_NAME), open_dedup(directory)
-    listed = [plane for plane, _ in raw_planes(index)]
-    stated = [StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes]
+    index, dedup = read_index(directory / checkpoint.JSON_NAME), open_dedup(directory)
+    listed = [plane for plane, _ in dedup_index.raw_planes(index)]
+    stated = [
+        dedup_index.StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes
+    ]
     if dedup.index.source != index.bin or stated != listed:
         raise FormatError(
-            f"{dedup.path}: stands for another {BIN_NAME} than {index.path} describes; "
+            f"{dedup.path}: stands for another {checkpoint.BIN_NAME} than {index.path} describes; "
             "deduplicate the model again"
         )
     return index, dedup
@@ -184,7 +163,7 @@ def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
 
 def open_deduplicated(
     directory: Path, verify: bool = False, keep: Keep = DedupFile.plane
-) -> Checkpoint:
+) -> checkpoint.Checkpoint:
     """Open a model by its deduplicated weights; raw planes stay views, others decode per read.
 
     `verify` checks every SHA-256 now. Raises ModelNotFound, FormatError, UnsupportedModel.
@@ -195,7 +174,9 @@ def open_deduplicated(
     return index.checkpoint(dict(_tensors(dedup, index, keep)), dedup.files)
 
 
-def _tensors(dedup: DedupFile, index: IebinIndex, keep: Keep) -> Iterator[tuple[str, Stored]]:
+def _tensors(
+    dedup: DedupFile, index: IebinIndex, keep: Keep
+) -> Iterator[tuple[str, checkpoint.Stored]]:
     number = 0
     for entry in index.entries:
         numbers = {key: number + i for i, key in enumerate(entry.regions)}
@@ -203,10 +184,10 @@ def _tensors(dedup: DedupFile, index: IebinIndex, keep: Keep) -> Iterator[tuple[
         where = f"{dedup.path}: tensor {entry.name!r}"
         if keep is DedupFile.plane and all(map(dedup.in_place, numbers.values())):
             planes = {key: dedup.plane(at) for key, at in numbers.items()}
-            yield entry.name, stored_tensor(entry.shape, entry.format, planes, where)
+            yield entry.name, checkpoint.stored_tensor(entry.shape, entry.format, planes, where)
         else:
             make = partial(_kept, dedup, numbers, keep)
-            yield entry.name, lazy_tensor(entry.shape, entry.format, make, where)
+            yield entry.name, checkpoint.lazy_tensor(entry.shape, entry.format, make, where)
 
 
 def _kept(dedup: DedupFile, numbers: Mapping[str, int], keep: Keep) -> dict[str, np.ndarray]:

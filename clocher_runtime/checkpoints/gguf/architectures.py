@@ -5,7 +5,6 @@ Source: gguf-py's constants.py; llama.cpp's llama-model.cpp and src/models.
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -80,8 +79,9 @@ def _yarn(meta: Metadata, factor: float) -> dict[str, Any]:
     scale *= meta.get("rope.scaling.yarn_attn_factor", float, 1.0)
     if scale != 1.0:
         rope["attention_factor"] = scale * (0.1 * math.log(max(factor, 1.0)) + 1.0)
-    # llama.cpp's converter writes a tenth of it.
-    if multiplier := meta.get("rope.scaling.yarn_log_multiplier", float, 0.0):
+    # llama.cpp's converter writes a tenth of it, and only DeepSeek's is computed here.
+    key = "rope.scaling.yarn_log_multiplier"
+    if meta.arch == "deepseek2" and (multiplier := meta.get(key, float, 0.0)):
         mscale = round(10 * multiplier, 6)
         rope |= {"mscale": mscale, "mscale_all_dim": mscale}
     return rope
@@ -137,33 +137,9 @@ def _llama3(meta: Metadata, theta: float) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Architecture:
-    """How an architecture's metadata become a config.
-
-    `keys`: config field -> entry and default (None: required, an integer). `more` derives fields
-    from several entries; of the entries beyond `reads`, those that change the arithmetic are
-    refused.
-    """
-
-    name: str
-    keys: Mapping[str, tuple[str, int | float | None]] = field(default_factory=dict)
-    more: Callable[[Metadata, Config], Config] = lambda meta, config: {}
-    reads: tuple[str, ...] = ()
-
-    def read(self, meta: Metadata) -> Config:
-        """Return the fields of `keys`."""
-        return {
-            name: meta.get(entry, float, default)
-            if isinstance(default, float)
-            else meta.get(entry, int, default)
-            for name, (entry, default) in self.keys.items()
-        }
-
-    @property
-    def entries(self) -> set[str]:
-        """Entries that are read."""
-        return {entry for entry, _ in self.keys.values()} | set(self.reads)
+def _routed(meta: Metadata, experts: str) -> Config:
+    count = meta.get("expert_count", int)
+    return {experts: count, "num_experts_per_tok": meta.get("expert_used_count", int)}
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
@@ -191,14 +167,15 @@ def _no_window(meta: Metadata, config: Config) -> Config:
 def _gpt_oss(meta: Metadata, config: Config) -> Config:
     inner = meta.get("expert_feed_forward_length", int, config["intermediate_size"])
     window = {"sliding_window": meta.window, "layer_types": meta.layer_types(2)}
-    return {"intermediate_size": inner, **window}
+    return {**_routed(meta, "num_local_experts"), "intermediate_size": inner, **window}
 
 
 def _experts(meta: Metadata, config: Config) -> Config:
-    size = config["intermediate_size"]
-    inner = size // max(config["num_experts_per_tok"], 1)
+    size, routed = config["intermediate_size"], _routed(meta, "num_experts")
+    inner = size // max(routed["num_experts_per_tok"], 1)
     shared = meta.get("expert_shared_feed_forward_length", int, size)
     return {
+        **routed,
         **_no_window(meta, config),
         "moe_intermediate_size": meta.get("expert_feed_forward_length", int, inner),
         "norm_topk_prob": meta.arch == "qwen3moe",
@@ -210,8 +187,24 @@ _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
 """In Gemma's files the norm weights include the added 1."""
 
 
+def _gemma(meta: Metadata, config: Config) -> Config:
+    return dict(_STORED_SUM)
+
+
+def _gemma2(meta: Metadata, config: Config) -> Config:
+    return {
+        "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
+        "final_logit_softcapping": meta.get("final_logit_softcapping", float, 30.0),
+        "sliding_window": meta.get("attention.sliding_window", int, 4096),
+        **_STORED_SUM,
+        **_scores(meta, config, 46),
+        "layer_types": meta.layer_types(2),
+    }
+
+
 def _gemma3(meta: Metadata, config: Config) -> Config:
     window = meta.window
+    meta.read.add("final_logit_softcapping")  # which llama.cpp does not apply
     return {
         **_STORED_SUM,
         **_scores(meta, config, 62),
@@ -243,6 +236,11 @@ def _olmo(meta: Metadata, config: Config) -> Config:
     }
 
 
+def _phi3(meta: Metadata, config: Config) -> Config:
+    """llama.cpp leaves the window out; the models have it."""
+    return {"sliding_window": meta.window or None}
+
+
 def _granite(meta: Metadata, config: Config) -> Config:
     """A missing or zero factor means none."""
     config = {
@@ -264,8 +262,13 @@ def _granite(meta: Metadata, config: Config) -> Config:
 
 
 def _llama4(meta: Metadata, config: Config) -> Config:
-    known = {"intermediate_size": meta.get("expert_feed_forward_length", int)}
-    known |= {"use_qk_norm": config["num_local_experts"] != 128}
+    known = {
+        **_routed(meta, "num_local_experts"),
+        "intermediate_size_mlp": config["intermediate_size"],
+        "interleave_moe_layer_step": meta.get("interleave_moe_layer_step", int),
+        "intermediate_size": meta.get("expert_feed_forward_length", int),
+    }
+    known["use_qk_norm"] = known["num_local_experts"] != 128
     if meta.value("attention.sliding_window") == 0:
         plain = {"attention_chunk_size": None, "no_rope_layers": [1] * meta.layers}
         return {**known, **plain, "attn_temperature_tuning": False}
@@ -295,6 +298,13 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     rank = None if meta.layers in _LITE else meta.get("attention.q_lora_rank", int, 0) or None
     softmax = {"topk_method": "group_limited_greedy" if groups > 1 else "greedy"}
     return {
+        "kv_lora_rank": meta.get("attention.kv_lora_rank", int),
+        "v_head_dim": meta.get("attention.value_length_mla", int),
+        **_routed(meta, "n_routed_experts"),
+        "n_shared_experts": meta.get("expert_shared_count", int, 0),
+        "moe_intermediate_size": meta.get("expert_feed_forward_length", int),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", int, 0),
+        "routed_scaling_factor": meta.get("expert_weights_scale", float, 1.0),
         "architectures": [f"DeepseekV{3 if gating == _SIGMOID else 2}ForCausalLM"],
         "num_key_value_heads": config["num_attention_heads"],
         "head_dim": None,
@@ -309,67 +319,25 @@ def _deepseek2(meta: Metadata, config: Config) -> Config:
     }
 
 
-_USED = {"num_experts_per_tok": ("expert_used_count", None)}
-_ROUTED = {"num_experts": ("expert_count", None), **_USED}
-_GRANITE = Architecture(
-    "GraniteForCausalLM",
-    more=_granite,
-    reads=("embedding_scale", "residual_scale", "logit_scale", "attention.scale"),
-)
-
-ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture("LlamaForCausalLM", more=_llama, reads=("expert_count",)),
-    "llama4": Architecture(
-        "Llama4ForCausalLM",
-        {
-            **{"num_local_experts": ("expert_count", None), **_USED},
-            "intermediate_size_mlp": ("feed_forward_length", None),
-            "interleave_moe_layer_step": ("interleave_moe_layer_step", None),
-        },
-        _llama4,
-    ),
-    "qwen2": Architecture("Qwen2ForCausalLM", more=_no_window),
-    "qwen3": Architecture("Qwen3ForCausalLM", more=_no_window),
-    "qwen2moe": Architecture("Qwen2MoeForCausalLM", _ROUTED, _experts),
-    "qwen3moe": Architecture("Qwen3MoeForCausalLM", _ROUTED, _experts),
-    "gemma": Architecture("GemmaForCausalLM", more=lambda meta, config: dict(_STORED_SUM)),
-    "gemma2": Architecture(
-        "Gemma2ForCausalLM",
-        {
-            "attn_logit_softcapping": ("attn_logit_softcapping", 50.0),
-            "final_logit_softcapping": ("final_logit_softcapping", 30.0),
-            "sliding_window": ("attention.sliding_window", 4096),
-        },
-        lambda m, c: {**_STORED_SUM, **_scores(m, c, 46), "layer_types": m.layer_types(2)},
-    ),
-    "gemma3": Architecture("Gemma3ForCausalLM", more=_gemma3, reads=("final_logit_softcapping",)),
-    # llama.cpp leaves the window out; the models have it.
-    "phi3": Architecture("Phi3ForCausalLM", more=lambda m, _: {"sliding_window": m.window or None}),
-    "smollm3": Architecture("SmolLM3ForCausalLM", more=_no_window),
-    "olmo2": Architecture("Olmo2ForCausalLM", more=_olmo),
-    "granite": _GRANITE,
-    "granitemoe": _GRANITE,
-    "deepseek2": Architecture(
-        "DeepseekV2ForCausalLM",
-        {
-            "kv_lora_rank": ("attention.kv_lora_rank", None),
-            "v_head_dim": ("attention.value_length_mla", None),
-            "n_routed_experts": ("expert_count", None),
-            **_USED,
-            "n_shared_experts": ("expert_shared_count", 0),
-            "moe_intermediate_size": ("expert_feed_forward_length", None),
-            "first_k_dense_replace": ("leading_dense_block_count", 0),
-            "routed_scaling_factor": ("expert_weights_scale", 1.0),
-        },
-        _deepseek2,
-        reads=("rope.scaling.yarn_log_multiplier",),
-    ),
-    "gpt-oss": Architecture(
-        "GptOssForCausalLM",
-        {"num_local_experts": ("expert_count", 0), **_USED},
-        _gpt_oss,
-    ),
-    **dict.fromkeys(
-        ("bitnet", "bitnet-25", "bitnet-b1.58"), Architecture("BitNetForCausalLM", more=_no_window)
-    ),
+ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata, Config], Config]]] = {
+    "llama": ("LlamaForCausalLM", _llama),
+    "llama4": ("Llama4ForCausalLM", _llama4),
+    "qwen2": ("Qwen2ForCausalLM", _no_window),
+    "qwen3": ("Qwen3ForCausalLM", _no_window),
+    "qwen2moe": ("Qwen2MoeForCausalLM", _experts),
+    "qwen3moe": ("Qwen3MoeForCausalLM", _experts),
+    "gemma": ("GemmaForCausalLM", _gemma),
+    "gemma2": ("Gemma2ForCausalLM", _gemma2),
+    "gemma3": ("Gemma3ForCausalLM", _gemma3),
+    "phi3": ("Phi3ForCausalLM", _phi3),
+    "smollm3": ("SmolLM3ForCausalLM", _no_window),
+    "olmo2": ("Olmo2ForCausalLM", _olmo),
+    **dict.fromkeys(("granite", "granitemoe"), ("GraniteForCausalLM", _granite)),
+    "deepseek2": ("DeepseekV2ForCausalLM", _deepseek2),
+    "gpt-oss": ("GptOssForCausalLM", _gpt_oss),
+    **dict.fromkeys(("bitnet", "bitnet-25", "bitnet-b1.58"), ("BitNetForCausalLM", _no_window)),
 }
+"""Architecture -> transformers' name, and what the metadata give beyond what all have.
+
+Of the entries that are not read, those that change the arithmetic are refused.
+"""

@@ -17,11 +17,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clocher_kernels.dtypes import STORAGE, from_f32
+from clocher_kernels.dtypes import from_f32
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.ggml_blocks import KINDS
+from clocher_kernels.formats.ternary import pack
 from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
 
 _PIECE_BYTES = 1 << 19
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
@@ -165,36 +167,28 @@ def _ternary_blocks(
     return np.concatenate([packed, scales], axis=-1)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Rows:
-    """Rows as stored: `blocks` u8 [rows, row bytes], `places` their row in the model's tensor."""
-
-    blocks: np.ndarray
-    places: np.ndarray
-    tail: np.ndarray
-
-
-def repacked(
-    parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]
-) -> tuple[Format, Callable[[], dict[str, np.ndarray]]]:
-    """Return a tensor's format, and a function that makes its planes."""
-    count, first = sum(len(part.blocks) for part in parts), parts[0]
-    if kind == I2_S:
-        return kind.format, lambda: _ternary_planes(first, kind)
-    matrix = kind in _DIGITS and len(shape) == 2 and count % 4 == 0
-    if matrix and _scales_agree(first.blocks, kind):
-        return Ternary(scale_dtype="f16"), lambda: _ternary_planes(first, kind)
-    return kind.format, lambda: _planes(parts, kind, shape)
+def stored_blocks(data: np.ndarray, kind: GgmlType, shape: tuple[int, ...], where: str) -> Stored:
+    """Return a tensor of a file's bytes, u8: a view where the format has them as they are."""
+    if kind.is_same:
+        planes = {
+            key: data.view(plane.storage).reshape(plane.shape)
+            for key, plane in kind.format.planes(shape).items()
+        }
+        return stored_tensor(shape, kind.format, planes, where)
+    end = len(data) - kind.tail
+    rows, tail = data[:end].reshape(-1, kind.row_bytes(shape[-1])), data[end:]
+    matrix = kind in _DIGITS and len(shape) == 2 and len(rows) % 4 == 0
+    if kind == I2_S or (matrix and _scales_agree(rows, kind)):
+        fmt = Ternary(scale_dtype="f32" if kind.tail else "f16")
+        return lazy_tensor(shape, fmt, lambda: _ternary_planes(rows, tail, kind), where)
+    return lazy_tensor(shape, kind.format, lambda: _planes(rows, kind, shape), where)
 
 
-def _planes(parts: list[Rows], kind: GgmlType, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+def _planes(rows: np.ndarray, kind: GgmlType, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
     planes = {key: np.empty(p.shape, p.storage) for key, p in kind.format.planes(shape).items()}
-    count = sum(len(part.blocks) for part in parts)
-    rows_of = {key: plane.reshape(count, -1) for key, plane in planes.items()}
-    for part in parts:
-        for piece in _pieces(part.blocks):
-            for key, values in _unpacked(kind, part.blocks[piece]).items():
-                rows_of[key][part.places[piece]] = values.reshape(len(values), -1)
+    for piece in _pieces(rows):
+        for key, values in _unpacked(kind, rows[piece]).items():
+            planes[key].reshape(len(rows), -1)[piece] = values.reshape(len(values), -1)
     return planes
 
 
@@ -204,9 +198,7 @@ def _pieces(rows: np.ndarray) -> Iterator[slice]:
 
 
 def _unpacked(kind: GgmlType, rows: np.ndarray) -> dict[str, np.ndarray]:
-    if kind.name in FLOATS:
-        return {"data": rows.view(STORAGE[kind.name])}
-    if kind.name in BLOCKS:
+    if kind == _TQ1_0:
         return {"blocks": rows}
     if kind == TQ2_0:  # a digit of ggml is stored plus one, a symmetric int4 plus eight
         codes = _tq2_0_digits(rows) + np.uint8(7)
@@ -246,13 +238,9 @@ def _neighbours(halves: np.ndarray) -> np.ndarray:
 
 
 def _tq2_0_digits(rows: np.ndarray) -> np.ndarray:
-    packed = np.ascontiguousarray(rows.reshape(-1, TQ2_0.nbytes)[:, :64].view("V64")).view(np.uint8)
-    out = np.empty((packed.size // 32, 4, 32), np.uint8)
-    for quarter in range(4):
-        digits = packed >> np.uint8(2 * quarter)
-        digits &= 3
-        out[:, quarter] = digits.reshape(-1, 32)
-    return out.reshape(len(rows), -1)
+    """The four codes of a byte are 32 columns apart, the first in the low bits."""
+    packed = rows.reshape(-1, TQ2_0.nbytes)[:, :64].reshape(-1, 2, 1, 32)
+    return np.asarray((packed >> _QUARTERS & np.uint8(3)).reshape(len(rows), -1))
 
 
 def _tq1_0_digits(rows: np.ndarray) -> np.ndarray:
@@ -262,9 +250,8 @@ def _tq1_0_digits(rows: np.ndarray) -> np.ndarray:
 
 
 def _i2_s_digits(rows: np.ndarray) -> np.ndarray:
-    """The four codes of a byte are 32 columns apart, the first in the high bits."""
-    shifts = np.array([6, 4, 2, 0], np.uint8)[:, None]
-    digits = rows.reshape(len(rows), -1, 1, I2_S.nbytes) >> shifts & np.uint8(3)
+    """The same, the first in the high bits."""
+    digits = rows.reshape(len(rows), -1, 1, I2_S.nbytes) >> _QUARTERS[::-1] & np.uint8(3)
     return np.asarray(digits.reshape(len(rows), -1))
 
 
@@ -288,21 +275,15 @@ def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
     return True
 
 
-def _ternary_planes(part: Rows, kind: GgmlType) -> dict[str, np.ndarray]:
+def _ternary_planes(rows: np.ndarray, tail: np.ndarray, kind: GgmlType) -> dict[str, np.ndarray]:
     """Return a ternary matrix's planes; a block of scale zero gets zero digits."""
-    step, source = len(part.blocks) // 4, np.argsort(part.places)
-    codes = np.zeros((step, part.blocks.shape[1] // kind.nbytes * kind.block), np.uint8)
+    digits = np.empty((len(rows), rows.shape[1] // kind.nbytes * kind.block), np.uint8)
     # Blocks without a scale of their own share the one that follows them.
-    scale = part.tail[:4].view(np.float32).copy() if kind.tail else np.zeros(1, np.float16)
-    for piece in _pieces(part.blocks[:step]):
-        for quarter in range(4):
-            rows = part.blocks[source[quarter * step : (quarter + 1) * step][piece]]
-            digits = _DIGITS[kind](rows)
-            if not kind.tail:
-                scales = _last_f16(rows, kind)
-                zero = scales == 0
-                digits.reshape(*scales.shape, -1)[zero] = 1
-                if not zero.all():
-                    scale[0] = scales[~zero][0]
-            codes[piece] |= digits << np.uint8(2 * quarter)
-    return {"codes": codes, "scale": scale}
+    scale = tail[:4].view(np.float32).copy() if kind.tail else np.zeros(1, np.float16)
+    for piece in _pieces(rows):
+        digits[piece] = _DIGITS[kind](rows[piece])
+        if not kind.tail:
+            scales = _last_f16(rows[piece], kind)
+            digits[piece].reshape(*scales.shape, -1)[scales == 0] = 1
+            scale = np.append(scale, scales[scales != 0])[-1:]
+    return {"codes": pack(digits), "scale": scale}

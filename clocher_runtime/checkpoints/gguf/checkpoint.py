@@ -11,24 +11,12 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.checkpoints.gguf.architectures import (
-    ARCHITECTURES,
-    TABLES,
-    Architecture,
-    rope_parameters,
-)
+from clocher_runtime.checkpoints.gguf import architectures, tokenizer
 from clocher_runtime.checkpoints.gguf.blocks import I2_S
 from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, logical_tensor, pieces
-from clocher_runtime.checkpoints.gguf.tokenizer import (
-    has_vocabulary,
-    stop_ids,
-    token_id,
-    tokenizer_config,
-    tokenizer_json,
-)
+from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family, logical_tensor
 from clocher_runtime.checkpoints.locate import SUFFIX, some
-from clocher_runtime.models.families import spec_from_config
+from clocher_runtime.models.families import names_of, spec_from_config
 from clocher_runtime.models.inventory import inventory
 
 MAX_PARTS = 1024
@@ -62,7 +50,8 @@ def find_gguf(path: Path) -> Path | None:
         found = sorted(name for name in os.listdir(path) if name.lower().endswith(SUFFIX))
     except OSError as error:
         raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
-    if len({_set_of(name) for name in found}) > 1:
+    sets = {m.group(1, 3, 4) if (m := _PART.fullmatch(name)) else name for name in found}
+    if len(sets) > 1:
         raise ModelNotFound(f"{path}: {len(found)} GGUF files ({some(found)}); name one of them")
     return path / found[0] if found else None
 
@@ -88,11 +77,6 @@ def open_file(path: Path) -> GgufFile:
             f"them in {path.parent}"
         )
     return _joined([named if part == path else GgufFile(part) for part in paths])
-
-
-def _set_of(name: str) -> tuple[str, ...]:
-    match = _PART.fullmatch(name)
-    return (match[1], match[3], match[4]) if match else (name,)
 
 
 def _joined(parts: list[GgufFile]) -> GgufFile:
@@ -131,34 +115,30 @@ def model_config(file: GgufFile) -> dict[str, Any]:
             f"{where}: a LoRA adapter, not a model; merge it into its base first (llama.cpp's "
             "llama-export-lora), and give the result"
         )
-    if arch not in ARCHITECTURES:
+    if arch not in architectures.ARCHITECTURES:
         raise UnsupportedModel(
             f"{where}: architecture {arch!r:.60} is not known; Clocher reads GGUF files of "
-            f"{', '.join(ARCHITECTURES)}"
+            f"{', '.join(architectures.ARCHITECTURES)}"
         )
     if arch == "bitnet" and file.get(ACTIVATION, str, "silu") != "relu2":
         raise UnsupportedModel(
             f"{where}: llama.cpp computes 'bitnet' with SiLU, Clocher's BitNet (2B-4T) has a "
             "squared ReLU; files of that model say bitnet-b1.58"
         )
-    row = ARCHITECTURES[arch]
-    _refuse_unread(file, arch, row)
     meta = Metadata(file)
-    config = _common(meta, row)
-    config |= row.read(meta)
-    return config | row.more(meta, config)
-
-
-def _refuse_unread(file: GgufFile, arch: str, row: Architecture) -> None:
+    name, more = architectures.ARCHITECTURES[arch]
+    config = _common(meta, name)
+    config |= more(meta, config)
     for key, neutral in _NEUTRAL.items():
-        value = None if key in row.entries else file.value(f"{arch}.{key}")
+        value = None if key in meta.read else meta.value(key)
         if value is not None and not (isinstance(value, int | float) and value in neutral):
             raise UnsupportedModel(
-                f"{file.file.path}: {arch}.{key} is {value!r:.60}; Clocher knows {neutral[0]}"
+                f"{where}: {arch}.{key} is {value!r:.60}; Clocher knows {neutral[0]}"
             )
+    return config
 
 
-def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
+def _common(meta: Metadata, name: str) -> dict[str, Any]:
     file, heads = meta.file, meta.get("attention.head_count", int)
     for key in _SIZES:
         got = meta.get(key, int, meta.head_dim)
@@ -170,7 +150,7 @@ def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise FormatError(f"{meta.where}: tensor 'token_embd.weight' is missing")
     config: dict[str, Any] = {
-        "architectures": [row.name],
+        "architectures": [name],
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "hidden_size": meta.get("embedding_length", int),
         "intermediate_size": meta.get("feed_forward_length", int),
@@ -180,10 +160,10 @@ def _common(meta: Metadata, row: Architecture) -> dict[str, Any]:
         "head_dim": meta.head_dim,
         "max_position_embeddings": meta.get("context_length", int),
         "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", float),
-        "rope_parameters": rope_parameters(meta),
+        "rope_parameters": architectures.rope_parameters(meta),
         "tie_word_embeddings": "output.weight" not in file.tensors,
-        "bos_token_id": token_id(file, "bos"),
-        "eos_token_id": token_id(file, "eos"),
+        "bos_token_id": tokenizer.token_id(file, "bos"),
+        "eos_token_id": tokenizer.token_id(file, "eos"),
     }
     if meta.arch not in ("qwen2", "qwen2moe"):
         config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
@@ -202,14 +182,15 @@ def open_gguf(path: Path) -> Checkpoint:
         spec = spec_from_config(config)
     except (FormatError, UnsupportedModel) as error:
         raise type(error)(f"{path}: the metadata give this {error}") from None
-    needs = inventory(spec)
-    parts = {source: pieces(spec, source, need, file.tensors) for source, need in needs.items()}
-    wanted = {part.name: source for source, group in parts.items() for part in group}
+    needs, family = inventory(spec), file_family(spec, file.tensors)
+    wanted = dict(pair for source in needs for pair in names_of(family, source, needs[source]))
     if missing := [name for name in wanted if name not in file.tensors]:
         raise FormatError(
             f"{path}: {len(missing)} tensors are missing, the first is {missing[0]!r}"
         )
-    if extra := [name for name in file.tensors if name not in wanted and name not in TABLES]:
+    if extra := [
+        name for name in file.tensors if name not in wanted and name not in architectures.TABLES
+    ]:
         raise UnsupportedModel(
             f"{path}: {len(extra)} tensors have no place in a {spec.family} model, the first is "
             f"{extra[0]!r}"
@@ -218,16 +199,16 @@ def open_gguf(path: Path) -> Checkpoint:
         path=path,
         kind="gguf",
         config=config,
-        generation_config={"eos_token_id": ids} if (ids := stop_ids(file)) else {},
-        tokenizer_config=tokenizer_config(file) if has_vocabulary(file) else {},
+        generation_config={"eos_token_id": ids} if (ids := tokenizer.stop_ids(file)) else {},
+        tokenizer_config=tokenizer.tokenizer_config(file) if tokenizer.has_vocabulary(file) else {},
         tokenizer_json=path / "tokenizer.json",
         tensors={
-            source: logical_tensor(
-                file, spec, parts[source], source, need, f"{path}: tensor {source!r}"
-            )
+            source: logical_tensor(file, family, spec, source, need, f"{path}: tensor {source!r}")
             for source, need in needs.items()
         },
         files=file.files,
         notes=(_ON_ARM,) if any(t.kind == I2_S for t in file.tensors.values()) else (),
-        make_tokenizer=(lambda: tokenizer_json(file)) if has_vocabulary(file) else None,
+        make_tokenizer=(lambda: tokenizer.tokenizer_json(file))
+        if tokenizer.has_vocabulary(file)
+        else None,
     )

@@ -17,7 +17,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.gguf.blocks import TYPES, GgmlType
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.strict_json import checked_name, checked_shape
+from clocher_runtime.disk.strict_json import checked_name, checked_shape, prefixed
 
 MAX_TENSORS = 1 << 16
 MAX_FIELDS = 1 << 12
@@ -46,23 +46,13 @@ _OTHER_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """A tensor's type, logical shape (slowest dimension first), file offset and size."""
+    """A tensor's file, type, logical shape (slowest dimension first), offset and size."""
 
+    file: MappedFile
     kind: GgmlType
     shape: tuple[int, ...]
     offset: int
     nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A metadata entry; a single value has the count None, an array of strings has their starts."""
-
-    kind: int
-    offset: int
-    nbytes: int
-    count: int | None = None
-    starts: np.ndarray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,8 +94,8 @@ class GgufFile:
         self.file = MappedFile(path)
         header = _Header(self.file)
         self.version = header.version
-        self._fields = header.fields()
-        self.keys = tuple(self._fields)
+        self._values = header.values()
+        self.keys = tuple(self._values)
         alignment = self.get("general.alignment", int, 32)
         if not 8 <= alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise FormatError(
@@ -114,23 +104,22 @@ class GgufFile:
             )
         self.tensors = header.tensors(alignment)
         self.files: tuple[MappedFile, ...] = (self.file,)
-        self._homes = dict.fromkeys(self.tensors, self.file)
 
     def attach(self, part: "GgufFile") -> None:
         """Add another part's tensors; raises FormatError for one in both."""
         for name in part.tensors:
             if name in self.tensors:
                 raise FormatError(
-                    f"{part.file.path}: tensor {name!r} is in {self._homes[name].path.name}, too"
+                    f"{part.file.path}: tensor {name!r} is in {self.tensors[name].file.path.name}, "
+                    "too"
                 )
-            self._homes[name] = part.file
         self.tensors |= part.tensors
         self.files += (part.file,)
 
     def data(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor, u8 [nbytes], as a read-only view of its file."""
         info = self.tensors[name]
-        return self._homes[name].bytes(info.offset, info.offset + info.nbytes)
+        return info.file.bytes(info.offset, info.offset + info.nbytes)
 
     def release(self) -> None:
         """Let the kernel drop the resident pages of the files."""
@@ -139,21 +128,7 @@ class GgufFile:
 
     def value(self, key: str) -> Value | None:
         """Return a metadata entry, None without one; arrays of numbers are views (bools as u8)."""
-        if key not in self._fields:
-            return None
-        field = self._fields[key]
-        if field.starts is not None:
-            return Strings(self.file, key, field.starts)
-        data = self.file.bytes(field.offset, field.offset + field.nbytes)
-        if field.kind == _STRING:
-            return _decoded(data, f"{self.file.path}: {key}")
-        numbers = data.view(_NUMBERS[field.kind])
-        if field.count is not None:
-            return numbers
-        if field.kind == _BOOL:
-            return bool(numbers[0])
-        # 0.00001 in fp32 gives 1e-05, as a config.json would say it.
-        return float(str(numbers[0])) if numbers.dtype.kind == "f" else int(numbers[0])
+        return self._values.get(key)
 
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
         """Return an entry; FormatError for another kind, or if missing with no default.
@@ -174,10 +149,14 @@ class GgufFile:
 
 
 class Metadata:
-    """A file's entries without the architecture prefix; `window` is 0 for full attention."""
+    """A file's entries without the architecture prefix, and which were read.
+
+    `window` is 0 for full attention.
+    """
 
     def __init__(self, file: GgufFile) -> None:
         self.file, self.where = file, str(file.file.path)
+        self.read: set[str] = set()
         self.arch = file.get("general.architecture", str)
         self.layers = self.get("block_count", int)
         heads = self.get("attention.head_count", int)
@@ -187,6 +166,7 @@ class Metadata:
 
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
         """Return an entry; see `GgufFile.get`."""
+        self.read.add(key)
         return self.file.get(f"{self.arch}.{key}", kind, default)
 
     def value(self, key: str) -> Any:
@@ -227,15 +207,15 @@ class _Header:
         self._field_count = self._count("metadata entries", MAX_FIELDS, _FIELD_BYTES)
         self._strings_left = MAX_STRINGS
 
-    def fields(self) -> dict[str, _Field]:
+    def values(self) -> dict[str, Value]:
         """Read the metadata; call it once, before `tensors`."""
-        fields: dict[str, _Field] = {}
+        found: dict[str, Value] = {}
         for _ in range(self._field_count):
             key = self._name("a metadata key")
-            if key in fields:
+            if key in found:
                 raise FormatError(f"{self._where}: metadata key {key!r} appears twice")
-            fields[key] = self._field(f"{self._where}: metadata {key!r}")
-        return fields
+            found[key] = self._value(key, f"{self._where}: metadata {key!r}")
+        return found
 
     def tensors(self, alignment: int) -> dict[str, GgufTensor]:
         """Read the tensor entries and check the places of their data."""
@@ -252,14 +232,12 @@ class _Header:
                     f"{where} starts at byte {offset} of the data, expected {end}: tensors follow "
                     f"each other in order, aligned to {alignment}, without overlaps or holes"
                 )
-            try:
+            with prefixed(where):
                 nbytes = kind.row_bytes(shape[-1])
-            except FormatError as error:
-                raise FormatError(f"{where}: {error}") from None
             nbytes = nbytes * math.prod(shape[:-1]) + kind.tail
             last = offset + nbytes
             end = -(-last // alignment) * alignment
-            tensors[name] = GgufTensor(kind, shape, start + offset, nbytes)
+            tensors[name] = GgufTensor(self._file, kind, shape, start + offset, nbytes)
         held = self._file.nbytes
         if entries and not start + last <= held <= start + end:
             state = "truncated" if held < start + last else "trailing data"
@@ -269,26 +247,31 @@ class _Header:
             )
         return tensors
 
-    def _field(self, where: str) -> _Field:
+    def _value(self, key: str, where: str) -> Value:
         kind, count = self._integer(4), None
         if kind == _ARRAY:
             kind, count = self._integer(4), self._integer(8)
         if kind == _ARRAY:
             raise FormatError(f"{where} is an array of arrays, which GGUF readers do not read")
-        if kind == _STRING and count is not None:
-            return self._string_array(where, count)
         if kind == _STRING:
-            data = self._string(where)
-            _decoded(data, where)
-            return _Field(kind, self._at - len(data), len(data))
+            if count is None:
+                return _decoded(self._string(where), where)
+            return Strings(self._file, key, self._starts(where, count))
         if kind not in _NUMBERS:
             raise FormatError(f"{where} has the value type {kind}; known: 0 to 12")
         data = self._take((1 if count is None else count) * _NUMBERS[kind].itemsize, where)
         if kind == _BOOL and data.max(initial=0) > 1:
             raise FormatError(f"{where} has a bool of {data.max()}; expected 0 or 1")
-        return _Field(kind, self._at - len(data), len(data), count)
+        numbers = data.view(_NUMBERS[kind])
+        if count is not None:
+            return numbers
+        if kind == _BOOL:
+            return bool(numbers[0])
+        # 0.00001 in fp32 gives 1e-05, as a config.json would say it.
+        return float(str(numbers[0])) if numbers.dtype.kind == "f" else int(numbers[0])
 
-    def _string_array(self, where: str, count: int) -> _Field:
+    def _starts(self, where: str, count: int) -> np.ndarray:
+        """Return where the strings of an array begin; see `Strings`."""
         if count > self._strings_left or 8 * count > self._file.nbytes - self._at:
             raise FormatError(
                 f"{where} has {count} strings in the {self._file.nbytes - self._at} bytes that are "
@@ -308,8 +291,8 @@ class _Header:
             raise FormatError(
                 f"{where} has a string that goes beyond the end of the file ({limit})"
             )
-        offset, self._at = self._at, at
-        return _Field(_STRING, offset, at - offset, count, np.array(starts, np.int64))
+        self._at = at
+        return np.array(starts, np.int64)
 
     def _entry(self) -> tuple[str, GgmlType, tuple[int, ...], int]:
         name = self._name("a tensor name")

@@ -7,7 +7,6 @@ github.com/openai/gpt-oss, gpt_oss/torch/model.py (ModelConfig, AttentionBlock),
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,21 +18,9 @@ from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import Scope
 from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
+from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.checkpoints.hf.compressed import read_compressed
 from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
-from clocher_runtime.checkpoints.hf.shards import (
-    FLOATS,
-    SETTINGS,
-    Arrays,
-    HfFolder,
-    ReadFile,
-    Source,
-    StoredArray,
-    Tensors,
-    fp8_tensor,
-    read_safetensors,
-    read_shards,
-)
 from clocher_runtime.checkpoints.locate import CONFIG, refuse_foreign_quantisation
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES
@@ -46,28 +33,24 @@ _MAX_TEMPLATE_BYTES = 1_000_000
 _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
-class _Quantised(Struct):
-    quantization_config: dict[str, Any] | None = None
-
-
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory."""
-    return read_folder(directory, "hf", "model", ".safetensors", read_safetensors)
+    return read_folder(directory, "hf", "model", ".safetensors", shards.read_safetensors)
 
 
 def read_folder(
-    directory: Path, kind: Literal["hf", "bin"], stem: str, suffix: str, read: ReadFile
+    directory: Path, kind: Literal["hf", "bin"], stem: str, suffix: str, read: shards.ReadFile
 ) -> Checkpoint:
     """Return the checkpoint of a directory from weight files <stem><suffix>; see `read_shards`."""
-    folder = HfFolder(directory)
+    folder = shards.HfFolder(directory)
     config = folder.json(CONFIG)
     of_openai = "model_type" not in config and "experts_per_token" in config
     if of_openai:
         config = canonical_config(config, str(directory / CONFIG))
     settings = check_config(config, str(directory))
-    arrays, files = read_shards(folder, stem, suffix, read)
+    arrays, files = shards.read_shards(folder, stem, suffix, read)
     if of_openai:
-        arrays = canonical_arrays(arrays, config)
+        arrays = {canonical_name(name): stored for name, stored in arrays.items()}
     try:
         stored, notes = logical_tensors(arrays, settings)
     except UnsupportedModel:
@@ -91,22 +74,24 @@ def read_folder(
 def check_config(config: Mapping[str, Any], where: str) -> dict[str, Any] | None:
     """Return the `quantization_config` of a config.json; refuse an unsupported one."""
     refuse_foreign_quantisation(config, where)
-    settings = read_as(config, _Quantised, f"{where}: {CONFIG}").quantization_config
-    if settings is not None:
-        method = settings.get("quant_method")
-        if not isinstance(method, str) or method not in _METHODS:
-            raise unknown("quant_method", method, _METHODS, f"{where}: {SETTINGS}")
+    if config.get(shards.SETTINGS) is None:
+        return None
+    where = f"{where}: {shards.SETTINGS}"
+    settings = read_as(config[shards.SETTINGS], dict, where)
+    method = settings.get("quant_method")
+    if not isinstance(method, str) or method not in _METHODS:
+        raise unknown("quant_method", method, _METHODS, where)
     return settings
 
 
-def _tokenizer(folder: HfFolder, of_openai: bool) -> Path:
+def _tokenizer(folder: shards.HfFolder, of_openai: bool) -> Path:
     """Return tokenizer.json, which OpenAI keeps above `original/`."""
     above = folder.directory.parent / "tokenizer.json"
     own = os.path.lexists(folder.directory / "tokenizer.json")
     return above if of_openai and not own and above.is_file() else folder.member("tokenizer.json")
 
 
-def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
+def _tokenizer_config(folder: shards.HfFolder) -> dict[str, Any]:
     config = folder.optional_json("tokenizer_config.json")
     if folder.has("chat_template.jinja"):
         path = folder.member("chat_template.jinja")
@@ -118,15 +103,15 @@ def _tokenizer_config(folder: HfFolder) -> dict[str, Any]:
 
 
 def logical_tensors(
-    arrays: Mapping[str, StoredArray], settings: Mapping[str, Any] | None
-) -> tuple[Tensors, tuple[str, ...]]:
+    arrays: Mapping[str, shards.StoredArray], settings: Mapping[str, Any] | None
+) -> tuple[shards.Tensors, tuple[str, ...]]:
     """Return the logical tensors of a checkpoint, and notes on what was left out.
 
     `X_blocks` with `X_scales` is X in MXFP4, packed `X.weight` with `X.weight_scale` is BitNet, and
     so on, see `_METHODS`; anything else is plain float. `settings` is `quantization_config`.
     """
-    source = Source(dict(arrays), settings or {})
-    tensors: Tensors = {}
+    source = shards.Source(dict(arrays), settings or {})
+    tensors: shards.Tensors = {}
     if settings is not None:
         method = settings["quant_method"]
         source.drop_activation_scales()
@@ -136,10 +121,10 @@ def logical_tensors(
     for name, stored in source.rest.items():
         if name in tensors:
             raise FormatError(f"{stored.where}: stored both packed and plain")
-        if stored.dtype not in FLOATS:
+        if stored.dtype not in shards.FLOATS:
             raise UnsupportedModel(
                 f"{stored.where}: dtype {stored.dtype} has no meaning here; known without "
-                f"quantization_config: {', '.join(FLOATS)}"
+                f"quantization_config: {', '.join(shards.FLOATS)}"
             )
         fmt = Float(DTYPES[stored.dtype])
         array = stored.array
@@ -149,8 +134,8 @@ def logical_tensors(
     return tensors, tuple(source.notes)
 
 
-def _mxfp4(source: Source) -> Tensors:
-    tensors: Tensors = {}
+def _mxfp4(source: shards.Source) -> shards.Tensors:
+    tensors: shards.Tensors = {}
     for name in source.ending("_blocks"):
         base = name.removesuffix("_blocks")
         blocks = source.rest.pop(name)
@@ -165,7 +150,7 @@ def _mxfp4(source: Source) -> Tensors:
     return tensors
 
 
-def _bitnet(source: Source) -> Tensors:
+def _bitnet(source: shards.Source) -> shards.Tensors:
     linear_class = source.choice("linear_class", "bitlinear", ("autobitlinear", "bitlinear"))
     mode = source.choice("quantization_mode", "offline", ("offline", "online"))
     packed = [name for name, stored in source.rest.items() if stored.dtype == "U8"]
@@ -176,11 +161,11 @@ def _bitnet(source: Source) -> Tensors:
                 f"{source.rest[odd[0]].where}: packed, but quantization_mode is online"
             )
         return {}
-    tensors: Tensors = {}
+    tensors: shards.Tensors = {}
     for name in packed:
         codes = source.rest.pop(name)
         scale = source.claim(f"{name}_scale", codes)
-        scale.expect(FLOATS)
+        scale.expect(shards.FLOATS)
         if codes.array.ndim != 2:
             raise FormatError(f"{codes.where}: {codes.array.ndim} dimensions, expected 2")
         rows, columns = codes.array.shape
@@ -191,27 +176,27 @@ def _bitnet(source: Source) -> Tensors:
     return tensors
 
 
-def _fp8(source: Source) -> Tensors:
+def _fp8(source: shards.Source) -> shards.Tensors:
     """Read fp8: DeepSeek's 128 x 128 blocks, whole tensors, or rows."""
     block = source.settings.get("weight_block_size")
     if block not in (None, [BLOCK, BLOCK]):
-        raise unknown("weight_block_size", block, (f"[{BLOCK}, {BLOCK}]", None), SETTINGS)
+        raise unknown("weight_block_size", block, (f"[{BLOCK}, {BLOCK}]", None), shards.SETTINGS)
     source.choice("activation_scheme", "dynamic", ("dynamic", "static"))
     source.choice("scale_fmt", "float", ("float",))
     # transformers takes blocks for granted where the key is left out; others mean whole tensors.
     left_out = "weight_block_size" not in source.settings
     scopes: tuple[Scope, ...] = ("b128",) if block else ("tensor", "row")
-    tensors: Tensors = {}
+    tensors: shards.Tensors = {}
     for name in [name for name, stored in source.rest.items() if stored.dtype == "F8_E4M3"]:
         codes = source.rest.pop(name)
         other = f"{name}_scale"
         scales = source.claim(other if other in source.rest else f"{name}_scale_inv", codes)
-        tensors[name] = fp8_tensor(codes, scales, ("b128", *scopes) if left_out else scopes)
+        tensors[name] = shards.fp8_tensor(codes, scales, ("b128", *scopes) if left_out else scopes)
     source.refuse_orphans(".weight_scale", ".weight_scale_inv")
     return tensors
 
 
-def _packed(source: Source) -> Tensors:
+def _packed(source: shards.Source) -> shards.Tensors:
     """Read GPTQ or AWQ, also under the name that AutoRound gives them."""
     method = source.settings["quant_method"]
     if method == "auto-round":
@@ -222,7 +207,7 @@ def _packed(source: Source) -> Tensors:
     return read_gptq(source) if method == "gptq" else read_awq(source)
 
 
-_METHODS: dict[str, Callable[[Source], Tensors]] = {
+_METHODS: dict[str, Callable[[shards.Source], shards.Tensors]] = {
     "mxfp4": _mxfp4,
     "bitnet": _bitnet,
     "fp8": _fp8,
@@ -246,6 +231,8 @@ _WHOLE = {
 }
 _OF_LAYER = {
     "attn.norm.scale": "input_layernorm.weight",
+    "attn.qkv.weight": "self_attn.qkv_proj.weight",
+    "attn.qkv.bias": "self_attn.qkv_proj.bias",
     "attn.out.weight": "self_attn.o_proj.weight",
     "attn.out.bias": "self_attn.o_proj.bias",
     "attn.sinks": "self_attn.sinks",
@@ -264,7 +251,6 @@ _SAME = (
     *("num_attention_heads", "num_key_value_heads", "sliding_window", "swiglu_limit"),
 )
 _BLOCK = re.compile(r"block\.([0-9]{1,4})\.(.+)", re.ASCII)
-_QKV = re.compile(r"attn\.qkv\.(weight|bias)", re.ASCII)
 
 
 class _OpenAi(Struct):
@@ -320,26 +306,9 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
-def canonical_arrays(arrays: Arrays, config: Mapping[str, Any]) -> Arrays:
-    """Return OpenAI's arrays under transformers' names; unknown names stay."""
-    found: Arrays = {}
-    q, kv = (
-        config[f"num_{heads}_heads"] * config["head_dim"] for heads in ("attention", "key_value")
-    )
-    for name, stored in arrays.items():
-        block = _BLOCK.fullmatch(name)
-        layer, inner = block.groups() if block else ("", "")
-        if fused := _QKV.fullmatch(inner):
-            if stored.array.ndim < 1 or stored.array.shape[0] != q + 2 * kv:
-                raise FormatError(
-                    f"{stored.where}: shape {list(stored.array.shape)}, expected {q} + {kv} + {kv} "
-                    "rows"
-                )
-            for part, start, count in (("q", 0, q), ("k", q, kv), ("v", q + kv, kv)):
-                rows = replace(stored, array=stored.array[start : start + count])
-                found[f"model.layers.{layer}.self_attn.{part}_proj.{fused[1]}"] = rows
-        elif inner in _OF_LAYER:
-            found[f"model.layers.{layer}.{_OF_LAYER[inner]}"] = stored
-        else:
-            found[_WHOLE.get(name, name)] = stored
-    return found
+def canonical_name(name: str) -> str:
+    """Return transformers' name of one of OpenAI's tensors; an unknown one stays."""
+    block = _BLOCK.fullmatch(name)
+    if block is None or block[2] not in _OF_LAYER:
+        return _WHOLE.get(name, name)
+    return f"model.layers.{block[1]}.{_OF_LAYER[block[2]]}"

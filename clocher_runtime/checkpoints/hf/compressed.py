@@ -27,25 +27,7 @@ from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_kernels.formats.scaling import Group
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
-from clocher_runtime.checkpoints.hf.packed_words import (
-    Make,
-    PackedLinear,
-    activation_order,
-    note_floats,
-    row_bytes,
-    transposed_bytes,
-    unpacked,
-)
-from clocher_runtime.checkpoints.hf.shards import (
-    FLOATS,
-    REQUANTISE,
-    SETTINGS,
-    Source,
-    StoredArray,
-    Tensors,
-    columns_per_group,
-    fp8_tensor,
-)
+from clocher_runtime.checkpoints.hf import packed_words, shards
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import given, one_of, read_as, unknown
 
@@ -95,11 +77,11 @@ class _Scheme:
 class _Linear:
     """The arrays of one linear X; shape, zero and g_idx are optional."""
 
-    weight: StoredArray
-    scale: StoredArray
-    shape: StoredArray | None
-    zero: StoredArray | None
-    g_idx: StoredArray | None
+    weight: shards.StoredArray
+    scale: shards.StoredArray
+    shape: shards.StoredArray | None
+    zero: shards.StoredArray | None
+    g_idx: shards.StoredArray | None
 
     def refuse_zeros(self) -> None:
         """Refuse nonzero zero points of symmetric codes, which old writers store as well."""
@@ -107,27 +89,27 @@ class _Linear:
             raise FormatError(f"{self.zero.where}: not zero, but its config group is symmetric")
 
 
-def read_compressed(source: Source) -> Tensors:
+def read_compressed(source: shards.Source) -> shards.Tensors:
     """Return the tensors of the packed arrays; raises UnsupportedModel, FormatError."""
     source.choice("quantization_status", "compressed", ("compressed", "frozen"))
-    settings = read_as(given(source.settings), _Settings, SETTINGS)
+    settings = read_as(given(source.settings), _Settings, shards.SETTINGS)
     way_out = "save it without sparse compression"
-    one_of(settings.sparsity_config, "format", "dense", ("dense",), SETTINGS, way_out)
+    one_of(settings.sparsity_config, "format", "dense", ("dense",), shards.SETTINGS, way_out)
     if settings.transform_config:
         raise UnsupportedModel(
-            f"{SETTINGS}: transform_config asks for rotations at run time, which are not known "
-            f"here; {REQUANTISE} without them"
+            f"{shards.SETTINGS}: transform_config asks for rotations at run time, which are not "
+            f"known here; {shards.REQUANTISE} without them"
         )
     schemes = []
     for label, group in settings.config_groups.items():
         if group.weights is not None:
             form = group.format or settings.format
             if form not in _FORMATS:
-                raise unknown("format", form, _FORMATS, SETTINGS, "save it in one of these")
+                raise unknown("format", form, _FORMATS, shards.SETTINGS, "save it in one of these")
             schemes.append(_scheme(label, str(form), group.weights))
     if not schemes:
-        raise FormatError(f"{SETTINGS}: no config group quantises weights")
-    tensors: Tensors = {}
+        raise FormatError(f"{shards.SETTINGS}: no config group quantises weights")
+    tensors: shards.Tensors = {}
     packed = source.ending(".weight_packed")
     plain = [n for n, a in source.rest.items() if a.dtype in ("I8", "F8_E4M3")]
     for name in (*packed, *(name for name in plain if name.endswith(".weight"))):
@@ -142,38 +124,40 @@ def read_compressed(source: Source) -> Tensors:
         linear = _Linear(weight, source.claim(f"{stem}.weight_scale", weight), *optional)
         tensors[f"{stem}.weight"] = _tensor(schemes, linear)
     source.refuse_orphans(".weight_scale", ".weight_zero_point", ".weight_shape", ".weight_g_idx")
-    note_floats(source, tensors)
+    packed_words.note_floats(source, tensors)
     return tensors
 
 
 def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
     def choice(key: str, default: Any, known: tuple[Any, ...], way_out: str = "") -> Any:
-        return one_of(weights, key, default, known, SETTINGS, way_out)
+        return one_of(weights, key, default, known, shards.SETTINGS, way_out)
 
     kinds = {_PACKED: ("int",), _INT: ("int",), _FLOAT: ("float",), _MXFP4: ("float",)}
     kind = choice("type", "int", kinds.get(form, ("int", "float")))
     if form == _NAIVE:
         form = _INT if kind == "int" else _FLOAT
     known_bits = {_PACKED: (4, 8), _INT: (4, 8), _FLOAT: (8,), _MXFP4: (4,)}[form]
-    bits = choice("num_bits", 8, known_bits, f"{REQUANTISE} with one of these")
+    bits = choice("num_bits", 8, known_bits, f"{shards.REQUANTISE} with one of these")
     symmetric = choice("symmetric", True, (True, False))
     if not symmetric and (form != _PACKED or bits != 4):
         raise UnsupportedModel(
-            f"{SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has no "
-            f"format here; {REQUANTISE} symmetrically, or as pack-quantized with 4 bits"
+            f"{shards.SETTINGS}: {form} of {bits} bits with zero points (symmetric false) has no "
+            f"format here; {shards.REQUANTISE} symmetrically, or as pack-quantized with 4 bits"
         )
     size = weights.get("group_size")
-    group = None if size is None else columns_per_group(size)
+    group = None if size is None else shards.columns_per_group(size)
     inferred = "group" if group else "channel" if size else "tensor"
     cells = "block" if form == _FLOAT else "group"
     strategies = ("group",) if form == _MXFP4 else ("tensor", "channel", cells)
-    strategy = choice("strategy", inferred, strategies, REQUANTISE)
+    strategy = choice("strategy", inferred, strategies, shards.REQUANTISE)
     if (strategy == "group") != (group is not None) or (form == _MXFP4 and group != 32):
-        raise FormatError(f"{SETTINGS}: strategy {strategy} of {form} with group_size {group}")
+        raise FormatError(
+            f"{shards.SETTINGS}: strategy {strategy} of {form} with group_size {group}"
+        )
     block = weights.get("block_structure")
     if strategy == "block" and block not in ([BLOCK, BLOCK], f"{BLOCK}x{BLOCK}"):
         known = (f"[{BLOCK}, {BLOCK}]",)
-        raise unknown("block_structure", block, known, SETTINGS, REQUANTISE)
+        raise unknown("block_structure", block, known, shards.SETTINGS, shards.REQUANTISE)
     return _Scheme(label, form, bits, symmetric, strategy, group)
 
 
@@ -184,7 +168,7 @@ def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
         try:
             if scheme.form == _FLOAT:
                 linear.refuse_zeros()
-                return fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
+                return shards.fp8_tensor(linear.weight, linear.scale, (_SCOPES[scheme.strategy],))
             return {_PACKED: _packed, _INT: _integers, _MXFP4: _mxfp4}[scheme.form](scheme, linear)
         except FormatError as error:
             misfits.append(f"{scheme.label}: {error}")
@@ -210,24 +194,26 @@ def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
     zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
     if zeros is None:
         linear.refuse_zeros()
-    return _codes(scheme, linear, (n, k), lambda: row_bytes(words.array), zeros, columns)
+    return _codes(
+        scheme, linear, (n, k), lambda: packed_words.row_bytes(words.array), zeros, columns
+    )
 
 
 def _codes(
     scheme: _Scheme,
     linear: _Linear,
     shape: tuple[int, int],
-    codes: Make,
-    zeros: Make | None,
+    codes: packed_words.Make,
+    zeros: packed_words.Make | None,
     columns: np.ndarray | None,
 ) -> Stored:
     dtype, scale = DTYPES[linear.scale.dtype], linear.scale.array
     symmetric, scope = scheme.symmetric, scheme.scope
     args = (linear.weight.where, shape, scheme.bits, symmetric, scope, dtype, codes, zeros)
-    return PackedLinear(*args, lambda: scale, columns).tensor()
+    return packed_words.PackedLinear(*args, lambda: scale, columns).tensor()
 
 
-def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> Make:
+def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> packed_words.Make:
     """Return a function that computes the zero points plus 8, u8 [N, G]."""
     zero = linear.zero
     if zero is None:
@@ -237,7 +223,7 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> Make
         one = zero.array.reshape(1, 1).view(np.uint8)
         return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
     zero.expect(("I32",), (-(-n // 8), groups))
-    return lambda: unpacked(transposed_bytes(zero.array), 4).T[:n]
+    return lambda: packed_words.unpacked(zero.array.T, 4).T[:n]
 
 
 def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
@@ -275,8 +261,8 @@ def _check_groups(
     groups = -(-k // scheme.group) if scheme.group else 1
     tensor = scheme.strategy == "tensor"
     shapes = [(1,), (), (1, 1)] if tensor else [(n, groups)]
-    linear.scale.expect(FLOATS, *shapes, *([(n,)] if scheme.strategy == "channel" else []))
+    linear.scale.expect(shards.FLOATS, *shapes, *([(n,)] if scheme.strategy == "channel" else []))
     # -1 stands for columns in their own order.
     if linear.g_idx is None or (linear.g_idx.array == -1).all():
         return groups, None
-    return groups, activation_order(linear.g_idx, k, scheme.group)
+    return groups, packed_words.activation_order(linear.g_idx, k, scheme.group)

@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -91,13 +92,8 @@ def cache_directory() -> Path:
 def repositories(cache: Path | None = None) -> dict[str, Path]:
     """Return the models of the cache, "owner/name" -> folder, sorted; none if unreadable."""
     cache = cache_directory() if cache is None else cache
-    try:
-        with os.scandir(cache) as entries:
-            names = [entry.name for entry, _ in zip(entries, range(_MOST_FOLDERS), strict=False)]
-    except OSError:
-        return {}
-    found = {_repository(name): cache / name for name in sorted(names)}
-    return {repo: folder for repo, folder in found.items() if repo is not None}
+    folders = sorted(islice(cache.glob(f"{_FOLDER}*"), _MOST_FOLDERS))
+    return {repo: folder for folder in folders if (repo := _repository(folder.name))}
 
 
 def repository_of(path: Path) -> str | None:
@@ -168,7 +164,7 @@ class Download:
     """A revision whose files can be fetched.
 
     `commit` is what `revision` stands for now; `directory` None is the hub's cache; `missing` are
-    the `files` not there in the right size; `nbytes` are still to come, `free_bytes` free on disk.
+    the `files` not there in the right size; `nbytes` are still to come.
     """
 
     repo: str
@@ -178,7 +174,6 @@ class Download:
     files: tuple[HubFile, ...]
     missing: tuple[HubFile, ...]
     nbytes: int
-    free_bytes: int
 
     def run(self, checking: Callable[[str], None] | None = None) -> Path:
         """Fetch what is missing, check all files, return their directory; `checking` gets names."""
@@ -237,8 +232,8 @@ def plan_download(
     folder = directory or snapshot(HubName(repo, commit))
     missing = [file for file in files if not (folder and file.has_size(folder / file.name))]
     nbytes = sum(file.nbytes for file in missing)
-    free = check_free((directory or cache_directory()) / "file", nbytes)
-    return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes, free)
+    check_free((directory or cache_directory()) / "file", nbytes)
+    return Download(repo, revision, commit, directory, tuple(files), tuple(missing), nbytes)
 
 
 def local_or_fetched(path: Path) -> Path:

@@ -29,15 +29,8 @@ from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_kernels.formats import Float
 from clocher_kernels.formats.scaling import require_finite
+from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.arranged import text_name
-from clocher_runtime.checkpoints.checkpoint import (
-    Checkpoint,
-    LazyTensor,
-    Stored,
-    lazy_tensor,
-    planes_of,
-    stored_tensor,
-)
 from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors
 from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG
 from clocher_runtime.disk.safetensors_file import DTYPES
@@ -96,9 +89,9 @@ class _Delta:
         shape = self.b.array.shape[0], self.a.array.shape[1]
         return shape[::-1] if self.is_embedding else shape
 
-    def planes_of(self, stored: Stored) -> Mapping[str, np.ndarray]:
+    def planes_of(self, stored: checkpoint.Stored) -> Mapping[str, np.ndarray]:
         """Return a float tensor's planes with the delta added, in its dtype."""
-        data, dtype = planes_of(stored)["data"], stored.format.name
+        data, dtype = checkpoint.planes_of(stored)["data"], stored.format.name
         left, right = (to_f32(each.array, DTYPES[each.dtype]) for each in (self.b, self.a))
         for half in (left, right):
             require_finite("a LoRA adapter", half)
@@ -114,7 +107,7 @@ class _Delta:
         return {"data": out}
 
 
-def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
+def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkpoint:
     """Return a model with an adapter added to its float weights at load. Raises ModelError."""
     config = _read_config(directory)
     arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
@@ -131,7 +124,9 @@ def with_lora(base: Checkpoint, directory: Path) -> Checkpoint:
         known = _of_base(base, name, array)
         array.expect(FLOATS, known.shape)
         fmt = Float(DTYPES[array.dtype])
-        tensors[name] = stored_tensor(known.shape, fmt, {"data": array.array}, array.where)
+        tensors[name] = checkpoint.stored_tensor(
+            known.shape, fmt, {"data": array.array}, array.where
+        )
     for name, delta in deltas.items():
         tensors[name] = _merged(base, name, delta)
     note = f"{directory}: LoRA, added to {len(deltas)} tensors as they are loaded"
@@ -211,7 +206,7 @@ def _base_name(name: str, stored: StoredArray) -> str:
     return text_name(name.removeprefix(_PREFIX))
 
 
-def _merged(base: Checkpoint, name: str, delta: _Delta) -> LazyTensor:
+def _merged(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.LazyTensor:
     found = _of_base(base, name, delta.a)
     if not isinstance(found.format, Float):
         raise UnsupportedModel(
@@ -223,10 +218,12 @@ def _merged(base: Checkpoint, name: str, delta: _Delta) -> LazyTensor:
             f"{delta.a.where}: for a weight {list(delta.shape)}, but {name} of {base.path} is "
             f"{list(found.shape)}; is the adapter of another model?"
         )
-    return lazy_tensor(found.shape, found.format, partial(delta.planes_of, found), delta.a.where)
+    return checkpoint.lazy_tensor(
+        found.shape, found.format, partial(delta.planes_of, found), delta.a.where
+    )
 
 
-def _of_base(base: Checkpoint, name: str, stored: StoredArray) -> Stored:
+def _of_base(base: checkpoint.Checkpoint, name: str, stored: StoredArray) -> checkpoint.Stored:
     """Return a tensor of the base; a tied head becomes a tensor of its own."""
     found = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
     if found is None:

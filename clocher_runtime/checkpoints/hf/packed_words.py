@@ -22,14 +22,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Int4, Int8
 from clocher_kernels.formats.scaling import Group, check_scales
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
-from clocher_runtime.checkpoints.hf.shards import (
-    FLOATS,
-    REQUANTISE,
-    SETTINGS,
-    Source,
-    StoredArray,
-    Tensors,
-)
+from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import one_of, read_as
 
@@ -108,7 +101,7 @@ class PackedLinear:
         return {"data": values}
 
 
-def note_floats(source: Source, tensors: Tensors) -> None:
+def note_floats(source: shards.Source, tensors: shards.Tensors) -> None:
     """Add a note on packed tensors that became floats."""
     floats = [name for name, stored in tensors.items() if isinstance(stored.format, Float)]
     if floats:
@@ -119,7 +112,9 @@ def note_floats(source: Source, tensors: Tensors) -> None:
         )
 
 
-def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.ndarray | None:
+def activation_order(
+    g_idx: shards.StoredArray, columns: int, group: int | None
+) -> np.ndarray | None:
     """Return the group of each column, [K]; None if column k is in group k // group.
 
     `g_idx`: stored groups, i32 or i64 [K]; `group`: columns of a group; None: the whole row.
@@ -135,19 +130,8 @@ def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.
 
 
 def row_bytes(words: np.ndarray) -> np.ndarray:
-    """Return the bytes of each row of words [A, B], u8 [A, 4B]."""
+    """Return the bytes of each row of words [A, B], u8 [A, 4B]; of `words.T` for each column."""
     return np.ascontiguousarray(words).view(np.uint8)
-
-
-def transposed_bytes(words: np.ndarray) -> np.ndarray:
-    """Return the bytes of words [A, N] with N first, u8 [N, 4A]."""
-    rows, columns = words.shape
-    out = np.empty((columns, rows), np.int32)
-    for left in range(0, columns, _TILE):  # in tiles, which stay in cache
-        for top in range(0, rows, _TILE):
-            tile = words[top : top + _TILE, left : left + _TILE]
-            out[left : left + _TILE, top : top + _TILE] = tile.T
-    return out.view(np.uint8)
 
 
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
@@ -188,12 +172,12 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
 class _Arrays(NamedTuple):
     """`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
 
-    words: StoredArray
-    zeros: StoredArray
-    scales: StoredArray
+    words: shards.StoredArray
+    zeros: shards.StoredArray
+    scales: shards.StoredArray
 
 
-def _linears(source: Source) -> Iterator[tuple[str, _Arrays]]:
+def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
     """Claim the arrays of each linear."""
     for name in source.ending(".qweight"):
         stem = name.removesuffix(".qweight")
@@ -201,14 +185,14 @@ def _linears(source: Source) -> Iterator[tuple[str, _Arrays]]:
         zeros, scales = (source.claim(f"{stem}.{part}", words) for part in ("qzeros", "scales"))
         words.expect(("I32",))
         zeros.expect(("I32",))
-        scales.expect(FLOATS)
+        scales.expect(shards.FLOATS)
         yield stem, _Arrays(words, zeros, scales)
     source.refuse_orphans(".qzeros", ".scales", ".g_idx")
 
 
-def read_gptq(source: Source) -> Tensors:
+def read_gptq(source: shards.Source) -> shards.Tensors:
     """Return the tensors of a GPTQ checkpoint; raises UnsupportedModel, FormatError."""
-    bits = source.choice("bits", None, (2, 3, 4, 8), f"{REQUANTISE} with 4 or 8 bits")
+    bits = source.choice("bits", None, (2, 3, 4, 8), f"{shards.REQUANTISE} with 4 or 8 bits")
     group = source.group_size()
     symmetric = source.choice("sym", True, (True, False))
     key = "checkpoint_format" if source.settings.get("checkpoint_format") else "format"
@@ -216,18 +200,18 @@ def read_gptq(source: Source) -> Tensors:
     source.choice("is_marlin_format", False, (False,), "save it as gptq")
     source.choice("pack_dtype", "int32", ("int32",))
     act_order = source.choice("desc_act", False, (True, False))
-    dynamic = read_as(source.settings.get("dynamic") or {}, dict, f"{SETTINGS}: dynamic")
+    dynamic = read_as(source.settings.get("dynamic") or {}, dict, f"{shards.SETTINGS}: dynamic")
     if overrides := [key for key in dynamic if not key.startswith("-:")]:
         raise UnsupportedModel(
-            f"{SETTINGS}: dynamic has settings of its own for {overrides[0]!r:.60}; known "
+            f"{shards.SETTINGS}: dynamic has settings of its own for {overrides[0]!r:.60}; known "
             "are only modules left out ('-:...')"
         )
     if bits == 8 and not symmetric:
         raise UnsupportedModel(
-            f"{SETTINGS}: 8 bits with zero points (sym false) have no format here; "
-            f"{REQUANTISE} with sym=true"
+            f"{shards.SETTINGS}: 8 bits with zero points (sym false) have no format here; "
+            f"{shards.REQUANTISE} with sym=true"
         )
-    tensors: Tensors = {}
+    tensors: shards.Tensors = {}
     for stem, arrays in _linears(source):
         order = source.rest.get(f"{stem}.g_idx")
         if order is not None or act_order:
@@ -243,7 +227,7 @@ def read_gptq(source: Source) -> Tensors:
 def _gptq(
     bits: int,
     version_1: bool,
-    order: StoredArray | None,
+    order: shards.StoredArray | None,
     symmetric: bool,
     group: int | None,
     arrays: _Arrays,
@@ -255,7 +239,7 @@ def _gptq(
     if left or (bits == 3 and n % 32):
         raise FormatError(f"{words.where}: shape {[rows, n]}; {bits}-bit codes fill 3 words of 32")
     groups = -(-k // group) if group else 1
-    scales.expect(FLOATS, (groups, n))
+    scales.expect(shards.FLOATS, (groups, n))
     zeros.expect(("I32",), (groups, -(-n * bits // 32)))
 
     def zero_points() -> np.ndarray:
@@ -278,21 +262,23 @@ def _gptq(
         symmetric,
         group or "row",
         DTYPES[scales.dtype],
-        codes=lambda: transposed_bytes(words.array),
+        codes=lambda: row_bytes(words.array.T),
         zeros=zero_points,
         scales=lambda: scales.array.T,
         columns=None if order is None else activation_order(order, k, group),
     ).tensor()
 
 
-def read_awq(source: Source) -> Tensors:
+def read_awq(source: shards.Source) -> shards.Tensors:
     """Return the tensors of an AWQ checkpoint; raises UnsupportedModel, FormatError."""
-    source.choice("bits", 4, (4,), f"{REQUANTISE} with 4 bits")
+    source.choice("bits", 4, (4,), f"{shards.REQUANTISE} with 4 bits")
     symmetric = not source.choice("zero_point", True, (True, False))
     version = source.settings.get("version") or source.settings.get("format") or "gemm"
     version = version.lower() if isinstance(version, str) else version
-    one_of({"version": version}, "version", "", ("gemm", "gemv"), SETTINGS, "save it as gemm")
-    group, tensors = source.group_size(), Tensors()
+    one_of(
+        {"version": version}, "version", "", ("gemm", "gemv"), shards.SETTINGS, "save it as gemm"
+    )
+    group, tensors = source.group_size(), shards.Tensors()
     for stem, arrays in _linears(source):
         tensors[f"{stem}.weight"] = _awq(version == "gemv", symmetric, group, arrays)
     return tensors
@@ -307,7 +293,7 @@ def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> Laz
     groups = k // (group or k)
     if not gemv:
         zeros.expect(("I32",), (groups, n // 8))
-        scales.expect(FLOATS, (groups, n))
+        scales.expect(shards.FLOATS, (groups, n))
     for stored, per_word in ((zeros, 8), (scales, 1)) if gemv else ():
         rows, width = stored.matrix()
         if rows != n or width * per_word < groups:

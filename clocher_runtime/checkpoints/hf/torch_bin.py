@@ -28,18 +28,11 @@ _END = struct.Struct("<4s4HIIH")
 _END64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR = struct.Struct("<4sIQI")
 _PICKLE_BYTES, _PICKLE_BYTES_PER_RECORD = 1 << 17, 1 << 10
-_READ_DTYPES = {
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+_TORCH_DTYPES = (
+    *("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+    *("int64", "int32", "int8", "uint8", "bool"),
+)
+_READ_DTYPES = dict(zip(_TORCH_DTYPES, DTYPES, strict=True))
 _WAY_OUT = (
     "; convert the model to safetensors (transformers: model.save_pretrained), or get a "
     "safetensors revision of it"

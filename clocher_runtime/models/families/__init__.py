@@ -40,12 +40,14 @@ class From:
 class Family:
     """A family; `tensors`: name within a layer (in full outside), without suffix -> origins.
 
-    Two origins are for alternating rows. Absent names are unchanged.
+    Two origins are for alternating rows. Absent names are unchanged. `prefix` begins the names of
+    a layer in the files.
     """
 
     name: str
     fields: type[Decoder]
     tensors: Mapping[str, tuple[From, ...]] = field(default_factory=dict)
+    prefix: str = "model.layers.{}."
 
     def read(self, config: Mapping[str, Any]) -> ModelSpec:
         """Return the ModelSpec of a config.json. Raises FormatError, UnsupportedModel."""
@@ -79,7 +81,7 @@ def _named(
 ) -> Iterator[tuple[str, str, int | None, slice | None]]:
     match = _LAYER.fullmatch(source)
     layer, rest = match.groups() if match else ("", source)
-    prefix = f"model.layers.{layer}." if match else ""
+    prefix = family.prefix.format(layer) if match else ""
     tail = next((end for end in _ENDINGS if rest.endswith(end)), "")
     origins = family.tensors.get(rest.removesuffix(tail))
     if origins is None:
@@ -99,8 +101,9 @@ def _named(
 def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
     """Return rows of a tensor that a family's files have fused or in another order.
 
-    `kind`: "all"; "q", "k", "v"; "first", "second" half; "paired" heads, whose rotated pairs are
-    neighbours; "mla_..." of latent attention.
+    `kind`: "all"; "q", "k", "v"; "first", "second" half; "halves", which alternate in the model;
+    "paired" heads, whose rotated pairs are neighbours, also "q_paired", "k_paired"; "mla_..." of
+    latent attention.
     """
     count = need.shape[-2] if need.kind != "vector" else need.shape[-1]
     q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
@@ -110,6 +113,11 @@ def rows_of(spec: ModelSpec, kind: str, source: str, need: Need) -> Rows:
     if kind in "qkv":
         start = {"q": 0, "k": q, "v": q + kv}[kind]
         return slice(start, start + count)
+    if kind == "halves":
+        return np.arange(count).reshape(2, -1).T.reshape(-1)
+    if kind in ("q_paired", "k_paired"):
+        start = 0 if kind == "q_paired" else q
+        return start + np.asarray(rows_of(spec, "paired", source, need))
     if kind == "paired":
         rows = np.arange(count).reshape(-1, spec.head_dim)
         halves: np.ndarray = np.concatenate([rows[:, 0::2], rows[:, 1::2]], axis=1)

@@ -25,7 +25,7 @@ from clocher_runtime.models.config import (
     magnitude,
     missing,
 )
-from clocher_runtime.models.families import SHARED_EXPERTS, Family, From, each_expert
+from clocher_runtime.models.families import FUSED_QKV, SHARED_EXPERTS, Family, From, each_expert
 from clocher_runtime.models.spec import MlaSpec, MoeSpec, RopeSpec
 
 _Scaling = Annotated[float, Meta(ge=1e-6, le=1e6)]
@@ -285,7 +285,7 @@ _LLADA2 = {
     "mlp.router.choice_bias": (From("mlp.gate.expert_bias"),),
 }
 FAMILIES = {
-    "GptOssForCausalLM": Family("gpt_oss", _GptOss),
+    "GptOssForCausalLM": Family("gpt_oss", _GptOss, FUSED_QKV),
     "DeepseekV2ForCausalLM": Family("deepseek_v2", _DeepSeek2, _DEEPSEEK),
     "DeepseekV3ForCausalLM": Family("deepseek_v3", _DeepSeek3, _DEEPSEEK),
     "LLaDA2MoeModelLM": Family("llada2_moe", _Llada2, _LLADA2),
