@@ -166,9 +166,15 @@ def _add(sums: Sums, more: Mapping[str, float]) -> None:
         sums[name] = sums.get(name, 0.0) + value
 
 
-def _tokenizer(gguf: Path) -> Tokenizer:
+def tokenizer_of(gguf: Path) -> Tokenizer:
+    """Return the tokenizer of a model."""
     checkpoint = open_checkpoint(gguf)
     return Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
+
+
+def exact_logits(model: Path, threads: int) -> Logits:
+    """Return the logits of a session in fp32: what the weights alone say."""
+    return _clocher(model, threads, kv_dtype="f32", act_prec="fp32")
 
 
 def _clocher(gguf: Path, threads: int, **settings: Any) -> Logits:
@@ -182,7 +188,7 @@ class _Engines:
 
     def __init__(self, gguf: Path, threads: int) -> None:
         self._makers: dict[str, Callable[[], Logits]] = {
-            EXACT: partial(_clocher, gguf, threads, kv_dtype="f32", act_prec="fp32"),
+            EXACT: partial(exact_logits, gguf, threads),
             DEFAULT: partial(_clocher, gguf, threads),
         }
         self._made: dict[str, Logits] = {}
@@ -315,7 +321,7 @@ def main(
         name, made = gguf.stem, _Engines(gguf, threads)
         if speed and llama:
             parts.do(f"{name} speed 0", partial(_speed, gguf, programs, threads))
-        windows = windows_of(_tokenizer(gguf), text, turns, -(-tokens // SCORED))
+        windows = windows_of(tokenizer_of(gguf), text, turns, -(-tokens // SCORED))
         longest = max(map(len, windows.values()), default=0)
         for run, kind in product(range(-(-longest // WINDOWS)), windows):
             part = windows[kind][run * WINDOWS : (run + 1) * WINDOWS]

@@ -73,6 +73,15 @@ KINDS: Mapping[str, Kind] = {
         "{same_top_turns:.4f} | {percent:.1f} ± {percent_error:.1f} | {pp512:.0f} | {tg64:.1f} | "
         "{start_s:.2f} | {memory_mib:.0f}",
     ),
+    "quantise": Kind(
+        "Quantised real weights",
+        "model | format | method | bits of the layers | MiB | KLD of text | over llama.cpp | "
+        "KLD of turns | over llama.cpp | same top-1 | perplexity, over floats",
+        "{model} | {format} | {method} | {bits:.2f} | {mib:.1f} | "
+        "{kld_text:.5f} ± {kld_error_text:.5f} | {over_text:.2f} | "
+        "{kld_turns:.5f} ± {kld_error_turns:.5f} | {over_turns:.2f} | {same_top_text:.4f} | "
+        "{ppl_ratio_text:.4f}",
+    ),
     "start": Kind(
         "From the command to the first token",
         "model | cache | engine | s | over reading",

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -234,12 +233,13 @@ def _gate(checkpoint: Checkpoint, options: dict[str, Any]) -> GateText:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    if not os.path.isfile(checkpoint.tokenizer_json):
+    source = checkpoint.tokenizer_source
+    if isinstance(source, Path) and not source.is_file():
         raise UsageError(
-            "the input has no tokenizer.json, so texts cannot be read: --calib-text and --gate "
-            "need a directory with one"
+            "the input has no tokenizer, so texts cannot be read: give a "
+            "directory with tokenizer.json, or a GGUF file with a vocabulary"
         )
-    return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    return Tokenizer(source, checkpoint.tokenizer_config)
 
 
 def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
@@ -302,7 +302,7 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     models = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
     reference = load_model(checkpoint)
-    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    tokenizer = _tokenizer(checkpoint)
     documents = cut(
         read_text(options["text"])[: options["chars"]],
         tokenizer.encode,
