@@ -21,6 +21,8 @@ from rich.console import Console
 from bench.record import Row, print_table, table_of, write_json
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
+from clocher_runtime.command.flags import Listed as Listed
+from clocher_runtime.command.flags import text_of
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.quality.statistics import ratio as ratio
@@ -48,33 +50,6 @@ class _New(click.Path):
         if not path.parent.is_dir():
             self.fail(f"{path.parent} is not a directory", param, ctx)
         return path
-
-
-class Listed(click.ParamType):
-    """Comma-separated values; `read` parses one, or raises ValueError."""
-
-    name = "list"
-
-    def __init__(self, read: Callable[[str], Any], expected: str) -> None:
-        self._read, self._expected = read, expected
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        """Parse a list; a default may be parsed already."""
-        if not isinstance(value, str):
-            return tuple(value)
-        try:
-            return tuple(dict.fromkeys(map(self._read, value.split(","))))
-        except ValueError:
-            self.fail(f"{value!r}; expected {self._expected}", param, ctx)
-
-    @classmethod
-    def of(cls, known: Iterable[str]) -> "Listed":
-        """Return the type of a list of known names."""
-        names = tuple(known)
-        # `index` raises ValueError for an unknown name.
-        return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
 
 
 def _count(text: str) -> int:
@@ -194,11 +169,6 @@ def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
     return load_model(open_checkpoint(model_dir or embedded_model()), precision)
 
 
-def help_text(docstring: str | None) -> str:
-    r"""Return a raw docstring as the text of --help, where click's \b keeps lines apart."""
-    return (docstring or "").replace("\\b\n", "\b\n")
-
-
 def experiment(
     kind: str,
     text: str | None,
@@ -237,7 +207,7 @@ def experiment(
                 write_json(out, rows)
             raise SystemExit(int(not all(map(good, rows))))
 
-        command = click.command(kind, cls=_Command, help=help_text(text))(run)
+        command = click.command(kind, cls=_Command, help=text_of(text))(run)
         if rounds is not None:
             at_least_one = click.IntRange(1)
             command.params.append(

@@ -36,7 +36,7 @@ from bench.runs import Harness, Plan
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.config.commands import ALL, read_toml, setting_texts, sources_of
-from clocher_runtime.config.values import Given, Setting, Value, integer, number, path, text
+from clocher_runtime.config.values import PATH, Given, Setting, Value, integer, number, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 FOLDER = Path("build/bench")
@@ -45,7 +45,7 @@ _OWN: Mapping[str, tuple[Value, str, Any, tuple[str, ...]]] = {
     "runs": (integer(1, 10_000), "processes of each cell", 3, ("RUNS",)),
     "sweep": (text("SWEEP"), "'name=value,value|name=value'", "", ()),
     "label": (text(), "name of the cell, or in front of those of a sweep", "", ()),
-    "out": (path(), f"result file (unset: {FOLDER}/DATE.jsonl)", None, ()),
+    "out": (PATH, f"result file (unset: {FOLDER}/DATE.jsonl)", None, ()),
     "retries": (integer(0, 100), "how often a void run is repeated", 3, ()),
     "others_limit": (
         number(0, 100),

@@ -2,12 +2,6 @@
 
 Every float matrix of a model is rounded with one scale for all of it and with one per row, and
 compared with itself. The smallest cosine of the chosen granularity must reach the threshold.
-
-    python -m bench.ptq_calib
-    python -m bench.ptq_calib --model models/llama --granularity per-row --cosine-threshold 0.9999
-    python -m bench.ptq_calib --model models/llama --bits 4 --group 64 --cosine-threshold 0.99
-
-Exit codes: 0 accepted, 2 a flag cannot be used, 3 the model cannot be read, 8 rejected.
 """
 
 import sys
@@ -20,10 +14,12 @@ if __package__ in (None, ""):  # python bench/ptq_calib.py: import from the root
 import click
 
 from bench.record import Row, print_table, table, write_json
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Format, Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.command.script_run import reporting
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import PATH, option, script
 from clocher_runtime.convert.q4_map import reason_to_keep
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.engine.topology import default_threads
@@ -31,64 +27,72 @@ from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.tensor_error import measure
 
 
-@click.command(help=__doc__, context_settings={"max_content_width": 100})
-@click.option("--model", type=click.Path(path_type=Path), help="default: the embedded model")
-@click.option("--bits", type=click.Choice(["8", "4"]), default="8", show_default=True)
-@click.option("--group", type=click.Choice(["32", "64", "128", "256"]), help="adds per-group")
-@click.option(
-    "--granularity",
-    type=click.Choice(["per-tensor", "per-row", "per-group"]),
-    help="the one that is judged; default: the finest that is measured",
+@script(
+    "ptq_calib",
+    option("--model", PATH, "default: the embedded model"),
+    option("--bits", click.Choice(["8", "4"]), default="8"),
+    option("--group", click.Choice(["32", "64", "128", "256"]), "adds per-group"),
+    option(
+        "--granularity",
+        click.Choice(["per-tensor", "per-row", "per-group"]),
+        "the one that is judged; default: the finest that is measured",
+    ),
+    option("--clip", str, "none, percentile:P, clamp:C, mse", default="none"),
+    option(
+        "--cosine-threshold",
+        click.FloatRange(-1, 1),
+        "accuracy budget: least cosine of a matrix",
+        default=0.999,
+    ),
+    option("--json", PATH, "write all numbers", name="out"),
+    examples=(
+        ("the embedded model", "python -m bench.ptq_calib"),
+        ("4 bits in groups", "python -m bench.ptq_calib --model DIR --bits 4 --group 64"),
+    ),
+    exit_codes={ExitCode.OK: "accepted", ExitCode.REJECTED: "rejected"},
+    help=__doc__,
 )
-@click.option("--clip", default="none", show_default=True, help="none, percentile:P, clamp:C, mse")
-@click.option(
-    "--cosine-threshold",
-    type=click.FloatRange(-1, 1),
-    default=0.999,
-    show_default=True,
-    help="accuracy budget: least cosine of a matrix",
-)
-@click.option("--json", "out", type=click.Path(path_type=Path), help="write all numbers")
-def main(model: Path | None, out: Path | None, cosine_threshold: float, **options: Any) -> None:
+def main(
+    console: Console, model: Path | None, out: Path | None, cosine_threshold: float, **options: Any
+) -> ExitCode:
     """Measure, print the table, judge."""
-    with reporting("ptq_calib") as report:
-        clip, formats = parse_clip(options["clip"]), _formats(options["bits"], options["group"])
-        judged = options["granularity"] or list(formats)[-1]
-        if judged not in formats:
-            raise click.UsageError(
-                f"--granularity {judged} is not measured: per-tensor needs --bits 8, per-group "
-                "needs --group"
-            )
-        checkpoint = open_checkpoint(model or embedded_model())
-        names = [n for n, t in checkpoint.tensors.items() if reason_to_keep(n, t, False) is None]
-        rows: list[Row] = []
-        with report.progress(len(names)) as progress:
-            for number, name in enumerate(names, start=1):
-                source = checkpoint.tensor(name)
-                row: Row = {"kind": "ptq_calib", "tensor": name}
-                for kind, fmt in formats.items():
-                    rounded = round_tensor(source, fmt, clip, default_threads())
-                    found = measure(name, source, rounded)
-                    row |= {f"cosine_{kind}": found.cosine, f"rms_{kind}": found.rms_rel}
-                rows.append(row)
-                checkpoint.release()
-                progress(number, name)
-        if not rows:
-            report.done("no float matrix to calibrate")
-            sys.exit(ExitCode.MODEL)
-        heads = ["tensor", *(f"{what} {kind}" for what in ("cosine", "rms") for kind in formats)]
-        cells = [f"{{{head.replace(' ', '_')}:.6f}}" for head in heads[1:]]
-        print_table(table(" | ".join(heads), " | ".join(["{tensor}", *cells]), rows).on_terminal())
-        if out:
-            write_json(out, rows)
-        worst = min(rows, key=lambda row: float(row[f"cosine_{judged}"]))
-        cosine = worst[f"cosine_{judged}"]
-        accepted = cosine >= cosine_threshold
-        report.done(
-            f"{'accepted' if accepted else 'rejected'}: smallest cosine {judged} {cosine:.6f}, "
-            f"budget {cosine_threshold:g} ({worst['tensor']})"
+    clip, formats = parse_clip(options["clip"]), _formats(options["bits"], options["group"])
+    judged = options["granularity"] or list(formats)[-1]
+    if judged not in formats:
+        raise UsageError(
+            f"--granularity {judged} is not measured: per-tensor needs --bits 8, per-group "
+            "needs --group"
         )
-        sys.exit(ExitCode.OK if accepted else ExitCode.REJECTED)
+    checkpoint = open_checkpoint(model or embedded_model())
+    names = [n for n, t in checkpoint.tensors.items() if reason_to_keep(n, t, False) is None]
+    rows: list[Row] = []
+    with console.progress(len(names)) as progress:
+        for number, name in enumerate(names, start=1):
+            source = checkpoint.tensor(name)
+            row: Row = {"kind": "ptq_calib", "tensor": name}
+            for kind, fmt in formats.items():
+                rounded = round_tensor(source, fmt, clip, default_threads())
+                found = measure(name, source, rounded)
+                row |= {f"cosine_{kind}": found.cosine, f"rms_{kind}": found.rms_rel}
+            rows.append(row)
+            checkpoint.release()
+            progress(number, name)
+    if not rows:
+        console.say("no float matrix to calibrate")
+        return ExitCode.MODEL
+    heads = ["tensor", *(f"{what} {kind}" for what in ("cosine", "rms") for kind in formats)]
+    cells = [f"{{{head.replace(' ', '_')}:.6f}}" for head in heads[1:]]
+    print_table(table(" | ".join(heads), " | ".join(["{tensor}", *cells]), rows).on_terminal())
+    if out:
+        write_json(out, rows)
+    worst = min(rows, key=lambda row: float(row[f"cosine_{judged}"]))
+    cosine = worst[f"cosine_{judged}"]
+    accepted = cosine >= cosine_threshold
+    console.say(
+        f"{'accepted' if accepted else 'rejected'}: smallest cosine {judged} {cosine:.6f}, "
+        f"budget {cosine_threshold:g} ({worst['tensor']})"
+    )
+    return ExitCode.OK if accepted else ExitCode.REJECTED
 
 
 def _formats(bits: str, group: str | None) -> dict[str, Format]:

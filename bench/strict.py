@@ -35,7 +35,7 @@ import numpy as np
 
 from bench import machine
 from bench.cells import of_program
-from bench.experiment import MIB, NEW, help_text, turns
+from bench.experiment import MIB, NEW, turns
 from bench.record import Row, print_table, write_json
 from bench.strict_checks import (
     Check,
@@ -49,6 +49,7 @@ from bench.strict_checks import (
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import text_of
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
@@ -218,7 +219,7 @@ def measure(task: Task) -> Row:
     config = resolve({**task["flags"], **bare}, of_program(os.environ))
     if config.stub or config.batch > 1:
         raise UsageError("the strict contract is of one sequence of a model; drop --stub, BATCH")
-    console = Console(io.StringIO())
+    console = Console(stream=io.StringIO())
     engine = load_engine(config, console.compiling, console.packing)
     try:
         if engine.device != "cpu":
@@ -331,7 +332,7 @@ def verdict(found: Sequence[Check]) -> ExitCode:
     return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
 
 
-@click.command(help=help_text(__doc__))
+@click.command(help=text_of(__doc__))
 @click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
 @click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
 @click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="default: the back end's")

@@ -21,7 +21,7 @@ from bench.compared import group, unmeasured
 from bench.record import read_rows
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.config.commands import resolve
-from clocher_runtime.config.values import Value, integer, number, one_of, path, switch, text
+from clocher_runtime.config.values import PATH, SWITCH, Value, integer, number, one_of, text
 from clocher_runtime.exit_codes import ExitCode, exit_code
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,17 +30,17 @@ RESULTS = "bench.jsonl"
 
 VARIABLES: Mapping[str, tuple[Value, str, str]] = {
     "RUNS": (integer(1, 10_000), "3", "processes of each cell"),
-    "REPORT": (switch(), "1", "1: write a report of the results, 0: none"),
-    "REPORT_ROOT": (path(), "build/bench", "folder of results and report"),
-    "REPORT_SCRIPT": (path(), "scripts/run_harness_report.py", "program that writes the report"),
+    "REPORT": (SWITCH, "1", "1: write a report of the results, 0: none"),
+    "REPORT_ROOT": (PATH, "build/bench", "folder of results and report"),
+    "REPORT_SCRIPT": (PATH, "scripts/run_harness_report.py", "program that writes the report"),
     "REPORT_ARGS": (text("ARGS"), "", "more arguments for it"),
     "REPORT_TOKENS_MAX": (integer(0, 1 << 24), "64", "token ids of a prompt that are kept"),
-    "REPORT_PATH": (path(), "", "bench-verify: result file (unset: that of the last bench)"),
-    "STRICT_REPORT_PATH": (path(), "", "bench-verify: also a report of the strict window"),
-    "VERIFY": (switch(), "1", "1: check the results afterwards (bench-verify), 0: do not"),
-    "VERIFY_HF_IDS": (switch(), "0", "1: compare every token with Hugging Face transformers"),
-    "HF_PY": (path(), sys.executable, "Python that has transformers"),
-    "HF_DIR": (path(), "", "Hugging Face model (unset: MODEL_DIR, or the embedded model)"),
+    "REPORT_PATH": (PATH, "", "bench-verify: result file (unset: that of the last bench)"),
+    "STRICT_REPORT_PATH": (PATH, "", "bench-verify: also a report of the strict window"),
+    "VERIFY": (SWITCH, "1", "1: check the results afterwards (bench-verify), 0: do not"),
+    "VERIFY_HF_IDS": (SWITCH, "0", "1: compare every token with Hugging Face transformers"),
+    "HF_PY": (PATH, sys.executable, "Python that has transformers"),
+    "HF_DIR": (PATH, "", "Hugging Face model (unset: MODEL_DIR, or the embedded model)"),
     "HF_DEVICE": (one_of("cpu", "cuda"), "cpu", "where it runs"),
     "HF_DTYPE": (one_of("fp32", "fp16", "bf16"), "", "precision that it runs in"),
     "HF_TOPK": (integer(1, 1000), "", "candidates of each step to compare"),

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import click
 
-from clocher_runtime.command.script_run import COUNT, Report, needed, option, script, switch
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import COUNT, needed, option, script, switch
 from clocher_runtime.convert.synthetic import (
     PRECISIONS,
     PRESETS,
@@ -37,7 +38,7 @@ PRESET_LINES = "\n".join(f"  {preset.name:13} {preset.summary}" for preset in PR
     epilog=f"\b\nPresets:\n{PRESET_LINES}",
 )
 def main(
-    report: Report,
+    console: Console,
     preset: str,
     out_dir: Path,
     seed: int,
@@ -50,10 +51,10 @@ def main(
     The same arguments give the same bytes.
     """
     synthesis = plan_synthesis(preset, precision, out_dir, seed=seed, layers=layers, gguf=gguf)
-    report.disk(preset, out_dir, synthesis.nbytes, synthesis.free_bytes)
-    with report.progress(synthesis.nbytes) as progress:
+    console.disk(preset, out_dir, synthesis.nbytes, synthesis.free_bytes)
+    with console.progress(synthesis.nbytes) as progress:
         synthesis.run(progress)
-    report.done(
+    console.say(
         f"wrote {len(synthesis.formats)} tensors to {out_dir}{' and model.gguf' if gguf else ''}"
     )
 

@@ -117,11 +117,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 def default_is_missing() -> str:
     """Return why the default model cannot be fetched, or ""."""
+    from clocher_runtime.command.console import Console
     from clocher_runtime.command.default_model import NotFetched, fetch_default
-    from clocher_runtime.command.script_run import Report
 
     try:
-        fetch_default(Report("tests"))
+        fetch_default(Console("tests"))
     except NotFetched as reason:
         return f"SmolLM2-135M-Instruct cannot be fetched: {reason}"
     return ""

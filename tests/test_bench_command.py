@@ -24,7 +24,7 @@ from clocher_runtime.engine.timing import Span, TimedWindow
 from clocher_runtime.quality import speed
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.subcommands import bench_measure
-from clocher_runtime.subcommands.bench import main
+from clocher_runtime.subcommands.bench import bench
 from clocher_runtime.subcommands.bench_measure import doubts
 from clocher_runtime.subcommands.bench_measure import speed as row_of
 
@@ -46,7 +46,7 @@ def model() -> Model:
 
 def rows_of(capsys: Capture, *words: str, code: int = 0) -> list[dict[str, Any]]:
     """Run `clocher bench -o json` and return its rows; standard output has nothing else."""
-    assert main([*words, "-o", "json"]) == code
+    assert bench.run([*words, "-o", "json"]) == code
     rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     return rows
 
@@ -62,7 +62,7 @@ def column(text: str, name: str) -> list[str]:
 
 
 def test_a_table_as_llama_bench_prints_it(capsys: Capture) -> None:
-    assert main(FAST) == 0
+    assert bench.run(FAST) == 0
     out = capsys.readouterr().out
     assert column(out, "test") == ["pp16", "tg4"]
     assert column(out, "model") == ["clocher-tiny-gptoss"] * 2
@@ -106,10 +106,10 @@ def test_tests_threads_and_batches(capsys: Capture) -> None:
 
 
 def test_formats(capsys: Capture) -> None:
-    assert main([*FAST, "-o", "jsonl"]) == 0
+    assert bench.run([*FAST, "-o", "jsonl"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["test"] for line in lines] == ["pp16", "tg4"]
-    assert main([*FAST, "-o", "csv"]) == 0
+    assert bench.run([*FAST, "-o", "csv"]) == 0
     rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["test"] for row in rows] == ["pp16", "tg4"]
     assert "samples_ns" not in rows[0]
@@ -119,7 +119,7 @@ def test_variables_act_and_are_named(capsys: Capture, monkeypatch: Patch) -> Non
     monkeypatch.setenv("IE_ACT_PREC", "fp32")
     monkeypatch.setenv("IE_STREAM_BLOCK_BYTES", "65536")
     monkeypatch.setenv("IE_SEED", "7")
-    assert main(FAST) == 0
+    assert bench.run(FAST) == 0
     out = capsys.readouterr().out
     assert "activations fp32" in out
     assert "set by variables: IE_ACT_PREC=fp32" in out
@@ -162,7 +162,7 @@ def test_other_tokens_in_a_repetition_are_found(capsys: Capture, monkeypatch: Pa
         return [len(calls)] * len(ids(self, case, index))
 
     monkeypatch.setattr(Runner, "_ids", drift)
-    assert main([*FAST, "--no-check"]) == 7
+    assert bench.run([*FAST, "--no-check"]) == 7
     captured = capsys.readouterr()
     assert column(captured.out, "same tokens") == ["✗", "✗"]
     assert "tokens differ, which is a defect: do not trust pp16 -t 1, tg4 -t 1" in captured.err
@@ -193,10 +193,10 @@ class _SlowMemory:
 def test_more_than_memory_gives_is_no_result(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(bench_measure, "memory_reader", lambda nbytes, device: _SlowMemory())
     monkeypatch.setattr(bench_measure, "cache_bytes", lambda cpus: 0)
-    assert main(FAST) == 7
+    assert bench.run(FAST) == 7
     assert "no valid result" in capsys.readouterr().err
     monkeypatch.setattr(bench_measure, "cache_bytes", lambda cpus: 1 << 40)
-    assert main(FAST) == 0
+    assert bench.run(FAST) == 0
     captured = capsys.readouterr()
     assert column(captured.out, "% of read")[1].endswith("(cache)")
     assert "the weights lie in a cache" in captured.err
@@ -220,17 +220,17 @@ def test_guesses_are_measured_where_they_are_asked_for(capsys: Capture, tmp_path
     assert guessed["correct"] and guessed["tokens_sha256"] == bare["tokens_sha256"]
     (other,) = rows_of(capsys, *words)
     assert other["tokens_sha256"] != bare["tokens_sha256"], "the text is not read"
-    assert main(words) == 0 and "tokens/forward" not in capsys.readouterr().out
-    assert main([*words, "--speculate", "auto"]) == 0
+    assert bench.run(words) == 0 and "tokens/forward" not in capsys.readouterr().out
+    assert bench.run([*words, "--speculate", "auto"]) == 0
     assert 1 <= float(column(capsys.readouterr().out, "tokens/forward")[0]) <= 8
-    assert main([*words, "--speculate", "auto", "-b", "2"]) == 2
+    assert bench.run([*words, "--speculate", "auto", "-b", "2"]) == 2
     assert "give -b 1" in capsys.readouterr().err
     (tmp_path / "empty").touch()
-    assert main([*words, "--text", "empty"]) == 2
-    assert main([*words, "--text", "none"]) != 0
+    assert bench.run([*words, "--text", "empty"]) == 2
+    assert bench.run([*words, "--text", "none"]) != 0
     text.write_text("import os\n" * 8)
     capsys.readouterr()
-    assert main([*words, "--text", str(text)]) == 2
+    assert bench.run([*words, "--text", str(text)]) == 2
     assert "give less with -p and -d" in capsys.readouterr().err
 
 
@@ -242,7 +242,7 @@ def test_a_draft_model_can_be_measured(capsys: Capture) -> None:
     (guessed,) = rows_of(capsys, *words, "--draft-model", str(LLAMA))
     assert guessed["correct"] and guessed["tokens_sha256"] == bare["tokens_sha256"]
     assert guessed["speculate"] == "draft" and not guessed["hints_ignored"]
-    assert main(words) == 2 and "--draft-model" in capsys.readouterr().err
+    assert bench.run(words) == 2 and "--draft-model" in capsys.readouterr().err
 
 
 def test_tokens_of_a_pass_share_its_time_and_its_bytes(model: Model, monkeypatch: Patch) -> None:
@@ -318,7 +318,7 @@ def test_every_step_of_a_case_is_in_a_strict_window(model: Model, monkeypatch: P
         (["-n", "8", "-p", "0", "-d", "4080", "-b", "2"], 2, "no room to decode all of them"),
         (["--nothing"], 2, "No such option"),
         (["a", "b"], 2, "unexpected extra argument"),
-        (["a", "-m", "b"], 2, "give one of them"),
+        (["a", "-m", "b"], 2, "expected one of them"),
         (["no/such/model"], 3, "no/such/model"),
         (["--device", "ze"], 5, "Level Zero"),
     ],
@@ -326,7 +326,7 @@ def test_every_step_of_a_case_is_in_a_strict_window(model: Model, monkeypatch: P
 def test_one_line_says_what_is_wrong(
     capsys: Capture, words: list[str], code: int, said: str
 ) -> None:
-    assert main(["-r", "1", *words] if "-r" not in words else words) == code
+    assert bench.run(["-r", "1", *words] if "-r" not in words else words) == code
     captured = capsys.readouterr()
     assert captured.out == ""
     assert said in captured.err
@@ -336,7 +336,7 @@ def test_one_line_says_what_is_wrong(
 
 def test_too_little_memory(capsys: Capture, monkeypatch: Patch) -> None:
     monkeypatch.setattr(guards, "available", lambda *_: 1 << 20)
-    assert main(["-p", "0", "-n", "4", "-t", "1,2"]) == 6
+    assert bench.run(["-p", "0", "-n", "4", "-t", "1,2"]) == 6
     captured = capsys.readouterr()
     assert "1 MiB are available" in captured.err
     assert "give -t one number" in captured.err
@@ -347,13 +347,13 @@ def test_ctrl_c(capsys: Capture, monkeypatch: Patch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Session, "generate", interrupt)
-    assert main(FAST) == 130
+    assert bench.run(FAST) == 130
     assert capsys.readouterr().err.startswith("clocher bench: interrupted")
 
 
 @pytest.mark.parametrize("words", [["-h"], ["--help"], ["quality", "-h"]])
 def test_help_begins_with_examples(capsys: Capture, words: list[str]) -> None:
-    assert main(words) == 0
+    assert bench.run(words) == 0
     out = capsys.readouterr().out
     assert 0 < out.index("Examples:") < out.index("Options:") < out.index("Exit codes:")
 

@@ -546,7 +546,7 @@ def test_terminal_gets_a_bar_and_no_control_characters(tmp_path):
             return True
 
     terminal = Terminal()
-    with Console(terminal) as console:
+    with Console(stream=terminal) as console:
         console.completion("a\x1b]0;title\x07\tb\n\x9b31m")
         assert terminal.written == "a\ufffd]0;title\ufffd\tb\n\ufffd31m"
         console.compiling(0, 2)

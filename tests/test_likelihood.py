@@ -19,7 +19,7 @@ from clocher_runtime.quality.likelihood import (
     read_task,
     score_items,
 )
-from clocher_runtime.subcommands.bench import main
+from clocher_runtime.subcommands.bench import bench
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"
@@ -189,13 +189,13 @@ def test_the_command_prints_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     task = tmp_path / "task.jsonl"
     task.write_text("".join(json.dumps(each) + "\n" for each in QUESTIONS), encoding="utf-8")
     words = ["quality", str(LLAMA), "--context", "64", "--task", str(task)]
-    assert main([*words, "--limit", "1", "--threads", "1"]) == 0
+    assert bench.run([*words, "--limit", "1", "--threads", "1"]) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["questions"]["count"] == 1 and line["questions"]["acc_stderr"] is None
     assert (line["context"], line["model"], line["kv_dtype"]) == (64, str(LLAMA), "f32")
     task.write_text(json.dumps({**QUESTIONS[0], "choices": ["a", "b " * 200]}))
-    assert main(words) == 2
+    assert bench.run(words) == 2
     got = capsys.readouterr()
     assert got.out == "" and "clocher bench quality: error: a continuation has" in got.err
-    assert main(["quality", str(LLAMA), "--task", str(tmp_path / "none.jsonl")]) == 3
+    assert bench.run(["quality", str(LLAMA), "--task", str(tmp_path / "none.jsonl")]) == 3
     assert "no such file" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.adapters.lm_eval_model import ClocherLM
-from clocher_runtime.subcommands.bench import main as bench
+from clocher_runtime.subcommands.bench import bench
 
 DATA = Path(__file__).parent / "data"
 LLAMA = DATA / "clocher-tiny-llama"
@@ -114,7 +114,7 @@ def test_a_task_file_has_the_results_of_the_harness(
     clocher.model.close()
     for name, wanted in metrics.items():
         words = ["quality", str(LLAMA), "--task", str(tmp_path / f"{name}.jsonl")]
-        assert bench([*words, "--context", "256", "--act-prec", "fp32"]) == 0
+        assert bench.run([*words, "--context", "256", "--act-prec", "fp32"]) == 0
         found = json.loads(capsys.readouterr().out.splitlines()[-1])[name]
         for metric in wanted:
             expected = answer["results"][name][f"{metric},none"]

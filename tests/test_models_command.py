@@ -40,7 +40,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def listing(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, dict[str, Any]]:
     """Return what is listed, by name."""
-    assert models.main([*words, "--json"]) == 0
+    assert models.models.run([*words, "--json"]) == 0
     return {row["name"]: row for row in json.loads(capsys.readouterr().out)}
 
 
@@ -119,7 +119,7 @@ def test_what_is_damaged_is_a_line_and_no_end(
     assert runs["own/broken"].startswith("damaged: ")
     assert all(row["memory"] is None for row in found.values() if row["runs"] != "yes")
     assert all(len(row["runs"]) < 300 for row in found.values())
-    assert models.main([]) == 0
+    assert models.models.run([]) == 0
     shown = capsys.readouterr().out
     assert "\x1b" not in shown and len(shown.splitlines()) == len(found) + 1
 
@@ -143,7 +143,7 @@ def test_what_does_not_fit_says_so(
 
 def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
     add_model(machine / "hub", "own/tiny", GPTOSS)
-    assert models.main(["own/tiny", "--json"]) == 0
+    assert models.models.run(["own/tiny", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     model = load_model(open_checkpoint(GPTOSS))
     assert found["bytes_per_token"] == model.bytes_per_token
@@ -152,7 +152,7 @@ def test_one_model_in_detail(machine: Path, capsys: pytest.CaptureFixture[str]) 
     per_layer = 2 * spec.num_kv_heads * spec.head_dim * 2
     assert found["kv_bytes_per_token"] == spec.num_layers * per_layer
     assert found["memory"]["2048"] < found["memory"]["4096"]
-    assert models.main(["own/tiny"]) == 0
+    assert models.models.run(["own/tiny"]) == 0
     shown = capsys.readouterr().out
     assert "stored mxfp4" in shown and "with a context of 4096, fits" in shown
 
@@ -175,7 +175,7 @@ def test_mistakes(
     message: str,
 ) -> None:
     add_model(machine / "hub", "own/tiny", LLAMA)
-    assert models.main(words) == code
+    assert models.models.run(words) == code
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and message in err, err
 
@@ -185,9 +185,9 @@ def test_fifty_models_take_less_than_two_seconds(
 ) -> None:
     for number in range(50):
         copy_model((LLAMA, BITNET, GPTOSS)[number % 3], Path(f"models/m{number}"))
-    models.main([])
+    models.models.run([])
     began = time.process_time()
-    assert models.main([]) == 0
+    assert models.models.run([]) == 0
     assert time.process_time() - began < 2
     assert capsys.readouterr().out.count("models/m") == 100
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jsonschema
 import numpy as np
@@ -28,7 +29,6 @@ from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
 from clocher_runtime.command.ptq import rules_of
-from clocher_runtime.command.script_run import needed
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.q4_map import load_q4_map, parse_q4_map
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
@@ -37,7 +37,7 @@ from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan, build_plan, describe_source
-from clocher_runtime.subcommands.quantize import manifest_script
+from clocher_runtime.subcommands import quantize
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
 
@@ -50,9 +50,9 @@ def from_hf(model: Path, out: Path, *args: object) -> tuple[int, str]:
 def quantised(
     opener: Callable[[Path], Checkpoint], source: Path, out: Path, *args: object
 ) -> tuple[int, str]:
-    main = manifest_script("ptq", None, (), needed("--in", "It.", name="source"), opener)
-    given = ["--in", str(source), "--out", str(out), *map(str, args)]
-    result = CliRunner().invoke(main, given)
+    given = ["--hf-dir", str(source), "--out", str(out), *map(str, args)]
+    with mock.patch.object(quantize, "_open", lambda hf_dir, **_: opener(hf_dir)):
+        result = CliRunner().invoke(quantize.ptq, given)
     if result.exception and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result.exit_code, result.output

@@ -21,7 +21,7 @@ from clocher_runtime.subcommands import pull
 
 __all__ = ["server"]
 MODEL = {path.name: path.read_bytes() for path in LLAMA.iterdir() if path.is_file()}
-PULL = "import sys; from clocher_runtime.subcommands.pull import main; sys.exit(main(sys.argv[1:]))"
+PULL = "import sys; from clocher_runtime.subcommands.pull import pull; pull.main()"
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def model(server: Hub) -> Hub:
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
     """Return exit code and messages; nothing is ever written to standard output."""
-    code = pull.main(words)
+    code = pull.pull.run(words)
     out, err = capsys.readouterr()
     assert out == "" and "Traceback" not in err
     return code, err
@@ -217,7 +217,7 @@ def test_interrupted_it_says_how_to_go_on(model: Hub, tmp_path: Path) -> None:
 
 
 def test_the_help_shows_examples_first(capsys: pytest.CaptureFixture[str]) -> None:
-    assert pull.main(["-h"]) == 0
+    assert pull.pull.run(["-h"]) == 0
     shown = capsys.readouterr().out
     assert 0 < shown.index("clocher pull Qwen/Qwen3-0.6B") < shown.index("--revision")
     assert "130" in shown and "HF_TOKEN" in shown

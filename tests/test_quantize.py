@@ -25,22 +25,26 @@ from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.ops.attention import KV_DTYPES
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command import console
-from clocher_runtime.command.script_run import Report, Script
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import Command
 from clocher_runtime.convert.block_sparse import LINEARS
 from clocher_runtime.convert.to_iebin import convert as convert_model
 from clocher_runtime.engine.load import PRECISIONS
 from clocher_runtime.quality.gate import LIMITS
-from clocher_runtime.subcommands import convert, dedup, gate, perplexity, quantize, sparsify
-from clocher_runtime.subcommands.table import SUBCOMMANDS
+from clocher_runtime.subcommands.convert import convert
+from clocher_runtime.subcommands.dedup import dedup
+from clocher_runtime.subcommands.gate import gate
+from clocher_runtime.subcommands.perplexity import perplexity
+from clocher_runtime.subcommands.quantize import quantize
+from clocher_runtime.subcommands.sparsify import sparsify
 
-MODULES = (convert, quantize, dedup, sparsify, perplexity, gate)
-COMMANDS: list[Script] = [module.COMMAND for module in MODULES]
+COMMANDS = (convert, quantize, dedup, sparsify, perplexity, gate)
 VALID = ROOT / "tests" / "data" / "valid.txt"
 LOOSE = ("--max-ppl-ratio", 9, "--max-kld", 9, "--min-same-top", 0, "--max-rms-dp", 9)
 
 
-def run(module: object, *args: object) -> int:
-    return module.main(list(map(str, args)))  # type: ignore[attr-defined]
+def run(command: Command, *args: object) -> int:
+    return command.run(list(map(str, args)))
 
 
 def error_of(capsys: pytest.CaptureFixture[str], name: str) -> str:
@@ -122,14 +126,14 @@ def test_interrupted_between_manifest_and_model_it_goes_on(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize, "run_conversion", interrupted)
+        patch.setattr("clocher_runtime.subcommands.quantize.run_conversion", interrupted)
         assert run(quantize, two_layers, out, *flags) == 130
     names = [f"q4_manifest.{end}" for end in ("json", "planes.bin", "planes.bin.journal")]
     assert sorted(path.name for path in out.iterdir()) == names
     written = (out / "q4_manifest.planes.bin").stat().st_mtime_ns
 
     with monkeypatch.context() as patch:
-        patch.setattr(quantize, "run_conversion", interrupted)
+        patch.setattr("clocher_runtime.subcommands.quantize.run_conversion", interrupted)
         assert run(quantize, two_layers, out, *flags) == 130
     assert (out / "q4_manifest.planes.bin").stat().st_mtime_ns == written, "calibrated again"
     assert run(quantize, two_layers, out, *flags) == 0
@@ -147,14 +151,14 @@ def test_a_killed_one_leaves_the_old_model_and_can_be_repeated(
     code = (
         "import os, sys\n"
         "from clocher_runtime.checkpoints.checkpoint import Checkpoint\n"
-        "from clocher_runtime.subcommands.quantize import main\n"
+        "from clocher_runtime.subcommands.quantize import quantize\n"
         "tensor, calls = Checkpoint.tensor, []\n"
         "def reading(self, *args, **more):\n"
         "    calls.append(args)\n"
         "    if len(calls) == int(sys.argv[1]): os.kill(os.getpid(), 9)\n"
         "    return tensor(self, *args, **more)\n"
         "Checkpoint.tensor = reading\n"
-        "sys.exit(main(sys.argv[2:]))"
+        "quantize.main(sys.argv[2:])"
     )
     for moment in (5, 20):  # while measuring, while writing
         done = python("-c", code, moment, two_layers, out, "--force")
@@ -283,7 +287,7 @@ def test_convert_knows_what_it_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name.split()[1])
 def test_help_shows_examples_that_can_be_typed(
-    command: Script,
+    command: Command,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -307,25 +311,25 @@ def test_help_shows_examples_that_can_be_typed(
 
 
 def test_the_choices_of_the_flags_are_those_of_the_code() -> None:
-    def choices(command: Script, name: str) -> set[str]:
-        (found,) = [p.type for p in command.params if p.name == name]
-        return set(found.choices if isinstance(found, click.Choice) else found.name.split("|"))
+    def choices(command: Command, name: str) -> set[str]:
+        (param,) = [p for p in command.params if p.name == name]
+        found = param.type
+        return set(found.choices if isinstance(found, click.Choice) else param.metavar.split("|"))
 
-    assert choices(quantize.COMMAND, "gate_limits") == set(LIMITS)
-    assert choices(gate.COMMAND, "limits") == set(LIMITS)
-    assert choices(sparsify.COMMAND, "inner") == set(INNERS)
-    assert sparsify.LINEARS == LINEARS
-    for command in (gate.COMMAND, perplexity.COMMAND):
+    assert choices(quantize, "gate_limits") == set(LIMITS)
+    assert choices(gate, "limits") == set(LIMITS)
+    assert choices(sparsify, "inner") == set(INNERS)
+    assert {p.name: p.default for p in sparsify.params}["pattern"] == LINEARS
+    for command in (gate, perplexity):
         assert choices(command, "kv_dtype") == set(KV_DTYPES)
         assert choices(command, "precision") == set(PRECISIONS)
 
 
 def test_help_is_made_without_what_works() -> None:
-    names = [module.__name__ for module in MODULES]
-    assert {name.split(".")[-1] for name in names} <= set(SUBCOMMANDS)
+    names = [command.name.split()[1] for command in COMMANDS]
     code = (
-        f"import sys\nfrom importlib import import_module\n"
-        f"for name in {names!r}: assert import_module(name).main(['--help']) == 0\n"
+        "import sys; from clocher_runtime.subcommands.table import dispatch\n"
+        f"for name in {names!r}: assert dispatch([name, '--help']) == 0\n"
         "slow = {'numpy', 'rich', 'numba', 'tokenizers', 'huggingface_hub'} & set(sys.modules)\n"
         "sys.exit(', '.join(sorted(slow)) or 0)"
     )
@@ -339,14 +343,14 @@ def test_progress_of_a_long_job_is_a_few_lines_in_units_that_fit(
     now = 0.0
     clocked = functools.partial(rich.progress.Progress, get_time=lambda: now)
     monkeypatch.setattr("rich.progress.Progress", clocked)
-    with Report("clocher convert").progress(4_000_000_000) as tell:
+    with Console("clocher convert").progress(4_000_000_000) as tell:
         for second in range(1200):
             now = float(second)
             tell(second * 2_000_000, f"layer {second}")
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "clocher convert: layer 5: 10.0 MB of 4.0 GB, 5 s"
     assert 5 < len(lines) < 20
-    with Report("x").counting() as tell_count:
+    with Console("x").counting() as tell_count:
         tell_count("hashing", 1, 3)
         now += console._FIRST_WORD_S
         tell_count("hashing", 2, 3)
@@ -385,7 +389,7 @@ def test_a_conversion_says_what_it_replaces(
 def test_only_what_resumes_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     for command, resumes in ((convert, True), (quantize, True), (perplexity, False)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(command.COMMAND, "make_context", interrupted)
+            patch.setattr(command, "make_context", interrupted)
             assert run(command) == 130
         assert ("to go on" in capsys.readouterr().err) == resumes
 

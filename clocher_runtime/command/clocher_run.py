@@ -8,9 +8,9 @@ from functools import partial
 from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console, Line, error_line, is_terminal, to_json
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.commands import ALL, RunConfig, resolve, warnings
-from clocher_runtime.config.values import defaults
-from clocher_runtime.exit_codes import ExitCode
+from clocher_runtime.config.commands import RunConfig, resolve, warnings
+from clocher_runtime.config.engine import HINTS
+from clocher_runtime.exit_codes import ExitCode, cause_of
 
 NAME = "clocher-run"
 
@@ -39,8 +39,8 @@ PRECEDENCE = """A flag is stronger than a variable, a variable is stronger than 
 COMMAND = Command(
     name=NAME,
     about=ABOUT,
-    table=ALL,
-    defaults=defaults(RunConfig),
+    kind=RunConfig,
+    hints=HINTS,
     notes=(
         PRECEDENCE,
         """A hint is checked and accepted; this version does not act on it. The JSON line lists
@@ -72,20 +72,20 @@ def command(
             if not as_json:
                 console.show_texts_on(sys.stdout)
             for message in warnings(config, os.environ):
-                console.note(message)
+                console.say(message)
             # NumPy and its users are imported after the flags are checked.
             from clocher_runtime.command.fetching import with_model
             from clocher_runtime.disk.files import ending_on_lost_pages
 
-            config = with_model(config, name, console.note)
+            config = with_model(config, console)
             with ending_on_lost_pages(partial(_lost, console, emit if as_json else None)):
                 from clocher_runtime.command.completions import summary
                 from clocher_runtime.command.run import run
 
                 line, code = run(config, console), ExitCode.OK
-                console.note(summary(line))
+                console.say(summary(line))
         except (Exception, KeyboardInterrupt) as raised:
-            error, code = console.ended(raised)
+            error, code = console.ended(cause_of(raised))
             line = error_line(error)
     return to_json(line) if as_json else None, code
 

@@ -73,9 +73,9 @@ class Completions(ExitStack):
             self.failed += 1
             self.first_error = self.first_error or prompt.error
             if not self._is_single:  # a single prompt's error ends the run
-                self._console.note(prompt.error)
+                self._console.say(prompt.error)
         elif show:
-            self._console.note(f"prompt {self.prompts}:")
+            self._console.say(f"prompt {self.prompts}:")
             self._console.completion(text)
             self._console.end_line()
         output = {"token_ids": list(ids), "text": text, "error": prompt.error}

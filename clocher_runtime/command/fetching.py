@@ -4,19 +4,18 @@ import glob
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clocher_kernels.errors import DeviceError, UnsupportedModel, UsageError
+from clocher_kernels.errors import DeviceError, ModelError, UnsupportedModel, UsageError
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME
-from clocher_runtime.command.console import is_terminal
+from clocher_runtime.command.console import Console, in_words, is_terminal, size
 from clocher_runtime.config.commands import Config
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.hub import Download, HubName
-    from clocher_runtime.command.script_run import Report
 
 _TRUE = ("1", "on", "yes", "true")
 
@@ -26,26 +25,25 @@ def is_set(*variables: str) -> str:
     return next((each for each in variables if os.environ.get(each, "").lower() in _TRUE), "")
 
 
-def with_model(config: Config, name: str, note: Callable[[str], object]) -> Config:
+def with_model(config: Config, console: Console) -> Config:
     """Return the configuration of a command with a model that is here, if it can be had.
 
     A repository of the Hub is fetched with --yes, or after a question on a terminal. Without a
-    model it is the default one. `name` of the command begins messages.
+    model it is the default one.
     """
     if config.model_dir is not None:
-        _offer(config.model_dir, name, config.yes)
+        _offer(config.model_dir, console, config.yes)
         return config
     named = config.model_json or config.model_bin or config.stub or config.require_model
     if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
         return config
     from clocher_runtime.checkpoints.locate import DEFAULT
     from clocher_runtime.command.default_model import NotFetched, fetch_default
-    from clocher_runtime.command.script_run import Report
 
     try:
-        fetch_default(Report(name))
+        fetch_default(console)
     except NotFetched as reason:
-        note(
+        console.say(
             f"SmolLM2-135M-Instruct is not here and cannot be fetched ({reason}); the model that "
             "ships with Clocher serves, which only completes Python"
         )
@@ -53,11 +51,10 @@ def with_model(config: Config, name: str, note: Callable[[str], object]) -> Conf
     return replace(config, model_dir=Path(DEFAULT))
 
 
-def _offer(model: Path, name: str, yes: bool) -> None:
+def _offer(model: Path, console: Console, yes: bool) -> None:
     if os.path.exists(model) or os.path.isdir(model.parent):
         return
     from clocher_runtime.checkpoints.hf.hub import hub_name, snapshot
-    from clocher_runtime.command.script_run import Report, in_words
 
     hub = hub_name(os.fspath(model))
     if hub is None:
@@ -66,18 +63,20 @@ def _offer(model: Path, name: str, yes: bool) -> None:
     if folder is not None and (not hub.file or os.path.isfile(folder / hub.file)):
         return
     if not yes and is_terminal(sys.stdin) and is_terminal(sys.stderr):
-        sys.stderr.write(f"{name}: {hub} is not on this machine; fetch it from the Hub? [y/N] ")
+        sys.stderr.write(
+            f"{console.name}: {hub} is not on this machine; fetch it from the Hub? [y/N] "
+        )
         sys.stderr.flush()
         yes = sys.stdin.readline().strip().lower() in ("y", "yes")
     if yes:
         try:
-            fetch(Report(name), hub)
+            fetch(console, hub)
         except OSError as error:  # not a defect of Clocher, which any other OSError may be
             raise DeviceError(in_words(error)) from None
 
 
 def fetch(
-    report: "Report",
+    console: Console,
     hub: "HubName",
     out_dir: Path | None = None,
     allow: Sequence[str] = (),
@@ -99,7 +98,7 @@ def fetch(
     from clocher_runtime.command.default_model import fetch_default
 
     if DEFAULT.startswith(f"{hub.repo}/"):
-        fetch_default(report)
+        fetch_default(console)
         return DEFAULT
 
     patterns = allow or ((glob.escape(hub.file),) if hub.file else PATTERNS)
@@ -109,14 +108,14 @@ def fetch(
         download = plan_download(hub.repo, out_dir, patterns, hub.revision)
     except (UsageError, ConnectionError):
         if out_dir is None and snapshot(hub) is not None:
-            report.note(f"note: {hub} is in the cache already: clocher chat {hub}")
+            console.note(f"note: {hub} is in the cache already: clocher chat {hub}")
         raise
     if not (allow or hub.file):
-        _look_ahead(report, download, anyway)
+        _look_ahead(console, download, anyway)
     target = out_dir or cache_directory()
-    report.disk(str(hub), target, download.nbytes, download.free_bytes)
-    folder = download.run(lambda name: report.note(f"checking {name}"))
-    report.done(
+    console.disk(str(hub), target, download.nbytes, download.free_bytes)
+    folder = download.run(lambda name: console.note(f"checking {name}"))
+    console.say(
         f"{len(download.files)} files of {hub.repo} at {download.commit} are in {folder}, "
         f"{len(download.missing)} of them new; all match their hashes"
     )
@@ -128,7 +127,7 @@ def fetch(
     return typed
 
 
-def _look_ahead(report: "Report", download: "Download", anyway: bool) -> None:
+def _look_ahead(console: Console, download: "Download", anyway: bool) -> None:
     from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG, base_of
 
     names = {file.name for file in download.files}
@@ -138,7 +137,7 @@ def _look_ahead(report: "Report", download: "Download", anyway: bool) -> None:
     refusal: Exception | None = None
     if folder is not None and ADAPTER_CONFIG in names:
         base = base_of(folder) or "its base"
-        report.note(f"{download.repo}: a LoRA adapter of {base}, which has to be fetched as well")
+        console.note(f"{download.repo}: a LoRA adapter of {base}, which has to be fetched as well")
         return
     if "config.json" not in names:
         refusal = UnsupportedModel(
@@ -150,20 +149,18 @@ def _look_ahead(report: "Report", download: "Download", anyway: bool) -> None:
             f"{download.repo}: no model*.safetensors; pickled weights are not fetched"
         )
     elif folder is not None:
-        refusal = _refusal(report, folder / "config.json", download)
+        refusal = _refusal(console, folder / "config.json", download)
     if refusal is None:
         return
     if not anyway:
         raise type(refusal)(f"{refusal}; nothing was fetched, --anyway fetches it all the same")
-    report.note(f"note: it cannot run here: {refusal}")
+    console.note(f"note: it cannot run here: {refusal}")
 
 
-def _refusal(report: "Report", path: Path, download: "Download") -> Exception | None:
+def _refusal(console: Console, path: Path, download: "Download") -> Exception | None:
     """Return why a model cannot run; else report what it is and whether it fits."""
-    from clocher_kernels.errors import ModelError
     from clocher_kernels.guards import available
     from clocher_runtime.checkpoints.hf.checkpoint import check_config
-    from clocher_runtime.command.script_run import size
     from clocher_runtime.disk.files import read_bytes
     from clocher_runtime.disk.strict_json import parse_object
     from clocher_runtime.engine.footprint import expected_bytes
@@ -181,7 +178,7 @@ def _refusal(report: "Report", path: Path, download: "Download") -> Exception | 
     if left is not None and needed > left:
         fits = "does not fit, weights are read from disk again and again"
     fits = "" if left is None else f", {size(left)} available: {fits}"
-    report.note(
+    console.note(
         f"{download.repo}: {spec.family}, {spec.num_layers} layers, {size(weights)} of weights; "
         f"a run needs {size(needed)} of memory{fits}"
     )

@@ -1,24 +1,33 @@
-"""Commands, flags, positionals and help: one kind of click command for all programs."""
+"""Commands, flags, positionals and help: one kind of click command for all programs.
+
+Cheap to import, so that help is fast.
+"""
 
 import copy
+import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+import pkgutil
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 import click
 from click.shell_completion import CompletionItem
 
 from clocher_kernels import __version__
-from clocher_kernels.errors import UsageError
-from clocher_runtime.config.engine import HINTS
-from clocher_runtime.config.values import Setting
-from clocher_runtime.exit_codes import ExitCode
+from clocher_kernels.errors import ClocherError, DeviceError, UsageError
+from clocher_runtime.command.console import Console, in_words
+from clocher_runtime.config.engine import HINTS, EngineConfig
+from clocher_runtime.config.values import Setting, declared, defaults
+from clocher_runtime.exit_codes import ExitCode, told
 
 HELP_WIDTH = 100
 Examples = Sequence[tuple[str, str]]
 """(description, command line) pairs."""
-Codes = Mapping[ExitCode, str] | Sequence[tuple[ExitCode, str]]
-USUAL_CODES: Mapping[ExitCode, str] = {
+Codes = Mapping[ExitCode, str]
+USUAL_CODES: Codes = {
     ExitCode.OK: "done",
     ExitCode.USAGE: "a flag, a variable or an input cannot be used",
     ExitCode.MODEL: "the model or input is missing, damaged or not supported",
@@ -26,36 +35,72 @@ USUAL_CODES: Mapping[ExitCode, str] = {
     ExitCode.MEMORY: "out of memory",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
 }
+RESUMES = (
+    "Killed at any moment, it leaves either the model that was there before, or no model, or the "
+    "finished new one. Run it again to go on."
+)
 _HELP = ("-h, --help", "this text")
 _MORE = (
     ("--help-all", "also variables for tuning, hints and exit codes"),
     ("--version", "the version"),
 )
+_NONE: Mapping[Any, Any] = MappingProxyType({})
+_ENGINE = declared(EngineConfig)
+_EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
 
 
-class Takes(click.ParamType[Any]):
-    """The type of a setting: `reads` converts it, otherwise it stays text."""
-
-    def __init__(self, setting: Setting, reads: bool) -> None:
-        self._setting, self._reads, self.name = setting, reads, setting.takes.metavar
-
+class _Path(click.Path):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the converted value, or its text."""
-        setting = self._setting
-        return setting.takes.read(setting.flag, value) if self._reads else value
+        if value == "":  # of a shell's variable that is not set; Path("") is the current directory
+            self.fail("it is empty", param, ctx)
+        return super().convert(value, param, ctx)
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Return the placeholder in help."""
-        return self.name
 
-    def shell_complete(
-        self, ctx: click.Context, param: click.Parameter, incomplete: str
-    ) -> list[CompletionItem]:
-        """Return shell completions: words, or paths."""
-        if self.name == "PATH":
-            return [CompletionItem(incomplete, type="file")]
-        words = self.name.split("|") if "|" in self.name else []
-        return [CompletionItem(w) for w in words if not w.isupper() and w.startswith(incomplete)]
+PATH = _Path(path_type=Path)
+
+
+class Listed(click.ParamType):
+    """Values with commas between them; `read` parses one, or raises ValueError.
+
+    `fits`: whether a list is allowed; `once`: a value counts once.
+    """
+
+    name = "list"
+
+    def __init__(
+        self,
+        read: Callable[[str], Any],
+        expected: str,
+        fits: Callable[[Sequence[Any]], bool] = lambda values: True,
+        once: bool = True,
+    ) -> None:
+        self._read, self._expected, self._fits, self._once = read, expected, fits, once
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[Any, ...]:
+        """Parse a list; a default may be parsed already."""
+        if not isinstance(value, str):
+            return tuple(value)
+        try:
+            found = [self._read(part) for part in value.split(",")]
+            found = [*dict.fromkeys(found)] if self._once else found
+            if self._fits(found):
+                return tuple(found)
+        except ValueError:
+            pass
+        self.fail(f"{value!r:.80}; expected {self._expected}", param, ctx)
+
+    @classmethod
+    def of(cls, known: Iterable[str]) -> "Listed":
+        """Return the type of a list of known names."""
+        names = tuple(known)
+        # `index` raises ValueError for an unknown name.
+        return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
+
+
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+COUNT = click.IntRange(1)
 
 
 class Place(click.Argument):
@@ -84,9 +129,10 @@ class Place(click.Argument):
 class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
-    `exit_codes`: those that mean something else than in `USUAL_CODES`, or are not there.
-    `table`: name -> setting, empty for a command that calls a function; `defaults`: their values;
-    `positional`: settings that may be given without their flag, in order.
+    It calls a function (see `script`), or has the settings of a `kind` of configuration, with
+    `hints`, and is run by a `program`; `positional`: settings that may be given without their flag,
+    in order. `inner`: first word -> module:name of another command. `exit_codes`: those that mean
+    something else than in `USUAL_CODES`, or are not there.
     """
 
     def __init__(
@@ -94,18 +140,22 @@ class Command(click.Command):
         name: str,
         about: str,
         *,
-        table: Mapping[str, Setting] | None = None,
-        defaults: Mapping[str, Any] | None = None,
+        kind: type[EngineConfig] | None = None,
+        hints: Mapping[str, Setting] = _NONE,
+        program: Callable[[Sequence[str]], int] | None = None,
+        inner: Mapping[str, str] = _NONE,
         positional: Sequence[str] = (),
         notes: Sequence[str] = (),
         examples: Examples = (),
-        exit_codes: Codes = (),
+        exit_codes: Codes = _NONE,
         **more: Any,
     ) -> None:
-        self.table, self.defaults, self._positional = table or {}, defaults or {}, positional
+        self.table = {**declared(kind), **hints} if kind else {}
+        self._defaults = defaults(kind) if kind else {}
+        self._program, self._inner, self._positional = program, inner, positional
         self.notes, self.examples = notes, examples
-        self.exit_codes = sorted({**USUAL_CODES, **dict(exit_codes)}.items())
-        params = more.pop("params", None) or [*self._setting_params()]
+        self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
+        params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
         params.append(_asking("--help", click.Context.get_help, "-h"))
         settings = {"max_content_width": HELP_WIDTH}
         super().__init__(
@@ -120,7 +170,13 @@ class Command(click.Command):
     def _setting_params(self) -> Sequence[click.Parameter]:
         table = self.table
         places = [
-            Place(_word(n), table[n].flag, n, False, type=Takes(table[n], reads=False))
+            Place(
+                n.removesuffix("_dir").upper(),
+                table[n].flag,
+                n,
+                needed=False,
+                shell_complete=_completion(table[n].takes.metavar),
+            )
             for n in self._positional
         ]
         flags = [setting_option(n, s, reads=False) for n, s in table.items() if s.flag]
@@ -144,11 +200,40 @@ class Command(click.Command):
         except click.exceptions.Exit:
             return None
         except click.UsageError as error:
-            raise self.told(error) from None
+            raise self._told(error) from None
         return {name: "1" if value is True else value for name, value in given.items()}
 
-    def told(self, error: click.UsageError) -> UsageError:
-        """Return click's error as a sentence."""
+    def run(self, argv: Sequence[str] | None = None) -> int:
+        """Run it, or the inner one that is named; write an expected error; return the exit code."""
+        given = list(sys.argv[1:] if argv is None else argv)
+        if self._program:
+            return self._program(given)
+        if given and given[0] in self._inner:
+            return load(self._inner[given[0]]).run(given[1:])
+        notes = " ".join(" ".join(self.notes).split())
+        console = Console(self.name or "", resumes="run it again to go on" in notes.lower())
+        try:
+            with self.make_context(self.name, given, obj=console) as context:
+                from clocher_runtime.disk.files import ending_on_lost_pages
+
+                with ending_on_lost_pages(console.lost):
+                    return self.invoke(context) or ExitCode.OK
+        except click.exceptions.Exit as ended:
+            return ended.exit_code
+        except click.UsageError as error:
+            return console.ended(self._told(error))[1]
+        except _EXPECTED as raised:
+            error = told(raised)
+            return console.ended(
+                DeviceError(in_words(error)) if isinstance(error, OSError) else error
+            )[1]
+
+    def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
+        """Run it as a program: exit with its code, unless `standalone_mode=False`."""
+        code = self.run(args)
+        return sys.exit(code) if more.get("standalone_mode", True) else code
+
+    def _told(self, error: click.UsageError) -> UsageError:
         message = error.format_message()
         message += "" if message.endswith((".", "?", "?)")) else "."
         return UsageError(f"{message} See {self.name} --help.")
@@ -173,7 +258,7 @@ class Command(click.Command):
 
     def describe(self, name: str, whole: bool = True) -> str:
         """Return a setting's help and default, with its variables if `whole`."""
-        setting, default = self.table[name], self.defaults.get(name)
+        setting, default = self.table[name], self._defaults.get(name)
         notes = ["hint"] if name in HINTS else []
         if whole and setting.flag and setting.env:
             notes.append(f"env var: {', '.join(setting.env)}")
@@ -186,14 +271,14 @@ class Command(click.Command):
         whole = not self.table or __name__ in ctx.meta
         write_examples(formatter, self.examples)
         groups: dict[str, list[tuple[str, str]]] = {}
+        variables = []
         for name, setting in self.table.items():
-            about = self.describe(name, whole)
-            if setting.flag and (whole or setting.group != "Hints"):
-                groups.setdefault(setting.group, []).append((usage(setting), about))
-            elif whole:
-                row = (f"{setting.env[0]} {setting.takes.metavar}", about)
-                groups.setdefault("Environment variables", []).append(row)
-        variables = groups.pop("Environment variables", [])
+            about, metavar = self.describe(name, whole), setting.takes.metavar
+            if not setting.flag:
+                variables.append((f"{setting.env[0]} {metavar}", about))
+            elif whole or setting.group != "Hints":
+                usage = setting.flag if metavar == "0|1" else f"{setting.flag} {metavar}"
+                groups.setdefault(setting.group, []).append((usage, about))
         if self.table:
             groups["Other"] = [_HELP, *_MORE]
         else:
@@ -209,11 +294,106 @@ class Command(click.Command):
             _section(formatter, "Exit codes", [(str(int(c)), t) for c, t in self.exit_codes])
 
 
+def load(where: str) -> Command:
+    """Return the command at module:name."""
+    found: Command = pkgutil.resolve_name(f"clocher_runtime.{where}")
+    return found
+
+
+def script(
+    name: str,
+    *params: click.Parameter,
+    help: str | None = None,
+    epilog: str | None = None,
+    **more: Any,
+) -> Callable[[Callable[..., int | None]], Command]:
+    """Return a decorator that makes a command of a function.
+
+    The function takes a `Console` and the values of `params`; it returns an exit code or None.
+    """
+
+    def decorate(function: Callable[..., int | None]) -> Command:
+        return Command(
+            name,
+            text_of(help or function.__doc__),
+            params=params,
+            callback=click.pass_obj(function),
+            notes=(epilog,) if epilog else (),
+            **more,
+        )
+
+    return decorate
+
+
+def text_of(docstring: str | None) -> str:
+    r"""Return a docstring as the text of --help; \b keeps lines apart, in a raw one too."""
+    return inspect.cleandoc(docstring or "").replace("\\b\n", "\b\n")
+
+
+def option(flag: str, kind: Any, help: str | None = None, **more: Any) -> click.Option:
+    """Return an option whose help has its default and variable; `more` as `click.Option`."""
+    names = filter(None, (more.pop("short", ""), flag, more.pop("name", "")))
+    more.setdefault("show_default", more.get("default") is not None)
+    more.setdefault("show_envvar", "envvar" in more)
+    text = (help or "").removesuffix(".")
+    if text[1:2].islower() or text[1:2] == " ":
+        text = text[0].lower() + text[1:]
+    return click.Option([*names], type=kind, help=text or None, **more)
+
+
+def needed(flag: str, help: str, **more: Any) -> click.Option:
+    """Return a required path."""
+    return option(flag, PATH, help, required=True, **more)
+
+
+def switch(flag: str, help: str, name: str = "") -> click.Option:
+    """Return a flag without a value."""
+    return option(flag, None, help, name=name, is_flag=True, show_default=False)
+
+
+def place(
+    word: str, flag: str, help: str, kind: Any = PATH, *, needed: bool = True, **more: Any
+) -> tuple[click.Parameter, ...]:
+    """Return a path as a positional, and its flag, which names the parameter; `multiple`: paths."""
+    name = flag.removeprefix("--").replace("-", "_")
+    count = -1 if more.get("multiple") else 1
+    spot = Place(word, flag, name, needed, type=kind, nargs=count)
+    return spot, option(flag, kind, help, name=name, **more)
+
+
+def engine_options(
+    *names: str, of: EngineConfig | None = None, reads: bool = True, **more: Any
+) -> list[click.Option]:
+    """Return the flags of `EngineConfig` fields, with the defaults `of` one; unread: as text."""
+    found = []
+    for name in names:
+        setting, default = _ENGINE[name], getattr(of, name, None)
+        help = setting.help if default is None else setting.help.partition(" (unset")[0]
+        how = {"envvar": list(setting.env), "show_envvar": True, "show_default": True, **more}
+        found.append(setting_option(name, setting, reads=reads, help=help, default=default, **how))
+    return found
+
+
 def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> click.Option:
-    """Return the click option of a setting."""
-    if stands_alone(setting):
-        return click.Option([setting.flag, name], is_flag=True, default=None, **more)
-    return click.Option([setting.flag, name], type=Takes(setting, reads), **more)
+    """Return the click option of a setting; `reads`: it gives the value, else the text."""
+    takes, flag = setting.takes, setting.flag
+    if takes.metavar == "0|1":  # it takes no value, and means 1
+        return click.Option([flag, name], is_flag=True, default=None, **more)
+    more |= {"metavar": takes.metavar, "shell_complete": _completion(takes.metavar)}
+    kind = (lambda raw: takes.read(flag, raw)) if reads else str
+    return click.Option([flag, name], type=kind, **more)
+
+
+def _completion(metavar: str) -> Callable[..., list[CompletionItem]]:
+    """Return what completes a setting in a shell: its words, or paths."""
+    words = [word for word in metavar.split("|") if "|" in metavar and not word.isupper()]
+
+    def complete(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
+        if metavar == "PATH":
+            return [CompletionItem(typed, type="file")]
+        return [CompletionItem(word) for word in words if word.startswith(typed)]
+
+    return complete
 
 
 def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
@@ -242,21 +422,7 @@ def write_examples(formatter: click.HelpFormatter, examples: Examples) -> None:
                 formatter.write(f"  # {about}\n  {line}\n" if about else f"  {line}\n")
 
 
-def usage(setting: Setting) -> str:
-    """Return a flag with its value's placeholder."""
-    return setting.flag if stands_alone(setting) else f"{setting.flag} {setting.takes.metavar}"
-
-
-def stands_alone(setting: Setting) -> bool:
-    """Whether a setting's flag takes no value and means 1."""
-    return setting.takes.metavar == "0|1"
-
-
-def _word(name: str) -> str:
-    return name.removesuffix("_dir").upper()
-
-
-def _section(formatter: click.HelpFormatter, title: str, rows: list[tuple[str, str]]) -> None:
+def _section(formatter: click.HelpFormatter, title: str, rows: Sequence[tuple[str, str]]) -> None:
     if rows:
         with formatter.section(title):
             formatter.write_dl(rows, col_max=34)

@@ -13,8 +13,8 @@ import numpy as np
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.locate import locate
-from clocher_runtime.command.script_run import Report, size
-from clocher_runtime.config.engine import NUMERICS
+from clocher_runtime.command.console import Console, size
+from clocher_runtime.config.engine import EXACT, NUMERICS
 from clocher_runtime.convert.q4_map import (
     NamePattern,
     Q4Map,
@@ -33,7 +33,6 @@ from clocher_runtime.engine.topology import default_threads
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.compare import Documents, cut
 from clocher_runtime.quality.evaluate import (
-    WEIGHTS_ALONE,
     Evaluation,
     Row,
     decode_speed,
@@ -65,22 +64,22 @@ _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
 
 
 def planned(
-    report: Report, opener: Callable[[], Checkpoint], options: dict[str, Any]
+    console: Console, opener: Callable[[], Checkpoint], options: dict[str, Any]
 ) -> tuple[Job, QuantPlan]:
     """Open the input and report the plan; `options`: flag values, and `out`, the manifest."""
     rules_of(options, ())  # checks flags before a model is opened or fetched
     checkpoint = opener()
     job = _job(checkpoint, rules_of(options, checkpoint.names), options)
     plan = job.plan()
-    _say_plan(report, checkpoint, plan)
+    _say_plan(console, checkpoint, plan)
     return job, plan
 
 
-def quantised(report: Report, job: Job, plan: QuantPlan) -> Outcome:
+def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
     """Quantise and evaluate a plan, and report the result."""
-    with report.counting() as tell:
+    with console.counting() as tell:
         outcome = run_job(job, plan, tell)
-    _say_outcome(report, outcome)
+    _say_outcome(console, outcome)
     return outcome
 
 
@@ -119,15 +118,8 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
 
 
 _FORMAT_FLAGS = (
-    "format",
-    "bits",
-    "granularity",
-    "group",
-    "symmetric",
-    "scale_dtype",
-    "clamp",
-    "percentile",
-    "mse",
+    *("format", "bits", "granularity", "group", "symmetric"),
+    *("scale_dtype", "clamp", "percentile", "mse"),
 )
 
 
@@ -252,49 +244,49 @@ def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
     return text, {"name": path.name, "nbytes": len(data), "sha256": digest}
 
 
-def _say_plan(report: Report, checkpoint: Checkpoint, plan: QuantPlan) -> None:
+def _say_plan(console: Console, checkpoint: Checkpoint, plan: QuantPlan) -> None:
     for note in (*checkpoint.notes, *plan.notes):
-        report.note(f"note: {note}")
+        console.note(f"note: {note}")
     formats: dict[str, int] = {}
     for tensor in plan.tensors.values():
         key = f"{tensor.format.name} by {tensor.method}"
         formats[key] = formats.get(key, 0) + 1
     what = ", ".join(f"{count} become {name}" for name, count in formats.items())
-    report.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
-    report.note(
+    console.note(f"{len(plan.tensors) + len(plan.kept)} tensors: {what}; {len(plan.kept)} stay")
+    console.note(
         f"{size(plan.size['source_nbytes'])} -> {size(plan.size['nbytes'])}: "
         f"{plan.size['bpw']:.3f} bits per weight, {plan.size['quantised_bpw']:.3f} of the "
         "quantised ones"
     )
 
 
-def _say_outcome(report: Report, outcome: Outcome) -> None:
+def _say_outcome(console: Console, outcome: Outcome) -> None:
     if outcome.allocation:
         for line in allocation_table(outcome.allocation):
-            report.note(line)
+            console.note(line)
     fallen = [each.entry for each in outcome.done if "fallback" in each.entry]
     if fallen:
-        report.note(
+        console.note(
             f"note: {len(fallen)} tensors fell back, such as {fallen[0]['name']}: "
             f"{fallen[0]['fallback']}"
         )
     worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
-    report.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
+    console.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
     if outcome.evaluation:
         for check in outcome.evaluation.gate.checks:
-            report.note(f"gate: {check}")
+            console.note(f"gate: {check}")
     said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
-    report.done(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
+    console.say(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
 
 
-def judge(report: Report, options: dict[str, Any]) -> ExitCode:
+def judge(console: Console, options: dict[str, Any]) -> ExitCode:
     """Evaluate all models, print and write the results; return the exit code."""
     if options["directory"] is not None:
         options["directory"].mkdir(parents=True, exist_ok=True)
     if options["backend"] != "reference":
         choose(options["backend"])  # checks that the device exists
     config = replace(
-        WEIGHTS_ALONE,
+        EXACT,
         act_prec=None if options["act_prec"] == "default" else options["act_prec"],
         **{name: options[name] for name in ("backend", NUMERICS[1], "threads")},
     )
@@ -319,7 +311,7 @@ def judge(report: Report, options: dict[str, Any]) -> ExitCode:
     def one(path: Path, records: Records | None) -> tuple[Evaluation, float | None]:
         threads = options["threads"] or default_threads()
         model = open_candidate(path, checkpoint, options["precision"], threads)
-        with report.counting() as tell:
+        with console.counting() as tell:
             evaluation = evaluate(
                 reference,
                 model,

@@ -73,7 +73,7 @@ def _single_prompt(config: RunConfig, console: Console) -> str | tuple[int, ...]
     try:
         return piped_text(_PIPE_WAIT_S) or usual
     except TimeoutError:
-        console.note(
+        console.say(
             f"standard input is a pipe, and nothing came in {_PIPE_WAIT_S} s: the usual prompt is "
             "used; --prompt TEXT gives another, --prompt - waits"
         )
@@ -95,9 +95,9 @@ def _run(
     try:
         for note in (*engine.checkpoint.notes, _untemplated(engine)):
             if note:
-                console.note(note)
+                console.say(note)
         if note := told(from_model(config, engine)):
-            console.note(note)
+            console.say(note)
         completions.sampling = sampling_of(config, engine)
         if config.trace_ids is not None and engine.checkpoint.files:
             from clocher_runtime.quality.verify import fingerprint
@@ -220,7 +220,7 @@ def measure(
                         completions.add(engine, prompt, ids, topk, shown and batch > 1)
                     completions.unfinished = engine, []
     if cut:
-        console.note(
+        console.say(
             f"the context of {session.longest} tokens is full: {cut} completion(s) ended before "
             "--max-new; give a larger --context"
         )
@@ -271,9 +271,9 @@ def _is_same(path: Path, other: Path | None) -> bool:
 def _warn(console: Console, threads: int | None, batch: int, prompts: int) -> None:
     usable = len(usable_cpus())
     if threads is not None and threads > usable:
-        console.note(f"{threads} threads with {usable} usable CPU(s): running {usable}")
+        console.say(f"{threads} threads with {usable} usable CPU(s): running {usable}")
     if batch > prompts:
-        console.note(f"batch {batch} with {prompts} prompt(s): running {prompts} at a time")
+        console.say(f"batch {batch} with {prompts} prompt(s): running {prompts} at a time")
 
 
 def _warm_up(session: Session, tokens: int, prompts: Iterable[Prompt]) -> None:

@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import NoReturn
 
 _SERVE = "-m clocher_runtime serve --port 30000 --diffusion"
+_PULL = "subcommands.pull:pull --repo openai/gpt-oss-20b"
 SCRIPTS: Mapping[str, str] = {
     "append_q4_attn_from_hf": "subcommands.q4:append",
-    "convert_to_block_sparse": "subcommands.sparsify:main",
+    "convert_to_block_sparse": "subcommands.sparsify:sparsify",
     "direct_bitnet_inference": "-m bench linear --formats ternary",
     "direct_inference_full": "-m clocher_runtime run",
     "dlm_server": f"{_SERVE} auto",
-    "download_gpt_oss_20b": "subcommands.pull:download",
+    "download_gpt_oss_20b": f"{_PULL} --out-dir models/gpt-oss-20b/hf",
     "gen_q4_bytes_stream": "subcommands.q4:generate",
-    "hf_to_iebin": "subcommands.convert:hf_to_iebin",
-    "hf_to_iebin_raw": "subcommands.convert:hf_to_iebin_raw",
-    "hf_to_iebin_stream": "subcommands.convert:hf_to_iebin_stream",
-    "hf_to_iebin_stream_pt": "subcommands.convert:hf_to_iebin_stream_pt",
+    "hf_to_iebin": "subcommands.convert:convert",
+    "hf_to_iebin_raw": "subcommands.convert:convert",
+    "hf_to_iebin_stream": "subcommands.convert:convert",
+    "hf_to_iebin_stream_pt": "subcommands.convert:convert --pickled",
     "kv_cache_bench": "-m bench.harness --sweep kv_quant=none,fp16,fp8,int8",
     "make_baseline_md": "-m bench.report baseline",
     "make_compat_index": "subcommands.q4:index",
@@ -28,9 +29,9 @@ SCRIPTS: Mapping[str, str] = {
     "profile_bitnet_ops": "-m bench linear --formats ternary",
     "profile_forward_pass": "-m bench profile",
     "profile_sglang_overhead": "-m bench profile",
-    "ptq_from_bin": "subcommands.quantize:ptq_from_bin",
-    "ptq_from_hf": "subcommands.quantize:ptq_from_hf",
-    "ptq_from_source": "subcommands.quantize:ptq_from_source",
+    "ptq_from_bin": "subcommands.quantize:ptq --pickled",
+    "ptq_from_hf": "subcommands.quantize:ptq",
+    "ptq_from_source": "subcommands.quantize:ptq",
     "run_harness_report": "-m bench.report run",
     "sglang_model_direct": "-m bench profile",
     "sparsity_benchmark": "-m bench.harness --sweep act_sparsity=default,topk:0.6,adaptive",
@@ -38,7 +39,7 @@ SCRIPTS: Mapping[str, str] = {
     "verify_hf_generation_ids": "command.verify_hf:verify_ids",
     "wf_server": f"{_SERVE} off",
 }
-"""Name -> module:function of this package, or a module of the repository with its first words."""
+"""Name -> module:function of this package, or a module of the repository, and its first words."""
 
 
 def start(file: str) -> NoReturn:
@@ -46,7 +47,9 @@ def start(file: str) -> NoReturn:
     path = Path(file).resolve()
     target = SCRIPTS[path.stem]
     if not target.startswith("-m "):
-        sys.exit(pkgutil.resolve_name(f"clocher_runtime.{target}")())
+        where, *first = target.split()
+        sys.argv[1:1] = first
+        sys.exit(pkgutil.resolve_name(f"clocher_runtime.{where}")())
     given = sys.argv[1:]
     if target.startswith(_SERVE):
         given = [word.replace("--model-path", "--model-dir", 1) for word in given]

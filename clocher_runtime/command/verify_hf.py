@@ -12,7 +12,8 @@ import numpy as np
 from clocher_kernels.errors import DeviceError, ModelError, OutOfMemory, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_model
-from clocher_runtime.command.script_run import PATH, Report, needed, option, script, switch
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import PATH, needed, option, script, switch
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.exit_codes import ExitCode
@@ -77,7 +78,7 @@ _FAILURES = (OSError, ValueError, RuntimeError, KeyError, TypeError, ImportError
     },
 )
 def verify_ids(
-    report: Report, trace_jsonl: Path, hf_dir: Path, out: Path | None, **how: Any
+    console: Console, trace_jsonl: Path, hf_dir: Path, out: Path | None, **how: Any
 ) -> ExitCode:
     """Compare every generated id of a trace with the next id that transformers chooses.
 
@@ -96,7 +97,7 @@ def verify_ids(
     how["check_prompt"] = how["check_prompt"] or alone
     checks = Checks(how["topk"], how["logits_tol"], how["check_prompt"])
     encode = hf_tokenizer(directory) if checks.check_prompt else None
-    with report.counting() as tell:
+    with console.counting() as tell:
         found = verify(traces, checks, model, encode, partial(tell, "prompts"))
     same = same_weights(traces, directory)
     if out is not None:
@@ -104,7 +105,7 @@ def verify_ids(
         document = {**found.document(), **paths, **how, "same_weights": same}
         write_file(out, f"{json.dumps(document, allow_nan=False, indent=1)}\n".encode())
     for line in summary(found, same):
-        report.done(line)
+        console.say(line)
     return ExitCode.MISMATCH if found.verdict == "mismatch" else ExitCode.OK
 
 

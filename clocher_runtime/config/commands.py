@@ -10,23 +10,23 @@ from typing import Any, ClassVar, TypeVar
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import BYTES, COUNT, HINTS, TOKENS, EngineConfig
 from clocher_runtime.config.values import (
+    IDS,
+    PATH,
+    SWITCH,
     Given,
     Setting,
     declared,
     every,
     flag,
-    id_list,
     integer,
     number,
     one_of,
-    path,
     redefault,
-    switch,
     text,
     variable,
 )
 
-_PATH, _TEXT, _SWITCH = path(), text(), switch()
+_TEXT = text()
 _generation = partial(flag, "Generation")
 _prompt = partial(flag, "Prompt")
 _run = partial(flag, "Run")
@@ -76,9 +76,9 @@ class RunConfig(SamplingConfig):
     prompt: str | None = _prompt(
         _TEXT, "text to complete; - reads standard input, as a pipe without this flag is"
     )
-    prompt_ids: tuple[int, ...] | None = _prompt(id_list(), "token ids to complete")
+    prompt_ids: tuple[int, ...] | None = _prompt(IDS, "token ids to complete")
     prompts_file: Path | None = _prompt(
-        _PATH, 'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line'
+        PATH, 'one prompt per line; *.jsonl: {"prompt": "..."} or {"ids": [...]} per line'
     )
     max_new: int = _generation(TOKENS, "tokens to generate per prompt", default=64)
     seed: int = _generation(integer(0, (1 << 64) - 1), "same seed, same tokens", default=0)
@@ -89,11 +89,11 @@ class RunConfig(SamplingConfig):
         "tokenise ahead: auto only between batches, off never, on or N (batches) beside the model",
         default="auto",
     )
-    json: bool = _run(_SWITCH, "the line of JSON on standard output, also where that is a terminal")
-    aggregate: bool = _run(_SWITCH, "report totals only: outputs stays empty in the JSON line")
-    outputs: Path | None = _run(_PATH, "write ids and text of every prompt to this file, JSONL")
+    json: bool = _run(SWITCH, "the line of JSON on standard output, also where that is a terminal")
+    aggregate: bool = _run(SWITCH, "report totals only: outputs stays empty in the JSON line")
+    outputs: Path | None = _run(PATH, "write ids and text of every prompt to this file, JSONL")
     trace_ids: Path | None = _run(
-        _PATH, "write prompt and generated ids of each prompt to this file, JSONL, to be verified"
+        PATH, "write prompt and generated ids of each prompt to this file, JSONL, to be verified"
     )
     trace_topk: int = _run(
         integer(1, 1000), "with --trace-ids: also the N largest logits of each step", default=0
@@ -110,7 +110,7 @@ class RunConfig(SamplingConfig):
         "IE_STRIDE_BYTES",
         default=256,
     )
-    verify_touch: bool = variable(_SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
+    verify_touch: bool = variable(SWITCH, "1: report the checksum of the walk", "IE_VERIFY_TOUCH")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,8 +125,8 @@ class ChatConfig(SamplingConfig):
         one_of("low", "medium", "high"),
         "how much the model thinks, where its chat template reads that",
     )
-    hide_thinking: bool = _chat(_SWITCH, "do not show what the model thinks")
-    no_stats: bool = _chat(_SWITCH, "no line of numbers after an answer")
+    hide_thinking: bool = _chat(SWITCH, "do not show what the model thinks")
+    no_stats: bool = _chat(SWITCH, "no line of numbers after an answer")
     temperature: float = redefault(SamplingConfig, "temperature", CHAT_TEMPERATURE)
     seed: int | str = _generation(
         integer(0, (1 << 64) - 1, RANDOM),
@@ -155,9 +155,7 @@ class ServeConfig(EngineConfig):
     )
     port: int = _server(integer(0, 65535), "port to listen on; 0: a free one", default=8000)
     api_key: str | None = _server(
-        _TEXT,
-        "what clients have to know; better given by its variable",
-        "CLOCHER_API_KEY",
+        _TEXT, "what clients have to know; better given by its variable", "CLOCHER_API_KEY"
     )
     served_model_name: str | None = _server(
         _TEXT, "what clients call the model (unset: the last part of its path)"
@@ -165,7 +163,7 @@ class ServeConfig(EngineConfig):
     cors_origins: str | None = _server(
         _TEXT, "origins whose pages may call, commas between them (unset: none)"
     )
-    no_page: bool = _server(_SWITCH, "serve no chat page at /")
+    no_page: bool = _server(SWITCH, "serve no chat page at /")
     queue: int = _server(
         integer(0, 65536),
         "requests that may wait beyond those in the batch; beyond this, requests get 429",
@@ -178,7 +176,7 @@ class ServeConfig(EngineConfig):
         default=30.0,
     )
     max_body_mb: int = _server(integer(1, 1024), "MiB of the largest request", default=8)
-    no_prefix_cache: bool = flag("Cache", _SWITCH, "disable prefix caching")
+    no_prefix_cache: bool = flag("Cache", SWITCH, "disable prefix caching")
 
 
 SETTINGS: Mapping[str, Setting] = declared(RunConfig)
@@ -190,9 +188,7 @@ _OTHERS = ("CACHE_DIR", "EMBEDDED", "OFFLINE", "TILE_CACHE_MB")
 
 
 def resolve(
-    flags: Mapping[str, str],
-    environ: Mapping[str, str],
-    in_file: Mapping[str, Given] | None = None,
+    flags: Mapping[str, str], environ: Mapping[str, str], in_file: Mapping[str, Given] | None = None
 ) -> RunConfig:
     """Return the configuration of a run; see `settle`."""
     return settle(RunConfig, flags, environ, in_file, HINTS)

@@ -4,33 +4,33 @@ A hint is a setting that is accepted but not acted on.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import (
+    ATTENTION,
+    DIFFUSION,
+    PATH,
+    SOCKETS,
+    SWITCH,
     Given,
     Setting,
     Value,
-    attention,
-    diffusion,
     every,
     flag,
     integer,
     internal,
     number,
     one_of,
-    path,
-    socket_policy,
-    switch,
     text,
     variable,
 )
 
-_PATH, _TEXT, _SWITCH = path(), text(), switch()
+_TEXT = text()
 _model = partial(flag, "Model")
 _generation = partial(flag, "Generation")
 _run = partial(flag, "Run")
@@ -40,22 +40,11 @@ TOKENS = integer(1, 1 << 24)
 COUNT = integer(0, 1 << 30)
 BYTES = integer(0, 1 << 40)
 PRECISIONS = (
-    "fp32",
-    "bf16",
-    "fp16",
-    "int8w",
-    "int4",
-    "int4w",
-    "fp8w",
-    "fp8_b128w",
-    "fp8_e5m2w",
-    "mxfp4w",
-    "ternaryw",
+    *("fp32", "bf16", "fp16", "int8w", "int4", "int4w"),
+    *("fp8w", "fp8_b128w", "fp8_e5m2w", "mxfp4w", "ternaryw"),
 )
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 NUMERICS = ("precision", "kv_dtype")
-EXACT = {"kv_dtype": "f32"}
-"""Overrides for measuring the quality of a model."""
 ACT_PRECISIONS = ("int8", "fp8", "fp16", "bf16", "fp32")
 KV_ALIASES = {"int8": "i8", "fp8": "e4m3", "fp16": "f16", "fp32": "f32"}
 _PRECISION, _KV_DTYPE = one_of(*PRECISIONS), one_of(*KV_DTYPES, also=KV_ALIASES)
@@ -66,8 +55,6 @@ _ISA = one_of("avx512vnni", "avx512", "avxvnni", "avx2", "neon_dotprod", "generi
 _PLACEMENT = one_of("auto", "compact", "scatter")
 SPECULATE = ("auto", "off", "suffix", "draft")
 _SPECULATE = one_of(*SPECULATE)
-_ATTN = attention()
-_DIFFUSION = diffusion()
 _LAYOUT = one_of("none", "woh", "wxh", "all")
 _DEDUP = one_of("off", "on_demand", "cache", "replicate_hot")
 _PAGES = integer(1, (1 << 31) - 1)
@@ -86,32 +73,32 @@ class EngineConfig:
     )
 
     model_dir: Path | None = _model(
-        _PATH, "directory of a model, GGUF file, or owner/name in the Hub's cache"
+        PATH, "directory of a model, GGUF file, or owner/name in the Hub's cache"
     )
-    model_json: Path | None = _model(_PATH, "model.ie.json of an IEBIN pair")
-    model_bin: Path | None = _model(_PATH, "model.ie.bin of an IEBIN pair")
+    model_json: Path | None = _model(PATH, "model.ie.json of an IEBIN pair")
+    model_bin: Path | None = _model(PATH, "model.ie.bin of an IEBIN pair")
     lora: Path | None = _model(
-        _PATH, "LoRA adapter, a directory of peft, to add to the float weights"
+        PATH, "LoRA adapter, a directory of peft, to add to the float weights"
     )
     draft_model: Path | None = _model(
-        _PATH,
+        PATH,
         "draft model: a small model of the same vocabulary, named like --model-dir; used with "
         "--speculate auto or draft",
     )
     require_model: bool = variable(
-        _SWITCH,
+        SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",
         "IE_REQUIRE_MODEL",
     )
     yes: bool = _model(
-        _SWITCH,
+        SWITCH,
         "fetch a model of the Hub that is not on this machine without a question",
         only=("run", "chat", "serve"),
     )
     verify_weights: bool = _model(
-        _SWITCH, "read all weights first; check their hashes, where they have any, and their codes"
+        SWITCH, "read all weights first; check their hashes, where they have any, and their codes"
     )
-    stub: bool = _model(_SWITCH, "no model: token ids are a hash of the prompt", only=("run",))
+    stub: bool = _model(SWITCH, "no model: token ids are a hash of the prompt", only=("run",))
     precision: str | None = _model(
         _PRECISION,
         "cast or quantise float weights at load (unset: as stored)",
@@ -125,15 +112,13 @@ class EngineConfig:
         "drop (0.25), topk:F with the share of each token's to keep, threshold:T, or adaptive",
     )
     act_calibration: Path | None = _model(
-        _PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"
+        PATH, "text that the thresholds of --act-sparsity 0.25 are taken from"
     )
     context: int | None = _model(
         TOKENS, "longest sequence in tokens, prompt and output (unset: the model's, at most 4096)"
     )
     attn: str = _model(
-        _ATTN,
-        "what attention reads of the KV cache; all but dense are lossy",
-        default="dense",
+        ATTENTION, "what attention reads of the KV cache; all but dense are lossy", default="dense"
     )
     generation_config: str = _generation(
         one_of("auto", "none"),
@@ -141,7 +126,7 @@ class EngineConfig:
         default="auto",
     )
     ignore_eos: bool = _generation(
-        _SWITCH, "continue after the end-of-sequence token", only=("run",)
+        SWITCH, "continue after the end-of-sequence token", only=("run",)
     )
     device: str = _run(_DEVICE, "where to run", default="auto")
     backend: str = internal(
@@ -154,7 +139,7 @@ class EngineConfig:
         integer(1, 1024), "CPU threads (unset: physical cores, within the CPU quota)"
     )
     config: Path | None = _run(
-        _PATH, "TOML file of settings by name; flags and variables are stronger"
+        PATH, "TOML file of settings by name; flags and variables are stronger"
     )
     batch: int = _run(
         integer(1, 1024), "sequences to generate side by side", default=1, only=("run", "serve")
@@ -175,13 +160,12 @@ class EngineConfig:
         _SPECULATE,
         "drafter, whose tokens one forward pass verifies; the text stays the same",
         default="auto",
-        idle=("auto", "off"),
+        idle=("off",),
     )
     diffusion: str = _run(
-        _DIFFUSION,
+        DIFFUSION,
         "how a block-diffusion model denoises: lossless, or a rule such as threshold:0.9",
         default="auto",
-        idle=("auto",),
     )
     act_prec: str | None = _hints(
         _ACT_PREC,
@@ -200,37 +184,25 @@ class EngineConfig:
         "cache and socket in turn",
         "AFFINITY",
         default="auto",
-        idle=("auto",),
     )
-    use_affinity: bool = variable(
-        _SWITCH, "1: pin each thread to a CPU", "IE_TP_USE_AFFINITY", idle=("0",)
-    )
+    use_affinity: bool = variable(SWITCH, "1: pin each thread to a CPU", "IE_TP_USE_AFFINITY")
     numa_policy: str = variable(
-        socket_policy(),
+        SOCKETS,
         "pin threads: fill sockets, one of each in turn, or one socket only",
         "NUMA_POLICY",
         default="auto",
-        idle=("auto",),
     )
     hot_replicate: bool = variable(
-        _SWITCH,
-        "1: copies per socket of weights that every token reads",
-        "IE_HOT_REPLICATE",
-        idle=("0",),
+        SWITCH, "1: copies per socket of weights that every token reads", "IE_HOT_REPLICATE"
     )
     hot_repl_limit_mb: int = variable(
-        COUNT,
-        "cap of the copies of a socket in MiB; 0: none",
-        "IE_HOT_REPL_LIMIT_MB",
-        default=0,
-        idle=("0",),
+        COUNT, "cap of the copies of a socket in MiB; 0: none", "IE_HOT_REPL_LIMIT_MB", default=0
     )
     prefetch_distance: int | str = variable(
         integer(0, 1 << 40, "auto"),
         "bytes of weights to load ahead (auto: the kernel's)",
         "IE_PREFETCH_DISTANCE",
         default="auto",
-        idle=("auto",),
     )
     stream_block_bytes: int | None = variable(
         BYTES,
@@ -238,17 +210,14 @@ class EngineConfig:
         "IE_STREAM_BLOCK_BYTES",
     )
     dedup: bool | None = variable(
-        _SWITCH,
+        SWITCH,
         "1: use deduplicated weights, 0: never (unset: if model.ie.bin is not there)",
         "IE_DEDUP",
         default=None,
         idle=("0",),
     )
     dedup_strict: bool = variable(
-        _SWITCH,
-        "with IE_DEDUP=1: refuse a model without sound ones",
-        "IE_DEDUP_STRICT",
-        idle=("0",),
+        SWITCH, "with IE_DEDUP=1: refuse a model without sound ones", "IE_DEDUP_STRICT"
     )
     dedup_policy: str = variable(
         _DEDUP,
@@ -271,18 +240,18 @@ class EngineConfig:
         "with replicate_hot: names of tensors, commas between them, * and ? wild (unset: all)",
         "IE_DEDUP_HOT_LIST",
     )
-    prefix_cache: bool = internal(_SWITCH, "reuse the keys and values of shared prefixes")
+    prefix_cache: bool = internal(SWITCH, "reuse the keys and values of shared prefixes")
     keep_mapped: bool = internal(
-        _SWITCH, "keep using the mapped weights when their files are changed or replaced"
+        SWITCH, "keep using the mapped weights when their files are changed or replaced"
     )
     chunk: int | None = internal(_PAGES, "tokens of a prefill step (unset: the back end's)")
-    all_logits: bool = internal(_SWITCH, "keep the logits of every token of a step, for scoring")
+    all_logits: bool = internal(SWITCH, "keep the logits of every token of a step, for scoring")
     score_rows: int = internal(
         integer(0, (1 << 31) - 1),
         "keep the logits of so many tokens of a step: scores slower, in less memory",
         default=0,
     )
-    stamped: bool = internal(_SWITCH, "write the time between the launches of a step")
+    stamped: bool = internal(SWITCH, "write the time between the launches of a step")
 
     given: Mapping[str, Given] = field(default_factory=dict)
     hints_ignored: tuple[str, ...] = ()
@@ -294,6 +263,14 @@ class EngineConfig:
                 object.__setattr__(self, name, setting.takes.check(name, value))
         if self.stub and self.require_model:
             raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")
+
+    def exact(self) -> Self:
+        """Return it with an f32 KV cache and fp32 activations: only the weights lose."""
+        return replace(self, kv_dtype="f32", act_prec="fp32")
+
+
+EXACT = EngineConfig(speculate="off").exact()
+"""For measuring what the weights of a model lose."""
 
 
 def _hint(env: str, takes: Value, help: str, *idle: str) -> Setting:
@@ -320,12 +297,4 @@ def config_of(keywords: Mapping[str, Any], where: str) -> EngineConfig:
     return EngineConfig(**keywords)
 
 
-_NOT_KEYWORDS = {
-    "backend",
-    "stub",
-    "require_model",
-    "ignore_eos",
-    "isa",
-    "keep_mapped",
-    "yes",
-}
+_NOT_KEYWORDS = {"backend", "stub", "require_model", "ignore_eos", "isa", "keep_mapped", "yes"}

@@ -63,8 +63,8 @@ class Setting:
     """How one setting is given.
 
     `env`: variables, the strongest first; each flag also has one of its own name (`--max-new`:
-    CLOCHER_MAX_NEW). `idle`: values that ask for what happens anyway. `only`: commands that have
-    it; empty: all. The flag of a 0/1 setting takes no value.
+    CLOCHER_MAX_NEW). `idle`: values that ask for what happens anyway; a field's default is one.
+    `only`: commands that have it; empty: all. The flag of a 0/1 setting takes no value.
     """
 
     group: str
@@ -110,6 +110,8 @@ def _field(
     setting: Setting, idle: tuple[str, ...] = (), only: tuple[str, ...] = (), **more: Any
 ) -> Any:
     default = more.get("default", setting.takes.unset)
+    if default is not None:
+        idle = (*idle, "0" if default is False else str(default))
     return field(default=default, metadata={"setting": replace(setting, idle=idle, only=only)})
 
 
@@ -222,82 +224,41 @@ def one_of(*names: str, also: Mapping[str, str] = MappingProxyType({})) -> Value
     return Value("|".join(names), f"one of {', '.join(names)}", accept)
 
 
-def switch() -> Value:
-    """Take 1 (on) or 0 (off); off unless it is given."""
-    return Value(
-        "0|1",
-        "0 or 1",
-        lambda value: _such(value, isinstance(value, bool)),
-        lambda raw: _such(raw, raw in ("0", "1")) == "1",
-        unset=False,
-    )
-
-
 def text(metavar: str = "TEXT") -> Value:
     """Take any text in UTF-8."""
     return Value(metavar, "text in UTF-8", lambda value: _text(value).encode().decode())
 
 
-def path() -> Value:
-    """Take a path."""
-
-    def accept(value: object) -> Path:
-        given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
-        return Path(_such(given, isinstance(given, str) and given and "\0" not in given))
-
-    return Value("PATH", "a path", accept)
+def _path(value: object) -> Path:
+    given = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    return Path(_such(given, isinstance(given, str) and given and "\0" not in given))
 
 
-def id_list() -> Value:
-    """Take token ids separated by commas."""
-
-    def accept(value: object) -> tuple[int, ...]:
-        ids = tuple(map(as_integer, value)) if isinstance(value, list | tuple) else (None,)
-        return tuple(_such(each, each is not None and 0 <= each < 1 << 31) for each in ids)
-
-    takes = "token ids separated by commas, such as 1,2,3"
-    return Value(
-        "1,2,3", takes, accept, lambda raw: [_int(part.strip()) for part in raw.split(",")]
-    )
+def _ids(value: object) -> tuple[int, ...]:
+    ids = tuple(map(as_integer, value)) if isinstance(value, list | tuple) else (None,)
+    return tuple(_such(each, each is not None and 0 <= each < 1 << 31) for each in ids)
 
 
-def socket_policy() -> Value:
-    """Take a NUMA policy: a word, or the number of a socket."""
-
-    def accept(value: object) -> str:
-        policy = _text(value)
-        kind, _, socket = policy.partition(":")
-        if policy not in ("auto", "compact", "scatter"):
-            _such(policy, kind == "socket" and 0 <= _int(socket) <= 1023)
-        return policy
-
-    return Value("POLICY", "one of auto, compact, scatter, socket:N", accept)
+def _policy(value: object) -> str:
+    policy = _text(value)
+    kind, _, socket = policy.partition(":")
+    if policy not in ("auto", "compact", "scatter"):
+        _such(policy, kind == "socket" and 0 <= _int(socket) <= 1023)
+    return policy
 
 
-def attention() -> Value:
-    """Take what attention reads: a word, or a word and numbers."""
-
-    def accept(value: object) -> str:
-        try:
-            parse_selection(_text(value))
-        except UsageError:
-            raise ValueError(value) from None
-        return _text(value)
-
-    return Value("dense|auto|KIND:N", TAKES, accept)
+def _selection(value: object) -> str:
+    try:
+        parse_selection(_text(value))
+    except UsageError:
+        raise ValueError(value) from None
+    return _text(value)
 
 
-def diffusion() -> Value:
-    """Take how blocks are denoised: a word, or a rule and its numbers."""
-
-    def accept(value: object) -> str:
-        if (rule := _text(value)) not in WORDS:
-            parse_rule(rule)
-        return rule
-
-    rules = ", ".join(f"{name}:{numbers}" for name, numbers in USUAL.items())
-    takes = f"auto, off, lossless or a rule, such as {rules}"
-    return Value("auto|off|lossless|RULE:N", takes, accept)
+def _rule(value: object) -> str:
+    if (rule := _text(value)) not in WORDS:
+        parse_rule(rule)
+    return rule
 
 
 def _text(value: object) -> str:
@@ -312,3 +273,26 @@ def _such(value: Any, good: object) -> Any:
     if not good:
         raise ValueError(shown(value))
     return value
+
+
+PATH = Value("PATH", "a path", _path)
+SWITCH = Value(
+    "0|1",
+    "0 or 1",
+    lambda value: _such(value, isinstance(value, bool)),
+    lambda raw: _such(raw, raw in ("0", "1")) == "1",
+    unset=False,
+)
+"""1 (on) or 0 (off); off unless it is given."""
+IDS = Value(
+    "1,2,3",
+    "token ids separated by commas, such as 1,2,3",
+    _ids,
+    lambda raw: [_int(part.strip()) for part in raw.split(",")],
+)
+SOCKETS = Value("POLICY", "one of auto, compact, scatter, socket:N", _policy)
+ATTENTION = Value("dense|auto|KIND:N", TAKES, _selection)
+_RULES = ", ".join(f"{name}:{numbers}" for name, numbers in USUAL.items())
+DIFFUSION = Value(
+    "auto|off|lossless|RULE:N", f"auto, off, lossless or a rule, such as {_RULES}", _rule
+)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, BinaryIO
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.script_run import PATH, Report, option, script, switch
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import PATH, option, script, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -134,13 +135,13 @@ def stream_lines(stream: BinaryIO) -> Iterator[bytes | None]:
         ),
     ),
     epilog="docs/monitoring describes the metrics.",
-    exit_codes=(
-        (ExitCode.OK, "--once: printed; else: stopped by Ctrl-C or SIGTERM"),
-        (ExitCode.USAGE, "a flag cannot be used, or prometheus-client is not installed"),
-        (ExitCode.DEVICE, "SOURCE cannot be read, or the address cannot be listened on"),
-    ),
+    exit_codes={
+        ExitCode.OK: "--once: printed; else: stopped by Ctrl-C or SIGTERM",
+        ExitCode.USAGE: "a flag cannot be used, or prometheus-client is not installed",
+        ExitCode.DEVICE: "SOURCE cannot be read, or the address cannot be listened on",
+    },
 )
-def export(report: Report, source: Path, port: int, address: str, once: bool) -> None:
+def export(console: Console, source: Path, port: int, address: str, once: bool) -> None:
     """Serve the JSON lines in SOURCE as metrics on /metrics.
 
     The lines are those of clocher-run and of the harness. SOURCE is a file that is followed, a
@@ -160,7 +161,7 @@ def export(report: Report, source: Path, port: int, address: str, once: bool) ->
         raise UsageError("standard input is a terminal; name a SOURCE, or pipe lines in")
     if once and not stream and not source.exists():
         raise OSError(f"{source}: no such file or directory")
-    intake = _Intake(RunMetrics(), report)
+    intake = _Intake(RunMetrics(), console)
     if once:
         intake.take(stream_lines(sys.stdin.buffer) if stream else _open(source).lines(last=True))
         click.echo(intake.metrics.text(), nl=False)
@@ -169,20 +170,20 @@ def export(report: Report, source: Path, port: int, address: str, once: bool) ->
     try:
         with intake.metrics.served(address, port) as actual:
             host = f"[{address}]" if ":" in address else address
-            report.done(f"serving http://{host}:{actual}/metrics from {source}")
+            console.say(f"serving http://{host}:{actual}/metrics from {source}")
             if stream:
                 intake.take(stream_lines(sys.stdin.buffer))
-                report.done("the input ended; still serving")
+                console.say("the input ended; still serving")
                 Event().wait()
             intake.follow(_open(source))
     except KeyboardInterrupt:
-        report.done("stopped")
+        console.say("stopped")
 
 
 class _Intake:
-    def __init__(self, metrics: "RunMetrics", report: Report) -> None:
+    def __init__(self, metrics: "RunMetrics", console: Console) -> None:
         self.metrics = metrics
-        self._report = report
+        self._console = console
         self._said: set[str] = set()
 
     def take(self, lines: Iterable[bytes | None]) -> None:
@@ -190,7 +191,7 @@ class _Intake:
             why = self.metrics.take(line)
             if why is not None and why.reason not in self._said:
                 self._said.add(why.reason)
-                self._report.note(f"note: a line does not count ({why.reason}): {why}")
+                self._console.note(f"note: a line does not count ({why.reason}): {why}")
 
     def follow(self, source: FollowedFile | FollowedDirectory) -> None:
         pause = Event()

@@ -11,7 +11,7 @@ from clocher_kernels.errors import ModelError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.guards import require
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.engine import EXACT, EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.compare import Documents, Summary, compare, summarise
@@ -27,9 +27,6 @@ from clocher_runtime.quality.statistics import Estimate
 from clocher_runtime.quality.tensor_error import TensorError, measure, same
 
 Progress = Callable[[str, int, int], None]
-
-WEIGHTS_ALONE = EngineConfig(kv_dtype="f32", act_prec="fp32", speculate="off")
-"""Run settings under which only the weights differ from the reference."""
 
 _CHUNK = 256
 _DECODED = 64
@@ -91,7 +88,7 @@ def evaluate(
     model: Model,
     documents: Documents,
     *,
-    config: EngineConfig = WEIGHTS_ALONE,
+    config: EngineConfig = EXACT,
     limits_class: str | None = None,
     given: Mapping[str, float | int | None] | None = None,
     records: Mapping[str, Record] | None = None,
@@ -106,14 +103,12 @@ def evaluate(
     check_alike(reference, model)
     tell = progress or (lambda what, done, total: None)
     errors = weight_errors(reference, model, records, tell)
-    settings = [
-        *(["kv"] if config.kv_dtype != "f32" else []),
-        *(["int8"] if config.act_prec in (None, "int8") else []),
-    ]
+    exact = config.exact()
+    settings = ["kv"] * (replace(config, act_prec=exact.act_prec) != exact)
+    settings += ["int8"] * (config.act_prec in (None, "int8"))
     formats = [parse_format(error.format) for error in errors]
     name, limits = choose_limits(formats, settings, limits_class)
     limits = override(limits, **(given or {}))
-    exact = replace(config, kv_dtype="f32", act_prec="fp32")
     with (
         closing(scoring(model, documents.window, config)) as judged,
         closing(scoring(reference, documents.window, exact)) as own,
@@ -202,15 +197,19 @@ def table(rows: Sequence[Row]) -> str:
         )
         for row in rows
     ]
-    widths = [max(len(line[i]) for line in (head, *cells)) for i in range(len(head))]
+    return markdown_table([head, *cells])
 
-    def line(values: Sequence[str]) -> str:
-        first = values[0].ljust(widths[0])
-        rest = [value.rjust(width) for value, width in zip(values[1:], widths[1:], strict=True)]
-        return f"| {' | '.join([first, *rest])} |"
 
-    rule = [("-" * widths[0]), *("-" * (width - 1) + ":" for width in widths[1:])]
-    return "\n".join([line(head), f"| {' | '.join(rule)} |", *map(line, cells)])
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows, the head first, as an aligned Markdown table; the first column is text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(row: Sequence[str]) -> str:
+        rest = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        return f"| {' | '.join([row[0].ljust(widths[0]), *rest])} |"
+
+    return "\n".join(map(line, [rows[0], rule, *rows[1:]]))
 
 
 def _spell(estimate: Estimate | None, scale: float = 1) -> str:

@@ -14,6 +14,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
+from clocher_runtime.config.engine import EXACT
 from clocher_runtime.convert.q4_entries import ROUNDED, PlaneFile
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, write_manifest
 from clocher_runtime.convert.rounding import round_tensor
@@ -21,7 +22,7 @@ from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.quality.compare import Documents
-from clocher_runtime.quality.evaluate import WEIGHTS_ALONE, Evaluation, Record, evaluate
+from clocher_runtime.quality.evaluate import Evaluation, Record, evaluate
 from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate
@@ -180,7 +181,7 @@ def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress
         load_model(job.checkpoint),
         load_model(quantised),
         gate.documents,
-        config=replace(WEIGHTS_ALONE, threads=job.threads),
+        config=replace(EXACT, threads=job.threads),
         limits_class=gate.limits_class,
         given=given,
         records=records_of(q4_map),

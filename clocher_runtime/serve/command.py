@@ -13,8 +13,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, is_terminal
 from clocher_runtime.command.flags import Command
-from clocher_runtime.config.commands import TABLE, ServeConfig, decide, warnings
-from clocher_runtime.config.values import defaults
+from clocher_runtime.config.commands import ServeConfig, decide, warnings
 from clocher_runtime.exit_codes import ExitCode
 
 NAME = "clocher-serve"
@@ -29,8 +28,8 @@ SIGTERM and Ctrl-C let what runs come to its end first."""
 COMMAND = Command(
     name=NAME,
     about=ABOUT,
-    table=TABLE,
-    defaults=defaults(ServeConfig),
+    kind=ServeConfig,
+    program=lambda argv: main(argv, "clocher serve"),
     notes=(PRECEDENCE,),
     examples=(
         ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher-serve"),
@@ -51,15 +50,14 @@ COMMAND = Command(
         ),
     ),
     positional=("model_dir",),
-    exit_codes=(
-        (ExitCode.OK, "ended by a signal, after what ran"),
-        (ExitCode.BUG, "unexpected: a defect of Clocher"),
-        (ExitCode.USAGE, "bad flag or variable, or an extra is not installed"),
-        (ExitCode.MODEL, "model missing, invalid or not supported"),
-        (ExitCode.DEVICE, "device or address not available; the engine ended three times"),
-        (ExitCode.MEMORY, "out of memory"),
-        (ExitCode.TERMINATED, "ended at once by a second signal"),
-    ),
+    exit_codes={
+        ExitCode.OK: "ended by a signal, after what ran",
+        ExitCode.BUG: "unexpected: a defect of Clocher",
+        ExitCode.USAGE: "bad flag or variable, or an extra is not installed",
+        ExitCode.MODEL: "model missing, invalid or not supported",
+        ExitCode.DEVICE: "device or address not available; the engine ended three times",
+        ExitCode.TERMINATED: "ended at once by a second signal",
+    },
 )
 
 
@@ -72,17 +70,17 @@ def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
             if flags is None:
                 if (error := _say("\n".join(shown))) is None:
                     return ExitCode.OK
-                console.note(f"error: standard output: {error.strerror}")
+                console.say(f"error: standard output: {error.strerror}")
                 return ExitCode.BUG
             config = decide(flags, os.environ)
             for message in warnings(config, os.environ):
-                console.note(message)
+                console.say(message)
             _require_extra()
             logging.basicConfig(format=f"{name}: %(message)s", level=logging.WARNING)
             from clocher_runtime.command.fetching import with_model
             from clocher_runtime.serve.life import serve
 
-            return serve(with_model(config, name, console.note), console.note, _announce)
+            return serve(with_model(config, console), console.say, _announce)
         except KeyboardInterrupt:  # before there is a loop that takes it
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
             return ExitCode.INTERRUPTED

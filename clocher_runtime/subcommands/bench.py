@@ -4,23 +4,30 @@ import csv
 import io
 import json
 import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.script_run import PATH, Report, engine_options, option, script, switch
-from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import (
+    PATH,
+    Listed,
+    engine_options,
+    option,
+    place,
+    script,
+    switch,
+)
+from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.quality.speed import Case
     from clocher_runtime.subcommands.bench_measure import Row
-
-NAME = "clocher bench"
 
 _MOST = 1 << 24
 _MOST_VALUES = 16
@@ -57,67 +64,48 @@ packing, compiling, tokenising, and what comes before a test: its depth, the fir
 Prompts are random ids, or --text. Draft tokens only with --speculate."""
 
 
-_Callback = Callable[[click.Context, click.Parameter, Any], Any]
+def _number(least: int, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 9 and least <= int(text) <= _MOST):
+        raise ValueError
+    return int(text)
 
 
-def _numbers(least: int) -> _Callback:
+def _numbers(least: int) -> Listed:
     expected = f"at most {_MOST_VALUES} numbers from {least} to {_MOST}, such as 128,512"
-
-    def read(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[int, ...]:
-        if text is None:
-            return ()
-        numbers = tuple(dict.fromkeys(_integers(text)))
-        fit = numbers and all(least <= number <= _MOST for number in numbers)
-        if not fit or len(numbers) > _MOST_VALUES:
-            raise click.BadParameter(f"{text!r:.80}; expected {expected}.")
-        return numbers
-
-    return read
+    return Listed(partial(_number, least), expected, lambda some: len(some) <= _MOST_VALUES)
 
 
-def _pairs(
-    ctx: click.Context, param: click.Parameter, texts: Sequence[str]
-) -> tuple[tuple[int, ...], ...]:
-    pairs = tuple(map(_integers, texts))
-    for text, pair in zip(texts, pairs, strict=True):
-        if len(pair) != 2 or not all(1 <= number <= _MOST for number in pair):
-            expected = f"two numbers from 1 to {_MOST}, such as 512,128"
-            raise click.BadParameter(f"{text!r:.80}; expected {expected}.")
-    return pairs
-
-
-def _integers(text: str) -> tuple[int, ...]:
-    parts = text.split(",")
-    good = all(part.isascii() and part.isdigit() and len(part) < 9 for part in parts)
-    return tuple(map(int, parts)) if good else ()
-
-
+_PAIR = Listed(
+    partial(_number, 1),
+    f"two numbers from 1 to {_MOST}, such as 512,128",
+    lambda pair: len(pair) == 2,
+    once=False,
+)
+_SOME, _SOME_OR_NONE = _numbers(1), _numbers(0)
 _WORDS = (
-    *("precision", "kv_dtype", "device", "speculate", "draft_model"),
+    *(*NUMERICS, "device", "speculate", "draft_model"),
     *("attn", "act_sparsity", "act_calibration", "lora"),
 )
-_LIST: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(0)}
-_SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
 
 
 @script(
-    NAME,
-    click.Argument(["model"], required=False),
-    option("--model-dir", str, "directory, GGUF file or Hub name", short="-m"),
-    option("--n-prompt", str, "pp: prompts to read; 0: none", short="-p", default="512", **_LIST),
-    option("--n-gen", str, "tg: tokens to make; 0: none", short="-n", default="128", **_LIST),
+    "clocher bench",
+    *place(
+        "MODEL", "--model-dir", "directory, GGUF file or Hub name", str, needed=False, short="-m"
+    ),
+    option("--n-prompt", _SOME_OR_NONE, "pp: prompts to read; 0: none", short="-p", default="512"),
+    option("--n-gen", _SOME_OR_NONE, "tg: tokens to make; 0: none", short="-n", default="128"),
     option(
         "-pg",
-        str,
+        _PAIR,
         "a prompt, then tokens; may be repeated",
         name="pairs",
         metavar="P,G",
         multiple=True,
-        callback=_pairs,
     ),
-    option("--n-depth", str, "tokens before each test", short="-d", default="0", **_LIST),
-    option("--threads", str, "[default: as many as a run has]", short="-t", **_SOME),
-    option("--batch", str, "sequences side by side, in tg", short="-b", default="1", **_SOME),
+    option("--n-depth", _SOME_OR_NONE, "tokens before each test", short="-d", default="0"),
+    option("--threads", _SOME, "[default: as many as a run has]", short="-t", default=()),
+    option("--batch", _SOME, "sequences side by side, in tg", short="-b", default="1"),
     option(
         "--repetitions",
         click.IntRange(1, _MOST_ROUNDS),
@@ -138,36 +126,35 @@ _SOME: Mapping[str, Any] = {"metavar": "LIST", "callback": _numbers(1)}
     switch("--yes", "fetch a model of the Hub that is not here without a question"),
     switch("--no-check", "do not compute tokens in another way"),
     examples=_EXAMPLES,
+    inner={"quality": "subcommands.perplexity:quality"},
     exit_codes={ExitCode.MISMATCH: "tokens differ, or a figure is above what the memory gives"},
     help=_ABOUT,
     epilog=_NOTES,
 )
-def bench(report: Report, **given: Any) -> int:
+def bench(console: Console, **given: Any) -> int:
     """Measure, write the rows, and return the exit code."""
-    from clocher_runtime.checkpoints.locate import DEFAULT
     from clocher_runtime.command.fetching import with_model
     from clocher_runtime.config.commands import settle
     from clocher_runtime.subcommands.bench_measure import Plan, doubts, markdown, measure
 
-    flags = _flags(given)
-    config = replace(settle(EngineConfig, flags, os.environ), yes=given["yes"])
-    config = with_model(config, NAME, report.done)
+    words = {name: given[name] for name in (*_WORDS, "model_dir") if given[name] is not None}
+    config = settle(EngineConfig, {"speculate": "off", **words}, os.environ)
     plan = Plan(
-        flags=flags | ({"model_dir": DEFAULT} if str(config.model_dir) == DEFAULT else {}),
+        config=with_model(replace(config, yes=given["yes"]), console),
         threads=given["threads"],
         cases=_cases(given),
         rounds=given["repetitions"],
         check=not given["no_check"],
         text=given["text"],
     )
-    with report.counting() as tell:
+    with console.counting() as tell:
         rows = measure(plan, tell)
     if given["output"] == "md":
         click.echo(f"{markdown(rows)}\n\n{_WINDOW}\n{_machine(rows)}")
     else:
         click.echo(_as_text(rows, given["output"]))
     for warning in doubts(rows):
-        report.done(f"warning: {warning}")
+        console.say(f"warning: {warning}")
     good = all(row["correct"] is not False and row["valid"] for row in rows)
     return ExitCode.OK if good else ExitCode.MISMATCH
 
@@ -185,29 +172,6 @@ def _as_text(rows: Sequence["Row"], form: str) -> str:
         return text.getvalue().rstrip("\n")
     lines = [json.dumps(finite(row)) for row in rows]
     return "\n".join(lines) if form == "jsonl" else "[\n" + ",\n".join(lines) + "\n]"
-
-
-COMMAND = bench
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run `clocher bench` or a subcommand of it; return the exit code."""
-    words = list(argv or ())
-    if words[:1] == ["quality"]:
-        from clocher_runtime.subcommands.perplexity import quality
-
-        return quality.run(words[1:])
-    return bench.run(words)
-
-
-def _flags(given: dict[str, Any]) -> dict[str, str]:
-    if given["model"] and given["model_dir"]:
-        raise UsageError(
-            f"MODEL {given['model']!r} and -m {given['model_dir']!r}: give one of them"
-        )
-    flags = {name: given[name] for name in _WORDS}
-    flags["model_dir"] = given["model"] or given["model_dir"]
-    return {name: value for name, value in flags.items() if value is not None}
 
 
 def _cases(given: dict[str, Any]) -> "tuple[Case, ...]":
@@ -244,7 +208,3 @@ def _machine(rows: "Sequence[Row]") -> str:
         if row[key]:
             lines.append(f"{said}: {', '.join(row[key])}")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -19,9 +19,8 @@ from typing import Any
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import OutOfMemory, UsageError
+from clocher_runtime.command.console import COMPILING, PACKING, Tell
 from clocher_runtime.command.loading import Loaded, load, not_acted_on
-from clocher_runtime.command.script_run import Tell
-from clocher_runtime.config.commands import settle
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import read_bytes
@@ -35,6 +34,7 @@ from clocher_runtime.engine.topology import (
     threads_of,
     usable_cpus,
 )
+from clocher_runtime.quality.evaluate import markdown_table
 from clocher_runtime.quality.speed import Case, Runner, session_for
 from clocher_runtime.quality.statistics import in_turns, median_of_runs, ratio, spread
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -54,11 +54,9 @@ _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 _BUSY = 0.5
 """Load average per CPU above which a machine counts as busy."""
 
-_NEEDED = """model_dir model_json model_bin require_model lora precision kv_dtype device isa threads
-act_prec pretranspose affinity use_affinity numa_policy hot_replicate hot_repl_limit_mb
-prefetch_distance stream_block_bytes speculate draft_model attn act_sparsity act_calibration"""
 _SETTINGS = dict(every(EngineConfig))
-_ACTS_ON = frozenset(_NEEDED.split()) | {name for name in _SETTINGS if name.startswith("dedup")}
+_NOT_ASKED = {"verify_weights", "context", "generation_config", "config", "diffusion"}
+"""Settings of a model that a bench has no use for, or its own."""
 
 _READ_S = 0.1
 _MOST_TEXT = 64 << 20
@@ -69,7 +67,7 @@ _TOKEN_CHARS = 64  # a token has fewer
 class Plan:
     """A measurement; `threads`: interleaved team sizes, `text`: prompts (None: random ids)."""
 
-    flags: Mapping[str, str]
+    config: EngineConfig
     threads: tuple[int, ...]
     cases: tuple[Case, ...]
     rounds: int
@@ -80,12 +78,11 @@ class Plan:
 def measure(plan: Plan, tell: Tell) -> list[Row]:
     """Measure every case with every number of threads; raises ClocherError."""
     load1 = os.getloadavg()[0]
-    config = settle(EngineConfig, {"speculate": "off", **plan.flags}, os.environ)
-    if config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
+    if plan.config.speculate != "off" and any(case.batch > 1 for case in plan.cases):
         raise UsageError(
             "-b above 1 with --speculate: sequences would end at different steps; give -b 1"
         )
-    loaded = load(config)
+    loaded = load(plan.config)
     counts = _thread_counts(plan.threads, loaded.config)
     with ExitStack() as stack:
         text = _text_ids(plan, loaded)
@@ -137,8 +134,8 @@ def _session(loaded: Loaded, threads: int, plan: Plan, sessions: int, tell: Tell
             replace(loaded.config, threads=threads),
             draft=loaded.draft,
             calibration=loaded.calibration,
-            progress=partial(tell, "compiling kernels (once)"),
-            packing=partial(tell, "packing weights, MiB"),
+            progress=partial(tell, COMPILING),
+            packing=partial(tell, PACKING),
         )
     except OutOfMemory as error:
         if sessions == 1:
@@ -206,7 +203,7 @@ def _verdict(same: Mapping[str, bool | None]) -> bool | None:
 
 def _about(runner: Runner, bound: Loaded) -> Row:
     session, config = runner.session, bound.config
-    given = {name: how for name, how in config.given.items() if name in _ACTS_ON}
+    given = {name: how for name, how in config.given.items() if name not in _NOT_ASKED}
     ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
     ignored += unmet(given, _SETTINGS, {"draft_model"} if bound.draft is None else ())
     variables = [str(how) for how in given.values() if how.source[:1] != "-"]
@@ -348,28 +345,7 @@ def markdown(rows: Sequence[Row]) -> str:
     several = any(row["n_seqs"] > 1 for row in rows)
     shown = [{**row, "shows_batch": several} for row in rows]
     cells = [[name, *(cell(row) for row in shown)] for name, cell in _COLUMNS]
-    return aligned([column for column in cells if any(column[1:])])
-
-
-def aligned(columns: Sequence[Sequence[str]]) -> str:
-    """Return columns, head first, as a Markdown table; the first one is text."""
-    widths = [max(map(len, column)) for column in columns]
-    ruled = [
-        [column[0], "-" * width if first else "-" * (width - 1) + ":", *column[1:]]
-        for column, width, first in zip(
-            columns, widths, (True, *[False] * len(columns)), strict=False
-        )
-    ]
-    lines = zip(*ruled, strict=True)
-    return "\n".join(
-        "| "
-        + " | ".join(
-            cell.rjust(width) if index else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        + " |"
-        for line in lines
-    )
+    return markdown_table([*zip(*(column for column in cells if any(column[1:])), strict=True)])
 
 
 def _scaled(value: float | None, units: Sequence[tuple[str, float]]) -> str:

@@ -12,7 +12,7 @@ from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, OutputLost, Screen
 from clocher_runtime.command.flags import Command
 from clocher_runtime.config.commands import ChatConfig, settle, warnings
-from clocher_runtime.config.values import Given, declared, defaults
+from clocher_runtime.config.values import Given
 from clocher_runtime.exit_codes import ExitCode, cause_of, exit_code, listen, restore
 
 if TYPE_CHECKING:
@@ -37,8 +37,8 @@ completes Python; CLOCHER_EMBEDDED=1 asks for it."""
 COMMAND = Command(
     name=NAME,
     about=ABOUT,
-    table=declared(ChatConfig),
-    defaults=defaults(ChatConfig),
+    kind=ChatConfig,
+    program=lambda argv: main(argv),
     notes=(PRECEDENCE,),
     examples=(
         ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher chat"),
@@ -78,7 +78,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
             return ExitCode.OK
         config = settle(ChatConfig, flags, os.environ)
         for told_once in warnings(config, os.environ):
-            console.note(told_once)
+            console.say(told_once)
         message = config.prompt
         if message is None and sys.stdin is None:
             raise UsageError("standard input is closed; expected a message, or a terminal")
@@ -87,7 +87,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         from clocher_runtime.command.fetching import with_model
         from clocher_runtime.command.loading import choose_model
 
-        config = with_model(config, NAME, console.note)
+        config = with_model(config, console)
         if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
             calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
             config = replace(config, **_CALM, given={**config.given, **calm})
@@ -100,13 +100,13 @@ def _main(argv: Sequence[str], console: Console) -> int:
             return _chat(config, message, answers, console)
     except OutputLost as lost_output:
         if lost_output.reason:
-            console.note(f"error: standard output: {lost_output.reason}")
+            console.say(f"error: standard output: {lost_output.reason}")
         if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ExitCode.BUG
     except (Exception, KeyboardInterrupt) as raised:
         if isinstance(cause_of(raised), KeyboardInterrupt):
-            console.note(f"ended by {cause_of(raised)}")
+            console.say(f"ended by {cause_of(raised)}")
             return exit_code(cause_of(raised))
         return console.ended(raised)[1]
 
@@ -133,7 +133,7 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         drawing: dict[str, Any] = {**from_model(config, engine)}
         config = replace(config, **drawing)
         if note := drawn_as(drawing):
-            console.note(note)
+            console.say(note)
         engine.session.warm()
         about = (
             f"{engine.model} ({engine.numerics['precision']}) on {engine.device}, "
@@ -152,11 +152,11 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
 
 def _say_what_is_special(config: ChatConfig, engine: "Engine", console: Console) -> None:
     for note in engine.checkpoint.notes:
-        console.note(note)
+        console.say(note)
     if ignored := [*config.hints_ignored, *engine.hints_ignored]:
-        console.note(f"not acted on here: {', '.join(ignored)}")
+        console.say(f"not acted on here: {', '.join(ignored)}")
     if engine.model_source == "embedded":
-        console.note(
+        console.say(
             "the model that ships with Clocher; `clocher chat MODEL` takes yours, "
             "`clocher models` lists them"
         )
@@ -184,7 +184,7 @@ def _chat_model(config: ChatConfig, engine: "Engine", console: Console) -> "Chat
                 "name a model with a chat template"
             )
     why = "was not trained to chat" if template else "has no chat template"
-    console.note(f"{engine.model} {why}: each text is continued, by itself")
+    console.say(f"{engine.model} {why}: each text is continued, by itself")
     return model
 
 

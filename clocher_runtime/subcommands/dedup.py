@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.script_run import Report, place, script, size, switch
+from clocher_runtime.command.console import Console, size
+from clocher_runtime.command.flags import place, script, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ that a reader accepts, or the finished new ones. Run it again to start over."""
     },
 )
 def dedup(
-    report: Report,
+    console: Console,
     model_dir: Path,
     verify: bool,
     keep_anyway: bool,
@@ -62,47 +63,43 @@ def dedup(
     if (back or check) and (remove_bin or keep_anyway or back == check):
         raise UsageError("--restore and --check stand alone, or with --verify")
     if back:
-        _restore(report, model_dir)
+        _restore(console, model_dir)
     elif check:
         open_deduplicated(model_dir, verify=True)
-        report.done(f"{model_dir}: every hash is right")
-    elif not _deduplicate(report, model_dir, keep_anyway):
+        console.say(f"{model_dir}: every hash is right")
+    elif not _deduplicate(console, model_dir, keep_anyway):
         return ExitCode.REJECTED
     else:
         if verify or remove_bin:
             open_deduplicated(model_dir, verify=True)
-            report.done("verified")
+            console.say("verified")
         if remove_bin:
             (model_dir / BIN_NAME).unlink()
-            report.done(f"removed {BIN_NAME}")
+            console.say(f"removed {BIN_NAME}")
     return ExitCode.OK
 
 
-COMMAND = dedup
-main = dedup.run
-
-
-def _deduplicate(report: Report, model_dir: Path, keep_anyway: bool) -> bool:
+def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.iebin import read_index
     from clocher_runtime.convert.dedup_writer import WORTH_IT, plan_dedup
 
     total = read_index(model_dir / JSON_NAME).bin.nbytes
-    with report.progress(total) as progress:
+    with console.progress(total) as progress:
         plan = plan_dedup(model_dir, progress)
     _table(plan)
     less = 100 * (1 - plan.nbytes / total)
     saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"
     if plan.nbytes > WORTH_IT * total and not keep_anyway:
-        report.done(f"{saved}: not worth it, nothing was written; --keep-anyway writes it")
+        console.say(f"{saved}: not worth it, nothing was written; --keep-anyway writes it")
         return False
-    with report.progress(total) as progress:
+    with console.progress(total) as progress:
         plan.run(progress)
-    report.done(f"wrote {len(plan.choices)} planes to {model_dir}: {saved}")
+    console.say(f"wrote {len(plan.choices)} planes to {model_dir}: {saved}")
     return True
 
 
-def _restore(report: Report, model_dir: Path) -> None:
+def _restore(console: Console, model_dir: Path) -> None:
     from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
     from clocher_runtime.checkpoints.dedup.reader import has_dedup
     from clocher_runtime.checkpoints.iebin import read_index
@@ -110,9 +107,9 @@ def _restore(report: Report, model_dir: Path) -> None:
 
     if not has_dedup(model_dir):
         raise ModelNotFound(f"{model_dir}: no deduplicated weights there")
-    with report.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
+    with console.progress(read_index(model_dir / JSON_NAME).bin.nbytes) as progress:
         nbytes = restore(model_dir, progress)
-    report.done(f"restored {BIN_NAME}, {size(nbytes)}, SHA-256 as in {JSON_NAME}")
+    console.say(f"restored {BIN_NAME}, {size(nbytes)}, SHA-256 as in {JSON_NAME}")
 
 
 def _table(plan: "Deduplication") -> None:

@@ -4,11 +4,11 @@ from typing import Any
 
 import click
 
-from clocher_runtime.command.script_run import (
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import (
     COUNT,
     FILE,
     PATH,
-    Report,
     engine_options,
     needed,
     option,
@@ -22,7 +22,7 @@ from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
 
 @script(
     "clocher gate",
-    *place("MODEL", "--model", "Again for each model.", many=True),
+    *place("MODEL", "--model", "Again for each model.", multiple=True),
     needed("--reference", "float model"),
     option("--text", FILE, required=True),
     option("--chars", COUNT, "use the first CHARS characters of the text"),
@@ -34,7 +34,7 @@ from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
         "windows of a document, without a separator; default: those in 1024 tokens",
     ),
     option("--documents", COUNT, "score at most DOCUMENTS documents"),
-    *engine_options(*NUMERICS, defaults=EXACT, envvar=None),
+    *engine_options(*NUMERICS, of=EXACT, envvar=None),
     option(
         "--manifest",
         FILE,
@@ -78,15 +78,11 @@ from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS
         ExitCode.UNDECIDED: "none fails, but one needs more text for a decision",
     },
 )
-def gate(report: Report, **options: Any) -> int:
+def gate(console: Console, **options: Any) -> int:
     """Judge quantised models against the float model they were made from, on held-out text.
 
     A MODEL is a directory, or a quantisation manifest, which is applied to the reference.
     """
     from clocher_runtime.command.ptq import judge
 
-    return judge(report, options)
-
-
-COMMAND = gate
-main = gate.run
+    return judge(console, options)

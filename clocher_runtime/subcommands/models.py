@@ -9,7 +9,8 @@ from typing import Any
 import click
 
 from clocher_kernels.errors import ModelNotFound
-from clocher_runtime.command.script_run import Report, script, size, switch
+from clocher_runtime.command.console import Console, size
+from clocher_runtime.command.flags import script, switch
 from clocher_runtime.exit_codes import ExitCode
 
 ENVIRONMENT = """\b
@@ -38,7 +39,7 @@ _RIGHT = {"PARAMETERS", "DISK", "MEMORY"}
     epilog=ENVIRONMENT,
     exit_codes={ExitCode.OK: "done; a model that does not fit is no error"},
 )
-def models(report: Report, where: tuple[str, ...], as_json: bool) -> None:
+def models(console: Console, where: tuple[str, ...], as_json: bool) -> None:
     """List the models on this machine, and whether each fits in memory and runs.
 
     Looked into: the embedded model, the caches of the Hub and of llama.cpp, ./models, and the
@@ -56,11 +57,7 @@ def models(report: Report, where: tuple[str, ...], as_json: bool) -> None:
     else:
         _print_table(rows)
     if not rows:
-        report.note("no models; get one: clocher pull OWNER/NAME")
-
-
-COMMAND = models
-main = models.run
+        console.note("no models; get one: clocher pull OWNER/NAME")
 
 
 def _one_model(where: Sequence[str]) -> Path | None:

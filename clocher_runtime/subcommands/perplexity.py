@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from clocher_runtime.command.script_run import (
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import (
     COUNT,
     FILE,
     PATH,
-    Report,
     engine_options,
     option,
     place,
@@ -32,7 +32,7 @@ PLACE = place(
     "MODEL", "--model-dir", "Default: CLOCHER_MODEL_DIR, else the embedded model.", needed=False
 )
 OPTIONS = (
-    *engine_options(*NUMERICS, defaults=EXACT),
+    *engine_options(*NUMERICS, of=EXACT),
     *engine_options("act_prec", "act_sparsity", "act_calibration", "threads"),
     option("--backend", click.Choice(["cpu", "cuda", "reference"]), default="cpu"),
 )
@@ -89,14 +89,14 @@ def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Ite
     ),
 )
 def perplexity(
-    report: Report, text: Path, chars: int | None, window: int, limit: int | None, **model: Any
+    console: Console, text: Path, chars: int | None, window: int, limit: int | None, **model: Any
 ) -> None:
     """Print the perplexity of a model on a text, as one JSON line on standard output."""
     from clocher_runtime.disk.files import read_text
     from clocher_runtime.quality import compare
 
     words = read_text(text)[:chars]
-    with report.counting() as tell, scored(**model, context=window, chunk=window) as ready:
+    with console.counting() as tell, scored(**model, context=window, chunk=window) as ready:
         ids = ready.tokenizer.encode(words)
         score = compare.perplexity(ready.session, ids, window, limit, partial(tell, "windows"))
     line = {
@@ -153,7 +153,7 @@ python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
     help=_ABOUT_TASK,
 )
 def quality(
-    report: Report,
+    console: Console,
     tasks: tuple[Path, ...],
     data: Path | None,
     limit: int | None,
@@ -173,7 +173,7 @@ def quality(
     generates = all(each.generates for each in asked)  # then few logits are needed
     settings: dict[str, Any] = {"batch": batch, "context": context, "all_logits": not generates}
     rows: list[str] = []
-    with report.counting() as tell, scored(**model, **settings) as ready:
+    with console.counting() as tell, scored(**model, **settings) as ready:
         for task, each in zip(tasks, asked, strict=True):
             facts = {**ready.facts, "context": ready.session.context, **each.facts}
             kept = Kept(keep, {"task": str(task), **facts})
@@ -182,7 +182,7 @@ def quality(
             found = run_task(each, *own, kept, partial(tell, task.name), complete)
             click.echo(json.dumps(finite({"task": str(task), **facts, **found})))
             rows += _table_rows(task.name, found)
-    report.note("\n".join(["task            metric                   value  ±     items", *rows]))
+    console.note("\n".join(["task            metric                   value  ±     items", *rows]))
 
 
 def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
@@ -192,7 +192,3 @@ def _table_rows(task: str, found: dict[str, Any]) -> Iterator[str]:
                 error = numbers[f"{name}_stderr"]
                 error = "" if error is None else f"{error:.4f}"
                 yield f"{task:15.15} {name:22} {value:7.4f}  {error:7} {numbers['count']}"
-
-
-COMMAND = perplexity
-main = perplexity.run

@@ -4,41 +4,27 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.script_run import PATH, Report, option, script, switch
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import PATH, option, place, script, switch
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.hf.hub import HubName
 
-ENVIRONMENT = """\b
-Environment:
-  HF_HUB_CACHE    the cache; HF_HOME: where it is by default
-  HF_ENDPOINT     address of the Hub or of a mirror
-  HF_TOKEN        for models that are not public; or log in once with `hf auth login`
-  HF_HUB_OFFLINE  1: do not use the network; so does CLOCHER_OFFLINE
-
-Every file's size and hash are checked against what the Hub lists; a wrong file is removed. Killed
-at any moment, run it again to go on: it keeps the files that are whole."""
-_CODES = {
-    ExitCode.USAGE: "a flag cannot be used, or HF_HUB_OFFLINE forbids the network",
-    ExitCode.MODEL: "there is no such model, or it cannot run here (--anyway gets it)",
-    ExitCode.DEVICE: "the network fails, or the disk is full or may not be written",
-}
-REVISION = option("--revision", str, "Branch, tag or commit.", default="main")
-_SCRIPT = "python scripts/download_gpt_oss_20b.py"
-ALLOW_HELP = "Shell pattern of wanted files, again for each. Without a slash: of the top folder."
-
 
 @script(
     "clocher pull",
-    click.Argument(["name"], metavar="OWNER/NAME", required=False),
-    REVISION,
+    *place("OWNER/NAME", "--repo", "Such as Qwen/Qwen3-0.6B.", str),
+    option("--revision", str, "Branch, tag or commit.", default="main"),
     option("--out-dir", PATH, "A directory for the files, in place of the Hub's cache."),
     option("--file", str, "One GGUF file of a repository that has several."),
-    option("--allow", str, ALLOW_HELP, multiple=True),
+    option(
+        "--allow",
+        str,
+        "Shell pattern of wanted files, again for each. Without a slash: of the top folder.",
+        multiple=True,
+    ),
     switch("--anyway", "Fetch it though this version cannot run it."),
     examples=(
         ("A model, then a chat with it", "clocher pull Qwen/Qwen3-0.6B"),
@@ -46,12 +32,24 @@ ALLOW_HELP = "Shell pattern of wanted files, again for each. Without a slash: of
         ("One GGUF file of many", "clocher pull Qwen/Qwen3-0.6B-GGUF --file Qwen3-0.6B-Q8_0.gguf"),
         ("Into a directory", "clocher pull Qwen/Qwen3-0.6B --out-dir models/qwen3"),
     ),
-    epilog=ENVIRONMENT,
-    exit_codes=_CODES,
+    epilog="""\b
+Environment:
+  HF_HUB_CACHE    the cache; HF_HOME: where it is by default
+  HF_ENDPOINT     address of the Hub or of a mirror
+  HF_TOKEN        for models that are not public; or log in once with `hf auth login`
+  HF_HUB_OFFLINE  1: do not use the network; so does CLOCHER_OFFLINE
+
+Every file's size and hash are checked against what the Hub lists; a wrong file is removed. Killed
+at any moment, run it again to go on: it keeps the files that are whole.""",
+    exit_codes={
+        ExitCode.USAGE: "a flag cannot be used, or HF_HUB_OFFLINE forbids the network",
+        ExitCode.MODEL: "there is no such model, or it cannot run here (--anyway gets it)",
+        ExitCode.DEVICE: "the network fails, or the disk is full or may not be written",
+    },
 )
 def pull(
-    report: Report,
-    name: str | None,
+    console: Console,
+    repo: str,
     revision: str,
     out_dir: Path | None,
     file: str | None,
@@ -62,49 +60,11 @@ def pull(
 
     The config comes first: a model that cannot run here is refused before its weights are fetched.
     """
-    if name is None:
-        raise UsageError(
-            "OWNER/NAME is missing; give the owner/name of a model on the Hub, such as "
-            "Qwen/Qwen3-0.6B"
-        )
-    hub = _hub_name(name, revision, file)
-    _fetch(report, hub, out_dir, allow, anyway)
-
-
-COMMAND = pull
-main = pull.run
-
-
-@script(
-    "download_gpt_oss_20b",
-    option("--repo", str, "Which model.", default="openai/gpt-oss-20b"),
-    REVISION,
-    option("--out-dir", PATH, "Where the files go.", default=Path("models/gpt-oss-20b/hf")),
-    option("--allow", str, ALLOW_HELP, multiple=True),
-    examples=(
-        ("All of it", f"{_SCRIPT}"),
-        ("A part", f"{_SCRIPT} --allow '*.json' --allow 'model-00000*'"),
-    ),
-    epilog=ENVIRONMENT,
-    exit_codes=_CODES,
-)
-def download(
-    report: Report, repo: str, revision: str, out_dir: Path, allow: tuple[str, ...]
-) -> None:
-    """Download a model, checked file by file; `clocher pull` is the same for any."""
-    from clocher_runtime.checkpoints.hf.hub import HubName
-
-    _fetch(report, HubName(repo, revision), out_dir, allow, anyway=False)
-
-
-def _fetch(
-    report: Report, hub: "HubName", out_dir: Path | None, allow: tuple[str, ...], anyway: bool
-) -> None:
     from clocher_runtime.command.fetching import fetch
 
-    typed = fetch(report, hub, out_dir, allow, anyway)
+    typed = fetch(console, _hub_name(repo, revision, file), out_dir, allow, anyway)
     if not allow:
-        report.note(f"next: clocher chat {typed}")
+        console.note(f"next: clocher chat {typed}")
 
 
 def _hub_name(text: str, revision: str, file: str | None) -> "HubName":

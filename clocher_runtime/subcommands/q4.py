@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME
-from clocher_runtime.command.script_run import Report, needed, script
-from clocher_runtime.config.values import integer, switch
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import needed, script
+from clocher_runtime.config.values import SWITCH, integer
 from clocher_runtime.convert.q4_planes import CHUNK_ROWS, make_index, plan_append, plan_q4
 from clocher_runtime.convert.to_iebin import MAP_NAME, write_tensor_map
 
@@ -36,23 +37,23 @@ Environment:
 Killed at any moment, it leaves no manifest, and no files count without one. Run it again to go
 on.""",
 )
-def generate(report: Report, hf_dir: Path, q4_bytes: Path, scales: Path, manifest: Path) -> None:
+def generate(console: Console, hf_dir: Path, q4_bytes: Path, scales: Path, manifest: Path) -> None:
     """Encode the projections of a model (*_proj.weight, stored as floats) in Q4_0.
 
     Norms, biases, routers, embeddings and tensors that are already quantised are left out; the
     manifest says why, tensor by tensor.
     """
-    head = switch().read(*_variable("IE_Q4_INCLUDE_LM_HEAD", "0"))
+    head = SWITCH.read(*_variable("IE_Q4_INCLUDE_LM_HEAD", "0"))
     rows = integer(1, MAX_CHUNK_ROWS).read(*_variable("CHUNK_ROWS", str(CHUNK_ROWS)))
     job = plan_q4(hf_dir, q4_bytes, scales, manifest, head, rows)
     if head and "lm_head.weight" not in job.names:
         kept = job.kept.get("lm_head.weight", "the embedding is the output head")
-        report.note(f"note: IE_Q4_INCLUDE_LM_HEAD=1, but there is none to encode: {kept}")
-    report.disk(job.source.path, q4_bytes.parent, job.nbytes, job.free_bytes)
-    with report.progress(job.nbytes) as progress:
+        console.note(f"note: IE_Q4_INCLUDE_LM_HEAD=1, but there is none to encode: {kept}")
+    console.disk(job.source.path, q4_bytes.parent, job.nbytes, job.free_bytes)
+    with console.progress(job.nbytes) as progress:
         resumed = job.run(progress)
     taken_over = f" ({resumed} taken over from a killed run)" if resumed else ""
-    report.done(
+    console.say(
         f"wrote {len(job.names)} matrices{taken_over} to {q4_bytes} and {scales}; "
         f"{len(job.kept)} tensors are left as they are; all in {manifest}"
     )
@@ -85,13 +86,13 @@ def _variable(name: str, default: str) -> tuple[str, str]:
     epilog="Killed at any moment, it leaves an index of the matrices that are finished. Run it "
     "again to go on.",
 )
-def append(report: Report, hf_dir: Path, compat_json: Path, q4_bin: Path) -> None:
+def append(console: Console, hf_dir: Path, compat_json: Path, q4_bin: Path) -> None:
     """Append to an index the attention projections (self_attn q, k, v, o) that it lacks in Q4_0."""
     job = plan_append(hf_dir, compat_json, q4_bin)
-    report.disk(job.source.path, compat_json.parent, job.nbytes, job.free_bytes)
-    with report.progress(job.nbytes) as progress:
+    console.disk(job.source.path, compat_json.parent, job.nbytes, job.free_bytes)
+    with console.progress(job.nbytes) as progress:
         job.run(progress)
-    report.done(
+    console.say(
         f"appended {len(job.names)} matrices to {q4_bin}; {len(job.present)} were there already"
     )
 
@@ -112,10 +113,10 @@ def append(report: Report, hf_dir: Path, compat_json: Path, q4_bin: Path) -> Non
         ("Run it", "clocher-run --model-json models/llama/model.ie.compat.json"),
     ),
 )
-def index(report: Report, model_dir: Path, manifest: Path) -> None:
+def index(console: Console, model_dir: Path, manifest: Path) -> None:
     """Index a model that takes its Q4_0 matrices from model.q4.bin, all else from model.ie.bin."""
     names = make_index(model_dir, manifest)
-    report.done(f"wrote {model_dir / COMPAT_NAME} with {len(names)} matrices in Q4_0")
+    console.say(f"wrote {model_dir / COMPAT_NAME} with {len(names)} matrices in Q4_0")
 
 
 @script(
@@ -123,10 +124,10 @@ def index(report: Report, model_dir: Path, manifest: Path) -> None:
     needed("--model-dir", "Directory with model.ie.json; tensor_map.json is written beside it."),
     examples=(("Map", "python scripts/make_tensor_map_from_iejson.py --model-dir models/llama"),),
 )
-def tensor_map(report: Report, model_dir: Path) -> None:
+def tensor_map(console: Console, model_dir: Path) -> None:
     """Say in a plain JSON file where each tensor of model.ie.bin lies.
 
     The map is for other programs. Clocher itself does not need it and never reads it.
     """
     count = write_tensor_map(model_dir)
-    report.done(f"wrote {count} tensors to {model_dir / MAP_NAME}")
+    console.say(f"wrote {count} tensors to {model_dir / MAP_NAME}")

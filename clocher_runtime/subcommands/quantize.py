@@ -3,26 +3,14 @@
 import os
 import pkgutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.flags import Examples
-from clocher_runtime.command.script_run import (
-    COUNT,
-    FILE,
-    Report,
-    Script,
-    needed,
-    option,
-    place,
-    script,
-    size,
-    switch,
-)
+from clocher_runtime.command.console import Console, size
+from clocher_runtime.command.flags import COUNT, FILE, PATH, option, place, script, switch
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, next_command, run_conversion
 
@@ -154,7 +142,7 @@ FLAGS: tuple[click.Parameter, ...] = (
     exit_codes=PTQ_CODES,
 )
 def quantize(
-    report: Report, model_dir: Path, out_dir: Path, force: bool, verify: bool, **options: Any
+    console: Console, model_dir: Path, out_dir: Path, force: bool, verify: bool, **options: Any
 ) -> int:
     """Quantise the weights of a model, and write one that runs.
 
@@ -170,66 +158,86 @@ def quantize(
     source = locate(model_dir, "MODEL")
     _refuse(source, out_dir, force)
     options["out"] = out_dir / MANIFEST
-    job, plan = planned(report, lambda: open_source(source), options)
-    _say_needs(report, job, plan, out_dir)
+    job, plan = planned(console, lambda: open_source(source), options)
+    _say_needs(console, job, plan, out_dir)
     if options["dry_run"]:
         return ExitCode.OK
-    outcome = quantised(report, job, plan)
+    outcome = quantised(console, job, plan)
     if outcome.verdict != "pass":
-        report.note(f"no model was written: {_NEXT[outcome.verdict]}")
+        console.note(f"no model was written: {_NEXT[outcome.verdict]}")
         return verdict_code(outcome.verdict)
     conversion = plan_conversion(source, out_dir, outcome.path, lambda _: job.checkpoint)
-    run_conversion(report, conversion, verify)
+    run_conversion(console, conversion, verify)
     # The model owns these planes now; copies would double the memory.
     remove_planes(outcome.path)
     click.echo(_table(plan, outcome))
-    report.note(next_command(out_dir))
+    console.note(next_command(out_dir))
     return ExitCode.OK
 
 
-COMMAND = quantize
-main = quantize.run
+_SELF = "python scripts/ptq_from_hf.py --hf-dir models/llama/hf --out quant/llama.json"
 
 
-def manifest_script(
-    name: str,
-    about: str,
-    examples: Examples,
-    given: click.Parameter,
-    opener: "Callable[[Any], Checkpoint]",
-) -> Script:
-    """Return a script that writes the manifest alone; `opener` opens the input of `given`."""
-    out = option(
+@script(
+    "ptq",
+    option(
+        "--hf-dir",
+        PATH,
+        "Directory of the model (or with it in hf/ or hf/original/), or the name of a repository "
+        "on the Hugging Face hub, which is then downloaded.",
+    ),
+    switch("--pickled", "Read its pytorch_model*.bin; only plain tensors are accepted."),
+    option(
+        "--source",
+        str,
+        "module:function (from here), your own code: it takes no arguments and returns a dict of "
+        "float arrays, or (name, array) pairs.",
+    ),
+    option(
         "--out",
         click.Path(path_type=Path, dir_okay=False),
         "Manifest to write (JSON). Planes of imx and gptq go to NAME.planes.bin beside it.",
         required=True,
+    ),
+    *FLAGS,
+    examples=(
+        ("Rounding to 4 bits", f"{_SELF} --bits 4 --weights-only 1"),
+        ("Better, and judged", f"{_SELF} \\\n    --calib-text calib.txt --gate held_out.txt"),
+        (
+            "Then the model; clocher quantize does both steps at once",
+            "python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama \\\n"
+            "    --q4-map quant/llama.json",
+        ),
+        (
+            "Arrays of a function of yours",
+            "python scripts/ptq_from_source.py --source my_weights:load --out quant/q4.json",
+        ),
+    ),
+    exit_codes=PTQ_CODES,
+)
+def ptq(console: Console, **options: Any) -> int:
+    """Quantise a checkpoint, or arrays, after training: write a q4 manifest."""
+    from clocher_runtime.command.ptq import planned, quantised
+    from clocher_runtime.quality.gate import verdict_code
+
+    given = {name: options.pop(name) for name in ("hf_dir", "source", "pickled")}
+    if (given["hf_dir"] is None) == (given["source"] is None):
+        raise UsageError("expected one of --hf-dir and --source; give a model, or a function")
+    job, plan = planned(console, lambda: _open(**given), options)
+    return (
+        ExitCode.OK if options["dry_run"] else verdict_code(quantised(console, job, plan).verdict)
     )
 
-    @script(name, given, out, *FLAGS, examples=examples, exit_codes=PTQ_CODES, help=about)
-    def main(report: Report, source: Any, **options: Any) -> int:
-        from clocher_runtime.command.ptq import planned, quantised
-        from clocher_runtime.quality.gate import verdict_code
 
-        job, plan = planned(report, lambda: opener(source), options)
-        if options["dry_run"]:
-            return ExitCode.OK
-        return verdict_code(quantised(report, job, plan).verdict)
-
-    return main
-
-
-def _open(source: Path, pickled: bool = False) -> "Checkpoint":
+def _open(hf_dir: Path | None, source: str | None, pickled: bool) -> "Checkpoint":
+    from clocher_runtime.checkpoints.checkpoint import open_arrays
     from clocher_runtime.checkpoints.hf.hub import local_or_fetched
     from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
     from clocher_runtime.convert.to_iebin import open_source
 
-    return open_torch_bin(source) if pickled else open_source(local_or_fetched(source))
-
-
-def _open_arrays(source: str) -> "Checkpoint":
-    from clocher_runtime.checkpoints.checkpoint import open_arrays
-
+    if hf_dir is not None:
+        return open_torch_bin(hf_dir) if pickled else open_source(local_or_fetched(hf_dir))
+    assert source is not None  # one of them is there
     module, colon, function = source.partition(":")
     if not (module and colon and function):
         raise UsageError(f"--source {source}: expected module:function")
@@ -241,62 +249,6 @@ def _open_arrays(source: str) -> "Checkpoint":
     if not callable(found):
         raise UsageError(f"--source {source}: {type(found).__name__} is not a function")
     return open_arrays(found(), source)
-
-
-_SELF = "python scripts/ptq_from_hf.py --hf-dir models/llama/hf --out quant/llama.json"
-_SOURCE = "python scripts/ptq_from_source.py --source"
-ptq_from_hf = manifest_script(
-    "ptq_from_hf",
-    "Quantise a Hugging Face checkpoint (safetensors) after training: write a q4 manifest.",
-    (
-        ("Rounding to 4 bits", f"{_SELF} --bits 4 --weights-only 1"),
-        ("Better, and judged", f"{_SELF} \\\n    --calib-text calib.txt --gate held_out.txt"),
-        (
-            "Then the model; clocher quantize does both steps at once",
-            "python scripts/hf_to_iebin.py --hf-dir models/llama/hf --out-dir models/llama \\\n"
-            "    --q4-map quant/llama.json",
-        ),
-    ),
-    needed(
-        "--hf-dir",
-        "Directory of the model (or with it in hf/ or hf/original/), or the name of a repository "
-        "on the Hugging Face hub, which is then downloaded.",
-        name="source",
-    ),
-    _open,
-)
-ptq_from_bin = manifest_script(
-    "ptq_from_bin",
-    """Quantise a Hugging Face checkpoint of pickled weights: write a q4 manifest.
-
-    The pickles are followed and not run: only plain tensors are read. torch is not needed.
-    """,
-    (
-        (
-            "Rules for 4 bits; hf_to_iebin_stream_pt.py, or clocher quantize, makes models",
-            "python scripts/ptq_from_bin.py --hf-dir models/gpt-oss-20b/hf --out quant/q4.json \\\n"
-            "    --bits 4 --weights-only 1",
-        ),
-    ),
-    needed(
-        "--hf-dir",
-        "Directory with config.json and pytorch_model.bin, or its index and shards (or with them "
-        "in hf/ or hf/original/).",
-        name="source",
-    ),
-    lambda source: _open(source, pickled=True),
-)
-ptq_from_source = manifest_script(
-    "ptq_from_source",
-    """Quantise arrays that a Python function gives: write a q4 manifest.
-
-    The function takes no arguments and returns a dict of float arrays, or (name, array) pairs. It
-    is your code and is run as such.
-    """,
-    (("A function of yours", f"{_SOURCE} my_weights:load --out quant/q4.json --group 64"),),
-    option("--source", str, "module:function (from here).", required=True),
-    _open_arrays,
-)
 
 
 def _refuse(source: Path, out_dir: Path, force: bool) -> None:
@@ -320,14 +272,14 @@ def _refuse(source: Path, out_dir: Path, force: bool) -> None:
         raise UsageError(f"OUT_DIR {out_dir} holds a model already ({found.name}); choose another")
 
 
-def _say_needs(report: Report, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
+def _say_needs(console: Console, job: "Job", plan: "QuantPlan", out_dir: Path) -> None:
     from clocher_runtime.disk.output_file import check_free
 
     nbytes = plan.size["nbytes"] + sum(plan.tensors[name].nbytes for name in plan.calibrated)
-    report.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
+    console.disk(job.checkpoint.path, out_dir, nbytes, check_free(out_dir / MANIFEST, nbytes))
     if job.calibration:
         states = sum(map(len, job.calibration.sequences)) * job.checkpoint.config["hidden_size"]
-        report.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")
+        console.note(f"needs {size(12 * states)} for temporary files (TMPDIR)")
 
 
 def _table(plan: "QuantPlan", outcome: "Outcome") -> str:

@@ -1,25 +1,15 @@
 """`clocher ray`: the rows of a file through many actors, on one machine or a cluster."""
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.flags import HELP_WIDTH
-from clocher_runtime.command.script_run import (
-    COUNT,
-    Report,
-    Script,
-    engine_options,
-    option,
-    place,
-    script,
-)
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import COUNT, engine_options, option, place, script
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 
-NAME = "clocher ray"
 _COMMON: tuple[click.Parameter, ...] = (
     *place("IN.jsonl", "--in", "the rows, a JSON object a line"),
     *place("OUT_DIR", "--out-dir", "where the results go"),
@@ -65,7 +55,7 @@ _SHARED: dict[str, Any] = {
     ),
     **_SHARED,
 )
-def generate(report: Report, **given: Any) -> None:
+def generate(console: Console, **given: Any) -> None:
     r"""Generate from every row of a file.
 
     \b
@@ -75,7 +65,7 @@ def generate(report: Report, **given: Any) -> None:
     """
     sampling = {key: given.pop(key) for key in ("max_new", "temperature", "top_p", "seed")}
     said = {key: value for key, value in sampling.items() if value is not None}
-    _run(report, "generate", {"sampling": said}, given)
+    _run(console, "generate", {"sampling": said}, given)
 
 
 @script(
@@ -84,7 +74,7 @@ def generate(report: Report, **given: Any) -> None:
     examples=(("how likely is each text", "clocher ray score texts.jsonl out --actors 2"),),
     **_SHARED,
 )
-def score(report: Report, **given: Any) -> None:
+def score(console: Console, **given: Any) -> None:
     r"""Compute the log probability of every row of a file, in nats.
 
     \b
@@ -92,55 +82,46 @@ def score(report: Report, **given: Any) -> None:
       {"text": "a whole text, window by window if it is long"}
       {"context": "2 + 2 =", "continuation": " 4"}
     """
-    _run(report, "score", {}, given)
+    _run(console, "score", {}, given)
 
 
-def _run(report: Report, task: str, options: dict[str, Any], given: dict[str, Any]) -> None:
+def _run(console: Console, task: str, options: dict[str, Any], given: dict[str, Any]) -> None:
     from clocher_runtime.ray.job import Job, run_job
 
     loaded = {key: given.pop(key) for key in ("context", *NUMERICS)}
     options |= {key: value for key, value in loaded.items() if value is not None}
     address, source, out = given.pop("address"), given.pop("in"), given.pop("out_dir")
     job = Job(task, source=source, out=out, options=options, **given)
-    with report.counting() as tell:
+    with console.counting() as tell:
         outcome = run_job(job, address, lambda done, total: tell("rows", done, total))
     if outcome.resumed:
-        report.note(f"{outcome.resumed} rows were done before")
+        console.note(f"{outcome.resumed} rows were done before")
     if outcome.errors:
-        report.note(f'{outcome.errors} rows could not be used: see their "error"')
+        console.note(f'{outcome.errors} rows could not be used: see their "error"')
     click.echo(f"{outcome.results}: {outcome.rows} rows")
 
 
-_TASKS: Mapping[str, Script] = {"generate": generate, "score": score}
-COMMAND = click.Group(
-    NAME,
-    commands={**_TASKS},
-    context_settings={"max_content_width": HELP_WIDTH, "help_option_names": ["-h", "--help"]},
-    help="""Send the rows of a file through many actors, each row exactly once.
+@script(
+    "clocher ray",
+    click.Argument(["task"], metavar="generate|score", required=False),
+    inner={"generate": "subcommands.ray_jobs:generate", "score": "subcommands.ray_jobs:score"},
+    examples=(
+        ("texts, on all CPUs of this machine", "clocher ray generate prompts.jsonl out"),
+        ("log probabilities, by actors of 8 CPUs", "clocher ray score texts.jsonl out --cpus 8"),
+        ("what a row looks like, and every flag", "clocher ray generate --help"),
+    ),
+)
+def ray(console: Console, task: str | None) -> None:
+    r"""Send the rows of a file through many actors, each row exactly once.
 
     \b
-    Examples:
-    # texts, on all CPUs of this machine
-    clocher ray generate prompts.jsonl out
-    # log probabilities, by actors of 8 CPUs
-    clocher ray score texts.jsonl out --cpus 8
-    # what a row looks like, and every flag
-    clocher ray generate --help
+    generate  generate from every row
+    score     compute the log probability of every row, in nats
 
     Ray (pip install '.[ray]' in a clone of Clocher) starts the actors, on this machine or a
     cluster; each has the model and CPUs of its own. What was computed stays when an actor, a
-    machine or this command dies; run the same line again to resume.""",
-)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run a task, and return the exit code."""
-    words = list(argv or ())
-    if words[:1] in ([], ["-h"], ["--help"]):
-        with click.Context(COMMAND, info_name=NAME, **COMMAND.context_settings) as context:
-            click.echo(context.get_help())
-        return ExitCode.OK
-    if words[0] not in _TASKS:
-        error = UsageError(f"{words[0]!r} is no task; expected one of {', '.join(_TASKS)}")
-        return Report(NAME, resumes=True).failed(error)
-    return _TASKS[words[0]].run(words[1:])
+    machine or this command dies; run the same line again to resume.
+    """
+    if task is not None:
+        raise UsageError(f"{task!r} is no task; expected generate or score")
+    click.echo(click.get_current_context().get_help())

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clocher_runtime.command.script_run import Report, option, place, script, size, switch
+from clocher_runtime.command.console import Console, size
+from clocher_runtime.command.flags import option, place, script, switch
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, replacing_model
 
@@ -54,7 +55,7 @@ def _block(context: click.Context, option: click.Parameter, value: str) -> tuple
     exit_codes={ExitCode.USAGE: "a flag cannot be used, or no matrix would become smaller"},
 )
 def sparsify(
-    report: Report,
+    console: Console,
     model_dir: Path,
     out_dir: Path,
     block: tuple[int, int],
@@ -68,7 +69,7 @@ def sparsify(
 
     A matrix that would not become smaller stays as it is; if none would, nothing is written.
     """
-    from rich.console import Console
+    from rich.console import Console as RichConsole
 
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
     from clocher_runtime.checkpoints.iebin import open_iebin
@@ -76,21 +77,17 @@ def sparsify(
     from clocher_runtime.convert import block_sparse
 
     how = block_sparse.Sparsifying(block, inner or "", sparsity, pattern, force)
-    with replacing_model(report, out_dir):
+    with replacing_model(console, out_dir):
         outcomes = block_sparse.sparsify(locate(model_dir, "MODEL"), out_dir, how)
     if verify:
         open_iebin(out_dir / JSON_NAME, verify=True)
-    tables = Console()
-    (tables if tables.is_terminal else Console(width=120)).print(_table(outcomes))
+    tables = RichConsole()
+    (tables if tables.is_terminal else RichConsole(width=120)).print(_table(outcomes))
     done = [outcome for outcome in outcomes if not outcome.note]
-    report.done(
+    console.say(
         f"{len(done)} of {len(outcomes)} matrices are block-sparse in {out_dir}"
         f"{', verified' if verify else ''}"
     )
-
-
-COMMAND = sparsify
-main = sparsify.run
 
 
 def _table(outcomes: "list[Outcome]") -> "Table":

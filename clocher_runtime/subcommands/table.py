@@ -2,16 +2,14 @@
 
 import difflib
 import os
-import pkgutil
 from collections.abc import Mapping, Sequence
-from types import ModuleType
 from typing import NamedTuple
 
 import click
 from click.shell_completion import shell_complete
 
 from clocher_kernels import __version__
-from clocher_runtime.command.flags import HELP_WIDTH, write_examples
+from clocher_runtime.command.flags import HELP_WIDTH, load, write_examples
 from clocher_runtime.exit_codes import ExitCode
 
 ABOUT = """Run language models with low-bit weights: in a terminal, as a server, from Python."""
@@ -27,47 +25,46 @@ EXAMPLES = (
 
 
 class Subcommand(NamedTuple):
-    """A subcommand; its module has `main(argv)`, which returns an exit code, and `COMMAND`."""
+    """A subcommand, the `Command` at module:name."""
 
     about: str
-    module: str
+    where: str
     is_common: bool = True
-
-    def load(self) -> ModuleType:
-        """Import its module."""
-        found: ModuleType = pkgutil.resolve_name(f"clocher_runtime.{self.module}")
-        return found
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "chat": Subcommand("talk with a model in the terminal", "subcommands.chat"),
-    "run": Subcommand("complete text once, and report how fast it went", "command.clocher_run"),
-    "serve": Subcommand("serve a model: OpenAI's API and a page to chat", "serve.command"),
-    "models": Subcommand(
-        "list the models on this machine, and whether they fit", "subcommands.models"
+    "chat": Subcommand("talk with a model in the terminal", "subcommands.chat:COMMAND"),
+    "run": Subcommand(
+        "complete text once, and report how fast it went", "command.clocher_run:COMMAND"
     ),
-    "pull": Subcommand("get a model from the Hugging Face Hub", "subcommands.pull"),
+    "serve": Subcommand("serve a model: OpenAI's API and a page to chat", "serve.command:COMMAND"),
+    "models": Subcommand(
+        "list the models on this machine, and whether they fit", "subcommands.models:models"
+    ),
+    "pull": Subcommand("get a model from the Hugging Face Hub", "subcommands.pull:pull"),
     "quantize": Subcommand(
-        "make a model of 4 or 8 bits from one of floats", "subcommands.quantize"
+        "make a model of 4 or 8 bits from one of floats", "subcommands.quantize:quantize"
     ),
     "convert": Subcommand(
-        "write a model as one file that loads at once (IEBIN)", "subcommands.convert"
+        "write a model as one file that loads at once (IEBIN)", "subcommands.convert:convert"
     ),
     "bench": Subcommand(
-        "measure speed: pp512 and tg128, beside the memory's limit", "subcommands.bench"
+        "measure speed: pp512 and tg128, beside the memory's limit", "subcommands.bench:bench"
     ),
     "dedup": Subcommand(
-        "store an IEBIN model in less space, or restore it", "subcommands.dedup", False
+        "store an IEBIN model in less space, or restore it", "subcommands.dedup:dedup", False
     ),
     "sparsify": Subcommand(
-        "make the matrices of a model block-sparse", "subcommands.sparsify", False
+        "make the matrices of a model block-sparse", "subcommands.sparsify:sparsify", False
     ),
     "perplexity": Subcommand(
-        "measure how well a model predicts a text", "subcommands.perplexity", False
+        "measure how well a model predicts a text", "subcommands.perplexity:perplexity", False
     ),
-    "gate": Subcommand("judge quantised models against the float one", "subcommands.gate", False),
+    "gate": Subcommand(
+        "judge quantised models against the float one", "subcommands.gate:gate", False
+    ),
     "ray": Subcommand(
-        "send the rows of a file through many actors, with Ray", "subcommands.ray_jobs", False
+        "send the rows of a file through many actors, with Ray", "subcommands.ray_jobs:ray", False
     ),
 }
 
@@ -99,9 +96,7 @@ def dispatch(words: Sequence[str]) -> int:
     if name not in SUBCOMMANDS:
         click.echo(f"clocher: error: {unknown(name)}", err=True)
         return ExitCode.USAGE
-    module = SUBCOMMANDS[name].load()
-    code: int = module.main(rest, "clocher serve") if name == "serve" else module.main(rest)
-    return code
+    return load(SUBCOMMANDS[name].where).run(rest)
 
 
 def unknown(name: str) -> str:
@@ -145,7 +140,7 @@ class Clocher(click.Group):
         """Return a subcommand."""
         if cmd_name not in SUBCOMMANDS:
             return None
-        found: click.Command = SUBCOMMANDS[cmd_name].load().COMMAND
+        found = load(SUBCOMMANDS[cmd_name].where)
         found.short_help = SUBCOMMANDS[cmd_name].about
         return found
 
