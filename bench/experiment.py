@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from functools import partial, wraps
 from pathlib import Path
 from statistics import median
@@ -21,8 +21,8 @@ from rich.console import Console
 from bench.record import Row, print_table, table_of, write_json
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
-from clocher_runtime.command.flags import Listed as Listed
 from clocher_runtime.command.flags import text_of
+from clocher_runtime.command.parameters import Listed
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.quality.statistics import ratio as ratio
@@ -169,10 +169,26 @@ def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
     return load_model(open_checkpoint(model_dir or embedded_model()), precision)
 
 
+def given(*flags: str, **how: Any) -> Any:
+    """Declare a field of a record of options; its flag has its name, or one of `flags`."""
+    return field(metadata={"flags": flags, "how": how})
+
+
+def _options(record: type[Any]) -> list[click.Parameter]:
+    return [
+        click.Option(
+            [*(each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)), each.name],
+            **each.metadata["how"],
+        )
+        for each in fields(record)
+    ]
+
+
 def experiment(
     kind: str,
     text: str | None,
     *,
+    record: type[Any] | None = None,
     title: str = "",
     rounds: int | None = None,
     good: Callable[[Row], bool] = lambda row: row.get("correct", True),
@@ -180,18 +196,21 @@ def experiment(
     """Return a decorator that makes a command of a generator of rows.
 
     `kind` names the case and its rows, `title` is formatted from the first row; `rounds` None omits
-    --rounds. The command exits with 1 if a row is not `good`.
+    --rounds. With a `record`, a dataclass whose fields are `given`, these options come as one. The
+    command exits with 1 if a row is not `good`.
     """
 
     def decorate(measure: Callable[..., Iterable[Row]]) -> click.Command:
         @wraps(measure)
         def run(out: Path | None, **options: Any) -> None:
             about = {"kind": kind, "command": _spelled(kind)}
+            names = [each.name for each in fields(record)] if record else []
+            asked = [record(**{name: options.pop(name) for name in names})] if record else []
             rows: list[Row] = []
             terminal = Console(stderr=True)
             try:
                 with terminal.status(kind) if terminal.is_terminal else nullcontext() as status:
-                    for row in measure(**options):
+                    for row in measure(*asked, **options):
                         rows.append({**about, **row})
                         if status:
                             status.update(f"{kind}: {len(rows)} rows")
@@ -208,6 +227,7 @@ def experiment(
             raise SystemExit(int(not all(map(good, rows))))
 
         command = click.command(kind, cls=_Command, help=text_of(text))(run)
+        command.params[:0] = _options(record) if record else []
         if rounds is not None:
             at_least_one = click.IntRange(1)
             command.params.append(

@@ -19,7 +19,8 @@ from clocher_kernels.formats import Format, Int4, Int8
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import PATH, option, script
+from clocher_runtime.command.flags import option, script
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.convert.q4_map import reason_to_keep
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
 from clocher_runtime.engine.topology import default_threads

@@ -29,7 +29,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, experiment
+from bench.experiment import FILE, TEAM, NotMeasured, experiment, given
 from bench.real import (
     SCORED,
     Parts,
@@ -77,15 +77,13 @@ def candidates(llama: bool) -> Iterator[tuple[str, str]]:
     yield from ((name, method) for name, methods in METHODS.items() for method in methods)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Quantiser:
     """Makes candidates of a file of floats."""
 
-    source: Path
-    calib: Path
-    samples: int
-    threads: int
-    programs: Path | None  # where llama-quantize and llama-imatrix are
+    def __init__(self, asked: "Asked", threads: int) -> None:
+        self.source, self.threads = asked.source, threads
+        self._programs = asked.llama or Path()
+        self._calib, self._samples = asked.calib, asked.samples
 
     def make(self, name: str, method: str, folder: Path) -> Path:
         """Write a candidate into an empty folder, and return its path."""
@@ -99,26 +97,25 @@ class Quantiser:
         command = [sys.executable, "-m", "clocher_runtime", "quantize", self.source, out]
         command += ["--rules", rules, "--threads", self.threads, "--no-hash"]
         if method != "rtn":
-            command += ["--calib-text", self.calib, "--samples", self.samples]
+            command += ["--calib-text", self._calib, "--samples", self._samples]
             command += ["--seq-len", _LENGTH]
         _done(command + (["--target-bpw", _TARGET] if name == ALLOCATED else []))
         return out
 
     def _theirs(self, name: str, method: str, folder: Path) -> Path:
-        assert self.programs
-        command: list[object] = [self.programs / "llama-quantize"]
+        command: list[object] = [self._programs / "llama-quantize"]
         if method == WEIGHED:
-            command += ["--imatrix", self._importance(self.programs)]
+            command += ["--imatrix", self._importance()]
         command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
         _done([*command, self.source, folder / "out.gguf", name, self.threads])
         return folder / "out.gguf"
 
-    def _importance(self, programs: Path) -> Path:
-        out = self.source.with_suffix(f".{self.samples}.imatrix.gguf")
+    def _importance(self) -> Path:
+        out = self.source.with_suffix(f".{self._samples}.imatrix.gguf")
         if not out.exists():
             part = out.with_suffix(".part.gguf")
-            command = [programs / "llama-imatrix", "-m", self.source, "-f", self.calib]
-            command += ["-c", _LENGTH, "--chunks", self.samples, "-t", self.threads]
+            command = [self._programs / "llama-imatrix", "-m", self.source, "-f", self._calib]
+            command += ["-c", _LENGTH, "--chunks", self._samples, "-t", self.threads]
             _done([*command, "-o", part])
             part.rename(out)
         return out
@@ -163,37 +160,41 @@ def _score(quantiser: Quantiser, name: str, method: str, bases: Mapping[Path, Wi
     return sums
 
 
-@experiment("quantise", __doc__, title="{model}, {samples} sequences of 512 tokens")
-@click.option("--model-dir", "source", type=FILE, required=True, help="GGUF file of floats.")
-@click.option("--calib-text", "calib", type=FILE, required=True)
-@click.option("--samples", type=click.IntRange(2), default=24, show_default=True)
-@click.option("--text", type=FILE, required=True)
-@click.option("--turns", type=FILE)
-@click.option("--tokens", type=click.IntRange(1), default=2040, show_default=True)
-@click.option("--llama", "programs", type=FILE, help="Where llama-quantize is.")
-@click.option("--keep", type=FILE, required=True)
-@click.option("--only", help="Candidates whose name and method this regular expression finds.")
-@click.option("--seconds", type=click.IntRange(1), help="Begin no part after that.")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is measured."""
+
+    source: Path = given("--model-dir", type=FILE, required=True, help="GGUF file of floats.")
+    calib: Path = given("--calib-text", type=FILE, required=True)
+    samples: int = given(type=click.IntRange(2), default=24, show_default=True)
+    text: Path = given(type=FILE, required=True)
+    turns: Path | None = given(type=FILE)
+    tokens: int = given(type=click.IntRange(1), default=2040, show_default=True)
+    llama: Path | None = given(type=FILE, help="Where llama-quantize is.")
+    only: str = given(default="", help="Regular expression for format and method.")
+    keep: Path = given(type=FILE, required=True)
+    seconds: int | None = given(type=click.IntRange(1), help="Begin no part after that.")
+
+
+@experiment("quantise", __doc__, record=Asked, title="{model}, {samples} sequences of 512 tokens")
 @TEAM
-def main(
-    keep: Path, text: Path, turns: Path, tokens: int, only: str, seconds: int, **how: Any
-) -> Iterator[Row]:
+def main(asked: Asked, threads: int) -> Iterator[Row]:
     """Measure the candidates that are missing, and yield the rows of all of them."""
-    quantiser, parts = Quantiser(**how), Parts(keep, seconds)
-    source, model = quantiser.source, quantiser.source.stem
-    kinds = windows_of(tokenizer_of(source), text, turns, -(-tokens // SCORED))
-    bases = {keep.with_name(f"{model}.{kind}"): windows for kind, windows in kinds.items()}
-    logits = cache(partial(exact_logits, source, quantiser.threads))
+    parts, source, model = Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
+    count = -(-asked.tokens // SCORED)
+    kinds = windows_of(tokenizer_of(source), asked.text, asked.turns, count)
+    bases = {asked.keep.with_name(f"{model}.{kind}"): kinds[kind] for kind in kinds}
+    logits = cache(partial(exact_logits, source, threads))
     for base, windows in bases.items():
         parts.do(base.name, partial(write_base, base, windows, lambda ids: logits()(ids)))
     rows: list[Row] = []
-    for name, method in candidates(quantiser.programs is not None):
-        key = f"{model} {quantiser.samples} {name} {method}"
-        if re.search(only or "", f"{name} {method}"):
-            parts.do(key, partial(_score, quantiser, name, method, bases))
+    for name, method in candidates(asked.llama is not None):
+        key = f"{model} {asked.samples} {name} {method}"
+        if re.search(asked.only, f"{name} {method}"):
+            parts.do(key, partial(_score, Quantiser(asked, threads), name, method, bases))
         if found := parts.get(key):
             row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
-            row |= {"bits": found["bits"], "samples": quantiser.samples}
+            row |= {"bits": found["bits"], "samples": asked.samples}
             for base in bases:
                 kind = base.suffix[1:]
                 sums = {k.split()[1]: v for k, v in found.items() if k.startswith(f"{kind} ")}

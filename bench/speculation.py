@@ -14,14 +14,16 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
 import click
 
-from bench.experiment import FILE, MODEL_DIR, TEAM, Listed, experiment
+from bench.experiment import FILE, MODEL_DIR, TEAM, experiment, given
 from bench.record import Row, append_row
 from clocher_runtime.api import LanguageModel, load
+from clocher_runtime.command.parameters import Listed
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.timing import TimedWindow
 
@@ -60,35 +62,36 @@ def _row(found: Sequence[Row], setting: str) -> Row:
     }
 
 
-@experiment("speculation", __doc__, title="{model}, T = {temperature:g}, {threads} threads")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is measured."""
+
+    questions: Path = given(type=FILE, required=True, help="JSONL with `category` and `turns`.")
+    draft_model: Path | None = given(type=FILE)
+    settings: tuple[str, ...] = given(type=Listed.of(_MODES), default="auto", show_default=True)
+    prompts: int = given(type=click.IntRange(1), default=8, show_default=True)
+    max_new: int = given(type=click.IntRange(2), default=96, show_default=True)
+    temperature: float = given(type=click.FloatRange(0), default=0.0)
+    seconds: float = given(type=click.FloatRange(0), default=float("inf"))
+    keep: Path | None = given(type=FILE, help="JSONL of the prompts that were measured.")
+
+
+@experiment(
+    "speculation",
+    __doc__,
+    record=Asked,
+    title="{model}, T = {temperature:g}, {threads} threads",
+)
 @MODEL_DIR
-@click.option("--questions", type=FILE, required=True, help="JSONL with `category` and `turns`.")
-@click.option("--draft-model", type=FILE)
-@click.option("--settings", type=Listed.of(_MODES), default="auto", show_default=True)
-@click.option("--prompts", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--max-new", type=click.IntRange(2), default=96, show_default=True)
-@click.option("--temperature", type=click.FloatRange(0), default=0.0)
-@click.option("--seconds", type=click.FloatRange(0), default=float("inf"))
-@click.option("--keep", type=FILE, help="JSONL of the prompts that were measured.")
 @TEAM
-def main(
-    model_dir: Path | None,
-    questions: Path,
-    draft_model: Path | None,
-    settings: tuple[str, ...],
-    prompts: int,
-    max_new: int,
-    temperature: float,
-    seconds: float,
-    keep: Path | None,
-    threads: int,
-) -> Iterator[Row]:
+def main(asked: Asked, model_dir: Path | None, threads: int) -> Iterator[Row]:
     """Yield a row for each kind of text and setting, and one of all kinds."""
-    if draft_model is None and settings != ("auto",):
+    settings, keep = asked.settings, asked.keep
+    if asked.draft_model is None and settings != ("auto",):
         raise click.UsageError("settings draft and both ask a draft model; give --draft-model")
-    ends = time.monotonic() + seconds
+    ends = time.monotonic() + asked.seconds
     texts: dict[str, list[tuple[int, str]]] = {}
-    for number, line in enumerate(questions.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(asked.questions.read_text(encoding="utf-8").splitlines()):
         each = json.loads(line)
         texts.setdefault(each["category"], []).append((number, each["turns"][0]))
     kept = keep.read_text(encoding="utf-8").splitlines() if keep and keep.exists() else []
@@ -98,28 +101,28 @@ def main(
         for name in ("off", *settings):
             how: Row = {"threads": threads, "context": 2048, "speculate": _MODES.get(name, "off")}
             if name in ("draft", "both"):
-                how["draft_model"] = draft_model
+                how["draft_model"] = asked.draft_model
             model = load(model_dir, **how)
             models[name] = opened.enter_context(model)
             model.session.warm()
         spec, names = model.session, list(models)
-        for turn, kind in ((i, kind) for i in range(prompts) for kind in texts):
+        for turn, kind in ((i, kind) for i in range(asked.prompts) for kind in texts):
             for number, prompt in texts[kind][turn : turn + 1]:
                 if number in done or time.monotonic() > ends:
                     continue
-                sampling = Sampling(temperature=temperature, seed=number)
+                sampling = Sampling(temperature=asked.temperature, seed=number)
                 first = len(done) % len(names)
                 order = names[first:] + names[:first]
-                done[number] = {n: _run(models[n], prompt, sampling, max_new) for n in order}
+                done[number] = {n: _run(models[n], prompt, sampling, asked.max_new) for n in order}
                 if keep:
                     append_row(keep, {"kind": kind, "number": number, "runs": done[number]})
         said = {name: model.session.speculation().reason for name, model in models.items()}
     about = {"model": spec.model.checkpoint.path.name, "threads": threads, "isa": spec.isa}
-    about |= {"temperature": temperature, "max_new": max_new}
+    about |= {"temperature": asked.temperature, "max_new": asked.max_new}
     for setting in settings:
         rows = []
-        for kind, asked in texts.items():
-            if found := [done[number] for number, _ in asked if number in done]:
+        for kind, lines in texts.items():
+            if found := [done[number] for number, _ in lines if number in done]:
                 rows.append({"text": kind, **about, **_row(found, setting)})
         yield from rows
         means = {key: mean(row[key] for row in rows) for key in ("over_off", "tokens_per_pass")}

@@ -49,10 +49,10 @@ from bench.strict_checks import (
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import text_of
+from clocher_runtime.command.flags import engine_options, text_of
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.config.commands import RunConfig, resolve
-from clocher_runtime.config.engine import KV_DTYPES, PRECISIONS
+from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
@@ -66,7 +66,7 @@ CHECKED_TOKENS, CHECKED_BYTES = 8, 1 << 16
 """Tokens of the run whose checksum is verified; bytes per token if no work-touch is set."""
 
 _CHARS_PER_TOKEN, _SPANS, _BATCHES = 12, 500, 7
-_OWN = ("model", "format", "act_prec", "kv_dtype", "device", "isa", "threads", "bytes_per_token")
+_OWN = ("model", "format", "act_prec", NUMERICS[1], "device", "isa", "threads", "bytes_per_token")
 
 Task = dict[str, Any]
 """Flags of a process, prompt_tokens P, tokens N, depth D, rounds, mib, text, launched_ns."""
@@ -334,8 +334,6 @@ def verdict(found: Sequence[Check]) -> ExitCode:
 
 @click.command(help=text_of(__doc__))
 @click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
-@click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
-@click.option("--kv-dtype", type=click.Choice(KV_DTYPES), help="default: the back end's")
 @click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="P")
 @click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="N")
@@ -347,7 +345,7 @@ def verdict(found: Sequence[Check]) -> ExitCode:
 @click.option("--json", "out", type=NEW, help="Write rows there.")
 def main(launches: int, out: Path | None, **options: Any) -> None:
     """Measure, check and print."""
-    flags = {name: options.pop(name) for name in ("model_dir", "precision", "kv_dtype", "threads")}
+    flags = {name: options.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
     task = {**options, "flags": {n: str(value) for n, value in flags.items() if value is not None}}
     before = machine.read()
     measured = [launch({**task, "launched_ns": time.monotonic_ns()}) for _ in range(launches)]
@@ -363,6 +361,9 @@ def main(launches: int, out: Path | None, **options: Any) -> None:
     if out:
         write_json(out, rows)
     raise SystemExit(verdict(found))
+
+
+main.params[1:1] = engine_options(*NUMERICS, reads=False, envvar=None)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from pathlib import Path
 import click
 
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import COUNT, needed, option, script, switch
+from clocher_runtime.command.flags import needed, option, script, switch
+from clocher_runtime.command.parameters import COUNT
 from clocher_runtime.convert.synthetic import (
     PRECISIONS,
     PRESETS,

@@ -97,9 +97,10 @@ def run_script(
     """Run a program of scripts/, in this process unless it starts another one."""
     if SCRIPT_TARGETS.get(name, "-m ").startswith("-m "):
         return python(SCRIPTS / f"{name}.py", *args, cwd=cwd, env=dict(env or {}))
-    words = [f"{name}.py", *map(str, args)]
+    where, *first = SCRIPT_TARGETS[name].split()
+    words = [f"{name}.py", *first, *map(str, args)]
     with patch.dict(os.environ, env or {}), patch.object(sys, "argv", words):
-        call = pkgutil.resolve_name(f"clocher_runtime.{SCRIPT_TARGETS[name]}")
+        call = pkgutil.resolve_name(f"clocher_runtime.{where}")
         return subprocess.CompletedProcess(words, *_captured(call, "", cwd))
 
 

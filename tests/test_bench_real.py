@@ -8,7 +8,7 @@ import pytest
 
 from bench import real
 from bench.experiment import NotMeasured
-from bench.llama_perplexity import answered, divergence
+from bench.llama_programs import answered, divergence
 from clocher_runtime.quality.compare import score_window
 
 V = 300
@@ -62,7 +62,7 @@ def test_what_llama_perplexity_prints_is_read(tmp_path: Path) -> None:
     found = answered(
         program(tmp_path / "c", "1\t0\n2\t50.0\n3\t66.7\n4\t75.0"), Path("m"), asked, 1
     )
-    assert found == {"questions": 4, "right": 3}
+    assert found == {"items": 4, "right": 3}
     for said, code in (("", 0), (SAID, 1)):
         with pytest.raises(NotMeasured):
             divergence(program(tmp_path / f"{code}", said, code), Path("m"), Path("b"), 1000, 1)

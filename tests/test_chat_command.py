@@ -220,16 +220,16 @@ def test_thoughts_are_dim_and_calls_are_lines(
     chat_model: ChatModel, said: Sequence[Delta], settings: Mapping[str, bool], expected: str
 ) -> None:
     shown = Shown(chat_model, **settings)
-    shown.talk._show(said)
+    shown.talk._write(said)
     assert shown.out.getvalue() == expected
 
 
 def test_a_terminal_obeys_nothing_of_an_answer(chat_model: ChatModel) -> None:
     shown = Shown(chat_model)
     hostile = "\x1b]0;owned\x07 \x1b[2J \x9b31m \r\x08 \x00"
-    shown.talk._show([Delta("content", hostile)])
+    shown.talk._write([Delta("content", hostile)])
     assert not {*map(ord, shown.out.getvalue())} & ({*range(32), *range(127, 160)} - {10})
-    shown.talk._show([Delta("reasoning", hostile)])
+    shown.talk._write([Delta("reasoning", hostile)])
     thought = shown.out.getvalue().replace("\x1b[2m", "").replace("\x1b[22m", "")
     assert "\x1b" not in thought
 

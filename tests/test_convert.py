@@ -341,19 +341,20 @@ def test_script_converts_and_reports_on_stderr(tmp_path: Path) -> None:
     assert "of disk" in lines[2]
     out = tmp_path / "out"
     assert lines[3:] == [
-        f"hf_to_iebin: wrote 71 tensors (16 quantised) to {out}, verified: 55 of 71 bit for bit "
-        "those of the source"
+        f"clocher convert: wrote 71 tensors (16 quantised) to {out}, verified: 55 of 71 bit for "
+        "bit those of the source",
+        f"next: clocher chat {out}",
     ]
 
 
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [
-        (["--hf-dir", LLAMA], 2, "Missing option '--out-dir'"),
+        (["--hf-dir", LLAMA], 2, "OUT is missing; give it, or --out-dir"),
         (["--hf-dir", LLAMA, "--out-dir", "{out}", "--bits", "4"], 2, "--bits"),
         (["--hf-dir", LLAMA, "--out-dir", "{out}", "--q4-map", "x"], 2, "--q4-map not found: x"),
         (["--hf-dir", LLAMA, "--out-dir", LLAMA], 2, "holds a Hugging Face model"),
-        (["--hf-dir", "absent", "--out-dir", "{out}"], 3, "absent: no model there"),
+        (["--hf-dir", "absent", "--out-dir", "{out}"], 3, "MODEL: no model 'absent' here"),
         (["--hf-dir", LLAMA, "--out-dir", "/proc/none/out"], 5, "/proc/none"),
     ],
     ids=["missing flag", "unknown flag", "no manifest", "same folder", "no model", "no place"],

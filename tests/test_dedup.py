@@ -603,7 +603,9 @@ def configured(**fields: Any) -> RunConfig:
 
 
 def opened(directory: Path, **fields: Any) -> tuple[Any, tuple[str, ...]]:
-    return open_weights(configured(**fields), directory, lambda: open_checkpoint(directory))
+    config = configured(**fields)
+    checkpoint, ignored = open_weights(config, directory)
+    return checkpoint or open_checkpoint(directory), config.unmet(ignored)
 
 
 def uses_dedup(checkpoint: Any) -> bool:

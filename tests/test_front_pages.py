@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 from weight_files import ROOT
 
-from clocher_runtime.command.flags import Command, load
-from clocher_runtime.subcommands.table import SUBCOMMANDS
+from clocher_runtime.command.flags import Command
+from clocher_runtime.subcommands.table import SUBCOMMANDS, command_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
@@ -56,7 +56,7 @@ def test_the_picture_shows_commands_that_there_are() -> None:
     assert typed
     for line in typed:
         program, name, *flags = shlex.split(line)
-        command = load(SUBCOMMANDS[name].where)
+        command = command_of(name)
         assert program == "clocher"
         assert isinstance(command, Command)
         assert command.parse(flags) is not None

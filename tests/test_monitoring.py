@@ -1,6 +1,7 @@
 """The exporter: what lines become, hostile lines, followed files, the server, a real Prometheus."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -30,7 +31,7 @@ from test_jsonline import RUN_KEYS, SPECULATION_KEYS, TOUCH_KEYS
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.command.console import error_line
 from clocher_runtime.monitoring import command, exporter
-from clocher_runtime.monitoring.command import PORT, FollowedDirectory, FollowedFile, LineSplitter
+from clocher_runtime.monitoring.command import PORT, FollowedDirectory, FollowedFile
 from clocher_runtime.monitoring.exporter import (
     COUNTERS,
     GAUGES,
@@ -336,23 +337,27 @@ def test_labels_are_harmless(model: str | None, shown: str) -> None:
     assert by(found, "ie_tokens_per_second", "model") == {shown: 16.0}
 
 
-@pytest.mark.parametrize("size", [1, 2, 7, 1000])
-def test_lines_do_not_depend_on_pieces(size: int) -> None:
+def test_blank_lines_and_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "MAX_LINE_BYTES", 20)
     data = b"one\n\n  \ntwo\r\n" + b"x" * 30 + b"\nthree"
-    splitter = LineSplitter(limit=20)
+    assert list(command.Lines().of(io.BytesIO(data))) == [b"one", b"two\r", None, b"three"]
+    assert list(command.Lines().of(io.BytesIO(b"x" * 40))) == [None]
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 19, 1000])
+def test_lines_do_not_depend_on_pieces(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "MAX_LINE_BYTES", 20)
+    data = b"one\n\n  \ntwo\r\n" + b"x" * 70 + b"\nthree"
+    path = tmp_path / "runs.jsonl"
+    file = FollowedFile(path)
     found: list[bytes | None] = []
     for start in range(0, len(data), size):
-        found += splitter.feed(data[start : start + size])
-    found += splitter.end()
-    assert found == [b"one", b"two\r", None, b"three"]
-
-
-def test_a_long_line_takes_no_memory() -> None:
-    splitter = LineSplitter(limit=1000)
-    for _ in range(100):
-        assert list(splitter.feed(b"x" * 999)) == []
-        assert len(splitter._partial) <= 1000
-    assert list(splitter.feed(b"\nok\n")) == [None, b"ok"]
+        with path.open("ab") as more:
+            more.write(data[start : start + size])
+        found += file.lines()
+    assert [*found, *file.lines(last=True)] == [b"one", b"two\r", None, b"three"]
 
 
 def test_a_file_that_grows(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from kernel_run import kernel_cache
 from clocher_kernels.formats import parse_format
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.command.loading import not_acted_on
+from clocher_runtime.command.loading import without_effect
 from clocher_runtime.config.commands import resolve
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import Given
@@ -279,6 +279,8 @@ def test_what_was_not_acted_on_is_told():
         "prefetch_distance": Given("IE_PREFETCH_DISTANCE", "64"),
         "threads": Given("CLOCHER_THREADS", "3"),
     }
+    config = EngineConfig(given=given)
     ignored = ("AFFINITY=compact", "IE_HOT_REPLICATE=1", "IE_HOT_REPL_LIMIT_MB=9")
-    assert not_acted_on(given, {"prefetch_distance"}) == ignored
-    assert not_acted_on(given, {"placement", "hot_replicate", "prefetch_distance"}) == ()
+    assert config.unmet(without_effect({"prefetch_distance"})) == ignored
+    acted_on = {"placement", "hot_replicate", "prefetch_distance"}
+    assert config.unmet(without_effect(acted_on)) == ()

@@ -17,7 +17,7 @@ from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.command.loading import not_acted_on
+from clocher_runtime.command.loading import without_effect
 from clocher_runtime.config.commands import resolve
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
@@ -98,8 +98,8 @@ def test_ternary_weights_are_packed_in_any_case() -> None:
     session = session_of(model, pretranspose="none")
     assert session.act_prec == "int8" and "pretranspose" not in session.acted_on
     config = resolve({"pretranspose": "none"}, {})
-    assert not_acted_on(config.given, session.acted_on) == ("--pretranspose=none",)
-    assert not_acted_on(config.given, {"pretranspose"}) == ()
+    assert config.unmet(without_effect(session.acted_on)) == ("--pretranspose=none",)
+    assert config.unmet(without_effect({"pretranspose"})) == ()
     session.close()
 
 

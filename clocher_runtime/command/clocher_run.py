@@ -9,7 +9,6 @@ from clocher_kernels.errors import ModelChanged
 from clocher_runtime.command.console import Console, Line, error_line, is_terminal, to_json
 from clocher_runtime.command.flags import Command
 from clocher_runtime.config.commands import RunConfig, resolve, warnings
-from clocher_runtime.config.engine import HINTS
 from clocher_runtime.exit_codes import ExitCode, cause_of
 
 NAME = "clocher-run"
@@ -40,7 +39,6 @@ COMMAND = Command(
     name=NAME,
     about=ABOUT,
     kind=RunConfig,
-    hints=HINTS,
     notes=(
         PRECEDENCE,
         """A hint is checked and accepted; this version does not act on it. The JSON line lists
@@ -51,7 +49,6 @@ it under hints_ignored unless it asks for what happens anyway.""",
         ExitCode.BUG: "unexpected: a defect of Clocher, or standard output cannot be written",
         ExitCode.TERMINATED: "terminated (SIGTERM)",
     },
-    positional=("model_dir", "prompt"),
 )
 
 

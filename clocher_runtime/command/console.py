@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import termios
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -31,7 +31,8 @@ _DIM, _BRIGHT = "\x1b[2m", "\x1b[22m"
 # Nor may it reorder text by U+202A to U+202E and U+2066 to U+2069.
 _TURNING = {*range(0x202A, 0x202F), *range(0x2066, 0x206A)}
 _CONTROL = {*range(32), *range(127, 160), *_TURNING} - {ord("\n"), ord("\t")}
-_INERT = dict.fromkeys(_CONTROL, "\N{REPLACEMENT CHARACTER}")
+_LOST = "\N{REPLACEMENT CHARACTER}"
+_INERT = dict.fromkeys(_CONTROL, _LOST)
 
 
 def is_terminal(stream: TextIO | None) -> bool:
@@ -339,6 +340,22 @@ def in_words(error: OSError) -> str:
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
     where = str(error.filename or "") or ("standard output" if nameless else "")
     return f"{where}: {error.strerror}" if error.strerror and where else str(error)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:
+    """Return rows as columns, some aligned `right`; control characters are made visible."""
+    inert = [
+        ["".join(c if c.isprintable() else _LOST for c in cell) for cell in row] for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*inert, strict=True)]
+    lines = (
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in inert
+    )
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def size(nbytes: int) -> str:

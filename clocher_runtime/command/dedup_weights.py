@@ -4,7 +4,6 @@ import fnmatch
 import logging
 import os
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from clocher_runtime.checkpoints.checkpoint import BIN_NAME
 from clocher_runtime.checkpoints.dedup.index import INDEX_NAME
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, Keep, has_dedup, open_deduplicated
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.values import every, unmet
+from clocher_runtime.config.values import every
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.output_file import write_file
 
@@ -29,18 +28,17 @@ _ACTED_ON = {
     "cache": _ALWAYS | {"dedup_cache_mb"},
     "replicate_hot": _ALWAYS | {"dedup_hot_bytes", "dedup_hot_list"},
 }
-_SETTINGS = {n: s for n, s in every(EngineConfig) if n.startswith("dedup")}
-_FIELDS = frozenset(_SETTINGS)
+_FIELDS = frozenset(name for name, _ in every(EngineConfig) if name.startswith("dedup"))
 _HASH = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
 
 def open_weights(
-    config: EngineConfig, directory: Path | None, other: Callable[[], Checkpoint]
-) -> tuple[Checkpoint, tuple[str, ...]]:
-    """Open the model of a run, by its deduplicated weights if requested.
+    config: EngineConfig, directory: Path | None
+) -> tuple[Checkpoint | None, frozenset[str]]:
+    """Open the deduplicated weights of a run; None if others are to be used.
 
-    Returns also the settings without effect, as "NAME=value". Raises UsageError, ModelError.
+    Returns also the settings without effect. Raises UsageError, ModelError.
     """
     policy = config.dedup_policy
     if config.dedup and config.dedup_strict and policy == "off":
@@ -49,25 +47,23 @@ def open_weights(
             "drop one"
         )
     if directory is None:
-        return other(), unmet(config.given, _SETTINGS, _FIELDS)
+        return None, _FIELDS
     only_form = has_dedup(directory) and not os.path.isfile(directory / BIN_NAME)
     wanted = only_form if config.dedup is None else config.dedup
-    if not wanted or policy == "off":
-        if only_form:
-            raise ModelNotFound(
-                f"{directory}: has its weights in deduplicated form only, and they are not to be "
-                f"used; unset IE_DEDUP and IE_DEDUP_POLICY, or restore {BIN_NAME} with "
-                "clocher dedup --restore"
-            )
-        return other(), unmet(config.given, _SETTINGS, _FIELDS)
-    try:
-        checkpoint = _open(config, directory)
-    except ModelError as error:
-        if config.dedup_strict or only_form:
-            raise
-        _log.warning("IE_DEDUP=1 is not obeyed, %s is used: %s", BIN_NAME, error)
-        return other(), unmet(config.given, _SETTINGS, _FIELDS)
-    return checkpoint, unmet(config.given, _SETTINGS, _FIELDS - _ACTED_ON[policy])
+    if wanted and policy != "off":
+        try:
+            return _open(config, directory), _FIELDS - _ACTED_ON[policy]
+        except ModelError as error:
+            if config.dedup_strict or only_form:
+                raise
+            _log.warning("IE_DEDUP=1 is not obeyed, %s is used: %s", BIN_NAME, error)
+    elif only_form:
+        raise ModelNotFound(
+            f"{directory}: has its weights in deduplicated form only, and they are not to be "
+            f"used; unset IE_DEDUP and IE_DEDUP_POLICY, or restore {BIN_NAME} with "
+            "clocher dedup --restore"
+        )
+    return None, _FIELDS
 
 
 def _open(config: EngineConfig, directory: Path) -> Checkpoint:

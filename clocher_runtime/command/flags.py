@@ -8,8 +8,7 @@ import inspect
 import os
 import pkgutil
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Self
 
@@ -19,6 +18,7 @@ from click.shell_completion import CompletionItem
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, DeviceError, UsageError
 from clocher_runtime.command.console import Console, in_words
+from clocher_runtime.command.parameters import PATH, Place
 from clocher_runtime.config.engine import HINTS, EngineConfig
 from clocher_runtime.config.values import Setting, declared, defaults
 from clocher_runtime.exit_codes import ExitCode, told
@@ -49,90 +49,13 @@ _ENGINE = declared(EngineConfig)
 _EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
 
 
-class _Path(click.Path):
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if value == "":  # of a shell's variable that is not set; Path("") is the current directory
-            self.fail("it is empty", param, ctx)
-        return super().convert(value, param, ctx)
-
-
-PATH = _Path(path_type=Path)
-
-
-class Listed(click.ParamType):
-    """Values with commas between them; `read` parses one, or raises ValueError.
-
-    `fits`: whether a list is allowed; `once`: a value counts once.
-    """
-
-    name = "list"
-
-    def __init__(
-        self,
-        read: Callable[[str], Any],
-        expected: str,
-        fits: Callable[[Sequence[Any]], bool] = lambda values: True,
-        once: bool = True,
-    ) -> None:
-        self._read, self._expected, self._fits, self._once = read, expected, fits, once
-
-    def convert(
-        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
-    ) -> tuple[Any, ...]:
-        """Parse a list; a default may be parsed already."""
-        if not isinstance(value, str):
-            return tuple(value)
-        try:
-            found = [self._read(part) for part in value.split(",")]
-            found = [*dict.fromkeys(found)] if self._once else found
-            if self._fits(found):
-                return tuple(found)
-        except ValueError:
-            pass
-        self.fail(f"{value!r:.80}; expected {self._expected}", param, ctx)
-
-    @classmethod
-    def of(cls, known: Iterable[str]) -> "Listed":
-        """Return the type of a list of known names."""
-        names = tuple(known)
-        # `index` raises ValueError for an unknown name.
-        return cls(lambda text: names[names.index(text)], f"some of {', '.join(names)}")
-
-
-FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-COUNT = click.IntRange(1)
-
-
-class Place(click.Argument):
-    """A positional argument that may also be given by its flag; `word` is its name in usage."""
-
-    def __init__(self, word: str, flag: str, name: str, needed: bool, **more: Any) -> None:
-        metavar = f"{word}..." if more.get("nargs") == -1 else word
-        metavar = metavar if needed else f"[{metavar}]"
-        super().__init__([f"{name}_"], required=False, metavar=metavar, **more)
-        self.word, self.flag, self.of, self.needed = word, flag, name, needed
-
-    def merge(self, values: dict[str, Any]) -> None:
-        """Move the value to that of its flag."""
-        placed, flagged = values.pop(f"{self.of}_"), values[self.of]
-        if self.nargs == -1:
-            values[self.of] = (*placed, *flagged)
-        elif placed is not None and flagged is not None:
-            got = f"got {self.word} {placed} and {self.flag} {flagged}"
-            raise click.UsageError(f"{got}; expected one of them.")
-        elif placed is not None:
-            values[self.of] = placed
-        if self.needed and not values[self.of]:
-            raise click.UsageError(f"{self.word} is missing; give it, or {self.flag}.")
-
-
 class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
-    It calls a function (see `script`), or has the settings of a `kind` of configuration, with
-    `hints`, and is run by a `program`; `positional`: settings that may be given without their flag,
-    in order. `inner`: first word -> module:name of another command. `exit_codes`: those that mean
-    something else than in `USUAL_CODES`, or are not there.
+    It calls a function (see `script`), or has the settings of a `kind` of configuration and is run
+    by a `program`; model and prompt may be given without their flags. `inner`: first word ->
+    module:name of another command. `exit_codes`: those that mean something else than in
+    `USUAL_CODES`, or are not there.
     """
 
     def __init__(
@@ -141,18 +64,16 @@ class Command(click.Command):
         about: str,
         *,
         kind: type[EngineConfig] | None = None,
-        hints: Mapping[str, Setting] = _NONE,
         program: Callable[[Sequence[str]], int] | None = None,
         inner: Mapping[str, str] = _NONE,
-        positional: Sequence[str] = (),
         notes: Sequence[str] = (),
         examples: Examples = (),
         exit_codes: Codes = _NONE,
         **more: Any,
     ) -> None:
-        self.table = {**declared(kind), **hints} if kind else {}
+        self.table = {**declared(kind), **kind.hints} if kind else {}
         self._defaults = defaults(kind) if kind else {}
-        self._program, self._inner, self._positional = program, inner, positional
+        self._program, self._inner = program, inner
         self.notes, self.examples = notes, examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
         params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
@@ -168,18 +89,15 @@ class Command(click.Command):
         )
 
     def _setting_params(self) -> Sequence[click.Parameter]:
-        table = self.table
         places = [
-            Place(
-                n.removesuffix("_dir").upper(),
-                table[n].flag,
-                n,
-                needed=False,
-                shell_complete=_completion(table[n].takes.metavar),
+            Place(word, f"--{name.replace('_', '-')}", name, needed=False, shell_complete=complete)
+            for word, name, complete in (
+                ("MODEL", "model_dir", _completion("PATH")),
+                ("PROMPT", "prompt", _completion("TEXT")),
             )
-            for n in self._positional
+            if name in self.table
         ]
-        flags = [setting_option(n, s, reads=False) for n, s in table.items() if s.flag]
+        flags = [setting_option(n, s, reads=False) for n, s in self.table.items() if s.flag]
         version = _asking("--version", lambda context: f"{context.info_name} {__version__}")
         return [*places, *flags, version, _asking("--help-all", _help_all)]
 
@@ -250,7 +168,7 @@ class Command(click.Command):
 
     def _take_text(self, values: dict[str, Any]) -> None:
         """Take a first positional for the prompt if it is a text: `clocher chat "Who are you?"`."""
-        if self._positional != ("model_dir", "prompt") or values["prompt_"] is not None:
+        if "prompt" not in self.table or values["prompt_"] is not None:
             return
         text = values["model_dir_"]
         if text and (" " in text or "\n" in text) and not os.path.exists(text):

@@ -16,7 +16,7 @@ from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import DEFAULT, EMBEDDED, embedded_model, locate
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
-from clocher_runtime.config.values import Given, every, unmet
+from clocher_runtime.config.values import Given, every
 from clocher_runtime.disk.files import read_ahead
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, gpu, hand_on
 from clocher_runtime.engine.load import Model, load_model
@@ -28,7 +28,6 @@ from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
 DEDUP_INDEX = "model.dedup.json"
-_SETTINGS = dict(every(EngineConfig))
 _STUB_ACTS_ON = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
 _STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
 _STUB_ACTS_ON |= {"trace_ids", "trace_topk", "json", "config"}
@@ -61,28 +60,27 @@ class ModelChoice:
             return open_index(self.path, self.data)
         return open_checkpoint(self.path)
 
-    def open_for(self, config: EngineConfig) -> tuple[Checkpoint, tuple[str, ...]]:
-        """Open it, with deduplicated weights and LoRA if set; raises ModelError, UsageError."""
+    def open_for(self, config: EngineConfig) -> tuple[Checkpoint, Set[str]]:
+        """Open it, with deduplicated weights and LoRA if set; raises ModelError, UsageError.
+
+        Returns also the settings without effect.
+        """
         directory: Path | None = self.path if self.data is None else self.path.parent
         if config.model_bin is not None or (self.data and self.path.name != JSON_NAME):
             directory = None
-        checkpoint, unmet = self._weights(config, directory)
+        asked = config.dedup or any(name.startswith("dedup") for name in config.given)
+        checkpoint, ignored = None, frozenset[str]()
+        if asked or (directory is not None and os.path.isfile(directory / DEDUP_INDEX)):
+            from clocher_runtime.command.dedup_weights import open_weights
+
+            checkpoint, ignored = open_weights(config, directory)
+        checkpoint = checkpoint or self.open()
         if config.lora is None:
-            return checkpoint, unmet
+            return checkpoint, ignored
         from clocher_runtime.checkpoints.hf.lora import with_lora
 
         how = config.given.get("lora", Given("--lora", str(config.lora)))
-        return with_lora(checkpoint, locate(how.raw, how.source)), unmet
-
-    def _weights(
-        self, config: EngineConfig, directory: Path | None
-    ) -> tuple[Checkpoint, tuple[str, ...]]:
-        asked = config.dedup or any(name.startswith("dedup") for name in config.given)
-        if not asked and (directory is None or not os.path.isfile(directory / DEDUP_INDEX)):
-            return self.open(), ()
-        from clocher_runtime.command.dedup_weights import open_weights
-
-        return open_weights(config, directory, self.open)
+        return with_lora(checkpoint, locate(how.raw, how.source)), ignored
 
 
 def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
@@ -200,7 +198,7 @@ class Loaded:
     tokenizer: Tokenizer | StubTokenizer | None
     draft: Model | None = None
     calibration: list[int] | None = None
-    ignored: tuple[str, ...] = ()
+    ignored: Set[str] = frozenset()
 
     def session(self, progress: Progress | None = None, packing: Progress | None = None) -> Session:
         """Return a `Session` of it."""
@@ -223,12 +221,12 @@ def load_engine(
     needs_text: bool = True,
 ) -> Engine:
     """Load a model and compile; raises ModelError, DeviceError, OutOfMemory, UsageError."""
-    chosen = load(config, needs_text=needs_text)
+    chosen, asked = load(config, needs_text=needs_text), config
     config, model = chosen.config, chosen.model
     bound = chosen.session(progress, packing)
-    ignored = not_acted_on(config.given, bound.acted_on) + chosen.ignored
+    ignored = without_effect(bound.acted_on) | chosen.ignored
     if config.act_prec not in (None, bound.act_prec):
-        ignored = unmet(config.given, _SETTINGS, {"act_prec"}) + ignored
+        ignored |= {"act_prec"}
     return Engine(
         session=bound,
         tokenizer=chosen.tokenizer,
@@ -247,7 +245,7 @@ def load_engine(
         bytes_per_token=model.bytes_per_token,
         sampling_defaults=defaults_of(config, model.checkpoint),
         gpu=gpu() if config.backend == "cuda" else None,
-        hints_ignored=tuple(how for how in map(str, config.given.values()) if how in ignored),
+        hints_ignored=asked.unmet(ignored),
     )
 
 
@@ -289,9 +287,9 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         draft=draft,
         calibration=_calibration(config, checkpoint),
         ignored=not_deduplicated
-        + unmet(config.given, _SETTINGS, () if model.obeyed else {"precision"})
-        + unmet(config.given, _SETTINGS, _NOT_ON.get(backend, ()))
-        + unmet(config.given, _SETTINGS, {"draft_model"} if draft is None else ()),
+        | ({"precision"} if not model.obeyed else set())
+        | _NOT_ON.get(backend, set())
+        | ({"draft_model"} if draft is None else set()),
     )
 
 
@@ -338,7 +336,6 @@ def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
 def _stub(config: EngineConfig) -> Loaded:
     from clocher_runtime.engine.stub import CONTEXT, stub_model
 
-    settings = dict(every(type(config)))
     return Loaded(
         config=EngineConfig(
             backend="stub",
@@ -355,7 +352,7 @@ def _stub(config: EngineConfig) -> Loaded:
         source="--stub",
         model=stub_model(),
         tokenizer=StubTokenizer(),
-        ignored=unmet(config.given, settings, settings.keys() - _STUB_ACTS_ON),
+        ignored={name for name, _ in every(type(config))} - _STUB_ACTS_ON,
     )
 
 
@@ -371,9 +368,9 @@ def _tokenizer(checkpoint: Checkpoint, needs_text: bool) -> Tokenizer | None:
         ) from None
 
 
-def not_acted_on(given: Mapping[str, Given], acted_on: Set[str]) -> tuple[str, ...]:
-    """Return settings without effect, as "NAME=value"."""
+def without_effect(acted_on: Set[str]) -> Set[str]:
+    """Return the settings of memory and placement that a session does not act on."""
     met = set(acted_on & _MEMORY)
     met |= _PINNED if "placement" in acted_on else set()
     met |= _REPLICATED if "hot_replicate" in acted_on else set()
-    return unmet(given, _SETTINGS, (_PINNED | _REPLICATED | _MEMORY) - met)
+    return (_PINNED | _REPLICATED | _MEMORY) - met

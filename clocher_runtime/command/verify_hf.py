@@ -13,7 +13,8 @@ from clocher_kernels.errors import DeviceError, ModelError, OutOfMemory, UsageEr
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import CONFIG, find_hf, no_model
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import PATH, needed, option, script, switch
+from clocher_runtime.command.flags import needed, option, script, switch
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.exit_codes import ExitCode

@@ -4,7 +4,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 from clocher_kernels.errors import UsageError
@@ -68,6 +67,7 @@ class RunConfig(SamplingConfig):
     """The settings of a run; for None see the help."""
 
     command: ClassVar[str] = "run"
+    hints: ClassVar[Mapping[str, Setting]] = HINTS
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = (
         ("prompt", "prompt_ids", "prompts_file"),
         *EngineConfig.exclusive,
@@ -191,7 +191,7 @@ def resolve(
     flags: Mapping[str, str], environ: Mapping[str, str], in_file: Mapping[str, Given] | None = None
 ) -> RunConfig:
     """Return the configuration of a run; see `settle`."""
-    return settle(RunConfig, flags, environ, in_file, HINTS)
+    return settle(RunConfig, flags, environ, in_file)
 
 
 def warnings(config: EngineConfig, environ: Mapping[str, str]) -> list[str]:
@@ -254,13 +254,12 @@ def settle(
     flags: Mapping[str, str],
     environ: Mapping[str, str],
     in_file: Mapping[str, Given] | None = None,
-    hints: Mapping[str, Setting] = MappingProxyType({}),
 ) -> Config:
     """Return a configuration: flag, variable, file, default. Raises UsageError.
 
     `in_file` None reads the file of `--config`. An overridden value is not checked.
     """
-    table = {**declared(kind), **hints}
+    table = {**declared(kind), **kind.hints}
     in_file = _of_file(flags, environ, table) if in_file is None else in_file
     values: dict[str, Any] = {}
     given: dict[str, Given] = {}
@@ -271,7 +270,7 @@ def settle(
             continue
         first, *others = found
         value = setting.takes.read(first.source, first.raw)
-        if name in hints:
+        if name in kind.hints:
             if first.raw in setting.idle:
                 given[name] = first
             else:

@@ -3,7 +3,7 @@
 A hint is a setting that is accepted but not acted on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -68,6 +68,7 @@ class EngineConfig:
     """
 
     command: ClassVar[str] = "load"
+    hints: ClassVar[Mapping[str, Setting]] = {}
     exclusive: ClassVar[tuple[tuple[str, ...], ...]] = tuple(
         ("stub", name) for name in ("model_dir", "model_json", "model_bin")
     )
@@ -263,6 +264,12 @@ class EngineConfig:
                 object.__setattr__(self, name, setting.takes.check(name, value))
         if self.stub and self.require_model:
             raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")
+
+    def unmet(self, names: Collection[str]) -> tuple[str, ...]:
+        """Return what was given for settings without effect, as "source=value"."""
+        settings = dict(every(type(self)))
+        asked = ((name, how) for name, how in self.given.items() if name in names)
+        return tuple(str(how) for name, how in asked if how.raw not in settings[name].idle)
 
     def exact(self) -> Self:
         """Return it with an f32 KV cache and fp32 activations: only the weights lose."""

@@ -7,7 +7,7 @@ import operator
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from math import inf
 from numbers import Real
@@ -146,14 +146,6 @@ def defaults(config: type[Any]) -> dict[str, Any]:
 def _named(name: str, setting: Setting) -> Setting:
     env = dict.fromkeys((f"CLOCHER_{name.upper()}", *setting.env))
     return replace(setting, flag=f"--{name.replace('_', '-')}", env=tuple(env))
-
-
-def unmet(
-    given: Mapping[str, Given], settings: Mapping[str, Setting], names: Collection[str]
-) -> tuple[str, ...]:
-    """Return settings that were given and have no effect, as "source=value"."""
-    found = [(setting, given[n]) for n, setting in settings.items() if n in names and n in given]
-    return tuple(str(how) for setting, how in found if how.raw not in setting.idle)
 
 
 def shown(value: object) -> str:

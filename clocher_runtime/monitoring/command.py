@@ -14,7 +14,8 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import PATH, option, script, switch
+from clocher_runtime.command.flags import option, script, switch
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
@@ -25,40 +26,31 @@ PORT = 9640
 MAX_LINE_BYTES = 16 << 20
 MAX_FILES = 1000
 SUFFIXES = (".json", ".jsonl")
-_CHUNK = 1 << 20
 _POLL_S = 1.0
 
 
-class LineSplitter:
-    """Cuts bytes into lines; drops lines that are too long."""
+class Lines:
+    """The lines of a growing file or a stream, without blank ones; None for one too long."""
 
-    def __init__(self, limit: int = MAX_LINE_BYTES) -> None:
-        self._limit = limit
-        self._partial = bytearray()
-        self._skipping = False
+    def __init__(self) -> None:
+        self._too_long = False
 
-    def feed(self, data: bytes) -> Iterator[bytes | None]:
-        """Yield completed lines, without blank ones; None for one too long."""
-        *ended, rest = data.split(b"\n")
-        for piece in ended:
-            self._append(piece)
-            yield from self.end()
-        self._append(rest)
-
-    def end(self) -> Iterator[bytes | None]:
-        """Yield what came since the last line break, as a line."""
-        line = None if self._skipping else bytes(self._partial)
-        self._partial.clear()
-        self._skipping = False
-        if line is None or line.strip():
-            yield line
-
-    def _append(self, piece: bytes) -> None:
-        if self._skipping or len(self._partial) + len(piece) > self._limit:
-            self._skipping = True
-            self._partial.clear()
-        else:
-            self._partial += piece
+    def of(self, file: BinaryIO, last: bool = True) -> Iterator[bytes | None]:
+        """Yield the lines from here on; one without an end only if it is the `last`."""
+        while piece := file.readline(MAX_LINE_BYTES):
+            if not piece.endswith(b"\n"):
+                if len(piece) == MAX_LINE_BYTES:
+                    self._too_long = True
+                    continue
+                if not last:
+                    file.seek(-len(piece), os.SEEK_CUR)
+                    return
+            line = None if self._too_long else piece.removesuffix(b"\n")
+            self._too_long = False
+            if line is None or line.strip():
+                yield line
+        if last and self._too_long:
+            yield None
 
 
 class FollowedFile:
@@ -66,7 +58,7 @@ class FollowedFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._splitter = LineSplitter()
+        self._lines = Lines()
         self._inode = -1
         self._offset = 0
 
@@ -80,16 +72,13 @@ class FollowedFile:
         if not stat.S_ISREG(found.st_mode):
             raise OSError(f"{self.path}: not a regular file; pipe it to standard input instead")
         if found.st_ino != self._inode or found.st_size < self._offset:
-            self._splitter = LineSplitter()
+            self._lines = Lines()
             self._inode, self._offset = found.st_ino, 0
-        if found.st_size > self._offset:
+        if last or found.st_size > self._offset:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                while data := file.read(_CHUNK):
-                    self._offset += len(data)
-                    yield from self._splitter.feed(data)
-        if last:
-            yield from self._splitter.end()
+                yield from self._lines.of(file, last)
+                self._offset = file.tell()
 
 
 class FollowedDirectory:
@@ -111,14 +100,6 @@ class FollowedDirectory:
 
 def _readable(path: Path) -> bool:
     return path.is_file() and os.access(path, os.R_OK)
-
-
-def stream_lines(stream: BinaryIO) -> Iterator[bytes | None]:
-    """Yield the lines of a stream as they come, until it ends."""
-    splitter = LineSplitter()
-    while data := os.read(stream.fileno(), _CHUNK):
-        yield from splitter.feed(data)
-    yield from splitter.end()
 
 
 @script(
@@ -163,7 +144,7 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
         raise OSError(f"{source}: no such file or directory")
     intake = _Intake(RunMetrics(), console)
     if once:
-        intake.take(stream_lines(sys.stdin.buffer) if stream else _open(source).lines(last=True))
+        intake.take(Lines().of(sys.stdin.buffer) if stream else _open(source).lines(last=True))
         click.echo(intake.metrics.text(), nl=False)
         return
     signal.signal(signal.SIGTERM, _interrupt)
@@ -172,7 +153,7 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
             host = f"[{address}]" if ":" in address else address
             console.say(f"serving http://{host}:{actual}/metrics from {source}")
             if stream:
-                intake.take(stream_lines(sys.stdin.buffer))
+                intake.take(Lines().of(sys.stdin.buffer))
                 console.say("the input ended; still serving")
                 Event().wait()
             intake.follow(_open(source))

@@ -49,7 +49,6 @@ COMMAND = Command(
             '\'{"messages":[{"role":"user","content":"Hello"}]}\'',
         ),
     ),
-    positional=("model_dir",),
     exit_codes={
         ExitCode.OK: "ended by a signal, after what ran",
         ExitCode.BUG: "unexpected: a defect of Clocher",

@@ -13,15 +13,8 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import (
-    PATH,
-    Listed,
-    engine_options,
-    option,
-    place,
-    script,
-    switch,
-)
+from clocher_runtime.command.flags import engine_options, option, place, script, switch
+from clocher_runtime.command.parameters import PATH, Listed
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.exit_codes import ExitCode
 

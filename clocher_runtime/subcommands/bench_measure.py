@@ -20,9 +20,8 @@ from typing import Any
 from clocher_kernels import __version__
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.command.console import COMPILING, PACKING, Tell
-from clocher_runtime.command.loading import Loaded, load, not_acted_on
+from clocher_runtime.command.loading import Loaded, load, without_effect
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.config.values import every, unmet
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.backends import gpu
 from clocher_runtime.engine.probes import memory_reader, working_set
@@ -54,7 +53,6 @@ _COUNTS = (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3))
 _BUSY = 0.5
 """Load average per CPU above which a machine counts as busy."""
 
-_SETTINGS = dict(every(EngineConfig))
 _NOT_ASKED = {"verify_weights", "context", "generation_config", "config", "diffusion"}
 """Settings of a model that a bench has no use for, or its own."""
 
@@ -204,8 +202,8 @@ def _verdict(same: Mapping[str, bool | None]) -> bool | None:
 def _about(runner: Runner, bound: Loaded) -> Row:
     session, config = runner.session, bound.config
     given = {name: how for name, how in config.given.items() if name not in _NOT_ASKED}
-    ignored = (*config.hints_ignored, *not_acted_on(given, session.acted_on))
-    ignored += unmet(given, _SETTINGS, {"draft_model"} if bound.draft is None else ())
+    names = without_effect(session.acted_on) | ({"draft_model"} if bound.draft is None else set())
+    ignored = (*config.hints_ignored, *config.unmet(names))
     variables = [str(how) for how in given.values() if how.source[:1] != "-"]
     return {
         "settings": [how for how in variables if how not in ignored],

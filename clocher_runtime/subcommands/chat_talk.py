@@ -3,7 +3,7 @@
 import secrets
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from types import FrameType
@@ -15,16 +15,16 @@ from clocher_runtime.config.commands import CONTINUED, RANDOM, ChatConfig
 from clocher_runtime.config.values import every
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.sampling_defaults import NAMES
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.text.answers import Delta, DeltaKind
 from clocher_runtime.text.chat_template import Message
 from clocher_runtime.text.chat_turn import Answer, ChatModel, NoRoom
 
 MAKE_ROOM = "/undo takes the last turn back, /reset begins a new conversation"
-CHANGEABLE = (
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty"),
-    *("seed", "max_new"),
-)
+CHANGEABLE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_new")
+_COMMANDS = ("help", "reset", "system", "undo", "retry", "set", "show")
+_ALIASES = {"/?": "/help", "/clear": "/reset", "/new": "/reset", "/quit": "/exit", "/bye": "/exit"}
 _SETTINGS = dict(every(ChatConfig))
 _SEEDS = 1 << 64
 _PATIENCE_S = 0.2
@@ -156,18 +156,19 @@ class Talk:
         self._tries = 0  # number of discarded answers to the last message
         self._seed = 0  # of the last answer
         self._used = 0  # tokens of the context after it
+        self._ctrl_c: CtrlC | None = None
         if config.system is not None:
             self._set_system(config.system)
 
     def hold(self, typing: Typing) -> ExitCode:
         """Answer typed messages until the user leaves; return the exit code."""
         told = False
-        with CtrlC(typing.has_begun) as ctrl_c:
+        with CtrlC(typing.has_begun) as self._ctrl_c:
             while True:
                 try:
                     text, is_block = typing.read()
                     told = False
-                    if not self._take(text, is_block, ctrl_c):
+                    if not self._take(text, is_block):
                         return ExitCode.OK
                 except EOFError:  # Ctrl-D
                     self._notes.write("\n")
@@ -186,32 +187,25 @@ class Talk:
                     self._notes.write("\n")
                     raise
 
-    def say(self, text: str, ctrl_c: CtrlC | None = None) -> None:
+    def say(self, text: str) -> None:
         """Answer a message, and keep both or neither; raises ClocherError."""
         self._tries = 0
-        self._answer([*self.messages, {"role": "user", "content": text}], ctrl_c)
+        self._answer([*self.messages, {"role": "user", "content": text}])
 
-    def _answer(self, messages: list[Message], ctrl_c: CtrlC | None) -> None:
+    def _answer(self, messages: list[Message]) -> None:
         config = self._config
         self._seed = secrets.randbits(32) if config.seed == RANDOM else int(config.seed)
         seed = (self._seed + self._tries) % _SEEDS
-        sampling = Sampling(
-            config.temperature,
-            config.top_k,
-            config.top_p,
-            seed,
-            min_p=config.min_p,
-            repetition_penalty=config.repetition_penalty,
-        )
+        sampling = Sampling(seed=seed, **{name: getattr(config, name) for name in NAMES})
         longest = config.max_new
         if longest is None and not self._model.by_template:
             longest = CONTINUED
-        stopping = ctrl_c.stopping() if ctrl_c else nullcontext(lambda: False)
+        stopping = self._ctrl_c.stopping() if self._ctrl_c else nullcontext(lambda: False)
         with quiet_keys(), stopping as stopped:
             answer = self._model.answer(messages, sampling, longest)
             if not self._model.by_template and self._answers.is_terminal:
                 self._answers.write(messages[-1]["content"], dim=True)
-            self._show(answer.parts(stopped))
+            self._write(answer.parts(stopped))
         if answer.ids:
             self.messages = [*messages, answer.message]
             self._used = len(answer.prompt) + len(answer.ids)
@@ -219,7 +213,7 @@ class Talk:
 
     # Output.
 
-    def _show(self, parts: Iterable[Delta]) -> None:
+    def _write(self, parts: Iterable[Delta]) -> None:
         out, last = self._answers, None
         for delta in parts:
             if delta.kind == "reasoning":
@@ -273,33 +267,31 @@ class Talk:
 
     # Input.
 
-    def _take(self, text: str, is_block: bool, ctrl_c: CtrlC) -> bool:
+    def _take(self, text: str, is_block: bool) -> bool:
+        """Answer a message, or obey a command; return whether the conversation goes on."""
         try:
             if is_block or not text.startswith("/") or text.startswith("//"):
                 text = text if is_block else text.removeprefix("/" if text[:2] == "//" else "")
                 if text.strip():
-                    self.say(text, ctrl_c)
+                    self.say(text)
                 return True
             name, _, rest = text.partition(" ")
-            if name in ("/exit", "/quit", "/bye"):
+            name = _ALIASES.get(name, name).removeprefix("/")
+            if name == "exit":
                 return False
-            if name == "/retry":
-                self._retry(ctrl_c)
-                return True
-            command = _COMMANDS.get(name)
-            if command is None:
-                raise UsageError(f"no command {name:.40}; /help lists them, // begins a message")
-            command(self, rest.strip())
+            if name not in _COMMANDS:
+                raise UsageError(f"no command /{name:.40}; /help lists them, // begins a message")
+            getattr(self, f"_{name}")(rest.strip())
         except (UsageError, FormatError, NonFinite) as error:
             self._answers.end_line()
             more = f". {MAKE_ROOM}" if isinstance(error, NoRoom) and self.messages else ""
             self._notes.line(f"error: {error}{more}")
         return True
 
-    def _retry(self, ctrl_c: CtrlC) -> None:
+    def _retry(self, rest: str) -> None:
         at = self._last_question()
         self._tries += 1
-        self._answer(self.messages[: at + 1], ctrl_c)
+        self._answer(self.messages[: at + 1])
 
     def _undo(self, rest: str) -> None:
         self.messages = self.messages[: self._last_question()]
@@ -346,7 +338,7 @@ class Talk:
     def _help(self, rest: str) -> None:
         self._notes.write(HELP)
 
-    def _show_settings(self, rest: str) -> None:
+    def _show(self, rest: str) -> None:
         values = {name: getattr(self._config, name) for name in CHANGEABLE}
         shown = [
             self._about,
@@ -364,18 +356,6 @@ class Talk:
 def _shown(value: object) -> str:
     return "unset" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
-
-_COMMANDS: Mapping[str, Callable[[Talk, str], Any]] = {
-    "/help": Talk._help,
-    "/?": Talk._help,
-    "/reset": Talk._reset,
-    "/clear": Talk._reset,
-    "/new": Talk._reset,
-    "/system": Talk._system,
-    "/undo": Talk._undo,
-    "/set": Talk._set,
-    "/show": Talk._show_settings,
-}
 
 HELP = """\
 /help                show this

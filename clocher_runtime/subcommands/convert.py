@@ -10,14 +10,8 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import (
-    PATH,
-    RESUMES,
-    option,
-    place,
-    script,
-    switch,
-)
+from clocher_runtime.command.flags import RESUMES, option, place, script, switch
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_runtime.command.console import Console, size
+from clocher_runtime.command.console import Console, columns, size
 from clocher_runtime.command.flags import place, script, switch
 from clocher_runtime.exit_codes import ExitCode
 
@@ -115,9 +115,8 @@ def _restore(console: Console, model_dir: Path) -> None:
 def _table(plan: "Deduplication") -> None:
     from clocher_runtime.convert.dedup_writer import gain_of
 
-    click.echo(f"{'bytes':>13} {'stored':>13} {'saved':>7}  plane")
+    rows = [("bytes", "stored", "saved", "plane")]
     for gain in (gain_of(choice.plane) for choice in plan.choices):
-        click.echo(
-            f"{gain.nbytes:13} {gain.stored:13} {gain.percent:6.1f}%  {gain.name} ({gain.dtype}): "
-            f"{gain.how}"
-        )
+        plane = f"{gain.name} ({gain.dtype}): {gain.how}"
+        rows.append((str(gain.nbytes), str(gain.stored), f"{gain.percent:.1f}%", plane))
+    click.echo(columns(rows, right=(0, 1, 2)))

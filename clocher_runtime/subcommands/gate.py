@@ -5,16 +5,8 @@ from typing import Any
 import click
 
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import (
-    COUNT,
-    FILE,
-    PATH,
-    engine_options,
-    needed,
-    option,
-    place,
-    script,
-)
+from clocher_runtime.command.flags import engine_options, needed, option, place, script
+from clocher_runtime.command.parameters import COUNT, FILE, PATH
 from clocher_runtime.config.engine import EXACT, NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.quantize import LIMIT_FLAGS, LIMITS

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from clocher_kernels.errors import ModelNotFound
-from clocher_runtime.command.console import Console, size
+from clocher_runtime.command.console import Console, columns, size
 from clocher_runtime.command.flags import script, switch
 from clocher_runtime.exit_codes import ExitCode
 
@@ -23,7 +23,7 @@ cache, buffers and the program; it fits if the machine, and the limits of its co
 so much left."""
 _COLUMNS = ("name", "family", "parameters", "format", "disk", "memory", "fits", "chat", "runs")
 _HEADS = ("MODEL", *map(str.upper, _COLUMNS[1:]))
-_RIGHT = {"PARAMETERS", "DISK", "MEMORY"}
+_RIGHT = [_COLUMNS.index(name) for name in ("parameters", "disk", "memory")]
 
 
 @script(
@@ -55,7 +55,7 @@ def models(console: Console, where: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows))
     else:
-        _print_table(rows)
+        click.echo(columns([_HEADS, *map(_cells, rows)], right=_RIGHT))
     if not rows:
         console.note("no models; get one: clocher pull OWNER/NAME")
 
@@ -95,20 +95,7 @@ def _tell(found: Mapping[str, Any], as_json: bool) -> None:
         lines.append(("memory", f"{size(nbytes)} with a context of {context}{fits}"))
     if left is not None:
         lines.append(("available", size(left)))
-    width = max(len(name) for name, _ in lines)
-    for name, value in lines:
-        click.echo(_inert(f"{name:<{width}}  {value}"))
-
-
-def _print_table(rows: Sequence[Mapping[str, Any]]) -> None:
-    cells = [_HEADS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        line = (
-            f"{cell:>{width}}" if head in _RIGHT else f"{cell:<{width}}"
-            for head, cell, width in zip(_HEADS, row, widths, strict=True)
-        )
-        click.echo("  ".join(line).rstrip())
+    click.echo(columns([(name, str(value)) for name, value in lines]))
 
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -118,9 +105,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         **dict.fromkeys(("disk", "memory"), size),
         **dict.fromkeys(("fits", "chat"), lambda value: "yes" if value else "no"),
     }
-    return tuple(
-        "-" if row[key] is None else _inert(spell.get(key, str)(row[key])) for key in _COLUMNS
-    )
+    return tuple("-" if row[key] is None else spell.get(key, str)(row[key]) for key in _COLUMNS)
 
 
 def _count(number: int) -> str:
@@ -128,8 +113,3 @@ def _count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.3g} {unit}"
     return str(number)
-
-
-def _inert(text: str) -> str:
-    """Make control characters visible: names come from anywhere."""
-    return "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)

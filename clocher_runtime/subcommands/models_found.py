@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,19 +157,8 @@ def _llama_cache() -> Path:
 
 
 def _size(path: Path) -> int:
-    if os.path.isfile(path):
-        return os.path.getsize(path)
-    total = count = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            count += 1
-            if count > _MOST_ENTRIES:
-                return total
-            try:
-                total += os.stat(os.path.join(folder, name)).st_size
-            except OSError:
-                continue
-    return total
+    files = islice(path.rglob("*"), _MOST_ENTRIES) if path.is_dir() else [path]
+    return sum(os.path.getsize(file) for file in files if os.path.isfile(file))
 
 
 def _phrase(error: Exception, path: Path) -> str:

@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,18 +12,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import (
-    COUNT,
-    FILE,
-    PATH,
-    engine_options,
-    option,
-    place,
-    script,
-    switch,
-)
+from clocher_runtime.command.flags import engine_options, option, place, script, switch
+from clocher_runtime.command.parameters import COUNT, FILE, PATH
 from clocher_runtime.config.engine import EXACT, NUMERICS, EngineConfig
-from clocher_runtime.config.values import Given, every
+from clocher_runtime.config.values import Given
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.session import Session
@@ -47,29 +40,28 @@ class Scored(NamedTuple):
 
 
 @contextmanager
-def scored(model_dir: Path | None, backend: str = "cpu", **settings: Any) -> Iterator[Scored]:
-    """Load the model of the flags; close it in the end. `backend`: a device, or "reference"."""
+def scored(config: EngineConfig) -> Iterator[Scored]:
+    """Load a model, the embedded one without a name; close it in the end."""
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load, numerics
     from clocher_runtime.text.tokenizer import Tokenizer
 
-    variables = dict(every(EngineConfig))["model_dir"].env
-    named = next(filter(None, map(os.environ.get, variables)), None)
-    model_dir = model_dir or (Path(named) if named else None)
-    settings.setdefault("all_logits", True)
-    settings["backend" if backend == "reference" else "device"] = backend
-    config = EngineConfig(
-        model_dir=model_dir or embedded_model(),
-        speculate="off",
-        given={"model_dir": Given("MODEL", str(model_dir))} if model_dir else {},
-        **settings,
-    )
-    loaded = load(config)
+    named = config.model_dir
+    given = {"model_dir": Given("MODEL", str(named))} if named else {}
+    how = replace(config, model_dir=named or embedded_model(), speculate="off", given=given)
+    loaded = load(how)
     with closing(loaded.session()) as session:
-        facts = {"model": str(model_dir or "embedded"), **numerics(session)}
+        facts = {"model": str(named or "embedded"), **numerics(session)}
         facts |= {"act_sparsity": config.act_sparsity} if config.act_sparsity else {}
         assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
         yield Scored(session, loaded.tokenizer, facts)
+
+
+def _config(backend: str, model_dir: Path | None, **settings: Any) -> EngineConfig:
+    """Return the configuration of the flags; `backend`: a device, or "reference"."""
+    device = {"backend" if backend == "reference" else "device": backend}
+    named = model_dir or os.environ.get("CLOCHER_MODEL_DIR") or None
+    return EngineConfig(model_dir=named and Path(named), **device, **settings)
 
 
 @script(
@@ -95,8 +87,9 @@ def perplexity(
     from clocher_runtime.disk.files import read_text
     from clocher_runtime.quality import compare
 
+    config = _config(**model, context=window, chunk=window, all_logits=True)
     words = read_text(text)[:chars]
-    with console.counting() as tell, scored(**model, context=window, chunk=window) as ready:
+    with console.counting() as tell, scored(config) as ready:
         ids = ready.tokenizer.encode(words)
         score = compare.perplexity(ready.session, ids, window, limit, partial(tell, "windows"))
     line = {
@@ -152,28 +145,18 @@ python -m clocher_runtime.adapters.lm_eval_model --tasks NAME."""
     epilog="Killed at any moment, a run with --keep loses a few items; run it again to go on.",
     help=_ABOUT_TASK,
 )
-def quality(
-    console: Console,
-    tasks: tuple[Path, ...],
-    data: Path | None,
-    limit: int | None,
-    shots: int | None,
-    run_code: bool,
-    keep: Path | None,
-    batch: int,
-    context: int | None,
-    **model: Any,
-) -> None:
+def quality(console: Console, tasks: tuple[Path, ...], keep: Path | None, **how: Any) -> None:
     """Score the items of tasks; print their lines, and a table."""
     from clocher_runtime.api import LanguageModel
     from clocher_runtime.disk.strict_json import finite
     from clocher_runtime.quality.tasks import Kept, read_task, run_task
 
-    asked = [read_task(task, data, shots, limit, run_code) for task in tasks]
+    reading = [how.pop(name) for name in ("data", "shots", "limit", "run_code")]
+    asked = [read_task(task, *reading) for task in tasks]
     generates = all(each.generates for each in asked)  # then few logits are needed
-    settings: dict[str, Any] = {"batch": batch, "context": context, "all_logits": not generates}
+    config = _config(**how, all_logits=not generates)
     rows: list[str] = []
-    with console.counting() as tell, scored(**model, **settings) as ready:
+    with console.counting() as tell, scored(config) as ready:
         for task, each in zip(tasks, asked, strict=True):
             facts = {**ready.facts, "context": ready.session.context, **each.facts}
             kept = Kept(keep, {"task": str(task), **facts})

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import PATH, option, place, script, switch
+from clocher_runtime.command.flags import option, place, script, switch
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.command.console import Console, size
-from clocher_runtime.command.flags import COUNT, FILE, PATH, option, place, script, switch
+from clocher_runtime.command.console import Console, columns, size
+from clocher_runtime.command.flags import option, place, script, switch
+from clocher_runtime.command.parameters import COUNT, FILE, PATH
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.subcommands.convert import OUT_DIR, VERIFY, next_command, run_conversion
 
@@ -295,4 +296,4 @@ def _table(plan: "QuantPlan", outcome: "Outcome") -> str:
         found = outcome.evaluation.summary
         perplexities = f"{found.perplexity_reference:.4g}", f"{found.perplexity:.4g}"
         rows.append(("perplexity", *perplexities))
-    return "\n".join(f"{label:<18} {one:>10} {two:>10}".rstrip() for label, one, two in rows)
+    return columns(rows, right=(1, 2))

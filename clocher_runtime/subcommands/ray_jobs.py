@@ -6,7 +6,8 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import COUNT, engine_options, option, place, script
+from clocher_runtime.command.flags import engine_options, option, place, script
+from clocher_runtime.command.parameters import COUNT
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.exit_codes import ExitCode
 

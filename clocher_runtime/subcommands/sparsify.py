@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -54,17 +54,7 @@ def _block(context: click.Context, option: click.Parameter, value: str) -> tuple
     "or the finished new one. Run it again to start over.",
     exit_codes={ExitCode.USAGE: "a flag cannot be used, or no matrix would become smaller"},
 )
-def sparsify(
-    console: Console,
-    model_dir: Path,
-    out_dir: Path,
-    block: tuple[int, int],
-    sparsity: float,
-    inner: str | None,
-    pattern: str,
-    force: bool,
-    verify: bool,
-) -> None:
+def sparsify(console: Console, model_dir: Path, out_dir: Path, verify: bool, **how: Any) -> None:
     """Convert a model to IEBIN with block-sparse matrices, and say how dense each one is.
 
     A matrix that would not become smaller stays as it is; if none would, nothing is written.
@@ -76,9 +66,11 @@ def sparsify(
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.convert import block_sparse
 
-    how = block_sparse.Sparsifying(block, inner or "", sparsity, pattern, force)
+    how["inner"] = how["inner"] or ""
     with replacing_model(console, out_dir):
-        outcomes = block_sparse.sparsify(locate(model_dir, "MODEL"), out_dir, how)
+        outcomes = block_sparse.sparsify(
+            locate(model_dir, "MODEL"), out_dir, block_sparse.Sparsifying(**how)
+        )
     if verify:
         open_iebin(out_dir / JSON_NAME, verify=True)
     tables = RichConsole()

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import shell_complete
 
 from clocher_kernels import __version__
-from clocher_runtime.command.flags import HELP_WIDTH, load, write_examples
+from clocher_runtime.command.flags import HELP_WIDTH, Command, load, write_examples
 from clocher_runtime.exit_codes import ExitCode
 
 ABOUT = """Run language models with low-bit weights: in a terminal, as a server, from Python."""
@@ -25,48 +25,39 @@ EXAMPLES = (
 
 
 class Subcommand(NamedTuple):
-    """A subcommand, the `Command` at module:name."""
+    """A subcommand, `where` it is not subcommands.NAME:NAME."""
 
     about: str
-    where: str
     is_common: bool = True
+    where: str = ""
 
 
 SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "chat": Subcommand("talk with a model in the terminal", "subcommands.chat:COMMAND"),
+    "chat": Subcommand("talk with a model in the terminal"),
     "run": Subcommand(
-        "complete text once, and report how fast it went", "command.clocher_run:COMMAND"
+        "complete text once, and report how fast it went", where="command.clocher_run:COMMAND"
     ),
-    "serve": Subcommand("serve a model: OpenAI's API and a page to chat", "serve.command:COMMAND"),
-    "models": Subcommand(
-        "list the models on this machine, and whether they fit", "subcommands.models:models"
+    "serve": Subcommand(
+        "serve a model: OpenAI's API and a page to chat", where="serve.command:COMMAND"
     ),
-    "pull": Subcommand("get a model from the Hugging Face Hub", "subcommands.pull:pull"),
-    "quantize": Subcommand(
-        "make a model of 4 or 8 bits from one of floats", "subcommands.quantize:quantize"
-    ),
-    "convert": Subcommand(
-        "write a model as one file that loads at once (IEBIN)", "subcommands.convert:convert"
-    ),
-    "bench": Subcommand(
-        "measure speed: pp512 and tg128, beside the memory's limit", "subcommands.bench:bench"
-    ),
-    "dedup": Subcommand(
-        "store an IEBIN model in less space, or restore it", "subcommands.dedup:dedup", False
-    ),
-    "sparsify": Subcommand(
-        "make the matrices of a model block-sparse", "subcommands.sparsify:sparsify", False
-    ),
-    "perplexity": Subcommand(
-        "measure how well a model predicts a text", "subcommands.perplexity:perplexity", False
-    ),
-    "gate": Subcommand(
-        "judge quantised models against the float one", "subcommands.gate:gate", False
-    ),
+    "models": Subcommand("list the models on this machine, and whether they fit"),
+    "pull": Subcommand("get a model from the Hugging Face Hub"),
+    "quantize": Subcommand("make a model of 4 or 8 bits from one of floats"),
+    "convert": Subcommand("write a model as one file that loads at once (IEBIN)"),
+    "bench": Subcommand("measure speed: pp512 and tg128, beside the memory's limit"),
+    "dedup": Subcommand("store an IEBIN model in less space, or restore it", False),
+    "sparsify": Subcommand("make the matrices of a model block-sparse", False),
+    "perplexity": Subcommand("measure how well a model predicts a text", False),
+    "gate": Subcommand("judge quantised models against the float one", False),
     "ray": Subcommand(
-        "send the rows of a file through many actors, with Ray", "subcommands.ray_jobs:ray", False
+        "send the rows of a file through many actors, with Ray", False, "subcommands.ray_jobs:ray"
     ),
 }
+
+
+def command_of(name: str) -> Command:
+    """Return the command of a subcommand, whose module is imported."""
+    return load(SUBCOMMANDS[name].where or f"subcommands.{name}:{name}")
 
 
 _ELSEWHERE = {
@@ -96,7 +87,7 @@ def dispatch(words: Sequence[str]) -> int:
     if name not in SUBCOMMANDS:
         click.echo(f"clocher: error: {unknown(name)}", err=True)
         return ExitCode.USAGE
-    return load(SUBCOMMANDS[name].where).run(rest)
+    return command_of(name).run(rest)
 
 
 def unknown(name: str) -> str:
@@ -140,7 +131,7 @@ class Clocher(click.Group):
         """Return a subcommand."""
         if cmd_name not in SUBCOMMANDS:
             return None
-        found = load(SUBCOMMANDS[cmd_name].where)
+        found = command_of(cmd_name)
         found.short_help = SUBCOMMANDS[cmd_name].about
         return found
 
