@@ -82,7 +82,7 @@ class Quantiser:
 
     def __init__(self, asked: "Asked", threads: int) -> None:
         self.source, self.threads = asked.source, threads
-        self._programs = asked.llama or Path()
+        self.folder, self._programs = asked.keep.parent, asked.llama or Path()
         self._calib, self._samples = asked.calib, asked.samples
 
     def make(self, name: str, method: str, folder: Path) -> Path:
@@ -111,7 +111,7 @@ class Quantiser:
         return folder / "out.gguf"
 
     def _importance(self) -> Path:
-        out = self.source.with_suffix(f".{self._samples}.imatrix.gguf")
+        out = self.folder / f"{self.source.stem}.{self._samples}.imatrix.gguf"
         if not out.exists():
             part = out.with_suffix(".part.gguf")
             command = [self._programs / "llama-imatrix", "-m", self.source, "-f", self._calib]
@@ -151,7 +151,7 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
 
 
 def _score(quantiser: Quantiser, name: str, method: str, bases: Mapping[Path, Windows]) -> Sums:
-    with TemporaryDirectory(dir=quantiser.source.parent) as folder:
+    with TemporaryDirectory(dir=quantiser.folder) as folder:
         made = quantiser.make(name, method, Path(folder))
         sums, logits = sizes(made), exact_logits(made, quantiser.threads)
         for base, windows in bases.items():
