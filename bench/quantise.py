@@ -4,22 +4,24 @@ r"""Quantisation of real weights: what each method loses at its bytes, beside ll
     python -m bench quantise --model-dir FLOAT.gguf --calib-text CALIB --text TEXT \
         [--turns JSONL] [--llama DIR] --keep PARTS --json OUT
 
-Each candidate quantises the matrices of the layers of FLOAT.gguf; embeddings and head have 8 bits
-in all of them (int8 g32 or Q8_0), so that sizes differ by the layers alone. Clocher reads every
-result with fp32 activations and an fp32 cache, and compares its logits with those of FLOAT.gguf, on
-text that was not calibrated with. `over llama.cpp` is the KL divergence beside that of
-llama-quantize with an importance matrix at equal bytes, between its next smaller and larger type;
-importance matrix and calibration read as many tokens of CALIB. PARTS keeps what is done, for a run
-that --seconds ended.
+Where floats cannot be had, FLOAT.gguf is --published dequantised; noise of up to half a step is
+then added to a copy, for a grid that was there before would be found again. Each candidate
+quantises the matrices of the layers of FLOAT.gguf; embeddings and head have 8 bits in all of them
+(int8 g32 or Q8_0), so that sizes differ by the layers alone. Clocher reads every result with fp32
+activations and an fp32 cache, and compares its logits with those of FLOAT.gguf, on text that was
+not calibrated with. `over llama.cpp` is the KL divergence beside that of llama-quantize with an
+importance matrix at equal bytes, between its next smaller and larger type; importance matrix and
+calibration read as many tokens of CALIB. PARTS keeps what is done, for a run that --seconds ended.
 """
 
 import json
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import exp, log, prod
 from pathlib import Path
@@ -55,7 +57,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
 }
 """Formats of `clocher quantize`, as its rules name them."""
 ALLOCATED = "5 bits, allocated"
-METHODS = {"int4 g128": ("rtn", "gptq"), "int4 g32": ("rtn", "imx", "gptq")} | {
+METHODS = {"int4 g128": ("rtn", "gptq"), "int4 g32": ("rtn", "mse", "imx", "gptq")} | {
     "int4 symmetric g32": ("rtn", "gptq"),
     "mxfp4": ("rtn", "imx"),
     "fp8": ("rtn",),
@@ -67,6 +69,8 @@ PLAIN, WEIGHED = "llama-quantize", "llama-quantize, importance"
 _UNWEIGHED = ("Q3_K_M", "Q4_0", "Q4_K_M")
 _ENDS = r".*(embed|lm_head).*"
 _LENGTH, _TARGET = 512, 5
+_GROUPS = {"Q6_K": 16, "Q3_K": 16, "Q2_K": 16}
+"""Weights that share a scale in a type of ggml; 32 in the others."""
 
 
 def candidates(llama: bool) -> Iterator[tuple[str, str]]:
@@ -75,6 +79,29 @@ def candidates(llama: bool) -> Iterator[tuple[str, str]]:
         yield from ((name, WEIGHED) for name in THEIRS)
         yield from ((name, PLAIN) for name in _UNWEIGHED)
     yield from ((name, method) for name, methods in METHODS.items() for method in methods)
+
+
+def dither(source: Path, published: Path, out: Path) -> None:
+    """Copy a GGUF file of f16, adding to each weight noise of up to half a step of `published`.
+
+    `source` is `published` dequantised; its weights lie on a grid that another quantisation would
+    find again. With the noise they are as dense as weights that were never quantised.
+    """
+    from gguf import GGMLQuantizationType, GGUFReader  # of the tests' dependencies
+
+    rng = np.random.default_rng(0)
+    stored = {tensor.name: tensor.tensor_type for tensor in GGUFReader(published).tensors}
+    shutil.copyfile(source, out)
+    for tensor in GGUFReader(out, "r+").tensors:
+        if tensor.tensor_type != GGMLQuantizationType.F16:
+            continue
+        group = _GROUPS.get(stored[tensor.name].name, 32)
+        for rows in np.array_split(tensor.data, max(1, tensor.data.size >> 22)):
+            values = rows.astype(np.float32).reshape(-1, group)
+            gaps = np.diff(np.sort(values, axis=1))
+            step = np.where(gaps > 0, gaps, np.inf).min(axis=1, keepdims=True)
+            noise = rng.uniform(-0.5, 0.5, values.shape) * np.where(np.isfinite(step), step, 0)
+            rows[...] = (values + noise).astype(np.float16).reshape(rows.shape)
 
 
 class Quantiser:
@@ -92,11 +119,11 @@ class Quantiser:
         ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
         own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
         rules, out = folder / "rules.json", folder / "out"
-        document = {"version": 1, "rules": [ends | {"method": "rtn"}, own | {"method": method}]}
-        rules.write_text(json.dumps(document))
+        own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
+        rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
         command = [sys.executable, "-m", "clocher_runtime", "quantize", self.source, out]
         command += ["--rules", rules, "--threads", self.threads, "--no-hash"]
-        if method != "rtn":
+        if method in ("imx", "gptq"):
             command += ["--calib-text", self._calib, "--samples", self._samples]
             command += ["--seq-len", _LENGTH]
         _done(command + (["--target-bpw", _TARGET] if name == ALLOCATED else []))
@@ -165,6 +192,9 @@ class Asked:
     """What is measured."""
 
     source: Path = given("--model-dir", type=FILE, required=True, help="GGUF file of floats.")
+    published: Path | None = given(
+        type=FILE, help="The file that FLOAT.gguf is a dequantised copy of."
+    )
     calib: Path = given("--calib-text", type=FILE, required=True)
     samples: int = given(type=click.IntRange(2), default=24, show_default=True)
     text: Path = given(type=FILE, required=True)
@@ -180,6 +210,13 @@ class Asked:
 @TEAM
 def main(asked: Asked, threads: int) -> Iterator[Row]:
     """Measure the candidates that are missing, and yield the rows of all of them."""
+    if asked.published:
+        out = asked.keep.with_name(f"{asked.source.stem}.dithered.gguf")
+        if not out.exists():
+            part = out.with_suffix(".part")
+            dither(asked.source, asked.published, part)
+            part.rename(out)
+        asked = replace(asked, source=out, published=None)
     parts, source, model = Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
     count = -(-asked.tokens // SCORED)
     kinds = windows_of(tokenizer_of(source), asked.text, asked.turns, count)
