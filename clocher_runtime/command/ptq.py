@@ -90,10 +90,10 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
             "--weights-only 0: a manifest quantises weights alone; int8 activations are a setting "
             "of the run (clocher-run --act-prec int8)"
         )
-    method = options["method"] or ("imx" if options["calib_text"] else "rtn")
+    method = options["method"] or ("gptq" if options["calib_text"] else "rtn")
     if options["rules"] is None:
-        if options["method"] is None and _dtype(options) == "ternary":
-            method = "rtn"
+        if options["method"] is None:
+            method = best_method(rule_format(_rule(options, "rtn")), method)
         kept = NamePattern(KEPT)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept.matches, names)) else []
         document: dict[str, Any] = {"version": 1, "rules": [*exceptions, _rule(options, method)]}
