@@ -92,7 +92,7 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
         )
     method = options["method"] or ("gptq" if options["calib_text"] else "rtn")
     if options["rules"] is None:
-        if options["method"] is None:
+        if options["method"] is None and method != "rtn":
             method = best_method(rule_format(_rule(options, "rtn")), method)
         kept = NamePattern(KEPT)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept.matches, names)) else []
