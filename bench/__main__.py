@@ -13,6 +13,7 @@ CASES = {
     "linear": ("bench.linear:main", "matrix products: roofline, decoded ahead, torch's floats"),
     "block_sparse": ("bench.linear:sparse", "dense against block-sparse products"),
     "real": ("bench.real:main", "published files: KLD, perplexity beside llama.cpp"),
+    "quantise": ("bench.quantise:main", "loss of each method at its bytes, real weights"),
     "profile": ("bench.profile:main", "where the time of a step goes, flame graph, overhead"),
     "speculation": ("bench.speculation:main", "drafts beside none on texts of several kinds"),
     "ptq_calib": ("bench.ptq_calib:main", "cosine of min-max INT8, and a gate"),

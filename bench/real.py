@@ -1,17 +1,18 @@
 r"""Published files: what an engine's arithmetic costs on real text, beside llama.cpp.
 
 \b
-    python -m bench real --gguf FILE --text TEXT --turns JSONL --mmlu LINES --llama DIR \
-        --keep PARTS --json OUT
+    python -m bench real --gguf FILE --text TEXT --turns JSONL --llama DIR --keep PARTS \
+        --task mmlu --data DIR --json OUT
 
 TEXT and the conversations of JSONL ({"messages": [...]} a line, by the model's template) are cut
 into windows of 512 tokens, of which the last 255 are scored, as llama-perplexity does. The
 reference is Clocher in fp32, the exact model of the file, whose logits are written as
 llama-perplexity's --kl-divergence-base. Clocher's default and the llama-perplexity of DIR are
-compared with it, on the same ids. Questions of MMLU are asked without
-examples. Speed is that of `python -m bench peers`; start and memory are those of a process that
-makes one token, of llama.cpp llama-bench. PARTS keeps what is done, so that --seconds may end a run
-early and the same command goes on. Errors are standard errors.
+compared with it, on the same ids. Tasks are those of `clocher bench quality`, without examples;
+llama-perplexity answers questions, llama-server completes. Speed is that of `python -m bench
+peers`; start and memory are those of a process that makes one token, of llama.cpp llama-bench.
+PARTS keeps what is done, so that --seconds may end a run early and the same command goes on. Errors
+are standard errors.
 """
 
 import os
@@ -29,17 +30,17 @@ import click
 import numpy as np
 
 from bench.experiment import FILE, TEAM, NotMeasured, experiment, given, opened
-from bench.llama_perplexity import WINDOW, answered, divergence
+from bench.llama_programs import WINDOW, answered, completed, divergence
 from bench.peers import OURS, LlamaBench, compare
 from bench.record import Row
+from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.loading import load
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
 from clocher_runtime.disk.strict_json import parse_object
-from clocher_runtime.quality.likelihood import Question
 from clocher_runtime.quality.speed import Case
-from clocher_runtime.quality.tasks import Kept, Prompted, read_task, run_task
+from clocher_runtime.quality.tasks import TASKS, Kept, Prompted, read_task, run_task
 from clocher_runtime.subcommands.quality import scored
 from clocher_runtime.text.tokenizer import Tokenizer
 from cpu_fallback.lanes.isa import CURRENT
@@ -52,6 +53,7 @@ EXACT, DEFAULT, LLAMA = ENGINES = "Clocher fp32", "Clocher", "llama.cpp"
 _LEAST = -16.0
 """Probabilities below exp of this do not count, and `--kl-divergence-base` has none."""
 _AT_ONCE = 64
+_METRICS = "acc", "exact_match_flexible", "pass@1"
 Windows = Sequence[list[int]]
 Logits = Callable[[Sequence[int]], np.ndarray]
 Sums = dict[str, float]
@@ -165,17 +167,27 @@ def _add(sums: Sums, more: Mapping[str, float]) -> None:
         sums[name] = sums.get(name, 0.0) + value
 
 
-def _tokenizer(gguf: Path) -> Tokenizer:
+def tokenizer_of(gguf: Path) -> Tokenizer:
+    """Return the tokenizer of a model."""
     checkpoint = open_checkpoint(gguf)
     return Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
+
+
+def exact_logits(model: Path, threads: int) -> Logits:
+    """Return the logits of a session in fp32: what the weights alone say."""
+    return load(_config(model, threads).exact()).session().logits
+
+
+def _config(model: Path, threads: int) -> EngineConfig:
+    sizes: Row = {"context": WINDOW, "chunk": 256, "threads": threads, "all_logits": True}
+    return EngineConfig(model_dir=model, speculate="off", **sizes)
 
 
 class _Engines:
     """Engines of a file by name, each made when it is first asked."""
 
     def __init__(self, gguf: Path, threads: int) -> None:
-        sizes: Row = {"context": WINDOW, "chunk": 256, "threads": threads, "all_logits": True}
-        usual = EngineConfig(model_dir=gguf, speculate="off", **sizes)
+        usual = _config(gguf, threads)
         self._configs = {EXACT: usual.exact(), DEFAULT: usual}
         self._made: dict[str, Logits] = {}
 
@@ -186,15 +198,32 @@ class _Engines:
         return (write_base if name == EXACT else compared)(base, windows, self._made[name])
 
 
-def _accuracy(gguf: Path, engine: str, items: Sequence[Question], keep: Path, threads: int) -> Sums:
-    """Return how many questions Clocher answers."""
-    sizes: Row = {"threads": threads, "batch": 8, "context": 2048, "all_logits": True}
-    config = EngineConfig(model_dir=gguf, **sizes)
+def _accuracy(task: Prompted, gguf: Path, engine: str, asked: "Asked", threads: int) -> Sums:
+    """Return how many items of a task an engine answers as they want."""
+    n = len(task.items)
+    if engine == LLAMA and not task.generates:
+        questions = [(each.context, each.choices, each.answer) for each in task.items]
+        return answered(asked.programs, gguf, questions, threads)
+    if engine == LLAMA:
+        texts = completed(asked.programs, gguf, task.items, threads)
+        judged = zip(task.items, texts, strict=True)
+        return {
+            "items": n,
+            "right": sum(_right(item.judge(text, item.answer)) for item, text in judged),
+        }
+    sizes: Row = {"threads": threads, "batch": 8, "context": 2048}
+    config = EngineConfig(model_dir=gguf, all_logits=not task.generates, **sizes)
     with scored(config.exact() if engine == EXACT else config) as ready:
-        kept = Kept(keep, {"gguf": gguf.name, **ready.facts})
-        task, session = Prompted(items, {}), ready.session
-        found = run_task(task, session, ready.tokenizer, kept, lambda *_: None)["questions"]
-    return {"questions": found["count"], "right": found["count"] * found["acc"]}
+        kept = Kept(asked.keep.with_suffix(".items"), {"gguf": gguf.name, **ready.facts})
+        own = ready.session, ready.tokenizer
+        complete = LanguageModel(ready.session.model, *own).complete_each
+        (found,) = run_task(task, *own, kept, lambda *_: None, complete).values()
+    return {"items": n, "right": round(n * _right(found))}
+
+
+def _right(metrics: Mapping[str, float]) -> float:
+    """Return the metric that counts: of several the one that is kindest to the wording."""
+    return next(metrics[name] for name in _METRICS if name in metrics)
 
 
 def _cost(command: Sequence[object]) -> Sums:
@@ -261,10 +290,11 @@ def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
             if sums := parts.sums(model, text, engine):
                 exact = parts.sums(model, text, EXACT, runs=sums["runs"])
                 row |= {f"{key}_{text}": value for key, value in summary(sums, exact).items()}
-        if sums := parts.sums(model, "mmlu", engine):
-            n, share = sums["questions"], sums["right"] / sums["questions"]
-            error = sqrt(share * (1 - share) / max(n - 1, 1))
-            row |= {"questions": int(n), "percent": 100 * share, "percent_error": 100 * error}
+        for task in TASKS:
+            if sums := parts.sums(model, task, engine):
+                n, share = sums["items"], sums["right"] / sums["items"]
+                error = sqrt(share * (1 - share) / max(n - 1, 1))
+                row |= {f"{task}_items": int(n), task: 100 * share, f"{task}_error": 100 * error}
         own = (key.removeprefix(f"{engine} ") for key in speed if key.startswith(f"{engine} "))
         row |= {key: speed[f"{engine} {key}"] for key in own if " " not in key}
         if row:
@@ -279,17 +309,31 @@ class Asked:
     text: Path | None = given(type=FILE)
     turns: Path | None = given(type=FILE)
     tokens: int = given(type=click.IntRange(1), default=20_000, show_default=True)
-    mmlu: Path | None = given(type=FILE, help="Its lines; each is asked without examples.")
-    limit: int = given(type=click.IntRange(1), default=500, show_default=True, help="Questions.")
+    tasks: Sequence[str] = given("--task", type=click.Choice(list(TASKS)), multiple=True)
+    data: Path | None = given(type=FILE, help="Directory with the lines of the tasks.")
+    limit: int = given(type=click.IntRange(1), default=500, show_default=True, help="Items.")
+    run_code: bool = given(is_flag=True, help="Let humaneval run what the model wrote.")
     engines: Sequence[str] = given(
         "--engine", type=click.Choice(ENGINES), multiple=True, default=ENGINES
     )
     speed: bool = given(
         "--speed/--no-speed", default=True, help="Tokens a second, start and memory."
     )
-    llama: Path | None = given(type=FILE, help="Where llama-perplexity and llama-bench are.")
+    llama: Path | None = given(type=FILE, help="Where the programs of llama.cpp are.")
     keep: Path = given(type=FILE, required=True)
     seconds: int | None = given(type=click.IntRange(1), help="Begin no part after that.")
+
+    @property
+    def programs(self) -> Path:
+        """Where the programs of llama.cpp are."""
+        return self.llama or Path()
+
+    def prompted(self) -> dict[str, Prompted]:
+        """Return the tasks, their items without examples."""
+        return {
+            name: read_task(Path(name), self.data, 0, self.limit, self.run_code)
+            for name in self.tasks
+        }
 
 
 @experiment("real", __doc__, record=Asked)
@@ -298,15 +342,14 @@ def main(asked: Asked, threads: int) -> Iterator[Row]:
     """Measure the parts that are missing, and yield the rows of all of them."""
     if LLAMA in asked.engines and asked.llama is None:
         raise click.UsageError("--llama: give the directory, or --engine without llama.cpp")
-    parts, programs, keep = Parts(asked.keep, asked.seconds), asked.llama or Path(), asked.keep
-    items = read_task(Path("mmlu"), asked.mmlu, 0, asked.limit, False).items if asked.mmlu else ()
-    questions = [item for item in items if isinstance(item, Question)]
+    parts, programs, keep = Parts(asked.keep, asked.seconds), asked.programs, asked.keep
+    tasks = asked.prompted()
     for gguf in asked.files:
         name, made = gguf.stem, _Engines(gguf, threads)
         if asked.speed and asked.llama:
             parts.do(f"{name} speed 0", partial(_speed, gguf, programs, threads))
         count = -(-asked.tokens // SCORED)
-        windows = windows_of(_tokenizer(gguf), asked.text, asked.turns, count)
+        windows = windows_of(tokenizer_of(gguf), asked.text, asked.turns, count)
         longest = max(map(len, windows.values()), default=0)
         for run, kind in product(range(-(-longest // WINDOWS)), windows):
             part = windows[kind][run * WINDOWS : (run + 1) * WINDOWS]
@@ -318,12 +361,7 @@ def main(asked: Asked, threads: int) -> Iterator[Row]:
                 if engine == LLAMA:
                     measure = partial(divergence, programs, gguf, base, len(part) * SCORED, threads)
                 parts.do(f"{name} {kind} {engine} {run}", measure)
-        for engine in asked.engines if questions else ():
-            measure = partial(
-                _accuracy, gguf, engine, questions, keep.with_suffix(".mmlu"), threads
-            )
-            if engine == LLAMA:
-                choices = [(each.context, each.choices, each.answer) for each in questions]
-                measure = partial(answered, programs, gguf, choices, threads)
-            parts.do(f"{name} mmlu {engine} 0", measure)
+        for (task, prompted), engine in product(tasks.items(), asked.engines):
+            measure = partial(_accuracy, prompted, gguf, engine, asked, threads)
+            parts.do(f"{name} {task} {engine} 0", measure)
         yield from _rows(name, [*windows], parts)

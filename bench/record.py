@@ -66,12 +66,22 @@ KINDS: Mapping[str, Kind] = {
         "Published files",
         "model | engine | tokens | KLD of text | same top-1 | perplexity | over fp32 | tokens | "
         "KLD of turns | "
-        "same top-1 | MMLU, % | pp512 | tg64 | start, s | MiB",
+        "same top-1 | MMLU, % | GSM8K, % | HumanEval, % | pp512 | tg64 | start, s | MiB",
         "{model} | {engine} | {tokens_text} | {kld_text:.5f} ± {kld_error_text:.5f} | "
         "{same_top_text:.4f} | {perplexity_text:.3f} | {ppl_ratio_text:.4f} | {tokens_turns} | "
         "{kld_turns:.5f} ± {kld_error_turns:.5f} | "
-        "{same_top_turns:.4f} | {percent:.1f} ± {percent_error:.1f} | {pp512:.0f} | {tg64:.1f} | "
+        "{same_top_turns:.4f} | {mmlu:.1f} ± {mmlu_error:.1f} | {gsm8k:.1f} ± {gsm8k_error:.1f} | "
+        "{humaneval:.1f} ± {humaneval_error:.1f} | {pp512:.0f} | {tg64:.1f} | "
         "{start_s:.2f} | {memory_mib:.0f}",
+    ),
+    "quantise": Kind(
+        "Quantised real weights",
+        "model | format | method | bits of the layers | MiB | KLD of text | over llama.cpp | "
+        "KLD of turns | over llama.cpp | same top-1 | perplexity, over floats",
+        "{model} | {format} | {method} | {bits:.2f} | {mib:.1f} | "
+        "{kld_text:.5f} ± {kld_error_text:.5f} | {over_text:.2f} | "
+        "{kld_turns:.5f} ± {kld_error_turns:.5f} | {over_turns:.2f} | {same_top_text:.4f} | "
+        "{ppl_ratio_text:.4f}",
     ),
     "start": Kind(
         "From the command to the first token",

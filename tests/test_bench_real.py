@@ -1,16 +1,20 @@
 """Published files beside llama.cpp: the sums are llama-perplexity's, and a run goes on."""
 
+import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench import real
+from bench import quantise, real
 from bench.experiment import NotMeasured
-from bench.llama_perplexity import answered, divergence
+from bench.llama_programs import answered, completed, divergence
+from bench.quantise import WEIGHED, over_theirs
 from clocher_runtime.quality.compare import score_window
+from clocher_runtime.quality.tasks import Asked
 
+TEXT = Path(__file__).parent / "data/valid.txt"
 V = 300
 WINDOWS = [[1, *((7 * i + j) % V for i in range(real.WINDOW - 1))] for j in range(2)]
 SAID = """\
@@ -24,6 +28,20 @@ def logits(ids, noise: float = 0.0) -> np.ndarray:
     rng = np.random.default_rng(sum(ids))
     found = 3 * rng.standard_normal((len(ids), V), dtype=np.float32)
     return found + np.float32(noise) * rng.standard_normal((len(ids), V), dtype=np.float32)
+
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        made = {"content": asked["prompt"].upper()[: asked["n_predict"]] + asked["stop"][0]}
+        self.send_response(200); self.end_headers(); self.wfile.write(json.dumps(made).encode())
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
 
 
 def test_a_base_has_what_llama_perplexity_compares(tmp_path: Path) -> None:
@@ -62,7 +80,7 @@ def test_what_llama_perplexity_prints_is_read(tmp_path: Path) -> None:
     found = answered(
         program(tmp_path / "c", "1\t0\n2\t50.0\n3\t66.7\n4\t75.0"), Path("m"), asked, 1
     )
-    assert found == {"questions": 4, "right": 3}
+    assert found == {"items": 4, "right": 3}
     for said, code in (("", 0), (SAID, 1)):
         with pytest.raises(NotMeasured):
             divergence(program(tmp_path / f"{code}", said, code), Path("m"), Path("b"), 1000, 1)
@@ -77,3 +95,35 @@ def test_parts_are_measured_once(tmp_path: Path) -> None:
     again = real.Parts(tmp_path / "parts", None)
     assert again.sums("m", "text", "Clocher")["tokens"] == 5
     assert again.sums("m", "text", "Clocher", runs=1)["tokens"] == 2
+
+
+def test_completions_come_from_llama_server(tmp_path: Path) -> None:
+    tool = tmp_path / "llama-server"
+    tool.write_text(f"#!{sys.executable}\n{SERVER}")
+    tool.chmod(0o755)
+    items = [Asked(text, ("!",), 3, "", lambda said, answer: {}) for text in ("abcd", "xy")]
+    assert completed(tmp_path, Path("m"), items, 1) == ["ABC!", "XY!"]
+    tool.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
+    with pytest.raises(NotMeasured, match="exit code 3"):
+        completed(tmp_path, Path("m"), items, 1)
+
+
+def test_divergences_are_compared_at_equal_bytes() -> None:
+    theirs = [{"method": WEIGHED, "mib": mib, "kld": kld} for mib, kld in ((90, 0.04), (110, 0.01))]
+    own = {"method": "gptq", "mib": 100, "kld": 0.01}
+    assert over_theirs(own, [*theirs, own], "kld") == pytest.approx(0.5)
+    assert over_theirs({**own, "mib": 111}, [*theirs, own], "kld") is None
+
+
+def test_a_real_shape_is_quantised_and_scored(tmp_path: Path) -> None:
+    model = Path(__file__).parent / "data/clocher-tiny-llama"
+    out = tmp_path / "rows.json"
+    words = ["--model-dir", model, "--calib-text", TEXT, "--text", TEXT, "--tokens", 255]
+    words += ["--only", "(int4 g32|int8) rtn", "--keep", tmp_path / "parts", "--json", out]
+    with pytest.raises(SystemExit, match="0"):
+        quantise.main.main([*map(str, words), "--threads", "1"])
+    small, large = json.loads(out.read_text())
+    assert (small["format"], large["format"]) == ("int4 g32", "int8")
+    assert small["bits"] == pytest.approx(4.75) and small["mib"] < large["mib"]
+    assert 0 < large["kld_text"] < small["kld_text"] and small["tokens_text"] == 255
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]

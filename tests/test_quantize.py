@@ -138,6 +138,18 @@ def test_interrupted_between_manifest_and_model_it_goes_on(
     whole = {path.name: path.read_bytes() for path in (tmp_path / "whole").iterdir()}
     assert {path.name: path.read_bytes() for path in out.iterdir()} == whole
     assert set(whole) == {"model.ie.bin", "model.ie.json", "vocab.json", "q4_manifest.json"}
+    tensors = json.loads(whole["q4_manifest.json"])["tensors"]
+    assert {tensor["method"] for tensor in tensors} <= {"gptq", "imx", "rtn"}
+    assert any(tensor["method"] == "gptq" for tensor in tensors), "the default with a text"
+
+
+def test_a_gguf_file_reads_texts_with_its_own_vocabulary(two_layers: Path, tmp_path: Path) -> None:
+    file, out = tmp_path / "m.gguf", tmp_path / "out"
+    assert run(convert, two_layers, file, "--pre", "gpt-2") == 0
+    flags = ("--calib-text", VALID, "--samples", 4, "--seq-len", 64)
+    assert run(quantize, file, out, *flags) == 0
+    manifest = json.loads((out / "q4_manifest.json").read_bytes())
+    assert manifest["calibration"]["tokens"] == 4 * 64
 
 
 def test_a_killed_one_leaves_the_old_model_and_can_be_repeated(

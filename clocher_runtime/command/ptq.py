@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -135,10 +134,10 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
             "--weights-only 0: a manifest quantises weights alone; int8 activations are a setting "
             "of the run (clocher-run --act-prec int8)"
         )
-    method = options["method"] or ("imx" if options["calib_text"] else "rtn")
+    method = options["method"] or ("gptq" if options["calib_text"] else "rtn")
     if options["rules"] is None:
-        if options["method"] is None and _dtype(options) == "ternary":
-            method = "rtn"
+        if options["method"] is None and method != "rtn":
+            method = best_method(rule_format(_rule(options, "rtn")), method)
         kept = name_pattern(KEPT).fullmatch
         exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept, names)) else []
         document: dict[str, Any] = {"version": 1, "rules": [*exceptions, _rule(options, method)]}
@@ -249,12 +248,13 @@ def _gate(checkpoint: Checkpoint, options: dict[str, Any]) -> GateText:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    if not os.path.isfile(checkpoint.tokenizer_json):
+    source = checkpoint.tokenizer_source
+    if isinstance(source, Path) and not source.is_file():
         raise UsageError(
-            "the input has no tokenizer.json, so texts cannot be read: --calib-text and --gate "
-            "need a directory with one"
+            "the input has no tokenizer, so texts cannot be read: give a "
+            "directory with tokenizer.json, or a GGUF file with a vocabulary"
         )
-    return Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    return Tokenizer(source, checkpoint.tokenizer_config)
 
 
 def _read_text(path: Path) -> tuple[str, dict[str, Any]]:
@@ -282,7 +282,7 @@ def judge(console: Console, options: dict[str, Any]) -> ExitCode:
     models = tuple(p if p.is_file() else locate(p, "MODEL") for p in options["model"])
     checkpoint = open_checkpoint(locate(options["reference"], "--reference"))
     reference = load_model(checkpoint)
-    tokenizer = Tokenizer(checkpoint.tokenizer_json, checkpoint.tokenizer_config)
+    tokenizer = _tokenizer(checkpoint)
     documents = cut(
         read_text(options["text"])[: options["chars"]],
         tokenizer.encode,

@@ -26,7 +26,7 @@ LIMITS = ("float", "int8", "kv", "fp8", "int4")
 FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
 
 _NEXT = {
-    "fail": "try --calib-text with --method gptq, or more bits, or loosen a limit",
+    "fail": "try --calib-text, or more bits, or loosen a limit",
     "undecided": "judge it with more text, or loosen a limit",
 }
 
@@ -88,7 +88,8 @@ FLAGS: tuple[click.Parameter, ...] = (
     option(
         "--method",
         click.Choice(["rtn", "imx", "gptq"]),
-        "Rounding; search weighted by activations; GPTQ.  [default: rtn, or imx with --calib-text]",
+        "Rounding; search weighted by activations; GPTQ.  [default: rtn; with --calib-text gptq, "
+        "imx for formats that have none]",
     ),
     option("--calib-text", FILE, "UTF-8 text for imx, gptq and --target-bpw."),
     option("--samples", COUNT, default=128),
@@ -128,13 +129,13 @@ FLAGS: tuple[click.Parameter, ...] = (
     examples=(
         ("4 bits, in a minute or so", "clocher quantize models/llama models/llama-int4"),
         (
-            "Better 4 bits: errors weighed by what a text activates",
+            "Better 4 bits: GPTQ with what a text activates",
             "clocher quantize models/llama models/llama-int4 --calib-text calib.txt",
         ),
         (
             "Only if it is good enough on held-out text",
-            "clocher quantize models/llama models/llama-int4 --method gptq \\\n"
-            "    --calib-text calib.txt --gate held_out.txt",
+            "clocher quantize models/llama models/llama-int4 --calib-text calib.txt \\\n"
+            "    --gate held_out.txt",
         ),
         ("8 bits; what would it take?", "clocher quantize models/llama out --bits 8 --dry-run"),
     ),

@@ -1,17 +1,27 @@
-"""llama-perplexity: how far a file's tokens are from a reference, and questions that it answers."""
+"""llama-perplexity beside a reference, and the answers of it and llama-server to tasks."""
 
+import json
 import math
 import re
+import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import OK
 from pathlib import Path
+from subprocess import DEVNULL
+from urllib.request import Request, urlopen
 
 import numpy as np
 
 from bench.experiment import NotMeasured
+from clocher_runtime.quality.tasks import Asked
 
-_TIMEOUT_S = 3600
+_TIMEOUT_S, _START_S = 3600, 60
+_SLOTS, _CONTEXT = 4, 2048
 WINDOW = 512
 """Tokens of a window of llama-perplexity."""
 _SAID = {
@@ -63,7 +73,44 @@ def answered(
         said = re.findall(r"^(\d+)\t([\d.]+)$", _perplexity(programs, gguf, more, threads), re.M)
     if len(said) != len(parts):
         raise NotMeasured(f"llama-perplexity answered {len(said)} of {len(parts)} questions")
-    return {"questions": len(parts), "right": round(float(said[-1][1]) * len(parts) / 100)}
+    return {"items": len(parts), "right": round(float(said[-1][1]) * len(parts) / 100)}
+
+
+def completed(programs: Path, gguf: Path, items: Sequence[Asked], threads: int) -> list[str]:
+    """Return greedy completions by llama-server, from `_SLOTS` sequences side by side."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [programs / "llama-server", "-m", gguf, "-t", threads, "--port", port]
+    command += ["-np", _SLOTS, "-c", _SLOTS * _CONTEXT, "--no-webui"]
+    server = subprocess.Popen(list(map(str, command)), stdout=DEVNULL, stderr=DEVNULL)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + _START_S
+        while not _answers(address):
+            if server.poll() is not None or time.monotonic() > end:
+                raise NotMeasured(f"llama-server does not answer: exit code {server.poll()}")
+            time.sleep(0.1)
+        with ThreadPoolExecutor(_SLOTS) as pool:
+            return list(pool.map(partial(_complete, address), items))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _answers(address: str) -> bool:
+    try:
+        with urlopen(f"{address}/health") as answer:
+            return bool(answer.status == OK)
+    except OSError:
+        return False
+
+
+def _complete(address: str, item: Asked) -> str:
+    asked = {"prompt": item.context, "n_predict": item.max_new, "stop": item.stop, "top_k": 1}
+    head = {"Content-Type": "application/json"}
+    request = Request(f"{address}/completion", json.dumps(asked).encode(), head)
+    with urlopen(request, timeout=_TIMEOUT_S) as answer:
+        return str(json.load(answer)["content"])
 
 
 def _perplexity(programs: Path, gguf: Path, more: Sequence[str], threads: int) -> str:

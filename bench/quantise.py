@@ -1,0 +1,242 @@
+r"""Quantisation of real weights: what each method loses at its bytes, beside llama-quantize.
+
+\b
+    python -m bench quantise --model-dir FLOAT.gguf --calib-text CALIB --text TEXT \
+        [--turns JSONL] [--llama DIR] --keep PARTS --json OUT
+
+Where floats cannot be had, FLOAT.gguf is --published dequantised; noise of up to half a step is
+then added to a copy, for a grid that was there before would be found again. Each candidate
+quantises the matrices of the layers of FLOAT.gguf; embeddings and head have 8 bits in all of them
+(int8 g32 or Q8_0), so that sizes differ by the layers alone. Clocher reads every result with fp32
+activations and an fp32 cache, and compares its logits with those of FLOAT.gguf, on text that was
+not calibrated with. `over llama.cpp` is the KL divergence beside that of llama-quantize with an
+importance matrix at equal bytes, between its next smaller and larger type; importance matrix and
+calibration read as many tokens of CALIB. PARTS keeps what is done, for a run that --seconds ended.
+"""
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import exp, log, prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import click
+import numpy as np
+
+from bench.experiment import FILE, TEAM, NotMeasured, experiment, given
+from bench.real import (
+    SCORED,
+    Parts,
+    Sums,
+    Windows,
+    compared,
+    exact_logits,
+    summary,
+    tokenizer_of,
+    windows_of,
+    write_base,
+)
+from bench.record import Row
+from clocher_runtime.checkpoints import open_checkpoint
+
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "int4 g128": {"dtype": "int4", "group": 128, "zero": "per-group"},
+    "int4 symmetric g32": {"dtype": "int4", "group": 32},
+    "int4 g32": {"dtype": "int4", "group": 32, "zero": "per-group"},
+    "mxfp4": {"dtype": "mxfp4"},
+    "fp8": {"dtype": "fp8"},
+    "int8": {"dtype": "int8"},
+}
+"""Formats of `clocher quantize`, as its rules name them."""
+ALLOCATED = "5 bits, allocated"
+METHODS = {"int4 g128": ("rtn", "gptq"), "int4 g32": ("rtn", "mse", "imx", "gptq")} | {
+    "int4 symmetric g32": ("rtn", "gptq"),
+    "mxfp4": ("rtn", "imx"),
+    "fp8": ("rtn",),
+    "int8": ("rtn",),
+    ALLOCATED: ("gptq",),
+}
+THEIRS = ("Q3_K_M", "IQ3_S", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0")
+PLAIN, WEIGHED = "llama-quantize", "llama-quantize, importance"
+_UNWEIGHED = ("Q3_K_M", "Q4_0", "Q4_K_M")
+_ENDS = r".*(embed|lm_head).*"
+_LENGTH, _TARGET = 512, 5
+_GROUPS = {"Q6_K": 16, "Q3_K": 16, "Q2_K": 16}
+"""Weights that share a scale in a type of ggml; 32 in the others."""
+
+
+def candidates(llama: bool) -> Iterator[tuple[str, str]]:
+    """Yield the candidates: the format and the method, those of llama-quantize first."""
+    if llama:
+        yield from ((name, WEIGHED) for name in THEIRS)
+        yield from ((name, PLAIN) for name in _UNWEIGHED)
+    yield from ((name, method) for name, methods in METHODS.items() for method in methods)
+
+
+def dither(source: Path, published: Path, out: Path) -> None:
+    """Copy a GGUF file of f16, adding to each weight noise of up to half a step of `published`.
+
+    `source` is `published` dequantised; its weights lie on a grid that another quantisation would
+    find again. With the noise they are as dense as weights that were never quantised.
+    """
+    from gguf import GGMLQuantizationType, GGUFReader  # of the tests' dependencies
+
+    rng = np.random.default_rng(0)
+    stored = {tensor.name: tensor.tensor_type for tensor in GGUFReader(published).tensors}
+    shutil.copyfile(source, out)
+    for tensor in GGUFReader(out, "r+").tensors:
+        if tensor.tensor_type != GGMLQuantizationType.F16:
+            continue
+        group = _GROUPS.get(stored[tensor.name].name, 32)
+        for rows in np.array_split(tensor.data, max(1, tensor.data.size >> 22)):
+            values = rows.astype(np.float32).reshape(-1, group)
+            gaps = np.diff(np.sort(values, axis=1))
+            step = np.where(gaps > 0, gaps, np.inf).min(axis=1, keepdims=True)
+            noise = rng.uniform(-0.5, 0.5, values.shape) * np.where(np.isfinite(step), step, 0)
+            rows[...] = (values + noise).astype(np.float16).reshape(rows.shape)
+
+
+class Quantiser:
+    """Makes candidates of a file of floats."""
+
+    def __init__(self, asked: "Asked", threads: int) -> None:
+        self.source, self.threads = asked.source, threads
+        self.folder, self._programs = asked.keep.parent, asked.llama or Path()
+        self._calib, self._samples = asked.calib, asked.samples
+
+    def make(self, name: str, method: str, folder: Path) -> Path:
+        """Write a candidate into an empty folder, and return its path."""
+        if method in (PLAIN, WEIGHED):
+            return self._theirs(name, method, folder)
+        ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
+        own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
+        rules, out = folder / "rules.json", folder / "out"
+        own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
+        rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
+        command = [sys.executable, "-m", "clocher_runtime", "quantize", self.source, out]
+        command += ["--rules", rules, "--threads", self.threads, "--no-hash"]
+        if method in ("imx", "gptq"):
+            command += ["--calib-text", self._calib, "--samples", self._samples]
+            command += ["--seq-len", _LENGTH]
+        _done(command + (["--target-bpw", _TARGET] if name == ALLOCATED else []))
+        return out
+
+    def _theirs(self, name: str, method: str, folder: Path) -> Path:
+        command: list[object] = [self._programs / "llama-quantize"]
+        if method == WEIGHED:
+            command += ["--imatrix", self._importance()]
+        command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
+        _done([*command, self.source, folder / "out.gguf", name, self.threads])
+        return folder / "out.gguf"
+
+    def _importance(self) -> Path:
+        out = self.folder / f"{self.source.stem}.{self._samples}.imatrix.gguf"
+        if not out.exists():
+            part = out.with_suffix(".part.gguf")
+            command = [self._programs / "llama-imatrix", "-m", self.source, "-f", self._calib]
+            command += ["-c", _LENGTH, "--chunks", self._samples, "-t", self.threads]
+            _done([*command, "-o", part])
+            part.rename(out)
+        return out
+
+
+def _done(command: Sequence[object]) -> None:
+    ran = subprocess.run([str(word) for word in command], capture_output=True, text=True)
+    if ran.returncode:
+        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
+        raise NotMeasured(f"{shlex.join(map(str, command))}: {said[-1]}")
+
+
+def sizes(model: Path) -> Sums:
+    """Return the MiB of a model's tensors, and the bits of a weight of its layers' matrices."""
+    checkpoint = open_checkpoint(model)
+    inner = [
+        stored
+        for name, stored in checkpoint.tensors.items()
+        if len(stored.shape) > 1 and not re.fullmatch(_ENDS, name)
+    ]
+    params = sum(prod(stored.shape) for stored in inner)
+    layers = 8 * sum(stored.nbytes for stored in inner) / params
+    return {"mib": checkpoint.nbytes / (1 << 20), "bits": layers}
+
+
+def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
+    """Return a row's divergence over llama-quantize's at equal bytes; None outside its range."""
+    known = sorted((each["mib"], log(each[key])) for each in rows if each["method"] == WEIGHED)
+    sizes = [mib for mib, _ in known]
+    if not sizes or not sizes[0] <= row["mib"] <= sizes[-1]:
+        return None
+    return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
+
+
+def _score(quantiser: Quantiser, name: str, method: str, bases: Mapping[Path, Windows]) -> Sums:
+    with TemporaryDirectory(dir=quantiser.folder) as folder:
+        made = quantiser.make(name, method, Path(folder))
+        sums, logits = sizes(made), exact_logits(made, quantiser.threads)
+        for base, windows in bases.items():
+            found = compared(base, windows, logits)
+            sums |= {f"{base.suffix[1:]} {key}": value for key, value in found.items()}
+    return sums
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is measured."""
+
+    source: Path = given("--model-dir", type=FILE, required=True, help="GGUF file of floats.")
+    published: Path | None = given(
+        type=FILE, help="The file that FLOAT.gguf is a dequantised copy of."
+    )
+    calib: Path = given("--calib-text", type=FILE, required=True)
+    samples: int = given(type=click.IntRange(2), default=24, show_default=True)
+    text: Path = given(type=FILE, required=True)
+    turns: Path | None = given(type=FILE)
+    tokens: int = given(type=click.IntRange(1), default=2040, show_default=True)
+    llama: Path | None = given(type=FILE, help="Where llama-quantize is.")
+    only: str = given(default="", help="Regular expression for format and method.")
+    keep: Path = given(type=FILE, required=True)
+    seconds: int | None = given(type=click.IntRange(1), help="Begin no part after that.")
+
+
+@experiment("quantise", __doc__, record=Asked, title="{model}, {samples} sequences of 512 tokens")
+@TEAM
+def main(asked: Asked, threads: int) -> Iterator[Row]:
+    """Measure the candidates that are missing, and yield the rows of all of them."""
+    if asked.published:
+        out = asked.keep.with_name(f"{asked.source.stem}.dithered.gguf")
+        if not out.exists():
+            part = out.with_suffix(".part")
+            dither(asked.source, asked.published, part)
+            part.rename(out)
+        asked = replace(asked, source=out, published=None)
+    parts, source, model = Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
+    count = -(-asked.tokens // SCORED)
+    kinds = windows_of(tokenizer_of(source), asked.text, asked.turns, count)
+    bases = {asked.keep.with_name(f"{model}.{kind}"): kinds[kind] for kind in kinds}
+    logits = cache(partial(exact_logits, source, threads))
+    for base, windows in bases.items():
+        parts.do(base.name, partial(write_base, base, windows, lambda ids: logits()(ids)))
+    rows: list[Row] = []
+    for name, method in candidates(asked.llama is not None):
+        key = f"{model} {asked.samples} {name} {method}"
+        if re.search(asked.only, f"{name} {method}"):
+            parts.do(key, partial(_score, Quantiser(asked, threads), name, method, bases))
+        if found := parts.get(key):
+            row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
+            row |= {"bits": found["bits"], "samples": asked.samples}
+            for base in bases:
+                kind = base.suffix[1:]
+                sums = {k.split()[1]: v for k, v in found.items() if k.startswith(f"{kind} ")}
+                exact = parts.get(base.name)
+                row |= {f"{k}_{kind}": v for k, v in summary(sums, exact).items()}
+            rows.append(row)
+    for row in sorted(rows, key=lambda row: row["mib"]):
+        yield row | {f"over_{kind}": over_theirs(row, rows, f"kld_{kind}") for kind in kinds}
