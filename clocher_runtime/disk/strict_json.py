@@ -26,6 +26,8 @@ MAX_RANK = 8
 MAX_ELEMENTS = 1 << 48
 
 _T = TypeVar("_T")
+_ESCAPED = re.compile(rb"\\\\*u[dD]")
+"""Backslashes and "ud"; an odd number of them: half of a surrogate pair, perhaps alone."""
 _PLACE = re.compile(r"\.(\w+)|\[(\d+)\]")
 _WORDS = {
     "int": "an integer",
@@ -61,7 +63,7 @@ def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
             parse_constant=_refuse_constant,
             parse_float=_finite,
         )
-        if b"\\ud" in data or b"\\uD" in data:
+        if any(len(found) % 2 for found in _ESCAPED.findall(data)):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None

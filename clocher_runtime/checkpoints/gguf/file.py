@@ -74,8 +74,19 @@ class Strings:
         return _decoded(data, f"{self.file.path}: {self.key}[{index}]")
 
     def texts(self) -> list[str]:
-        """Return all strings."""
-        return [self.text(index) for index in range(len(self))]
+        """Return all strings; raises FormatError if one is not UTF-8."""
+        if not len(self):
+            return []
+        # They follow each other, each after eight bytes with its length.
+        starts = self.starts.tolist()
+        first, last = starts[0], starts[-1]
+        length = int.from_bytes(self.file.bytes(last - 8, last).tobytes(), "little")
+        data = self.file.bytes(first, last + length).tobytes()
+        ends = [*(start - 8 for start in starts[1:]), last + length]
+        try:
+            return [data[a - first : b - first].decode() for a, b in zip(starts, ends, strict=True)]
+        except UnicodeDecodeError:
+            return [self.text(index) for index in range(len(self))]  # says which one
 
 
 Value = bool | int | float | str | np.ndarray | Strings

@@ -1,11 +1,11 @@
 """GGUF vocabulary -> tokenizer.json: byte-level BPE, SentencePiece. Source: llama-vocab.cpp."""
 
-import json
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
@@ -133,7 +133,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
         "post_processor": None,
         **_KINDS[kind](file, texts),
     }
-    return json.dumps(document, ensure_ascii=False).encode()
+    return msgspec.json.encode(document)
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _texts(file: GgufFile) -> list[str]:
 
 def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
     """Return the tokens that are matched before a text is split."""
-    types = token_types(file, len(texts))
+    types = token_types(file, len(texts)).tolist()
     roles = {token_id(file, role) for role in ("bos", "eos")}
     strips = any(name in file.get("general.name", str, "").lower() for name in _PHI_3)
     return [
@@ -192,11 +192,16 @@ def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": strips and texts[index] not in _PHI_3_KEEP,
             "normalized": False,
-            "special": bool(types[index] != USER),
+            "special": types[index] != USER,
         }
         for index in range(len(texts))
         if texts[index] and (types[index] in (CONTROL, USER, UNKNOWN) or index in roles)
     ]
+
+
+def _is_merge(merge: str, vocab: Mapping[str, int]) -> bool:
+    pair = merge.split(" ")
+    return len(pair) == 2 and all(part in vocab for part in (*pair, "".join(pair)))
 
 
 def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
@@ -212,16 +217,16 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
         )
     pre = PRE_TYPES[name]
     vocab = {text: index for index, text in enumerate(texts)}
-    merges = []
-    for index, merge in enumerate(file.get(_MERGES, Strings).texts()):
-        # The space that parts the two is never a character of theirs: bytes are spelled otherwise.
-        pair = merge.split(" ")
-        if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
-            raise FormatError(
-                f"{file.file.path}: {_MERGES}[{index}] is {merge!r:.60}; expected two tokens whose "
-                "union is a token"
-            )
-        merges.append(pair)
+    merges = file.get(_MERGES, Strings).texts()
+    # The space that parts the two is never a character of theirs: bytes are spelled otherwise.
+    parts = " ".join(merges).split(" ")
+    used = {*parts, *(merge.replace(" ", "", 1) for merge in merges)} if merges else set()
+    if not used <= vocab.keys() or (merges and len(parts) != 2 * len(merges)):
+        index = next(i for i, merge in enumerate(merges) if not _is_merge(merge, vocab))
+        raise FormatError(
+            f"{file.file.path}: {_MERGES}[{index}] is {merges[index]!r:.60}; expected two tokens "
+            "whose union is a token"
+        )
     splits = [
         {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
         for text in pre.splits
