@@ -52,11 +52,12 @@ class Dots:
     wide: bool = False
     # whether sums are kept plus `NUMBER`, which starts are without zero points
     number: bool = False
+    plain: bool = False  # whether the lines are the operands (`strips`)
 
     @property
     def lines(self) -> int:
         """Lines of a unit."""
-        return LINES[self.code]
+        return OPERANDS << self.wide if self.plain else LINES[self.code]
 
     @property
     def code_bytes(self) -> int:
@@ -88,7 +89,7 @@ class Dots:
 
         `lines` and `codes` are addresses; lines are asked for so many bytes ahead.
         """
-        for i in range(self.lines):
+        for i in range(0 if self.plain else self.lines):
             v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
 
         def load(line: int) -> Any:
@@ -125,10 +126,9 @@ class Dots:
         def operands(place: int) -> list[Any]:
             if not self.wide:
                 return [weights(place)]
-            shorts = b.bitcast(weights(place // 2), v.SHORTS)
-            if place % 2:
-                return [b.lshr(shorts, v.constant(shorts.type, 8))]
-            return [b.and_(shorts, v.constant(shorts.type, 255))]
+            if self.plain:
+                return [b.bitcast(load(place), v.SHORTS)]
+            return [self.widened(b, weights(place // 2))[place % 2]]
 
         for start in range(0, count, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
@@ -138,6 +138,12 @@ class Dots:
             for total, own in zip(sums, found, strict=True):
                 value = join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
+
+    def widened(self, b: Any, line: Any) -> list[Any]:
+        """Emit the even and the odd bytes of an operand as int16."""
+        shorts = b.bitcast(line, v.SHORTS)
+        even = b.and_(shorts, v.constant(shorts.type, 255))
+        return [even, b.lshr(shorts, v.constant(shorts.type, 8))]
 
     def end_f32(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block as fp32, to nearest."""
@@ -165,7 +171,7 @@ class Dots:
 
         `load` emits a line of the unit.
         """
-        if self.code == "int8":
+        if self.plain or self.code == "int8":
             return load(index), 0
         if self.code == "ternary":
             line, p = divmod(index, 4)
@@ -198,15 +204,18 @@ def is_number(layout: Layout, group: int) -> bool:
     return 0 < min(layout.block or _NUMBERS + 1, group or _NUMBERS + 1) <= _NUMBERS
 
 
-def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
-    """Return how the dot products of a code are emitted with so many tokens of a pass."""
+def dots_of(code: str, tokens: int, number: bool = False, plain: bool = False) -> Dots:
+    """Return how the dot products of a code are emitted with so many tokens of a pass.
+
+    `plain`: the lines are the operands.
+    """
     tables = {code: max(table) for code, table in _TABLES.items()}
     top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
         several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}
         shifts = (0, 4) if code in ("int4", "q4") else several.get(code, shifts)
-    return Dots(code, shifts, top, is_wide(code), number)
+    return Dots(code, shifts, top, is_wide(code), number, plain)
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:

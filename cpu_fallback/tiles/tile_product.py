@@ -52,15 +52,18 @@ class _Pointer:
         return at
 
 
-class _Emitter:
-    """Emits the product of one tile with a fixed number of the tokens of a panel."""
+class Emitter:
+    """Emits the product of one tile, or of a strip of it, with some of the tokens of a panel."""
 
-    def __init__(self, b: Any, layout: Layout, group: int, tokens: int) -> None:
-        self.b, self.layout, self.tokens = b, layout, tokens
+    def __init__(
+        self, b: Any, layout: Layout, group: int, tokens: int, strip: bool = False
+    ) -> None:
+        self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
         dots: Callable[..., Dots] = dots_of
         if CURRENT.neon:
             from cpu_fallback.tiles.neon_dots import neon_dots_of as dots
-        self.dots: Dots = dots(layout.code, tokens, is_number(layout, group))
+        more = {"plain": True} if strip else {}
+        self.dots: Dots = dots(layout.code, tokens, is_number(layout, group), **more)
         self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
@@ -70,9 +73,9 @@ class _Emitter:
     def emit(
         self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any, ahead: Any
     ) -> None:
-        """Emit everything."""
+        """Emit everything; of a strip `ahead` is the unit that it begins with."""
         b = self.b
-        self.ahead = ahead
+        self.ahead, self.out = ahead, b.add(out, b.mul(first, v.number(4 * ROWS)))
         self.weights = _Pointer(b, tile)
         own = v.number(self.dots.code_bytes)
         self.row, self.line = b.mul(width, v.number(4)), b.mul(width, own)
@@ -84,6 +87,8 @@ class _Emitter:
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
         self.index = cgutils.alloca_once_value(b, v.number(0))
+        if self.strip:
+            units = self._skip(units, ahead)
         if not self.block:
             sums = self._sums(units)
         elif not self.group:
@@ -95,9 +100,16 @@ class _Emitter:
         if self.layout.scale == "row":
             rows = v.emit_load(b, v.F32.llvm, self.weights.take(LINE))
             sums = [b.fmul(s, rows) for s in sums]
-        out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         for i, value in enumerate(sums):
-            v.emit_store(b, value, b.add(out, v.number(4 * ROWS * i)))
+            v.emit_store(b, value, b.add(self.out, v.number(4 * ROWS * i)))
+
+    def _skip(self, units: Any, start: Any) -> Any:
+        """Emit the step to the unit with which a strip begins; return the units of the strip."""
+        b = self.b
+        self.codes.take(b.mul(start, self.line))
+        for pointer, period in ((self.starts, self.block), (self.scales, self.narrow)):
+            pointer.take(b.mul(b.udiv(start, v.number(period)), self.row))
+        return strip_units(b, units, start)
 
     def _blocks(self, units: Any) -> Any:
         if not self.block:
@@ -133,7 +145,8 @@ class _Emitter:
 
     def _groups(self, units: Any) -> list[Any]:
         """Emit the sum over groups of blocks, or of blocks that have both scales."""
-        b, totals = self.b, self._zeros()
+        b = self.b
+        totals = begin_strip(b, self.out, self.ahead, self.tokens) if self.strip else self._zeros()
         with self._steps(units, self.group) as within:
             if self.block == self.group:
                 scale, offset = self._weight_scales()
@@ -178,7 +191,7 @@ class _Emitter:
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
         with nullcontext() if one else self._steps(units, 1):
-            step = self.layout.lines * LINE
+            step = self.dots.lines * LINE
             lines = self.weights.take(step)
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
@@ -212,6 +225,26 @@ class _Emitter:
         return scale.emit(b, at), offset
 
 
+STRIP = 16  # Units of a strip: whole heads, blocks and groups
+
+
+def strip_units(b: Any, units: Any, start: Any) -> Any:
+    """Emit the units of the strip from a unit on."""
+    left, most = b.sub(units, start), v.number(STRIP)
+    return b.select(b.icmp_signed("<", left, most), left, most)
+
+
+def begin_strip(b: Any, out: Any, start: Any, tokens: int) -> list[Any]:
+    """Emit the sums of a strip, which go on from those of the strips before it."""
+    fresh, slots = b.icmp_signed("==", start, v.number(0)), []
+    for i in range(tokens):
+        value = v.emit_load(b, v.F32.llvm, b.add(out, v.number(4 * ROWS * i)))
+        value = b.select(fresh, v.constant(v.F32, 0.0), value)
+        slots.append(cgutils.alloca_once(b, v.F32.llvm))
+        b.store(value, slots[-1])
+    return slots
+
+
 def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
     @v.op(void, i64, i64, i64, i64, i64, i64, i64)
     def emit(b, tile, panel, out, units, width, first, ahead):
@@ -220,7 +253,7 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
 
             BlockEmitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first)
             return
-        _Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
+        Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
 
     return emit
 
