@@ -42,6 +42,7 @@ from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
 from cpu_fallback.tiles.tile_product import STRIP, call_product, product_of
 
 _PANELS_BYTES = 384 << 10
+_MORE_BYTES = 640 << 10  # The same where tiles are decoded for every block of tokens
 _MOST_TOKENS = 128
 _KEPT_BYTES = 64 << 20
 
@@ -107,7 +108,8 @@ def panel_sizes(
     if k > _LONGEST:
         raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
     per_token = panels.panel_bytes(layout, group, k)
-    block = max(16, min(_MOST_TOKENS, _PANELS_BYTES // per_token // 16 * 16))
+    room = _MORE_BYTES if has_strips(layout, group) else _PANELS_BYTES
+    block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
     kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
     return block, kept, per_token
 

@@ -6,7 +6,6 @@ so that operands need not be shifted into place when there are few tokens to sha
 dot products of few tokens do not wait for each other.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,7 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
-from cpu_fallback.lanes.simd import join
+from cpu_fallback.lanes.simd import join, quarter
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
 
@@ -33,8 +32,10 @@ _TABLES = {"fp4": _FP4, "iq4": IQ4}
 
 NUMBER = 0x4B400000
 """The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
+NUMBER_F32 = 1.5 * 2**23
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
+_QUARTER = 16  # Bytes of a register of NEON
 OPERANDS = 8  # Of a unit: four columns each
 
 Load = Callable[[int], Any]
@@ -150,8 +151,7 @@ class Dots:
         value = self.end(b, total)
         if not self.number:
             return b.sitofp(value, v.F32.llvm)
-        offset = struct.unpack("f", struct.pack("i", NUMBER))[0]
-        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, offset))
+        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, NUMBER_F32))
 
     def end(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block, plus `NUMBER` if that is added."""
@@ -191,6 +191,36 @@ class Dots:
         return look_up(b, table, value) if table else value, 0
 
 
+@dataclass(frozen=True)
+class NeonDots(Dots):
+    """How they are emitted on NEON: a line is four registers of four rows, multiplied in turn.
+
+    `sdot` multiplies one by a dword of a token, out of a register of sixteen activations.
+    """
+
+    def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
+        """Emit one unit: add 16 rows times 32 columns of each token to its sum."""
+        places = [b.add(lines, v.number(LINE * i)) for i in range(self.lines)]
+        for place in places:
+            v.emit_prefetch(b, b.add(place, ahead), level=1)
+        x = [
+            [v.emit_load(b, m.SIXTEEN, b.add(codes, v.number(at))) for at in (i, i + 16)]
+            for i in range(0, UNIT * len(sums), UNIT)
+        ]
+        totals = [[quarter(b, b.load(own[0]), q) for q in range(4)] for own in sums]
+        for q in range(4):
+            at = v.number(_QUARTER * q)
+            line = [v.emit_load(b, m.SIXTEEN, b.add(place, at)) for place in places]
+            weights = [self.operand(b, line.__getitem__, i)[0] for i in range(OPERANDS)]
+            for i, operand in enumerate(weights):
+                for own, total in zip(x, totals, strict=True):
+                    dwords = b.bitcast(own[i // 4], m.FOUR)
+                    four = b.bitcast(v.pick(b, dwords, [i % 4] * 4), m.SIXTEEN)
+                    total[q] = m.emit_sdot(b, total[q], operand, four)
+        for own, total in zip(sums, totals, strict=True):
+            b.store(join(b, total), own[0])
+
+
 def is_wide(code: str) -> bool:
     """Return whether a code is multiplied as int16, its panels holding even and odd ones apart."""
     return CURRENT.in_shorts and code in ("int8", "iq4")
@@ -215,7 +245,8 @@ def dots_of(code: str, tokens: int, number: bool = False, plain: bool = False) -
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
         several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}
         shifts = (0, 4) if code in ("int4", "q4") else several.get(code, shifts)
-    return Dots(code, shifts, top, is_wide(code), number, plain)
+    made = NeonDots if CURRENT.neon else Dots
+    return made(code, shifts, top, is_wide(code), number, plain)
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:

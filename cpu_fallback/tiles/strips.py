@@ -120,7 +120,8 @@ def _block_unpacker(layout: BlockLayout) -> Any:
         store(constant(F32, 0.0) if head.dmin is None else head.dmin)
         per = UNIT // kind.run
         for unit in range(_PER_BLOCK):
-            half, first = unit // UNITS, unit % UNITS * per
+            half, first = divmod(unit, UNITS)
+            first *= per
             lines, scales = Lines(b, tile, half), head.scales[half]
             for _, factor in kind.parts:
                 for run in range(first, first + per):
@@ -153,50 +154,44 @@ class _StripEmitter(BlockEmitter):
 
     def blocks(self, tile: Any, units: Any) -> None:
         """Emit the sums of the columns of the strip."""
-        b = self.b
+        b, step = self.b, self.group // UNIT
+        self.unit_bytes = LINE * _unit_lines(self.kind)
         self.totals = begin_strip(b, self.out, self.start, self.tokens)
         count = b.udiv(strip_units(b, units, self.start), number(_PER_BLOCK))
-        first = b.udiv(self.start, number(_PER_BLOCK))
         with cgutils.for_range(b, count) as blocks:
             at = b.add(tile, b.mul(blocks.index, number(_block_bytes(self.kind))))
-            place = b.mul(b.add(blocks.index, first), number(2))
             d, dmin = (emit_load(b, F32.llvm, v.behind(b, at, LINE * i)) for i in (0, 1))
             head = Head(d, [], dmin if self.kind.about.minima else None)
-            half_bytes = LINE * UNITS * _unit_lines(self.kind)
-            with cgutils.for_range(b, number(2)) as halves:
-                here = b.add(v.behind(b, at, 2 * LINE), b.mul(halves.index, number(half_bytes)))
-                self._strip_half(here, head, b.add(place, halves.index))
+            before = b.add(self.start, b.mul(blocks.index, number(_PER_BLOCK)))
+            with cgutils.for_range(b, number(_PER_BLOCK // step)) as groups:
+                first = b.mul(groups.index, number(step))
+                here = v.behind(b, v.emit_at(b, at, first, self.unit_bytes), 2 * LINE)
+                self._group(here, head, b.add(before, first))
 
-    def _strip_half(self, at: Any, head: Head, index: Any) -> None:
-        b, kind = self.b, self.kind
-        count = 2 if kind.about.minima else 1
-        step = 1 if self.group == UNIT else UNITS
-        nothing = constant(I32, 0)
-        slots = [
-            [cgutils.alloca_once(b, I32.llvm) for _ in range(self.tokens)] for _ in range(count)
+    def _group(self, at: Any, head: Head, first: Any) -> None:
+        """Emit the addition of the units from `first` on that share an activation scale."""
+        b, kind, step = self.b, self.kind, self.group // UNIT
+        slots = [cgutils.alloca_once(b, I32.llvm) for _ in range(self.tokens)]
+        for slot in slots:
+            b.store(constant(I32, 0), slot)
+        with cgutils.for_range(b, number(step)) as units:
+            here = v.emit_at(b, at, units.index, self.unit_bytes)
+            self._unit(Lines(b, here), b.add(first, units.index), slots)
+        place = LINE * len(kind.parts) * (UNIT // kind.run)
+        lines = [
+            b.bitcast(Lines(b, v.behind(b, at, self.unit_bytes * i + place)).line(0), SHORTS)
+            for i in range(step)
         ]
-        with cgutils.for_range(b, number(UNITS // step)) as groups:
-            for slot in (slot for each in slots for slot in each):
-                b.store(nothing, slot)
-            with cgutils.for_range(b, number(step)) as units:
-                unit = b.add(b.mul(groups.index, number(step)), units.index)
-                here = b.add(at, b.mul(unit, number(LINE * _unit_lines(kind))))
-                sums = [[b.load(slot) for slot in each] for each in slots]
-                self._unit(Lines(b, here), b.add(b.mul(index, number(UNITS)), unit), sums)
-                for each, own in zip(slots, sums, strict=True):
-                    for slot, value in zip(each, own, strict=True):
-                        b.store(value, slot)
-            for t in range(self.tokens):
-                self.add(
-                    t,
-                    head,
-                    *(b.load(each[t]) for each in (slots[0], slots[-1])),
-                    index,
-                    groups.index,
-                )
+        index = b.udiv(first, number(step))
+        for t, slot in enumerate(slots):
+            total, low = b.load(slot), constant(I32, 0)
+            for i, words in enumerate(lines):
+                low = b.add(low, self.low(words, v.behind(b, first, i), t))
+            total = total if kind.about.minima else b.add(total, low)
+            self.add(t, head, total, low, number(0), index)
 
-    def _unit(self, lines: Lines, unit: Any, sums: list[list[Any]]) -> None:
-        """Emit the addition of a unit to the sums of the tokens, and of minima."""
+    def _unit(self, lines: Lines, unit: Any, slots: list[Any]) -> None:
+        """Emit the addition of a unit to the sums of the tokens."""
         b, kind, per = self.b, self.kind, UNIT // self.kind.run
         runs = len(kind.parts) * per
         codes = b.add(self.codes, b.mul(unit, self.line))
@@ -205,7 +200,7 @@ class _StripEmitter(BlockEmitter):
             at = v.behind(b, codes, UNIT * t + 4 * i)
             return b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
 
-        totals = [registers(b, total) for total in sums[0]]
+        totals = [registers(b, b.load(slot)) for slot in slots]
         for part in range(len(kind.parts)):
             first = runs + 1 + OPERANDS * part
             for start in range(0, OPERANDS, self.run):
@@ -223,9 +218,8 @@ class _StripEmitter(BlockEmitter):
                     each = zip(own, products, words, strict=True)
                     own[:] = [b.add(total, madd_shorts(b, *pair)) for total, *pair in each]
                 keep_order(b, totals)
-        sums[0][:] = [join(b, own) for own in totals]
-        words = b.bitcast(lines.line(runs), SHORTS)
-        sums[-1][:] = [b.add(s, self.low(words, unit, t)) for t, s in enumerate(sums[-1])]
+        for slot, own in zip(slots, totals, strict=True):
+            b.store(join(b, own), slot)
 
 
 @cache

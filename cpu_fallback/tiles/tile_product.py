@@ -28,7 +28,7 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
-from cpu_fallback.tiles.byte_dots import NUMBER, Dots, dots_of, is_number
+from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
@@ -59,11 +59,7 @@ class Emitter:
         self, b: Any, layout: Layout, group: int, tokens: int, strip: bool = False
     ) -> None:
         self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
-        dots: Callable[..., Dots] = dots_of
-        if CURRENT.neon:
-            from cpu_fallback.tiles.neon_dots import neon_dots_of as dots
-        more = {"plain": True} if strip else {}
-        self.dots: Dots = dots(layout.code, tokens, is_number(layout, group), **more)
+        self.dots = dots_of(layout.code, tokens, is_number(layout, group), strip)
         self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
@@ -149,8 +145,7 @@ class Emitter:
         totals = begin_strip(b, self.out, self.ahead, self.tokens) if self.strip else self._zeros()
         with self._steps(units, self.group) as within:
             if self.block == self.group:
-                scale, offset = self._weight_scales()
-                parts = [b.fmul(s, scale) for s in self._sums(within, offset)]
+                parts, offset = self._scaled(within)
                 if self.minima:
                     added = zip(self.lows, parts, strict=True)
                     parts = [v.emit_fma(b, low, offset, part) for low, part in added]
@@ -162,6 +157,23 @@ class Emitter:
                 parts = self._parts(within, self.block, offset)
                 self._add(totals, parts, [scale] * self.tokens)
         return [b.load(slot) for slot in totals]
+
+    def _scaled(self, units: Any) -> tuple[list[Any], Any]:
+        """Emit the sums over one block times its scales, and what `_weight_scales` has besides."""
+        b = self.b
+        if not self.strip:
+            scale, offset = self._weight_scales()
+            return [b.fmul(s, scale) for s in self._sums(units, offset)], offset
+        # Registers hold the sums: what is loaded before them would be put aside meanwhile.
+        at = self._record()
+        ends = self._dots(units, lambda: self._weight_scales(at)[1])
+        scale, offset = self._weight_scales(at)
+        if not self.dots.number or self.layout.scale != "f16":
+            return [b.fmul(self.dots.end_f32(b, end), scale) for end in ends], offset
+        # The same with one instruction less: `NUMBER` times eleven bits is exact.
+        less = b.fmul(scale, v.constant(v.F32, -NUMBER_F32))
+        bits = [b.bitcast(self.dots.end(b, end), v.F32.llvm) for end in ends]
+        return [v.emit_fma(b, value, scale, less) for value in bits], offset
 
     def _parts(self, units: Any, block: int, offset: Any = None) -> list[Any]:
         """Emit the sum over blocks, each scaled by the scale that changes with every block."""
@@ -178,16 +190,27 @@ class Emitter:
 
     def _sums(self, units: Any, offset: Any = None) -> list[Any]:
         """Emit the exact sum over one block, as fp32; `lows` are those of the activations."""
+        return [self.dots.end_f32(self.b, total) for total in self._dots(units, lambda: offset)]
+
+    def _begun(self, at: Any, offset: Any) -> list[Any]:
+        """Emit what sums begin with."""
         b = self.b
-        at = self.starts.take(self.row)
         places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
         if self.minima:
             self.lows = [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
-            starts, zeros = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
+            starts, offset = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
         else:
             starts = [v.spread(b, v.I32, v.emit_load(b, v.INT32, place)) for place in places]
-            zeros = offset
-        sums = [self.dots.begin(b, start, zeros) for start in starts]
+        return [self.dots.begin(b, start, offset) for start in starts]
+
+    def _dots(self, units: Any, offset: Callable[[], Any]) -> list[Any]:
+        """Emit the exact sum over one block; of a strip what it begins with is added at the end."""
+        b, at = self.b, self.starts.take(self.row)
+        if self.strip:
+            nothing = v.constant(v.I32, 0)
+            sums = [self.dots.begin(b, nothing, None) for _ in range(self.tokens)]
+        else:
+            sums = self._begun(at, offset())
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
         with nullcontext() if one else self._steps(units, 1):
@@ -196,7 +219,10 @@ class Emitter:
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
         self.dots.arrange(b, sums, back=True)
-        return [self.dots.end_f32(b, total) for total in sums]
+        if self.strip:
+            for own, start in zip(sums, self._begun(at, offset()), strict=True):
+                b.store(b.add(b.load(own[0]), b.load(start[0])), own[0])
+        return sums
 
     def _activation_scales(self) -> list[Any]:
         b = self.b
@@ -204,18 +230,23 @@ class Emitter:
         places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
         return [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
 
-    def _weight_scales(self) -> tuple[Any, Any]:
-        """Emit the scales of a block, fp32, and its zero points, int32, or minima, fp32."""
+    def _record(self) -> Any:
+        """Emit the step to the scales of a block; return their address."""
         b, layout = self.b, self.layout
         if layout.per_head == 1:
-            at = self.weights.take(layout.head)
-        else:
-            index = b.load(self.index)
-            b.store(b.add(index, v.number(1)), self.index)
-            fresh = b.icmp_signed("==", b.and_(index, v.number(layout.per_head - 1)), v.number(0))
-            here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
-            at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
-            b.store(at, self.head)
+            return self.weights.take(layout.head)
+        index = b.load(self.index)
+        b.store(b.add(index, v.number(1)), self.index)
+        fresh = b.icmp_signed("==", b.and_(index, v.number(layout.per_head - 1)), v.number(0))
+        here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
+        at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
+        b.store(at, self.head)
+        return at
+
+    def _weight_scales(self, at: Any = None) -> tuple[Any, Any]:
+        """Emit the scales of a block, fp32, and its zero points, int32, or minima, fp32."""
+        b, layout = self.b, self.layout
+        at = self._record() if at is None else at
         scale, offset = v.WIDEN[layout.scale], None
         place = b.add(at, v.number(scale.nbytes))
         if self.minima:
