@@ -71,7 +71,7 @@ class Emitter:
     ) -> None:
         """Emit everything; of a strip `ahead` is the unit that it begins with."""
         b = self.b
-        self.ahead, self.out = ahead, b.add(out, b.mul(first, v.number(4 * ROWS)))
+        self.ahead = ahead
         self.weights = _Pointer(b, tile)
         own = v.number(self.dots.code_bytes)
         self.row, self.line = b.mul(width, v.number(4)), b.mul(width, own)
@@ -84,6 +84,7 @@ class Emitter:
         self.head = cgutils.alloca_once_value(b, tile)
         self.index = cgutils.alloca_once_value(b, v.number(0))
         if self.strip:
+            self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
             units = self._skip(units, ahead)
         if not self.block:
             sums = self._sums(units)
@@ -96,8 +97,9 @@ class Emitter:
         if self.layout.scale == "row":
             rows = v.emit_load(b, v.F32.llvm, self.weights.take(LINE))
             sums = [b.fmul(s, rows) for s in sums]
+        out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         for i, value in enumerate(sums):
-            v.emit_store(b, value, b.add(self.out, v.number(4 * ROWS * i)))
+            v.emit_store(b, value, b.add(out, v.number(4 * ROWS * i)))
 
     def _skip(self, units: Any, start: Any) -> Any:
         """Emit the step to the unit with which a strip begins; return the units of the strip."""
