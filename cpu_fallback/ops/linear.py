@@ -30,12 +30,23 @@ from cpu_fallback.team.tape import EPOCH, Launch
 from cpu_fallback.tiles import panels
 from cpu_fallback.tiles.layout import BlockLayout, Layout
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width
+from cpu_fallback.tiles.strips import (
+    call_unpack,
+    has_strips,
+    stride_of,
+    strip_bytes,
+    strip_product_of,
+    unpack_of,
+)
 from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
-from cpu_fallback.tiles.tile_product import call_product, product_of
+from cpu_fallback.tiles.tile_product import STRIP, call_product, product_of
 
 _PANELS_BYTES = 384 << 10
+_MORE_BYTES = 640 << 10  # The same where tiles are decoded for every block of tokens
 _MOST_TOKENS = 128
 _KEPT_BYTES = 64 << 20
+
+STRIP_TOKENS = 16  # Tokens from which a tile is decoded to strips
 
 TILE_SUMS = 64  # In the scratch of a product, after what `is_filled` keeps: the sums, fp32 [16, 16]
 PANELS = TILE_SUMS + 4 * 16 * 16  # In the scratch of a product: the panels
@@ -78,6 +89,10 @@ class Tiled(NamedTuple):
     ahead: int  # bytes of weights to ask for ahead of use
     form: Form  # how panels are filled
     activate: int  # address of the activation of the sums, of ops that have one; 0 for none
+    unpack: int  # address of the kernel that decodes a strip; 0 if there are none
+    of_strip: int  # address of the kernel that multiplies a strip
+    stride: int  # bytes of a tile from strip to strip
+    strip_bytes: int  # of a strip
 
 
 def panel_sizes(
@@ -93,7 +108,8 @@ def panel_sizes(
     if k > _LONGEST:
         raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
     per_token = panels.panel_bytes(layout, group, k)
-    block = max(16, min(_MOST_TOKENS, _PANELS_BYTES // per_token // 16 * 16))
+    room = _MORE_BYTES if has_strips(layout, group) else _PANELS_BYTES
+    block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
     kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
     return block, kept, per_token
 
@@ -123,6 +139,7 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most)
     params = {param.name for param in call.spec.params}
     in_blocks = isinstance(tiles.layout, BlockLayout)
+    strips = has_strips(tiles.layout, group) and most >= STRIP_TOKENS
     return Tiled(
         product=product_of(tiles.layout, group),
         tiles=int(tiles.data.ctypes.data),
@@ -134,6 +151,10 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
         ahead=0 if in_blocks else call.hints.prefetch_distance(AHEAD),
         form=panels.form_of(tiles.layout, group, tiles.factor),
         activate=activation_of(call) if "times" in params else 0,  # type: ignore[arg-type]
+        unpack=unpack_of(tiles.layout) if strips else 0,  # type: ignore[arg-type]
+        of_strip=strip_product_of(tiles.layout, group) if strips else 0,  # type: ignore[arg-type]
+        stride=stride_of(tiles.layout) if strips else 0,
+        strip_bytes=strip_bytes(tiles.layout) if strips else 0,
     ), tiles
 
 
@@ -208,6 +229,10 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
     block = 0
     while block < tokens:
         end = min(block + a.per_block, tokens)
+        if a.unpack and end - block >= STRIP_TOKENS:
+            _multiply_strips(a, scratch, start, block, end, first, last, ask, write)
+            block = end
+            continue
         for tile in range(first, last):
             at = a.tiles + tile * a.tile_bytes
             for t in range(block, end, 16):
@@ -217,6 +242,26 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
                 call_product(a.product, at, here, sums, units, width(count), a.ahead)
                 write(a, sums, start + t, count, tile * 16)
         block = end
+
+
+@device
+def _multiply_strips(a, scratch, start, block, end, first, last, ask, write):
+    """Multiply a range of tiles by a block of tokens, strip by strip."""
+    units, panel = (a.K + 31) >> 5, scratch + PANELS
+    strip = (panel + a.kept * a.per_token + BEHIND + 63) & -64
+    sums = strip + a.strip_bytes
+    for tile in range(first, last):
+        at = a.tiles + tile * a.tile_bytes
+        for unit in range(0, units, STRIP):
+            call_unpack(a.unpack, at, strip, min(STRIP, units - unit))
+            for t in range(block, end, 16):
+                here, wide = panel + t * a.per_token, width(min(16, end - t))
+                call_product(a.of_strip, strip, here, sums + 64 * (t - block), units, wide, unit)
+            at += a.stride
+        for t in range(block, end, 16):
+            count = min(16, end - t)
+            ask(a, start + t, count, tile * 16)
+            write(a, sums + 64 * (t - block), start + t, count, tile * 16)
 
 
 @device
@@ -248,7 +293,8 @@ def embed(a, rank, size, scratch):
 
 def panels_room(own: Tiled) -> int:
     """Return the bytes of scratch memory that `multiply_tiles` needs."""
-    return PANELS + own.kept * own.per_token + BEHIND
+    room = PANELS + own.kept * own.per_token + BEHIND
+    return room + 64 + own.strip_bytes + 64 * own.per_block if own.unpack else room
 
 
 def _linear(call: BoundCall) -> list[Launch]:

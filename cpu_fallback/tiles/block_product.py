@@ -36,6 +36,7 @@ from cpu_fallback.lanes.simd import (
     I32,
     INT16,
     INT32,
+    SHORTS,
     constant,
     emit_fma,
     number,
@@ -92,9 +93,8 @@ class Head(NamedTuple):
     minima: list[list[Any]] | None = None  # as the scales
 
 
-_SHORTS = ir.VectorType(INT16, 2 * ROWS)
 _HALF = BLOCK // 2
-_UNITS = _HALF // UNIT
+UNITS = _HALF // UNIT
 
 
 Parts = list[tuple[list[int], int]]
@@ -222,6 +222,17 @@ class BlockEmitter:
         self.codes = b.add(panel, b.mul(first, number(UNIT)))
         self.sums = b.add(sums, place)
         self.scales = b.add(b.add(sums, b.mul(units, self.row)), place)
+        self.out = b.add(out, b.mul(first, number(4 * ROWS)))
+        self.blocks(tile, units)
+        totals = [b.load(slot) for slot in self.totals]
+        if not self.group:
+            totals = [b.fmul(t, self._activation_scale(number(0), i)) for i, t in enumerate(totals)]
+        for i, total in enumerate(totals):
+            emit_store(b, total, b.add(self.out, number(4 * ROWS * i)))
+
+    def blocks(self, tile: Any, units: Any) -> None:
+        """Emit the sums of all columns."""
+        b = self.b
         self.totals = [cgutils.alloca_once_value(b, constant(F32, 0.0)) for _ in range(self.tokens)]
         with cgutils.for_range(b, b.udiv(units, number(BLOCK // UNIT))) as blocks:
             size = self.layout.lines * LINE
@@ -234,12 +245,6 @@ class BlockEmitter:
             else:
                 with cgutils.for_range(b, number(2)) as halves:
                     self._half(at, head, b.add(place, halves.index), halves.index)
-        totals = [b.load(slot) for slot in self.totals]
-        if not self.group:
-            totals = [b.fmul(t, self._activation_scale(number(0), i)) for i, t in enumerate(totals)]
-        out = b.add(out, b.mul(first, number(4 * ROWS)))
-        for i, total in enumerate(totals):
-            emit_store(b, total, b.add(out, number(4 * ROWS * i)))
 
     def _half(self, at: Any, head: Head, index: Any, half: Any) -> None:
         """Emit one half of a block."""
@@ -247,28 +252,28 @@ class BlockEmitter:
         lines = Lines(b, at, half)
         scales = self._of_half(head.scales, half)
         lows = scales if head.minima is None else self._of_half(head.minima, half)
-        units = 1 if self.group == UNIT else _UNITS
-        for start in range(0, _UNITS, units):
+        units = 1 if self.group == UNIT else UNITS
+        for start in range(0, UNITS, units):
             runs = range(start * UNIT // kind.run, (start + units) * UNIT // kind.run)
             sums = self._sums(lines, runs, scales, index)
             for t in range(self.tokens):
                 low = self._low(lows, range(start, start + units), index, t)
                 if head.dmin is None:
-                    by = constant(I32, kind.bias)
-                    value = b.sitofp(b.sub(sums[t], b.mul(low, by)), F32.llvm)
-                    value = b.fmul(value, head.d)
-                else:
-                    value = b.fmul(b.sitofp(sums[t], F32.llvm), head.d)
-                    less = b.fneg(head.dmin)
-                    value = emit_fma(b, b.sitofp(low, F32.llvm), less, value)
-                total = b.load(self.totals[t])
-                if self.group:
-                    place = b.udiv(b.mul(index, number(_HALF)), number(self.group))
-                    scale = self._activation_scale(b.add(place, number(start)), t)
-                    total = emit_fma(b, value, scale, total)
-                else:
-                    total = b.fadd(total, value)
-                b.store(total, self.totals[t])
+                    sums[t] = b.sub(sums[t], b.mul(low, constant(I32, kind.bias)))
+                self.add(t, head, sums[t], low, index, number(start))
+
+    def add(self, t: int, head: Head, total: Any, low: Any, index: Any, start: Any) -> None:
+        """Emit the addition of the sums of units of a half, from `start` on, to a token's."""
+        b, slot = self.b, self.totals[t]
+        value = b.fmul(b.sitofp(total, F32.llvm), head.d)
+        if head.dmin is not None:
+            value = emit_fma(b, b.sitofp(low, F32.llvm), b.fneg(head.dmin), value)
+        if self.group:
+            place = b.udiv(b.mul(index, number(_HALF)), number(self.group))
+            scale = self._activation_scale(b.add(place, start), t)
+            b.store(emit_fma(b, value, scale, b.load(slot)), slot)
+        else:
+            b.store(b.fadd(b.load(slot), value), slot)
 
     def _of_half(self, dwords: list[list[Any]], half: Any) -> list[Any]:
         if isinstance(half, int):
@@ -287,13 +292,13 @@ class BlockEmitter:
                 # memory answers at half the rate.
                 b.fence("acq_rel", "singlethread")
             if CURRENT.in_shorts:
-                self._add_run(lines, run, self._words(scales, run, run), index, totals)
+                self._add_run(lines, run, self.words(scales, run, run), index, totals)
                 continue
             columns = range(run * kind.run, (run + 1) * kind.run, 4)
             codes = [kind.operands(lines, column, kind.parts)[0] for column in columns]
             scale = self._byte(scales, run)
             for t in range(self.tokens):
-                x = [self._activations(index, column, t) for column in columns]
+                x = [self.activations(index, column, t) for column in columns]
                 total = plus(b, constant(I32, 0), list(zip(codes, x, strict=True)))
                 totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
@@ -309,10 +314,10 @@ class BlockEmitter:
                 sums,
                 range(start, min(start + self.run, kind.run // 4)),
                 lambda i, some=parts: kind.operands(lines, first + 4 * i, some),
-                lambda t, i: self._activations(index, first + 4 * i, t),
+                lambda t, i: self.activations(index, first + 4 * i, t),
             )
             for (_, factor), rows in zip(parts, sums, strict=True):
-                by = b.mul(words, constant(_SHORTS, factor))
+                by = b.mul(words, constant(SHORTS, factor))
                 for t, own in enumerate(rows):
                     totals[t] = b.add(totals[t], times(b, own, by))
 
@@ -322,12 +327,16 @@ class BlockEmitter:
         total = constant(I32, 0)
         for unit in units:
             first = unit * per_unit
-            words = self._words(dwords, first, first + per_unit - 1)
-            place = b.mul(b.add(b.mul(index, number(_UNITS)), number(unit)), self.row)
-            at = b.add(self.sums, b.add(place, number(4 * t)))
-            sums = b.bitcast(spread(b, I32, emit_load(b, INT32, at)), _SHORTS)
-            total = b.add(total, pair_dots(b, words, sums))
+            words = self.words(dwords, first, first + per_unit - 1)
+            at = b.add(b.mul(index, number(UNITS)), number(unit))
+            total = b.add(total, self.low(words, at, t))
         return total
+
+    def low(self, words: Any, unit: Any, t: int) -> Any:
+        """Emit words times the sums of the activations of a unit."""
+        b = self.b
+        at = b.add(self.sums, b.add(b.mul(unit, self.row), number(4 * t)))
+        return pair_dots(b, words, b.bitcast(spread(b, I32, emit_load(b, INT32, at)), SHORTS))
 
     def _byte(self, dwords: list[Any], index: int) -> Any:
         """Emit a byte of each dword as int32 [16]."""
@@ -337,7 +346,7 @@ class BlockEmitter:
             return b.ashr(value, constant(I32, 24))
         return b.and_(b.lshr(value, constant(I32, place)), constant(I32, 255))
 
-    def _words(self, dwords: list[Any], first: int, second: int) -> Any:
+    def words(self, dwords: list[Any], first: int, second: int) -> Any:
         """Emit two bytes of each dword, of the same one, as int16 [32]."""
         b = self.b
         value, nothing = b.bitcast(dwords[first // 4], BYTES.llvm), constant(BYTES, 0)
@@ -346,13 +355,13 @@ class BlockEmitter:
             for index in (first, second):
                 byte = lane + index % 4
                 order += [zero, byte] if self.kind.signed else [byte, zero]
-        words = b.bitcast(shuffle(b, value, nothing, order), _SHORTS)
-        return b.ashr(words, ir.Constant(_SHORTS, [8] * 32)) if self.kind.signed else words
+        words = b.bitcast(shuffle(b, value, nothing, order), SHORTS)
+        return b.ashr(words, ir.Constant(SHORTS, [8] * 32)) if self.kind.signed else words
 
-    def _activations(self, index: Any, column: int, t: int) -> Any:
+    def activations(self, index: Any, column: int, t: int) -> Any:
         """Emit four codes of a token in every lane, from a column of a half."""
         b = self.b
-        unit = b.add(b.mul(index, number(_UNITS)), number(column // UNIT))
+        unit = b.add(b.mul(index, number(UNITS)), number(column // UNIT))
         at = b.add(self.codes, b.add(b.mul(unit, self.line), number(UNIT * t + column % UNIT)))
         return b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
 

@@ -6,7 +6,6 @@ so that operands need not be shifted into place when there are few tokens to sha
 dot products of few tokens do not wait for each other.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +19,7 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
-from cpu_fallback.lanes.simd import join
+from cpu_fallback.lanes.simd import join, quarter
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
 
@@ -33,8 +32,10 @@ _TABLES = {"fp4": _FP4, "iq4": IQ4}
 
 NUMBER = 0x4B400000
 """The bits of 1.5 * 2^23 as fp32. An integer below 2^22 added to them is that number plus it."""
+NUMBER_F32 = 1.5 * 2**23
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
+_QUARTER = 16  # Bytes of a register of NEON
 OPERANDS = 8  # Of a unit: four columns each
 
 Load = Callable[[int], Any]
@@ -52,11 +53,12 @@ class Dots:
     wide: bool = False
     # whether sums are kept plus `NUMBER`, which starts are without zero points
     number: bool = False
+    plain: bool = False  # whether the lines are the operands (`strips`)
 
     @property
     def lines(self) -> int:
         """Lines of a unit."""
-        return LINES[self.code]
+        return OPERANDS << self.wide if self.plain else LINES[self.code]
 
     @property
     def code_bytes(self) -> int:
@@ -88,7 +90,7 @@ class Dots:
 
         `lines` and `codes` are addresses; lines are asked for so many bytes ahead.
         """
-        for i in range(self.lines):
+        for i in range(0 if self.plain else self.lines):
             v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
 
         def load(line: int) -> Any:
@@ -125,10 +127,9 @@ class Dots:
         def operands(place: int) -> list[Any]:
             if not self.wide:
                 return [weights(place)]
-            shorts = b.bitcast(weights(place // 2), v.SHORTS)
-            if place % 2:
-                return [b.lshr(shorts, v.constant(shorts.type, 8))]
-            return [b.and_(shorts, v.constant(shorts.type, 255))]
+            if self.plain:
+                return [b.bitcast(load(place), v.SHORTS)]
+            return [self.widened(b, weights(place // 2))[place % 2]]
 
         for start in range(0, count, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
@@ -139,13 +140,18 @@ class Dots:
                 value = join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
+    def widened(self, b: Any, line: Any) -> list[Any]:
+        """Emit the even and the odd bytes of an operand as int16."""
+        shorts = b.bitcast(line, v.SHORTS)
+        even = b.and_(shorts, v.constant(shorts.type, 255))
+        return [even, b.lshr(shorts, v.constant(shorts.type, 8))]
+
     def end_f32(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block as fp32, to nearest."""
         value = self.end(b, total)
         if not self.number:
             return b.sitofp(value, v.F32.llvm)
-        offset = struct.unpack("f", struct.pack("i", NUMBER))[0]
-        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, offset))
+        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, NUMBER_F32))
 
     def end(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block, plus `NUMBER` if that is added."""
@@ -165,7 +171,7 @@ class Dots:
 
         `load` emits a line of the unit.
         """
-        if self.code == "int8":
+        if self.plain or self.code == "int8":
             return load(index), 0
         if self.code == "ternary":
             line, p = divmod(index, 4)
@@ -185,6 +191,36 @@ class Dots:
         return look_up(b, table, value) if table else value, 0
 
 
+@dataclass(frozen=True)
+class NeonDots(Dots):
+    """How they are emitted on NEON: a line is four registers of four rows, multiplied in turn.
+
+    `sdot` multiplies one by a dword of a token, out of a register of sixteen activations.
+    """
+
+    def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
+        """Emit one unit: add 16 rows times 32 columns of each token to its sum."""
+        places = [b.add(lines, v.number(LINE * i)) for i in range(self.lines)]
+        for place in places:
+            v.emit_prefetch(b, b.add(place, ahead), level=1)
+        x = [
+            [v.emit_load(b, m.SIXTEEN, b.add(codes, v.number(at))) for at in (i, i + 16)]
+            for i in range(0, UNIT * len(sums), UNIT)
+        ]
+        totals = [[quarter(b, b.load(own[0]), q) for q in range(4)] for own in sums]
+        for q in range(4):
+            at = v.number(_QUARTER * q)
+            line = [v.emit_load(b, m.SIXTEEN, b.add(place, at)) for place in places]
+            weights = [self.operand(b, line.__getitem__, i)[0] for i in range(OPERANDS)]
+            for i, operand in enumerate(weights):
+                for own, total in zip(x, totals, strict=True):
+                    dwords = b.bitcast(own[i // 4], m.FOUR)
+                    four = b.bitcast(v.pick(b, dwords, [i % 4] * 4), m.SIXTEEN)
+                    total[q] = m.emit_sdot(b, total[q], operand, four)
+        for own, total in zip(sums, totals, strict=True):
+            b.store(join(b, total), own[0])
+
+
 def is_wide(code: str) -> bool:
     """Return whether a code is multiplied as int16, its panels holding even and odd ones apart."""
     return CURRENT.in_shorts and code in ("int8", "iq4")
@@ -198,15 +234,19 @@ def is_number(layout: Layout, group: int) -> bool:
     return 0 < min(layout.block or _NUMBERS + 1, group or _NUMBERS + 1) <= _NUMBERS
 
 
-def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
-    """Return how the dot products of a code are emitted with so many tokens of a pass."""
+def dots_of(code: str, tokens: int, number: bool = False, plain: bool = False) -> Dots:
+    """Return how the dot products of a code are emitted with so many tokens of a pass.
+
+    `plain`: the lines are the operands.
+    """
     tables = {code: max(table) for code, table in _TABLES.items()}
     top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
         several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}
         shifts = (0, 4) if code in ("int4", "q4") else several.get(code, shifts)
-    return Dots(code, shifts, top, is_wide(code), number)
+    made = NeonDots if CURRENT.neon else Dots
+    return made(code, shifts, top, is_wide(code), number, plain)
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:

@@ -28,7 +28,7 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
-from cpu_fallback.tiles.byte_dots import NUMBER, Dots, dots_of, is_number
+from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
@@ -52,15 +52,14 @@ class _Pointer:
         return at
 
 
-class _Emitter:
-    """Emits the product of one tile with a fixed number of the tokens of a panel."""
+class Emitter:
+    """Emits the product of one tile, or of a strip of it, with some of the tokens of a panel."""
 
-    def __init__(self, b: Any, layout: Layout, group: int, tokens: int) -> None:
-        self.b, self.layout, self.tokens = b, layout, tokens
-        dots: Callable[..., Dots] = dots_of
-        if CURRENT.neon:
-            from cpu_fallback.tiles.neon_dots import neon_dots_of as dots
-        self.dots: Dots = dots(layout.code, tokens, is_number(layout, group))
+    def __init__(
+        self, b: Any, layout: Layout, group: int, tokens: int, strip: bool = False
+    ) -> None:
+        self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
+        self.dots = dots_of(layout.code, tokens, is_number(layout, group), strip)
         self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
@@ -70,7 +69,7 @@ class _Emitter:
     def emit(
         self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any, ahead: Any
     ) -> None:
-        """Emit everything."""
+        """Emit everything; of a strip `ahead` is the unit that it begins with."""
         b = self.b
         self.ahead = ahead
         self.weights = _Pointer(b, tile)
@@ -84,6 +83,9 @@ class _Emitter:
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
         self.index = cgutils.alloca_once_value(b, v.number(0))
+        if self.strip:
+            self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
+            units = self._skip(units, ahead)
         if not self.block:
             sums = self._sums(units)
         elif not self.group:
@@ -98,6 +100,14 @@ class _Emitter:
         out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         for i, value in enumerate(sums):
             v.emit_store(b, value, b.add(out, v.number(4 * ROWS * i)))
+
+    def _skip(self, units: Any, start: Any) -> Any:
+        """Emit the step to the unit with which a strip begins; return the units of the strip."""
+        b = self.b
+        self.codes.take(b.mul(start, self.line))
+        for pointer, period in ((self.starts, self.block), (self.scales, self.narrow)):
+            pointer.take(b.mul(b.udiv(start, v.number(period)), self.row))
+        return strip_units(b, units, start)
 
     def _blocks(self, units: Any) -> Any:
         if not self.block:
@@ -133,11 +143,11 @@ class _Emitter:
 
     def _groups(self, units: Any) -> list[Any]:
         """Emit the sum over groups of blocks, or of blocks that have both scales."""
-        b, totals = self.b, self._zeros()
+        b = self.b
+        totals = begin_strip(b, self.out, self.ahead, self.tokens) if self.strip else self._zeros()
         with self._steps(units, self.group) as within:
             if self.block == self.group:
-                scale, offset = self._weight_scales()
-                parts = [b.fmul(s, scale) for s in self._sums(within, offset)]
+                parts, offset = self._scaled(within)
                 if self.minima:
                     added = zip(self.lows, parts, strict=True)
                     parts = [v.emit_fma(b, low, offset, part) for low, part in added]
@@ -149,6 +159,23 @@ class _Emitter:
                 parts = self._parts(within, self.block, offset)
                 self._add(totals, parts, [scale] * self.tokens)
         return [b.load(slot) for slot in totals]
+
+    def _scaled(self, units: Any) -> tuple[list[Any], Any]:
+        """Emit the sums over one block times its scales, and what `_weight_scales` has besides."""
+        b = self.b
+        if not self.strip:
+            scale, offset = self._weight_scales()
+            return [b.fmul(s, scale) for s in self._sums(units, offset)], offset
+        # Registers hold the sums: what is loaded before them would be put aside meanwhile.
+        at = self._record()
+        ends = self._dots(units, lambda: self._weight_scales(at)[1])
+        scale, offset = self._weight_scales(at)
+        if not self.dots.number or self.layout.scale != "f16":
+            return [b.fmul(self.dots.end_f32(b, end), scale) for end in ends], offset
+        # The same with one instruction less: `NUMBER` times eleven bits is exact.
+        less = b.fmul(scale, v.constant(v.F32, -NUMBER_F32))
+        bits = [b.bitcast(self.dots.end(b, end), v.F32.llvm) for end in ends]
+        return [v.emit_fma(b, value, scale, less) for value in bits], offset
 
     def _parts(self, units: Any, block: int, offset: Any = None) -> list[Any]:
         """Emit the sum over blocks, each scaled by the scale that changes with every block."""
@@ -165,25 +192,39 @@ class _Emitter:
 
     def _sums(self, units: Any, offset: Any = None) -> list[Any]:
         """Emit the exact sum over one block, as fp32; `lows` are those of the activations."""
+        return [self.dots.end_f32(self.b, total) for total in self._dots(units, lambda: offset)]
+
+    def _begun(self, at: Any, offset: Any) -> list[Any]:
+        """Emit what sums begin with."""
         b = self.b
-        at = self.starts.take(self.row)
         places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
         if self.minima:
             self.lows = [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
-            starts, zeros = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
+            starts, offset = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
         else:
             starts = [v.spread(b, v.I32, v.emit_load(b, v.INT32, place)) for place in places]
-            zeros = offset
-        sums = [self.dots.begin(b, start, zeros) for start in starts]
+        return [self.dots.begin(b, start, offset) for start in starts]
+
+    def _dots(self, units: Any, offset: Callable[[], Any]) -> list[Any]:
+        """Emit the exact sum over one block; of a strip what it begins with is added at the end."""
+        b, at = self.b, self.starts.take(self.row)
+        if self.strip:
+            nothing = v.constant(v.I32, 0)
+            sums = [self.dots.begin(b, nothing, None) for _ in range(self.tokens)]
+        else:
+            sums = self._begun(at, offset())
         self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
         with nullcontext() if one else self._steps(units, 1):
-            step = self.layout.lines * LINE
+            step = self.dots.lines * LINE
             lines = self.weights.take(step)
             codes = self.codes.take(self.line)
             self.dots.unit(b, lines, codes, sums, self.ahead)
         self.dots.arrange(b, sums, back=True)
-        return [self.dots.end_f32(b, total) for total in sums]
+        if self.strip:
+            for own, start in zip(sums, self._begun(at, offset()), strict=True):
+                b.store(b.add(b.load(own[0]), b.load(start[0])), own[0])
+        return sums
 
     def _activation_scales(self) -> list[Any]:
         b = self.b
@@ -191,18 +232,23 @@ class _Emitter:
         places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
         return [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
 
-    def _weight_scales(self) -> tuple[Any, Any]:
-        """Emit the scales of a block, fp32, and its zero points, int32, or minima, fp32."""
+    def _record(self) -> Any:
+        """Emit the step to the scales of a block; return their address."""
         b, layout = self.b, self.layout
         if layout.per_head == 1:
-            at = self.weights.take(layout.head)
-        else:
-            index = b.load(self.index)
-            b.store(b.add(index, v.number(1)), self.index)
-            fresh = b.icmp_signed("==", b.and_(index, v.number(layout.per_head - 1)), v.number(0))
-            here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
-            at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
-            b.store(at, self.head)
+            return self.weights.take(layout.head)
+        index = b.load(self.index)
+        b.store(b.add(index, v.number(1)), self.index)
+        fresh = b.icmp_signed("==", b.and_(index, v.number(layout.per_head - 1)), v.number(0))
+        here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
+        at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
+        b.store(at, self.head)
+        return at
+
+    def _weight_scales(self, at: Any = None) -> tuple[Any, Any]:
+        """Emit the scales of a block, fp32, and its zero points, int32, or minima, fp32."""
+        b, layout = self.b, self.layout
+        at = self._record() if at is None else at
         scale, offset = v.WIDEN[layout.scale], None
         place = b.add(at, v.number(scale.nbytes))
         if self.minima:
@@ -210,6 +256,26 @@ class _Emitter:
         elif layout.offset:
             offset = b.zext(v.emit_load(b, ir.VectorType(v.INT8, ROWS), place), v.I32.llvm)
         return scale.emit(b, at), offset
+
+
+STRIP = 16  # Units of a strip: whole heads, blocks and groups
+
+
+def strip_units(b: Any, units: Any, start: Any) -> Any:
+    """Emit the units of the strip from a unit on."""
+    left, most = b.sub(units, start), v.number(STRIP)
+    return b.select(b.icmp_signed("<", left, most), left, most)
+
+
+def begin_strip(b: Any, out: Any, start: Any, tokens: int) -> list[Any]:
+    """Emit the sums of a strip, which go on from those of the strips before it."""
+    fresh, slots = b.icmp_signed("==", start, v.number(0)), []
+    for i in range(tokens):
+        value = v.emit_load(b, v.F32.llvm, b.add(out, v.number(4 * ROWS * i)))
+        value = b.select(fresh, v.constant(v.F32, 0.0), value)
+        slots.append(cgutils.alloca_once(b, v.F32.llvm))
+        b.store(value, slots[-1])
+    return slots
 
 
 def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
@@ -220,7 +286,7 @@ def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[
 
             BlockEmitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first)
             return
-        _Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
+        Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
 
     return emit
 
