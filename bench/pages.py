@@ -215,6 +215,22 @@ def render(folder: Path) -> Page:
             (table_of("real", _newest(files)),),
         ),
         Section(
+            "Quantised real weights",
+            (
+                "The layers of a model quantised by `clocher quantize` and llama-quantize, embedding "
+                "and head at 8 bits in both; KLD is from the floats, both read by Clocher in fp32. "
+                "`over llama.cpp` is the KLD beside that of llama-quantize with an importance matrix "
+                "at equal bytes. The floats are a published file dequantised, with noise of up to "
+                "half a step, so that its grid cannot be found again.",
+            ),
+            (
+                table_of(
+                    "quantise",
+                    [row for file in files if file.kind == "quantise" for row in file.rows],
+                ),
+            ),
+        ),
+        Section(
             "Decoding, beside the read bandwidth of the memory",
             (),
             (
