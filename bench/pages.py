@@ -217,11 +217,10 @@ def render(folder: Path) -> Page:
         Section(
             "Quantised real weights",
             (
-                "The layers of a model quantised by `clocher quantize` and llama-quantize, embedding "
-                "and head at 8 bits in both; KLD is from the floats, both read by Clocher in fp32. "
-                "`over llama.cpp` is the KLD beside that of llama-quantize with an importance matrix "
-                "at equal bytes. The floats are a published file dequantised, with noise of up to "
-                "half a step, so that its grid cannot be found again.",
+                "Layers quantised by `clocher quantize` and llama-quantize, embedding and head at 8 "
+                "bits in both. KLD is from the floats; Clocher reads both in fp32. `over llama.cpp`: "
+                "beside llama-quantize with an importance matrix at equal bytes. The floats are a "
+                "published file dequantised, with noise of up to half a step: its grid is gone.",
             ),
             (
                 table_of(
