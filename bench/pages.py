@@ -217,10 +217,11 @@ def render(folder: Path) -> Page:
         Section(
             "Quantised real weights",
             (
-                "Layers quantised by `clocher quantize` and llama-quantize, embedding and head at 8 "
-                "bits in both. KLD is from the floats; Clocher reads both in fp32. `over llama.cpp`: "
-                "beside llama-quantize with an importance matrix at equal bytes. The floats are a "
-                "published file dequantised, with noise of up to half a step: its grid is gone.",
+                "Layers quantised by `clocher quantize` and llama-quantize, embedding and head at "
+                "8 bits in both. KLD is from the floats; Clocher reads both in fp32. `over "
+                "llama.cpp`: beside llama-quantize with an importance matrix at equal bytes. The "
+                "floats are a published file dequantised, with noise of up to half a step: its "
+                "grid is gone.",
             ),
             (
                 table_of(
