@@ -4,7 +4,6 @@ import os
 import signal
 import stat
 import sys
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from threading import Event
@@ -156,10 +155,10 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
                 intake.take(Lines().of(sys.stdin.buffer))
                 console.say("the input ended; still serving")
                 Event().wait()
-            followed = _open(source)
+            followed, pause = _open(source), Event()
             while True:
                 intake.take(followed.lines())
-                time.sleep(_POLL_S)
+                pause.wait(_POLL_S)
     except KeyboardInterrupt:
         console.say("stopped")
 
