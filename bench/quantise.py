@@ -46,6 +46,7 @@ from bench.real import (
 )
 from bench.record import Row
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import Stored
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "int4 g128": {"dtype": "int4", "group": 128, "zero": "per-group"},
@@ -56,7 +57,7 @@ OURS: Mapping[str, Mapping[str, Any]] = {
     "int8": {"dtype": "int8"},
 }
 """Formats of `clocher quantize`, as its rules name them."""
-ALLOCATED = "5 bits, allocated"
+ALLOCATED = "int4 and int8 in the bytes of int4 g32"
 METHODS = {"int4 g128": ("rtn", "gptq"), "int4 g32": ("rtn", "mse", "imx", "gptq")} | {
     "int4 symmetric g32": ("rtn", "gptq"),
     "mxfp4": ("rtn", "imx"),
@@ -68,7 +69,9 @@ THEIRS = ("Q3_K_M", "IQ3_S", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0
 PLAIN, WEIGHED = "llama-quantize", "llama-quantize, importance"
 _UNWEIGHED = ("Q3_K_M", "Q4_0", "Q4_K_M")
 _ENDS = r".*(embed|lm_head).*"
-_LENGTH, _TARGET = 512, 5
+_LENGTH = 512
+_INNER, _OUTER = 4.75, 8.5
+"""Bits of a weight of int4 g32, and of embeddings and head."""
 _GROUPS = {"Q6_K": 16, "Q3_K": 16, "Q2_K": 16}
 """Weights that share a scale in a type of ggml; 32 in the others."""
 
@@ -126,7 +129,10 @@ class Quantiser:
         if method in ("imx", "gptq"):
             command += ["--calib-text", self._calib, "--samples", self._samples]
             command += ["--seq-len", _LENGTH]
-        _done(command + (["--target-bpw", _TARGET] if name == ALLOCATED else []))
+        if name == ALLOCATED:
+            inner, outer = (sum(map(_params, each)) for each in _matrices(self.source))
+            command += ["--target-bpw", (_INNER * inner + _OUTER * outer) / (inner + outer)]
+        _done(command)
         return out
 
     def _theirs(self, name: str, method: str, folder: Path) -> Path:
@@ -155,17 +161,26 @@ def _done(command: Sequence[object]) -> None:
         raise NotMeasured(f"{shlex.join(map(str, command))}: {said[-1]}")
 
 
+def _matrices(model: Path) -> tuple[list[Stored], list[Stored]]:
+    """Return the matrices of a model's layers, and its embeddings and head."""
+    named = open_checkpoint(model).tensors.items()
+    matrices = [(name, stored) for name, stored in named if len(stored.shape) > 1]
+    ends = [re.fullmatch(_ENDS, name) for name, _ in matrices]
+    return (
+        [stored for (_, stored), is_end in zip(matrices, ends, strict=True) if not is_end],
+        [stored for (_, stored), is_end in zip(matrices, ends, strict=True) if is_end],
+    )
+
+
+def _params(stored: Stored) -> int:
+    return prod(stored.shape)
+
+
 def sizes(model: Path) -> Sums:
     """Return the MiB of a model's tensors, and the bits of a weight of its layers' matrices."""
-    checkpoint = open_checkpoint(model)
-    inner = [
-        stored
-        for name, stored in checkpoint.tensors.items()
-        if len(stored.shape) > 1 and not re.fullmatch(_ENDS, name)
-    ]
-    params = sum(prod(stored.shape) for stored in inner)
-    layers = 8 * sum(stored.nbytes for stored in inner) / params
-    return {"mib": checkpoint.nbytes / (1 << 20), "bits": layers}
+    inner, _ = _matrices(model)
+    layers = 8 * sum(stored.nbytes for stored in inner) / sum(map(_params, inner))
+    return {"mib": open_checkpoint(model).nbytes / (1 << 20), "bits": layers}
 
 
 def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
