@@ -257,12 +257,12 @@ def float_plane(model: Path) -> int:
 def test_a_converter_checks_the_hashes_of_an_iebin_pair(pair: Path, tmp_path: Path) -> None:
     model = copy_model(pair, tmp_path / "m")
     flip(model / "model.ie.bin", float_plane(model))
-    with pytest.raises(FormatError, match="has SHA-256 .* expected .* the file is damaged"):
+    with pytest.raises(FormatError, match=r"has SHA-256 .* expected .* the file is damaged"):
         plan_conversion(model, tmp_path / "out").run()
     assert not (tmp_path / "out" / "model.ie.json").exists()
     source = open_checkpoint(model)
     formats = {name: tensor.format for name, tensor in source.tensors.items()}
-    with pytest.raises(FormatError, match="has SHA-256 .* expected .* the file is damaged"):
+    with pytest.raises(FormatError, match=r"has SHA-256 .* expected .* the file is damaged"):
         plan_gguf(source.config, formats, "m").write(source, tmp_path / "m.gguf")
 
 

@@ -119,7 +119,11 @@ def test_the_published_size_has_its_ends_and_context(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "config", "message"),
     [
-        ({"block.0.attn.qkv.bias": array("BF16", 383)}, {}, r"qkv_proj.bias has shape \[383\].*asks for \[384\]"),
+        (
+            {"block.0.attn.qkv.bias": array("BF16", 383)},
+            {},
+            r"qkv_proj.bias has shape \[383\].*asks for \[384\]",
+        ),
         ({"block.0.attn.qkv.weight": array("BF16")}, {}, r"qkv_proj.weight has 1 elements"),
         ({}, {"head_dim": 0}, "head_dim"),
         ({}, {"num_key_value_heads": "2"}, "num_key_value_heads"),
