@@ -96,11 +96,11 @@ class Tiled(NamedTuple):
 
 
 def panel_sizes(
-    layout: Layout | BlockLayout, group: int, k: int, most: int
+    layout: Layout | BlockLayout, group: int, k: int, most: int, strips: bool
 ) -> tuple[int, int, int]:
     """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
 
-    `most` is the tokens or pairs of a step, at capacity.
+    `most` is the tokens or pairs of a step, at capacity; `strips`: whether tiles are decoded.
 
     Raises:
         ShapeError: K is so large that a sum might not fit in int32.
@@ -108,7 +108,7 @@ def panel_sizes(
     if k > _LONGEST:
         raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
     per_token = panels.panel_bytes(layout, group, k)
-    room = _MORE_BYTES if has_strips(layout, group) else _PANELS_BYTES
+    room = _MORE_BYTES if strips else _PANELS_BYTES
     block = max(16, min(_MOST_TOKENS, room // per_token // 16 * 16))
     kept = max(block, min(-(-most // 16) * 16, _KEPT_BYTES // per_token // block * block))
     return block, kept, per_token
@@ -136,10 +136,11 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
     """
     group, k = check_groups(call, columns), call.dim(columns)
     tiles = tiles_of(call.spec.name, call.tensor(weight))
-    block, kept, per_token = panel_sizes(tiles.layout, group, k, most)
     params = {param.name for param in call.spec.params}
     in_blocks = isinstance(tiles.layout, BlockLayout)
-    strips = has_strips(tiles.layout, group) and most >= STRIP_TOKENS
+    # Only `multiply_tiles`, whose ops have `times`, has strips.
+    strips = "times" in params and most >= STRIP_TOKENS and has_strips(tiles.layout, group)
+    block, kept, per_token = panel_sizes(tiles.layout, group, k, most, strips)
     return Tiled(
         product=product_of(tiles.layout, group),
         tiles=int(tiles.data.ctypes.data),
