@@ -184,10 +184,16 @@ def sizes(model: Path) -> Sums:
 
 
 def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
-    """Return a row's divergence over llama-quantize's at equal bytes; None outside its range."""
-    known = sorted((each["mib"], log(each[key])) for each in rows if each["method"] == WEIGHED)
+    """Return a row's divergence over llama-quantize's at equal bytes; None outside its range.
+
+    Types that lose more than a smaller one are left out.
+    """
+    known: list[tuple[float, float]] = []
+    for each in sorted((r for r in rows if r["method"] == WEIGHED), key=lambda r: r["mib"]):
+        if not known or log(each[key]) < known[-1][1]:
+            known.append((each["mib"], log(each[key])))
     sizes = [mib for mib, _ in known]
-    if not sizes or not sizes[0] <= row["mib"] <= sizes[-1]:
+    if not known or not sizes[0] <= row["mib"] <= sizes[-1]:
         return None
     return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
 

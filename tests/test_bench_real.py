@@ -112,6 +112,8 @@ def test_divergences_are_compared_at_equal_bytes() -> None:
     theirs = [{"method": WEIGHED, "mib": mib, "kld": kld} for mib, kld in ((90, 0.04), (110, 0.01))]
     own = {"method": "gptq", "mib": 100, "kld": 0.01}
     assert over_theirs(own, [*theirs, own], "kld") == pytest.approx(0.5)
+    worse = {"method": WEIGHED, "mib": 99, "kld": 0.05}
+    assert over_theirs(own, [*theirs, worse], "kld") == pytest.approx(0.5)
     assert over_theirs({**own, "mib": 111}, [*theirs, own], "kld") is None
 
 
