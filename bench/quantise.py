@@ -47,6 +47,7 @@ from bench.real import (
 from bench.record import Row
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Stored
+from clocher_runtime.checkpoints.gguf.file import GgufFile
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "int4 g128": {"dtype": "int4", "group": 128, "zero": "per-group"},
@@ -69,10 +70,10 @@ THEIRS = ("Q3_K_M", "IQ3_S", "Q4_0", "IQ4_XS", "Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0
 PLAIN, WEIGHED = "llama-quantize", "llama-quantize, importance"
 _UNWEIGHED = ("Q3_K_M", "Q4_0", "Q4_K_M")
 _ENDS = r".*(embed|lm_head).*"
-_LENGTH = 512
+_LENGTH, _AT_ONCE = 512, 1 << 22
 _INNER, _OUTER = 4.75, 8.5
 """Bits of a weight of int4 g32, and of embeddings and head."""
-_GROUPS = {"Q6_K": 16, "Q3_K": 16, "Q2_K": 16}
+_GROUPS = {"q6_k": 16, "q3_k": 16, "q2_k": 16}
 """Weights that share a scale in a type of ggml; 32 in the others."""
 
 
@@ -90,21 +91,21 @@ def dither(source: Path, published: Path, out: Path) -> None:
     `source` is `published` dequantised; its weights lie on a grid that another quantisation would
     find again. With the noise they are as dense as weights that were never quantised.
     """
-    from gguf import GGMLQuantizationType, GGUFReader  # of the tests' dependencies
-
     rng = np.random.default_rng(0)
-    stored = {tensor.name: tensor.tensor_type for tensor in GGUFReader(published).tensors}
+    stored = GgufFile(published).tensors
     shutil.copyfile(source, out)
-    for tensor in GGUFReader(out, "r+").tensors:
-        if tensor.tensor_type != GGMLQuantizationType.F16:
+    for name, info in GgufFile(source).tensors.items():
+        if info.kind.name != "f16":
             continue
-        group = _GROUPS.get(stored[tensor.name].name, 32)
-        for rows in np.array_split(tensor.data, max(1, tensor.data.size >> 22)):
-            values = rows.astype(np.float32).reshape(-1, group)
+        group = _GROUPS.get(stored[name].kind.name, 32)
+        weights = np.memmap(out, np.float16, "r+", info.offset, (info.nbytes // 2,))
+        for start in range(0, weights.size, _AT_ONCE):
+            values = weights[start : start + _AT_ONCE].astype(np.float32).reshape(-1, group)
             gaps = np.diff(np.sort(values, axis=1))
             step = np.where(gaps > 0, gaps, np.inf).min(axis=1, keepdims=True)
             noise = rng.uniform(-0.5, 0.5, values.shape) * np.where(np.isfinite(step), step, 0)
-            rows[...] = (values + noise).astype(np.float16).reshape(rows.shape)
+            weights[start : start + _AT_ONCE] = (values + noise).astype(np.float16).reshape(-1)
+        weights.flush()
 
 
 class Quantiser:
