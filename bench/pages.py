@@ -292,7 +292,7 @@ def _peers(files: Sequence[ResultFile]) -> list[Row]:
                 continue
             stored = _STORED.search(f"{row['note']}")
             peer = f"{row['engine'].split()[0]}{f' {stored[0]}' if stored else ''}"
-            model = str(own["model"]).replace("l1b-", "llama-1b-")
+            model = str(own["model"]).replace("l1b-", "llama-1b-").removesuffix(".gguf")
             shown = {**row, "model": model, "ours": own["tok_s"], "isa": own["isa"], "peer": peer}
             rank = file.date, own["isa"] != "avx2"
             key = model, row["test"][:2], peer
