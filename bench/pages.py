@@ -23,7 +23,6 @@ from bench.record import (
     table_of,
 )
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_runtime.disk.output_file import write_file
 
 _CLASSES = {mark: status for status, mark in MARKS.items()}
@@ -215,22 +214,6 @@ def render(folder: Path) -> Page:
             (table_of("real", _newest(files)),),
         ),
         Section(
-            "Quantised real weights",
-            (
-                "Layers quantised by `clocher quantize` and llama-quantize, embedding and head at "
-                "8 bits in both. KLD is from the floats; Clocher reads both in fp32. `over "
-                "llama.cpp`: beside llama-quantize with an importance matrix at equal bytes. The "
-                "floats are a published file dequantised, with noise of up to half a step: its "
-                "grid is gone.",
-            ),
-            (
-                table_of(
-                    "quantise",
-                    [row for file in files if file.kind == "quantise" for row in file.rows],
-                ),
-            ),
-        ),
-        Section(
             "Decoding, beside the read bandwidth of the memory",
             (),
             (
@@ -239,21 +222,6 @@ def render(folder: Path) -> Page:
                     "{model} | {format} | {threads} | {tok_s:.4g} | {mb:.4g} | "
                     "{pct_of_limit:.0f} | `{file}`",
                     _decodes(files),
-                ),
-            ),
-        ),
-        Section(
-            "ggml's types",
-            (
-                "Products with one token beside the read bandwidth, in bytes as a file has them, "
-                "and with 16 beside byte dot products alone.",
-            ),
-            (
-                table(
-                    "type | N x K | ISA | GB/s | % of read | % of dots, M = 16 | file",
-                    "{format} | {N} x {K} | {isa} | {gbps:.1f} | {pct_of_limit:.0f} "
-                    "[{pct_low:.0f}, {pct_high:.0f}] | {dots:.0f} | `{file}`",
-                    _types(files),
                 ),
             ),
         ),
@@ -317,18 +285,6 @@ def _decodes(files: Sequence[ResultFile]) -> list[Row]:
             if is_number(row.get("pct_of_limit")) and is_number(about.get("bytes_per_token")):
                 found.append({**about, "mb": about["bytes_per_token"] / 1e6, "file": file.name})
     return found
-
-
-def _types(files: Sequence[ResultFile]) -> list[Row]:
-    """Return the newest rows of ggml's types with one token, and what they have with 16."""
-    found: dict[tuple[str, str], Row] = {}
-    for file in (file for file in files if file.kind == "linear"):
-        for row in file.rows:
-            if row.get("format") in KINDS and "isa" in row:
-                own = found.setdefault((row["format"], row["isa"]), {})
-                one = {**row, "file": file.name}
-                own |= one if row["M"] == 1 else {"dots": row.get("pct_of_dots")}
-    return list(found.values())
 
 
 def _starts(files: Sequence[ResultFile]) -> list[Row]:
