@@ -37,12 +37,13 @@ def with_model(config: Config, console: Console) -> Config:
         _offer(config.model_dir, console, config.yes)
         return config
     from clocher_runtime.checkpoints.checkpoint import JSON_NAME
-    from clocher_runtime.checkpoints.locate import DEFAULT
-    from clocher_runtime.command.default_model import NotFetched, fetch_default
 
     named = config.model_json or config.model_bin or config.stub or config.require_model
     if named or os.path.isfile(JSON_NAME) or is_set("CLOCHER_EMBEDDED"):
         return config
+    from clocher_runtime.checkpoints.locate import DEFAULT
+    from clocher_runtime.command.default_model import NotFetched, fetch_default
+
     try:
         fetch_default(console)
     except NotFetched as reason:
