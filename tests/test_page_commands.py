@@ -22,6 +22,7 @@ NOT_RUN = {
     "MODEL_DIR=models/tiny PROMPTS": "of make bench: test_make runs what targets run",
     "clocher bench": "a minute each: test_bench_command runs it",
     "python -m bench.harness ": "needs two result files: test_harness compares some",
+    "python -m bench quantise": "needs files of floats: test_bench_real runs it",
     "python -m bench.strict": "minutes: test_strict runs it",
     "python scripts/make_synthetic.py": "a gigabyte: test_synthetic runs it",
     "clocher run llama.gguf": "needs a file of llama.cpp: test_gguf_import runs some",
