@@ -97,6 +97,8 @@ def dither(source: Path, published: Path, out: Path) -> None:
     for name, info in GgufFile(source).tensors.items():
         if info.kind.name != "f16":
             continue
+        if name not in stored:
+            raise NotMeasured(f"{published} has no {name}: {source} is no copy of it")
         group = _GROUPS.get(stored[name].kind.name, 32)
         weights = np.memmap(out, np.float16, "r+", info.offset, (info.nbytes // 2,))
         for start in range(0, weights.size, _AT_ONCE):
@@ -164,13 +166,11 @@ def _done(command: Sequence[object]) -> None:
 
 def _matrices(model: Path) -> tuple[list[Stored], list[Stored]]:
     """Return the matrices of a model's layers, and its embeddings and head."""
-    named = open_checkpoint(model).tensors.items()
-    matrices = [(name, stored) for name, stored in named if len(stored.shape) > 1]
-    ends = [re.fullmatch(_ENDS, name) for name, _ in matrices]
-    return (
-        [stored for (_, stored), is_end in zip(matrices, ends, strict=True) if not is_end],
-        [stored for (_, stored), is_end in zip(matrices, ends, strict=True) if is_end],
-    )
+    found: tuple[list[Stored], list[Stored]] = [], []
+    for name, stored in open_checkpoint(model).tensors.items():
+        if len(stored.shape) > 1:
+            found[re.fullmatch(_ENDS, name) is not None].append(stored)
+    return found
 
 
 def _params(stored: Stored) -> int:
