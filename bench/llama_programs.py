@@ -109,8 +109,11 @@ def _complete(address: str, item: Asked) -> str:
     asked = {"prompt": item.context, "n_predict": item.max_new, "stop": item.stop, "top_k": 1}
     head = {"Content-Type": "application/json"}
     request = Request(f"{address}/completion", json.dumps(asked).encode(), head)
-    with urlopen(request, timeout=_TIMEOUT_S) as answer:
-        return str(json.load(answer)["content"])
+    try:
+        with urlopen(request, timeout=_TIMEOUT_S) as answer:
+            return str(json.load(answer)["content"])
+    except OSError as error:
+        raise NotMeasured(f"llama-server: {error}") from None
 
 
 def _perplexity(programs: Path, gguf: Path, more: Sequence[str], threads: int) -> str:

@@ -103,6 +103,8 @@ def test_completions_come_from_llama_server(tmp_path: Path) -> None:
     tool.chmod(0o755)
     items = [Asked(text, ("!",), 3, "", lambda said, answer: {}) for text in ("abcd", "xy")]
     assert completed(tmp_path, Path("m"), items, 1) == ["ABC!", "XY!"]
+    with pytest.raises(NotMeasured, match="llama-server: "):  # it breaks off an answer
+        completed(tmp_path, Path("m"), [Asked("a", (), 3, "", lambda said, answer: {})], 1)
     tool.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
     with pytest.raises(NotMeasured, match="exit code 3"):
         completed(tmp_path, Path("m"), items, 1)
