@@ -213,10 +213,15 @@ def load_engine(
     *,
     needs_text: bool = True,
 ) -> Engine:
-    """Load a model and compile; raises ModelError, DeviceError, OutOfMemory, UsageError."""
+    """Load and warm up a model; raises ModelError, DeviceError, OutOfMemory, UsageError."""
     chosen, asked = load(config, needs_text=needs_text), config
     config, model = chosen.config, chosen.model
     bound = chosen.session(progress, packing)
+    try:
+        bound.warm()
+    except BaseException:
+        bound.close()
+        raise
     ignored = without_effect(bound.acted_on) | chosen.ignored
     if config.act_prec not in (None, bound.act_prec):
         ignored |= {"act_prec"}
