@@ -42,6 +42,7 @@ class Inspection(NamedTuple):
     text: str
     plain: bool
     longest: int
+    document: Mapping[str, Any]
 
 
 def inspect(data: bytes, where: str) -> Inspection:
@@ -70,7 +71,8 @@ def inspect(data: bytes, where: str) -> Inspection:
     ):
         if found > limit:
             raise FormatError(f"{where}: {found} {what}; the limit is {limit}")
-    return Inspection(data.decode("utf-8"), _is_plain(document, model, made is not None), longest)
+    plain = _is_plain(document, model, made is not None)
+    return Inspection(data.decode("utf-8"), plain, longest, document)
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
