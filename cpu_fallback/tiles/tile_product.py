@@ -33,9 +33,9 @@ from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
-_AT_ONCE = 16 if CURRENT.avx512 else 4 if CURRENT.in_shorts or CURRENT.neon else 1
-if CURRENT.avx2 and CURRENT.vnni and not CURRENT.avx512:
-    _AT_ONCE = 6
+_AT_ONCE = 16 if CURRENT.avx512 else 6 if CURRENT.avx2 else 4 if CURRENT.neon else 1
+if CURRENT.in_shorts and not CURRENT.avx512:
+    _AT_ONCE = 4  # beside int16 sums
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
 
 _HELD = 2 if CURRENT.in_shorts and not CURRENT.avx512 else _AT_ONCE
@@ -351,8 +351,6 @@ def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
         def product(tile, panel, out, units, tokens, ahead):
             if tokens == 1:
                 one(tile, panel, out, units, 1, 0, ahead)
-            elif tokens == 2:
-                two(tile, panel, out, units, 2, 0, ahead)
             elif tokens == 3:
                 three(tile, panel, out, units, 3, 0, ahead)
             else:
