@@ -53,7 +53,7 @@ _LONGEST = 1 << 17
 AHEAD = 8192
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with.
 
-Products of a `BlockLayout` do not ask.
+Products of a `BlockLayout` decide for themselves.
 """
 
 

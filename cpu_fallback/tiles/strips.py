@@ -30,7 +30,7 @@ def strip_tokens(layout: Layout | BlockLayout, group: int) -> int:
     if not CURRENT.in_shorts or CURRENT.avx512 or not group:
         return 0
     if isinstance(layout, BlockLayout):
-        return 9
+        return 7 if kind_of(layout).top > 15 else 9  # the more there is to decode, the sooner
     return 5 if layout.block and layout.code != "int8" else 0
 
 

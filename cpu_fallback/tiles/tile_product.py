@@ -10,7 +10,7 @@
         units   K in units of 32 columns, rounded up
         tokens  1, 2, 3, 4, 6, 8 or 16; for 3 and 6 it may read 64 bytes behind the panel
         ahead   how far ahead of the tile's lines to ask for lines, in bytes; a `BlockLayout`'s
-                product leaves that to the core's own prefetcher
+                product of one or two tokens leaves that to the core's own prefetcher
 
 Columns are summed in int32 over the shorter of the weight's block and the activation's group. Such
 a sum is converted, and scaled and added with one fma; the sums of a longer block or group likewise.
