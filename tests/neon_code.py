@@ -3,7 +3,7 @@
     CLOCHER_ISA=neon_dotprod python tests/neon_code.py FORMAT ...
 
 prints a line for each format: its name, and the instructions of the inner loop of its product for
-one unit of 16 rows and 32 columns with 1, 2 and 4 tokens. `tests/test_isa.py` compares them with
+one unit of 16 rows and 32 columns with 1 to 4 tokens. `tests/test_isa.py` compares them with
 the table of docs/measured-facts.md.
 
 As a plugin of pytest it fills a kernel cache for an emulated process, in which compiling takes ten

@@ -203,6 +203,14 @@ def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
         ("q4_1", 21, 37, 576, 128),
         ("q5_0", 33, 19, 896, 128),
         ("q5_1", 9, 50, 1568, 0),
+        ("int4_sym_g32_f16", 3, 19, 1184, 32),
+        ("q4_1", 5, 19, 1568, 32),
+        ("iq4_nl", 6, 19, 1184, 32),
+        ("q5_0", 7, 35, 1120, 32),
+        ("q5_k", 3, 19, 768, 128),
+        ("q3_k", 6, 19, 1280, 128),
+        ("q5_k", 10, 19, 1280, 128),
+        ("iq3_s", 13, 19, 768, 32),
     ],
 )
 def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group: int) -> None:

@@ -31,12 +31,11 @@ from cpu_fallback.tiles import panels
 from cpu_fallback.tiles.layout import BlockLayout, Layout
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width
 from cpu_fallback.tiles.strips import (
-    call_unpack,
-    has_strips,
+    call_strip,
     stride_of,
     strip_bytes,
     strip_product_of,
-    unpack_of,
+    strip_tokens,
 )
 from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
 from cpu_fallback.tiles.tile_product import STRIP, call_product, product_of
@@ -46,8 +45,6 @@ _MORE_BYTES = 640 << 10  # The same where tiles are decoded for every block of t
 _MOST_TOKENS = 128
 _KEPT_BYTES = 64 << 20
 
-STRIP_TOKENS = 16  # Tokens from which a tile is decoded to strips
-
 TILE_SUMS = 64  # In the scratch of a product, after what `is_filled` keeps: the sums, fp32 [16, 16]
 PANELS = TILE_SUMS + 4 * 16 * 16  # In the scratch of a product: the panels
 SHARES = 4  # Shares per thread of a product whose weights are worth it
@@ -56,7 +53,7 @@ _LONGEST = 1 << 17
 AHEAD = 8192
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with.
 
-Products of a `BlockLayout` do not ask.
+Products of a `BlockLayout` decide for themselves.
 """
 
 
@@ -89,8 +86,8 @@ class Tiled(NamedTuple):
     ahead: int  # bytes of weights to ask for ahead of use
     form: Form  # how panels are filled
     activate: int  # address of the activation of the sums, of ops that have one; 0 for none
-    unpack: int  # address of the kernel that decodes a strip; 0 if there are none
-    of_strip: int  # address of the kernel that multiplies a strip
+    from_tokens: int  # how many of a block are multiplied strip by strip
+    of_strip: int  # address of the kernel that multiplies a strip; 0 if there are none
     stride: int  # bytes of a tile from strip to strip
     strip_bytes: int  # of a strip
 
@@ -139,7 +136,8 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
     params = {param.name for param in call.spec.params}
     in_blocks = isinstance(tiles.layout, BlockLayout)
     # Only `multiply_tiles`, whose ops have `times`, has strips.
-    strips = "times" in params and most >= STRIP_TOKENS and has_strips(tiles.layout, group)
+    least = strip_tokens(tiles.layout, group)
+    strips = "times" in params and 0 < least <= most
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most, strips)
     return Tiled(
         product=product_of(tiles.layout, group),
@@ -152,7 +150,7 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
         ahead=0 if in_blocks else call.hints.prefetch_distance(AHEAD),
         form=panels.form_of(tiles.layout, group, tiles.factor),
         activate=activation_of(call) if "times" in params else 0,  # type: ignore[arg-type]
-        unpack=unpack_of(tiles.layout) if strips else 0,  # type: ignore[arg-type]
+        from_tokens=least,
         of_strip=strip_product_of(tiles.layout, group) if strips else 0,  # type: ignore[arg-type]
         stride=stride_of(tiles.layout) if strips else 0,
         strip_bytes=strip_bytes(tiles.layout) if strips else 0,
@@ -230,7 +228,7 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
     block = 0
     while block < tokens:
         end = min(block + a.per_block, tokens)
-        if a.unpack and end - block >= STRIP_TOKENS:
+        if a.of_strip and end - block >= a.from_tokens:
             _multiply_strips(a, scratch, start, block, end, first, last, ask, write)
             block = end
             continue
@@ -254,10 +252,10 @@ def _multiply_strips(a, scratch, start, block, end, first, last, ask, write):
     for tile in range(first, last):
         at = a.tiles + tile * a.tile_bytes
         for unit in range(0, units, STRIP):
-            call_unpack(a.unpack, at, strip, min(STRIP, units - unit))
             for t in range(block, end, 16):
-                here, wide = panel + t * a.per_token, width(min(16, end - t))
-                call_product(a.of_strip, strip, here, sums + 64 * (t - block), units, wide, unit)
+                here, to = panel + t * a.per_token, sums + 64 * (t - block)
+                wide, fresh = width(min(16, end - t)), int(t == block)
+                call_strip(a.of_strip, at, strip, here, to, units, wide, unit, fresh, a.ahead)
             at += a.stride
         for t in range(block, end, 16):
             count = min(16, end - t)
@@ -295,7 +293,7 @@ def embed(a, rank, size, scratch):
 def panels_room(own: Tiled) -> int:
     """Return the bytes of scratch memory that `multiply_tiles` needs."""
     room = PANELS + own.kept * own.per_token + BEHIND
-    return room + 64 + own.strip_bytes + 64 * own.per_block if own.unpack else room
+    return room + 64 + own.strip_bytes + 64 * own.per_block if own.of_strip else room
 
 
 def _linear(call: BoundCall) -> list[Launch]:

@@ -18,7 +18,7 @@ multiplied half by half, 128 columns each: `head` of a kind gives its scales onc
 operands of a run of columns of a half. `BlockLayout` says which line is which.
 """
 
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from clocher_kernels.formats.ggml_blocks import PLANES, places_of
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.lanes.language import emit_half
-from cpu_fallback.lanes.memory import emit_load, emit_store
+from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
 from cpu_fallback.lanes.simd import (
     BYTES,
     F32,
@@ -37,51 +37,28 @@ from cpu_fallback.lanes.simd import (
     INT16,
     INT32,
     SHORTS,
+    behind,
     constant,
+    emit_at,
     emit_fma,
+    join,
     number,
     shuffle,
     spread,
 )
-from cpu_fallback.tiles.byte_dots import bits, look_up
+from cpu_fallback.tiles.byte_dots import OPERANDS, Lines, Strip, bits, line_of, look_up
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
 from cpu_fallback.tiles.multiply import (
     REGISTERS,
     add_runs,
+    keep_order,
     pair_dots,
     plus,
+    registers,
     run_length,
     times,
 )
-
-
-class Lines:
-    """The lines of a block.
-
-    Args:
-        b: the builder.
-        at: address of the block.
-        half: which half of its columns is multiplied, 0 or 1, or a value i64 of the code.
-    """
-
-    def __init__(self, b: Any, at: Any, half: Any = None) -> None:
-        self.b, self._at, self.half = b, at, half
-
-    def line(self, index: int, further: int = 0) -> Any:
-        """Emit the load of a line.
-
-        In the second half it is the one `further` lines on.
-        """
-        b = self.b
-        at = b.add(self._at, number(LINE * index))
-        if further:
-            half = number(self.half) if isinstance(self.half, int) else self.half
-            at = b.add(at, b.mul(half, number(LINE * further)))
-        return emit_load(b, BYTES.llvm, at)
-
-    def dwords(self, index: int) -> Any:
-        """Emit the load of a line as int32 [16]."""
-        return self.b.bitcast(self.line(index), I32.llvm)
+from cpu_fallback.tiles.tile_product import begin_sums, strip_units
 
 
 class Head(NamedTuple):
@@ -107,6 +84,7 @@ class BlockKind:
 
     Attributes:
         run: columns that share a scale: 16 or 32.
+        runs: of half a block.
         bias: of operands, a power of two; 0 if there are minima.
         top: largest operand.
         moves: whether a second half's codes are elsewhere in their bytes than a first one's.
@@ -120,6 +98,7 @@ class BlockKind:
         self._lines = {dword: i for i, dword in enumerate(layout.order)}
         halves = zip(self._places[:_HALF], self._places[_HALF:], strict=True)
         self.moves = any(p[1] != q[1] for pair in halves for p, q in zip(*pair, strict=True))
+        self.runs = _HALF // self.run
         self.top = sum(mask << to for *_, mask, to in self._places[0])
         self.parts: Parts = [([], 1)]
         if about.table is not None:
@@ -131,6 +110,9 @@ class BlockKind:
                 low, high = [entry & 15 for entry in table], [entry >> 4 for entry in table]
                 self.parts = [(low, 1), (high, 16)]
             self.top = max(max(table) for table, _ in self.parts)
+        # Of half a block in a strip: words of the scales of runs and of units' minima, operands
+        self.first = self.runs + UNITS
+        self.half_bytes = (self.first + len(self.parts) * UNITS * OPERANDS) * LINE
 
     def head(self, lines: Lines) -> Head:
         """Emit the scales of a block."""
@@ -185,10 +167,10 @@ class BlockKind:
             total = part if total is None else b.or_(total, part)
         return total
 
-    def operands(self, lines: Lines, column: int, parts: Parts) -> list[Any]:
-        """Emit the operands of four columns of a half: those of each part."""
+    def operand(self, lines: Lines, column: int, table: list[int]) -> Any:
+        """Emit an operand of four columns of a half: that of a part."""
         code = self.code(lines, column)
-        return [look_up(lines.b, table, code) if table else code for table, _ in parts]
+        return look_up(lines.b, table, code) if table else code
 
 
 @cache
@@ -199,18 +181,25 @@ def kind_of(layout: BlockLayout) -> BlockKind:
 
 _BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
 _FEW = 4  # Tokens for which memory is what limits
+_AHEAD = 2  # Blocks ahead of which a product of more than `_BOTH` asks for lines
 
 
 class BlockEmitter:
     """Emits the product of one tile with a fixed number of the tokens of a panel.
 
+    Without tokens it decodes a strip.
+
     `group` is columns per activation scale: 32, 128, or 0 for one per token.
     """
 
-    def __init__(self, b: Any, layout: BlockLayout, group: int, tokens: int) -> None:
-        self.b, self.layout, self.tokens = b, layout, tokens
+    def __init__(
+        self, b: Any, layout: BlockLayout, group: int, tokens: int, strip: Strip | None = None
+    ) -> None:
+        self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
         self.kind = kind_of(layout)
         self.group = group
+        self.half: Strip | None = None  # of which half a block is multiplied
+        self.asks = not strip.decoded if strip else CURRENT.in_shorts and tokens > _BOTH
         self.run = min(run_length(self.kind.top), self.kind.run // 4)
 
     def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:
@@ -231,15 +220,21 @@ class BlockEmitter:
             emit_store(b, total, b.add(self.out, number(4 * ROWS * i)))
 
     def blocks(self, tile: Any, units: Any) -> None:
-        """Emit the sums of all columns."""
-        b = self.b
-        self.totals = [cgutils.alloca_once_value(b, constant(F32, 0.0)) for _ in range(self.tokens)]
+        """Emit the sums of all columns, or of those of a strip."""
+        b, strip, start = self.b, self.strip, number(0)
+        self.totals = begin_sums(b, self.out, self.tokens, strip)
+        if strip:
+            units = strip_units(b, units, strip.start)
+            start = b.udiv(strip.start, number(UNITS))
         with cgutils.for_range(b, b.udiv(units, number(BLOCK // UNIT))) as blocks:
             size = self.layout.lines * LINE
             at = b.add(tile, b.mul(blocks.index, number(size)))
             head = self.kind.head(Lines(b, at))
-            place = b.mul(blocks.index, number(2))
-            if self.kind.moves:
+            place = b.add(start, b.mul(blocks.index, number(2)))
+            if strip:
+                operands = emit_at(b, strip.at, blocks.index, 2 * self.kind.half_bytes)
+                self.block = strip._replace(at=operands)
+            if self.kind.moves and not (strip and strip.decoded):
                 for half in (0, 1):
                     self._half(at, head, b.add(place, number(half)), half)
             else:
@@ -250,14 +245,24 @@ class BlockEmitter:
         """Emit one half of a block."""
         b, kind = self.b, self.kind
         lines = Lines(b, at, half)
+        place = number(half) if isinstance(half, int) else half
+        if self.strip:
+            operands = emit_at(b, self.block.at, place, self.kind.half_bytes)
+            self.half = self.block._replace(at=operands)
+        part = self.layout.lines // 2 * LINE
+        self.next = behind(b, emit_at(b, at, place, part), _AHEAD * self.layout.lines * LINE)
         scales = self._of_half(head.scales, half)
         lows = scales if head.minima is None else self._of_half(head.minima, half)
         units = 1 if self.group == UNIT else UNITS
         for start in range(0, UNITS, units):
             runs = range(start * UNIT // kind.run, (start + units) * UNIT // kind.run)
             sums = self._sums(lines, runs, scales, index)
+            words = [self._of_unit(lows, unit) for unit in range(start, start + units)]
             for t in range(self.tokens):
-                low = self._low(lows, range(start, start + units), index, t)
+                low = constant(I32, 0)
+                for unit, own in enumerate(words, start):
+                    at = b.add(b.mul(index, number(UNITS)), number(unit))
+                    low = b.add(low, self._low(own, at, t))
                 if head.dmin is None:
                     sums[t] = b.sub(sums[t], b.mul(low, constant(I32, kind.bias)))
                 self.add(t, head, sums[t], low, index, number(start))
@@ -292,10 +297,11 @@ class BlockEmitter:
                 # memory answers at half the rate.
                 b.fence("acq_rel", "singlethread")
             if CURRENT.in_shorts:
-                self._add_run(lines, run, self.words(scales, run, run), index, totals)
+                words = self._words(scales, run, run, run)
+                self._add_run(lines, run, words, index, totals)
                 continue
             columns = range(run * kind.run, (run + 1) * kind.run, 4)
-            codes = [kind.operands(lines, column, kind.parts)[0] for column in columns]
+            codes = [kind.operand(lines, column, kind.parts[0][0]) for column in columns]
             scale = self._byte(scales, run)
             for t in range(self.tokens):
                 x = [self.activations(index, column, t) for column in columns]
@@ -313,30 +319,47 @@ class BlockEmitter:
                 b,
                 sums,
                 range(start, min(start + self.run, kind.run // 4)),
-                lambda i, some=parts: kind.operands(lines, first + 4 * i, some),
+                lambda i, some=parts: self._operands(lines, first + 4 * i, some),
                 lambda t, i: self.activations(index, first + 4 * i, t),
             )
             for (_, factor), rows in zip(parts, sums, strict=True):
                 by = b.mul(words, constant(SHORTS, factor))
                 for t, own in enumerate(rows):
                     totals[t] = b.add(totals[t], times(b, own, by))
+            if self.tokens > _BOTH:
+                kept = [registers(b, total) for total in totals]
+                keep_order(b, kept)
+                totals[:] = [join(b, own) for own in kept]
 
-    def _low(self, dwords: list[Any], units: range, index: Any, t: int) -> Any:
-        """Emit the sum of minima or scales of some units, times the sums of activations."""
-        b, per_unit = self.b, UNIT // self.kind.run
-        total = constant(I32, 0)
-        for unit in units:
-            first = unit * per_unit
-            words = self.words(dwords, first, first + per_unit - 1)
-            at = b.add(b.mul(index, number(UNITS)), number(unit))
-            total = b.add(total, self.low(words, at, t))
-        return total
+    def _operands(self, lines: Lines, column: int, parts: Parts) -> list[Any]:
+        """Emit the operands of four columns of a half."""
+        b, kind = self.b, self.kind
+        if self.asks and parts[0] == kind.parts[0] and column < 2 * self.layout.lines:
+            level = 2 if self.strip else 1  # it takes a while until they are wanted
+            emit_prefetch(b, behind(b, self.next, LINE * (column // 4)), level)
+        found, first = [], kind.first + column // 4 * len(kind.parts)
+        for part in parts:
+            make = partial(kind.operand, lines, column, part[0])
+            place = first + kind.parts.index(part)
+            found.append(line_of(b, self.half, place, BYTES.llvm, make))
+        return found
 
-    def low(self, words: Any, unit: Any, t: int) -> Any:
+    def _of_unit(self, dwords: list[Any], unit: int) -> Any:
+        """Emit the words of the minima or scales of a unit."""
+        per_unit = UNIT // self.kind.run
+        first = unit * per_unit
+        return self._words(dwords, first, first + per_unit - 1, self.kind.runs + unit)
+
+    def _low(self, words: Any, unit: Any, t: int) -> Any:
         """Emit words times the sums of the activations of a unit."""
         b = self.b
         at = b.add(self.sums, b.add(b.mul(unit, self.row), number(4 * t)))
         return pair_dots(b, words, b.bitcast(spread(b, I32, emit_load(b, INT32, at)), SHORTS))
+
+    def _words(self, dwords: list[Any], first: int, second: int, place: int) -> Any:
+        """Emit `words`, which a strip has at a place."""
+        make = partial(self.words, dwords, first, second)
+        return line_of(self.b, self.half, place, SHORTS, make)
 
     def _byte(self, dwords: list[Any], index: int) -> Any:
         """Emit a byte of each dword as int32 [16]."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 from llvmlite import ir
 
@@ -38,6 +38,55 @@ _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 _QUARTER = 16  # Bytes of a register of NEON
 OPERANDS = 8  # Of a unit: four columns each
 
+
+class Strip(NamedTuple):
+    """Columns of a tile that are decoded once for several passes."""
+
+    at: Any  # address of their operands, or of a unit's
+    start: Any  # the unit of the tile with which they begin
+    decoded: bool  # whether an earlier pass has written the operands; else this one does
+
+
+def line_of(b: Any, strip: Strip | None, place: int, kind: Any, make: Callable[[], Any]) -> Any:
+    """Emit a line that is made and written to a strip, or loaded if that was done."""
+    at = strip and v.behind(b, strip.at, LINE * place)
+    if strip and strip.decoded:
+        return v.emit_load(b, kind, at)
+    value = make()
+    if strip:
+        v.emit_store(b, value, at)
+    return value
+
+
+class Lines:
+    """The lines of a block.
+
+    Args:
+        b: the builder.
+        at: address of the block.
+        half: which half of its columns is multiplied, 0 or 1, or a value i64 of the code.
+    """
+
+    def __init__(self, b: Any, at: Any, half: Any = None) -> None:
+        self.b, self._at, self.half = b, at, half
+
+    def line(self, index: int, further: int = 0) -> Any:
+        """Emit the load of a line.
+
+        In the second half it is the one `further` lines on.
+        """
+        b = self.b
+        at = b.add(self._at, v.number(LINE * index))
+        if further:
+            half = v.number(self.half) if isinstance(self.half, int) else self.half
+            at = b.add(at, b.mul(half, v.number(LINE * further)))
+        return v.emit_load(b, v.BYTES.llvm, at)
+
+    def dwords(self, index: int) -> Any:
+        """Emit the load of a line as int32 [16]."""
+        return self.b.bitcast(self.line(index), v.I32.llvm)
+
+
 Load = Callable[[int], Any]
 Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`
 
@@ -53,12 +102,16 @@ class Dots:
     wide: bool = False
     # whether sums are kept plus `NUMBER`, which starts are without zero points
     number: bool = False
-    plain: bool = False  # whether the lines are the operands (`strips`)
 
     @property
     def lines(self) -> int:
         """Lines of a unit."""
-        return OPERANDS << self.wide if self.plain else LINES[self.code]
+        return LINES[self.code]
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Bytes of the operands of a unit."""
+        return (OPERANDS << self.wide) * LINE
 
     @property
     def code_bytes(self) -> int:
@@ -85,12 +138,21 @@ class Dots:
             sums.append(slot)
         return sums
 
-    def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
+    def unit(
+        self,
+        b: Any,
+        lines: Any,
+        codes: Any,
+        sums: Sequence[Sum],
+        ahead: Any,
+        strip: Strip | None = None,
+    ) -> None:
         """Emit one unit: add 16 rows times 32 columns of each token to its sum.
 
-        `lines` and `codes` are addresses; lines are asked for so many bytes ahead.
+        `lines` and `codes` are addresses; lines are asked for so many bytes ahead. The operands are
+        written to a strip, or are there.
         """
-        for i in range(0 if self.plain else self.lines):
+        for i in range(0 if strip and strip.decoded else self.lines):
             v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
 
         def load(line: int) -> Any:
@@ -102,7 +164,7 @@ class Dots:
             return b.bitcast(spread, v.SHORTS if self.wide else v.BYTES.llvm)
 
         if CURRENT.in_shorts or (CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1):
-            self._unit_in_registers(b, load, x, sums)
+            self._unit_in_registers(b, load, x, sums, strip)
             return
         operands = [self.operand(b, load, i) for i in range(OPERANDS)]
         # Dot products of one token wait for each other: those of the others go between.
@@ -111,7 +173,9 @@ class Dots:
             at = sums[t][slot if any(self.shifts) else i % len(self.shifts)]
             b.store(m.plus(b, b.load(at), [(weights, x(t, i))]), at)
 
-    def _unit_in_registers(self, b: Any, load: Load, x: Any, sums: Sequence[Sum]) -> None:
+    def _unit_in_registers(
+        self, b: Any, load: Load, x: Any, sums: Sequence[Sum], strip: Strip | None
+    ) -> None:
         """Emit a unit whose operands are decoded one by one, each multiplied by all tokens.
 
         Without VNNI products are added in int16 as far as they fit. Those of a byte would not: even
@@ -126,10 +190,12 @@ class Dots:
 
         def operands(place: int) -> list[Any]:
             if not self.wide:
-                return [weights(place)]
-            if self.plain:
-                return [b.bitcast(load(place), v.SHORTS)]
-            return [self.widened(b, weights(place // 2))[place % 2]]
+                return [line_of(b, strip, place, v.BYTES.llvm, lambda: weights(place))]
+
+            def half() -> Any:
+                return self.widened(b, weights(place // 2))[place % 2]
+
+            return [line_of(b, strip, place, v.SHORTS, half)]
 
         for start in range(0, count, run):
             found: list[list[Any]] = [[None] * m.REGISTERS for _ in sums]
@@ -171,7 +237,7 @@ class Dots:
 
         `load` emits a line of the unit.
         """
-        if self.plain or self.code == "int8":
+        if self.code == "int8":
             return load(index), 0
         if self.code == "ternary":
             line, p = divmod(index, 4)
@@ -198,7 +264,15 @@ class NeonDots(Dots):
     `sdot` multiplies one by a dword of a token, out of a register of sixteen activations.
     """
 
-    def unit(self, b: Any, lines: Any, codes: Any, sums: Sequence[Sum], ahead: Any) -> None:
+    def unit(
+        self,
+        b: Any,
+        lines: Any,
+        codes: Any,
+        sums: Sequence[Sum],
+        ahead: Any,
+        strip: Strip | None = None,
+    ) -> None:
         """Emit one unit: add 16 rows times 32 columns of each token to its sum."""
         places = [b.add(lines, v.number(LINE * i)) for i in range(self.lines)]
         for place in places:
@@ -234,11 +308,8 @@ def is_number(layout: Layout, group: int) -> bool:
     return 0 < min(layout.block or _NUMBERS + 1, group or _NUMBERS + 1) <= _NUMBERS
 
 
-def dots_of(code: str, tokens: int, number: bool = False, plain: bool = False) -> Dots:
-    """Return how the dot products of a code are emitted with so many tokens of a pass.
-
-    `plain`: the lines are the operands.
-    """
+def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
+    """Return how the dot products of a code are emitted with so many tokens of a pass."""
     tables = {code: max(table) for code, table in _TABLES.items()}
     top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
@@ -246,7 +317,7 @@ def dots_of(code: str, tokens: int, number: bool = False, plain: bool = False) -
         several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}
         shifts = (0, 4) if code in ("int4", "q4") else several.get(code, shifts)
     made = NeonDots if CURRENT.neon else Dots
-    return made(code, shifts, top, is_wide(code), number, plain)
+    return made(code, shifts, top, is_wide(code), number)
 
 
 def bits(b: Any, line: Any, shift: int, mask: int) -> Any:

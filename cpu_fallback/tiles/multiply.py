@@ -128,7 +128,7 @@ def add_runs(
             for t, own in enumerate(rows):
                 each = zip(own, registers(b, weights), registers(b, x(t, place)), strict=True)
                 own[:] = [add(b, *one) for one in each]
-        if len(places) > 1:
+        if len(places) > 1 and sums[0]:
             keep_order(b, [own for rows in sums for own in rows])
 
 

@@ -6,11 +6,11 @@
 
         tile    address of a tile (`tiles`)
         panel   address of the activations of the tokens (`panels`)
-        out     fp32 [tokens, 16], written
+        out     fp32 [tokens, 16], written; on a line
         units   K in units of 32 columns, rounded up
         tokens  1, 2, 3, 4, 6, 8 or 16; for 3 and 6 it may read 64 bytes behind the panel
         ahead   how far ahead of the tile's lines to ask for lines, in bytes; a `BlockLayout`'s
-                product leaves that to the core's own prefetcher
+                product of one or two tokens leaves that to the core's own prefetcher
 
 Columns are summed in int32 over the shorter of the weight's block and the activation's group. Such
 a sum is converted, and scaled and added with one fma; the sums of a longer block or group likewise.
@@ -28,13 +28,18 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
-from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, dots_of, is_number
+from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, Strip, dots_of, is_number
 from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout
 
 TOKENS = (1, 2, 3, 4, 6, 8, 16)
 
 _AT_ONCE = 16 if CURRENT.avx512 else 6 if CURRENT.avx2 else 4 if CURRENT.neon else 1
+if CURRENT.in_shorts and not CURRENT.avx512:
+    _AT_ONCE = 4  # beside int16 sums
 """Tokens whose sums the registers hold; the rest of a panel takes another pass over the tile."""
+
+_HELD = 2 if CURRENT.in_shorts and not CURRENT.avx512 else _AT_ONCE
+"""Tokens whose fp32 sums they hold too."""
 
 
 class _Pointer:
@@ -56,20 +61,22 @@ class Emitter:
     """Emits the product of one tile, or of a strip of it, with some of the tokens of a panel."""
 
     def __init__(
-        self, b: Any, layout: Layout, group: int, tokens: int, strip: bool = False
+        self, b: Any, layout: Layout, group: int, tokens: int, strip: Strip | None = None
     ) -> None:
         self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
-        self.dots = dots_of(layout.code, tokens, is_number(layout, group), strip)
+        self.dots = dots_of(layout.code, tokens, is_number(layout, group))
         self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]
         self.block = min(periods, default=0)
         self.group = max(periods) if len(periods) == 2 else 0
+        # Registers hold the sums: what is loaded before them would be put aside meanwhile.
+        self.late = tokens > _HELD
 
     def emit(
         self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any, ahead: Any
     ) -> None:
-        """Emit everything; of a strip `ahead` is the unit that it begins with."""
+        """Emit everything; of a strip the sums go on from those of the one before."""
         b = self.b
         self.ahead = ahead
         self.weights = _Pointer(b, tile)
@@ -83,9 +90,10 @@ class Emitter:
         self.scales = _Pointer(b, b.add(scales, place))
         self.head = cgutils.alloca_once_value(b, tile)
         self.index = cgutils.alloca_once_value(b, v.number(0))
+        self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         if self.strip:
-            self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
-            units = self._skip(units, ahead)
+            self.decoded = _Pointer(b, self.strip.at)
+            units = self._skip(units, self.strip.start)
         if not self.block:
             sums = self._sums(units)
         elif not self.group:
@@ -97,9 +105,8 @@ class Emitter:
         if self.layout.scale == "row":
             rows = v.emit_load(b, v.F32.llvm, self.weights.take(LINE))
             sums = [b.fmul(s, rows) for s in sums]
-        out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         for i, value in enumerate(sums):
-            v.emit_store(b, value, b.add(out, v.number(4 * ROWS * i)))
+            v.emit_store(b, value, v.behind(b, self.out, 4 * ROWS * i))
 
     def _skip(self, units: Any, start: Any) -> Any:
         """Emit the step to the unit with which a strip begins; return the units of the strip."""
@@ -144,7 +151,7 @@ class Emitter:
     def _groups(self, units: Any) -> list[Any]:
         """Emit the sum over groups of blocks, or of blocks that have both scales."""
         b = self.b
-        totals = begin_strip(b, self.out, self.ahead, self.tokens) if self.strip else self._zeros()
+        totals = begin_sums(b, self.out, self.tokens, self.strip)
         with self._steps(units, self.group) as within:
             if self.block == self.group:
                 parts, offset = self._scaled(within)
@@ -163,10 +170,9 @@ class Emitter:
     def _scaled(self, units: Any) -> tuple[list[Any], Any]:
         """Emit the sums over one block times its scales, and what `_weight_scales` has besides."""
         b = self.b
-        if not self.strip:
+        if not self.late:
             scale, offset = self._weight_scales()
             return [b.fmul(s, scale) for s in self._sums(units, offset)], offset
-        # Registers hold the sums: what is loaded before them would be put aside meanwhile.
         at = self._record()
         ends = self._dots(units, lambda: self._weight_scales(at)[1])
         scale, offset = self._weight_scales(at)
@@ -206,9 +212,9 @@ class Emitter:
         return [self.dots.begin(b, start, offset) for start in starts]
 
     def _dots(self, units: Any, offset: Callable[[], Any]) -> list[Any]:
-        """Emit the exact sum over one block; of a strip what it begins with is added at the end."""
+        """Emit the exact sum over one block; if `late` what it begins with is added at the end."""
         b, at = self.b, self.starts.take(self.row)
-        if self.strip:
+        if self.late:
             nothing = v.constant(v.I32, 0)
             sums = [self.dots.begin(b, nothing, None) for _ in range(self.tokens)]
         else:
@@ -219,9 +225,12 @@ class Emitter:
             step = self.dots.lines * LINE
             lines = self.weights.take(step)
             codes = self.codes.take(self.line)
-            self.dots.unit(b, lines, codes, sums, self.ahead)
+            strip = self.strip
+            if strip:
+                strip = strip._replace(at=self.decoded.take(self.dots.decoded_bytes))
+            self.dots.unit(b, lines, codes, sums, self.ahead, strip)
         self.dots.arrange(b, sums, back=True)
-        if self.strip:
+        if self.late:
             for own, start in zip(sums, self._begun(at, offset()), strict=True):
                 b.store(b.add(b.load(own[0]), b.load(start[0])), own[0])
         return sums
@@ -267,13 +276,19 @@ def strip_units(b: Any, units: Any, start: Any) -> Any:
     return b.select(b.icmp_signed("<", left, most), left, most)
 
 
-def begin_strip(b: Any, out: Any, start: Any, tokens: int) -> list[Any]:
-    """Emit the sums of a strip, which go on from those of the strips before it."""
-    fresh, slots = b.icmp_signed("==", start, v.number(0)), []
+def begin_sums(b: Any, out: Any, tokens: int, strip: Strip | None) -> list[Any]:
+    """Emit the sums of tokens: zero, or those of the strip before.
+
+    Registers hold the sums of few tokens. Those of more are added to in memory: the compiler would
+    put them aside in the same way, and twice.
+    """
+    fresh, slots = strip and b.icmp_signed("==", strip.start, v.number(0)), []
     for i in range(tokens):
-        value = v.emit_load(b, v.F32.llvm, b.add(out, v.number(4 * ROWS * i)))
-        value = b.select(fresh, v.constant(v.F32, 0.0), value)
-        slots.append(cgutils.alloca_once(b, v.F32.llvm))
+        at = b.inttoptr(v.behind(b, out, 4 * ROWS * i), v.F32.llvm.as_pointer())
+        value = v.constant(v.F32, 0.0)
+        if strip:
+            value = b.select(fresh, value, b.load(at))
+        slots.append(at if tokens > _HELD else cgutils.alloca_once(b, v.F32.llvm))
         b.store(value, slots[-1])
     return slots
 
@@ -336,11 +351,14 @@ def _product(emit: dict[int, Any], at_once: int) -> Callable[..., None]:
         def product(tile, panel, out, units, tokens, ahead):
             if tokens == 1:
                 one(tile, panel, out, units, 1, 0, ahead)
-            elif tokens == 2:
-                two(tile, panel, out, units, 2, 0, ahead)
+            elif tokens == 3:
+                three(tile, panel, out, units, 3, 0, ahead)
             else:
                 for first in range(0, tokens, 4):
-                    four(tile, panel, out, units, tokens, first, ahead)
+                    if tokens - first == 2:
+                        two(tile, panel, out, units, tokens, first, ahead)
+                    else:
+                        four(tile, panel, out, units, tokens, first, ahead)
 
     else:
 
