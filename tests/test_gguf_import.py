@@ -397,7 +397,9 @@ def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None
     path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(Kind.Q8_0))
     checkpoint = open_gguf(path)
     assert not asked and checkpoint.nbytes > 0
-    checkpoint.tensor("lm_head.weight")
+    tensor = checkpoint.tensor("lm_head.weight")
+    assert not asked and tensor.nbytes > 0
+    assert tensor.planes["codes"] is tensor.planes["codes"]
     assert len(asked) == 1
 
 

@@ -1,6 +1,6 @@
 """Arrange a family's stored tensors as the model reads them: renamed, cut or copied in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -11,11 +11,13 @@ from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_kernels.formats import Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.ternary import pack
+from clocher_kernels.quant_tensor import BlockRows
 from clocher_runtime.checkpoints.checkpoint import (
     LazyTensor,
     Stored,
     lazy_tensor,
     planes_of,
+    rows_of,
     stored_tensor,
 )
 from clocher_runtime.models.families import (
@@ -140,7 +142,14 @@ def taken(
         planes = _picked(first.format, first.planes, first.shape, axis, only.rows, fmt)
         return stored_tensor(need.shape, fmt, planes, where)
     pairs = list(zip(parts, stored, strict=True))
-    return lazy_tensor(need.shape, fmt, lambda: _gathered(pairs, fmt, need.shape, axis), where)
+    found = [rows_of(one) for one in stored]
+    return lazy_tensor(
+        need.shape,
+        fmt,
+        lambda: _gathered(pairs, fmt, need.shape, axis),
+        where,
+        (lambda: _gathered_rows(parts, found, need.shape)) if all(found) else None,
+    )
 
 
 def _whole_blocks(parts: Sequence[Piece]) -> bool:
@@ -183,13 +192,31 @@ def _gathered(
         lead = axis - (part.expert is not None)
         picked = _picked(stored.format, planes_of(stored), stored.shape, lead, part.rows, fmt)
         for key, plane in planes.items():
-            target = plane if part.expert is None else plane[part.expert]
-            place = (slice(None),) * lead + (part.places or slice(None),)
-            if target.shape[lead : lead + 1] == (1,) and picked[key].shape == target.shape:
-                target[...] = picked[key]
-            else:
-                target[place] = picked[key]
+            _put(plane, part, lead, picked[key])
     return planes
+
+
+def _put(plane: np.ndarray, part: Piece, lead: int, rows: np.ndarray) -> None:
+    target = plane if part.expert is None else plane[part.expert]
+    if target.shape[lead : lead + 1] == (1,) and rows.shape == target.shape:
+        target[...] = rows
+    else:
+        target[(slice(None),) * lead + (part.places or slice(None),)] = rows
+
+
+def _gathered_rows(
+    parts: Sequence[Piece], found: Sequence[Callable[[], BlockRows] | None], shape: tuple[int, ...]
+) -> BlockRows:
+    """Return where the rows of a matrix or stack lie, from those of its parts."""
+    made = np.empty(shape[:-1], np.int64)
+    arrays: list[np.ndarray] = []
+    for part, rows in zip(parts, found, strict=True):
+        assert rows is not None
+        own, lead = rows(), len(shape) - 2 - (part.expert is not None)
+        chosen = slice(None) if part.rows is None else part.rows
+        _put(made, part, lead, own.at[(slice(None),) * lead + (chosen,)])
+        arrays += own.arrays
+    return BlockRows(made, tuple(arrays), "")
 
 
 def _picked(

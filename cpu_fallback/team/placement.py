@@ -18,7 +18,7 @@ import numpy as np
 
 from clocher_kernels.ops.contract import Value
 from clocher_kernels.plan import Plan
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import LatePlanes, QuantTensor
 from cpu_fallback.team.large_pages import allocate
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def hot_weights(plan: Plan, weights: Mapping[str, Value], limit: int) -> list[st
             value = weights.get(name)
             if name not in plan.weights or name in names or value is None or len(value.shape) > 2:
                 continue
-            size = sum(array.nbytes for array in _arrays(value))
+            size = value.nbytes
             if not limit or total + size <= limit:
                 names.append(name)
                 total += size
@@ -116,7 +116,8 @@ def replicate(weights: Mapping[str, Value], names: Iterable[str]) -> dict[str, V
     for name in names:
         value = weights[name]
         if isinstance(value, QuantTensor):
-            planes = {plane: _copy(array) for plane, array in value.planes.items()}
+            late = value.planes.again() if isinstance(value.planes, LatePlanes) else None
+            planes = late or {plane: _copy(array) for plane, array in value.planes.items()}
             copies[name] = replace(value, planes=planes)
         else:
             copies[name] = _copy(value)
@@ -131,10 +132,6 @@ def call_on(cpu: int, function: Callable[[], T]) -> T:
     name = f"clocher-on-{cpu}"
     with ThreadPoolExecutor(1, name, initializer=pin, initargs=(cpu,)) as pool:
         return pool.submit(function).result()
-
-
-def _arrays(value: Value) -> list[np.ndarray]:
-    return list(value.planes.values()) if isinstance(value, QuantTensor) else [value]
 
 
 def _copy(array: np.ndarray) -> np.ndarray:
