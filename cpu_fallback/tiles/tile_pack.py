@@ -26,7 +26,7 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device, i64, void
 from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.lanes.simd import join
-from cpu_fallback.team.large_pages import fetched, give_back
+from cpu_fallback.team.large_pages import ask_for, fetched, give_back
 from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.layout import (
@@ -192,21 +192,24 @@ def _parts(
     """Return the tiles of a tensor before they are filled, and what fills them."""
     packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
     damaged = np.zeros(1, np.int64)
-    source, beside = _source(layout, tensor, packed, damaged)
+    rows, stride = _stored_rows(layout, tensor)
+    source, beside = _source(layout, tensor, packed, rows.at, stride, damaged)
     is_ternary = isinstance(tensor.format, Ternary)
     kernel = _pack_ternary if is_ternary else _pack_lines
     form = np.array(list(words(source)), np.int64)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
     tiles = tiles_in(tensor.shape)
     step = max(1, _CHUNK // packed.tile_bytes)
-    read = (tensor, packed, beside)
+    read = (tensor, packed, rows, beside)
 
     def part(first: int, _alive: object = read) -> None:  # what the addresses lead to
+        for array in () if first else rows.arrays:
+            ask_for(array)
         call(form.ctypes.data, first, min(first + step, tiles))
         if damaged[0]:
             raise FormatError(
-                f"{tensor.format.name}: a scale code of 255 (NaN); expected 0..254; the file is "
-                "damaged"
+                f"{rows.where or tensor.format.name}: a scale code of 255 (NaN); expected 0..254; "
+                "the file is damaged"
             )
 
     return packed, [partial(part, start) for start in range(0, tiles, step)]
@@ -219,12 +222,16 @@ def _order(places: tuple[int, ...]) -> np.ndarray:
 
 
 def _source(
-    layout: Layout | BlockLayout, tensor: QuantTensor, packed: Tiles, damaged: np.ndarray
-) -> tuple[Source, tuple[object, ...]]:
+    layout: Layout | BlockLayout,
+    tensor: QuantTensor,
+    packed: Tiles,
+    rows: np.ndarray,
+    stride: int,
+    damaged: np.ndarray,
+) -> tuple[Source, tuple[np.ndarray, ...]]:
     """Return what is packed, and arrays that nothing else may hold."""
     fmt, (*lead, n, k) = tensor.format, tensor.shape
     experts = lead[0] if lead else 1
-    rows, stride = _stored_rows(layout, tensor)
     group, step, columns, unit = k, 0, UNIT, 4 * layout.lines
     scales, zeros, first = np.zeros(0, np.float32), 0, 0
     in_rows = isinstance(tensor.planes, LatePlanes) or isinstance(fmt, Ggml)
@@ -255,7 +262,7 @@ def _source(
         k=k,
         tiles=packed.per_expert,
         tile_bytes=packed.tile_bytes,
-        rows=rows.at.ctypes.data,
+        rows=rows.ctypes.data,
         stride=stride,
         units=-(-k // columns),
         unit=unit,
@@ -277,7 +284,7 @@ def _source(
         by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
         damaged=damaged.ctypes.data,
-    ), (scales, order, rows)
+    ), (scales, order)
 
 
 def _stored_rows(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[BlockRows, int]:
