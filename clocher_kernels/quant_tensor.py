@@ -1,8 +1,9 @@
 """A tensor: a logical shape, a format, and the planes (arrays) that the format names."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
@@ -16,39 +17,39 @@ class BlockRows(NamedTuple):
 
     at: np.ndarray  # address of each row, int64 [..., N]
     arrays: tuple[np.ndarray, ...]  # where they lie, u8
-    where: str  # the tensor, for messages
+    where: str = ""  # the tensor, for messages
+
+    @classmethod
+    def of(cls, data: np.ndarray, shape: tuple[int, ...]) -> "BlockRows":
+        """Return rows [*shape] that lie one after the other in an array."""
+        count = prod(shape)
+        at = np.arange(count, dtype=np.int64) * (data.nbytes // count) + data.ctypes.data
+        return cls(at.reshape(shape), (data,))
 
 
+@dataclass(eq=False)
 class LatePlanes(Mapping[str, np.ndarray]):
     """Planes that `make` computes when one of `names` is first asked for.
 
     `rows` tells where the file has the tensor, for those who can do without the planes.
     """
 
-    def __init__(
-        self,
-        names: Iterable[str],
-        make: Callable[[], Mapping[str, np.ndarray]],
-        rows: Callable[[], BlockRows],
-    ) -> None:
-        self._names, self._make, self.rows = tuple(names), make, rows
+    names: tuple[str, ...]
+    make: Callable[[], Mapping[str, np.ndarray]]
+    rows: Callable[[], BlockRows]
 
     @cached_property
     def _made(self) -> Mapping[str, np.ndarray]:
-        return self._make()
+        return self.make()
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._made[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self.names)
 
     def __len__(self) -> int:
-        return len(self._names)
-
-    def again(self) -> "LatePlanes":
-        """Return the same planes, to be made once more."""
-        return LatePlanes(self._names, self._make, self.rows)
+        return len(self.names)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

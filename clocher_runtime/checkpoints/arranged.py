@@ -1,7 +1,8 @@
 """Arrange a family's stored tensors as the model reads them: renamed, cut or copied in order."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -142,14 +143,18 @@ def taken(
         planes = _picked(first.format, first.planes, first.shape, axis, only.rows, fmt)
         return stored_tensor(need.shape, fmt, planes, where)
     pairs = list(zip(parts, stored, strict=True))
-    found = [rows_of(one) for one in stored]
-    return lazy_tensor(
-        need.shape,
-        fmt,
-        lambda: _gathered(pairs, fmt, need.shape, axis),
-        where,
-        (lambda: _gathered_rows(parts, found, need.shape)) if all(found) else None,
-    )
+    finds = [find for one in stored if (find := rows_of(one))]
+
+    def rows() -> BlockRows:
+        """Gather the addresses of rows, a plane of their own."""
+        found = [find() for find in finds]
+        at = {"at": np.empty(need.shape[:-1], np.int64)}
+        _gather(pairs, [{"at": each.at} for each in found], fmt, at, axis)
+        return BlockRows(at["at"], tuple(array for each in found for array in each.arrays))
+
+    in_place = rows if len(finds) == len(stored) else None
+    make = partial(_gathered, pairs, fmt, need.shape, axis)
+    return lazy_tensor(need.shape, fmt, make, where, in_place)
 
 
 def _whole_blocks(parts: Sequence[Piece]) -> bool:
@@ -188,35 +193,28 @@ def _gathered(
         part, stored = pairs[0]
         return _picked(fmt, planes_of(stored), stored.shape, axis, part.rows, fmt)
     planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(shape).items()}
-    for part, stored in pairs:
-        lead = axis - (part.expert is not None)
-        picked = _picked(stored.format, planes_of(stored), stored.shape, lead, part.rows, fmt)
-        for key, plane in planes.items():
-            _put(plane, part, lead, picked[key])
+    _gather(pairs, (planes_of(stored) for _, stored in pairs), fmt, planes, axis)
     return planes
 
 
-def _put(plane: np.ndarray, part: Piece, lead: int, rows: np.ndarray) -> None:
-    target = plane if part.expert is None else plane[part.expert]
-    if target.shape[lead : lead + 1] == (1,) and rows.shape == target.shape:
-        target[...] = rows
-    else:
-        target[(slice(None),) * lead + (part.places or slice(None),)] = rows
-
-
-def _gathered_rows(
-    parts: Sequence[Piece], found: Sequence[Callable[[], BlockRows] | None], shape: tuple[int, ...]
-) -> BlockRows:
-    """Return where the rows of a matrix or stack lie, from those of its parts."""
-    made = np.empty(shape[:-1], np.int64)
-    arrays: list[np.ndarray] = []
-    for part, rows in zip(parts, found, strict=True):
-        assert rows is not None
-        own, lead = rows(), len(shape) - 2 - (part.expert is not None)
-        chosen = slice(None) if part.rows is None else part.rows
-        _put(made, part, lead, own.at[(slice(None),) * lead + (chosen,)])
-        arrays += own.arrays
-    return BlockRows(made, tuple(arrays), "")
+def _gather(
+    pairs: Sequence[tuple[Piece, Stored]],
+    sources: Iterable[Planes],
+    fmt: Format,
+    to: Planes,
+    axis: int,
+) -> None:
+    """Fill planes with rows of those of each part."""
+    for (part, stored), source in zip(pairs, sources, strict=True):
+        lead = axis - (part.expert is not None)
+        picked = _picked(stored.format, source, stored.shape, lead, part.rows, fmt)
+        for key, plane in to.items():
+            target = plane if part.expert is None else plane[part.expert]
+            place = (slice(None),) * lead + (part.places or slice(None),)
+            if target.shape[lead : lead + 1] == (1,) and picked[key].shape == target.shape:
+                target[...] = picked[key]
+            else:
+                target[place] = picked[key]
 
 
 def _picked(

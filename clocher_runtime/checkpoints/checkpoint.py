@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +19,8 @@ JSON_NAME, BIN_NAME = "model.ie.json", "model.ie.bin"  # of `iebin`
 
 CHECK_LIMIT_BYTES = 64 << 20
 _INDICES = ("row_ptr", "col_idx")
+Make = Callable[[], Mapping[str, np.ndarray]]
+Find = Callable[[], BlockRows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,8 +32,8 @@ class LazyTensor:
 
     shape: tuple[int, ...]
     format: Format
-    make: Callable[[], Mapping[str, np.ndarray]]
-    rows: Callable[[], BlockRows] | None = None
+    make: Make
+    rows: Find | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,7 +102,7 @@ class Checkpoint:
         """
         stored = self._stored(name)
         if isinstance(stored, LazyTensor) and stored.rows is not None and not verify:
-            names = stored.format.planes(stored.shape)
+            names = tuple(stored.format.planes(stored.shape))
             planes = LatePlanes(names, partial(self._planes, name, stored), stored.rows)
             return QuantTensor(stored.shape, stored.format, planes)
         return QuantTensor(stored.shape, stored.format, self._planes(name, stored, verify))
@@ -165,20 +166,13 @@ def planes_of(stored: Stored) -> Mapping[str, np.ndarray]:
     return stored.make() if isinstance(stored, LazyTensor) else stored.planes
 
 
-def rows_of(stored: Stored) -> Callable[[], BlockRows] | None:
+def rows_of(stored: Stored) -> Find | None:
     """Return what tells where a file has the rows of a tensor, None if they are no blocks there."""
     if isinstance(stored, LazyTensor):
         return stored.rows
     if isinstance(stored.format, Ggml):
-        return partial(block_rows, stored.planes["blocks"], stored.shape)
+        return partial(BlockRows.of, stored.planes["blocks"], stored.shape[:-1])
     return None
-
-
-def block_rows(data: np.ndarray, shape: tuple[int, ...]) -> BlockRows:
-    """Return the rows of a tensor that lie one after the other in an array of bytes."""
-    count = prod(shape[:-1])
-    at = np.arange(count, dtype=np.int64) * (data.nbytes // count) + data.ctypes.data
-    return BlockRows(at.reshape(shape[:-1]), (data,), "")
 
 
 def stored_tensor(
@@ -190,11 +184,7 @@ def stored_tensor(
 
 
 def lazy_tensor(
-    shape: tuple[int, ...],
-    fmt: Format,
-    make: Callable[[], Mapping[str, np.ndarray]],
-    where: str,
-    rows: Callable[[], BlockRows] | None = None,
+    shape: tuple[int, ...], fmt: Format, make: Make, where: str, rows: Find | None = None
 ) -> LazyTensor:
     """Return a lazy tensor that `make` computes from already checked arrays."""
     with prefixed(where):

@@ -154,7 +154,7 @@ def give_back(array: np.ndarray) -> int:
     memory, first, last = _pages(array)
     if memory is None or first >= last:
         return 0
-    if last - first >= _MANY and guards.unused() < _NEARLY_FULL:
+    if last - first >= _MANY and 0 < guards.unused() < _NEARLY_FULL:
         with suppress(OSError):  # a kernel before 5.4
             memory.madvise(_PAGE_OUT, first, last - first)
     memory.madvise(mmap.MADV_DONTNEED, first, last - first)

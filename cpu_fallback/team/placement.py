@@ -18,7 +18,7 @@ import numpy as np
 
 from clocher_kernels.ops.contract import Value
 from clocher_kernels.plan import Plan
-from clocher_kernels.quant_tensor import LatePlanes, QuantTensor
+from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.team.large_pages import allocate
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ def replicate(weights: Mapping[str, Value], names: Iterable[str]) -> dict[str, V
     for name in names:
         value = weights[name]
         if isinstance(value, QuantTensor):
-            late = value.planes.again() if isinstance(value.planes, LatePlanes) else None
-            planes = late or {plane: _copy(array) for plane, array in value.planes.items()}
+            planes = {plane: _copy(array) for plane, array in value.planes.items()}
             copies[name] = replace(value, planes=planes)
         else:
             copies[name] = _copy(value)

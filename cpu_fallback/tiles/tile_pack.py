@@ -11,10 +11,9 @@ import weakref
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError
@@ -23,22 +22,12 @@ from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
 from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import BlockRows, LatePlanes, QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device, i64, void
+from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.lanes.simd import join
 from cpu_fallback.team.large_pages import ask_for, fetched, give_back
 from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import tile_cache
-from cpu_fallback.tiles.layout import (
-    LINE,
-    ROWS,
-    SCALE_BYTES,
-    UNIT,
-    BlockLayout,
-    Layout,
-    layout_of,
-    tiles_in,
-)
+from cpu_fallback.tiles.layout import ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
 VERSION = 2  # Changes when the bytes of a tile do
@@ -192,8 +181,7 @@ def _parts(
     """Return the tiles of a tensor before they are filled, and what fills them."""
     packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
     damaged = np.zeros(1, np.int64)
-    rows, stride = _stored_rows(layout, tensor)
-    source, beside = _source(layout, tensor, packed, rows.at, stride, damaged)
+    source, rows, beside = _source(layout, tensor, packed, damaged)
     is_ternary = isinstance(tensor.format, Ternary)
     kernel = _pack_ternary if is_ternary else _pack_lines
     form = np.array(list(words(source)), np.int64)
@@ -222,47 +210,41 @@ def _order(places: tuple[int, ...]) -> np.ndarray:
 
 
 def _source(
-    layout: Layout | BlockLayout,
-    tensor: QuantTensor,
-    packed: Tiles,
-    rows: np.ndarray,
-    stride: int,
-    damaged: np.ndarray,
-) -> tuple[Source, tuple[np.ndarray, ...]]:
+    layout: Layout | BlockLayout, tensor: QuantTensor, packed: Tiles, damaged: np.ndarray
+) -> tuple[Source, BlockRows, tuple[np.ndarray, ...]]:
     """Return what is packed, and arrays that nothing else may hold."""
     fmt, (*lead, n, k) = tensor.format, tensor.shape
-    experts = lead[0] if lead else 1
+    rows, stride = _stored_rows(layout, tensor)
     group, step, columns, unit = k, 0, UNIT, 4 * layout.lines
     scales, zeros, first = np.zeros(0, np.float32), 0, 0
     in_rows = isinstance(tensor.planes, LatePlanes) or isinstance(fmt, Ggml)
+    places: tuple[int, ...] = ()
     if isinstance(layout, BlockLayout):
         columns, unit = layouts.BLOCK, layout.block_bytes
+        places = tuple(4 * dword for dword in layout.order)
     elif in_rows:
         group, step = UNIT, stride // (k // UNIT)
         unit, first = step, step - (32 if layout.code == "int8" else 16)
     elif not isinstance(fmt, Ternary):
         scales, group = tensor.planes["scales"], getattr(fmt, "group", UNIT)
         if layout.scale == "row":
-            values = to_f32(scales, fmt.scale_dtype).reshape(experts, -1)  # type: ignore[attr-defined]
-            scales, group = np.ascontiguousarray(np.broadcast_to(values, (experts, n))), k
+            values = to_f32(scales, fmt.scale_dtype).reshape(prod(lead), -1)  # type: ignore[attr-defined]
+            scales, group = np.ascontiguousarray(np.broadcast_to(values, (prod(lead), n))), k
         step, group = scales.itemsize, group if isinstance(group, int) else k
         if "zeros" in tensor.planes:
             zeros = int(tensor.planes["zeros"].ctypes.data)
-    if isinstance(layout, BlockLayout):
-        places = tuple(4 * dword for dword in layout.order)
-    else:  # the fifth bits of a block of ggml stand before its codes
-        places = tuple(range(first, unit, 4))
-        places = (*places, *range(first - 4, first, 4))[: layout.lines]
+    if not places:  # the fifth bits of a block of ggml stand before its codes
+        places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
     in_blocks = isinstance(layout, Layout) and layout.block
     block = layout.block // UNIT if in_blocks else 0
     order = _order(places)
     flipped = isinstance(layout, Layout) and layout.code == "int8" and not layouts.SIGNED
-    return Source(  # its addresses live as long as the arrays
+    source = Source(  # its addresses live as long as the arrays
         n=n,
         k=k,
         tiles=packed.per_expert,
         tile_bytes=packed.tile_bytes,
-        rows=rows.ctypes.data,
+        rows=rows.at.ctypes.data,
         stride=stride,
         units=-(-k // columns),
         unit=unit,
@@ -272,7 +254,7 @@ def _source(
         scales=scales.ctypes.data if scales.size else 0,
         zeros=zeros,
         minima=int(isinstance(layout, Layout) and layout.offset == "minima"),
-        size=SCALE_BYTES.get(layout.scale, 0) if in_blocks else 0,
+        size=layouts.SCALE_BYTES.get(layout.scale, 0) if in_blocks else 0,
         step=step,
         groups=-(-k // group),
         group=group,
@@ -284,7 +266,8 @@ def _source(
         by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
         damaged=damaged.ctypes.data,
-    ), (scales, order)
+    )
+    return source, rows, (scales, order)
 
 
 def _stored_rows(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[BlockRows, int]:
@@ -296,11 +279,9 @@ def _stored_rows(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Blo
         return found, tensor.nbytes // found.at.size
     codes = planes["codes" if "codes" in planes else "blocks"]
     count = prod(tensor.shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
-    if is_recoded:
-        codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))  # type: ignore
-    stride = codes.nbytes // count
-    at = np.arange(count, dtype=np.int64) * stride + codes.ctypes.data
-    return BlockRows(at, (codes,), ""), stride
+    if isinstance(layout, BlockLayout) and isinstance(fmt, Ggml) and is_recoded:
+        codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))
+    return BlockRows.of(codes, (count,)), codes.nbytes // count
 
 
 def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray) -> Tiles:
@@ -339,82 +320,6 @@ def _pack_record(form, first, column, at):
             v.write_u8(at + 16 * size + r, v.read_u8(zeros + index))
 
 
-def _transposed(b: Any, rows: Any, place: Any) -> list[Any]:
-    """Emit 4 lines: word i of the 16 bytes at a place of each of 16 rows is in line i."""
-    four = ir.VectorType(v.INT32, 4)
-    starts = [v.emit_load(b, v.INT64, v.behind(b, rows, 8 * r)) for r in range(ROWS)]
-    words = [v.emit_load(b, four, b.add(start, place)) for start in starts]
-    while len(words) > 4:
-        words = [join(b, words[i : i + 2]) for i in range(0, len(words), 2)]
-    halves = [
-        [v.shuffle(b, words[j], words[j + 1], range(i, 32, 4)) for j in (0, 2)] for i in range(4)
-    ]
-    return [join(b, half) for half in halves]
-
-
-@v.op(void, i64, i64, i64, i64)
-def _move_lines(b, rows, place, target, mask):
-    """Write 4 lines of the 16 bytes at a place of each of 16 rows, flipped."""
-    flips = v.spread(b, v.I32, b.trunc(mask, v.INT32))
-    for i, line in enumerate(_transposed(b, rows, place)):
-        v.emit_store(b, b.xor(line, flips), v.behind(b, target, LINE * i))
-
-
-@v.op(void, i64, i64, i64)
-def _move_halves(b, rows, place, target):
-    """The same of nibbles of columns i and i + 16, which become neighbours."""
-
-    def shifted(word: Any, bits: int) -> Any:
-        return b.lshr(word, v.constant(v.I32, bits))
-
-    def near(word: Any) -> Any:
-        """Emit the low nibbles of four bytes, in two."""
-        for bits, mask in ((0, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
-            word = b.and_(b.or_(word, shifted(word, bits)), v.constant(v.I32, mask))
-        return word
-
-    words = _transposed(b, rows, place)
-    for i in range(4):
-        low, high = (near(shifted(word, i // 2 * 4)) for word in words[i % 2 * 2 :][:2])
-        line = b.or_(low, b.shl(high, v.constant(v.I32, 16)))
-        v.emit_store(b, line, v.behind(b, target, LINE * i))
-
-
-_flip = v.op(i64, i64, i64)(lambda b, value, mask: b.xor(value, mask))
-
-
-@device
-def _read_some(address, end):
-    """Return the four bytes at an address, those from `end` on as zeros."""
-    if address + 4 <= end:
-        return v.read_i32(address)
-    value = 0
-    for i in range(end - address):
-        value += v.read_u8(address + i) << 8 * i
-    return value
-
-
-@device
-def _neighbours(address, shift):
-    """Return nibbles of 8 bytes, low ones or those above, as four bytes."""
-    value = v.read_i64(address) >> shift & 0x0F0F0F0F0F0F0F0F
-    value = (value | value >> 4) & 0x00FF00FF00FF00FF
-    value = (value | value >> 8) & 0x0000FFFF0000FFFF
-    return (value | value >> 16) & 0xFFFFFFFF
-
-
-@device
-def _by_operand(word):
-    """Return a word whose byte i has bit o where this one has bit 4 o + i."""
-    made = 0
-    for i in range(4):
-        nibbles = word >> i & 0x11111111
-        pairs = (nibbles | nibbles >> 3) & 0x03030303
-        fours = (pairs | pairs >> 6) & 0x000F000F
-        made |= ((fours | fours >> 12) & 255) << 8 * i
-    return made
-
-
 def _lines(form, begin, stop):
     """Pack tiles begin .. stop-1 of a format whose rows are stored one after the other."""
     f = _source_at(form)
@@ -439,20 +344,20 @@ def _lines(form, begin, stop):
                 place, target = unit * f.unit + (entry >> 1), at + 64 * i
                 if rows == 16 and entry & 1 and place + 16 <= end:
                     if f.halves:
-                        _move_halves(table, place, target)
+                        v.move_halves(table, place, target)
                     else:
-                        _move_lines(table, place, target, f.mask)
+                        v.move_lines(table, place, target, f.mask)
                     i += 4
                     continue
                 for r in range(rows):
                     row = v.read_i64(table + 8 * r)
                     if f.halves:
-                        value = _neighbours(row + place + 4 * (i % 2 * 2 - i), i // 2 * 4)
+                        value = v.neighbours(row + place + 4 * (i % 2 * 2 - i), i // 2 * 4)
                     else:
-                        value = _read_some(row + place, row + end)
+                        value = v.read_some(row + place, row + end)
                     if f.fifths and i == 4:
-                        value = _by_operand(value)
-                    v.write_i32(target + 4 * r, _flip(value, f.mask))
+                        value = v.by_operand(value)
+                    v.write_i32(target + 4 * r, value ^ f.mask)
                 i += 1
             at += 64 * lines
         if f.by_row:
@@ -473,7 +378,7 @@ def _ternary(form, begin, stop):
             for i in range(2 * f.units):
                 value = 0  # the digits of 16 columns
                 for plane in range(4):
-                    four = _read_some(line + 16 * i + 4 * plane, line + k)
+                    four = v.read_some(line + 16 * i + 4 * plane, line + k)
                     value += (four >> shift & 0x03030303) << 2 * plane
                 v.write_i32(at + 64 * i + 4 * r, value)
 

@@ -23,13 +23,8 @@ from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.formats.ternary import pack
-from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import (
-    Stored,
-    block_rows,
-    lazy_tensor,
-    stored_tensor,
-)
+from clocher_kernels.quant_tensor import BlockRows, QuantTensor
+from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
 
 _PIECE_BYTES = 1 << 19
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
@@ -188,7 +183,7 @@ def stored_blocks(data: np.ndarray, kind: GgmlType, shape: tuple[int, ...], wher
     if kind == I2_S or (matrix and _scales_agree(rows, kind)):
         fmt = Ternary(scale_dtype="f32" if kind.tail else "f16")
         return lazy_tensor(shape, fmt, lambda: _ternary_planes(rows, tail, kind), where)
-    in_place = partial(block_rows, data, shape) if kind in _IN_PLACE else None
+    in_place = partial(BlockRows.of, data, shape[:-1]) if kind in _IN_PLACE else None
     return lazy_tensor(shape, kind.format, lambda: _planes(rows, kind, shape), where, in_place)
 
 
