@@ -104,7 +104,6 @@ def main(asked: Asked, model_dir: Path | None, threads: int) -> Iterator[Row]:
                 how["draft_model"] = asked.draft_model
             model = load(model_dir, **how)
             models[name] = opened.enter_context(model)
-            model.session.warm()
         spec, names = model.session, list(models)
         for turn, kind in ((i, kind) for i in range(asked.prompts) for kind in texts):
             for number, prompt in texts[kind][turn : turn + 1]:

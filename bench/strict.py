@@ -228,7 +228,6 @@ def measure(task: Task) -> Row:
                 "(python -m bench.gpu_suite measures GPUs)"
             )
         process = Process(task, config, engine)
-        engine.session.warm()
         found: Row = {"cold": process.end_to_end(task["launched_ns"])}
         found |= {"warm": process.end_to_end(time.monotonic_ns()), **process.rounds()}
         found |= {"checksum": process.checksum(), "measuring_ns": process.measuring_ns()}

@@ -221,7 +221,7 @@ class LanguageModel:
     @cached_property
     def _grammars(self) -> GrammarMaker:
         source, spec = self.model.checkpoint.tokenizer_source, self.model.spec
-        return GrammarMaker.read(source, spec.vocab_size, spec.eos_ids)
+        return GrammarMaker(source, spec.vocab_size, spec.eos_ids)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         given = _text_or_ids(prompt)

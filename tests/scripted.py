@@ -157,7 +157,7 @@ def scripted_app(
     metrics = ServerMetrics(name)
     engine = ScriptedEngine(metrics)
     prompts = ScriptedPrompts(checkpoint, engine)
-    grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
+    grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
     metrics.watch(engine)
     about = (engine, prompts, grammars, metrics, name, 0, True, sampling or {})
     server = Server(ServeConfig(**config), *about)

@@ -45,7 +45,7 @@ def model() -> Iterator[LanguageModel]:
 
 @pytest.fixture(scope="module")
 def maker() -> GrammarMaker:
-    return GrammarMaker(TOKENIZER, VOCABULARY, [0])
+    return GrammarMaker(TOKENIZER.encode(), VOCABULARY, [0])
 
 
 def texts(
@@ -260,7 +260,7 @@ def test_excluded_bounds_are_excluded(
 
 
 def test_ids_that_no_token_has_are_never_allowed() -> None:
-    maker = GrammarMaker(TOKENIZER, VOCABULARY + 100, [0])
+    maker = GrammarMaker(TOKENIZER.encode(), VOCABULARY + 100, [0])
     for spec in (
         {"kind": "regex", "value": "(.|\n)*"},
         {"kind": "grammar", "value": "start: <[4100]> | /a*/"},
@@ -383,12 +383,12 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(grammar, "find_spec", missing)
     with pytest.raises(UsageError, match=r"pip install '\.\[serve\]' in a clone"):
-        GrammarMaker(TOKENIZER, VOCABULARY, [0])
+        GrammarMaker(TOKENIZER.encode(), VOCABULARY, [0])
 
 
 def test_a_model_without_an_end_has_none() -> None:
     with pytest.raises(UsageError, match="leave it out"):
-        GrammarMaker(TOKENIZER, VOCABULARY, [])
+        GrammarMaker(TOKENIZER.encode(), VOCABULARY, [])
 
 
 def test_an_answer_comes_after_the_thoughts_that_the_prompt_began(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def with_marks() -> str:
 def test_every_allowed_token_can_be_taken(kind: str, value: Any, style: str, text: str) -> None:
     source = with_marks()
     spec = {"kind": kind, "value": value, "style": style}
-    maker, tokenizer = GrammarMaker(source, VOCABULARY, [0]), LibraryTokenizer(source)
+    maker, tokenizer = GrammarMaker(source.encode(), VOCABULARY, [0]), LibraryTokenizer(source)
     maker.check(spec)
     constraint, mask = maker.compile(spec), np.zeros(words_for(VOCABULARY), np.uint32)
     made: list[int] = []
@@ -66,7 +66,7 @@ def test_a_process_that_a_large_vocabulary_fills_stays(monkeypatch: pytest.Monke
     monkeypatch.setattr(grammar, "_PROCESS", process)
     monkeypatch.setattr(text_process, "MAX_IDLE_BYTES", 16 << 20)
     try:
-        maker = GrammarMaker(TOKENIZER.read_text(encoding="utf-8"), 4096, [0])
+        maker = GrammarMaker(TOKENIZER, 4096, [0])
         maker.check({"kind": "json_object", "value": True})
         first = process._process
         maker.check({"kind": "choice", "value": ["a"]})

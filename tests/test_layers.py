@@ -75,7 +75,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.ray": "numpy ray starlette",
     "clocher_runtime.serve": """numpy msgspec click starlette uvicorn h11 pydantic llguidance
         prometheus_client""",
-    "clocher_runtime.text.grammar": "numpy llguidance",
+    "clocher_runtime.text.grammar": "numpy msgspec llguidance",
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
     "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
     "scripts": "numpy click rich",

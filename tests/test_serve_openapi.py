@@ -62,7 +62,7 @@ class FakeEngine(EngineProcess):
 def server() -> Iterator[Server]:
     checkpoint = open_checkpoint(embedded_model())
     prompts = PromptRoom(checkpoint)
-    grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
+    grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
     metrics = ServerMetrics("m")
     engine = FakeEngine(metrics, prompts.tokenizer.vocab_size)
     metrics.watch(engine)

@@ -69,7 +69,7 @@ def prompts_of(name: str) -> tuple[tuple[int, ...], ...]:
 def maker_of(name: str) -> GrammarMaker:
     spec = model_of(name).spec
     source = model_of(name).checkpoint.tokenizer_source
-    return GrammarMaker.read(source, spec.vocab_size, sorted(spec.eos_ids))
+    return GrammarMaker(source, spec.vocab_size, sorted(spec.eos_ids))
 
 
 def constraints_of(name: str, structured: bool) -> list[Constraint] | None:

@@ -13,6 +13,7 @@ over anything. So no op reads or writes beside its arrays, whatever they hold. W
 index out of range is read with the nearest one in range, and what is written with one is dropped.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -75,7 +76,7 @@ class Param:
             count = len(rest) - (len(dims) - place - 1) if dim[-1] == "*" else 1
             if not 0 <= count <= len(rest) or (dim[-1] != "*" and not rest):
                 return None
-            size = int(np.prod(rest[:count], dtype=np.int64))
+            size = math.prod(rest[:count])
             if not dim.isdigit():
                 found[dim.rstrip("*")] = size
             elif size != int(dim):

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
+import msgspec
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
@@ -44,6 +45,19 @@ class LazyTensor:
 Stored = QuantTensor | LazyTensor
 
 
+class MadeTokenizer(bytes):
+    """A tokenizer.json from a checked vocabulary: keys are unique, and merges make tokens."""
+
+    document: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, document: Mapping[str, Any]) -> Self:
+        """Return the text of a document."""
+        made = cls(msgspec.json.encode(document))
+        made.document = document
+        return made
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Checkpoint:
     """Weights and settings of one model, validated in full, nothing copied yet.
@@ -65,7 +79,7 @@ class Checkpoint:
     tokenizer_json: Path = Path("tokenizer.json")
     notes: tuple[str, ...] = ()
     hashes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    make_tokenizer: Callable[[], bytes] | None = None
+    make_tokenizer: Callable[[], MadeTokenizer] | None = None
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -107,7 +107,6 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
 
             completions.fingerprint = fingerprint(engine.checkpoint)
         prepare = Preparation(source, engine.tokenizer, session.check, session.context)
-        session.warm()
         if not gc.isenabled():  # as `cli` starts a process
             gc.freeze()
             gc.enable()

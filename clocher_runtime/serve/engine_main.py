@@ -286,9 +286,8 @@ def main(descriptor: int) -> int:
         try:
             start = _first(sock)
             engine = load_engine(start.config, console.compiling, console.packing)
-            engine.session.warm()
             vocab_size = engine.session.model.spec.vocab_size
-            grammars = Grammars(engine.checkpoint.tokenizer_source, vocab_size, start.stop_ids)
+            grammars = Grammars(engine.checkpoint, vocab_size, start.stop_ids)
             loop = EngineLoop(engine.session, grammars, sock)
             loop.send(ready_of(engine))
             loop.run()

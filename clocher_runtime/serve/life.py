@@ -273,7 +273,7 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     metrics = ServerMetrics(name)
     engine = EngineProcess(config, prompts.stop_ids, note, metrics)
     metrics.watch(engine)
-    grammars = Grammars(checkpoint.tokenizer_source, prompts.vocab_size, prompts.stop_ids)
+    grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
     chats = converses(choice.path, prompts.tokenizer.chat_template)
     sampling = defaults_of(config, checkpoint)
     if said := told(sampling):

@@ -8,6 +8,7 @@ read in pieces, if drafts repay it.
 import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Protocol
 
 from clocher_runtime.speculation.draft import MAX_DRAFT, Draft, Pending, first_class
@@ -20,9 +21,10 @@ _WORSE = 1.05  # of the time that its tokens take without drafts, a window may h
 _HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
 _WINDOW = 32  # forwards with drafts until these are judged
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # forwards without any
-_SIZES = (1, 2, 3, 4, 6, 8, 16, 32, 64)
+_SIZES = (1, 4, 8, 2, 16, 6, 3, 32, 64)
+"""Tokens of the forwards that are measured, the most telling first."""
 _ROUNDS = 3
-_LONGEST_NS = 300_000_000  # after so long no further round begins
+_LONGEST_NS = 100_000_000  # after so long no further forward is measured, but for the second
 _NEW = 0.1  # weight of the newest time
 _DOUBT = 0.992  # what a time shrinks by each time that it is doubted
 _HORIZON = 32
@@ -43,13 +45,17 @@ class ForwardCosts:
         self.ns = [0.0] * (most + 1)
 
     def measure(self, work: Callable[[int], int]) -> None:
-        """Measure forwards of some sizes in rounds; `work` runs one and returns nanoseconds."""
-        sizes = [size for size in _SIZES if size < len(self.ns)]
-        rounds = [[work(size) for size in sizes]]
-        while len(rounds) < _ROUNDS and sum(map(sum, rounds)) < _LONGEST_NS:
-            rounds.append([work(size) for size in sizes])
-        times = [float(min(column)) for column in zip(*rounds, strict=True)]
-        self.known = dict(zip(sizes, times, strict=True))
+        """Measure forwards of some sizes in rounds; `work` runs one and returns nanoseconds.
+
+        What there is no time for follows from the others, until such a forward runs.
+        """
+        sizes, spent = [size for size in _SIZES if size < len(self.ns)], 0
+        for size in _ROUNDS * sizes:
+            if spent > _LONGEST_NS and len(self.known) > 1:
+                break
+            ns = work(size)
+            spent += ns
+            self.known[size] = min(float(ns), self.known.get(size, inf))
         self._interpolate()
 
     def note(self, tokens: int, ns: int) -> float:

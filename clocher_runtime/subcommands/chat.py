@@ -141,7 +141,6 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         config = replace(config, **drawing)
         if note := drawn_as(drawing):
             console.say(note)
-        engine.session.warm()
         about = (
             f"{engine.model} ({engine.numerics['precision']}) on {engine.device}, "
             f"{engine.threads} thread(s), context {engine.session.longest} tokens"

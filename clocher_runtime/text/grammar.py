@@ -12,9 +12,10 @@ from functools import cached_property
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import UsageError
+from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import Constraint, listed, one_of
@@ -50,19 +51,25 @@ class GrammarMaker:
     UsageError if llguidance is missing or cannot load the tokenizer.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer_json: Path | bytes, vocab_size: int, eos_ids: Sequence[int]
+    ) -> None:
         if find_spec("llguidance") is None:
             raise UsageError(
                 "structured output needs llguidance: pip install '.[serve]' in a clone of Clocher, "
                 "or leave it out"
             )
-        if not eos_ids or not inspect(tokenizer_json.encode(), "tokenizer.json").plain:
+        data = tokenizer_json
+        if isinstance(data, Path):
+            data = read_bytes(data, MAX_FILE_BYTES)
+        found = inspect(data, "tokenizer.json")
+        if not eos_ids or not found.plain:
             raise UsageError(
                 "structured output needs a token that ends a text, and a tokenizer whose steps are "
                 "all known; this model has no such; leave it out"
             )
-        self._text, self._vocab_size, self._eos_ids = tokenizer_json, vocab_size, list(eos_ids)
-        added: list[dict[str, Any]] = json.loads(tokenizer_json).get("added_tokens") or []
+        self._text, self._vocab_size, self._eos_ids = found.text, vocab_size, list(eos_ids)
+        added: list[dict[str, Any]] = found.document.get("added_tokens") or []
         control = {t["content"] for t in added if t.get("special") is True}
         self._special = control | {
             t["content"] for t in added if _BRACKETED.fullmatch(t["content"])
@@ -70,12 +77,6 @@ class GrammarMaker:
         # Forced text is tokenized, and becomes such a token where the text is one's name.
         self._no_forcing = self._special != control
         self._checked = ""
-
-    @classmethod
-    def read(cls, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> Self:
-        """Return the maker for a model, by its tokenizer.json or the contents."""
-        data = read_bytes(source, MAX_FILE_BYTES) if isinstance(source, Path) else source
-        return cls(data.decode("utf-8"), vocab_size, eos_ids)
 
     def check(self, spec: Mapping[str, Any]) -> None:
         """Try a spec in a process with limits; raises UsageError if invalid or too complex."""
@@ -109,13 +110,14 @@ class GrammarMaker:
 class Grammars:
     """A model's grammars, made in a thread: a difficult one delays only its own request."""
 
-    def __init__(self, source: Path | bytes, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._of = source, vocab_size, eos_ids
+    def __init__(self, model: Checkpoint, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._of = model, vocab_size, eos_ids
         self._thread = ThreadPoolExecutor(1, "grammar")
 
     @cached_property
     def _maker(self) -> GrammarMaker:
-        return GrammarMaker.read(*self._of)
+        model, vocab_size, eos_ids = self._of
+        return GrammarMaker(model.tokenizer_source, vocab_size, eos_ids)
 
     def close(self) -> None:
         """Stop the thread."""

@@ -5,6 +5,7 @@ Deep schemas overflow its stack, some patterns never end; `grammar` tries rules 
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -24,13 +25,26 @@ _LIMITS = LLParserLimits(
 _MESSAGE_CHARS = 200
 
 
+class _Token(msgspec.Struct):
+    id: int
+
+
+class _Model(msgspec.Struct):
+    vocab: dict[str, int]
+
+
+class _Tokenizer(msgspec.Struct):
+    model: _Model
+    added_tokens: list[_Token] = []
+
+
 class LibraryGrammars:
     """Makes constraints with a plain tokenizer.json (its text); raises UsageError."""
 
     def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         try:
             self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
-            known = LLTokenizer(text, eos_token=list(eos_ids)).vocab_size
+            found = msgspec.json.decode(text, type=_Tokenizer)
         except BaseException as error:
             # A Rust panic is not an Exception, and its class cannot be imported.
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
@@ -39,7 +53,8 @@ class LibraryGrammars:
                 f"structured output is not possible with this tokenizer: {_short(str(error))}"
             ) from None
         bits = np.zeros(WORD_BITS * words_for(vocab_size), np.uint8)
-        bits[:known] = 1
+        ids = [token.id for token in found.added_tokens]
+        bits[: 1 + max((*found.model.vocab.values(), *ids))] = 1
         self._known = np.packbits(bits, bitorder="little").view("<u4")
 
     def follow(self, rules: str) -> "GrammarConstraint":

@@ -1,11 +1,9 @@
 """Draft models: loading, and the check that both vocabularies are the same."""
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
@@ -70,7 +68,7 @@ def _content(checkpoint: Checkpoint) -> bytes | None:
 
 
 def _tokens(data: bytes, where: Path) -> dict[int, str]:
-    document: dict[str, Any] = json.loads(inspect(data, str(where)).text)
+    document = inspect(data, str(where)).document
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     found: dict[int, str] = {}

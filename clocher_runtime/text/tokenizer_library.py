@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from clocher_kernels.errors import FormatError
+from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.models.split_patterns import KNOWN
 from clocher_runtime.text import Refused
@@ -41,6 +42,7 @@ class Inspection(NamedTuple):
     text: str
     plain: bool
     longest: int
+    document: Mapping[str, Any]
 
 
 def inspect(data: bytes, where: str) -> Inspection:
@@ -49,7 +51,8 @@ def inspect(data: bytes, where: str) -> Inspection:
         raise FormatError(
             f"{where}: {len(data)} bytes; the limit for this file is {MAX_FILE_BYTES}"
         )
-    document = _parse(data, where)
+    made = data if isinstance(data, MadeTokenizer) else None
+    document = made.document if made else _parse(data, where)
     model, added = document.get("model"), _list(document.get("added_tokens"))
     model = model if isinstance(model, dict) else {}
     vocab = model.get("vocab")
@@ -68,7 +71,8 @@ def inspect(data: bytes, where: str) -> Inspection:
     ):
         if found > limit:
             raise FormatError(f"{where}: {found} {what}; the limit is {limit}")
-    return Inspection(data.decode("utf-8"), _is_plain(document, model), longest)
+    plain = _is_plain(document, model, made is not None)
+    return Inspection(data.decode("utf-8"), plain, longest, document)
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
@@ -97,10 +101,11 @@ def _list(value: object) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _is_plain(document: Spec, model: Spec) -> bool:
+def _is_plain(document: Spec, model: Spec, made: bool) -> bool:
     added = _list(document.get("added_tokens"))
     return (
         _is_plain_model(model)
+        and (made or _are_in(model["vocab"], _list(model.get("merges"))))
         and all(isinstance(each, dict) and _is_text(each.get("content")) for each in added)
         and all(_are_plain(document.get(step), *kinds) for step, kinds in _STEPS.items())
         and document.get("truncation") is None
@@ -117,7 +122,6 @@ def _is_plain_model(model: Spec) -> bool:
         and (unknown is None or (isinstance(unknown, str) and len(unknown) <= MAX_TOKEN_CHARS))
         and all(affix in (None, "") for affix in affixes)
         and not model.get("dropout")
-        and _are_in(vocab, _list(model.get("merges")))
     )
 
 

@@ -30,6 +30,7 @@ control block.
 import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, get_type_hints
 
 import numpy as np
@@ -68,6 +69,12 @@ def reader(record: type) -> Any:
     return _intrinsic(record, get_type_hints(record), ())
 
 
+@cache
+def parameters_of(reference: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of the reference of an op."""
+    return inspect.signature(reference).parameters
+
+
 def contract_fields(spec: OpSpec) -> dict[str, Any]:
     """Return the fields that the contract of an op gives: name -> kind, or int for an address."""
     fields: dict[str, Any] = {}
@@ -78,7 +85,7 @@ def contract_fields(spec: OpSpec) -> dict[str, Any]:
             fields[letters[0]] = COUNT
     fields |= {param.name: int for param in spec.params if param.kind != "matrix"}
     names = {param.name for param in spec.params}
-    for name, parameter in inspect.signature(spec.reference).parameters.items():
+    for name, parameter in parameters_of(spec.reference).items():
         if name not in names and parameter.annotation in (int, float):
             fields[name] = parameter.annotation
     return fields

@@ -58,7 +58,7 @@ ROWS = 256  # Rows of a tile at most, if the heads of one token are not more
 TILE_BYTES = 512 << 10  # Bytes of the rows of a tile at most: they stay in the second cache
 LEAST_ROWS = 32  # Rows below which tiles are not divided so that every thread has some
 FEW = 8  # Tokens of a step that are divided by span
-_IN_PLACE = {"i8": 1 << 30, "f32": TURNED_ROWS - 1, "bf16": 8, "f16": 8, "e5m2": 4, "e4m3": 2}
+_IN_PLACE = {"i8": 1 << 30, "f32": TURNED_ROWS - 1, "bf16": 8, "f16": 8, "e5m2": 4, "e4m3": 4}
 """Rows for which cells are decoded where they lie, if lines are whole vectors; for more, they are
 decoded once into a panel. Measured with AVX2."""
 

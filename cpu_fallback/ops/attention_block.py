@@ -29,14 +29,12 @@ from cpu_fallback.lanes.simd import (
     LANES,
     constant,
     emit_fma,
-    join,
     number,
     op,
-    pick,
     spread,
 )
 from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, padded, sight_at, weigh
-from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, mix, score
+from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, emit_now, mix, score
 from cpu_fallback.ops.bind import within
 from cpu_fallback.ops.kv import line_of, page_of, read_lines
 
@@ -63,27 +61,7 @@ def _emit_chains(b: Any, rows: list[Any], columns: Any, size: int, leaf: int) ->
             for c, key in enumerate(keys):
                 at = b.add(row, number(_VECTOR * step + 4 * _TREE[leaf + c]))
                 own[c] = emit_fma(b, key, spread(b, F32, emit_load(b, FLOAT, at)), own[c])
-    return _emit_done(b, [_emit_tree(b, own) for own in sums])
-
-
-def _emit_done(b: Any, values: list[Any]) -> list[Any]:
-    """Emit nothing but an order: what follows loads nothing before these values are computed.
-
-    LLVM would put the additions off to the end, and all that they add into memory.
-    """
-    if not (CURRENT.avx2 or CURRENT.neon):
-        return values
-    lanes, register = (LANES, "v") if CURRENT.avx512 else (LANES // 2, "x")
-    if CURRENT.neon:
-        lanes, register = LANES // 4, "w"
-    kind = ir.VectorType(FLOAT, lanes)
-    same = ir.FunctionType(kind, [kind])
-    found = []
-    for value in values:
-        parts = [pick(b, value, list(range(at, at + lanes))) for at in range(0, LANES, lanes)]
-        parts = [b.asm(same, "", f"={register},0,~{{memory}}", [part], True) for part in parts]
-        found.append(join(b, parts))
-    return found
+    return [emit_now(b, _emit_tree(b, own)) for own in sums]
 
 
 def _emit_tree(b: Any, vectors: list[Any]) -> Any:

@@ -18,10 +18,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from llvmlite import ir
+
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
-from cpu_fallback.lanes.simd import F32, FLOAT, I32, INT64, LANES, behind, emit_at, number, spread
+from cpu_fallback.lanes.simd import (
+    F32,
+    FLOAT,
+    I32,
+    INT32,
+    INT64,
+    LANES,
+    behind,
+    emit_at,
+    join,
+    number,
+    spread,
+)
 
 constant, pick = v.constant, v.pick
 
@@ -35,9 +49,8 @@ STEP, QUERY_STEP = 80, 84
 _VECTOR = 4 * LANES
 _LINE = 64  # bytes of a cache line
 
-SCORE_TILE = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
-"""Rows x cells whose sums are in registers: 32, 16 and 16 that hold 16, 8 and 4 lanes."""
-MIX_TILE = SCORE_TILE  # Rows x vectors whose sums are in registers
+SUMS = 16 if CURRENT.avx512 else 4
+"""Vectors of 16 sums that are in registers: rows times cells, or rows times vectors of values."""
 
 
 def emit_sums(
@@ -88,22 +101,54 @@ def emit_totals(b: Any, vectors: list[Any]) -> Any:
     become one: half of the lanes of each stay where they are, the other half cross over, and one
     addition does both.
     """
-    add = b.add if vectors[0].type == I32.llvm else b.fadd
-    half = LANES // 2
-    low, high = list(range(half)), list(range(half, LANES))
-    vectors = [add(pick(b, vector, low), pick(b, vector, high)) for vector in vectors]
-    some = []
-    for group in (vectors[:half], vectors[half:]):
-        step = half // 2
-        while step:
-            lanes = range(half)
-            stay = [lane if not lane & step else half + lane for lane in lanes]
-            cross = [lane ^ step if not lane & step else half + (lane ^ step) for lane in lanes]
-            pairs = zip(group[:step], group[step:], strict=True)
-            group = [add(*(v.shuffle(b, x, y, each) for each in (stay, cross))) for x, y in pairs]
-            step //= 2
-        some += group
-    return v.shuffle(b, *some, low + high)
+    halves = [_emit_halves(b, vector) for vector in vectors]
+    return _emit_both(b, [_emit_joined(b, halves[at : at + 8], 4) for at in (0, 8)])
+
+
+def _emit_both(b: Any, halves: list[Any]) -> Any:
+    return v.shuffle(b, *halves, list(range(LANES)))
+
+
+def _emit_halves(b: Any, vector: Any) -> Any:
+    low, high = (list(range(at, at + LANES // 2)) for at in (0, LANES // 2))
+    return _add(b, pick(b, vector, low), pick(b, vector, high))
+
+
+def _emit_joined(b: Any, vectors: list[Any], step: int) -> Any:
+    """Emit one vector of several of 8 lanes; in the first addition a lane crosses by `step`."""
+    lanes = range(LANES // 2)
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        stay = [lane if not lane & step else LANES // 2 + lane for lane in lanes]
+        cross = [lane ^ step if not lane & step else LANES // 2 + (lane ^ step) for lane in lanes]
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors = [_add(b, *(v.shuffle(b, x, y, each) for each in (stay, cross))) for x, y in pairs]
+        step //= 2
+    return vectors[0]
+
+
+def emit_now(b: Any, value: Any) -> Any:
+    """Emit nothing but an order: what follows loads nothing before a vector of fp32 is computed.
+
+    LLVM would put the additions off to the end, and all that they add into memory.
+    """
+    if not (CURRENT.avx2 or CURRENT.neon):
+        return value
+    lanes, register = (LANES, "v") if CURRENT.avx512 else (LANES // 2, "x")
+    if CURRENT.neon:
+        lanes, register = LANES // 4, "w"
+    lanes = min(lanes, value.type.count)
+    kind = ir.VectorType(value.type.element, lanes)
+    same = ir.FunctionType(kind, [kind])
+    parts = [
+        pick(b, value, list(range(at, at + lanes))) for at in range(0, value.type.count, lanes)
+    ]
+    parts = [b.asm(same, "", f"={register},0,~{{memory}}", [part], True) for part in parts]
+    return join(b, parts)
+
+
+def _add(b: Any, x: Any, y: Any) -> Any:
+    return b.add(x, y) if x.type.element == INT32 else b.fadd(x, y)
 
 
 def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
@@ -116,12 +161,12 @@ def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
 
 
 def _scores(own: "Arithmetic", rows: int) -> Any:
-    """Make the operation that scores `rows` rows and as many cells as fill 16 lanes."""
-    cells = LANES // rows
-    tall, wide = (
-        min(SCORE_TILE[0], rows),
-        min(SCORE_TILE[1] * SCORE_TILE[0] // min(SCORE_TILE[0], rows), cells),
-    )
+    """Make the operation that scores `rows` rows and as many cells as fill 16 lanes.
+
+    Eight and eight of the 16 sums become one vector. Those that are in registers together are the
+    ones that are added first, so that no sum is put aside.
+    """
+    cells, turns = LANES // rows, LANES // SUMS
 
     @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
@@ -129,13 +174,13 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
         qs = [emit_at(b, queries, pitch, number(r)) for r in range(rows)]
         ks = [emit_at(b, keys, stride, number(c)) for c in range(cells)]
         emit_ahead(b, ks, stride, ahead)
-        parts: dict[tuple[int, int], Any] = {}
-        for r in range(0, rows, tall):
-            for c in range(0, cells, wide):
-                some = own.dots(b, qs[r : r + tall], ks[c : c + wide], size)
-                places = [(r + i, c + j) for i in range(tall) for j in range(wide)]
-                parts.update(zip(places, some, strict=True))
-        totals = emit_totals(b, [parts[r, c] for r in range(rows) for c in range(cells)])
+        parts: list[list[Any]] = [[], []]
+        for turn in range(turns):
+            sums = own.dots(b, qs, ks[turn::turns], size)
+            halves = [_emit_halves(b, total) for total in sums]
+            for part, some in zip(parts, (halves[: SUMS // 2], halves[SUMS // 2 :]), strict=True):
+                part.append(emit_now(b, _emit_joined(b, some, 4)))
+        totals = _emit_both(b, [_emit_joined(b, part, turns // 2) for part in parts])
         if totals.type == I32.llvm:
             totals = b.sitofp(totals, F32.llvm)
         for r in range(rows):
@@ -184,30 +229,27 @@ class Cells:
 
 def _sums(own: "Arithmetic", rows: int) -> Any:
     """Make the operation that adds weighted cells to `rows` rows of sums."""
-    tall = min(MIX_TILE[0], rows)
-    wide = MIX_TILE[1]
+    wide = min(4, SUMS // rows)
 
     @v.op(void, *[i64] * 9)
     def sums(b, sums, size, state, weights, values, stride, begin, end, ahead):
         pitch = b.mul(size, number(4))
         whole = b.and_(size, number(-LANES * wide))
-        for first in range(0, rows, tall):
-            some = range(first, first + tall)
-            lines = [b.add(weights, number(SCORES * r)) for r in some]
-            states = [b.add(state, number(STATE * r)) for r in some]
-            for start, stop, width in ((number(0), whole, wide), (whole, size, 1)):
-                step = number(LANES * width)
-                with cgutils.for_range_slice(b, start, stop, step, INT64) as (column, _):
-                    top = b.add(sums, b.mul(column, number(4)))
-                    places = [
-                        [
-                            b.add(emit_at(b, top, pitch, number(r)), number(_VECTOR * v))
-                            for v in range(width)
-                        ]
-                        for r in some
+        lines = [b.add(weights, number(SCORES * r)) for r in range(rows)]
+        states = [b.add(state, number(STATE * r)) for r in range(rows)]
+        for start, stop, width in ((number(0), whole, wide), (whole, size, 1)):
+            step = number(LANES * width)
+            with cgutils.for_range_slice(b, start, stop, step, INT64) as (column, _):
+                top = b.add(sums, b.mul(column, number(4)))
+                places = [
+                    [
+                        b.add(emit_at(b, top, pitch, number(r)), number(_VECTOR * v))
+                        for v in range(width)
                     ]
-                    shown = emit_at(b, values, column, number(own.nbytes))
-                    own.mix(b, places, states, Cells(shown, stride, begin, end, lines, ahead))
+                    for r in range(rows)
+                ]
+                shown = emit_at(b, values, column, number(own.nbytes))
+                own.mix(b, places, states, Cells(shown, stride, begin, end, lines, ahead))
 
     return sums
 

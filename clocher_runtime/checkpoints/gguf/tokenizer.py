@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
+from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.checkpoints.gguf.file import GgufFile, Strings
 from clocher_runtime.models import split_patterns as split
 
@@ -117,7 +117,7 @@ def stop_ids(file: GgufFile) -> list[int]:
     return list(dict.fromkeys(ids))
 
 
-def tokenizer_json(file: GgufFile) -> bytes:
+def tokenizer_json(file: GgufFile) -> MadeTokenizer:
     """Return the tokenizer.json of a file's vocabulary; raises UnsupportedModel, FormatError."""
     kind = file.get(MODEL, str)
     if kind not in _KINDS:
@@ -133,7 +133,7 @@ def tokenizer_json(file: GgufFile) -> bytes:
         "post_processor": None,
         **_KINDS[kind](file, texts),
     }
-    return msgspec.json.encode(document)
+    return MadeTokenizer.of(document)
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
@@ -219,9 +219,9 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     vocab = {text: index for index, text in enumerate(texts)}
     merges = file.get(_MERGES, Strings).texts()
     # The space that parts the two is never a character of theirs: bytes are spelled otherwise.
-    parts = " ".join(merges).split(" ")
-    used = {*parts, *(merge.replace(" ", "", 1) for merge in merges)} if merges else set()
-    if not used <= vocab.keys() or (merges and len(parts) != 2 * len(merges)):
+    parts = " ".join(merges).split(" ") if merges else []
+    known = all(map(vocab.__contains__, parts)) and len(parts) == 2 * len(merges)
+    if not known or not all(a + b in vocab for a, b in zip(parts[::2], parts[1::2], strict=True)):
         index = next(i for i, merge in enumerate(merges) if not _is_merge(merge, vocab))
         raise FormatError(
             f"{file.file.path}: {_MERGES}[{index}] is {merges[index]!r:.60}; expected two tokens "
