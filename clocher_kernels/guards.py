@@ -84,6 +84,11 @@ def available(root: Path = ROOT) -> int | None:
     return min((nbytes for nbytes in known if nbytes is not None), default=None)
 
 
+def unused(root: Path = ROOT) -> int:
+    """Return the bytes of memory that hold nothing, no page cache either; 0 if unknown."""
+    return _fields(read(root / "proc/meminfo")).get("MemFree:", 0) << 10
+
+
 def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
     """Raise OutOfMemory, "`what` ... `instead`", if fewer than `nbytes` are available."""
     left = available(root)

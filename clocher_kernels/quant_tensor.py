@@ -1,12 +1,55 @@
 """A tensor: a logical shape, a format, and the planes (arrays) that the format names."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats.base import Format
+
+
+class BlockRows(NamedTuple):
+    """The rows of a tensor as a file has them: blocks of a type of ggml, one after the other."""
+
+    at: np.ndarray  # address of each row, int64 [..., N]
+    arrays: tuple[np.ndarray, ...]  # where they lie, u8
+    where: str = ""  # the tensor, for messages
+
+    @classmethod
+    def of(cls, data: np.ndarray, shape: tuple[int, ...]) -> "BlockRows":
+        """Return rows [*shape] that lie one after the other in an array."""
+        count = prod(shape)
+        at = np.arange(count, dtype=np.int64) * (data.nbytes // count) + data.ctypes.data
+        return cls(at.reshape(shape), (data,))
+
+
+@dataclass(eq=False)
+class LatePlanes(Mapping[str, np.ndarray]):
+    """Planes that `make` computes when one of `names` is first asked for.
+
+    `rows` tells where the file has the tensor, for those who can do without the planes.
+    """
+
+    names: tuple[str, ...]
+    make: Callable[[], Mapping[str, np.ndarray]]
+    rows: Callable[[], BlockRows]
+
+    @cached_property
+    def _made(self) -> Mapping[str, np.ndarray]:
+        return self.make()
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -27,8 +70,9 @@ class QuantTensor:
             raise ShapeError(
                 f"{self.format.name}: planes {sorted(self.planes)}, expected {sorted(expected)}"
             )
-        for name, plane in expected.items():
-            got = self.planes[name]
+        held = self.held
+        for name, plane in expected.items() if held else ():
+            got = held[name]
             if got.shape != plane.shape or got.dtype != plane.storage:
                 raise ShapeError(
                     f"{self.format.name}: plane {name!r} of a {list(self.shape)} tensor is "
@@ -38,7 +82,12 @@ class QuantTensor:
     @property
     def nbytes(self) -> int:
         """Bytes of all planes."""
-        return sum(plane.nbytes for plane in self.planes.values())
+        return self.format.nbytes(self.shape)
+
+    @property
+    def held(self) -> Mapping[str, np.ndarray]:
+        """The planes that are arrays already: all, or none of `LatePlanes`."""
+        return {} if isinstance(self.planes, LatePlanes) else self.planes
 
     def decode(self) -> np.ndarray:
         """Return the values as fp32, in the logical shape."""

@@ -56,6 +56,8 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
                     from cpu_fallback.tiles.columns import are_packed, columns_of
 
                     found[name] += 0 if are_packed(tensor) else columns_of(tensor).nbytes
+            elif not tensor.held:
+                found[name] = tensor.nbytes
             elif name == call.args.get("w") and name in copied and reads_in_place(call, tensor):
                 planes = tensor.planes.values()
                 fresh = [p.nbytes for p in planes if _is_worth_it(p) and id(p) not in _copies]

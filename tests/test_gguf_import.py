@@ -36,6 +36,8 @@ from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Strings
 from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.text.tokenizer import Tokenizer
+from cpu_fallback.tiles import tile_pack
+from cpu_fallback.tiles.layout import layout_of
 
 TEXTS = Path(__file__).parent / "data" / "valid.txt"
 STORED = {
@@ -389,6 +391,52 @@ def test_which_file_is_opened(tmp_path: Path) -> None:
         open_checkpoint(tmp_path / "c.gguf")
 
 
+def packs_alike(checkpoint: Checkpoint) -> int:
+    """Compare the tiles of a file's blocks with those of the planes; return how many there are."""
+    found = 0
+    for name in checkpoint.names:
+        late, made = checkpoint.tensor(name), checkpoint.tensor(name, verify=True)
+        if late.held:
+            continue
+        layout = layout_of("test", late.format)
+        packed = tile_pack.pack(layout, late)
+        assert packed.data.any()
+        np.testing.assert_array_equal(packed.data, tile_pack.pack(layout, made).data)
+        found += 1
+    return found
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.MXFP4, Kind.Q6_K, Kind.Q5_1])
+def test_blocks_are_packed_as_their_planes_are(tmp_path: Path, kind: Kind) -> None:
+    """Rows of Llama's queries and keys are in another order here; other K-quants are views."""
+    path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(kind))
+    assert packs_alike(open_gguf(path)) == (9 if STORED[kind] not in GGML_KINDS else 2)
+
+
+def test_experts_of_two_tensors_are_packed_from_both(tmp_path: Path) -> None:
+    make_mxfp4(7, tmp_path / "model")
+    source = open_checkpoint(tmp_path / "model")
+    tensors = {
+        name: raw_blocks(Kind.MXFP4, values) if "_exps.weight" in name else (values, F32)
+        for name, values in gguf_tensors(source).items()
+    }
+    path = write_gguf(tmp_path / "a.gguf", source.config, tensors)
+    assert packs_alike(open_gguf(path)) == 2 * source.config["num_hidden_layers"]
+
+
+def test_a_damaged_scale_is_found_when_it_is_packed(tmp_path: Path) -> None:
+    tensors = tiny_tensors(Kind.MXFP4)
+    blocks = tensors["blk.0.ffn_down.weight"][0].copy()
+    blocks.reshape(-1, 17)[5, 0] = 255
+    tensors["blk.0.ffn_down.weight"] = blocks, Kind.MXFP4
+    checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
+    model = load_model(checkpoint)
+    with pytest.raises(FormatError, match=r"ffn_down|down_proj.*scale code of 255"):
+        make_session(model, backend="cpu", threads=1).close()
+    with pytest.raises(FormatError, match="scale code of 255"):
+        checkpoint.tensor("model.layers.0.mlp.down_proj.weight").decode()
+
+
 def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None:
     from clocher_runtime.checkpoints.gguf import blocks as module
 
@@ -397,7 +445,9 @@ def test_only_what_is_asked_for_is_repacked(tmp_path: Path, monkeypatch) -> None
     path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(Kind.Q8_0))
     checkpoint = open_gguf(path)
     assert not asked and checkpoint.nbytes > 0
-    checkpoint.tensor("lm_head.weight")
+    tensor = checkpoint.tensor("lm_head.weight")
+    assert not asked and tensor.nbytes > 0
+    assert tensor.planes["codes"] is tensor.planes["codes"]
     assert len(asked) == 1
 
 

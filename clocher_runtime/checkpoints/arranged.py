@@ -1,7 +1,8 @@
 """Arrange a family's stored tensors as the model reads them: renamed, cut or copied in order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -11,11 +12,13 @@ from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_kernels.formats import Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.ternary import pack
+from clocher_kernels.quant_tensor import BlockRows
 from clocher_runtime.checkpoints.checkpoint import (
     LazyTensor,
     Stored,
     lazy_tensor,
     planes_of,
+    rows_of,
     stored_tensor,
 )
 from clocher_runtime.models.families import (
@@ -140,7 +143,18 @@ def taken(
         planes = _picked(first.format, first.planes, first.shape, axis, only.rows, fmt)
         return stored_tensor(need.shape, fmt, planes, where)
     pairs = list(zip(parts, stored, strict=True))
-    return lazy_tensor(need.shape, fmt, lambda: _gathered(pairs, fmt, need.shape, axis), where)
+    finds = [find for one in stored if (find := rows_of(one))]
+
+    def rows() -> BlockRows:
+        """Gather the addresses of rows, a plane of their own."""
+        found = [find() for find in finds]
+        at = {"at": np.empty(need.shape[:-1], np.int64)}
+        _gather(pairs, [{"at": each.at} for each in found], fmt, at, axis)
+        return BlockRows(at["at"], tuple(array for each in found for array in each.arrays))
+
+    in_place = rows if len(finds) == len(stored) else None
+    make = partial(_gathered, pairs, fmt, need.shape, axis)
+    return lazy_tensor(need.shape, fmt, make, where, in_place)
 
 
 def _whole_blocks(parts: Sequence[Piece]) -> bool:
@@ -179,17 +193,28 @@ def _gathered(
         part, stored = pairs[0]
         return _picked(fmt, planes_of(stored), stored.shape, axis, part.rows, fmt)
     planes = {key: np.empty(p.shape, p.storage) for key, p in fmt.planes(shape).items()}
-    for part, stored in pairs:
+    _gather(pairs, (planes_of(stored) for _, stored in pairs), fmt, planes, axis)
+    return planes
+
+
+def _gather(
+    pairs: Sequence[tuple[Piece, Stored]],
+    sources: Iterable[Planes],
+    fmt: Format,
+    to: Planes,
+    axis: int,
+) -> None:
+    """Fill planes with rows of those of each part."""
+    for (part, stored), source in zip(pairs, sources, strict=True):
         lead = axis - (part.expert is not None)
-        picked = _picked(stored.format, planes_of(stored), stored.shape, lead, part.rows, fmt)
-        for key, plane in planes.items():
+        picked = _picked(stored.format, source, stored.shape, lead, part.rows, fmt)
+        for key, plane in to.items():
             target = plane if part.expert is None else plane[part.expert]
             place = (slice(None),) * lead + (part.places or slice(None),)
             if target.shape[lead : lead + 1] == (1,) and picked[key].shape == target.shape:
                 target[...] = picked[key]
             else:
                 target[place] = picked[key]
-    return planes
 
 
 def _picked(

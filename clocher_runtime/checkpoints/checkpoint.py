@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -9,8 +10,8 @@ import msgspec
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.formats import Float, Format, Mxfp4
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.formats import Float, Format, Ggml, Mxfp4
+from clocher_kernels.quant_tensor import BlockRows, LatePlanes, QuantTensor
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.plane_index import DAMAGED, check_hashes
 from clocher_runtime.disk.strict_json import checked_name, prefixed
@@ -19,15 +20,21 @@ JSON_NAME, BIN_NAME = "model.ie.json", "model.ie.bin"  # of `iebin`
 
 CHECK_LIMIT_BYTES = 64 << 20
 _INDICES = ("row_ptr", "col_idx")
+Make = Callable[[], Mapping[str, np.ndarray]]
+Find = Callable[[], BlockRows]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A tensor of logical `shape` whose planes `make` computes at every call, from mapped files."""
+    """A tensor of logical `shape` whose planes `make` computes at every call, from mapped files.
+
+    `rows`, if the files have its rows as blocks, tells where.
+    """
 
     shape: tuple[int, ...]
     format: Format
-    make: Callable[[], Mapping[str, np.ndarray]]
+    make: Make
+    rows: Find | None = None
 
     @property
     def nbytes(self) -> int:
@@ -101,12 +108,20 @@ class Checkpoint:
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
         """Return a tensor whose planes are aligned: views of the file where possible, else copies.
 
+        Those of a tensor with `rows` are made and checked when they are first asked for.
         Forbidden codes give wrong numbers but no fault; they are looked for in tensors of up to 64
         MiB, in MXFP4 scales, and everywhere with `verify`, which also checks the SHA-256.
         Block-sparse indices could fault, so they are always copied and checked. Raises ModelError,
         FormatError.
         """
         stored = self._stored(name)
+        if isinstance(stored, LazyTensor) and stored.rows is not None and not verify:
+            names = tuple(stored.format.planes(stored.shape))
+            planes = LatePlanes(names, partial(self._planes, name, stored), stored.rows)
+            return QuantTensor(stored.shape, stored.format, planes)
+        return QuantTensor(stored.shape, stored.format, self._planes(name, stored, verify))
+
+    def _planes(self, name: str, stored: Stored, verify: bool = False) -> Mapping[str, np.ndarray]:
         sparse = stored.format.is_sparse
         with prefixed(f"{self.path}: tensor {name!r}"):
             found = planes_of(stored).items()
@@ -117,11 +132,10 @@ class Checkpoint:
                 planes |= {key: planes[key].copy() for key in _INDICES}
             if verify:
                 check_hashes(planes, self.hashes.get(name, {}), "", DAMAGED)
-            tensor = QuantTensor(stored.shape, stored.format, planes)
-            always = sparse or isinstance(tensor.format, Mxfp4)
-            if verify or always or tensor.nbytes <= CHECK_LIMIT_BYTES:
-                tensor.check()
-        return tensor
+            always = sparse or isinstance(stored.format, Mxfp4)
+            if verify or always or stored.nbytes <= CHECK_LIMIT_BYTES:
+                QuantTensor(stored.shape, stored.format, planes).check()
+        return planes
 
     def verify(self) -> None:
         """Read all weights: look for forbidden codes and check the container's hashes."""
@@ -166,6 +180,15 @@ def planes_of(stored: Stored) -> Mapping[str, np.ndarray]:
     return stored.make() if isinstance(stored, LazyTensor) else stored.planes
 
 
+def rows_of(stored: Stored) -> Find | None:
+    """Return what tells where a file has the rows of a tensor, None if they are no blocks there."""
+    if isinstance(stored, LazyTensor):
+        return stored.rows
+    if isinstance(stored.format, Ggml):
+        return partial(BlockRows.of, stored.planes["blocks"], stored.shape[:-1])
+    return None
+
+
 def stored_tensor(
     shape: tuple[int, ...], fmt: Format, planes: Mapping[str, np.ndarray], where: str
 ) -> QuantTensor:
@@ -175,12 +198,12 @@ def stored_tensor(
 
 
 def lazy_tensor(
-    shape: tuple[int, ...], fmt: Format, make: Callable[[], Mapping[str, np.ndarray]], where: str
+    shape: tuple[int, ...], fmt: Format, make: Make, where: str, rows: Find | None = None
 ) -> LazyTensor:
     """Return a lazy tensor that `make` computes from already checked arrays."""
     with prefixed(where):
         fmt.planes(shape)
-    return LazyTensor(shape, fmt, make)
+    return LazyTensor(shape, fmt, make, rows and (lambda: rows()._replace(where=where)))
 
 
 def open_arrays(arrays: object, where: str) -> Checkpoint:

@@ -144,7 +144,10 @@ def destined(
             found[name] = Destined(None, 4 * prod(need.shape), not is_same)
             continue
         fmt = _target(need, stored.format, precision, spec.ternarize)
-        made = fmt is not stored.format or isinstance(stored, LazyTensor)
+        is_late = isinstance(stored, LazyTensor) and (
+            stored.rows is None or need.kind == "embedding"
+        )
+        made = fmt is not stored.format or is_late
         found[name] = Destined(fmt, fmt.nbytes(need.shape), made)
     return found
 

@@ -7,6 +7,8 @@ views of a mapped file, whose last row may end where the mapping does.
 Names: `read_*` and `write_*` move one scalar (integers as int64), `load_*` and `store_*` 16 lanes,
 `load_*_n` and `store_*_n` the first n lanes, n in 0 .. 16; other lanes load as zero. u8 and i8 are
 widened to int32, and the low bits of int32 stored. Alignment is never assumed.
+
+At the end what packing needs: the words of 16 rows to lines, and nibbles to other places.
 """
 
 from collections.abc import Callable
@@ -26,12 +28,15 @@ from cpu_fallback.lanes.simd import (
     INT64,
     LANES,
     VOID,
+    behind,
     call,
     constant,
+    join,
     number,
     op,
     pick,
     shuffle,
+    spread,
 )
 
 
@@ -210,3 +215,76 @@ def store_up_to(address, x, count):
         store_f32(address, x)
     else:
         store_f32_n(address, x, count)
+
+
+def _transposed(b: Any, rows: Any, place: Any) -> list[Any]:
+    """Emit 4 lines: word i of the 16 bytes at a place of each of 16 rows is in line i."""
+    four = ir.VectorType(INT32, 4)
+    starts = [emit_load(b, INT64, behind(b, rows, 8 * r)) for r in range(LANES)]
+    words = [emit_load(b, four, b.add(start, place)) for start in starts]
+    while len(words) > 4:
+        words = [join(b, words[i : i + 2]) for i in range(0, len(words), 2)]
+    halves = [
+        [shuffle(b, words[j], words[j + 1], range(i, 32, 4)) for j in (0, 2)] for i in range(4)
+    ]
+    return [join(b, half) for half in halves]
+
+
+@op(void, i64, i64, i64, i64)
+def move_lines(b, rows, place, target, mask):
+    """Write 4 lines of the 16 bytes at a place of each of 16 rows, flipped."""
+    flips = spread(b, I32, b.trunc(mask, INT32))
+    for i, line in enumerate(_transposed(b, rows, place)):
+        emit_store(b, b.xor(line, flips), behind(b, target, 4 * LANES * i))
+
+
+@op(void, i64, i64, i64)
+def move_halves(b, rows, place, target):
+    """The same of nibbles of columns i and i + 16, which become neighbours."""
+
+    def shifted(word: Any, bits: int) -> Any:
+        return b.lshr(word, constant(I32, bits))
+
+    def near(word: Any) -> Any:
+        """Emit the low nibbles of four bytes, in two."""
+        for bits, mask in ((0, 0x0F0F0F0F), (4, 0x00FF00FF), (8, 0x0000FFFF)):
+            word = b.and_(b.or_(word, shifted(word, bits)), constant(I32, mask))
+        return word
+
+    words = _transposed(b, rows, place)
+    for i in range(4):
+        low, high = (near(shifted(word, i // 2 * 4)) for word in words[i % 2 * 2 :][:2])
+        line = b.or_(low, b.shl(high, constant(I32, 16)))
+        emit_store(b, line, behind(b, target, 4 * LANES * i))
+
+
+@device
+def read_some(address, end):
+    """Return the four bytes at an address, those from `end` on as zeros."""
+    if address + 4 <= end:
+        return read_i32(address)
+    value = 0
+    for i in range(end - address):
+        value += read_u8(address + i) << 8 * i
+    return value
+
+
+@device
+def neighbours(address, shift):
+    """Return nibbles of 8 bytes, low ones or those above, as four bytes."""
+    value = read_i64(address) >> shift & 0x0F0F0F0F0F0F0F0F
+    value = (value | value >> 4) & 0x00FF00FF00FF00FF
+    value = (value | value >> 8) & 0x0000FFFF0000FFFF
+    return (value | value >> 16) & 0xFFFFFFFF
+
+
+@device
+def by_operand(word):
+    """Return a word whose byte i has bit o where this one has bit 4 o + i."""
+    made = 0
+    for i in range(4):
+        nibbles = word >> i & 0x11111111
+        pairs = (nibbles | nibbles >> 3) & 0x03030303
+        fours = (pairs | pairs >> 6) & 0x000F000F
+        made |= ((fours | fours >> 12) & 255) << 8 * i
+    return made

@@ -146,7 +146,7 @@ class BoundCall:
         where = f"{self.spec.name}: {param.name!r} ({self._call.args[param.name]})"
         if (param.kind == "matrix") != isinstance(value, QuantTensor):
             raise ShapeError(f"{where} is a {type(value).__name__}; a {param.kind} is wanted")
-        arrays = value.planes.values() if isinstance(value, QuantTensor) else (value,)
+        arrays = value.held.values() if isinstance(value, QuantTensor) else (value,)
         if not all(array.flags.c_contiguous for array in arrays):
             raise ShapeError(f"{where} is not contiguous; copy it with numpy.ascontiguousarray")
         types = [STORAGE[dtype] for dtype in param.dtypes]

@@ -157,7 +157,7 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
     ), tiles
 
 
-_SHARES = 8
+_SHARES = 16
 _LARGE = 1 << 18  # Weights from which a product takes longer than it takes threads to share it
 _LARGE_TILES = 1 << 17  # The same in bytes of tiles
 

@@ -14,10 +14,12 @@ from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import F32, op, pick
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
-from cpu_fallback.ops.linear import PANELS, SHARES, TILE_SUMS, Tiled, is_filled, tiled
+from cpu_fallback.ops.linear import PANELS, TILE_SUMS, Tiled, is_filled, tiled
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 from cpu_fallback.tiles.tile_product import call_product
+
+_SHARES = 16  # Shares per thread: few, of all experts, would leave threads to wait for the last
 
 
 @device
@@ -238,4 +240,4 @@ def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:
     # A panel of 9 pairs is 16 wide, the worst case.
     wide = pairs + 7 * min(call.dim("E"), pairs)
     scratch = PANELS + 4 * (call.dim("E") + pairs) + 64 + wide * own.per_token + BEHIND
-    return [call.launch(kernel, own, scratch, SHARES)]
+    return [call.launch(kernel, own, scratch, _SHARES)]

@@ -167,7 +167,6 @@ _LINE = 64
 _SIDE_BITS = 32  # of a column of the rows that lie side by side: one of fp32, four of bytes
 _LINES = 4  # cache lines that a turn of the loop takes from the rows of a tile, all in all
 _TWO = min(2, WIDE)
-_AHEAD = 4096  # bytes of a row to ask for ahead of use
 _RUNS = PANEL_BYTES // (8 * ROWS)  # of columns with a scale; scales and zeros fit in the panel
 _ROW = 4 * _RUNS  # bytes from the scales of a row to those of the next
 _ZEROS = PANEL_BYTES // 2  # from a scale to its zero point
@@ -184,7 +183,6 @@ class _Tile(NamedTuple):
     run: Any  # columns that share a scale
     xs: list[Any]  # address of the columns of each token
     k: Any  # columns
-    left: Any  # columns of the row from here on; what follows are the rows of the next tile
     acc: Any  # address of the accumulators, [.., ROWS] vectors
 
 
@@ -201,8 +199,6 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
     lines_each = 1 if code.twice else max(1, _LINES // rows)
     in_lines = code.bits > 8 or code.twice
     wide = lines_each * _LINE * 8 // code.bits if in_lines else LEAST_GROUP
-    end = code.nbytes(b, tile.left)
-    skip = b.mul(tile.stride, number(rows - 1))
 
     def loop(start: Any, stop: Any, step: Any) -> Any:
         return cgutils.for_range_slice(b, start, stop, step, INT64)
@@ -242,14 +238,14 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
         last = b.select(b.icmp_signed("<", beyond, tile.k), beyond, tile.k)
         count = b.sub(last, first)
         turns, whole = (b.add(first, b.and_(count, number(-n))) for n in (wide, LANES))
-        # The processor's own prefetcher stops at the end of every page, and at that of every row.
+        # The processor's own prefetcher stops at the end of every row, so the rows of the next tile
+        # are asked for in one stream.
         with loop(first, turns, number(wide)) as (offset, _):
-            ahead = b.add(code.nbytes(b, offset), number(_AHEAD))
-            past = b.icmp_signed(">=", ahead, end)
-            ahead = b.add(ahead, b.select(past, skip, number(0)))
-            for r, line in enumerate(lines):
-                for part in range(0, lines_each * _LINE, _LINE):
-                    v.emit_prefetch(b, b.add(line, v.behind(b, ahead, part)), level=1)
+            done = b.add(tile.stride, code.nbytes(b, offset))
+            ahead = b.add(lines[0], b.mul(done, number(rows)))
+            for part in range(0, rows * wide * code.bits // 8 if rows > 1 else 0, _LINE):
+                v.emit_prefetch(b, v.behind(b, ahead, part))
+            for r in range(rows):
                 for part in range(0, wide, LANES if code.twice is None else 2 * LANES):
                     if code.twice is None:
                         step(r, v.behind(b, offset, part), v.emit_load)
@@ -272,14 +268,14 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
 
 
 def _tile(kind: str, rows: int, tokens: int) -> Any:
-    """Return an intrinsic (w, stride, scales, run, xs, k0, k, left, acc) of rows by tokens."""
+    """Return an intrinsic (w, stride, scales, run, xs, k0, k, acc) of rows by tokens."""
 
-    def tile(b, w, stride, scales, run, xs, k0, k, left, acc):
+    def tile(b, w, stride, scales, run, xs, k0, k, acc):
         start = b.add(w, KINDS[kind].nbytes(b, k0))
         x = emit_tokens(b, xs, k0, tokens)
-        _emit_tile(b, _Tile(kind, rows, start, stride, scales, run, x, k, left, acc))
+        _emit_tile(b, _Tile(kind, rows, start, stride, scales, run, x, k, acc))
 
-    return v.op(void, *[i64] * 9)(tile)
+    return v.op(void, *[i64] * 8)(tile)
 
 
 @device
@@ -339,8 +335,7 @@ def _stream(kind: str) -> Kernel:
             most = run * _RUNS
         k0 = 0
         while k0 < columns:
-            left = columns - k0
-            k = min(most, left)
+            k = min(most, columns - k0)
             if scaled:
                 runs = (k + run - 1) // run
                 for r in range(count):
@@ -352,22 +347,22 @@ def _stream(kind: str) -> Kernel:
                 while t + WIDE <= together:
                     for r in range(0, ROWS, WIDE):
                         at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                        wide(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, left, at)
+                        wide(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
                     t += WIDE
                 while t + _TWO <= tokens:
                     for r in range(0, ROWS, _TWO):
                         at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                        two(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, left, at)
+                        two(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
                     t += _TWO
                 while t < tokens:
                     for r in range(0, ROWS, side):
                         at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                        some(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, left, at)
+                        some(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
                     t += 1
             while t < tokens:
                 for r in range(count):
                     at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                    one(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, left, at)
+                    one(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
                 t += 1
             k0 += k
         finish(acc, scratch + SUMS, tokens)

@@ -16,6 +16,8 @@ from clocher_kernels import guards
 HUGE = 2 << 20
 _LINE = 64
 _BATCH = 16 * HUGE
+_NEARLY_FULL, _MANY = 1 << 30, 32 << 20
+_PAGE_OUT = 21  # MADV_PAGEOUT of Linux
 
 
 def allocate(nbytes: int, large: bool = True) -> np.ndarray:
@@ -145,18 +147,35 @@ def give_back(array: np.ndarray) -> int:
     """Let the system take back the resident pages that lie within a view of a read-only mapping.
 
     The view stays valid; reading it loads the pages from the file again. Other arrays are left
-    alone, for their pages hold the only copy. Returns the bytes given back.
+    alone, for their pages hold the only copy. Where memory is nearly full, the file's pages leave
+    the cache too: the system would drop those that are not read yet, as it has had them longer.
+    Returns the bytes given back.
     """
-    memory = _mapping(array)
-    if memory is None:
+    memory, first, last = _pages(array)
+    if memory is None or first >= last:
         return 0
-    start = array.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
-    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    if first >= last:
-        return 0
+    if last - first >= _MANY and 0 < guards.unused() < _NEARLY_FULL:
+        with suppress(OSError):  # a kernel before 5.4
+            memory.madvise(_PAGE_OUT, first, last - first)
     memory.madvise(mmap.MADV_DONTNEED, first, last - first)
     return last - first
+
+
+def ask_for(array: np.ndarray) -> None:
+    """Let the system begin to read a large view of a mapping, in large pieces, if it has to."""
+    memory, first, last = _pages(array)
+    if memory is not None and last - first >= _MANY:
+        memory.madvise(mmap.MADV_WILLNEED, first, last - first)
+
+
+def _pages(array: np.ndarray) -> tuple[mmap.mmap | None, int, int]:
+    """Return the read-only mapping of a view, and where in it its whole pages begin and end."""
+    memory = _mapping(array)
+    if memory is None:
+        return None, 0, 0
+    start = array.ctypes.data - np.frombuffer(memory, np.uint8).ctypes.data
+    first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
+    return memory, first, (start + array.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
 def is_mapped(array: np.ndarray) -> bool:

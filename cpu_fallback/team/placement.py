@@ -103,7 +103,7 @@ def hot_weights(plan: Plan, weights: Mapping[str, Value], limit: int) -> list[st
             value = weights.get(name)
             if name not in plan.weights or name in names or value is None or len(value.shape) > 2:
                 continue
-            size = sum(array.nbytes for array in _arrays(value))
+            size = value.nbytes
             if not limit or total + size <= limit:
                 names.append(name)
                 total += size
@@ -131,10 +131,6 @@ def call_on(cpu: int, function: Callable[[], T]) -> T:
     name = f"clocher-on-{cpu}"
     with ThreadPoolExecutor(1, name, initializer=pin, initargs=(cpu,)) as pool:
         return pool.submit(function).result()
-
-
-def _arrays(value: Value) -> list[np.ndarray]:
-    return list(value.planes.values()) if isinstance(value, QuantTensor) else [value]
 
 
 def _copy(array: np.ndarray) -> np.ndarray:

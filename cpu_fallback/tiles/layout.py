@@ -51,7 +51,7 @@ LINE = 64
 
 LINES = {"int4": 4, "fp4": 4, "iq4": 4, "q4": 4, "q5": 5, "int8": 8, "ternary": 2}
 """Code -> lines that hold 32 columns."""
-_SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
+SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
 _OFFSET_BYTES = {"": 0, "zeros": 1, "minima": 2}
 _BLOCKS = (128, 64, 32)
 
@@ -89,7 +89,7 @@ class Layout:
     @property
     def record(self) -> int:
         """Bytes of the scales and offsets of a block."""
-        return ROWS * (_SCALE_BYTES[self.scale] + _OFFSET_BYTES[self.offset])
+        return ROWS * (SCALE_BYTES[self.scale] + _OFFSET_BYTES[self.offset])
 
     @property
     def per_head(self) -> int:

@@ -10,24 +10,24 @@ import ctypes
 import weakref
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.errors import FormatError
+from clocher_kernels.formats import Ggml, Int4, Mxfp4, Ternary
 from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
 from clocher_kernels.guards import refuse_in_window
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import BlockRows, LatePlanes, QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel, device, i64, void
+from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.lanes.simd import join
-from cpu_fallback.team.large_pages import fetched, give_back
+from cpu_fallback.team.large_pages import ask_for, fetched, give_back
 from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import tile_cache
-from cpu_fallback.tiles.layout import LINE, ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
+from cpu_fallback.tiles.layout import ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
 from cpu_fallback.tiles.tile_cache import TileCache, key_of
 
 VERSION = 2  # Changes when the bytes of a tile do
@@ -42,13 +42,14 @@ class Source(NamedTuple):
     k: int  # columns
     tiles: int  # of an expert
     tile_bytes: int  # of a tile
-    codes: int  # the stored codes
-    stride: int  # from one stored row to the next
+    rows: int  # the address of each stored row, int64
+    stride: int  # bytes of a stored row
     units: int  # of columns of a row
     unit: int  # from the codes of a unit to those of the next
     order: int  # bytes of a unit that each of its lines holds: see `_order`
     fifths: int  # whether the last line has bit o of every four columns in place of those columns
-    scales: int  # the stored scales
+    halves: int  # whether a byte has columns i and i + 16 in place of neighbours
+    scales: int  # the stored scales, 0 if a row has its own, from its beginning
     zeros: int  # the stored zero points, 0 if there are none
     minima: int  # whether a minimum follows each scale, as stored and in a tile
     size: int  # of a scale
@@ -62,6 +63,7 @@ class Source(NamedTuple):
     mask: int  # what four codes are flipped with
     by_row: int  # whether the scales of rows come last
     target: int  # the tiles
+    damaged: int  # an int64 that is set if a scale of a byte is NaN
 
 
 _source_at = reader(Source)
@@ -92,21 +94,29 @@ def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
         UnsupportedOp: its format has no tiles.
     """
     layout = layout_of(op_name, tensor.format)
-    codes = tensor.planes["codes" if "codes" in tensor.planes else "blocks"]
-    key = id(codes)
+    owner = _owner(tensor)
+    key = id(owner)
     others = _unfinished.get(key)
     if others is not None and others is not tile_cache.current():
         others.ended.wait()
     if key not in _packed:
         refuse_in_window("pack weights into tiles")
         _packed[key] = _load_or_pack(layout, tensor, key)
-        weakref.finalize(codes, _packed.pop, key, None)
+        weakref.finalize(owner, _packed.pop, key, None)
     return _packed[key]
+
+
+def _owner(tensor: QuantTensor) -> np.ndarray | LatePlanes:
+    """Return what lives as long as the tiles of a tensor are of use."""
+    if isinstance(tensor.planes, LatePlanes):
+        return tensor.planes
+    return tensor.planes["codes" if "codes" in tensor.planes else "blocks"]
 
 
 def is_packed(tensor: QuantTensor) -> bool:
     """Return whether the tiles of a tensor are in memory."""
-    return any(id(plane) in _packed for plane in tensor.planes.values())
+    planes = tensor.held.values() or (tensor.planes,)
+    return any(id(plane) in _packed for plane in planes)
 
 
 def _load_or_pack(layout: Layout | BlockLayout, tensor: QuantTensor, place: int) -> Tiles:
@@ -137,8 +147,9 @@ def _queue(
 
 
 def _give_back(tensor: QuantTensor) -> None:
-    for plane in tensor.planes.values():
-        give_back(plane)
+    planes = tensor.planes
+    for array in planes.rows().arrays if isinstance(planes, LatePlanes) else planes.values():
+        give_back(array)
 
 
 def _load_or_store(cache: TileCache, layout: Layout | BlockLayout, tensor: QuantTensor) -> Tiles:
@@ -169,17 +180,25 @@ def _parts(
 ) -> tuple[Tiles, list[tile_cache.Part]]:
     """Return the tiles of a tensor before they are filled, and what fills them."""
     packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
-    source, beside = _source(layout, tensor, packed)
+    damaged = np.zeros(1, np.int64)
+    source, rows, beside = _source(layout, tensor, packed, damaged)
     is_ternary = isinstance(tensor.format, Ternary)
     kernel = _pack_ternary if is_ternary else _pack_lines
     form = np.array(list(words(source)), np.int64)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
     tiles = tiles_in(tensor.shape)
     step = max(1, _CHUNK // packed.tile_bytes)
-    read = (tensor, packed, beside)
+    read = (tensor, packed, rows, beside)
 
     def part(first: int, _alive: object = read) -> None:  # what the addresses lead to
+        for array in () if first else rows.arrays:
+            ask_for(array)
         call(form.ctypes.data, first, min(first + step, tiles))
+        if damaged[0]:
+            raise FormatError(
+                f"{rows.where or tensor.format.name}: a scale code of 255 (NaN); expected 0..254; "
+                "the file is damaged"
+            )
 
     return packed, [partial(part, start) for start in range(0, tiles, step)]
 
@@ -191,63 +210,51 @@ def _order(places: tuple[int, ...]) -> np.ndarray:
 
 
 def _source(
-    layout: Layout | BlockLayout, tensor: QuantTensor, packed: Tiles
-) -> tuple[Source, tuple[np.ndarray, ...]]:
+    layout: Layout | BlockLayout, tensor: QuantTensor, packed: Tiles, damaged: np.ndarray
+) -> tuple[Source, BlockRows, tuple[np.ndarray, ...]]:
     """Return what is packed, and arrays that nothing else may hold."""
-    fmt, planes = tensor.format, tensor.planes
-    *lead, n, k = tensor.shape
-    experts = lead[0] if lead else 1
-    zeros = block = 0
-    scales = np.ones(1, np.float32)
-    group, step, columns, unit = k, scales.itemsize, UNIT, 4 * layout.lines
-    places = tuple(range(0, 4 * layout.lines, 4))
+    fmt, (*lead, n, k) = tensor.format, tensor.shape
+    rows, stride = _stored_rows(layout, tensor)
+    group, step, columns, unit = k, 0, UNIT, 4 * layout.lines
+    scales, zeros, first = np.zeros(0, np.float32), 0, 0
+    in_rows = isinstance(tensor.planes, LatePlanes) or isinstance(fmt, Ggml)
+    places: tuple[int, ...] = ()
     if isinstance(layout, BlockLayout):
-        codes, columns = planes["blocks"], layouts.BLOCK
-        if layout.kind in RECODED:
-            codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))  # type: ignore[attr-defined]
+        columns, unit = layouts.BLOCK, layout.block_bytes
         places = tuple(4 * dword for dword in layout.order)
-        unit = layout.block_bytes
-        stride = k // columns * unit
-    elif isinstance(fmt, Ternary):
-        codes, stride = planes["codes"], k
-    elif isinstance(fmt, Int4 | Int8):
-        codes, scales = planes["codes"], planes["scales"]
-        stride, step = codes.shape[-1], scales.itemsize
+    elif in_rows:
+        group, step = UNIT, stride // (k // UNIT)
+        unit, first = step, step - (32 if layout.code == "int8" else 16)
+    elif not isinstance(fmt, Ternary):
+        scales, group = tensor.planes["scales"], getattr(fmt, "group", UNIT)
         if layout.scale == "row":
-            values = to_f32(scales, fmt.scale_dtype).reshape(experts, -1)
-            scales = np.ascontiguousarray(np.broadcast_to(values, (experts, n)))
-        if isinstance(fmt.group, int):
-            group = fmt.group
-        if "zeros" in planes:
-            zeros = int(planes["zeros"].ctypes.data)
-    elif isinstance(fmt, Ggml):
-        codes, group, step = planes["blocks"], fmt.block, fmt.block_bytes
-        stride, unit = codes.shape[-1], fmt.block_bytes
-        first = unit - 16
+            values = to_f32(scales, fmt.scale_dtype).reshape(prod(lead), -1)  # type: ignore[attr-defined]
+            scales, group = np.ascontiguousarray(np.broadcast_to(values, (prod(lead), n))), k
+        step, group = scales.itemsize, group if isinstance(group, int) else k
+        if "zeros" in tensor.planes:
+            zeros = int(tensor.planes["zeros"].ctypes.data)
+    if not places:  # the fifth bits of a block of ggml stand before its codes
         places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
-        scales = codes.reshape(-1).view(np.float16)
-    else:
-        codes, scales, group = planes["blocks"], planes["scales"], UNIT
-        stride, step = k // 2, scales.itemsize
     in_blocks = isinstance(layout, Layout) and layout.block
     block = layout.block // UNIT if in_blocks else 0
     order = _order(places)
     flipped = isinstance(layout, Layout) and layout.code == "int8" and not layouts.SIGNED
-    return Source(  # its addresses live as long as the arrays
+    source = Source(  # its addresses live as long as the arrays
         n=n,
         k=k,
         tiles=packed.per_expert,
         tile_bytes=packed.tile_bytes,
-        codes=codes.ctypes.data,
+        rows=rows.at.ctypes.data,
         stride=stride,
         units=-(-k // columns),
         unit=unit,
         order=order.ctypes.data,
         fifths=int(isinstance(layout, Layout) and layout.code == "q5"),
-        scales=scales.ctypes.data,
+        halves=int(isinstance(tensor.planes, LatePlanes) and isinstance(fmt, Int4 | Mxfp4)),
+        scales=scales.ctypes.data if scales.size else 0,
         zeros=zeros,
         minima=int(isinstance(layout, Layout) and layout.offset == "minima"),
-        size=scales.itemsize,
+        size=layouts.SCALE_BYTES.get(layout.scale, 0) if in_blocks else 0,
         step=step,
         groups=-(-k // group),
         group=group,
@@ -258,7 +265,23 @@ def _source(
         mask=0x80808080 if flipped else 0,
         by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
-    ), (scales, order, codes)
+        damaged=damaged.ctypes.data,
+    )
+    return source, rows, (scales, order)
+
+
+def _stored_rows(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[BlockRows, int]:
+    """Return where the rows of codes are, and the bytes of one."""
+    planes, fmt = tensor.planes, tensor.format
+    is_recoded = isinstance(layout, BlockLayout) and layout.kind in RECODED
+    if isinstance(planes, LatePlanes) and not is_recoded:
+        found = planes.rows()
+        return found, tensor.nbytes // found.at.size
+    codes = planes["codes" if "codes" in planes else "blocks"]
+    count = prod(tensor.shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
+    if isinstance(layout, BlockLayout) and isinstance(fmt, Ggml) and is_recoded:
+        codes = recoded(layout.kind, codes.reshape(-1, fmt.block_bytes))
+    return BlockRows.of(codes, (count,)), codes.nbytes // count
 
 
 def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray) -> Tiles:
@@ -276,66 +299,31 @@ def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray)
 def _pack_record(form, first, column, at):
     """Write the scales and zero points of a block of the 16 rows from `first` (expert-major)."""
     f = _source_at(form)
-    size, step, scales, zeros = f.size, f.step, f.scales, f.zeros
-    index = first * f.groups + column // f.group - f.groups
+    size, zeros = f.size, f.zeros
+    place = column // f.group
     for r in range(min(16, f.n - first % f.n)):
-        index += f.groups
+        index = (first + r) * f.groups + place
+        scale = f.scales + f.step * index
+        if not f.scales:
+            scale = v.read_i64(f.rows + 8 * (first + r)) + f.step * place
         if size == 4:
-            v.write_i32(at + 4 * r, v.read_i32(scales + step * index))
+            v.write_i32(at + 4 * r, v.read_i32(scale))
         elif size == 2:
-            value = v.read_u16(scales + step * index)
-            v.write_u16(at + 2 * r, value)
+            v.write_u16(at + 2 * r, v.read_u16(scale))
             if f.minima:
-                v.write_u16(at + 32 + 2 * r, v.read_u16(scales + step * index + 2))
+                v.write_u16(at + 32 + 2 * r, v.read_u16(scale + 2))
         else:
-            v.write_u8(at + r, v.read_u8(scales + step * index))
+            v.write_u8(at + r, v.read_u8(scale))
+            if v.read_u8(scale) == 255:
+                v.write_i64(f.damaged, 1)
         if zeros:
             v.write_u8(at + 16 * size + r, v.read_u8(zeros + index))
-
-
-@v.op(void, i64, i64, i64, i64)
-def _move_lines(b, source, stride, target, mask):
-    """Write 4 lines: word i of each of 16 rows, `stride` bytes apart, flipped, to line i."""
-    four = ir.VectorType(v.INT32, 4)
-    rows = [v.emit_load(b, four, v.emit_at(b, source, v.number(r), stride)) for r in range(ROWS)]
-    flips = v.spread(b, v.I32, b.trunc(mask, v.INT32))
-    while len(rows) > 4:
-        rows = [join(b, rows[i : i + 2]) for i in range(0, len(rows), 2)]
-    for i in range(4):
-        halves = [v.shuffle(b, rows[j], rows[j + 1], range(i, 32, 4)) for j in (0, 2)]
-        v.emit_store(b, b.xor(join(b, halves), flips), v.behind(b, target, LINE * i))
-
-
-_flip = v.op(i64, i64, i64)(lambda b, value, mask: b.xor(value, mask))
-
-
-@device
-def _read_some(address, end):
-    """Return the four bytes at an address, those from `end` on as zeros."""
-    if address + 4 <= end:
-        return v.read_i32(address)
-    value = 0
-    for i in range(end - address):
-        value += v.read_u8(address + i) << 8 * i
-    return value
-
-
-@device
-def _by_operand(word):
-    """Return a word whose byte i has bit o where this one has bit 4 o + i."""
-    made = 0
-    for i in range(4):
-        nibbles = word >> i & 0x11111111
-        pairs = (nibbles | nibbles >> 3) & 0x03030303
-        fours = (pairs | pairs >> 6) & 0x000F000F
-        made |= ((fours | fours >> 12) & 255) << 8 * i
-    return made
 
 
 def _lines(form, begin, stop):
     """Pack tiles begin .. stop-1 of a format whose rows are stored one after the other."""
     f = _source_at(form)
-    n, stride, lines = f.n, f.stride, f.lines
+    n, lines = f.n, f.lines
     for tile in range(begin, stop):
         row = tile % f.tiles * 16
         first = tile // f.tiles * n + row
@@ -349,20 +337,27 @@ def _lines(form, begin, stop):
                     head = at
                     at += f.per_head * f.record
                 _pack_record(form, first, unit * 32, head + index % f.per_head * f.record)
-            codes, i = f.codes + first * stride, 0
-            end = codes + min(stride, (unit + 1) * f.unit)
+            table, i = f.rows + 8 * first, 0
+            end = min(f.stride, (unit + 1) * f.unit)
             while i < lines:
                 entry = v.read_i64(f.order + 8 * i)
-                source = codes + unit * f.unit + (entry >> 1)
-                if rows == 16 and entry & 1 and source + 16 <= end:
-                    _move_lines(source, stride, at + 64 * i, f.mask)
+                place, target = unit * f.unit + (entry >> 1), at + 64 * i
+                if rows == 16 and entry & 1 and place + 16 <= end:
+                    if f.halves:
+                        v.move_halves(table, place, target)
+                    else:
+                        v.move_lines(table, place, target, f.mask)
                     i += 4
                     continue
                 for r in range(rows):
-                    value = _read_some(source + r * stride, end + r * stride)
+                    row = v.read_i64(table + 8 * r)
+                    if f.halves:
+                        value = v.neighbours(row + place + 4 * (i % 2 * 2 - i), i // 2 * 4)
+                    else:
+                        value = v.read_some(row + place, row + end)
                     if f.fifths and i == 4:
-                        value = _by_operand(value)
-                    v.write_i32(at + 64 * i + 4 * r, _flip(value, f.mask))
+                        value = v.by_operand(value)
+                    v.write_i32(target + 4 * r, value ^ f.mask)
                 i += 1
             at += 64 * lines
         if f.by_row:
@@ -374,15 +369,16 @@ def _ternary(form, begin, stop):
     """Pack tiles begin .. stop-1 of ternary codes, which are strided along N."""
     f = _source_at(form)
     k, packed = f.k, f.n >> 2
+    codes = v.read_i64(f.rows)
     for tile in range(begin, stop):
         at = f.target + tile * f.tile_bytes
         for r in range(min(16, f.n - 16 * tile)):
             row = 16 * tile + r
-            line, shift = f.codes + row % packed * k, 2 * (row // packed)
+            line, shift = codes + row % packed * k, 2 * (row // packed)
             for i in range(2 * f.units):
                 value = 0  # the digits of 16 columns
                 for plane in range(4):
-                    four = _read_some(line + 16 * i + 4 * plane, line + k)
+                    four = v.read_some(line + 16 * i + 4 * plane, line + k)
                     value += (four >> shift & 0x03030303) << 2 * plane
                 v.write_i32(at + 64 * i + 4 * r, value)
 

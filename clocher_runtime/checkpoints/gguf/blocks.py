@@ -14,6 +14,7 @@ ones; Clocher's hold neighbours in a byte. Source: ggml-common.h.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -22,7 +23,7 @@ from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.formats.ternary import pack
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import BlockRows, QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
 
 _PIECE_BYTES = 1 << 19
@@ -69,6 +70,7 @@ TQ2_0 = GgmlType("tq2_0", 35, 37, 256, 66, Int4(True, 256, "f16"))
 MXFP4 = GgmlType("mxfp4", 39, 38, 32, 17, Mxfp4())
 I2_S = GgmlType("i2_s", 36, 40, 128, 32, Ternary(scale_dtype="f32"), tail=32)
 """bitnet.cpp's 2-bit codes; the tail begins with the fp32 scale of the matrix."""
+_IN_PLACE = (Q4_0, Q8_0, MXFP4)  # whose blocks the CPU back end packs as they are
 _SAME = {  # name -> its number, and that of a file that is mostly of it
     **{"q4_1": (3, 3), "q5_0": (6, 8), "q5_1": (7, 9), "q2_k": (10, 10), "q3_k": (11, 12)},
     **{"q4_k": (12, 15), "q5_k": (13, 17), "q6_k": (14, 18), "iq3_xxs": (18, 23)},
@@ -181,7 +183,8 @@ def stored_blocks(data: np.ndarray, kind: GgmlType, shape: tuple[int, ...], wher
     if kind == I2_S or (matrix and _scales_agree(rows, kind)):
         fmt = Ternary(scale_dtype="f32" if kind.tail else "f16")
         return lazy_tensor(shape, fmt, lambda: _ternary_planes(rows, tail, kind), where)
-    return lazy_tensor(shape, kind.format, lambda: _planes(rows, kind, shape), where)
+    in_place = partial(BlockRows.of, data, shape[:-1]) if kind in _IN_PLACE else None
+    return lazy_tensor(shape, kind.format, lambda: _planes(rows, kind, shape), where, in_place)
 
 
 def _planes(rows: np.ndarray, kind: GgmlType, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
