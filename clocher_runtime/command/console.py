@@ -314,7 +314,7 @@ def in_words(error: OSError) -> str:
     """Return the message of an error of the system: where, what, and what to do."""
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
     where = str(error.filename or "") or (STDOUT if nameless else "")
-    advice = _ADVICE.get(error.errno or 0, "")
+    advice = _ADVICE.get(error.errno or 0, "") if error.filename else ""
     return f"{where}: {error.strerror}{advice}" if error.strerror and where else str(error)
 
 
