@@ -278,7 +278,8 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     )
     assert run(quantize, LLAMA, tmp_path / "out") == 5
     line = error_of(capsys, "quantize")
-    assert line.endswith("needs 7.0 MB, the disk has 4.1 kB free: 7.0 MB too little")
+    needed = "needs 7.0 MB, the disk has 4.1 kB free: 7.0 MB too little"
+    assert line.endswith(f"{needed}; free some space, or name another disk")
     assert not (tmp_path / "out").exists()
 
 

@@ -27,7 +27,6 @@ ADAPTER_CONFIG = "adapter_config.json"
 CONFIG = "config.json"
 SUBFOLDERS = ("", "hf", "hf/original", "original")
 _MARKERS = (JSON_NAME, *(os.path.join(folder, CONFIG) for folder in SUBFOLDERS))
-_PLANES = ".planes.bin"
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _MAX_ADAPTER_BYTES = 1_000_000
 _MOST_NAMES, _MOST_MODELS, _SHOWN = 10_000, 1000, 5
@@ -65,10 +64,7 @@ def embedded_model() -> Path:
 
 
 def locate(name: str | Path, source: str = "", hint: str = "") -> Path:
-    """Return the path of a local model; raises ModelError, UsageError.
-
-    `source` begins messages; `hint` ends that of a word that names no model.
-    """
+    """Return a model's path. `source` begins messages, `hint` ends one; ModelError, UsageError."""
     text = os.fspath(name)
     where = f"{source}: " if source else ""
     if not text.strip():
@@ -177,9 +173,7 @@ def listed(directory: Path) -> list[str]:
             found = zip(entries, range(_MOST_NAMES), strict=False)
             return sorted(entry.name for entry, _ in found)
     except OSError as error:
-        raise ModelNotFound(
-            f"{directory}: cannot be listed: {error.strerror}; give a directory that can be read"
-        ) from None
+        raise ModelNotFound(f"{directory}: cannot be listed: {error.strerror}") from None
 
 
 def holds_model(directory: Path) -> bool:
@@ -230,7 +224,7 @@ def no_model(path: Path) -> ModelError:
         return ModelNotFound(f"{path}: a cache of the Hub; name a model of it: {some([*inner])}")
     if (repo := repository_of(path / "snapshots" / "x")) and "snapshots" in names:
         return ModelNotFound(f"{path}: the Hub's folder of {repo}; give the name {repo}")
-    if half := [name for name in names if name.startswith(BIN_NAME) or _PLANES in name]:
+    if half := [name for name in names if name.startswith(BIN_NAME) or ".planes.bin" in name]:
         return ModelNotFound(
             f"{path}: an unfinished conversion ({half[0]}, but no {JSON_NAME}); run the command "
             "that makes this model again"

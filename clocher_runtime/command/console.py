@@ -257,10 +257,9 @@ class Console:
             import traceback  # late: its import is slow
 
             self.say("".join(traceback.format_exception(error)).rstrip())
-        elif code == ExitCode.INTERRUPTED:
-            self.say("interrupted" + "; run it again to go on" * self._resumes)
         elif isinstance(error, KeyboardInterrupt):
-            self.say(f"ended by {error}" + "; run it again to go on" * self._resumes)
+            how = "interrupted" if code == ExitCode.INTERRUPTED else f"ended by {error}"
+            self.say(how + "; run it again to go on" * self._resumes)
         else:
             self.say(f"error: {error or type(error).__name__}")
         return error, code
@@ -318,11 +317,10 @@ def in_words(error: OSError) -> str:
     return f"{where}: {error.strerror}{advice}" if error.strerror and where else str(error)
 
 
-_NO_ACCESS, _NO_DIRECTORY = "; check its permissions, or name another", "; name a directory"
 _ADVICE = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space, or name another disk"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _NO_ACCESS),
-    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), _NO_DIRECTORY),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; check its permissions"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "; name a directory"),
 }
 
 

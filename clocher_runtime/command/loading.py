@@ -95,8 +95,7 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
     source = "default" if raw == DEFAULT else source
     is_flag = source == "--model-dir"  # or given by its place
     hint = _OR_TEXT if is_flag and hasattr(config, "prompt") else ""
-    where = "" if is_flag else source
-    model_dir = None if config.model_dir is None else locate(raw, where, hint)
+    model_dir = config.model_dir and locate(raw, "" if is_flag else source, hint)
     named = config.model_json or config.model_bin
     if named is not None:
         directory = model_dir or named.parent

@@ -163,10 +163,7 @@ class Journal:
 
 
 class JsonlWriter:
-    """Context manager for a locked JSONL file, renamed from FILE.partial at the end.
-
-    What an earlier run left in FILE.partial is kept as FILE.partial.old.
-    """
+    """Context manager for a locked JSONL file, renamed from FILE.partial at the end."""
 
     def __init__(self, path: Path, source: str) -> None:
         self.lines = 0
@@ -176,7 +173,7 @@ class JsonlWriter:
         self.partial = path.with_name(path.name + PARTIAL)
         try:
             descriptor = open_locked(self.partial)
-            if os.fstat(descriptor).st_size:
+            if os.fstat(descriptor).st_size:  # what an earlier run had finished
                 os.replace(self.partial, f"{self.partial}.old")
                 os.close(descriptor)
                 descriptor = open_locked(self.partial)

@@ -52,7 +52,7 @@ class PromptRoom:
         context: int,
     ) -> tuple[list[int], str]:
         """Return the ids of a conversation and the end of its text; raises UsageError."""
-        if self.tokenizer.chat_template is None:
+        if not self.tokenizer.chat_template:
             raise UsageError("this model has no chat template; send plain text to /v1/completions")
 
         def work() -> tuple[list[int], str]:

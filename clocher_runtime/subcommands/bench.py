@@ -26,7 +26,6 @@ _MOST = 1 << 24
 _MOST_VALUES = 16
 _MOST_CASES = 64
 _MOST_ROUNDS = 1000
-_MOST_BATCH = 1023  # a session has one place more
 
 _ABOUT = """Measure how fast a model reads prompts and generates, in the tests of llama-bench.
 
@@ -166,8 +165,8 @@ def _cases(given: dict[str, Any]) -> "tuple[Case, ...]":
     """Return the tests, in the order of llama-bench: pp, tg, pg of each depth."""
     from clocher_runtime.quality.speed import Case
 
-    if max(given["batch"]) > _MOST_BATCH:
-        raise UsageError(f"-b {max(given['batch'])}; expected at most {_MOST_BATCH}")
+    if (most := max(given["batch"])) > 1023:  # a session has one place more
+        raise UsageError(f"-b {most}; expected at most 1023")
     cases = []
     for depth in given["n_depth"]:
         cases += [Case(prompt, 0, depth) for prompt in given["n_prompt"] if prompt]
