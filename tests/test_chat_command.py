@@ -364,6 +364,14 @@ def test_a_full_context_says_so_and_loses_nothing(shown: Shown) -> None:
     assert "[24 tokens" in shown.type("/set max_new default", "one")
 
 
+def test_one_answer_is_advised_about_flags_alone(chat_model: ChatModel) -> None:
+    for most, told in ((24, "--max-new N allows more"), (100_000, "shorten the text, or raise")):
+        shown = Shown(chat_model, max_new=most)
+        shown.talk.say("Write a loop.")
+        notes = shown.notes.getvalue()
+        assert told in notes and "/set" not in notes and "/undo" not in notes
+
+
 def test_a_terminal_obeys_nothing_of_a_message(shown: Shown) -> None:
     shown.type("/system \x1b]0;owned\x07\x1b[2J", "/show", "/set \x1b[2J 1")
     raw = shown.notes.getvalue().replace("\x1b[2m", "").replace("\x1b[22m", "")
@@ -460,6 +468,7 @@ def test_a_seed_gives_the_answer_of_the_api(
     [
         (b"", [], 2, "standard input has nothing"),
         (b" \n\n", [], 2, "standard input has nothing"),
+        (b"x", ["--prompt", " "], 2, "the question has nothing"),
         (b"\xff", [], 2, "not UTF-8"),
         (b"x", ["--nix"], 2, "No such option"),
         (b"x", ["--temperature", "hot"], 2, "--temperature: got 'hot', expected a number"),

@@ -115,7 +115,7 @@ def test_cpu_path_imports_no_library_that_it_does_not_need(tmp_path):
 
 
 def test_stub_is_the_documented_hash(tmp_path):
-    code, line, err = outside(tmp_path, "--stub", "--prompt", "hé", "--max-new", "3")
+    code, line, err = outside(tmp_path, "--stub", "hé", "--max-new", "3")  # it has no MODEL
     ids = ",".join(str(b) for b in "hé".encode())
     expected = [
         int.from_bytes(sha256(f"{ids}:{i}".encode()).digest()[:4], "big") % 32768 for i in range(3)
@@ -189,6 +189,7 @@ def test_closed_stderr_does_not_stop_the_run(tmp_path):
         (["--context", "5", "--prompt-ids", "1,2,3,4,5,6"], "6 tokens, the context holds 5"),
         (["--context", "99999"], "this model takes 1 to 4096"),
         (["--stub", "--model-dir", "x"], "exclude each other"),
+        (["--attn", "auto"], "--attn: got 'auto', expected dense, topk:N"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

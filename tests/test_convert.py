@@ -436,6 +436,19 @@ def test_killed_at_every_system_call(over: str, tmp_path: Path) -> None:
     assert digests(model) == before
 
 
+def test_sigterm_is_told_and_how_to_go_on(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from clocher_runtime.convert import to_iebin\n"
+        "to_iebin.finish = lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "from clocher_runtime.cli import clocher\n"
+        "sys.exit(clocher(['convert', *sys.argv[1:]]))"
+    )
+    done = python("-c", code, LLAMA, tmp_path / "out")
+    assert done.returncode == 143, done.stderr
+    assert done.stderr.endswith("convert: ended by SIGTERM; run it again to go on\n")
+
+
 def kill_at_random(tmp_path: Path, kills: int) -> None:
     matrix = {f"{i}.weight": array("BF16", 512 + i, 4096) for i in range(8)}
     model, out = write_hf(tmp_path / "hf", matrix), tmp_path / "out"

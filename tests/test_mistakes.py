@@ -40,6 +40,8 @@ def here(tmp_path, monkeypatch):
     (pointer / "model.safetensors").write_text(
         "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 9\n"
     )
+    Path("half").mkdir()
+    Path("half/model.ie.bin.partial").touch()
     other = Path("other")
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
@@ -75,7 +77,9 @@ MISTAKES = [
     ("serve --port TAKEN", DEVICE, "--port"),
     ("serve --host 0.0.0.0", USAGE, "set CLOCHER_API_KEY, or listen on 127.0.0.1"),
     # Models
+    ("serve --api-key k --host 203.0.113.1", DEVICE, "--host has to be an address of this machine"),
     ("run print(1)", MODEL, "--prompt"),
+    ("chat -", MODEL, "--prompt"),
     ("run nowhere", MODEL, "give the directory of a model"),
     ("run qwen3:0.6b", MODEL, "`clocher pull OWNER/qwen3` fetches one"),
     ("ps", USAGE, "`clocher serve`"),
@@ -86,6 +90,7 @@ MISTAKES = [
     ("chat bare.safetensors", MODEL, "give the directory"),
     ("serve weights.bin", MODEL, "give the directory"),
     ("chat unfinished", MODEL, "unfinished"),
+    ("chat half", MODEL, "an unfinished conversion (model.ie.bin.partial"),
     ("chat pointer", MODEL, "git lfs pull"),
     ("chat other", MODEL, "mamba2"),
     ("chat Qwen/Qwen3-0.6B", MODEL, "`clocher pull Qwen/Qwen3-0.6B` fetches it"),
@@ -100,7 +105,9 @@ MISTAKES = [
     ("quantize models/tiny out --bits 3", USAGE, "'4'"),
     ("quantize adapter out", MODEL, "meta-llama/Llama-3.2-1B"),
     ("convert nowhere out", MODEL, "nowhere"),
+    ("convert models/tiny bare.safetensors", DEVICE, "File exists; name a directory"),
     ("bench models/tiny -p many", USAGE, "-p"),
+    ("bench models/tiny -b 4000", USAGE, "-b 4000; expected at most 1023"),
     ("bench nowhere", MODEL, "give the directory of a model"),
     ("bench quality models/tiny --task a.jsonl", MODEL, "a.jsonl: no such file"),
 ]

@@ -55,6 +55,9 @@ def test_every_place_is_looked_into(machine: Path, capsys: pytest.CaptureFixture
     add_model(machine / "hub", "own/tiny", LLAMA, "v1", "f" * 40)
     file = tiny_gguf(machine / "llama.cpp" / "one.gguf")
     tiny_gguf(machine / "llama.cpp" / "two.gguf")
+    assert [*listing(capsys, str(machine / "llama.cpp"))] == [
+        str(machine / "llama.cpp" / name) for name in ("one.gguf", "two.gguf")
+    ]
     add_model(machine / "hub", "own/gguf", file)
     copy_model(BITNET, Path("models/deep/er/bitnet"))
     copy_model(BITNET, Path("models/1/2/3/too-deep"))
@@ -77,6 +80,17 @@ def test_every_place_is_looked_into(machine: Path, capsys: pytest.CaptureFixture
     assert tiny["disk"] == sum(p.stat().st_size for p in LLAMA.iterdir() if p.is_file())
     assert found["models/deep/er/bitnet"]["format"] == "bf16+ternary"
     assert [*listing(capsys, "models/deep")] == ["models/deep/er/bitnet"]
+
+
+def test_a_directory_that_cannot_be_read_is_no_empty_one(
+    machine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert models.models.run(["."]) == 3
+    assert "cannot be listed: Permission denied" in capsys.readouterr().err
 
 
 def hostile(folder: Path) -> None:

@@ -167,6 +167,20 @@ def test_history_settings_thoughts_and_calls_go_where_they_belong(
     assert browser.js("return [$('system').value, $('tools').value]") == ["Be brief.", tools]
 
 
+def test_a_setting_that_cannot_be_sent_is_shown_in_its_place(
+    browser: Browser, script: Script
+) -> None:
+    browser.js("$('tools').value = '{bad'; $('tools').oninput()")
+    browser.js("input.value = 'Hello'; expect(); submit()")
+    assert browser.js("return $('settings').open && document.activeElement.id") == "tools"
+    why = browser.js("return $('tools').validationMessage")
+    assert why.startswith("Functions is not a JSON list, such as [{") and "JSON at position" in why
+    assert script.asked == [] and browser.js("return input.value") == "Hello"
+    browser.js("$('settings').close(); $('tools').value = '[]'; $('tools').oninput(); submit()")
+    browser.wait("!running && turns.length === 2")
+    assert len(script.asked) == 1
+
+
 @pytest.mark.parametrize("model", [{}, {"temperature": 1.3, "top_p": 0.8}])
 def test_it_draws_as_clocher_chat_does(browser: Browser, model: dict[str, float]) -> None:
     wanted = (model.get("temperature", CHAT_TEMPERATURE), model.get("top_p", 1))
@@ -386,6 +400,7 @@ def test_dark_and_light_can_be_read(browser: Browser, script: Script) -> None:
 
 def test_a_window_of_360_pixels_is_enough(browser: Browser, script: Script) -> None:
     browser.size(360, 640)
+    browser.js("$('name').textContent = 'A-Model-With-A-Long-Name-Instruct.Q4_K_M'")
     wide = f"{CODE}\n\n{'x' * 500} {'| a long cell ' * 9}\n\n" + "| a long cell " * 9
     long_call = [[Delta("tool_call", "w" * 60, 0)], *words(f'{{"a": "{"x" * 200}"}}', "arguments")]
     script.steps = [

@@ -1,8 +1,10 @@
 """Prompts from file to micro-batch: parsing, order, back-pressure, failures, memory, shutdown."""
 
+import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -452,6 +454,16 @@ def test_the_line_lists_the_first_outputs_only(inside, tmp_path):
     assert Path("a.jsonl").read_bytes() == Path("o.jsonl").read_bytes()
 
 
+def test_a_full_disk_is_not_blamed_on_the_directory(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    told = pytest.raises(UsageError, match="No space left on device; free some space")
+    with told, JsonlWriter(tmp_path / "o.jsonl", "--outputs") as file:
+        file.write({})
+
+
 @pytest.mark.parametrize("path", [".", "absent/o.jsonl", os.devnull])
 def test_outputs_that_cannot_be_written_are_refused_before_the_model_loads(inside, path):
     code, line, _ = inside("--model-dir", "absent", "--outputs", path)
@@ -470,6 +482,9 @@ def test_a_file_that_was_not_finished_keeps_its_other_name(tmp_path):
     assert (tmp_path / "o.jsonl.partial").read_text() == '{"a": 1}\n'
     with JsonlWriter(path, "--outputs") as file:
         file.write({"a": "é\u2028"})
+    kept = tmp_path / "o.jsonl.partial.old"
+    assert kept.read_text() == '{"a": 1}\n'  # another run's answers are not thrown away
+    kept.unlink()
     assert path.read_bytes() == b'{"a": "\\u00e9\\u2028"}\n'
     with pytest.raises(ZeroDivisionError), JsonlWriter(path, "--outputs"):
         raise ZeroDivisionError
@@ -529,6 +544,7 @@ def test_an_interrupt_ends_a_run_whose_prompts_do_not_come(tmp_path, prefetch):
         # With overlap and without a ring the first prompt is generated from before others come.
         expected = {"off": 3, "auto": 0, "on": 3}[prefetch]
         for _ in range(expected):
+            assert re.fullmatch(r"clocher-run: prompt [1-3]:\n", process.stderr.readline())
             assert process.stderr.readline().startswith("<")
         if not expected:
             time.sleep(1.0)
@@ -542,6 +558,7 @@ def test_an_interrupt_ends_a_run_whose_prompts_do_not_come(tmp_path, prefetch):
     kept = tmp_path / "o.jsonl.partial"
     assert not (tmp_path / "o.jsonl").exists()
     assert (len(kept.read_text().splitlines()) if kept.exists() else 0) == expected
+    assert ("3 finished completion(s) are in o.jsonl.partial" in err) == bool(expected)
 
 
 def test_a_pipe_is_read_once_only(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -219,6 +220,7 @@ def test_the_cosine_gate_rejects_and_leaves_no_manifest(tmp_path: Path) -> None:
     manifest(LLAMA, out, "--cosine-threshold", 0.9)
     code, output = from_hf(LLAMA, out, "--cosine-threshold", 0.999)
     assert code == 8 and "rejected" in output
+    assert re.search(r"gate: fail +cosine 0\.99\d+ >= 0\.999, model\.", output)
     assert [path.name for path in tmp_path.iterdir()] == ["q4.rejected.json"]
     document = json.loads((tmp_path / "q4.rejected.json").read_text())
     jsonschema.validate(document, SCHEMA)

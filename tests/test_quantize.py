@@ -143,11 +143,18 @@ def test_interrupted_between_manifest_and_model_it_goes_on(
     assert any(tensor["method"] == "gptq" for tensor in tensors), "the default with a text"
 
 
-def test_a_gguf_file_reads_texts_with_its_own_vocabulary(two_layers: Path, tmp_path: Path) -> None:
+def test_a_gguf_file_reads_texts_with_its_own_vocabulary(
+    two_layers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file, out = tmp_path / "m.gguf", tmp_path / "out"
     assert run(convert, two_layers, file, "--pre", "gpt-2") == 0
     flags = ("--calib-text", VALID, "--samples", 4, "--seq-len", 64)
     assert run(quantize, file, out, *flags) == 0
+    assert "is enough for" not in capsys.readouterr().err
+    text = tmp_path / "short.txt"
+    text.write_text(VALID.read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    assert run(quantize, file, out, "--calib-text", text, *flags[4:], "--dry-run", "--force") == 0
+    assert "sequences of 64 tokens, --samples is 128; a longer" in capsys.readouterr().err
     manifest = json.loads((out / "q4_manifest.json").read_bytes())
     assert manifest["calibration"]["tokens"] == 4 * 64
 
@@ -271,7 +278,8 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     )
     assert run(quantize, LLAMA, tmp_path / "out") == 5
     line = error_of(capsys, "quantize")
-    assert line.endswith("needs 7.0 MB, the disk has 4.1 kB free: 7.0 MB too little")
+    needed = "needs 7.0 MB, the disk has 4.1 kB free: 7.0 MB too little"
+    assert line.endswith(f"{needed}; free some space, or name another disk")
     assert not (tmp_path / "out").exists()
 
 

@@ -120,6 +120,16 @@ def test_its_schemas_are_schemas() -> None:
         assert not chat.is_valid(wrong)
 
 
+def test_a_chat_with_a_model_without_a_template_names_the_other_route(
+    server: Server, app: Starlette, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server.prompts.tokenizer, "_template", None)
+    asked = {"messages": [{"role": "user", "content": "x"}]}
+    answer = TestClient(app).post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 400
+    assert "send plain text to /v1/completions" in answer.json()["error"]["message"]
+
+
 CHECKS = (
     checks.not_a_server_error,
     checks.status_code_conformance,

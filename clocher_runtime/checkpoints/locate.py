@@ -63,8 +63,8 @@ def embedded_model() -> Path:
     return Path(__file__).parents[1] / "assets" / EMBEDDED
 
 
-def locate(name: str | Path, source: str = "") -> Path:
-    """Return the path of a local model; `source` begins messages. Raises ModelError, UsageError."""
+def locate(name: str | Path, source: str = "", hint: str = "") -> Path:
+    """Return a model's path. `source` begins messages, `hint` ends one; ModelError, UsageError."""
     text = os.fspath(name)
     where = f"{source}: " if source else ""
     if not text.strip():
@@ -76,13 +76,13 @@ def locate(name: str | Path, source: str = "") -> Path:
         absent = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
         if isinstance(error, OSError) and error.errno not in absent:
             raise ModelNotFound(f"{where}{text}: cannot be looked into: {error.strerror}") from None
-        return _named(text, where)
+        return _named(text, where, hint)
     if stat.S_ISDIR(mode) or (stat.S_ISREG(mode) and path.suffix.lower() == SUFFIX):
         return path
     raise no_model(path)
 
 
-def _named(text: str, where: str) -> Path:
+def _named(text: str, where: str, hint: str) -> Path:
     """Return the path of a name that is not itself a path."""
     if text == EMBEDDED:
         return embedded_model()
@@ -101,7 +101,7 @@ def _named(text: str, where: str) -> Path:
     hub = cache.hub_name(text)
     folder = cache.snapshot(hub) if hub else None
     if hub is None or folder is None:
-        raise ModelNotFound(_absent(text, shown, hub))
+        raise ModelNotFound(_absent(text, shown, hub, where, hint))
     if hub.file and not os.path.isfile(folder / hub.file):
         raise ModelNotFound(
             f"{shown}: {hub.repo} is in the Hub's cache without {hub.file}; "
@@ -110,7 +110,7 @@ def _named(text: str, where: str) -> Path:
     return folder / hub.file
 
 
-def _absent(text: str, shown: str, hub: "HubName | None") -> str:
+def _absent(text: str, shown: str, hub: "HubName | None", where: str, word: str) -> str:
     """Return the message for an unknown name, with similar names."""
     from clocher_runtime.checkpoints.hf import hub as cache
 
@@ -146,11 +146,7 @@ def _absent(text: str, shown: str, hub: "HubName | None") -> str:
         )
     if "/" in text:
         return f"{shown} does not exist; {_GIVE}{hint}"
-    where = shown.removesuffix(f"{text[:200]!r}")
-    if where == "--model-dir: ":  # given by its place, where a text may have been meant
-        where = ""
-        hint = hint or '; a text goes in quotes with --prompt (`clocher run --prompt "hi"`)'
-    return f"{where}no model {text[:200]!r} here; {_GIVE}{hint}"
+    return f"{where}no model {text[:200]!r} here; {_GIVE}{hint or word}"
 
 
 def _beside(path: Path) -> list[str]:
@@ -228,6 +224,11 @@ def no_model(path: Path) -> ModelError:
         return ModelNotFound(f"{path}: a cache of the Hub; name a model of it: {some([*inner])}")
     if (repo := repository_of(path / "snapshots" / "x")) and "snapshots" in names:
         return ModelNotFound(f"{path}: the Hub's folder of {repo}; give the name {repo}")
+    if half := [name for name in names if name.startswith(BIN_NAME) or ".planes.bin" in name]:
+        return ModelNotFound(
+            f"{path}: an unfinished conversion ({half[0]}, but no {JSON_NAME}); run the command "
+            "that makes this model again"
+        )
     both = f"put that of the model there, or give the directory that has both{again}"
     for ending, advice in ((".safetensors", both), (_PICKLED, f"{_NOT_OPENED}; {_SAFE}")):
         if weights := [name for name in names if name.endswith(ending)]:

@@ -44,10 +44,6 @@ COMMAND = Command(
 it under hints_ignored unless it asks for what happens anyway.""",
     ),
     examples=EXAMPLES,
-    exit_codes={
-        ExitCode.BUG: "unexpected: a defect of Clocher, or standard output cannot be written",
-        ExitCode.TERMINATED: "terminated (SIGTERM)",
-    },
 )
 
 

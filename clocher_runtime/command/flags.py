@@ -18,11 +18,11 @@ from click.shell_completion import CompletionItem
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, DeviceError, UsageError
-from clocher_runtime.command.console import Console, in_words
+from clocher_runtime.command.console import STDOUT, Console, in_words
 from clocher_runtime.command.parameters import PATH, Place
 from clocher_runtime.config.engine import HINTS, EngineConfig
 from clocher_runtime.config.values import Setting, declared
-from clocher_runtime.exit_codes import ExitCode, told
+from clocher_runtime.exit_codes import ExitCode, cause_of, listen, restore, told
 
 HELP_WIDTH = 100
 Examples = Sequence[tuple[str, str]]
@@ -30,11 +30,13 @@ Examples = Sequence[tuple[str, str]]
 Codes = Mapping[ExitCode, str]
 USUAL_CODES: Codes = {
     ExitCode.OK: "done",
+    ExitCode.BUG: "unexpected: a defect of Clocher, or standard output cannot be written",
     ExitCode.USAGE: "a flag, a variable or an input cannot be used",
     ExitCode.MODEL: "the model or input is missing, damaged or not supported",
-    ExitCode.DEVICE: "device not available, or the output cannot be written",
+    ExitCode.DEVICE: "device not available, or a file cannot be written",
     ExitCode.MEMORY: "out of memory",
     ExitCode.INTERRUPTED: "interrupted (Ctrl-C)",
+    ExitCode.TERMINATED: "terminated (SIGTERM)",
 }
 RESUMES = (
     "Killed at any moment, it leaves either the model that was there before, or no model, or the "
@@ -127,6 +129,7 @@ class Command(click.Command):
             return load(self.inner[given[0]]).run(given[1:])
         notes = " ".join(" ".join(self.notes).split())
         console = Console(self.name or "", resumes="run it again to go on" in notes.lower())
+        before = listen()
         try:
             with self.make_context(self.name, given, obj=console) as context:
                 from clocher_runtime.disk.files import ending_on_lost_pages
@@ -138,9 +141,14 @@ class Command(click.Command):
         except click.UsageError as error:
             return console.ended(self._told(error))[1]
         except _EXPECTED as raised:
-            cause = told(raised)
-            cause = DeviceError(in_words(cause)) if isinstance(cause, OSError) else cause
-            return console.ended(cause)[1]
+            cause = told(cause_of(raised))
+            if not isinstance(cause, OSError):
+                return console.ended(cause)[1]
+            words = in_words(cause)
+            code = console.ended(DeviceError(words))[1]
+            return ExitCode.BUG if words.startswith(STDOUT) else code
+        finally:
+            restore(before)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
         """Run it as a program: exit with its code, unless `standalone_mode=False`."""
@@ -159,8 +167,9 @@ class Command(click.Command):
             values = ctx.params
             if "prompt" in self.table and values["prompt_"] is None:
                 # A text in the first place is the prompt: `clocher chat "Who are you?"`.
-                text = values["model_dir_"]
-                if text and (" " in text or "\n" in text) and not os.path.exists(text):
+                text, is_stub = values["model_dir_"], values.get("stub")  # which has no model
+                said = text and (is_stub or " " in text or "\n" in text)
+                if said and not os.path.exists(text):
                     values["model_dir_"], values["prompt_"] = None, text
             for place in self.params:
                 if isinstance(place, Place):

@@ -33,6 +33,7 @@ DEDUP_INDEX = "model.dedup.json"
 _STUB_ACTS_ON = {"stub", "prompt", "prompt_ids", "prompts_file", "max_new", "batch", "prefetch"}
 _STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
 _STUB_ACTS_ON |= {"trace_ids", "trace_topk", "json", "config"}
+_OR_TEXT = "; a text goes behind --prompt (`--prompt TEXT`), or through a pipe"
 _CALIBRATION_CHARS = 1 << 16
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
@@ -94,7 +95,9 @@ def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
     """
     source, raw = config.given.get("model_dir", ("", str(config.model_dir)))
     source = "default" if raw == DEFAULT else source
-    model_dir = None if config.model_dir is None else locate(raw, source)
+    is_flag = source == "--model-dir"  # or given by its place
+    hint = _OR_TEXT if is_flag and hasattr(config, "prompt") else ""
+    model_dir = config.model_dir and locate(raw, "" if is_flag else source, hint)
     named = config.model_json or config.model_bin
     if named is not None:
         directory = model_dir or named.parent

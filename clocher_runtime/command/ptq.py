@@ -88,6 +88,12 @@ def planned(
         min_cosine=options["cosine_threshold"],
     )
     plan = job.plan()
+    if job.calibration and (count := len(job.calibration.sequences)) < options["samples"]:
+        console.note(
+            f"note: {options['calib_text']} is enough for {count} sequences of "
+            f"{options['seq_len']} tokens, --samples is {options['samples']}; a longer text, or a "
+            "smaller --seq-len, gives more"
+        )
     for note in (*checkpoint.notes, *plan.notes):
         console.note(f"note: {note}")
     formats: dict[str, int] = {}
@@ -119,9 +125,8 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
         )
     worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
     console.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
-    if outcome.evaluation:
-        for check in outcome.evaluation.gate.checks:
-            console.note(f"gate: {check}")
+    for check in outcome.evaluation.gate.checks if outcome.evaluation else outcome.checks:
+        console.note(f"gate: {check}")
     said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
     console.say(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")
     return outcome

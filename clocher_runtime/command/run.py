@@ -168,6 +168,8 @@ def measure(
                 began = window.total_ns
                 live = shown and batch == 1 and usable
                 stream = engine.tokenizer.stream() if live and engine.tokenizer else None
+                if live and config.prompts_file is not None:
+                    console.say(f"prompt {completions.prompts + 1}:")
                 if stream is not None and console.texts.is_terminal:
                     text = usable[0].text or ""
                     echo = text if len(text) <= _ECHOED_CHARS else f"...{text[-_ECHOED_CHARS:]}"

@@ -118,7 +118,9 @@ class EngineConfig:
         TOKENS, "longest sequence in tokens, prompt and output (unset: the model's, at most 4096)"
     )
     attn: str = _model(
-        ATTENTION, "what attention reads of the KV cache; all but dense are lossy", default="dense"
+        ATTENTION,
+        "what attention reads of the KV cache; lossy: topk:N, threshold:T, window:S+W, dynamic:P",
+        default="dense",
     )
     generation_config: str = _generation(
         one_of("auto", "none"),

@@ -274,7 +274,7 @@ IDS = Value(
     lambda raw: [_int(part.strip()) for part in raw.split(",")],
 )
 SOCKETS = Value("POLICY", "one of auto, compact, scatter, socket:N", _policy)
-ATTENTION = Value("dense|auto|KIND:N", TAKES, _selection)
+ATTENTION = Value("dense|KIND:N", TAKES, _selection)
 _RULES = ", ".join(f"{name}:{numbers}" for name, numbers in USUAL.items())
 DIFFUSION = Value(
     "auto|off|lossless|RULE:N", f"auto, off, lossless or a rule, such as {_RULES}", _rule

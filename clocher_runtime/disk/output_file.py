@@ -170,10 +170,13 @@ class JsonlWriter:
         self._path, self._source = path, source
         if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
             raise UsageError(f"{source}: {path} cannot be written: it is a link or no file")
-        self._partial = path.with_name(path.name + PARTIAL)
+        self.partial = path.with_name(path.name + PARTIAL)
         try:
-            descriptor = open_locked(self._partial)
-            os.ftruncate(descriptor, 0)
+            descriptor = open_locked(self.partial)
+            if os.fstat(descriptor).st_size:  # what an earlier run had finished
+                os.replace(self.partial, f"{self.partial}.old")
+                os.close(descriptor)
+                descriptor = open_locked(self.partial)
         except UsageError:
             raise UsageError(
                 f"{source}: {path} is being written by another run, or for another flag; "
@@ -192,10 +195,10 @@ class JsonlWriter:
                 self._file.flush()
                 os.fsync(self._file.fileno())
                 if error is None:
-                    os.replace(self._partial, self._path)
+                    os.replace(self.partial, self._path)
                     sync_directory(self._path.parent)
                 elif not self.lines:
-                    self._partial.unlink()
+                    self.partial.unlink()
         except OSError as failure:
             if error is None:
                 raise self._refused(failure) from None
@@ -209,9 +212,11 @@ class JsonlWriter:
         self.lines += 1
 
     def _refused(self, error: OSError) -> UsageError:
+        advice = "name a file in a directory that exists and is writable"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "free some space, or name a file on another disk"
         return UsageError(
-            f"{self._source}: {self._path} cannot be written: {error.strerror}; name a file in a "
-            "directory that exists and is writable"
+            f"{self._source}: {self._path} cannot be written: {error.strerror}; {advice}"
         )
 
 

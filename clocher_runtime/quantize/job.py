@@ -23,7 +23,7 @@ from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, parse_object
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.quality.compare import Documents
 from clocher_runtime.quality.evaluate import Evaluation, Record, evaluate
-from clocher_runtime.quality.gate import Verdict, tensor_checks, worst
+from clocher_runtime.quality.gate import Check, Verdict, tensor_checks, worst
 from clocher_runtime.quality.tensor_error import measure
 from clocher_runtime.quantize.alloc import allocate
 from clocher_runtime.quantize.calibrate import calibrate
@@ -93,6 +93,7 @@ class Outcome(NamedTuple):
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
     allocation: Mapping[str, Any]  # the record of a target size; empty without one
+    checks: Sequence[Check]  # of tensors, if a least cosine was asked for
 
 
 def rejected_path(out: Path) -> Path:
@@ -137,7 +138,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
         file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
     verdicts: list[Verdict] = []
-    evaluation = None
+    evaluation, checks = None, list[Check]()
     if job.min_cosine is not None:
         checks = tensor_checks([each.error for each in done], job.min_cosine)
         sections["gates"] = [check.to_json() for check in checks]
@@ -154,7 +155,7 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, file, sections))
-    return Outcome(verdict, path, done, evaluation, allocation)
+    return Outcome(verdict, path, done, evaluation, allocation, checks)
 
 
 def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1) -> Checkpoint:

@@ -36,7 +36,7 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
     "rate_limit_exceeded": (
         429,
         "rate_limit_error",
-        "{waiting} requests wait already; try again in {retry_after} s",
+        "{waiting} answers are being written or wait already; try again in {retry_after} s",
     ),
     "internal_error": (500, _SERVER, "The server failed at this request; its log has the reason"),
     "engine_failed": (

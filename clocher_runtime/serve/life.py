@@ -6,6 +6,7 @@ Sources: RFC 9110, 10.1.1 and 15.2.1; RFC 9112, 9.6.
 import asyncio
 import atexit
 import contextlib
+import errno
 import logging
 import os
 import resource
@@ -318,9 +319,11 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         known = error.errno is not None and error.errno > 0
         reason = os.strerror(error.errno or 0) if known else error.strerror
+        advice = "choose another --port (0 takes a free one)"
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            advice = "--host has to be an address of this machine (0.0.0.0: all of them)"
         raise DeviceError(
-            f"cannot listen on {host} port {port}: {reason or error}; choose another "
-            "--port (0 takes a free one)"
+            f"cannot listen on {host} port {port}: {reason or error}; {advice}"
         ) from None
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from clocher_kernels.errors import ClocherError
+from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
@@ -52,6 +52,8 @@ class PromptRoom:
         context: int,
     ) -> tuple[list[int], str]:
         """Return the ids of a conversation and the end of its text; raises UsageError."""
+        if not self.tokenizer.chat_template:
+            raise UsageError("this model has no chat template; send plain text to /v1/completions")
 
         def work() -> tuple[list[int], str]:
             text = self.tokenizer.apply_chat_template(

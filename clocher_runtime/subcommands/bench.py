@@ -165,6 +165,8 @@ def _cases(given: dict[str, Any]) -> "tuple[Case, ...]":
     """Return the tests, in the order of llama-bench: pp, tg, pg of each depth."""
     from clocher_runtime.quality.speed import Case
 
+    if (most := max(given["batch"])) > 1023:  # a session has one place more
+        raise UsageError(f"-b {most}; expected at most 1023")
     cases = []
     for depth in given["n_depth"]:
         cases += [Case(prompt, 0, depth) for prompt in given["n_prompt"] if prompt]

@@ -46,9 +46,7 @@ chat = Command(
     ),
     exit_codes={
         ExitCode.OK: "left with /exit or Ctrl-D; or the piped message was answered",
-        ExitCode.BUG: "unexpected: a defect of Clocher, or standard output has no reader",
         ExitCode.INTERRUPTED: "left with Ctrl-C",
-        ExitCode.TERMINATED: "terminated (SIGTERM)",
     },
 )
 
@@ -81,10 +79,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
             config = replace(config, **_CALM, given={**config.given, **calm})
         choose_model(config)  # report a wrong name before waiting for a message
+        where = "the question"
         if message is None and not sys.stdin.isatty():
-            message = read_stdin("standard input").rstrip("\n")
-            if not message.strip():
-                raise UsageError("standard input has nothing; expected a message, or a terminal")
+            where, message = "standard input", read_stdin("standard input").rstrip("\n")
+        if message is not None and not message.strip():
+            raise UsageError(f"{where} has nothing; expected a message, or a terminal")
         with ending_on_lost_pages(console.lost):
             return _chat(config, message, answers, console)
     except OutputLost as lost_output:

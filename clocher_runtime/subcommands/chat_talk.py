@@ -237,11 +237,11 @@ class Talk:
         model, numbers = self._model, answer.numbers
         longest = model.session.longest
         if answer.ending == "full":
-            self._notes.line(
-                f"the context is full: {longest} tokens; {MAKE_ROOM}{model.larger_context}"
-            )
+            room = MAKE_ROOM if self._ctrl_c else "shorten the text"
+            self._notes.line(f"the context is full: {longest} tokens; {room}{model.larger_context}")
         elif answer.ending == "length" and model.by_template:
-            self._notes.line(f"cut after {numbers.tokens} tokens; /set max_new N allows more")
+            setting = "/set max_new" if self._ctrl_c else "--max-new"
+            self._notes.line(f"cut after {numbers.tokens} tokens; {setting} N allows more")
         elif answer.ending == "stopped":
             kept = "" if answer.ids else " before the first token; the message is not kept"
             self._notes.line(f"stopped{kept}", dim=True)

@@ -218,7 +218,7 @@ def run_conversion(console: Console, conversion: "Conversion", verify: bool) -> 
     out_dir = conversion.out_dir
     with console.progress(conversion.nbytes) as progress:
         resumed = conversion.run(progress)
-    counts = [f"{len(conversion.quantised)} quantised"]
+    counts = [f"{len(conversion.quantised)} quantised"] if conversion.quantised else []
     if resumed:
         counts.append(f"{resumed} taken over from a killed run")
     verified = ""
@@ -227,6 +227,5 @@ def run_conversion(console: Console, conversion: "Conversion", verify: bool) -> 
         with console.progress(conversion.source.nbytes) as progress:
             identical, total = write_certificate(conversion.source, out_dir, progress)
         verified = f", verified: {identical} of {total} bit for bit those of the source"
-    console.say(
-        f"wrote {len(conversion.formats)} tensors ({', '.join(counts)}) to {out_dir}{verified}"
-    )
+    counted = f" ({', '.join(counts)})" if counts else ""
+    console.say(f"wrote {len(conversion.formats)} tensors{counted} to {out_dir}{verified}")

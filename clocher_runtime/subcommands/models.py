@@ -3,7 +3,6 @@
 import json
 import shlex
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import click
@@ -45,17 +44,19 @@ def models(console: Console, where: tuple[str, ...], as_json: bool) -> None:
     Looked into: the embedded model, the caches of the Hub and of llama.cpp, ./models, and the
     directories that are given, three levels deep.
     """
-    from clocher_runtime.checkpoints.locate import holds_model, locate
+    from clocher_runtime.checkpoints.locate import listed, locate
     from clocher_runtime.subcommands.models_found import details, find, look
 
     paths = [locate(name) for name in where]
-    if len(paths) == 1 and (not paths[0].is_dir() or holds_model(paths[0])):
+    found = [*find(paths, not where)]
+    if len(paths) == 1 and (not paths[0].is_dir() or [each.path for each in found] == paths):
         _tell(details(where[0], paths[0]), as_json)
         return
     for name, path in zip(where, paths, strict=True):
         if not path.is_dir():
             raise ModelNotFound(f"{name}: expected a directory to look into, or one model alone")
-    rows = [look(found) for found in find([Path(each) for each in where], not where)]
+        listed(path)  # raises if it cannot be read
+    rows = [look(each) for each in found]
     if as_json:
         click.echo(json.dumps(rows))
     else:

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 from clocher_kernels.errors import ClocherError, UnsupportedModel
 from clocher_kernels.guards import available
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.gguf.checkpoint import models_among
 from clocher_runtime.checkpoints.hf.hub import HubName, repositories, revisions
-from clocher_runtime.checkpoints.locate import EMBEDDED, SUFFIX, embedded_model, holds_model, listed
+from clocher_runtime.checkpoints.locate import EMBEDDED, embedded_model, holds_model, listed
 from clocher_runtime.command.loading import converses
 from clocher_runtime.engine.footprint import footprint, kv_bytes_per_token
 from clocher_runtime.engine.load import Destined, bytes_per_token, describe, destined, label
@@ -116,7 +117,7 @@ def _of_the_hub() -> Iterator[Found]:
             revision = "main" if "main" in names else names[0] if names else commit
             hub = HubName(repo, revision)
             yield from _files_of(str(hub), "Hub", folder / "snapshots" / commit)
-        if not commits:
+        if not commits and any(folder.glob("[!.]*")):  # not only the lock of a failed fetch
             yield Found(repo, "Hub", folder)
 
 
@@ -141,7 +142,7 @@ def _below(directory: Path, place: str, depth: int, left: list[int]) -> Iterator
 
 def _files_of(name: str, place: str, directory: Path) -> Iterator[Found]:
     try:
-        files = [file for file in listed(directory) if file.lower().endswith(SUFFIX)]
+        files = models_among(listed(directory))
     except ClocherError:
         files = []
     if len(files) < 2:

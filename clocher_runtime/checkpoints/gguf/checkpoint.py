@@ -6,6 +6,7 @@ llama-model-loader.cpp.
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -47,13 +48,19 @@ def find_gguf(path: Path) -> Path | None:
     if not os.path.isdir(path):
         return path if path.suffix.lower() == SUFFIX else None
     try:
-        found = sorted(name for name in os.listdir(path) if name.lower().endswith(SUFFIX))
+        found = models_among(os.listdir(path))
     except OSError as error:
         raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
-    sets = {m.group(1, 3, 4) if (m := _PART.fullmatch(name)) else name for name in found}
-    if len(sets) > 1:
+    if len(found) > 1:
         raise ModelNotFound(f"{path}: {len(found)} GGUF files ({some(found)}); name one of them")
     return path / found[0] if found else None
+
+
+def models_among(names: Iterable[str]) -> list[str]:
+    """Return the GGUF files among file names; of the parts of a model the first one."""
+    found = sorted((name for name in names if name.lower().endswith(SUFFIX)), reverse=True)
+    parts = {m.group(1, 3, 4) if (m := _PART.fullmatch(name)) else name: name for name in found}
+    return sorted(parts.values())
 
 
 def open_file(path: Path) -> GgufFile:

@@ -331,7 +331,7 @@ class _Header:
         if count > limit or count * least > left:
             raise FormatError(
                 f"{self._where}: {count} {what} in the {left} bytes that are left; each needs "
-                f"{least} or more, and the limit is {limit}"
+                f"{least} or more, and the limit is {limit}: truncated or damaged; fetch it again"
             )
         return count
 
@@ -354,7 +354,7 @@ class _Header:
         if nbytes > left:
             raise FormatError(
                 f"{self._where}: {what} at byte {self._at} has {nbytes} bytes, {left} are left; "
-                "the file is truncated or damaged"
+                "the file is truncated or damaged; fetch it again"
             )
         self._at += nbytes
         return self._file.bytes(self._at - nbytes, self._at)
