@@ -1,6 +1,6 @@
 """Matrix products of any format, of fp32 or int8 activations, and embedding rows."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -135,9 +135,8 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
     tiles = tiles_of(call.spec.name, call.tensor(weight))
     params = {param.name for param in call.spec.params}
     in_blocks = isinstance(tiles.layout, BlockLayout)
-    # Only `multiply_tiles`, whose ops have `times`, has strips.
     least = strip_tokens(tiles.layout, group)
-    strips = "times" in params and 0 < least <= most
+    strips = 0 < least <= most
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most, strips)
     return Tiled(
         product=product_of(tiles.layout, group),
@@ -250,17 +249,23 @@ def _multiply_strips(a, scratch, start, block, end, first, last, ask, write):
     strip = (panel + a.kept * a.per_token + BEHIND + 63) & -64
     sums = strip + a.strip_bytes
     for tile in range(first, last):
-        at = a.tiles + tile * a.tile_bytes
-        for unit in range(0, units, STRIP):
-            for t in range(block, end, 16):
-                here, to = panel + t * a.per_token, sums + 64 * (t - block)
-                wide, fresh = width(min(16, end - t)), int(t == block)
-                call_strip(a.of_strip, at, strip, here, to, units, wide, unit, fresh, a.ahead)
-            at += a.stride
+        at, here = a.tiles + tile * a.tile_bytes, panel + block * a.per_token
+        multiply_strips(a, at, strip, here, end - block, units, sums)
         for t in range(block, end, 16):
             count = min(16, end - t)
             ask(a, start + t, count, tile * 16)
             write(a, sums + 64 * (t - block), start + t, count, tile * 16)
+
+
+@device
+def multiply_strips(a, tile, strip, panel, count, units, sums):
+    """Multiply a tile by the panels of a block, strip by strip; `sums`: fp32 [count, 16]."""
+    for unit in range(0, units, STRIP):
+        for t in range(0, count, 16):
+            here, to = panel + t * a.per_token, sums + 64 * t
+            wide, fresh = width(min(16, count - t)), int(t == 0)
+            call_strip(a.of_strip, tile, strip, here, to, units, wide, unit, fresh, a.ahead)
+        tile += a.stride
 
 
 @device
@@ -292,8 +297,12 @@ def embed(a, rank, size, scratch):
 
 def panels_room(own: Tiled) -> int:
     """Return the bytes of scratch memory that `multiply_tiles` needs."""
-    room = PANELS + own.kept * own.per_token + BEHIND
-    return room + 64 + own.strip_bytes + 64 * own.per_block if own.of_strip else room
+    return PANELS + own.kept * own.per_token + BEHIND + 64 + strip_room(own)
+
+
+def strip_room(a: Any) -> Any:
+    """Return the bytes of a strip and of the sums of a block, which follow it; 0 without strips."""
+    return a.strip_bytes + 64 * a.per_block if a.of_strip else 0
 
 
 def _linear(call: BoundCall) -> list[Launch]:

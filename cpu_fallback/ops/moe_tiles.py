@@ -14,11 +14,20 @@ from cpu_fallback.lanes.record import executes
 from cpu_fallback.lanes.simd import F32, op, pick
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
-from cpu_fallback.ops.linear import PANELS, TILE_SUMS, Tiled, is_filled, tiled
+from cpu_fallback.ops.linear import (
+    PANELS,
+    TILE_SUMS,
+    Tiled,
+    is_filled,
+    multiply_strips,
+    strip_room,
+    tiled,
+)
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 from cpu_fallback.tiles.tile_product import call_product
 
+_strip_room = device(strip_room)
 _SHARES = 16  # Shares per thread: few, of all experts, would leave threads to wait for the last
 
 
@@ -98,13 +107,6 @@ def _fill(a, k, order, per_row, count, panel):
 
 
 @device
-def _multiply_tile(a, rows, k, expert, tile, panel, count, sums):
-    tiles = (rows + 15) >> 4
-    at = a.tiles + (expert * tiles + tile) * a.tile_bytes
-    call_product(a.product, at, panel, sums, (k + 31) >> 5, width(count), a.ahead)
-
-
-@device
 def _scale_tile(factors, sums, order, count):
     for t in range(count):
         factor = v.splat(v.read_f32(factors + 4 * v.read_i32(order + 4 * t)))
@@ -123,13 +125,13 @@ def _add_bias_tile(a, rows, expert, tile, count, sums):
 def _group_and_fill(a, scratch, pairs, k, per_row):
     """Sort pairs by expert and write all panels, unless this thread has; return their address.
 
-    The ends of the experts' pairs are at scratch + PANELS, the pairs in order after that. Panels
-    stand in the order in which `_steps` numbers them.
+    The ends of the experts' pairs are at scratch + PANELS, the pairs in order after that, then a
+    strip and its sums, if there are strips, and the panels of each expert's pairs.
     """
     experts = a.E
     ends = scratch + PANELS
     order = ends + 4 * experts
-    panel = (order + 4 * pairs + 63) & -64
+    panel = ((order + 4 * pairs + 63) & -64) + _strip_room(a)
     if is_filled(a.rec, a.ctl, scratch, 0):
         return panel
     sort_by_expert(a.ids, pairs, experts, ends, order)
@@ -147,19 +149,26 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
 def _each_tile(a, scratch, first, last, rows, k, per_row, write):
     """Multiply a range of tiles of every expert [rows, k]; `write` takes the sums of some pairs."""
     panel = _group_and_fill(a, scratch, a.M * a.A, k, per_row)
-    ends, sums = scratch + PANELS, scratch + TILE_SUMS
-    order = ends + 4 * a.E
+    ends, tiles, units = scratch + PANELS, (rows + 15) >> 4, (k + 31) >> 5
+    order, strip = ends + 4 * a.E, panel - _strip_room(a)
     for e in range(a.E):
         start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
         while start < end:
             stop = min(start + a.per_block, end)
+            in_strips = a.of_strip and stop - start >= a.from_tokens
             for tile in range(first, last):
-                at = panel
+                at, sums = a.tiles + (e * tiles + tile) * a.tile_bytes, scratch + TILE_SUMS
+                if in_strips:
+                    sums = strip + a.strip_bytes
+                    multiply_strips(a, at, strip, panel, stop - start, units, sums)
                 for p in range(start, stop, 16):
-                    count = min(16, stop - p)
-                    _multiply_tile(a, rows, k, e, tile, at, count, sums)
+                    count, done = min(16, stop - p), p - start
+                    if in_strips:
+                        write(a, sums + 64 * done, order + 4 * p, e, tile, count)
+                        continue
+                    here = panel + done * a.per_token
+                    call_product(a.product, at, here, sums, units, width(count), a.ahead)
                     write(a, sums, order + 4 * p, e, tile, count)
-                    at += width(count) * a.per_token
             pairs = stop - start
             panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
             start = stop
@@ -240,4 +249,5 @@ def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:
     # A panel of 9 pairs is 16 wide, the worst case.
     wide = pairs + 7 * min(call.dim("E"), pairs)
     scratch = PANELS + 4 * (call.dim("E") + pairs) + 64 + wide * own.per_token + BEHIND
+    scratch += strip_room(own)
     return [call.launch(kernel, own, scratch, _SHARES)]
