@@ -424,16 +424,19 @@ def test_experts_of_two_tensors_are_packed_from_both(tmp_path: Path) -> None:
     assert packs_alike(open_gguf(path)) == 2 * source.config["num_hidden_layers"]
 
 
-def test_a_damaged_scale_is_found_when_it_is_packed(tmp_path: Path) -> None:
-    tensors = tiny_tensors(Kind.MXFP4)
+@pytest.mark.parametrize("kind", [Kind.MXFP4, Kind.Q8_0, Kind.Q4_0, Kind.Q4_1])
+def test_a_damaged_scale_is_found_when_it_is_packed(tmp_path: Path, kind: Kind) -> None:
+    tensors = tiny_tensors(kind)
     blocks = tensors["blk.0.ffn_down.weight"][0].copy()
-    blocks.reshape(-1, 17)[5, 0] = 255
-    tensors["blk.0.ffn_down.weight"] = blocks, Kind.MXFP4
+    first = blocks.reshape(-1, gguf.GGML_QUANT_SIZES[kind][1])[5]
+    first[:1] = 255
+    if kind != Kind.MXFP4:
+        first[1] = 0x7C
+    tensors["blk.0.ffn_down.weight"] = blocks, kind
     checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
-    model = load_model(checkpoint)
-    with pytest.raises(FormatError, match=r"ffn_down|down_proj.*scale code of 255"):
-        make_session(model, backend="cpu", threads=1).close()
-    with pytest.raises(FormatError, match="scale code of 255"):
+    with pytest.raises(FormatError, match=r"ffn_down|down_proj"):
+        make_session(load_model(checkpoint), backend="cpu", threads=1).close()
+    with pytest.raises(FormatError, match="scale"):
         checkpoint.tensor("model.layers.0.mlp.down_proj.weight").decode()
 
 

@@ -63,7 +63,7 @@ class Source(NamedTuple):
     mask: int  # what four codes are flipped with
     by_row: int  # whether the scales of rows come last
     target: int  # the tiles
-    damaged: int  # an int64 that is set if a scale of a byte is NaN
+    damaged: int  # an int64 that is set if a scale of a byte, or one of a row's own, is not finite
 
 
 _source_at = reader(Source)
@@ -196,8 +196,8 @@ def _parts(
         call(form.ctypes.data, first, min(first + step, tiles))
         if damaged[0]:
             raise FormatError(
-                f"{rows.where or tensor.format.name}: a scale code of 255 (NaN); expected 0..254; "
-                "the file is damaged"
+                f"{rows.where or tensor.format.name}: a scale is NaN or infinite; the file is "
+                "damaged: fetch it again"
             )
 
     return packed, [partial(part, start) for start in range(0, tiles, step)]
@@ -309,7 +309,10 @@ def _pack_record(form, first, column, at):
         if size == 4:
             v.write_i32(at + 4 * r, v.read_i32(scale))
         elif size == 2:
-            v.write_u16(at + 2 * r, v.read_u16(scale))
+            value = v.read_u16(scale)
+            v.write_u16(at + 2 * r, value)
+            if not f.scales and value & 0x7C00 == 0x7C00:  # fp16, which nothing has looked at
+                v.write_i64(f.damaged, 1)
             if f.minima:
                 v.write_u16(at + 32 + 2 * r, v.read_u16(scale + 2))
         else:
