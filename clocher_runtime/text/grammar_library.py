@@ -35,7 +35,7 @@ class _Model(msgspec.Struct):
 
 class _Tokenizer(msgspec.Struct):
     model: _Model
-    added_tokens: list[_Token] = []
+    added_tokens: list[_Token] | None = None
 
 
 class LibraryGrammars:
@@ -53,8 +53,8 @@ class LibraryGrammars:
                 f"structured output is not possible with this tokenizer: {_short(str(error))}"
             ) from None
         bits = np.zeros(WORD_BITS * words_for(vocab_size), np.uint8)
-        ids = [token.id for token in found.added_tokens]
-        bits[: 1 + max((*found.model.vocab.values(), *ids))] = 1
+        ids = [token.id for token in found.added_tokens or ()]
+        bits[: 1 + max((*found.model.vocab.values(), *ids), default=-1)] = 1
         self._known = np.packbits(bits, bitorder="little").view("<u4")
 
     def follow(self, rules: str) -> "GrammarConstraint":
