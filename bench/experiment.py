@@ -4,6 +4,7 @@ import ctypes
 import os
 import re
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ import click
 import numpy as np
 from rich.console import Console
 
-from bench.record import Row, print_table, table_of, write_json
+from bench.record import Row, print_table, table_of, without_directories, write_json
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.command.flags import text_of
@@ -36,12 +37,25 @@ Key = TypeVar("Key")
 REST_S = 0.05
 """Pause between two subjects: thread pools spin for a while after their work."""
 
-_ABOVE_LIMIT = 105.0
+_ABOVE_LIMIT, _TIMEOUT_S = 105.0, 4 * 3600
 _TURNS = 1 << 17
 
 
 class NotMeasured(Exception):
     """A subject cannot run here; the text is the reason."""
+
+
+def output_of(command: Sequence[object]) -> str:
+    """Return what a program prints; NotMeasured with its last words if it fails."""
+    words = [str(word) for word in command]
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotMeasured(str(error)) from None
+    if run.returncode:
+        said = run.stderr.strip().splitlines() or [f"{words[0]}: exit code {run.returncode}"]
+        raise NotMeasured(said[-1].removeprefix("Error: "))
+    return run.stdout
 
 
 class _New(click.Path):
@@ -203,7 +217,7 @@ def experiment(
     def decorate(measure: Callable[..., Iterable[Row]]) -> click.Command:
         @wraps(measure)
         def run(out: Path | None, **options: Any) -> None:
-            about = {"kind": kind, "command": _spelled(kind)}
+            about = {"kind": kind, "command": _command(kind)}
             names = [each.name for each in fields(record)] if record else []
             asked = [record(**{name: options.pop(name) for name in names})] if record else []
             rows: list[Row] = []
@@ -239,13 +253,9 @@ def experiment(
     return decorate
 
 
-def _spelled(kind: str) -> str:
-    """Return the command as given, with paths cut to file names: rows are published."""
-    words = []
-    for word in click.get_current_context().meta[__name__]:
-        name, equals, value = word.rpartition("=")
-        words.append(f"{name}{equals}{value.rstrip('/').rpartition('/')[2]}")
-    return shlex.join(["python", "-m", "bench", kind, *words])
+def _command(kind: str) -> str:
+    words = click.get_current_context().meta[__name__]
+    return shlex.join(["python", "-m", "bench", kind, *without_directories(words)])
 
 
 class _Command(click.Command):

@@ -21,6 +21,7 @@ from bench.record import (
     read_folder,
     table,
     table_of,
+    without_directories,
 )
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
@@ -55,7 +56,6 @@ SHOWN = {
 }
 """Models of the plot -> their weight type in llama.cpp."""
 
-_PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")
 _STORED = re.compile(r"\b(I?Q\d\w*|TQ\d\w*|BF16|F16|MXFP4)")
 _RATIO = ("ratio", "ratio_low", "ratio_high")
 
@@ -225,17 +225,6 @@ def render(folder: Path) -> Page:
                 ),
             ),
         ),
-        Section(
-            "Start and memory",
-            ("From the command to the first token, with the file in the page cache or not.",),
-            (
-                table(
-                    "model | engine | cached, s | cold, s | peak memory, MiB | file",
-                    "{model} | {engine} | {warm:.2f} | {cold:.2f} | {rss:.0f} | `{file}`",
-                    _starts(files),
-                ),
-            ),
-        ),
     ]
     found = [section for section in sections if section.tables[0].rows]
     bars = [
@@ -287,23 +276,6 @@ def _decodes(files: Sequence[ResultFile]) -> list[Row]:
     return found
 
 
-def _starts(files: Sequence[ResultFile]) -> list[Row]:
-    found: dict[tuple[str, str], Row] = {}
-    for file in files:
-        for row in file.rows if file.kind == "start" else ():
-            if row["engine"] != "read":
-                key = row["model"], row["engine"]
-                about = {"model": key[0], "engine": key[1], "file": file.name}
-                found.setdefault(key, about)[row["cache"]] = row["s"]
-        if file.kind == "strict":
-            row = file.rows[0]
-            key = row["model"], "clocher, cold to the end of 129 tokens"
-            cold = row["windows"]["cold"]["end_to_end_s"]
-            found[key] = {"model": key[0], "engine": key[1], "cold": cold, "file": file.name}
-            found[key]["rss"] = row.get("rss_peak_mb")
-    return list(found.values())
-
-
 def add(path: Path, folder: Path) -> Path:
     """Copy a result file, without local directories, under a name from date, machine and model."""
     file = read_file(path)
@@ -324,17 +296,6 @@ def add(path: Path, folder: Path) -> Path:
     target = folder / f"{name}{path.suffix}"
     write_file(target, f"{text}\n".encode())
     return target
-
-
-def without_directories(value: Any) -> Any:
-    """Return a value with absolute paths cut to file names."""
-    if isinstance(value, str):
-        return _PATH.sub(r"\1", value)
-    if isinstance(value, list):
-        return [without_directories(item) for item in value]
-    if isinstance(value, dict):
-        return {key: without_directories(item) for key, item in value.items()}
-    return value
 
 
 def _plot(plots: Path) -> Path:

@@ -16,7 +16,6 @@ number. Products of matrices beside torch: python -m bench linear.
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -39,6 +38,7 @@ from bench.experiment import (
     limit_note,
     of_read,
     opened,
+    output_of,
     over,
     turns,
 )
@@ -51,7 +51,6 @@ from cpu_fallback.team.bandwidth import Reader
 OURS = "clocher"
 TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
 OPENVINO = (sys.executable, "-m", "bench.openvino")
-_TIMEOUT_S = 3600
 _MODEL = click.Path(path_type=Path, exists=True)
 
 
@@ -78,15 +77,9 @@ class LlamaBench:
         sizes += ["-d", str(depth)] if depth else []
         line = [*self.command, "-m", str(self.gguf), "-t", str(self.threads), *sizes]
         line += ["-r", "1", "-o", "json"]
+        said = output_of(line)
         try:
-            run = subprocess.run(line, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NotMeasured(str(error)) from None
-        if run.returncode:
-            words = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-            raise NotMeasured(words[-1].removeprefix("Error: "))
-        try:
-            found = json.loads(run.stdout)[0]
+            found = json.loads(said)[0]
             self.about = {key: found.get(key) for key in ("build_commit", "model_type")}
             return float(found["avg_ts"])
         except (ValueError, LookupError, TypeError):

@@ -15,10 +15,11 @@ as a flame graph. With --limit, the exit code is 1 if more of a step than this s
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import click
@@ -221,74 +222,60 @@ def _note(nbytes: int, percent: float) -> str:
     return ": ".join(filter(None, said)) if nbytes >= _BEYOND_CACHES else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A time span: name, ns, its parts in order, and extra tooltip text."""
+class Frame(NamedTuple):
+    """A rectangle of the flame graph: its level, start and length in ns, name, tooltip."""
 
+    level: int
+    start: float
+    ns: float
     name: str
-    value: float
-    inner: tuple["Frame", ...] = ()
     note: str = ""
 
 
-def depth(frame: Frame) -> int:
-    """Return the number of levels of a frame."""
-    return 1 + max((depth(part) for part in frame.inner), default=0)
+def flame(step: Step, title: str) -> list[Frame]:
+    """Return a step as frames: the step, its compiled call, layers, calls, kernels and waiting."""
+    outside = step.ns - step.compiled_ns
+    frames = [Frame(0, 0, step.ns, title), Frame(1, 0, step.compiled_ns, "compiled call")]
+    frames += [Frame(1, step.compiled_ns, outside, "Python")]
+    at = 0.0
+    for layer, calls in groupby(step.calls, lambda call: call.layer):
+        start = at
+        for call in calls:
+            note = f"{call.nbytes / 1e6:.2f} MB, {call.nbytes / max(call.ns, 1):.1f} GB/s"
+            frames += [Frame(3, at, call.ns + call.waiting_ns, call.name, note)]
+            frames += [Frame(4, at, call.ns, "kernel")]
+            frames += [Frame(4, at + call.ns, call.waiting_ns, "waiting")]
+            at += call.ns + call.waiting_ns
+        frames += [Frame(2, start, at - start, "model" if layer is None else f"layer {layer}")]
+    return frames
 
 
-def svg(root: Frame, title: str) -> str:
-    """Return the picture of a frame, outermost at the top."""
-    height = _TITLE + _ROW * depth(root) + _MARGIN
+def svg(frames: Sequence[Frame], title: str) -> str:
+    """Return the picture of frames, of which the first is the whole; level 0 is at the top."""
+    whole = max(frames[0].ns, 1e-9)
+    scale = (_WIDTH - 2 * _MARGIN) / whole
+    height = _TITLE + _ROW * (1 + max(frame.level for frame in frames)) + _MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="monospace" font-size="11">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         f'<text x="{_MARGIN}" y="22" font-size="14">{escape(title)}</text>',
     ]
-    scale = (_WIDTH - 2 * _MARGIN) / max(root.value, 1e-9)
-    _draw(lines, root, _MARGIN, _TITLE, scale, root.value, 0)
+    for number, (level, start, ns, name, note) in enumerate(frames):
+        x, y, width = _MARGIN + start * scale, _TITLE + level * _ROW, ns * scale
+        if width < _LEAST:
+            continue
+        colour = _COLOURS.get(name, _SHADES[number % len(_SHADES)])
+        about = ", ".join(filter(None, (name, f"{ns / 1e3:.1f} us, {ns / whole:.2%}", note)))
+        lines.append(
+            f'<g><title>{escape(about)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
+            f'height="{_ROW - 1}" fill="{colour}" rx="1"/>'
+        )
+        if (room := int((width - 6) / _CHAR)) >= 3:
+            text = name if len(name) <= room else f"{name[: room - 1]}…"
+            lines.append(f'<text x="{x + 3:.2f}" y="{y + 15}">{escape(text)}</text>')
+        lines.append("</g>")
     return "\n".join([*lines, "</svg>", ""])
-
-
-def _draw(
-    lines: list[str], frame: Frame, x: float, y: float, scale: float, whole: float, place: int
-) -> None:
-    width = frame.value * scale
-    if width < _LEAST:
-        return
-    colour = _COLOURS.get(frame.name, _SHADES[place % len(_SHADES)])
-    share = f"{frame.value / 1e3:.1f} us, {frame.value / whole:.2%}"
-    about = ", ".join(part for part in (frame.name, share, frame.note) if part)
-    lines.append(
-        f'<g><title>{escape(about)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
-        f'height="{_ROW - 1}" fill="{colour}" rx="1"/>'
-    )
-    room = int((width - 6) / _CHAR)
-    if room >= 3:
-        text = frame.name if len(frame.name) <= room else frame.name[: room - 1] + "…"
-        lines.append(f'<text x="{x + 3:.2f}" y="{y + 15}">{escape(text)}</text>')
-    lines.append("</g>")
-    for number, part in enumerate(frame.inner):
-        _draw(lines, part, x, y + _ROW, scale, whole, number + place + 1)
-        x += part.value * scale
-
-
-def flame(step: Step, title: str) -> Frame:
-    """Return a step as nested frames: step, layer, call, kernels and waiting."""
-    groups: list[Frame] = []
-    for call in step.calls:
-        name = "model" if call.layer is None else f"layer {call.layer}"
-        parts = [Frame("kernel", call.ns), Frame("waiting", call.waiting_ns)]
-        note = f"{call.nbytes / 1e6:.2f} MB, {call.nbytes / max(call.ns, 1):.1f} GB/s"
-        frame = Frame(call.name, call.ns + call.waiting_ns, tuple(parts), note)
-        if groups and groups[-1].name == name:
-            last = groups[-1]
-            groups[-1] = replace(last, value=last.value + frame.value, inner=(*last.inner, frame))
-        else:
-            groups.append(Frame(name, frame.value, (frame,)))
-    compiled = Frame("compiled call", step.compiled_ns, tuple(groups))
-    outside = Frame("Python", step.ns - step.compiled_ns)
-    return Frame(title, step.ns, (compiled, outside))
 
 
 def _good(row: Row) -> bool:
@@ -332,10 +319,9 @@ def main(
     test = f"pp{prefill}" if prefill else f"tg{len(steps)} @ d{depth}"
     name = model_dir.name if model_dir else "embedded"
     title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
-    chosen = median_step(steps)
     if picture:
-        drawn = flame(chosen, f"{test}, {threads} threads")
-        write_file(picture, svg(drawn, title).encode())
+        frames = flame(median_step(steps), f"{test}, {threads} threads")
+        write_file(picture, svg(frames, title).encode())
     about = {"op": "profile", "model": name, "format": model.precision, "test": test}
     about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
     about["limit"] = more["limit"]

@@ -16,9 +16,7 @@ calibration read as many tokens of CALIB. PARTS keeps what is done, for a run th
 
 import json
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +29,7 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, experiment, given
+from bench.experiment import FILE, TEAM, NotMeasured, experiment, given, output_of
 from bench.real import (
     SCORED,
     Parts,
@@ -110,58 +108,41 @@ def dither(source: Path, published: Path, out: Path) -> None:
         weights.flush()
 
 
-class Quantiser:
-    """Makes candidates of a file of floats."""
-
-    def __init__(self, asked: "Asked", threads: int) -> None:
-        self.source, self.threads = asked.source, threads
-        self.folder, self._programs = asked.keep.parent, asked.llama or Path()
-        self._calib, self._samples = asked.calib, asked.samples
-
-    def make(self, name: str, method: str, folder: Path) -> Path:
-        """Write a candidate into an empty folder, and return its path."""
-        if method in (PLAIN, WEIGHED):
-            return self._theirs(name, method, folder)
-        ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
-        own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
-        rules, out = folder / "rules.json", folder / "out"
-        own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
-        rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
-        command = [sys.executable, "-m", "clocher_runtime", "quantize", self.source, out]
-        command += ["--rules", rules, "--threads", self.threads, "--no-hash"]
-        if method in ("imx", "gptq"):
-            command += ["--calib-text", self._calib, "--samples", self._samples]
-            command += ["--seq-len", _LENGTH]
-        if name == ALLOCATED:
-            inner, outer = (sum(map(_params, each)) for each in _matrices(self.source))
-            command += ["--target-bpw", (_INNER * inner + _OUTER * outer) / (inner + outer)]
-        _done(command)
-        return out
-
-    def _theirs(self, name: str, method: str, folder: Path) -> Path:
-        command: list[object] = [self._programs / "llama-quantize"]
-        if method == WEIGHED:
-            command += ["--imatrix", self._importance()]
-        command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
-        _done([*command, self.source, folder / "out.gguf", name, self.threads])
-        return folder / "out.gguf"
-
-    def _importance(self) -> Path:
-        out = self.folder / f"{self.source.stem}.{self._samples}.imatrix.gguf"
-        if not out.exists():
-            part = out.with_suffix(".part.gguf")
-            command = [self._programs / "llama-imatrix", "-m", self.source, "-f", self._calib]
-            command += ["-c", _LENGTH, "--chunks", self._samples, "-t", self.threads]
-            _done([*command, "-o", part])
-            part.rename(out)
-        return out
+def make(asked: "Asked", name: str, method: str, threads: int, folder: Path) -> Path:
+    """Write a candidate into an empty folder, and return its path."""
+    if method in (PLAIN, WEIGHED):
+        return _theirs(asked, name, method, threads, folder)
+    ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
+    own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
+    rules, out = folder / "rules.json", folder / "out"
+    own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
+    rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
+    command = [sys.executable, "-m", "clocher_runtime", "quantize", asked.source, out]
+    command += ["--rules", rules, "--threads", threads, "--no-hash"]
+    if method in ("imx", "gptq"):
+        command += ["--calib-text", asked.calib, "--samples", asked.samples]
+        command += ["--seq-len", _LENGTH]
+    if name == ALLOCATED:
+        inner, outer = (sum(map(_params, each)) for each in _matrices(asked.source))
+        command += ["--target-bpw", (_INNER * inner + _OUTER * outer) / (inner + outer)]
+    output_of(command)
+    return out
 
 
-def _done(command: Sequence[object]) -> None:
-    ran = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise NotMeasured(f"{shlex.join(map(str, command))}: {said[-1]}")
+def _theirs(asked: "Asked", name: str, method: str, threads: int, folder: Path) -> Path:
+    programs, out = asked.llama or Path(), folder / "out.gguf"
+    command: list[object] = [programs / "llama-quantize"]
+    if method == WEIGHED:
+        weights = asked.keep.with_name(f"{asked.source.stem}.{asked.samples}.imatrix.gguf")
+        if not weights.exists():
+            part = weights.with_suffix(".part.gguf")
+            first = [programs / "llama-imatrix", "-m", asked.source, "-f", asked.calib, "-t"]
+            output_of([*first, threads, "-c", _LENGTH, "--chunks", asked.samples, "-o", part])
+            part.rename(weights)
+        command += ["--imatrix", weights]
+    command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
+    output_of([*command, asked.source, out, name, threads])
+    return out
 
 
 def _matrices(model: Path) -> tuple[list[Stored], list[Stored]]:
@@ -199,10 +180,12 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
     return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
 
 
-def _score(quantiser: Quantiser, name: str, method: str, bases: Mapping[Path, Windows]) -> Sums:
-    with TemporaryDirectory(dir=quantiser.folder) as folder:
-        made = quantiser.make(name, method, Path(folder))
-        sums, logits = sizes(made), exact_logits(made, quantiser.threads)
+def _score(
+    asked: "Asked", name: str, method: str, threads: int, bases: Mapping[Path, Windows]
+) -> Sums:
+    with TemporaryDirectory(dir=asked.keep.parent) as folder:
+        made = make(asked, name, method, threads, Path(folder))
+        sums, logits = sizes(made), exact_logits(made, threads)
         for base, windows in bases.items():
             found = compared(base, windows, logits)
             sums |= {f"{base.suffix[1:]} {key}": value for key, value in found.items()}
@@ -250,7 +233,7 @@ def main(asked: Asked, threads: int) -> Iterator[Row]:
     for name, method in candidates(asked.llama is not None):
         key = f"{model} {asked.samples} {name} {method}"
         if re.search(asked.only, f"{name} {method}"):
-            parts.do(key, partial(_score, Quantiser(asked, threads), name, method, bases))
+            parts.do(key, partial(_score, asked, name, method, threads, bases))
         if found := parts.get(key):
             row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
             row |= {"bits": found["bits"], "samples": asked.samples}

@@ -5,15 +5,6 @@ r"""Speed by the strict contract: three windows, and checks that it can be belie
 Several processes, one after another, each measure a cold generation from launch to text and then,
 in turns, the rows ppP and tgN @ dD as llama-bench names them. Variables of the engine (IE_...)
 hold. docs/benchmarking.md says what each window holds and what each check means.
-
-\b
-Exit codes:
-  0  every check holds
-  2  a flag or a variable cannot be used
-  3  the model is missing, invalid or not supported
-  6  out of memory
-  7  a check failed
-  9  no check failed, but the machine was too noisy for all of them
 """
 
 import hashlib
@@ -35,7 +26,7 @@ import numpy as np
 
 from bench import machine
 from bench.cells import of_program
-from bench.experiment import MIB, NEW, turns
+from bench.experiment import NEW, turns
 from bench.record import Row, print_table, write_json
 from bench.strict_checks import (
     Check,
@@ -49,8 +40,9 @@ from bench.strict_checks import (
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import engine_options, text_of
+from clocher_runtime.command.flags import engine_options, option, script
 from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.engine.arguments import Sampling
@@ -331,21 +323,31 @@ def verdict(found: Sequence[Check]) -> ExitCode:
     return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
 
 
-@click.command(help=text_of(__doc__))
-@click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
-@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="P")
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="N")
-@click.option("--depth", type=click.IntRange(0), default=512, show_default=True, help="D")
-@click.option("--launches", type=click.IntRange(1), default=3, show_default=True, help="processes")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="in each")
-@MIB
-@click.option("--text", type=click.Path(), default=str(TEXT), help="Prompts come from it.")
-@click.option("--json", "out", type=NEW, help="Write rows there.")
-def main(launches: int, out: Path | None, **options: Any) -> None:
+@script(
+    "strict",
+    option("--model-dir", PATH, "default: MODEL_DIR, else the embedded model"),
+    *engine_options(*NUMERICS, reads=False, envvar=None),
+    option("--threads", COUNT, "default: all usable cores"),
+    option("--prompt-tokens", COUNT, "P", default=128),
+    option("--tokens", COUNT, "N", default=128),
+    option("--depth", click.IntRange(0), "D", default=512),
+    option("--launches", COUNT, "processes", default=3),
+    option("--rounds", COUNT, "in each", default=5),
+    option("--mib", click.IntRange(2), "buffer to read", default=512),
+    option("--text", PATH, "prompts come from it", default=TEXT, show_default=False),
+    option("--json", NEW, "write rows there", name="out"),
+    help=__doc__,
+    exit_codes={
+        ExitCode.OK: "every check holds",
+        ExitCode.MISMATCH: "a check failed",
+        ExitCode.UNDECIDED: "no check failed, but the machine was too noisy for all of them",
+    },
+)
+def main(console: Console, launches: int, out: Path | None, **options: Any) -> ExitCode:
     """Measure, check and print."""
     flags = {name: options.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
-    task = {**options, "flags": {n: str(value) for n, value in flags.items() if value is not None}}
+    given = {name: str(value) for name, value in flags.items() if value is not None}
+    task = {**options, "text": str(options["text"]), "flags": given}
     before = machine.read()
     measured = [launch({**task, "launched_ns": time.monotonic_ns()}) for _ in range(launches)]
     elapsed_s, state = machine.since(before)
@@ -359,10 +361,7 @@ def main(launches: int, out: Path | None, **options: Any) -> None:
         click.echo(f" {mark} {name}: {detail}")
     if out:
         write_json(out, rows)
-    raise SystemExit(verdict(found))
-
-
-main.params[1:1] = engine_options(*NUMERICS, reads=False, envvar=None)
+    return verdict(found)
 
 
 if __name__ == "__main__":

@@ -337,7 +337,7 @@ def test_rows_say_what_made_them_and_name_no_folder(tmp_path: Path) -> None:
     rows: list[Row] = [{"name": "a", "gbps": 1.25}]
     done = made_of(rows, "--dir", "/somebodys/models/a b/", f"--json={out}")
     assert done.exit_code == 0, done.output
-    command = "python -m bench made_up --dir 'a b' --json=rows.json"
+    command = "python -m bench made_up --dir 'a b/' --json=rows.json"
     assert json.loads(out.read_text()) == [{"kind": "made_up", "command": command, **rows[0]}]
 
 

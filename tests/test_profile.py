@@ -107,10 +107,14 @@ def test_a_prefill_is_profiled_with_all_its_tokens(profiler):
 
 def test_the_flame_graph_is_as_wide_as_the_step(steps):
     step = median_step(steps)
-    root = flame(step, "a step <&>")
-    assert root.value == step.ns
-    assert sum(part.value for part in root.inner) == step.ns
-    picture = ElementTree.fromstring(svg(root, "title <&>"))
+    frames = flame(step, "a step <&>")
+    assert frames[0].ns == step.ns
+    for level in range(1, 5):  # the frames of a level lie side by side, within the step
+        own = [(frame.start, frame.ns) for frame in frames if frame.level == level]
+        ends = [start + ns for start, ns in own]
+        assert ends[-1] <= step.ns + 1
+        assert [start for start, _ in own] == pytest.approx([0, *ends[:-1]])
+    picture = ElementTree.fromstring(svg(frames, "title <&>"))
     boxes = [e for e in picture.iter() if e.tag.endswith("rect")]
     widths = [float(e.get("width")) for e in boxes]
     assert widths[1] == max(widths[1:])
@@ -120,7 +124,9 @@ def test_the_flame_graph_is_as_wide_as_the_step(steps):
 
 
 def test_narrow_frames_are_left_out():
-    picture = svg(Frame("all", 1e6, (Frame("speck", 1.0), Frame("rest", 9e5))), "t")
+    picture = svg(
+        [Frame(0, 0, 1e6, "all"), Frame(1, 0, 1.0, "speck"), Frame(1, 1, 9e5, "rest")], "t"
+    )
     assert "speck" not in picture and "rest" in picture
 
 

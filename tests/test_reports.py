@@ -22,9 +22,15 @@ from bench.pages import (
     html,
     markdown,
     render,
+)
+from bench.record import (
+    FOLDER,
+    ResultFile,
+    Table,
+    read_file,
+    read_folder,
     without_directories,
 )
-from bench.record import FOLDER, ResultFile, Table, read_file, read_folder
 from bench.report import sections, write_report
 from clocher_kernels.errors import UsageError
 
@@ -117,7 +123,6 @@ def folder(tmp_path: Path) -> Path:
         "attention",
         "block-sparse",
         "skip",
-        "start",
     )
     for path in FOLDER.glob("*.json"):
         if any(kind in path.name for kind in shown):
@@ -240,7 +245,7 @@ def scale(value: Any, key: str = "") -> Any:
 def test_the_page_says_where_everything_comes_from(folder: Path) -> None:
     text = render(folder).text
     assert NOTE in text and "/data/someone" not in text
-    for kind in ("peers-tern", "box-decode", "box-strict", "start"):
+    for kind in ("peers-tern", "box-decode", "box-strict"):
         assert re.search(rf"\| `[\w-]*{kind}[\w-]*\.json` \|", text), kind
 
 
@@ -520,7 +525,6 @@ def test_rows_say_what_they_are_and_those_of_before_are_told_apart(tmp_path: Pat
     said = [{**row, "kind": "decode", "command": "python -m bench.decode --model-dir=/data/x/tiny"}]
     assert read_file(write(tmp_path / "new.json", said)).command.endswith("--model-dir=tiny")
     assert read_file(write(tmp_path / "new.json", [{"op": "linear"}])).kind == "linear"
-    assert read_file(write(tmp_path / "new.json", [{"kind": "roofline"}])).kind == "linear"
     assert read_file(write(tmp_path / "new.json", [{"kind": [], "op": {}}])).kind == "other"
 
 
