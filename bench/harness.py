@@ -15,7 +15,7 @@ product of settings: 'act_quant=int8,fp8|prefetch=off,auto,256'.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,7 +33,7 @@ from bench.runs import Harness, Plan
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import option, script
+from clocher_runtime.command.flags import option, script, setting_option
 from clocher_runtime.command.parameters import PATH
 from clocher_runtime.config.commands import ALL, read_toml, setting_texts
 from clocher_runtime.config.values import Given
@@ -69,8 +69,7 @@ OPTIONS = (
 )
 """Settings of the harness itself; each may stand in the file of --config."""
 
-_PASSED = {"prompts": "prompts_file", "rounds": "rounds", "model-dir": "model_dir"}
-_PASSED |= {"device": "device"}
+_PASSED = ("rounds", "model_dir", "device")
 
 
 def read_settings(
@@ -162,16 +161,11 @@ def _undecided(it_is: bool) -> int:
     return ExitCode.UNDECIDED if it_is else ExitCode.OK
 
 
-def _passed() -> Iterator[click.Parameter]:
-    for flag, name in _PASSED.items():
-        about, metavar = ALL[name].help, ALL[name].takes.metavar
-        yield click.Option([f"--{flag}", f"engine_{name}"], metavar=metavar, help=about)
-
-
 @script(
     "harness",
     *OPTIONS,
-    *_passed(),
+    click.Option(["--prompts", "prompts_file"], metavar="PATH", help=ALL["prompts_file"].help),
+    *(setting_option(name, ALL[name], reads=False, help=ALL[name].help) for name in _PASSED),
     option(
         "--config",
         PATH,
@@ -203,8 +197,7 @@ def _command(
         return compare(*pair)
     if verified:
         return verify(verified)
-    passed = {name: given[f"engine_{name}"] for name in _PASSED.values()}
-    passed = {name: value for name, value in passed.items() if value is not None}
+    passed = {name: given[name] for name in ("prompts_file", *_PASSED) if given[name] is not None}
     # A benchmark generates the full number of tokens.
     engine = {"ignore_eos": "1", **passed, **(COMMAND.parse(flags) or {})}
     plan = plan_of(base_settings(engine, of_program(os.environ), in_file), given)

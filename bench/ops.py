@@ -71,23 +71,6 @@ class OpRun:
         finally:
             executor.close()
 
-    def alone(self) -> str:
-        """Return "M" or "R" if the op's outputs are independent rows, else ""."""
-        leads = {self.plan.buffers[name].rows for name in self.written}
-        lead = leads.pop()
-        count = {"M": self.plan.tokens, "R": self.plan.rows, "": 1}[lead]
-        return lead if not leads and count > 1 else ""
-
-    def run_alone(self, executor: Any, lead: str, index: int) -> Arrays:
-        """Run the case for one token or row, moved to the front; return the whole buffers."""
-        self.fill(executor)
-        for name, buffer in self.plan.buffers.items():
-            if buffer.rows == lead and buffer.role != "output":
-                executor.array(name)[0] = self.values[name][index]
-        tokens = 1 if lead == "M" else self.plan.tokens
-        executor.step(tokens, 1 if lead == "R" else self.plan.rows)
-        return self.outputs(executor)
-
 
 def error(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Return the RMS and the largest error, relative to the RMS of the expected values."""

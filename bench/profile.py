@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
@@ -25,10 +24,12 @@ from xml.sax.saxutils import escape
 import click
 import numpy as np
 
-from bench.experiment import FILE, MIB, MODEL_DIR, TEAM, Row, experiment, limit_note, opened
+from bench.experiment import MIB, MODEL_DIR, TEAM, Row, experiment, limit_note, opened
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.plan import Call
+from clocher_runtime.command.flags import option
+from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.load import PRECISIONS, Model
@@ -83,20 +84,14 @@ class Step:
     calls: tuple[CallTime, ...]
 
 
-def label(call: Call) -> str:
-    """Return the name of a call without its layer."""
-    weight = next((name for name in call.args.values() if name.endswith((".weight", "_proj"))), "")
+def named(call: Call) -> tuple[str, int | None]:
+    """Return the name of a call without its layer, and the layer of its weights."""
+    names = call.args.values()
+    weight = next((name for name in names if name.endswith((".weight", "_proj"))), "")
+    layers = [int(match[1]) for match in map(_LAYER.fullmatch, names) if match]
     match = _LAYER.fullmatch(weight)
     short = (match[2] if match else weight).removesuffix(".weight")
-    return f"{call.op} {short}".strip()
-
-
-def layer_of(call: Call) -> int | None:
-    """Return the layer of a call's weights."""
-    for name in call.args.values():
-        if match := _LAYER.fullmatch(name):
-            return int(match[1])
-    return None
+    return f"{call.op} {short}".strip(), layers[0] if layers else None
 
 
 class Profiler:
@@ -153,7 +148,7 @@ class Profiler:
         layer: int | None = None
         calls = []
         for index, call in enumerate(self._executor.plan.calls):
-            name, found = label(call), layer_of(call)
+            name, found = named(call)
             layer = layer if found is None else found
             inside = call.op not in _OUTSIDE and "lm_head" not in name and "model.norm" not in name
             own = owner == index
@@ -278,53 +273,43 @@ def svg(frames: Sequence[Frame], title: str) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _good(row: Row) -> bool:
-    return row["name"] != "outside" or row["limit"] is None or row["share"] <= row["limit"]
-
-
 @experiment(
     "profile",
     __doc__,
+    MODEL_DIR,
+    option("--precision", click.Choice(PRECISIONS), "default: as stored"),
+    TEAM,
+    option("--tokens", COUNT, "steps", default=32),
+    option("--depth", COUNT, "prompt", default=16),
+    option("--prefill", click.IntRange(1, 512), "profile the prefill of N tokens"),
+    MIB,
+    option("--limit", click.FloatRange(0, 1), "largest share outside"),
+    option("--svg", PATH, "draw the median step there"),
     title="{model} {format}, {test}, {threads} threads, read {read_gbps:.1f} GB/s",
-    good=_good,
+    good=lambda row: row["name"] != "outside" or row["share"] <= row.get("limit", 1),
 )
-@MODEL_DIR
-@click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
-@TEAM
-@click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="steps")
-@click.option("--depth", type=click.IntRange(1), default=16, show_default=True, help="prompt")
-@click.option("--prefill", type=click.IntRange(1, 512), help="profile the prefill of N tokens")
-@MIB
-@click.option("--limit", type=click.FloatRange(0, 1), help="largest share outside")
-@click.option("--svg", "picture", type=FILE, help="Draw the median step there.")
-def main(
-    model_dir: Path | None,
-    threads: int,
-    tokens: int,
-    depth: int,
-    prefill: int | None,
-    mib: int,
-    picture: Path | None,
-    **more: Any,
-) -> Iterator[Row]:
+def main(asked: Any) -> Iterator[Row]:
     """Measure, draw, and yield a row for each kind of call."""
-    model = opened(model_dir, more["precision"])
-    longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
+    model, threads = opened(asked.model_dir, asked.precision), asked.threads
+    longest = max(asked.prefill or 0, asked.depth + asked.tokens + _WARM_STEPS) + 1
     profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
-    reader = Reader("2m", mib << 20)
+    reader = Reader("2m", asked.mib << 20)
     before = reader.gbps(threads)
-    steps = profiler.prefill(prefill, tokens) if prefill else profiler.decode(tokens, depth)
+    if asked.prefill:
+        steps, test = profiler.prefill(asked.prefill, asked.tokens), f"pp{asked.prefill}"
+    else:
+        steps = profiler.decode(asked.tokens, asked.depth)
+        test = f"tg{len(steps)} @ d{asked.depth}"
     read_gbps = median([before, reader.gbps(threads), reader.gbps(threads)])
     profiler.close()
-    test = f"pp{prefill}" if prefill else f"tg{len(steps)} @ d{depth}"
-    name = model_dir.name if model_dir else "embedded"
+    name = asked.model_dir.name if asked.model_dir else "embedded"
     title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
-    if picture:
+    if asked.svg:
         frames = flame(median_step(steps), f"{test}, {threads} threads")
-        write_file(picture, svg(frames, title).encode())
+        write_file(asked.svg, svg(frames, title).encode())
     about = {"op": "profile", "model": name, "format": model.precision, "test": test}
     about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
-    about["limit"] = more["limit"]
+    about |= {} if asked.limit is None else {"limit": asked.limit}
     yield from ({**about, **row} for row in rows_of(steps, read_gbps))
 
 

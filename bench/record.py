@@ -1,6 +1,5 @@
 """Result rows: how they are stored, read, and shown in tables (`KINDS` has the columns)."""
 
-import io
 import json
 import os
 import re
@@ -94,6 +93,13 @@ KINDS: Mapping[str, Kind] = {
         "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",
         "{block} | {op} | {sparsity:.0%} | {us:.0f} | {gbps:.1f} | {pct_of_limit:.0f} | "
         "{speedup:.2f} | {correct} | {break_even:.0%}",
+    ),
+    "ptq_calib": Kind(
+        "Min-max calibration",
+        "tensor | cosine per-tensor | cosine per-row | cosine per-group | rms per-tensor | "
+        "rms per-row | rms per-group",
+        "{tensor} | {cosine_per-tensor:.6f} | {cosine_per-row:.6f} | {cosine_per-group:.6f} | "
+        "{rms_per-tensor:.6f} | {rms_per-row:.6f} | {rms_per-group:.6f}",
     ),
     "profile": Kind(
         "Where a step goes",
@@ -201,9 +207,8 @@ def append_row(path: Path, row: Row) -> None:
     """Append a row as a line and flush it to disk."""
     with path.open("ab+") as file:
         # Do not continue an unterminated line of a killed harness.
-        if file.tell() and not _ends_a_line(file):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
         file.flush()
         os.fsync(file.fileno())
@@ -307,8 +312,3 @@ def _row(line: str, where: str) -> Row:
     if row["status"] == "ok" and row["line"] is None:
         raise UsageError(f"{where}: a run that is ok has no line")
     return row
-
-
-def _ends_a_line(file: io.BufferedRandom) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"

@@ -1,6 +1,5 @@
 """Reports: the commands behind run_harness_report.py and its neighbours in scripts/."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,16 +12,14 @@ import click
 from bench import strict_checks
 from bench.compared import cells_tables, group
 from bench.pages import Section, add, html, markdown, render
-from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, table_of
+from bench.record import FOLDER, KINDS, ResultFile, Table, read_file, table, table_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import option, script, switch
 from clocher_runtime.command.parameters import PATH
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.statistics import median_of_runs
 
-SCHEMA = "clocher.report/1"
 RESULTS = "bench.jsonl"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
@@ -53,7 +50,7 @@ def run(
     python scripts/run_harness_report.py --out-dir build/bench -- --runs 3 -- --max-new 16
 
     Without result files bench.harness runs first, with what follows "--". --out-dir gets
-    report.html, report.md and report.json. --strict adds what `bench.strict --json` wrote; a
+    report.html and report.md. --strict adds what `bench.strict --json` wrote; a
     result file may be that of any case.
     """
     # Flags of the harness follow "--", which click removes.
@@ -128,20 +125,11 @@ def baseline(console: Console, results: tuple[Path, ...], out: Path | None) -> N
 def write_report(
     files: Sequence[ResultFile], folder: Path, title: str, tokens_max: int | None = None
 ) -> Path:
-    """Write report.html, report.md and report.json to an existing folder; return the HTML file."""
-    cells = [_cell(file, cell, tokens_max) for file in files for cell in _cells(file)]
-    whole = [*sections(files), *_outputs(cells)]
+    """Write report.html and report.md to an existing folder; return the HTML file."""
+    whole = [*sections(files), *_outputs(files, tokens_max)]
     intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
-    strict = [
-        {"file": file.name, "model": file.rows[0].get("model"), "checks": file.rows[0]["checks"]}
-        for file in files
-        if file.kind == "strict"
-    ]
-    names = [file.name for file in files]
-    data = {"schema": SCHEMA, "files": names, "cells": cells, "strict": strict}
     page = folder / "report.html"
     write_file(folder / "report.md", markdown(title, intro, whole).encode())
-    write_file(folder / "report.json", f"{json.dumps(data, indent=1)}\n".encode())
     write_file(page, html(title, intro, whole).encode())
     return page
 
@@ -180,14 +168,14 @@ def _section(file: ResultFile) -> Section:
     return Section(title, (text,), tuple(t for t in tables if t.head))
 
 
-def _outputs(cells: Sequence[Row]) -> list[Section]:
+def _outputs(files: Sequence[ResultFile], tokens_max: int | None) -> list[Section]:
     found: dict[tuple[str, str, str], list[str]] = {}
-    for cell in cells:
-        for number, output in enumerate(cell["outputs"], 1):
-            ids = " ".join(map(str, output["token_ids"]))
-            found.setdefault((str(number), ids, output["text"][:_TEXT_CHARS]), []).append(
-                cell["label"]
-            )
+    for cell in (cell for file in files for cell in _cells(file)):
+        held = next((r["outputs"] for r in cell.rows if isinstance(r.get("outputs"), list)), [])
+        for number, output in enumerate(held, 1):
+            ids = " ".join(map(str, output["token_ids"][:tokens_max]))
+            key = str(number), ids, output["text"][:_TEXT_CHARS]
+            found.setdefault(key, []).append(cell.label)
     rows = [
         (number, f"`{ids}`" if ids else "", f"`{_plain(text)}`" if text.strip() else "", labels)
         for (number, ids, text), names in found.items()
@@ -195,26 +183,6 @@ def _outputs(cells: Sequence[Row]) -> list[Section]:
     ]
     head = ("prompt", "token ids", "text", "cells")
     return [Section("What was generated", tables=(Table(head, tuple(rows)),))] if rows else []
-
-
-def _cell(file: ResultFile, cell: Any, tokens_max: int | None) -> Row:
-    speeds = cell.values()
-    found = median_of_runs(speeds) if speeds else None
-    held = next((r["outputs"] for r in cell.rows if isinstance(r.get("outputs"), list)), [])
-    return {
-        "file": file.name,
-        "label": cell.label,
-        "key": cell.key,
-        "runs": len(cell.good),
-        "void": cell.count("void"),
-        "tok_s": found and found.value,
-        "tok_s_95": found and found.ends,
-        "tokens_sha256": sorted({r["tokens_sha256"] for r in cell.rows if r.get("tokens_sha256")}),
-        "outputs": [
-            {"token_ids": output["token_ids"][:tokens_max], "text": output["text"]}
-            for output in held
-        ],
-    }
 
 
 def _cells(file: ResultFile) -> list[Any]:

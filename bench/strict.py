@@ -15,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -45,11 +45,13 @@ from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import NUMERICS
+from clocher_runtime.disk.files import read_text
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus
 from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.quality.speed import Case
 from cpu_fallback.team.bandwidth import Reader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -127,12 +129,10 @@ class Process:
             size = session.model.spec.vocab_size
             return [int(i) for i in np.random.default_rng(0).integers(size, size=count)]
         try:
-            with open(self.task["text"], encoding="utf-8") as file:
-                ids = self.engine.tokenizer.encode(file.read(_CHARS_PER_TOKEN * count))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{self.task['text']}: cannot be read: {error}; give --text FILE"
-            ) from None
+            text = read_text(Path(self.task["text"]))[: _CHARS_PER_TOKEN * count]
+        except OSError as error:
+            raise UsageError(f"{self.task['text']}: cannot be read: {error.strerror}") from None
+        ids = self.engine.tokenizer.encode(text)
         if not ids:
             raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
         return list((ids * (count // len(ids) + 1))[:count])
@@ -276,7 +276,7 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
     shared: Row = {"kind": "strict", "command": command} | {key: first[key] for key in _OWN}
     per_token = first["bytes_per_token"] + first["touch_bytes_read"]
     share = share_of_limit(launches, per_token)
-    tg = row(launches, "tg", tg_name(task), task["tokens"])
+    tg = row(launches, "tg", Case(0, task["tokens"], task["depth"]).name, task["tokens"])
     steps = np.asarray([ns for each in launches for ns in each["token_ns"]])
     tg |= {
         "gbps": per_token * tg["tok_s"] / 1e9,
@@ -306,13 +306,8 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
         "rss_peak_mb": max(each["rss_peak_mb"] for each in launches),
         "checks": [check._asdict() for check in found],
     }
-    pp = row(launches, "pp", f"pp{task['prompt_tokens']}", task["prompt_tokens"])
+    pp = row(launches, "pp", Case(task["prompt_tokens"], 0).name, task["prompt_tokens"])
     return [contract, {**shared, **pp}, {**shared, **tg}]
-
-
-def tg_name(task: Mapping[str, Any]) -> str:
-    """Return llama-bench's name of the decode test."""
-    return f"tg{task['tokens']}" + (f" @ d{task['depth']}" if task["depth"] else "")
 
 
 def verdict(found: Sequence[Check]) -> ExitCode:

@@ -221,20 +221,20 @@ def together(rows: list[Row], *apart: str) -> list[Row]:
 
     Rows whose ids were not all the same, or not compared, are not mixed with others.
     """
-    found: dict[tuple[Any, ...], Row] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         ids = row["same_ids"] if row["same_ids"] is None else row["same_ids"] == row["models"]
         key = (*(row[name] for name in (*apart, "writer", "reference")), ids)
-        if ids is False or ((old := found.get(key)) is None):
-            found[(*key, row["format"]) if ids is False else key] = dict(row)
-            continue
-        for name in ("family", "format"):
-            if row[name] not in old[name].split(", "):
-                old[name] += f", {row[name]}"
-        old["models"] += row["models"]
-        old["same_ids"] = None if ids is None else old["same_ids"] + row["same_ids"]
-        old["difference"] = max(old["difference"], row["difference"])
-    return list(found.values())
+        groups.setdefault((*key, ids is False and row["format"]), []).append(row)
+    return [_one(each) for each in groups.values()]
+
+
+def _one(rows: list[Row]) -> Row:
+    each = {name: [row[name] for row in rows] for name in rows[0]}
+    same = None if each["same_ids"][0] is None else sum(each["same_ids"])
+    texts = {name: ", ".join(dict.fromkeys(each[name])) for name in ("family", "format")}
+    counts = {"models": sum(each["models"]), "same_ids": same}
+    return {**rows[0], **texts, **counts, "difference": max(each["difference"])}
 
 
 def order(row: Row) -> tuple[str, ...]:

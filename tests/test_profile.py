@@ -12,9 +12,8 @@ from bench.profile import (
     Frame,
     Profiler,
     flame,
-    label,
-    layer_of,
     median_step,
+    named,
     rows_of,
     svg,
 )
@@ -132,10 +131,8 @@ def test_narrow_frames_are_left_out():
 
 def test_a_label_names_the_weight_without_its_layer():
     call = Call("linear", {"x": "h", "w": "model.layers.12.mlp.up_proj.weight", "y": "u"})
-    assert label(call) == "linear mlp.up_proj"
-    assert layer_of(call) == 12
-    assert label(Call("rope", {"x": "q"})) == "rope"
-    assert layer_of(Call("rope", {"x": "q"})) is None
+    assert named(call) == ("linear mlp.up_proj", 12)
+    assert named(Call("rope", {"x": "q"})) == ("rope", None)
 
 
 def test_the_model_comes_from_the_environment(tmp_path: Path) -> None:
