@@ -233,7 +233,7 @@ def test_what_dies_is_reported_and_the_rest_survives(
         return run(["-c", CHILD, str(path), what], log, path, *limits)
 
     monkeypatch.setattr(gpu_suite, "run", child)
-    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(2, 30, 2.5))
+    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(2, 30, 1.5))
     assert suite(tmp_path, "--part", "ops").exit_code == 1
     found = [(row["item"], row["status"]) for row in parts_in(tmp_path)["ops"]]
     assert found == [("first", "ok"), ("bad", status), ("last", "ok")]
