@@ -82,22 +82,19 @@ def group(rows: Sequence[Row]) -> list[ResultCell]:
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:
     """Write rows flat: row fields, swept settings, machine state, scalars of the line."""
-    lines = [row["line"] or {} for row in rows]
-    swept, state = (list(dict.fromkeys(n for r in rows for n in r[k])) for k in ("swept", "state"))
-    keys = list(dict.fromkeys(k for line in lines for k in line if k not in _NOT_SCALAR))
+    flat = []
+    for row in rows:
+        own = {name: row[name] for name in _COLUMNS}
+        own |= {"why": "; ".join(row["why"]), "ignored": " ".join(row["ignored"])}
+        for head, part in (("set", "swept"), ("state", "state"), ("line", "line")):
+            found = row[part] or {}
+            own |= {f"{head}.{k}": v for k, v in found.items() if k not in _NOT_SCALAR}
+        flat.append(own)
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [*_COLUMNS, "why", "ignored", *(f"set.{n}" for n in swept), *(f"state.{n}" for n in state)]
-        + [f"line.{key}" for key in keys]
-    )
-    for row, line in zip(rows, lines, strict=True):
-        writer.writerow(
-            [*(row[name] for name in _COLUMNS), "; ".join(row["why"]), " ".join(row["ignored"])]
-            + [row["swept"].get(name) for name in swept]
-            + [row["state"].get(name) for name in state]
-            + [line.get(key) for key in keys]
-        )
+    names = list(dict.fromkeys(name for row in flat for name in row))
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
     write_file(path, text.getvalue().encode())
 
 

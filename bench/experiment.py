@@ -4,26 +4,29 @@ import ctypes
 import os
 import re
 import shlex
+import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, fields
-from functools import partial, wraps
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import numpy as np
 from rich.console import Console
 
-from bench.record import Row, print_table, table_of, write_json
-from clocher_kernels.errors import ClocherError, UsageError
+from bench.record import Row, print_table, table_of, without_directories, write_json
+from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
-from clocher_runtime.command.flags import text_of
-from clocher_runtime.command.parameters import Listed
+from clocher_runtime.command.flags import option, text_of
+from clocher_runtime.command.parameters import COUNT, PATH, Listed
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
+from clocher_runtime.exit_codes import exit_code
 from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.quality.statistics import ratio as ratio
 from cpu_fallback.tiles.multiply import OUT, dots
@@ -36,12 +39,25 @@ Key = TypeVar("Key")
 REST_S = 0.05
 """Pause between two subjects: thread pools spin for a while after their work."""
 
-_ABOVE_LIMIT = 105.0
+_ABOVE_LIMIT, _TIMEOUT_S = 105.0, 4 * 3600
 _TURNS = 1 << 17
 
 
 class NotMeasured(Exception):
     """A subject cannot run here; the text is the reason."""
+
+
+def output_of(command: Sequence[object]) -> str:
+    """Return what a program prints; NotMeasured with its last words if it fails."""
+    words = [str(word) for word in command]
+    try:
+        run = subprocess.run(words, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NotMeasured(str(error)) from None
+    if run.returncode:
+        said = run.stderr.strip().splitlines() or [f"{words[0]}: exit code {run.returncode}"]
+        raise NotMeasured(said[-1].removeprefix("Error: "))
+    return run.stdout
 
 
 class _New(click.Path):
@@ -72,7 +88,6 @@ def _format(text: str) -> str:
         raise click.BadParameter(str(error)) from None
 
 
-FILE = click.Path(path_type=Path)
 NEW = _New(dir_okay=False, path_type=Path)
 COUNTS = Listed(_count, "numbers from 1, such as 1,2")
 SHAPES = Listed(_sides, "NxK, such as 4096x14336")
@@ -84,16 +99,10 @@ def _default_counts() -> str:
     return ",".join(str(n) for n in sorted({1, default_threads()}))
 
 
-TEAMS = click.option("--threads", type=COUNTS, default=_default_counts, show_default="1 and all")
-TEAM = click.option(
-    "--threads", type=click.IntRange(1), default=default_threads, show_default="all usable cores"
-)
-MODEL_DIR = click.option(
-    "--model-dir", type=FILE, envvar="MODEL_DIR", help="default: MODEL_DIR, else the embedded model"
-)
-MIB = click.option(
-    "--mib", type=click.IntRange(2), default=512, show_default=True, help="Buffer to read."
-)
+TEAMS = option("--threads", COUNTS, default=_default_counts, show_default="1 and all")
+TEAM = option("--threads", COUNT, default=default_threads, show_default="all usable cores")
+MODEL_DIR = option("--model-dir", PATH, "default: the embedded model", envvar="MODEL_DIR")
+MIB = option("--mib", click.IntRange(2), "buffer to read", default=512)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,83 +178,56 @@ def opened(model_dir: Path | None, precision: str | None = None) -> "Model":
     return load_model(open_checkpoint(model_dir or embedded_model()), precision)
 
 
-def given(*flags: str, **how: Any) -> Any:
-    """Declare a field of a record of options; its flag has its name, or one of `flags`."""
-    return field(metadata={"flags": flags, "how": how})
-
-
-def _options(record: type[Any]) -> list[click.Parameter]:
-    return [
-        click.Option(
-            [*(each.metadata["flags"] or (f"--{each.name.replace('_', '-')}",)), each.name],
-            **each.metadata["how"],
-        )
-        for each in fields(record)
-    ]
-
-
 def experiment(
     kind: str,
     text: str | None,
-    *,
-    record: type[Any] | None = None,
+    *options: click.Parameter,
     title: str = "",
     rounds: int | None = None,
     good: Callable[[Row], bool] = lambda row: row.get("correct", True),
-) -> Callable[[Callable[..., Iterable[Row]]], click.Command]:
-    """Return a decorator that makes a command of a generator of rows.
+    bad: int = 1,
+) -> Callable[[Callable[[Any], Iterable[Row]]], click.Command]:
+    """Return a decorator that makes a command of a function that yields rows.
 
-    `kind` names the case and its rows, `title` is formatted from the first row; `rounds` None omits
-    --rounds. With a `record`, a dataclass whose fields are `given`, these options come as one. The
-    command exits with 1 if a row is not `good`.
+    `kind` names the case and its rows, `title` is formatted from the first row. The function gets
+    the options' values as attributes; `rounds` None omits --rounds. The command exits with
+    `bad` if a row is not `good`.
     """
 
-    def decorate(measure: Callable[..., Iterable[Row]]) -> click.Command:
-        @wraps(measure)
-        def run(out: Path | None, **options: Any) -> None:
-            about = {"kind": kind, "command": _spelled(kind)}
-            names = [each.name for each in fields(record)] if record else []
-            asked = [record(**{name: options.pop(name) for name in names})] if record else []
+    def decorate(measure: Callable[[Any], Iterable[Row]]) -> click.Command:
+        def run(out: Path | None, **values: Any) -> None:
+            about = {"kind": kind, "command": _command(kind)}
             rows: list[Row] = []
             terminal = Console(stderr=True)
             try:
                 with terminal.status(kind) if terminal.is_terminal else nullcontext() as status:
-                    for row in measure(*asked, **options):
+                    for row in measure(SimpleNamespace(**values)):
                         rows.append({**about, **row})
                         if status:
                             status.update(f"{kind}: {len(rows)} rows")
-            except UsageError as error:
-                raise click.UsageError(str(error)) from None
             except (ClocherError, NotMeasured) as error:
-                raise click.ClickException(str(error)) from None
+                ended = click.ClickException(str(error))
+                ended.exit_code = exit_code(error)
+                raise ended from None
             if rows:
                 load = f"load {os.getloadavg()[0]:.1f} at the end"
                 name = f"{title.format_map(rows[0])}, {cpu_name()}, {len(usable_cpus())} CPUs"
                 print_table(table_of(kind, rows).on_terminal(f"{name}, {load}"))
             if out and rows:
                 write_json(out, rows)
-            raise SystemExit(int(not all(map(good, rows))))
+            raise SystemExit(0 if all(map(good, rows)) else bad)
 
-        command = click.command(kind, cls=_Command, help=text_of(text))(run)
-        command.params[:0] = _options(record) if record else []
+        params = [*options, option("--json", NEW, "write rows there", name="out")]
         if rounds is not None:
-            at_least_one = click.IntRange(1)
-            command.params.append(
-                click.Option(["--rounds"], type=at_least_one, default=rounds, show_default=True)
-            )
-        command.params.append(click.Option(["--json", "out"], type=NEW, help="Write rows there."))
-        return command
+            params.insert(-1, option("--rounds", COUNT, default=rounds))
+        return _Command(kind, callback=run, params=params, help=text_of(text))
 
     return decorate
 
 
-def _spelled(kind: str) -> str:
-    """Return the command as given, with paths cut to file names: rows are published."""
-    words = []
-    for word in click.get_current_context().meta[__name__]:
-        name, equals, value = word.rpartition("=")
-        words.append(f"{name}{equals}{value.rstrip('/').rpartition('/')[2]}")
-    return shlex.join(["python", "-m", "bench", kind, *words])
+def _command(kind: str) -> str:
+    words = click.get_current_context().meta[__name__]
+    return shlex.join(["python", "-m", "bench", kind, *without_directories(words)])
 
 
 class _Command(click.Command):

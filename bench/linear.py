@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
+from typing import Any
 
 import click
 import numpy as np
@@ -31,7 +32,6 @@ from bench.experiment import (
     SHAPES,
     TEAM,
     TEAMS,
-    Listed,
     NotMeasured,
     Row,
     Subject,
@@ -50,6 +50,8 @@ from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_runtime.command.flags import option
+from clocher_runtime.command.parameters import COUNT, Listed
 from clocher_runtime.convert.synthetic import normal_matrix
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
@@ -229,32 +231,28 @@ ENGINES: Mapping[str, Callable[[Problem, list[QuantTensor], int], Engine]] = {
 """Engines by name; the first is compared with the others."""
 
 
-@experiment("linear", __doc__, title="matrix products, {isa}", rounds=11)
-@click.option("--formats", type=FORMATS, default=_FORMATS, show_default=True)
-@click.option("--shapes", type=SHAPES, default=_SHAPES, show_default=True, help="N x K")
-@click.option("--tokens", type=COUNTS, default="1", show_default=True, help="M")
-@click.option("--engines", type=Listed.of(ENGINES), default="clocher", show_default=True)
-@TEAMS
-@click.option("--mib", type=click.IntRange(1), default=192, show_default=True, help="Per format.")
-@click.option("--pages", type=click.Choice(PAGES), default="2m", help="of what is read")
-def main(
-    formats: tuple[str, ...],
-    shapes: tuple[tuple[int, int], ...],
-    tokens: tuple[int, ...],
-    engines: tuple[str, ...],
-    threads: tuple[int, ...],
-    mib: int,
-    pages: str,
-    rounds: int,
-) -> Iterator[Row]:
+@experiment(
+    "linear",
+    __doc__,
+    option("--formats", FORMATS, default=_FORMATS),
+    option("--shapes", SHAPES, "N x K", default=_SHAPES),
+    option("--tokens", COUNTS, "M", default="1"),
+    option("--engines", Listed.of(ENGINES), default="clocher"),
+    TEAMS,
+    option("--mib", COUNT, "per format", default=192),
+    option("--pages", click.Choice(PAGES), "of what is read", default="2m"),
+    title="matrix products, {isa}",
+    rounds=11,
+)
+def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each shape, number of tokens, thread count, format and engine."""
-    reader = Reader(pages, mib << 20)
-    formats = GGML if "ggml" in formats else formats
-    for (n, k), m, count, name in product(shapes, tokens, threads, formats):
-        problem = Problem.filling(name, n, k, m, mib << 20)
+    reader = Reader(asked.pages, asked.mib << 20)
+    formats = GGML if "ggml" in asked.formats else asked.formats
+    for (n, k), m, count, name in product(asked.shapes, asked.tokens, asked.threads, formats):
+        problem = Problem.filling(name, n, k, m, asked.mib << 20)
         about = {"format": name, "N": n, "K": k, "M": m, "threads": count, "isa": CURRENT.name}
-        for engine, row in _compared(problem, engines, count, reader, rounds).items():
-            yield {"op": "linear", **about, "engine": engine, **row}
+        rows = _compared(problem, asked.engines, count, reader, asked.rounds)
+        yield from ({"op": "linear", **about, "engine": e, **row} for e, row in rows.items())
 
 
 def _compared(
@@ -328,35 +326,26 @@ def _whole_percent(text: str) -> float:
 @experiment(
     "block_sparse",
     SPARSE_ABOUT,
+    option("--shape", SHAPES, "N x K", default="4096x4096"),
+    option("--blocks", SHAPES, default="16x16,32x32,64x64,16x64"),
+    option("--inner", click.Choice(INNERS), default="f32"),
+    option(
+        "--sparsity",
+        Listed(_whole_percent, "whole per cents below 100, such as 0,50,90"),
+        default="0,50,70,80,90,95",
+    ),
+    option("--tokens", COUNT, default=1),
+    TEAM,
     title="block-sparse, {n}x{k} {inner}, M={m}, {threads} threads, {isa}",
     rounds=9,
 )
-@click.option("--shape", type=SHAPES, default="4096x4096", show_default=True, help="N x K")
-@click.option("--blocks", type=SHAPES, default="16x16,32x32,64x64,16x64", show_default=True)
-@click.option("--inner", type=click.Choice(INNERS), default="f32", show_default=True)
-@click.option(
-    "--sparsity",
-    type=Listed(_whole_percent, "whole per cents below 100, such as 0,50,90"),
-    default="0,50,70,80,90,95",
-    show_default=True,
-)
-@click.option("--tokens", type=click.IntRange(1), default=1, show_default=True)
-@TEAM
-def sparse(
-    shape: tuple[tuple[int, int], ...],
-    blocks: tuple[tuple[int, int], ...],
-    inner: str,
-    sparsity: tuple[float, ...],
-    tokens: int,
-    threads: int,
-    rounds: int,
-) -> Iterator[Row]:
+def sparse(asked: Any) -> Iterator[Row]:
     """Yield rows for each block shape: the dense matmul, then one for each sparsity."""
-    size = shape[0]
+    size, inner, tokens, threads = asked.shape[0], asked.inner, asked.tokens, asked.threads
     values = np.random.default_rng(2).standard_normal(size, dtype=np.float32)
     dense = encode(values, parse_format(_DENSE[inner]))
-    for block in blocks:
-        weights = {part: sparse_weight(size, block, inner, part) for part in sparsity}
+    for block in asked.blocks:
+        weights = {part: sparse_weight(size, block, inner, part) for part in asked.sparsity}
         read = partial(Reader("2m", _BYTES).gbps, threads)
         with ExitStack() as stack:
             made = {
@@ -369,7 +358,7 @@ def sparse(
                 for name in made
             }
             runs = {name: engine.seconds for name, engine in made.items()}
-            found = turns({**runs, "read": read}, rounds, rest_s=0.01)
+            found = turns({**runs, "read": read}, asked.rounds, rest_s=0.01)
         took = {name: [s / made[name].products for s in found[name]] for name in made}
         times = {name: median(each) for name, each in took.items()}
         even = break_even([1 - part for part in weights], [times[p] for p in weights], times[None])

@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 import numpy as np
 
-from bench.experiment import NotMeasured
+from bench.experiment import NotMeasured, output_of
 from clocher_runtime.quality.tasks import Asked
 
 _TIMEOUT_S, _START_S = 3600, 60
@@ -117,15 +117,8 @@ def _complete(address: str, item: Asked) -> str:
 
 
 def _perplexity(programs: Path, gguf: Path, more: Sequence[str], threads: int) -> str:
-    command = [str(programs / "llama-perplexity"), "-m", str(gguf), "-t", f"{threads}", *more]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise NotMeasured(str(error)) from None
-    if run.returncode:
-        words = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-        raise NotMeasured(words[-1])
-    return run.stdout
+    command = [programs / "llama-perplexity", "-m", gguf, "-t", threads, *more]
+    return output_of(command)
 
 
 def _spelled(text: str) -> bytes:

@@ -1,5 +1,6 @@
 """Cases of the op table, at real sizes too, run on a back end and compared."""
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.ops import OPS, OpSpec, cases
-from clocher_kernels.ops.contract import Case, Real, Value
+from clocher_kernels.ops.contract import EXACT, Case, Real, Tolerance, Value
 from clocher_kernels.ops.quantize import groups_of
 from clocher_kernels.plan import Plan
 
@@ -17,6 +18,7 @@ _PAGE = 16  # cells of a page in every case
 _KIND = {"aligned", "wide"}  # words of case ids about replaced sizes
 
 Arrays = dict[str, np.ndarray]
+Row = dict[str, Any]
 
 
 def name_of(spec: OpSpec, case: Case) -> str:
@@ -69,29 +71,31 @@ class OpRun:
         finally:
             executor.close()
 
-    def alone(self) -> str:
-        """Return "M" or "R" if the op's outputs are independent rows, else ""."""
-        leads = {self.plan.buffers[name].rows for name in self.written}
-        lead = leads.pop()
-        count = {"M": self.plan.tokens, "R": self.plan.rows, "": 1}[lead]
-        return lead if not leads and count > 1 else ""
-
-    def run_alone(self, executor: Any, lead: str, index: int) -> Arrays:
-        """Run the case for one token or row, moved to the front; return the whole buffers."""
-        self.fill(executor)
-        for name, buffer in self.plan.buffers.items():
-            if buffer.rows == lead and buffer.role != "output":
-                executor.array(name)[0] = self.values[name][index]
-        tokens = 1 if lead == "M" else self.plan.tokens
-        executor.step(tokens, 1 if lead == "R" else self.plan.rows)
-        return self.outputs(executor)
-
 
 def error(got: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
     """Return the RMS and the largest error, relative to the RMS of the expected values."""
     a, b = got.astype(np.float64), expected.astype(np.float64)
     scale = float(np.sqrt(np.mean(b * b))) or 1.0
     return float(np.sqrt(np.mean((a - b) ** 2))) / scale, float(np.abs(a - b).max()) / scale
+
+
+def judge(limit: Tolerance, outputs: Mapping[str, tuple[np.ndarray, np.ndarray]]) -> Row:
+    """Compare outputs (fp32 or stored integers) with their references; NaN always fails."""
+    row: Row = {"status": "ok", "rms": 0.0, "max": 0.0}
+    for name, (got, expected) in outputs.items():
+        why = ""
+        if limit == EXACT or got.dtype.kind != "f":
+            if wrong := int(np.count_nonzero(got != expected)):
+                why = f"{wrong} values differ"
+        else:
+            found = dict(zip(("rms", "max"), error(got, expected), strict=True))
+            if math.isfinite(found["rms"]):  # NaN is not JSON
+                row |= {key: max(row[key], value) for key, value in found.items()}
+            if not (found["rms"] <= limit.rms and found["max"] <= limit.max):
+                why = f"rms {found['rms']:.3g}, largest error {found['max']:.3g}"
+        if why:
+            row |= {"status": "failed", "reason": f"{name}: {why}"}
+    return row
 
 
 def real_cases() -> list[tuple[OpSpec, Case]]:

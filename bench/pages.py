@@ -21,6 +21,7 @@ from bench.record import (
     read_folder,
     table,
     table_of,
+    without_directories,
 )
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
@@ -35,6 +36,7 @@ _COLOUR, _GREY = "#0072b2", "#777777"
 _WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 800, 340, 60, 40, 28
 _TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
+_PLOT = "beside-peers.svg"
 NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
 _INTRO = (
     NOTE,
@@ -45,7 +47,22 @@ _INTRO = (
     "measured, "
     "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
     "your machine.",
-    "![How many times as fast as llama.cpp, with 95 % intervals](plots/beside-peers.svg)",
+    f"![How many times as fast as llama.cpp, with 95 % intervals](plots/{_PLOT})",
+)
+_BESIDE = (
+    "model | test | ISA | tok/s | peer | its tok/s | times as fast | file",
+    "{model} | {test} | {isa} | {ours:.4g} | {peer} | {tok_s:.4g} | "
+    "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}] | `{file}`",
+)
+_DECODED = (
+    "model | weights | threads | tok/s | MB per token | % of read | file",
+    "{model} | {format} | {threads} | {tok_s:.4g} | {mb:.4g} | {pct_of_limit:.0f} | `{file}`",
+)
+_REAL = (
+    "KLD is the KL divergence, nats per token, from the weights of the file in fp32, same top-1 "
+    "the share of tokens where both have the same first choice. The text is Wikipedia's paragraphs "
+    "in SQuAD, turns are GSM8K's questions and answers in the model's chat template, if it has "
+    "one; MMLU is asked without examples. `±` is a standard error."
 )
 _TITLE, _LABEL = "Clocher beside llama.cpp, same weights", "times as fast, 95 % interval"
 SHOWN = {
@@ -55,7 +72,6 @@ SHOWN = {
 }
 """Models of the plot -> their weight type in llama.cpp."""
 
-_PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")
 _STORED = re.compile(r"\b(I?Q\d\w*|TQ\d\w*|BF16|F16|MXFP4)")
 _RATIO = ("ratio", "ratio_low", "ratio_high")
 
@@ -69,14 +85,13 @@ class Section(NamedTuple):
     title: str
     text: tuple[str, ...] = ()
     tables: tuple[Table, ...] = ()
-    level: int = 2
 
 
 def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
     """Return a report as Markdown; the intro is Markdown already."""
     parts = [f"# {_line(title)}", *intro]
     for section in sections:
-        parts += [f"{'#' * section.level} {_line(section.title)}", *map(_line, section.text)]
+        parts += [f"## {_line(section.title)}", *map(_line, section.text)]
         parts += [_markdown_table(table) for table in section.tables]
     return "\n\n".join(parts) + "\n"
 
@@ -166,23 +181,31 @@ class Page(NamedTuple):
 
     @property
     def plot(self) -> str:
-        """Return the plot; "" without bars."""
-        return chart(_TITLE, _LABEL, self.bars) if self.bars else ""
+        """Return the plot."""
+        return chart(_TITLE, _LABEL, self.bars)
+
+    def files(self, page: Path, plots: Path) -> dict[Path, str]:
+        """Return what each file should hold."""
+        drawn = {plots / _PLOT: self.plot} if self.bars else {}
+        return {page: self.text, **drawn}
 
     def stale(self, page: Path, plots: Path) -> list[str]:
         """Return the files that differ or should not exist."""
-        wanted = {page: self.text} | ({_plot(plots): self.plot} if self.plot else {})
-        found = [path.name for path, text in wanted.items() if _content(path) != text]
-        return found + [path.name for path in _gone(plots)]
+        wanted = self.files(page, plots).items()
+        found = [path for path, text in wanted if not path.is_file() or path.read_text() != text]
+        return [path.name for path in (*found, *_old(plots))]
 
     def write(self, page: Path, plots: Path) -> None:
         """Write the files, each atomically, and remove obsolete plots."""
         plots.mkdir(parents=True, exist_ok=True)
-        if self.plot:
-            write_file(_plot(plots), self.plot.encode())
-        for path in _gone(plots):
+        for path, text in self.files(page, plots).items():
+            write_file(path, text.encode())
+        for path in _old(plots):
             path.unlink()
-        write_file(page, self.text.encode())
+
+
+def _old(plots: Path) -> list[Path]:
+    return sorted(path for path in plots.glob("*.svg") if path.name != _PLOT)
 
 
 def render(folder: Path) -> Page:
@@ -193,48 +216,12 @@ def render(folder: Path) -> Page:
         Section(
             "Beside other engines",
             ("Same weights, same threads, in turns; tg is decoding, pp reading a prompt.",),
-            (
-                table(
-                    "model | test | ISA | tok/s | peer | its tok/s | times as fast | file",
-                    "{model} | {test} | {isa} | {ours:.4g} | {peer} | {tok_s:.4g} | "
-                    "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}] | `{file}`",
-                    peers,
-                ),
-            ),
+            (table(*_BESIDE, peers),),
         ),
-        Section(
-            "Published files",
-            (
-                "KLD is the KL divergence, nats per token, from the weights of the file in fp32, "
-                "same top-1 the share of tokens where both have the same first choice. The text is "
-                "Wikipedia's paragraphs in SQuAD, turns are GSM8K's questions and answers in the "
-                "model's chat template, if it has one; MMLU is asked without examples. `±` is a "
-                "standard error.",
-            ),
-            (table_of("real", _newest(files)),),
-        ),
+        Section("Published files", (_REAL,), (table_of("real", _newest(files)),)),
         Section(
             "Decoding, beside the read bandwidth of the memory",
-            (),
-            (
-                table(
-                    "model | weights | threads | tok/s | MB per token | % of read | file",
-                    "{model} | {format} | {threads} | {tok_s:.4g} | {mb:.4g} | "
-                    "{pct_of_limit:.0f} | `{file}`",
-                    _decodes(files),
-                ),
-            ),
-        ),
-        Section(
-            "Start and memory",
-            ("From the command to the first token, with the file in the page cache or not.",),
-            (
-                table(
-                    "model | engine | cached, s | cold, s | peak memory, MiB | file",
-                    "{model} | {engine} | {warm:.2f} | {cold:.2f} | {rss:.0f} | `{file}`",
-                    _starts(files),
-                ),
-            ),
+            tables=(table(*_DECODED, _decodes(files)),),
         ),
     ]
     found = [section for section in sections if section.tables[0].rows]
@@ -287,23 +274,6 @@ def _decodes(files: Sequence[ResultFile]) -> list[Row]:
     return found
 
 
-def _starts(files: Sequence[ResultFile]) -> list[Row]:
-    found: dict[tuple[str, str], Row] = {}
-    for file in files:
-        for row in file.rows if file.kind == "start" else ():
-            if row["engine"] != "read":
-                key = row["model"], row["engine"]
-                about = {"model": key[0], "engine": key[1], "file": file.name}
-                found.setdefault(key, about)[row["cache"]] = row["s"]
-        if file.kind == "strict":
-            row = file.rows[0]
-            key = row["model"], "clocher, cold to the end of 129 tokens"
-            cold = row["windows"]["cold"]["end_to_end_s"]
-            found[key] = {"model": key[0], "engine": key[1], "cold": cold, "file": file.name}
-            found[key]["rss"] = row.get("rss_peak_mb")
-    return list(found.values())
-
-
 def add(path: Path, folder: Path) -> Path:
     """Copy a result file, without local directories, under a name from date, machine and model."""
     file = read_file(path)
@@ -324,29 +294,3 @@ def add(path: Path, folder: Path) -> Path:
     target = folder / f"{name}{path.suffix}"
     write_file(target, f"{text}\n".encode())
     return target
-
-
-def without_directories(value: Any) -> Any:
-    """Return a value with absolute paths cut to file names."""
-    if isinstance(value, str):
-        return _PATH.sub(r"\1", value)
-    if isinstance(value, list):
-        return [without_directories(item) for item in value]
-    if isinstance(value, dict):
-        return {key: without_directories(item) for key, item in value.items()}
-    return value
-
-
-def _plot(plots: Path) -> Path:
-    return plots / "beside-peers.svg"
-
-
-def _gone(plots: Path) -> list[Path]:
-    return sorted(path for path in plots.glob("*.svg") if path != _plot(plots))
-
-
-def _content(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""

@@ -16,7 +16,6 @@ number. Products of matrices beside torch: python -m bench linear.
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
@@ -39,9 +38,12 @@ from bench.experiment import (
     limit_note,
     of_read,
     opened,
+    output_of,
     over,
     turns,
 )
+from clocher_runtime.command.flags import option
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.convert.synthetic import GGUF_NAME
 from clocher_runtime.engine.load import Model
@@ -49,17 +51,8 @@ from clocher_runtime.quality.speed import Case, Runner, session_for
 from cpu_fallback.team.bandwidth import Reader
 
 OURS = "clocher"
-TEST = r"(?:(pp)([1-9]\d{0,5})|(tg)([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?)"
+TEST = r"pp([1-9]\d{0,5})|tg([1-9]\d{0,5})(?:@d([1-9]\d{0,5}))?"
 OPENVINO = (sys.executable, "-m", "bench.openvino")
-_TIMEOUT_S = 3600
-_MODEL = click.Path(path_type=Path, exists=True)
-
-
-def parsed(test: str) -> tuple[str, int, int]:
-    """Return "pp" or "tg", tokens, and depth of a test's name, such as "pp512", "tg24@d4000"."""
-    found = re.fullmatch(TEST, test)
-    assert found is not None, test
-    return found[1] or found[3], int(found[2] or found[4]), int(found[5] or 0)
 
 
 @dataclass(slots=True)
@@ -71,22 +64,13 @@ class LlamaBench:
     threads: int
     about: dict[str, Any] = field(default_factory=dict)
 
-    def speed(self, test: str) -> float:
-        """Return tokens per second of a test; NotMeasured if it cannot be run."""
-        kind, tokens, depth = parsed(test)
-        sizes = ["-p", "0", "-n", str(tokens)] if kind == "tg" else ["-p", str(tokens), "-n", "0"]
-        sizes += ["-d", str(depth)] if depth else []
-        line = [*self.command, "-m", str(self.gguf), "-t", str(self.threads), *sizes]
-        line += ["-r", "1", "-o", "json"]
+    def speed(self, case: Case) -> float:
+        """Return tokens per second of a case; NotMeasured if it cannot be run."""
+        line = [*self.command, "-m", self.gguf, "-t", self.threads, "-p", case.prompt, "-n"]
+        line += [case.tokens, *(["-d", case.depth] if case.depth else []), "-r", 1, "-o", "json"]
+        said = output_of(line)
         try:
-            run = subprocess.run(line, capture_output=True, text=True, timeout=_TIMEOUT_S)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NotMeasured(str(error)) from None
-        if run.returncode:
-            words = run.stderr.strip().splitlines() or [f"exit code {run.returncode}"]
-            raise NotMeasured(words[-1].removeprefix("Error: "))
-        try:
-            found = json.loads(run.stdout)[0]
+            found = json.loads(said)[0]
             self.about = {key: found.get(key) for key in ("build_commit", "model_type")}
             return float(found["avg_ts"])
         except (ValueError, LookupError, TypeError):
@@ -105,7 +89,7 @@ def compare(
     missing = {}
     for name, peer in peers.items():
         try:
-            peer.speed("tg1")
+            peer.speed(Case(0, 1))
         except NotMeasured as reason:
             missing[name] = str(reason)
     config = EngineConfig(threads=threads, speculate="off")
@@ -115,7 +99,7 @@ def compare(
         for test, case in cases.items():
             runs[OURS, test] = partial(_speed, runner, case)
             present = {name: peer for name, peer in peers.items() if name not in missing}
-            runs |= {(name, test): partial(p.speed, test) for name, p in present.items()}
+            runs |= {(name, test): partial(p.speed, case) for name, p in present.items()}
         runs["read", ""] = partial(reader.gbps, threads)
         found = turns(runs, rounds)
         nbytes = {test: runner.bytes_per_token(case) for test, case in cases.items()}
@@ -188,37 +172,33 @@ def _cases(
         raise click.BadParameter(
             f"{bad[0]!r}; expected pp or tg and a number, such as pp512, or tg24@d4000"
         )
-    asked = {test: parsed(test) for test in tests}
-    return {
-        test: Case(tokens, 0) if kind == "pp" else Case(0, tokens, depth)
-        for test, (kind, tokens, depth) in asked.items()
-    }
+    sizes = {test: re.fullmatch(TEST, test).groups("0") for test in tests}  # type: ignore[union-attr]
+    return {test: Case(*map(int, each)) for test, each in sizes.items()}
 
 
-@experiment("peers", __doc__, title="{threads} threads", rounds=7)
-@click.option("--model-dir", type=_MODEL, required=True)
-@click.option("--gguf", type=click.Path(path_type=Path, exists=True), multiple=True)
-@click.option(
-    "--llama-bench",
-    "programs",
-    multiple=True,
-    help="Program, and arguments for it: 'llama-bench -fa 1', or 'NAME=...' for a fork.",
+@experiment(
+    "peers",
+    __doc__,
+    option("--model-dir", PATH, required=True),
+    option("--gguf", click.Path(path_type=Path, exists=True), multiple=True),
+    option(
+        "--llama-bench",
+        str,
+        "program, and arguments for it: 'llama-bench -fa 1', or 'NAME=...' for a fork",
+        name="programs",
+        multiple=True,
+    ),
+    option("--test", str, name="cases", multiple=True, default=("pp128", "tg32"), callback=_cases),
+    TEAM,
+    MIB,
+    title="{threads} threads",
+    rounds=7,
 )
-@click.option("--test", "cases", multiple=True, default=("pp128", "tg32"), callback=_cases)
-@TEAM
-@MIB
-def main(
-    model_dir: Path,
-    gguf: tuple[Path, ...],
-    programs: tuple[str, ...],
-    cases: dict[str, Case],
-    threads: int,
-    mib: int,
-    rounds: int,
-) -> Iterator[Row]:
+def main(asked: Any) -> Iterator[Row]:
     """Yield the rows of a model."""
-    peers = _peers(model_dir, gguf, programs, threads)
-    yield from compare(opened(model_dir), peers, cases, threads, Reader("2m", mib << 20), rounds)
+    threads, reader = asked.threads, Reader("2m", asked.mib << 20)
+    peers = _peers(asked.model_dir, asked.gguf, asked.programs, threads)
+    yield from compare(opened(asked.model_dir), peers, asked.cases, threads, reader, asked.rounds)
 
 
 if __name__ == "__main__":

@@ -15,19 +15,21 @@ as a flame graph. With --limit, the exit code is 1 if more of a step than this s
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
+from itertools import groupby
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 from xml.sax.saxutils import escape
 
 import click
 import numpy as np
 
-from bench.experiment import FILE, MIB, MODEL_DIR, TEAM, Row, experiment, limit_note, opened
+from bench.experiment import MIB, MODEL_DIR, TEAM, Row, experiment, limit_note, opened
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.plan import Call
+from clocher_runtime.command.flags import option
+from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.load import PRECISIONS, Model
@@ -82,20 +84,14 @@ class Step:
     calls: tuple[CallTime, ...]
 
 
-def label(call: Call) -> str:
-    """Return the name of a call without its layer."""
-    weight = next((name for name in call.args.values() if name.endswith((".weight", "_proj"))), "")
+def named(call: Call) -> tuple[str, int | None]:
+    """Return the name of a call without its layer, and the layer of its weights."""
+    names = call.args.values()
+    weight = next((name for name in names if name.endswith((".weight", "_proj"))), "")
+    layers = [int(match[1]) for match in map(_LAYER.fullmatch, names) if match]
     match = _LAYER.fullmatch(weight)
     short = (match[2] if match else weight).removesuffix(".weight")
-    return f"{call.op} {short}".strip()
-
-
-def layer_of(call: Call) -> int | None:
-    """Return the layer of a call's weights."""
-    for name in call.args.values():
-        if match := _LAYER.fullmatch(name):
-            return int(match[1])
-    return None
+    return f"{call.op} {short}".strip(), layers[0] if layers else None
 
 
 class Profiler:
@@ -152,7 +148,7 @@ class Profiler:
         layer: int | None = None
         calls = []
         for index, call in enumerate(self._executor.plan.calls):
-            name, found = label(call), layer_of(call)
+            name, found = named(call)
             layer = layer if found is None else found
             inside = call.op not in _OUTSIDE and "lm_head" not in name and "model.norm" not in name
             own = owner == index
@@ -221,124 +217,99 @@ def _note(nbytes: int, percent: float) -> str:
     return ": ".join(filter(None, said)) if nbytes >= _BEYOND_CACHES else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A time span: name, ns, its parts in order, and extra tooltip text."""
+class Frame(NamedTuple):
+    """A rectangle of the flame graph: its level, start and length in ns, name, tooltip."""
 
+    level: int
+    start: float
+    ns: float
     name: str
-    value: float
-    inner: tuple["Frame", ...] = ()
     note: str = ""
 
 
-def depth(frame: Frame) -> int:
-    """Return the number of levels of a frame."""
-    return 1 + max((depth(part) for part in frame.inner), default=0)
+def flame(step: Step, title: str) -> list[Frame]:
+    """Return a step as frames: the step, its compiled call, layers, calls, kernels and waiting."""
+    outside = step.ns - step.compiled_ns
+    frames = [Frame(0, 0, step.ns, title), Frame(1, 0, step.compiled_ns, "compiled call")]
+    frames += [Frame(1, step.compiled_ns, outside, "Python")]
+    at = 0.0
+    for layer, calls in groupby(step.calls, lambda call: call.layer):
+        start = at
+        for call in calls:
+            note = f"{call.nbytes / 1e6:.2f} MB, {call.nbytes / max(call.ns, 1):.1f} GB/s"
+            frames += [Frame(3, at, call.ns + call.waiting_ns, call.name, note)]
+            frames += [Frame(4, at, call.ns, "kernel")]
+            frames += [Frame(4, at + call.ns, call.waiting_ns, "waiting")]
+            at += call.ns + call.waiting_ns
+        frames += [Frame(2, start, at - start, "model" if layer is None else f"layer {layer}")]
+    return frames
 
 
-def svg(root: Frame, title: str) -> str:
-    """Return the picture of a frame, outermost at the top."""
-    height = _TITLE + _ROW * depth(root) + _MARGIN
+def svg(frames: Sequence[Frame], title: str) -> str:
+    """Return the picture of frames, of which the first is the whole; level 0 is at the top."""
+    whole = max(frames[0].ns, 1e-9)
+    scale = (_WIDTH - 2 * _MARGIN) / whole
+    height = _TITLE + _ROW * (1 + max(frame.level for frame in frames)) + _MARGIN
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
         f'viewBox="0 0 {_WIDTH} {height}" font-family="monospace" font-size="11">',
         f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
         f'<text x="{_MARGIN}" y="22" font-size="14">{escape(title)}</text>',
     ]
-    scale = (_WIDTH - 2 * _MARGIN) / max(root.value, 1e-9)
-    _draw(lines, root, _MARGIN, _TITLE, scale, root.value, 0)
+    for number, (level, start, ns, name, note) in enumerate(frames):
+        x, y, width = _MARGIN + start * scale, _TITLE + level * _ROW, ns * scale
+        if width < _LEAST:
+            continue
+        colour = _COLOURS.get(name, _SHADES[number % len(_SHADES)])
+        about = ", ".join(filter(None, (name, f"{ns / 1e3:.1f} us, {ns / whole:.2%}", note)))
+        lines.append(
+            f'<g><title>{escape(about)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
+            f'height="{_ROW - 1}" fill="{colour}" rx="1"/>'
+        )
+        if (room := int((width - 6) / _CHAR)) >= 3:
+            text = name if len(name) <= room else f"{name[: room - 1]}…"
+            lines.append(f'<text x="{x + 3:.2f}" y="{y + 15}">{escape(text)}</text>')
+        lines.append("</g>")
     return "\n".join([*lines, "</svg>", ""])
-
-
-def _draw(
-    lines: list[str], frame: Frame, x: float, y: float, scale: float, whole: float, place: int
-) -> None:
-    width = frame.value * scale
-    if width < _LEAST:
-        return
-    colour = _COLOURS.get(frame.name, _SHADES[place % len(_SHADES)])
-    share = f"{frame.value / 1e3:.1f} us, {frame.value / whole:.2%}"
-    about = ", ".join(part for part in (frame.name, share, frame.note) if part)
-    lines.append(
-        f'<g><title>{escape(about)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
-        f'height="{_ROW - 1}" fill="{colour}" rx="1"/>'
-    )
-    room = int((width - 6) / _CHAR)
-    if room >= 3:
-        text = frame.name if len(frame.name) <= room else frame.name[: room - 1] + "…"
-        lines.append(f'<text x="{x + 3:.2f}" y="{y + 15}">{escape(text)}</text>')
-    lines.append("</g>")
-    for number, part in enumerate(frame.inner):
-        _draw(lines, part, x, y + _ROW, scale, whole, number + place + 1)
-        x += part.value * scale
-
-
-def flame(step: Step, title: str) -> Frame:
-    """Return a step as nested frames: step, layer, call, kernels and waiting."""
-    groups: list[Frame] = []
-    for call in step.calls:
-        name = "model" if call.layer is None else f"layer {call.layer}"
-        parts = [Frame("kernel", call.ns), Frame("waiting", call.waiting_ns)]
-        note = f"{call.nbytes / 1e6:.2f} MB, {call.nbytes / max(call.ns, 1):.1f} GB/s"
-        frame = Frame(call.name, call.ns + call.waiting_ns, tuple(parts), note)
-        if groups and groups[-1].name == name:
-            last = groups[-1]
-            groups[-1] = replace(last, value=last.value + frame.value, inner=(*last.inner, frame))
-        else:
-            groups.append(Frame(name, frame.value, (frame,)))
-    compiled = Frame("compiled call", step.compiled_ns, tuple(groups))
-    outside = Frame("Python", step.ns - step.compiled_ns)
-    return Frame(title, step.ns, (compiled, outside))
-
-
-def _good(row: Row) -> bool:
-    return row["name"] != "outside" or row["limit"] is None or row["share"] <= row["limit"]
 
 
 @experiment(
     "profile",
     __doc__,
+    MODEL_DIR,
+    option("--precision", click.Choice(PRECISIONS), "default: as stored"),
+    TEAM,
+    option("--tokens", COUNT, "steps", default=32),
+    option("--depth", COUNT, "prompt", default=16),
+    option("--prefill", click.IntRange(1, 512), "profile the prefill of N tokens"),
+    MIB,
+    option("--limit", click.FloatRange(0, 1), "largest share outside"),
+    option("--svg", PATH, "draw the median step there"),
     title="{model} {format}, {test}, {threads} threads, read {read_gbps:.1f} GB/s",
-    good=_good,
+    good=lambda row: row["name"] != "outside" or row["share"] <= row.get("limit", 1),
 )
-@MODEL_DIR
-@click.option("--precision", type=click.Choice(PRECISIONS), help="default: as stored")
-@TEAM
-@click.option("--tokens", type=click.IntRange(1), default=32, show_default=True, help="steps")
-@click.option("--depth", type=click.IntRange(1), default=16, show_default=True, help="prompt")
-@click.option("--prefill", type=click.IntRange(1, 512), help="profile the prefill of N tokens")
-@MIB
-@click.option("--limit", type=click.FloatRange(0, 1), help="largest share outside")
-@click.option("--svg", "picture", type=FILE, help="Draw the median step there.")
-def main(
-    model_dir: Path | None,
-    threads: int,
-    tokens: int,
-    depth: int,
-    prefill: int | None,
-    mib: int,
-    picture: Path | None,
-    **more: Any,
-) -> Iterator[Row]:
+def main(asked: Any) -> Iterator[Row]:
     """Measure, draw, and yield a row for each kind of call."""
-    model = opened(model_dir, more["precision"])
-    longest = max(prefill or 0, depth + tokens + _WARM_STEPS) + 1
+    model, threads = opened(asked.model_dir, asked.precision), asked.threads
+    longest = max(asked.prefill or 0, asked.depth + asked.tokens + _WARM_STEPS) + 1
     profiler = Profiler(model, threads, min(longest, model.spec.max_positions))
-    reader = Reader("2m", mib << 20)
+    reader = Reader("2m", asked.mib << 20)
     before = reader.gbps(threads)
-    steps = profiler.prefill(prefill, tokens) if prefill else profiler.decode(tokens, depth)
+    if asked.prefill:
+        steps, test = profiler.prefill(asked.prefill, asked.tokens), f"pp{asked.prefill}"
+    else:
+        steps = profiler.decode(asked.tokens, asked.depth)
+        test = f"tg{len(steps)} @ d{asked.depth}"
     read_gbps = median([before, reader.gbps(threads), reader.gbps(threads)])
     profiler.close()
-    test = f"pp{prefill}" if prefill else f"tg{len(steps)} @ d{depth}"
-    name = model_dir.name if model_dir else "embedded"
+    name = asked.model_dir.name if asked.model_dir else "embedded"
     title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
-    chosen = median_step(steps)
-    if picture:
-        drawn = flame(chosen, f"{test}, {threads} threads")
-        write_file(picture, svg(drawn, title).encode())
+    if asked.svg:
+        frames = flame(median_step(steps), f"{test}, {threads} threads")
+        write_file(asked.svg, svg(frames, title).encode())
     about = {"op": "profile", "model": name, "format": model.precision, "test": test}
     about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
-    about["limit"] = more["limit"]
+    about |= {} if asked.limit is None else {"limit": asked.limit}
     yield from ({**about, **row} for row in rows_of(steps, read_gbps))
 
 

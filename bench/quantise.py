@@ -16,12 +16,9 @@ calibration read as many tokens of CALIB. PARTS keeps what is done, for a run th
 
 import json
 import re
-import shlex
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import exp, log, prod
 from pathlib import Path
@@ -31,14 +28,14 @@ from typing import Any
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, experiment, given
+from bench.experiment import TEAM, NotMeasured, experiment, output_of
 from bench.real import (
     SCORED,
     Parts,
     Sums,
     Windows,
     compared,
-    exact_logits,
+    logits_of,
     summary,
     tokenizer_of,
     windows_of,
@@ -48,6 +45,8 @@ from bench.record import Row
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.checkpoints.gguf.file import GgufFile
+from clocher_runtime.command.flags import option
+from clocher_runtime.command.parameters import COUNT, PATH
 
 OURS: Mapping[str, Mapping[str, Any]] = {
     "int4 g128": {"dtype": "int4", "group": 128, "zero": "per-group"},
@@ -110,58 +109,41 @@ def dither(source: Path, published: Path, out: Path) -> None:
         weights.flush()
 
 
-class Quantiser:
-    """Makes candidates of a file of floats."""
-
-    def __init__(self, asked: "Asked", threads: int) -> None:
-        self.source, self.threads = asked.source, threads
-        self.folder, self._programs = asked.keep.parent, asked.llama or Path()
-        self._calib, self._samples = asked.calib, asked.samples
-
-    def make(self, name: str, method: str, folder: Path) -> Path:
-        """Write a candidate into an empty folder, and return its path."""
-        if method in (PLAIN, WEIGHED):
-            return self._theirs(name, method, folder)
-        ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
-        own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
-        rules, out = folder / "rules.json", folder / "out"
-        own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
-        rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
-        command = [sys.executable, "-m", "clocher_runtime", "quantize", self.source, out]
-        command += ["--rules", rules, "--threads", self.threads, "--no-hash"]
-        if method in ("imx", "gptq"):
-            command += ["--calib-text", self._calib, "--samples", self._samples]
-            command += ["--seq-len", _LENGTH]
-        if name == ALLOCATED:
-            inner, outer = (sum(map(_params, each)) for each in _matrices(self.source))
-            command += ["--target-bpw", (_INNER * inner + _OUTER * outer) / (inner + outer)]
-        _done(command)
-        return out
-
-    def _theirs(self, name: str, method: str, folder: Path) -> Path:
-        command: list[object] = [self._programs / "llama-quantize"]
-        if method == WEIGHED:
-            command += ["--imatrix", self._importance()]
-        command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
-        _done([*command, self.source, folder / "out.gguf", name, self.threads])
-        return folder / "out.gguf"
-
-    def _importance(self) -> Path:
-        out = self.folder / f"{self.source.stem}.{self._samples}.imatrix.gguf"
-        if not out.exists():
-            part = out.with_suffix(".part.gguf")
-            command = [self._programs / "llama-imatrix", "-m", self.source, "-f", self._calib]
-            command += ["-c", _LENGTH, "--chunks", self._samples, "-t", self.threads]
-            _done([*command, "-o", part])
-            part.rename(out)
-        return out
+def make(asked: Any, name: str, method: str, folder: Path) -> Path:
+    """Write a candidate into an empty folder, and return its path."""
+    if method in (PLAIN, WEIGHED):
+        return _theirs(asked, name, method, folder)
+    ends = {"pattern": _ENDS, "dtype": "int8", "group": 32, "scale_dtype": "f16"}
+    own = {"pattern": ".*", **OURS["int4 g32" if name == ALLOCATED else name]}
+    rules, out = folder / "rules.json", folder / "out"
+    own |= {"clip": "mse", "method": "rtn"} if method == "mse" else {"method": method}
+    rules.write_text(json.dumps({"version": 1, "rules": [ends | {"method": "rtn"}, own]}))
+    command = [sys.executable, "-m", "clocher_runtime", "quantize", asked.source, out]
+    command += ["--rules", rules, "--threads", asked.threads, "--no-hash"]
+    if method in ("imx", "gptq"):
+        command += ["--calib-text", asked.calib, "--samples", asked.samples]
+        command += ["--seq-len", _LENGTH]
+    if name == ALLOCATED:
+        inner, outer = map(_params, _matrices(asked.source))
+        command += ["--target-bpw", (_INNER * inner + _OUTER * outer) / (inner + outer)]
+    output_of(command)
+    return out
 
 
-def _done(command: Sequence[object]) -> None:
-    ran = subprocess.run([str(word) for word in command], capture_output=True, text=True)
-    if ran.returncode:
-        said = ran.stderr.strip().splitlines() or [f"exit code {ran.returncode}"]
-        raise NotMeasured(f"{shlex.join(map(str, command))}: {said[-1]}")
+def _theirs(asked: Any, name: str, method: str, folder: Path) -> Path:
+    programs, out = asked.llama or Path(), folder / "out.gguf"
+    command: list[object] = [programs / "llama-quantize"]
+    if method == WEIGHED:
+        weights = asked.keep.with_name(f"{asked.source.stem}.{asked.samples}.imatrix.gguf")
+        if not weights.exists():
+            part = weights.with_suffix(".part.gguf")
+            first = [programs / "llama-imatrix", "-m", asked.source, "-f", asked.calib, "-t"]
+            output_of([*first, asked.threads, "-c", _LENGTH, "--chunks", asked.samples, "-o", part])
+            part.rename(weights)
+        command += ["--imatrix", weights]
+    command += ["--token-embedding-type", "q8_0", "--output-tensor-type", "q8_0"]
+    output_of([*command, asked.source, out, name, asked.threads])
+    return out
 
 
 def _matrices(model: Path) -> tuple[list[Stored], list[Stored]]:
@@ -173,14 +155,14 @@ def _matrices(model: Path) -> tuple[list[Stored], list[Stored]]:
     return found
 
 
-def _params(stored: Stored) -> int:
-    return prod(stored.shape)
+def _params(matrices: Sequence[Stored]) -> int:
+    return sum(prod(stored.shape) for stored in matrices)
 
 
 def sizes(model: Path) -> Sums:
     """Return the MiB of a model's tensors, and the bits of a weight of its layers' matrices."""
     inner, _ = _matrices(model)
-    layers = 8 * sum(stored.nbytes for stored in inner) / sum(map(_params, inner))
+    layers = 8 * sum(stored.nbytes for stored in inner) / _params(inner)
     return {"mib": open_checkpoint(model).nbytes / (1 << 20), "bits": layers}
 
 
@@ -199,38 +181,34 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
     return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
 
 
-def _score(quantiser: Quantiser, name: str, method: str, bases: Mapping[Path, Windows]) -> Sums:
-    with TemporaryDirectory(dir=quantiser.folder) as folder:
-        made = quantiser.make(name, method, Path(folder))
-        sums, logits = sizes(made), exact_logits(made, quantiser.threads)
+def _score(asked: Any, name: str, method: str, bases: Mapping[Path, Windows]) -> Sums:
+    with TemporaryDirectory(dir=asked.keep.parent) as folder:
+        made = make(asked, name, method, Path(folder))
+        sums, logits = sizes(made), logits_of(made, asked.threads)
         for base, windows in bases.items():
             found = compared(base, windows, logits)
             sums |= {f"{base.suffix[1:]} {key}": value for key, value in found.items()}
     return sums
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is measured."""
-
-    source: Path = given("--model-dir", type=FILE, required=True, help="GGUF file of floats.")
-    published: Path | None = given(
-        type=FILE, help="The file that FLOAT.gguf is a dequantised copy of."
-    )
-    calib: Path = given("--calib-text", type=FILE, required=True)
-    samples: int = given(type=click.IntRange(2), default=24, show_default=True)
-    text: Path = given(type=FILE, required=True)
-    turns: Path | None = given(type=FILE)
-    tokens: int = given(type=click.IntRange(1), default=2040, show_default=True)
-    llama: Path | None = given(type=FILE, help="Where llama-quantize is.")
-    only: str = given(default="", help="Regular expression for format and method.")
-    keep: Path = given(type=FILE, required=True)
-    seconds: int | None = given(type=click.IntRange(1), help="Begin no part after that.")
-
-
-@experiment("quantise", __doc__, record=Asked, title="{model}, {samples} sequences of 512 tokens")
-@TEAM
-def main(asked: Asked, threads: int) -> Iterator[Row]:
+@experiment(
+    "quantise",
+    __doc__,
+    option("--model-dir", PATH, "GGUF file of floats", name="source", required=True),
+    option("--published", PATH, "the file that FLOAT.gguf is a dequantised copy of"),
+    option("--calib-text", PATH, name="calib", required=True),
+    option("--samples", click.IntRange(2), default=24),
+    option("--text", PATH, required=True),
+    option("--turns", PATH),
+    option("--tokens", COUNT, default=2040),
+    option("--llama", PATH, "where llama-quantize is"),
+    option("--only", str, "regular expression for format and method", default=""),
+    option("--keep", PATH, required=True),
+    option("--seconds", COUNT, "begin no part after that"),
+    TEAM,
+    title="{model}",
+)
+def main(asked: Any) -> Iterator[Row]:
     """Measure the candidates that are missing, and yield the rows of all of them."""
     if asked.published:
         out = asked.keep.with_name(f"{asked.source.stem}.dithered.gguf")
@@ -238,19 +216,19 @@ def main(asked: Asked, threads: int) -> Iterator[Row]:
             part = out.with_suffix(".part")
             dither(asked.source, asked.published, part)
             part.rename(out)
-        asked = replace(asked, source=out, published=None)
+        asked.source = out
     parts, source, model = Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
     count = -(-asked.tokens // SCORED)
     kinds = windows_of(tokenizer_of(source), asked.text, asked.turns, count)
     bases = {asked.keep.with_name(f"{model}.{kind}"): kinds[kind] for kind in kinds}
-    logits = cache(partial(exact_logits, source, threads))
+    logits = cache(partial(logits_of, source, asked.threads))
     for base, windows in bases.items():
         parts.do(base.name, partial(write_base, base, windows, lambda ids: logits()(ids)))
     rows: list[Row] = []
     for name, method in candidates(asked.llama is not None):
         key = f"{model} {asked.samples} {name} {method}"
         if re.search(asked.only, f"{name} {method}"):
-            parts.do(key, partial(_score, Quantiser(asked, threads), name, method, bases))
+            parts.do(key, partial(_score, asked, name, method, bases))
         if found := parts.get(key):
             row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
             row |= {"bits": found["bits"], "samples": asked.samples}

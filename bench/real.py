@@ -20,22 +20,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from itertools import count, product
 from math import exp, inf, sqrt
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
 
-from bench.experiment import FILE, TEAM, NotMeasured, experiment, given, opened
+from bench.experiment import TEAM, NotMeasured, experiment, opened
 from bench.llama_programs import WINDOW, answered, completed, divergence
 from bench.peers import OURS, LlamaBench, compare
 from bench.record import Row
 from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.command.flags import option, switch
 from clocher_runtime.command.loading import load
+from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
 from clocher_runtime.disk.strict_json import parse_object
@@ -173,39 +175,26 @@ def tokenizer_of(gguf: Path) -> Tokenizer:
     return Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config)
 
 
-def exact_logits(model: Path, threads: int) -> Logits:
-    """Return the logits of a session in fp32: what the weights alone say."""
-    return load(_config(model, threads).exact()).session().logits
-
-
-def _config(model: Path, threads: int) -> EngineConfig:
+def logits_of(model: Path, threads: int, engine: str = EXACT) -> Logits:
+    """Return the logits of a session; those of `EXACT` are in fp32: what the weights alone say."""
     sizes: Row = {"context": WINDOW, "chunk": 256, "threads": threads, "all_logits": True}
-    return EngineConfig(model_dir=model, speculate="off", **sizes)
+    config = EngineConfig(model_dir=model, speculate="off", **sizes)
+    return load(config.exact() if engine == EXACT else config).session().logits
 
 
-class _Engines:
-    """Engines of a file by name, each made when it is first asked."""
-
-    def __init__(self, gguf: Path, threads: int) -> None:
-        usual = _config(gguf, threads)
-        self._configs = {EXACT: usual.exact(), DEFAULT: usual}
-        self._made: dict[str, Logits] = {}
-
-    def beside(self, name: str, base: Path, windows: Windows) -> Sums:
-        """Return the sums of an engine; those of the reference make the base."""
-        if name not in self._made:
-            self._made[name] = load(self._configs[name]).session().logits
-        return (write_base if name == EXACT else compared)(base, windows, self._made[name])
+def _beside(base: Path, windows: Windows, logits: Callable[[str], Logits], engine: str) -> Sums:
+    """Return the sums of an engine; those of the reference make the base."""
+    return (write_base if engine == EXACT else compared)(base, windows, logits(engine))
 
 
-def _accuracy(task: Prompted, gguf: Path, engine: str, asked: "Asked", threads: int) -> Sums:
+def _accuracy(task: Prompted, gguf: Path, engine: str, asked: Any) -> Sums:
     """Return how many items of a task an engine answers as they want."""
-    n = len(task.items)
+    n, threads, programs = len(task.items), asked.threads, asked.llama
     if engine == LLAMA and not task.generates:
         questions = [(each.context, each.choices, each.answer) for each in task.items]
-        return answered(asked.programs, gguf, questions, threads)
+        return answered(programs, gguf, questions, threads)
     if engine == LLAMA:
-        texts = completed(asked.programs, gguf, task.items, threads)
+        texts = completed(programs, gguf, task.items, threads)
         judged = zip(task.items, texts, strict=True)
         return {
             "items": n,
@@ -301,51 +290,33 @@ def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
             yield {"op": "real", "model": model, "engine": engine, "isa": CURRENT.name, **row}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is measured."""
-
-    files: Sequence[Path] = given("--gguf", type=FILE, multiple=True, required=True)
-    text: Path | None = given(type=FILE)
-    turns: Path | None = given(type=FILE)
-    tokens: int = given(type=click.IntRange(1), default=20_000, show_default=True)
-    tasks: Sequence[str] = given("--task", type=click.Choice(list(TASKS)), multiple=True)
-    data: Path | None = given(type=FILE, help="Directory with the lines of the tasks.")
-    limit: int = given(type=click.IntRange(1), default=500, show_default=True, help="Items.")
-    run_code: bool = given(is_flag=True, help="Let humaneval run what the model wrote.")
-    engines: Sequence[str] = given(
-        "--engine", type=click.Choice(ENGINES), multiple=True, default=ENGINES
-    )
-    speed: bool = given(
-        "--speed/--no-speed", default=True, help="Tokens a second, start and memory."
-    )
-    llama: Path | None = given(type=FILE, help="Where the programs of llama.cpp are.")
-    keep: Path = given(type=FILE, required=True)
-    seconds: int | None = given(type=click.IntRange(1), help="Begin no part after that.")
-
-    @property
-    def programs(self) -> Path:
-        """Where the programs of llama.cpp are."""
-        return self.llama or Path()
-
-    def prompted(self) -> dict[str, Prompted]:
-        """Return the tasks, their items without examples."""
-        return {
-            name: read_task(Path(name), self.data, 0, self.limit, self.run_code)
-            for name in self.tasks
-        }
-
-
-@experiment("real", __doc__, record=Asked)
-@TEAM
-def main(asked: Asked, threads: int) -> Iterator[Row]:
+@experiment(
+    "real",
+    __doc__,
+    option("--gguf", PATH, name="files", multiple=True, required=True),
+    option("--text", PATH),
+    option("--turns", PATH),
+    option("--tokens", COUNT, default=20_000),
+    option("--task", click.Choice(list(TASKS)), name="tasks", multiple=True),
+    option("--data", PATH, "directory with the lines of the tasks"),
+    option("--limit", COUNT, "items", default=500),
+    switch("--run-code", "let humaneval run what the model wrote"),
+    option("--engine", click.Choice(ENGINES), name="engines", multiple=True, default=ENGINES),
+    option("--speed/--no-speed", None, "tokens a second, start and memory", default=True),
+    option("--llama", PATH, "where the programs of llama.cpp are"),
+    option("--keep", PATH, required=True),
+    option("--seconds", COUNT, "begin no part after that"),
+    TEAM,
+)
+def main(asked: Any) -> Iterator[Row]:
     """Measure the parts that are missing, and yield the rows of all of them."""
     if LLAMA in asked.engines and asked.llama is None:
         raise click.UsageError("--llama: give the directory, or --engine without llama.cpp")
-    parts, programs, keep = Parts(asked.keep, asked.seconds), asked.programs, asked.keep
-    tasks = asked.prompted()
+    parts, programs, keep = Parts(asked.keep, asked.seconds), asked.llama or Path(), asked.keep
+    threads, more = asked.threads, (asked.data, 0, asked.limit, asked.run_code)
+    tasks = {name: read_task(Path(name), *more) for name in asked.tasks}
     for gguf in asked.files:
-        name, made = gguf.stem, _Engines(gguf, threads)
+        name, logits = gguf.stem, cache(partial(logits_of, gguf, threads))
         if asked.speed and asked.llama:
             parts.do(f"{name} speed 0", partial(_speed, gguf, programs, threads))
         count = -(-asked.tokens // SCORED)
@@ -357,11 +328,11 @@ def main(asked: Asked, threads: int) -> Iterator[Row]:
             for engine in (
                 (EXACT, *(each for each in asked.engines if each != EXACT)) if part else ()
             ):
-                measure = partial(made.beside, engine, base, part)
+                measure = partial(_beside, base, part, logits, engine)
                 if engine == LLAMA:
                     measure = partial(divergence, programs, gguf, base, len(part) * SCORED, threads)
                 parts.do(f"{name} {kind} {engine} {run}", measure)
         for (task, prompted), engine in product(tasks.items(), asked.engines):
-            measure = partial(_accuracy, prompted, gguf, engine, asked, threads)
+            measure = partial(_accuracy, prompted, gguf, engine, asked)
             parts.do(f"{name} {task} {engine} 0", measure)
         yield from _rows(name, [*windows], parts)

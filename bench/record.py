@@ -1,10 +1,8 @@
 """Result rows: how they are stored, read, and shown in tables (`KINDS` has the columns)."""
 
-import io
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +29,7 @@ _BAR = " | "
 _SAID = {True: "yes", False: "NO", None: ""}
 _FIGURE = re.compile(r"[-+(]?[0-9][0-9.,%x]*( \[[^]]*\])?\)?|-")
 _REQUIRED = {"schema": str, "key": str, "label": str, "run": int, "status": str}
+_PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")
 _NAMED = re.compile(r"(\d{4}-\d{2}-\d{2})-([a-z]+-[a-z0-9]+)-")
 _OF_READ = "{gbps:.1f} | {read_gbps:.1f} | {pct_of_limit:.0f} [{pct_low:.0f}, {pct_high:.0f}]"
 _READ = "GB/s | read GB/s | % of read"
@@ -83,12 +82,6 @@ KINDS: Mapping[str, Kind] = {
         "{kld_turns:.5f} ± {kld_error_turns:.5f} | {over_turns:.2f} | {same_top_text:.4f} | "
         "{ppl_ratio_text:.4f}",
     ),
-    "start": Kind(
-        "From the command to the first token",
-        "model | cache | engine | s | over reading",
-        "{model} | {cache} | {engine} | {s:.2f} | {over_read:.2f}x [{over_read_95[0]:.2f}, "
-        "{over_read_95[1]:.2f}]",
-    ),
     "speculation": Kind(
         "Speculation by kind of text",
         "text | setting | n | tok/s off | tok/s | over off | tokens a pass | same ids | note",
@@ -101,6 +94,13 @@ KINDS: Mapping[str, Kind] = {
         "{block} | {op} | {sparsity:.0%} | {us:.0f} | {gbps:.1f} | {pct_of_limit:.0f} | "
         "{speedup:.2f} | {correct} | {break_even:.0%}",
     ),
+    "ptq_calib": Kind(
+        "Min-max calibration",
+        "tensor | cosine per-tensor | cosine per-row | cosine per-group | rms per-tensor | "
+        "rms per-row | rms per-group",
+        "{tensor} | {cosine_per-tensor:.6f} | {cosine_per-row:.6f} | {cosine_per-group:.6f} | "
+        "{rms_per-tensor:.6f} | {rms_per-row:.6f} | {rms_per-group:.6f}",
+    ),
     "profile": Kind(
         "Where a step goes",
         "call | calls | us | share | waiting us | bytes | GB/s | note",
@@ -109,10 +109,6 @@ KINDS: Mapping[str, Kind] = {
     ),
 }
 """Kinds known to reports; other rows show their short values."""
-
-_OLD = {"roofline": "linear", "fused": "linear"}
-_OF_OPS = {"bsr_linear": "block_sparse", "model": "peers", "linear": "linear"}
-"""Kinds of older files without `kind`, by their `op`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +143,7 @@ class ResultFile:
     def command(self) -> str:
         """The command that wrote it, without directories; "" if unknown."""
         said = self.rows[0].get("command") if self.rows else None
-        return without_places(said) if isinstance(said, str) else ""
+        return str(without_directories(said)) if isinstance(said, str) else ""
 
 
 def table(heads: str, cells: str, rows: Iterable[Row]) -> Table:
@@ -175,7 +171,8 @@ def table_of(kind: str, rows: Sequence[Row]) -> Table:
         for key, value in row.items()
         if key not in ("kind", "command", "op") and not isinstance(value, list | dict)
     )
-    cells = _BAR.join(f"{{{key}:.4g}}" if _is_rate(rows, key) else f"{{{key}}}" for key in keys)
+    rates = {key for row in rows for key, value in row.items() if isinstance(value, float)}
+    cells = _BAR.join(f"{{{key}:.4g}}" if key in rates else f"{{{key}}}" for key in keys)
     return table(_BAR.join(keys), cells, rows)
 
 
@@ -210,9 +207,8 @@ def append_row(path: Path, row: Row) -> None:
     """Append a row as a line and flush it to disk."""
     with path.open("ab+") as file:
         # Do not continue an unterminated line of a killed harness.
-        if file.tell() and not _ends_a_line(file):
-            file.seek(0)
-            file.truncate(file.read().rfind(b"\n") + 1)
+        file.seek(0)
+        file.truncate(file.read().rfind(b"\n") + 1)
         file.write(f"{json.dumps(row, allow_nan=False)}\n".encode())
         file.flush()
         os.fsync(file.fileno())
@@ -242,7 +238,8 @@ def read_file(path: Path) -> ResultFile:
         raise UsageError(str(error)) from None
     if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
         raise UsageError(f"{path}: expected a list of rows, as --json of a bench writes it")
-    kind = _kind(found)
+    said = found[0].get("kind", found[0].get("op")) if found else None
+    kind = said if isinstance(said, str) else "other"
     if kind == "strict" and not isinstance(found[0].get("checks"), list):
         raise UsageError(f"{path}: its first row is not a contract with checks")
     named = _NAMED.match(path.name)
@@ -272,17 +269,15 @@ def machine_text(machine: object) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def without_places(command: str) -> str:
-    """Return a command with paths cut to file names; "" if it is none."""
-    try:
-        words = shlex.split(command)
-    except ValueError:
-        return ""
-    found = []
-    for word in words:
-        head, equals, tail = word.rpartition("=")
-        found.append(f"{head}{equals}{Path(tail).name if tail.startswith('/') else tail}")
-    return shlex.join(found)
+def without_directories(value: Any) -> Any:
+    """Return a value with absolute paths cut to file names: rows are published."""
+    if isinstance(value, str):
+        return _PATH.sub(r"\1", value)
+    if isinstance(value, list):
+        return [without_directories(item) for item in value]
+    if isinstance(value, dict):
+        return {key: without_directories(item) for key, item in value.items()}
+    return value
 
 
 def _cell(shown: str, row: Row) -> str:
@@ -294,21 +289,6 @@ def _cell(shown: str, row: Row) -> str:
         return " ".join(shown.format_map(said).split())
     except (LookupError, TypeError, ValueError, OverflowError, AttributeError):
         return ""
-
-
-def _is_rate(rows: Sequence[Row], key: str) -> bool:
-    return any(isinstance(row.get(key), float) for row in rows)
-
-
-def _kind(rows: Sequence[Row]) -> str:
-    said = rows[0].get("kind") if rows else None
-    ops = {row.get("op") for row in rows if isinstance(row.get("op"), str)}
-    if said is not None:
-        return _OLD.get(said, said) if isinstance(said, str) else "other"
-    if "strict" in ops:
-        return "strict"
-    known = [kind for op, kind in _OF_OPS.items() if op in ops]
-    return known[0] if known else next((op for op in ops if isinstance(op, str)), "other")
 
 
 def _row(line: str, where: str) -> Row:
@@ -332,8 +312,3 @@ def _row(line: str, where: str) -> Row:
     if row["status"] == "ok" and row["line"] is None:
         raise UsageError(f"{where}: a run that is ok has no line")
     return row
-
-
-def _ends_a_line(file: io.BufferedRandom) -> bool:
-    file.seek(-1, os.SEEK_END)
-    return file.read(1) == b"\n"

@@ -1,21 +1,8 @@
-r"""Reports: the commands behind run_harness_report.py and its neighbours in scripts/.
+"""Reports: the commands behind run_harness_report.py and its neighbours in scripts/."""
 
-Each says what it does with --help.
-
-\b
-Exit codes:
-  0  done
-  1  update --check: a file is not what the result files make of it
-  2  a flag, or a result file, cannot be used
-  5  a file cannot be written
-  else that of bench.harness, which `run` runs
-"""
-
-import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -25,57 +12,37 @@ import click
 from bench import strict_checks
 from bench.compared import cells_tables, group
 from bench.pages import Section, add, html, markdown, render
-from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, table_of
-from clocher_kernels.errors import ClocherError, UsageError
+from bench.record import FOLDER, KINDS, ResultFile, Table, read_file, table, table_of
+from clocher_kernels.errors import UsageError
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import option, script, switch
+from clocher_runtime.command.parameters import PATH
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.quality.statistics import median_of_runs
+from clocher_runtime.exit_codes import ExitCode
 
-SCHEMA = "clocher.report/1"
 RESULTS = "bench.jsonl"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
-_FILE = click.Path(path_type=Path)
 _TEXT_CHARS = 400
 
 
-class _Command(click.Command):
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        text = (options.pop("help") or "").replace("\\b\n", "\b\n")
-        super().__init__(*arguments, help=text, **options)
-
-
-@click.group(help=(__doc__ or "").replace("\\b\n", "\b\n"))
-def main() -> None:
-    """Do nothing by itself."""
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Turn errors into exit codes."""
-    try:
-        yield
-    except ClocherError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(exit_code(error))
-    except OSError as error:
-        click.echo(f"error: {error}", err=True)
-        sys.exit(ExitCode.DEVICE)
-
-
-@main.command(cls=_Command)
-@click.argument("arguments", nargs=-1)
-@click.option("--out-dir", type=_FILE, default=Path("build/bench"), show_default=True)
-@click.option("--strict", type=_FILE, multiple=True, help="Of bench.strict.")
-@click.option("--tokens-max", type=click.IntRange(0), help="Token ids of a prompt to show.")
-@click.option("--title", default="Clocher benchmark", show_default=True)
+@script(
+    "run_harness_report",
+    click.Argument(["arguments"], nargs=-1),
+    option("--out-dir", PATH, default=Path("build/bench")),
+    option("--strict", PATH, "of bench.strict", multiple=True),
+    option("--tokens-max", click.IntRange(0), "token ids of a prompt to show"),
+    option("--title", str, default="Clocher benchmark"),
+    epilog="Another exit code is that of bench.harness.",
+)
 def run(
+    console: Console,
     arguments: tuple[str, ...],
     out_dir: Path,
     strict: tuple[Path, ...],
     tokens_max: int | None,
     title: str,
-) -> None:
+) -> int:
     r"""Write a report that a person can open: one HTML file, with what it is made of beside it.
 
     \b
@@ -83,39 +50,37 @@ def run(
     python scripts/run_harness_report.py --out-dir build/bench -- --runs 3 -- --max-new 16
 
     Without result files bench.harness runs first, with what follows "--". --out-dir gets
-    report.html, report.md and report.json. --strict adds what `bench.strict --json` wrote; a
+    report.html and report.md. --strict adds what `bench.strict --json` wrote; a
     result file may be that of any case.
-
-    \b
-    Exit codes:
-      0  done
-      2  a flag, or a result file, cannot be used
-      5  a file cannot be written
-      else that of bench.harness
     """
     # Flags of the harness follow "--", which click removes.
     results = [Path(text) for text in takewhile(lambda text: not text.startswith("-"), arguments)]
     flags = arguments[len(results) :]
     if results and flags:
-        raise click.UsageError("result files and flags of the harness exclude each other")
-    with _failing():
-        out_dir.mkdir(parents=True, exist_ok=True)
-        if flags or not (results or strict):
-            results = [out_dir / RESULTS]
-            command = [sys.executable, "-m", "bench.harness", "--out", str(results[0]), *flags]
-            if code := subprocess.run(command, check=False).returncode:
-                click.echo(f"error: bench.harness ended with {code}; see above", err=True)
-                sys.exit(code)
-        files = [read_file(path) for path in (*strict, *results)]
-        click.echo(str(write_report(files, out_dir, title, tokens_max)))
+        raise UsageError("result files and flags of the harness exclude each other")
+    out_dir.mkdir(parents=True, exist_ok=True)
+    if flags or not (results or strict):
+        results = [out_dir / RESULTS]
+        command = [sys.executable, "-m", "bench.harness", "--out", str(results[0]), *flags]
+        if code := subprocess.run(command, check=False).returncode:
+            console.say(f"error: bench.harness ended with {code}; see above")
+            return code
+    files = [read_file(path) for path in (*strict, *results)]
+    click.echo(str(write_report(files, out_dir, title, tokens_max)))
+    return ExitCode.OK
 
 
-@main.command(cls=_Command)
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a file is not current.")
-@click.option("--add", "added", type=_FILE, multiple=True, help="Copy first.")
-@click.option("--results", type=_FILE, default=FOLDER, help="Result files.")
-@click.option("--docs", type=_FILE, default=DOCS, help="Where the page is.")
-def update(check: bool, added: tuple[Path, ...], results: Path, docs: Path) -> None:
+@script(
+    "update_performance_md",
+    switch("--check", "write nothing; exit with 1 if a file is not current"),
+    option("--add", PATH, "copy first", name="added", multiple=True),
+    option("--results", PATH, "result files", default=FOLDER),
+    option("--docs", PATH, "where the page is", default=DOCS),
+    exit_codes={ExitCode.BUG: "--check: a file is not what the result files make of it"},
+)
+def update(
+    console: Console, check: bool, added: tuple[Path, ...], results: Path, docs: Path
+) -> ExitCode:
     r"""Write docs/PERFORMANCE.md and its plot from the result files in bench/results.
 
     \b
@@ -125,64 +90,46 @@ def update(check: bool, added: tuple[Path, ...], results: Path, docs: Path) -> N
 
     --add takes files of bench.harness and bench.strict, leaves out the directories of this machine,
     and replaces the copy of an earlier call.
-
-    \b
-    Exit codes:
-      0  done
-      1  --check: a file is not what the result files make of it
-      2  a result file is missing, or is not one
-      5  a file cannot be written
     """
     if check and added:
-        raise click.UsageError("--check and --add exclude each other; give one")
+        raise UsageError("--check and --add exclude each other; give one")
     page, plots = docs / "PERFORMANCE.md", docs / "plots"
-    with _failing():
-        for path in added:
-            click.echo(f"copied to {add(path, results).name}", err=True)
-        found = render(results)
-        if not check:
-            found.write(page, plots)
-        elif stale := found.stale(page, plots):
-            names = ", ".join(stale)
-            click.echo(
-                f"not current: {names}; run python scripts/update_performance_md.py", err=True
-            )
-            sys.exit(1)
+    for path in added:
+        console.say(f"copied to {add(path, results).name}")
+    found = render(results)
+    if not check:
+        found.write(page, plots)
+    elif stale := found.stale(page, plots):
+        console.say(f"not current: {', '.join(stale)}; run python scripts/update_performance_md.py")
+        return ExitCode.BUG
+    return ExitCode.OK
 
 
-@main.command(cls=_Command)
-@click.argument("results", type=_FILE, nargs=-1, required=True)
-@click.option("--out", type=_FILE, help="default: standard output")
-def baseline(results: tuple[Path, ...], out: Path | None) -> None:
+@script(
+    "make_baseline_md",
+    click.Argument(["results"], type=PATH, nargs=-1, required=True),
+    option("--out", PATH, "default: standard output"),
+)
+def baseline(console: Console, results: tuple[Path, ...], out: Path | None) -> None:
     """Write a result file as Markdown tables: a baseline to keep, or to paste.
 
     python scripts/make_baseline_md.py build/bench/bench.jsonl --out BASELINE.md
     """
-    with _failing():
-        text = markdown("Baseline", (), sections([read_file(path) for path in results]))
-        if out is None:
-            click.echo(text, nl=False)
-        else:
-            write_file(out, text.encode())
+    text = markdown("Baseline", (), sections([read_file(path) for path in results]))
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        write_file(out, text.encode())
 
 
 def write_report(
     files: Sequence[ResultFile], folder: Path, title: str, tokens_max: int | None = None
 ) -> Path:
-    """Write report.html, report.md and report.json to an existing folder; return the HTML file."""
-    cells = [_cell(file, cell, tokens_max) for file in files for cell in _cells(file)]
-    whole = [*sections(files), *_outputs(cells)]
+    """Write report.html and report.md to an existing folder; return the HTML file."""
+    whole = [*sections(files), *_outputs(files, tokens_max)]
     intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
-    strict = [
-        {"file": file.name, "model": file.rows[0].get("model"), "checks": file.rows[0]["checks"]}
-        for file in files
-        if file.kind == "strict"
-    ]
-    names = [file.name for file in files]
-    data = {"schema": SCHEMA, "files": names, "cells": cells, "strict": strict}
     page = folder / "report.html"
     write_file(folder / "report.md", markdown(title, intro, whole).encode())
-    write_file(folder / "report.json", f"{json.dumps(data, indent=1)}\n".encode())
     write_file(page, html(title, intro, whole).encode())
     return page
 
@@ -221,14 +168,14 @@ def _section(file: ResultFile) -> Section:
     return Section(title, (text,), tuple(t for t in tables if t.head))
 
 
-def _outputs(cells: Sequence[Row]) -> list[Section]:
+def _outputs(files: Sequence[ResultFile], tokens_max: int | None) -> list[Section]:
     found: dict[tuple[str, str, str], list[str]] = {}
-    for cell in cells:
-        for number, output in enumerate(cell["outputs"], 1):
-            ids = " ".join(map(str, output["token_ids"]))
-            found.setdefault((str(number), ids, output["text"][:_TEXT_CHARS]), []).append(
-                cell["label"]
-            )
+    for cell in (cell for file in files for cell in _cells(file)):
+        held = next((r["outputs"] for r in cell.rows if isinstance(r.get("outputs"), list)), [])
+        for number, output in enumerate(held, 1):
+            ids = " ".join(map(str, output["token_ids"][:tokens_max]))
+            key = str(number), ids, output["text"][:_TEXT_CHARS]
+            found.setdefault(key, []).append(cell.label)
     rows = [
         (number, f"`{ids}`" if ids else "", f"`{_plain(text)}`" if text.strip() else "", labels)
         for (number, ids, text), names in found.items()
@@ -236,26 +183,6 @@ def _outputs(cells: Sequence[Row]) -> list[Section]:
     ]
     head = ("prompt", "token ids", "text", "cells")
     return [Section("What was generated", tables=(Table(head, tuple(rows)),))] if rows else []
-
-
-def _cell(file: ResultFile, cell: Any, tokens_max: int | None) -> Row:
-    speeds = cell.values()
-    found = median_of_runs(speeds) if speeds else None
-    held = next((r["outputs"] for r in cell.rows if isinstance(r.get("outputs"), list)), [])
-    return {
-        "file": file.name,
-        "label": cell.label,
-        "key": cell.key,
-        "runs": len(cell.good),
-        "void": cell.count("void"),
-        "tok_s": found and found.value,
-        "tok_s_95": found and found.ends,
-        "tokens_sha256": sorted({r["tokens_sha256"] for r in cell.rows if r.get("tokens_sha256")}),
-        "outputs": [
-            {"token_ids": output["token_ids"][:tokens_max], "text": output["text"]}
-            for output in held
-        ],
-    }
 
 
 def _cells(file: ResultFile) -> list[Any]:
@@ -267,4 +194,4 @@ def _plain(shown: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    {"run": run, "update": update, "baseline": baseline}[sys.argv[1]].main(sys.argv[2:])

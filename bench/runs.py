@@ -159,20 +159,16 @@ def judge(child: Child, plan: Plan, number: int) -> tuple[str, list[str]]:
 @cache
 def build() -> dict[str, Any]:
     """Return version, commit and source hash of the engine."""
-
-    def git(*arguments: str) -> str | None:
-        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    changes = git("status", "--porcelain", "--untracked-files=no")
+    command = ["git", "-C", str(Path(__file__).parents[1]), "describe", "--always", "--dirty"]
+    try:
+        done = subprocess.run([*command, "--exclude=*"], capture_output=True, text=True, timeout=20)
+        commit = done.stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        commit = ""
     return {
         "version": __version__,
-        "commit": git("rev-parse", "--short", "HEAD"),
-        "dirty": None if changes is None else bool(changes),
+        "commit": commit.removesuffix("-dirty") or None,
+        "dirty": commit.endswith("-dirty") if commit else None,
         "code_sha256": code_sha256(),
     }
 

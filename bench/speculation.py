@@ -14,16 +14,16 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import mean, median
+from typing import Any
 
 import click
 
-from bench.experiment import FILE, MODEL_DIR, TEAM, experiment, given
+from bench.experiment import MODEL_DIR, TEAM, experiment
 from bench.record import Row, append_row
 from clocher_runtime.api import LanguageModel, load
-from clocher_runtime.command.parameters import Listed
+from clocher_runtime.command.flags import option
+from clocher_runtime.command.parameters import COUNT, PATH, Listed
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.timing import TimedWindow
 
@@ -62,29 +62,22 @@ def _row(found: Sequence[Row], setting: str) -> Row:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What is measured."""
-
-    questions: Path = given(type=FILE, required=True, help="JSONL with `category` and `turns`.")
-    draft_model: Path | None = given(type=FILE)
-    settings: tuple[str, ...] = given(type=Listed.of(_MODES), default="auto", show_default=True)
-    prompts: int = given(type=click.IntRange(1), default=8, show_default=True)
-    max_new: int = given(type=click.IntRange(2), default=96, show_default=True)
-    temperature: float = given(type=click.FloatRange(0), default=0.0)
-    seconds: float = given(type=click.FloatRange(0), default=float("inf"))
-    keep: Path | None = given(type=FILE, help="JSONL of the prompts that were measured.")
-
-
 @experiment(
     "speculation",
     __doc__,
-    record=Asked,
+    MODEL_DIR,
+    option("--questions", PATH, "JSONL with `category` and `turns`", required=True),
+    option("--draft-model", PATH),
+    option("--settings", Listed.of(_MODES), default="auto"),
+    option("--prompts", COUNT, default=8),
+    option("--max-new", click.IntRange(2), default=96),
+    option("--temperature", click.FloatRange(0), default=0.0),
+    option("--seconds", click.FloatRange(0), default=float("inf")),
+    option("--keep", PATH, "JSONL of the prompts that were measured"),
+    TEAM,
     title="{model}, T = {temperature:g}, {threads} threads",
 )
-@MODEL_DIR
-@TEAM
-def main(asked: Asked, model_dir: Path | None, threads: int) -> Iterator[Row]:
+def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each kind of text and setting, and one of all kinds."""
     settings, keep = asked.settings, asked.keep
     if asked.draft_model is None and settings != ("auto",):
@@ -99,10 +92,9 @@ def main(asked: Asked, model_dir: Path | None, threads: int) -> Iterator[Row]:
     with ExitStack() as opened:
         models: dict[str, LanguageModel] = {}
         for name in ("off", *settings):
-            how: Row = {"threads": threads, "context": 2048, "speculate": _MODES.get(name, "off")}
-            if name in ("draft", "both"):
-                how["draft_model"] = asked.draft_model
-            model = load(model_dir, **how)
+            how: Row = {"threads": asked.threads, "context": 2048}
+            how |= {"draft_model": asked.draft_model} if name in ("draft", "both") else {}
+            model = load(asked.model_dir, speculate=_MODES.get(name, "off"), **how)
             models[name] = opened.enter_context(model)
         spec, names = model.session, list(models)
         for turn, kind in ((i, kind) for i in range(asked.prompts) for kind in texts):
@@ -116,7 +108,7 @@ def main(asked: Asked, model_dir: Path | None, threads: int) -> Iterator[Row]:
                 if keep:
                     append_row(keep, {"kind": kind, "number": number, "runs": done[number]})
         said = {name: model.session.speculation().reason for name, model in models.items()}
-    about = {"model": spec.model.checkpoint.path.name, "threads": threads, "isa": spec.isa}
+    about = {"model": spec.model.checkpoint.path.name, "threads": asked.threads, "isa": spec.isa}
     about |= {"temperature": asked.temperature, "max_new": asked.max_new}
     for setting in settings:
         rows = []

@@ -5,15 +5,6 @@ r"""Speed by the strict contract: three windows, and checks that it can be belie
 Several processes, one after another, each measure a cold generation from launch to text and then,
 in turns, the rows ppP and tgN @ dD as llama-bench names them. Variables of the engine (IE_...)
 hold. docs/benchmarking.md says what each window holds and what each check means.
-
-\b
-Exit codes:
-  0  every check holds
-  2  a flag or a variable cannot be used
-  3  the model is missing, invalid or not supported
-  6  out of memory
-  7  a check failed
-  9  no check failed, but the machine was too noisy for all of them
 """
 
 import hashlib
@@ -24,7 +15,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
@@ -35,7 +26,7 @@ import numpy as np
 
 from bench import machine
 from bench.cells import of_program
-from bench.experiment import MIB, NEW, turns
+from bench.experiment import NEW, turns
 from bench.record import Row, print_table, write_json
 from bench.strict_checks import (
     Check,
@@ -49,15 +40,18 @@ from bench.strict_checks import (
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import engine_options, text_of
+from clocher_runtime.command.flags import engine_options, option, script
 from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import NUMERICS
+from clocher_runtime.disk.files import read_text
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus
 from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.quality.speed import Case
 from cpu_fallback.team.bandwidth import Reader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,12 +129,10 @@ class Process:
             size = session.model.spec.vocab_size
             return [int(i) for i in np.random.default_rng(0).integers(size, size=count)]
         try:
-            with open(self.task["text"], encoding="utf-8") as file:
-                ids = self.engine.tokenizer.encode(file.read(_CHARS_PER_TOKEN * count))
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(
-                f"{self.task['text']}: cannot be read: {error}; give --text FILE"
-            ) from None
+            text = read_text(Path(self.task["text"]))[: _CHARS_PER_TOKEN * count]
+        except OSError as error:
+            raise UsageError(f"{self.task['text']}: cannot be read: {error.strerror}") from None
+        ids = self.engine.tokenizer.encode(text)
         if not ids:
             raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
         return list((ids * (count // len(ids) + 1))[:count])
@@ -284,7 +276,7 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
     shared: Row = {"kind": "strict", "command": command} | {key: first[key] for key in _OWN}
     per_token = first["bytes_per_token"] + first["touch_bytes_read"]
     share = share_of_limit(launches, per_token)
-    tg = row(launches, "tg", tg_name(task), task["tokens"])
+    tg = row(launches, "tg", Case(0, task["tokens"], task["depth"]).name, task["tokens"])
     steps = np.asarray([ns for each in launches for ns in each["token_ns"]])
     tg |= {
         "gbps": per_token * tg["tok_s"] / 1e9,
@@ -314,13 +306,8 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
         "rss_peak_mb": max(each["rss_peak_mb"] for each in launches),
         "checks": [check._asdict() for check in found],
     }
-    pp = row(launches, "pp", f"pp{task['prompt_tokens']}", task["prompt_tokens"])
+    pp = row(launches, "pp", Case(task["prompt_tokens"], 0).name, task["prompt_tokens"])
     return [contract, {**shared, **pp}, {**shared, **tg}]
-
-
-def tg_name(task: Mapping[str, Any]) -> str:
-    """Return llama-bench's name of the decode test."""
-    return f"tg{task['tokens']}" + (f" @ d{task['depth']}" if task["depth"] else "")
 
 
 def verdict(found: Sequence[Check]) -> ExitCode:
@@ -331,21 +318,31 @@ def verdict(found: Sequence[Check]) -> ExitCode:
     return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
 
 
-@click.command(help=text_of(__doc__))
-@click.option("--model-dir", type=click.Path(), help="default: MODEL_DIR, else the embedded model")
-@click.option("--threads", type=click.IntRange(1), help="default: all usable cores")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="P")
-@click.option("--tokens", type=click.IntRange(1), default=128, show_default=True, help="N")
-@click.option("--depth", type=click.IntRange(0), default=512, show_default=True, help="D")
-@click.option("--launches", type=click.IntRange(1), default=3, show_default=True, help="processes")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True, help="in each")
-@MIB
-@click.option("--text", type=click.Path(), default=str(TEXT), help="Prompts come from it.")
-@click.option("--json", "out", type=NEW, help="Write rows there.")
-def main(launches: int, out: Path | None, **options: Any) -> None:
+@script(
+    "strict",
+    option("--model-dir", PATH, "default: MODEL_DIR, else the embedded model"),
+    *engine_options(*NUMERICS, reads=False, envvar=None),
+    option("--threads", COUNT, "default: all usable cores"),
+    option("--prompt-tokens", COUNT, "P", default=128),
+    option("--tokens", COUNT, "N", default=128),
+    option("--depth", click.IntRange(0), "D", default=512),
+    option("--launches", COUNT, "processes", default=3),
+    option("--rounds", COUNT, "in each", default=5),
+    option("--mib", click.IntRange(2), "buffer to read", default=512),
+    option("--text", PATH, "prompts come from it", default=TEXT, show_default=False),
+    option("--json", NEW, "write rows there", name="out"),
+    help=__doc__,
+    exit_codes={
+        ExitCode.OK: "every check holds",
+        ExitCode.MISMATCH: "a check failed",
+        ExitCode.UNDECIDED: "no check failed, but the machine was too noisy for all of them",
+    },
+)
+def main(console: Console, launches: int, out: Path | None, **options: Any) -> ExitCode:
     """Measure, check and print."""
     flags = {name: options.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
-    task = {**options, "flags": {n: str(value) for n, value in flags.items() if value is not None}}
+    given = {name: str(value) for name, value in flags.items() if value is not None}
+    task = {**options, "text": str(options["text"]), "flags": given}
     before = machine.read()
     measured = [launch({**task, "launched_ns": time.monotonic_ns()}) for _ in range(launches)]
     elapsed_s, state = machine.since(before)
@@ -359,10 +356,7 @@ def main(launches: int, out: Path | None, **options: Any) -> None:
         click.echo(f" {mark} {name}: {detail}")
     if out:
         write_json(out, rows)
-    raise SystemExit(verdict(found))
-
-
-main.params[1:1] = engine_options(*NUMERICS, reads=False, envvar=None)
+    return verdict(found)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ Settings are environment variables, all checked before anything runs. Relative p
 MAKE_CALLED_FROM, else the repository; a missing benchmarks/... is looked up under bench/.
 """
 
-import json
 import os
 import subprocess
 import sys
@@ -18,7 +17,7 @@ import click
 
 from bench.cells import of_program
 from bench.compared import group, unmeasured
-from bench.record import read_rows
+from bench.record import read_file, read_rows
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.config.commands import resolve
 from clocher_runtime.config.values import PATH, SWITCH, Value, integer, number, one_of, text
@@ -143,16 +142,13 @@ def verify(call: Call, results: Path) -> int:
 
 def verify_strict(path: Path) -> int:
     """Print the failed checks of a bench.strict report; UsageError if it is none."""
-    try:
-        rows = json.loads(path.read_bytes())
-        checks = [check for row in rows for check in row.get("checks", [])]
-        failed = [f"{c['name']}: {c['detail']}" for c in checks if c["status"] == "fail"]
-    except (OSError, ValueError, AttributeError, KeyError, TypeError):
-        checks = []
-    if not checks:
+    file = read_file(path)
+    if file.kind != "strict":
         raise UsageError(
             f"STRICT_REPORT_PATH: {path} has no checks; write it with python -m bench.strict --json"
         )
+    checks = file.rows[0]["checks"]
+    failed = [f"{c['name']}: {c['detail']}" for c in checks if c["status"] == "fail"]
     for failure in failed:
         click.echo(f"verify: strict: {failure}")
     click.echo(f"verify: strict: {len(checks) - len(failed)} of {len(checks)} checks did not fail")

@@ -1,5 +1,6 @@
 """What is checked before costly actions: no timed window is open, and memory suffices."""
 
+import ctypes
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -111,3 +112,18 @@ def _fields(text: str) -> dict[str, int]:
     """Parse lines like "name 123" or "name: 123 kB"."""
     pairs = (line.split()[:2] for line in text.splitlines())
     return {p[0]: int(p[1]) for p in pairs if len(p) == 2 and p[1].isdigit()}
+
+
+def no_driver() -> str:
+    """Return why there is no GPU driver or device, else ""; needs no torch."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver on this machine (libcuda.so.1 is missing)"
+    status = driver.cuInit(0)
+    if status:
+        return f"the NVIDIA driver does not start (cuInit returned {status})"
+    count = ctypes.c_int()
+    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return "the NVIDIA driver finds no GPU"
+    return ""

@@ -23,12 +23,11 @@ from clocher_runtime.checkpoints.locate import embedded_model, locate
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.engine import config_of
 from clocher_runtime.config.values import Given, shown
-from clocher_runtime.engine.arguments import check_functions, listed, token_ids
+from clocher_runtime.engine.arguments import check_functions, listed, taken, token_ids
 from clocher_runtime.engine.backends import Progress
 from clocher_runtime.engine.footprint import KVCacheConfig as KVCacheConfig
 from clocher_runtime.engine.footprint import with_kv_cache
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.sampling_defaults import taken
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.answers import answer_style, opens_thoughts
 from clocher_runtime.text.completion import (

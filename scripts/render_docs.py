@@ -1,12 +1,11 @@
-"""Write the generated files of docs: ops, formats, compatibility, Prometheus rules, dashboard."""
+"""Write the generated pages of docs: ops, formats, compatibility."""
 
 import inspect
 import json
 import re
 import sys
-import tomllib
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +38,6 @@ columns of W in y = x W^T; dimensions in front of them (experts) stay in front o
 is the length of a group along K. Bits per weight are those of the example at
 [256, 4096]. How values are encoded, and the error of it, is in the docstring of each codec."""
 
-MONITORING = "monitoring/metrics_memory.toml"
-MONITORING_NOTE = """\
-# Written by scripts/render_docs.py from metrics_memory.toml. Edit that file, not this one.
-"""
-_COLUMNS = 24
-_HEIGHTS = {"stat": 5, "table": 5, "timeseries": 8}
-_SCHEMA_VERSION = 39  # of Grafana's dashboards
-
 LAYOUTS_OF_TESTS = "the test, in the layout"
 
 EXAMPLE_SHAPE = (256, 4096)
@@ -57,21 +48,18 @@ LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
 
 @click.command(help=__doc__)
 @click.option(
-    "--check", is_flag=True, help="Write nothing; exit with 1 if a file is not up to date."
+    "--check", is_flag=True, help="Write nothing; exit with 1 if a page is not up to date."
 )
-@click.option("--docs", type=click.Path(path_type=Path), default=DOCS, help="Where the files are.")
+@click.option("--docs", type=click.Path(path_type=Path), default=DOCS, help="Where the pages are.")
 def main(check: bool, docs: Path) -> None:
-    """Render the files."""
+    """Render the pages."""
     stale = []
     rows = json.loads((DOCS / "compatibility.json").read_text(encoding="utf-8"))
     page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
-    metrics = tomllib.loads((DOCS / MONITORING).read_text(encoding="utf-8"))
     pages = {
         "ops.md": render_ops(),
         "formats.md": render_formats(),
         "compatibility.md": render_compatibility(page, rows),
-        "monitoring/metrics_memory.rules.yml": render_rules(metrics),
-        "monitoring/grafana/dashboards/clocher.json": render_dashboard(metrics),
     }
     for name, text in pages.items():
         path = docs / name
@@ -79,7 +67,6 @@ def main(check: bool, docs: Path) -> None:
             if not path.exists() or path.read_text(encoding="utf-8") != text:
                 stale.append(name)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
     if stale:
         click.echo(f"not up to date: {', '.join(stale)}; run scripts/render_docs.py", err=True)
@@ -234,20 +221,20 @@ def together(rows: list[Row], *apart: str) -> list[Row]:
 
     Rows whose ids were not all the same, or not compared, are not mixed with others.
     """
-    found: dict[tuple[Any, ...], Row] = {}
+    groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         ids = row["same_ids"] if row["same_ids"] is None else row["same_ids"] == row["models"]
         key = (*(row[name] for name in (*apart, "writer", "reference")), ids)
-        if ids is False or ((old := found.get(key)) is None):
-            found[(*key, row["format"]) if ids is False else key] = dict(row)
-            continue
-        for name in ("family", "format"):
-            if row[name] not in old[name].split(", "):
-                old[name] += f", {row[name]}"
-        old["models"] += row["models"]
-        old["same_ids"] = None if ids is None else old["same_ids"] + row["same_ids"]
-        old["difference"] = max(old["difference"], row["difference"])
-    return list(found.values())
+        groups.setdefault((*key, ids is False and row["format"]), []).append(row)
+    return [_one(each) for each in groups.values()]
+
+
+def _one(rows: list[Row]) -> Row:
+    each = {name: [row[name] for row in rows] for name in rows[0]}
+    same = None if each["same_ids"][0] is None else sum(each["same_ids"])
+    texts = {name: ", ".join(dict.fromkeys(each[name])) for name in ("family", "format")}
+    counts = {"models": sum(each["models"]), "same_ids": same}
+    return {**rows[0], **texts, **counts, "difference": max(each["difference"])}
 
 
 def order(row: Row) -> tuple[str, ...]:
@@ -273,86 +260,6 @@ def difference(row: Row) -> str:
     """Return a difference with two digits, or that the model is refused."""
     value = row["difference"]
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}".replace("e-0", "e-")
-
-
-def render_rules(source: Mapping[str, Any]) -> str:
-    """Return the rules as Prometheus reads them: a JSON string is a YAML string."""
-    group = source["group"]
-    lines = [MONITORING_NOTE + "groups:", f"  - name: {json.dumps(group['name'])}"]
-    lines += [f"    interval: {group['interval']}", "    rules:"]
-    for rule in source["rule"]:
-        lines.append(f"      - record: {json.dumps(rule['record'])}")
-        lines.append(f"        expr: {json.dumps(rule['expr'])}")
-    return "\n".join(lines) + "\n"
-
-
-def render_dashboard(source: Mapping[str, Any]) -> str:
-    """Return the dashboard as Grafana reads it."""
-    about = source["dashboard"]
-    datasource = {"type": "prometheus", "uid": about["datasource"]}
-    panels = []
-    x = y = height = 0
-    for number, panel in enumerate(source["panel"], start=1):
-        if x + panel["width"] > _COLUMNS:
-            x, y, height = 0, y + height, 0
-        size = {"x": x, "y": y, "w": panel["width"], "h": _HEIGHTS[panel["kind"]]}
-        x, height = x + panel["width"], max(height, size["h"])
-        panels.append(_panel(panel, number, size, datasource, about["legend"]))
-    dashboard = {
-        "uid": about["uid"],
-        "title": about["title"],
-        "schemaVersion": _SCHEMA_VERSION,
-        "editable": False,
-        "refresh": about["refresh"],
-        "time": {"from": about["from"], "to": "now"},
-        "templating": {"list": [_variable(v, datasource) for v in source["variable"]]},
-        "panels": panels,
-    }
-    return json.dumps(dashboard, indent=2) + "\n"
-
-
-def _panel(
-    panel: Mapping[str, Any],
-    number: int,
-    size: Mapping[str, int],
-    datasource: Mapping[str, str],
-    legend: str,
-) -> dict[str, Any]:
-    table = panel["kind"] == "table"
-    targets = [
-        {
-            "refId": chr(ord("A") + index),
-            "datasource": datasource,
-            "expr": query["expr"],
-            "legendFormat": query.get("legend", legend),
-            **({"format": "table", "instant": True} if table else {}),
-        }
-        for index, query in enumerate(panel["queries"])
-    ]
-    return {
-        "id": number,
-        "type": panel["kind"],
-        "title": panel["title"],
-        "description": panel["about"],
-        "gridPos": size,
-        "datasource": datasource,
-        "fieldConfig": {"defaults": {"unit": panel["unit"]}, "overrides": []},
-        "targets": targets,
-    }
-
-
-def _variable(variable: Mapping[str, str], datasource: Mapping[str, str]) -> dict[str, Any]:
-    return {
-        "name": variable["name"],
-        "type": "query",
-        "datasource": datasource,
-        "query": {"query": variable["values"], "refId": variable["name"]},
-        "refresh": 2,
-        "includeAll": True,
-        "allValue": ".*",
-        "multi": True,
-        "current": {"text": "All", "value": "$__all"},
-    }
 
 
 if __name__ == "__main__":

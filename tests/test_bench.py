@@ -17,6 +17,7 @@ from bench.experiment import experiment, limit_note, ratio, seconds, turns
 from bench.linear import ENGINES, Problem, clocher, exact_product
 from bench.record import KINDS, Kind, Row, write_json
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.command.flags import option
 from clocher_runtime.convert.synthetic import plan_synthesis
 from cpu_fallback.team.bandwidth import Reader
 
@@ -108,7 +109,7 @@ def test_thread_counts_are_checked(text: str) -> None:
 def test_a_case_says_what_is_wrong_with_a_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
     result = CliRunner().invoke(peers.main, ["--model-dir", str(tmp_path), *FAST])
-    assert result.exit_code == 1
+    assert result.exit_code == 3
     assert "no model there" in result.output or "model.gguf" in result.output
 
 
@@ -324,9 +325,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
 def made_of(rows: list[Row], *arguments: str) -> Result:
     """Run a case that yields these rows and knows one option."""
 
-    @experiment("made_up", "Rows.")
-    @click.option("--dir")
-    def main(dir: str | None) -> list[Row]:
+    @experiment("made_up", "Rows.", option("--dir", str))
+    def main(asked: object) -> list[Row]:
         return rows
 
     return CliRunner().invoke(main, arguments)
@@ -337,7 +337,7 @@ def test_rows_say_what_made_them_and_name_no_folder(tmp_path: Path) -> None:
     rows: list[Row] = [{"name": "a", "gbps": 1.25}]
     done = made_of(rows, "--dir", "/somebodys/models/a b/", f"--json={out}")
     assert done.exit_code == 0, done.output
-    command = "python -m bench made_up --dir 'a b' --json=rows.json"
+    command = "python -m bench made_up --dir 'a b/' --json=rows.json"
     assert json.loads(out.read_text()) == [{"kind": "made_up", "command": command, **rows[0]}]
 
 

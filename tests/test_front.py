@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from commands import clean_environment, clocher, here, only_line
+from commands import clean_environment, clocher, here, only_line, python
 from terminal import in_terminal
 from weight_files import BITNET, ROOT
 
@@ -101,34 +101,29 @@ def test_json_is_no_ignored_hint_of_the_stub():
 
 def test_what_is_piped_in_is_the_prompt(tmp_path):
     def output(*words, text=None):
-        done = subprocess.run(
-            [sys.executable, "-m", "clocher_runtime", "run", "--max-new", "4", *words],
-            env=clean_environment(),
-            input=text,
-            stdin=None if text is not None else subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=250,
-        )
-        assert done.returncode == 0, done.stderr
-        return only_line(done.stdout)["outputs"][0]["token_ids"]
+        given = {} if text is None else {"input": text}
+        code, out, err = clocher("run", "--max-new", "4", *words, **given)
+        assert code == 0, err
+        return only_line(out)["outputs"][0]["token_ids"]
 
-    piped = output(text="class Stack:\n")
-    assert piped == output("--prompt", "class Stack:\n")
-    assert piped != output()
-    assert output(text="") == output()
+    piped, usual = output(text="class Stack:\n"), output()
+    _, out, _ = here("run", "--max-new", "4", "--prompt", "class Stack:\n")
+    assert piped == only_line(out)["outputs"][0]["token_ids"] != usual
+    assert output(text="") == usual
     assert output("--prompt", "class Stack:\n", text="import os") == piped
 
 
 def test_a_pipe_that_says_nothing_does_not_stop_a_run():
     read, write = os.pipe()
+    sooner = "from clocher_runtime.command import run; run._PIPE_WAIT_S /= 10; "
+    run = f"{sooner}from clocher_runtime.cli import clocher; clocher(['run', '--max-new', '2'])"
     try:
-        code, out, err = clocher("run", "--max-new", "2", stdin=read)
+        done = python("-c", run, stdin=read, env=clean_environment())
     finally:
         os.close(read)
         os.close(write)
-    assert (code, only_line(out)["status"]) == (0, "ok")
-    assert "nothing came in 5 s: the usual prompt is used; --prompt TEXT" in err
+    assert (done.returncode, only_line(done.stdout)["status"]) == (0, "ok")
+    assert "nothing came in 0.5 s: the usual prompt is used; --prompt TEXT" in done.stderr
 
 
 # One command

@@ -14,7 +14,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.completions import from_model
 from clocher_runtime.config.commands import ChatConfig, settle
-from clocher_runtime.engine.sampling_defaults import sampling_defaults, taken, told
+from clocher_runtime.engine.arguments import sampling_defaults, taken, told
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
 from clocher_runtime.serve.responses import ResponsesRequest
 

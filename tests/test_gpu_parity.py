@@ -15,7 +15,7 @@ from op_cases import ALL
 
 from bench.gpu import parity
 from bench.gpu.setting import Setting, make_setting
-from bench.ops import OpRun
+from bench.ops import OpRun, judge
 from clocher_kernels.cuda.executor import LOWER, CudaExecutor
 from clocher_kernels.cuda.launch import INTERPRETER, Device
 from clocher_kernels.errors import ShapeError, UnsupportedOp
@@ -104,7 +104,7 @@ def executed(spec: OpSpec, case: Case, device: Device) -> None:
             got = executor._values[name].cpu().contiguous()
             wide = got.view(torch.int16) if got.element_size() == 2 else got
             found = wide.numpy().view(want.dtype)
-            row = parity.judge(spec.allowed(case, "cuda"), found, want)
+            row = judge(spec.allowed(case, "cuda"), {name: (found, want)})
             assert row["status"] == "ok", (name, row)
     finally:
         executor.close()

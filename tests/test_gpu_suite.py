@@ -22,6 +22,7 @@ from bench import gpu_suite
 from bench.gpu import parity
 from bench.gpu.setting import Row, Setting, Timer, make_setting, run_item
 from bench.gpu_suite import note, rows_of
+from bench.ops import judge
 from clocher_kernels.cuda import prepack
 from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.launch import Device, Launch
@@ -196,13 +197,13 @@ def test_a_kernel_that_does_not_repeat_fails(
 def test_nan_and_large_errors_never_pass() -> None:
     expected = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
     limit = OPS["linear"].allowed(None, "cuda", "f16")
-    assert parity.judge(limit, expected, expected)["status"] == "ok"
+    assert judge(limit, {"y": (expected, expected)})["status"] == "ok"
     for index, value in ((3, np.nan), (999, np.inf), (0, 5.0)):
         got = expected.copy()
         got[index] = value
         with np.errstate(invalid="ignore"):
-            assert parity.judge(limit, got, expected)["status"] == "failed"
-            assert parity.judge(EXACT, got, expected)["status"] == "failed"
+            assert judge(limit, {"y": (got, expected)})["status"] == "failed"
+            assert judge(EXACT, {"y": (got, expected)})["status"] == "failed"
 
 
 CHILD = """
@@ -232,7 +233,7 @@ def test_what_dies_is_reported_and_the_rest_survives(
         return run(["-c", CHILD, str(path), what], log, path, *limits)
 
     monkeypatch.setattr(gpu_suite, "run", child)
-    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(2, 30, 2.5))
+    monkeypatch.setitem(gpu_suite.PARTS, "ops", gpu_suite.Part(2, 30, 1.5))
     assert suite(tmp_path, "--part", "ops").exit_code == 1
     found = [(row["item"], row["status"]) for row in parts_in(tmp_path)["ops"]]
     assert found == [("first", "ok"), ("bad", status), ("last", "ok")]

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 from bench import harness, machine, runs
 from bench.cells import (
@@ -344,8 +343,8 @@ def test_a_measurement_without_a_run_that_counts_ends_with_9(
         monkeypatch.setattr(
             harness, "Harness", lambda out, say, fake=fake: Harness(out, say, fake, rest_s=0)
         )
-        job = harness.Job(Plan(cells_of("a"), runs=1, retries=0), tmp_path / f"{code}.jsonl")
-        assert harness.measure(job, Console(quiet=True)) == code
+        plan, out = Plan(cells_of("a"), runs=1, retries=0), tmp_path / f"{code}.jsonl"
+        assert harness.measure(plan, out, lambda said: None) == code
 
 
 def test_compare_cannot_tell_without_runs_or_from_different_machines(tmp_path, capsys) -> None:
@@ -462,7 +461,7 @@ def test_a_planted_slowdown_of_five_percent_is_found(bare: None, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--runs", "0"], "--runs: got '0', expected an integer from 1 to 10000"),
+        (["--runs", "0"], "--runs' (env var: 'RUNS'): 0 is not in the range 1<=x<=10000"),
         (["--nope"], "No such option"),
         (["--", "--max-new", "x"], "--max-new: got 'x'"),
         (["--prompts", "missing.txt"], "prompts file missing.txt: No such file"),
@@ -491,9 +490,9 @@ def test_the_shipped_settings_are_valid(name: str, bare: None, monkeypatch) -> N
     monkeypatch.chdir(ROOT)
     path = ROOT / "bench/configs" / name
     if name == "bench.toml":
-        job = harness.prepare({}, {}, {}, path)
-        assert job.plan.runs == 10
-        assert job.plan.cells[0].settings["max_new"] == "64"
+        given = harness._command.make_context("harness", ["--config", str(path)]).params
+        assert given["runs"] == 10
+        assert given["in_file"]["max_new"].raw == "64"
     else:
         assert resolve({"config": str(path)}, {}).max_new == 64
 

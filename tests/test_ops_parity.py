@@ -37,16 +37,35 @@ def _on_cpu(spec: OpSpec, case: Case, threads: tuple[int, ...], alone: int) -> N
         got = op.outputs(executor)
         for name in op.written:
             _close(spec.allowed(case), got[name], expected[name])
-        lead = op.alone()
+        lead = _lead(op)
         count = {"": 0, "M": op.plan.tokens, "R": op.plan.rows}[lead]
         for index in range(0, count, max(1, (count - 1) // (alone - 1))):  # the last one, too
-            _alone(op, op.run_alone(executor, lead, index), got, index)
+            _alone(op, _run_alone(op, executor, lead, index), got, index)
     finally:
         executor.close()
     for many in threads:
         other = op.run(lambda plan, weights, n=many: CpuExecutor(plan, weights, n))
         for name in op.written:
             assert np.array_equal(_bytes(other[name]), _bytes(got[name])), (name, many)
+
+
+def _lead(op: OpRun) -> str:
+    """Return "M" or "R" if the op's outputs are independent rows, else ""."""
+    leads = {op.plan.buffers[name].rows for name in op.written}
+    lead = leads.pop()
+    count = {"M": op.plan.tokens, "R": op.plan.rows, "": 1}[lead]
+    return lead if not leads and count > 1 else ""
+
+
+def _run_alone(op: OpRun, executor: CpuExecutor, lead: str, index: int) -> dict[str, np.ndarray]:
+    """Run the case for one token or row, moved to the front; return the whole buffers."""
+    op.fill(executor)
+    for name, buffer in op.plan.buffers.items():
+        if buffer.rows == lead and buffer.role != "output":
+            executor.array(name)[0] = op.values[name][index]
+    tokens = 1 if lead == "M" else op.plan.tokens
+    executor.step(tokens, 1 if lead == "R" else op.plan.rows)
+    return op.outputs(executor)
 
 
 def _interpreted(spec: OpSpec, case: Case) -> bool:

@@ -12,9 +12,8 @@ from bench.profile import (
     Frame,
     Profiler,
     flame,
-    label,
-    layer_of,
     median_step,
+    named,
     rows_of,
     svg,
 )
@@ -107,10 +106,14 @@ def test_a_prefill_is_profiled_with_all_its_tokens(profiler):
 
 def test_the_flame_graph_is_as_wide_as_the_step(steps):
     step = median_step(steps)
-    root = flame(step, "a step <&>")
-    assert root.value == step.ns
-    assert sum(part.value for part in root.inner) == step.ns
-    picture = ElementTree.fromstring(svg(root, "title <&>"))
+    frames = flame(step, "a step <&>")
+    assert frames[0].ns == step.ns
+    for level in range(1, 5):  # the frames of a level lie side by side, within the step
+        own = [(frame.start, frame.ns) for frame in frames if frame.level == level]
+        ends = [start + ns for start, ns in own]
+        assert ends[-1] <= step.ns + 1
+        assert [start for start, _ in own] == pytest.approx([0, *ends[:-1]])
+    picture = ElementTree.fromstring(svg(frames, "title <&>"))
     boxes = [e for e in picture.iter() if e.tag.endswith("rect")]
     widths = [float(e.get("width")) for e in boxes]
     assert widths[1] == max(widths[1:])
@@ -120,16 +123,16 @@ def test_the_flame_graph_is_as_wide_as_the_step(steps):
 
 
 def test_narrow_frames_are_left_out():
-    picture = svg(Frame("all", 1e6, (Frame("speck", 1.0), Frame("rest", 9e5))), "t")
+    picture = svg(
+        [Frame(0, 0, 1e6, "all"), Frame(1, 0, 1.0, "speck"), Frame(1, 1, 9e5, "rest")], "t"
+    )
     assert "speck" not in picture and "rest" in picture
 
 
 def test_a_label_names_the_weight_without_its_layer():
     call = Call("linear", {"x": "h", "w": "model.layers.12.mlp.up_proj.weight", "y": "u"})
-    assert label(call) == "linear mlp.up_proj"
-    assert layer_of(call) == 12
-    assert label(Call("rope", {"x": "q"})) == "rope"
-    assert layer_of(Call("rope", {"x": "q"})) is None
+    assert named(call) == ("linear mlp.up_proj", 12)
+    assert named(Call("rope", {"x": "q"})) == ("rope", None)
 
 
 def test_the_model_comes_from_the_environment(tmp_path: Path) -> None:

@@ -48,14 +48,14 @@ async def ready(engine: EngineProcess) -> None:
 
 def test_an_engine_that_says_nothing_is_stuck_and_then_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine_process, "QUIET_S", 0.5)
-    monkeypatch.setattr(engine_process, "WEDGED_S", 4.0)
+    monkeypatch.setattr(engine_process, "WEDGED_S", 2.5)
 
     async def stop(engine: EngineProcess) -> None:
         job = engine.submit([ASK])
         await job.read()
         stopped = engine.pid
         os.kill(stopped, signal.SIGSTOP)
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(1.0)
         assert engine.is_stuck
         os.kill(stopped, signal.SIGCONT)  # in time
         while engine.is_stuck:

@@ -197,8 +197,6 @@ def test_times_of_a_disturbed_machine_accuse_nobody() -> None:
 
 
 def test_rows_are_named_as_llama_bench_names_them() -> None:
-    assert strict.tg_name(task(tokens=128, depth=512)) == "tg128 @ d512"
-    assert strict.tg_name(task(tokens=32, depth=0)) == "tg32"
     found = row(launches(), "tg", "tg4", 4)
     assert found["tok_s"] == pytest.approx(1000)
     assert found["kernels_tok_s"] == pytest.approx(4e3 / 3)

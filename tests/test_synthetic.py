@@ -21,11 +21,10 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.gguf.blocks import F16, F32, row_blocks, same_type
-from clocher_runtime.convert import synthetic
+from clocher_runtime.convert import PRESETS, synthetic
 from clocher_runtime.convert.gguf import GgufEntry, write_gguf
 from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
-    PRESETS,
     byte_tokenizer,
     formats_of,
     normal_matrix,

@@ -4,7 +4,6 @@ Outputs are NaN before each run. A second run and a CUDA graph replay must give 
 must a token alone and in a batch of up to eight.
 """
 
-import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,31 +12,18 @@ import numpy as np
 import torch
 
 from bench.gpu.setting import Row, Setting
-from bench.ops import OpRun, error
+from bench.ops import OpRun, judge
 from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.prepack import prepack
 from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
 from clocher_kernels.ops import ReferenceExecutor
-from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Tolerance, Value
+from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Value
 from clocher_kernels.quant_tensor import QuantTensor
 
 ACTIVATIONS = ("f32", "f16", "bf16")
 _MOST_ALONE = 8
-_OK: Row = {"status": "ok"}
 
 Tensors = dict[str, Any]
-
-
-def judge(limit: Tolerance, got: np.ndarray, expected: np.ndarray) -> Row:
-    """Compare an output (fp32 or stored integers) with its reference; NaN always fails."""
-    if limit == EXACT or got.dtype.kind != "f":
-        wrong = int(np.count_nonzero(got != expected))
-        return {"status": "failed", "reason": f"{wrong} values differ"} if wrong else _OK
-    rms, largest = error(got, expected)
-    row: Row = {"rms": rms, "max": largest} if math.isfinite(rms) else {}  # NaN is not JSON
-    if rms <= limit.rms and largest <= limit.max:
-        return _OK | row
-    return {**row, "status": "failed", "reason": f"rms {rms:.3g}, largest error {largest:.3g}"}
 
 
 def activations(spec: OpSpec, case: Case) -> list[str]:
@@ -77,13 +63,8 @@ class Trial(OpRun):
 
         once = partial(execute, launches)
         first = outputs(once)
-        row = dict(_OK)
-        for name, expected in self.run(ReferenceExecutor).items():
-            part = judge(self.limit, *self._comparable(name, first[name], expected))
-            for figure in ("rms", "max"):
-                row[figure] = max(row.get(figure, 0.0), part.get(figure, 0.0))
-            if part["status"] != "ok":
-                row |= {"status": "failed", "reason": f"{name}: {part['reason']}"}
+        expected = self.run(ReferenceExecutor)
+        row = judge(self.limit, {n: self._comparable(n, first[n], expected[n]) for n in expected})
         replay = self.setting.timer.replay([once])
         for what, run in (("a second run", once), ("the graph's replay", replay)):
             again = outputs(run)

@@ -1,23 +1,8 @@
 """Whether this machine has a usable GPU. Imports nothing heavy."""
 
-import ctypes
+from clocher_kernels.guards import no_driver
 
 LOWEST_CAPABILITY = 80
-
-
-def no_driver() -> str:
-    """Return why there is no GPU driver or device, else ""; needs no torch."""
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no NVIDIA driver on this machine (libcuda.so.1 is missing)"
-    status = driver.cuInit(0)
-    if status:
-        return f"the NVIDIA driver does not start (cuInit returned {status})"
-    count = ctypes.c_int()
-    if driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return "the NVIDIA driver finds no GPU"
-    return ""
 
 
 def unusable() -> str:

@@ -7,7 +7,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, ShapeError
-from clocher_kernels.formats import scaling
+from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 from clocher_kernels.formats.floats import FLOATS, round_to
 from clocher_kernels.formats.integers import Int4, Int8
@@ -138,7 +138,7 @@ class Bsr(Format):
         if self.nnzb == 0:
             return
         if self.inner not in FLOATS:
-            scaling.check_scales(self.name, planes["scales"], "bf16")
+            base.check_scales(self.name, planes["scales"], "bf16")
         if col_idx.min() < 0 or col_idx.max() >= block_cols:
             raise FormatError(
                 f"{self.name}: block columns {col_idx.min()} .. {col_idx.max()}; expected "
@@ -164,7 +164,7 @@ class Bsr(Format):
         """Return the values as floats are stored; those that become codes as they are."""
         if self.inner in FLOATS:
             return round_to(self.name, values, self.inner)
-        scaling.require_finite(self.name, values)
+        base.require_finite(self.name, values)
         return values
 
     def _encode_blocks(self, blocks: np.ndarray) -> dict[str, np.ndarray]:
@@ -186,7 +186,7 @@ class Bsr(Format):
 
     def _grid(self, shape: Shape) -> tuple[int, int]:
         """Return the number of block rows and block columns of a matrix."""
-        lead, n, k = scaling.matrix_shape(self.name, shape)
+        lead, n, k = base.matrix_shape(self.name, shape)
         if lead:
             raise ShapeError(f"{self.name}: shape {list(shape)}; expected [N, K]")
         return -(-n // self.block[0]), -(-k // self.block[1])

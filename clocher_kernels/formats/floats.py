@@ -10,7 +10,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import E2M1_VALUES, LARGEST, encode_e2m1, from_f32, look_up, to_f32
 from clocher_kernels.errors import FormatError, ShapeError
-from clocher_kernels.formats import scaling
+from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 
 FLOATS = ("f32", "f16", "bf16")
@@ -94,7 +94,7 @@ class Fp8(Format):
     scale_dtype: str
 
     def __post_init__(self) -> None:
-        scaling.check_scale_dtype(self.name, self.scale_dtype)
+        base.check_scale_dtype(self.name, self.scale_dtype)
 
     @property
     def name(self) -> str:
@@ -102,11 +102,11 @@ class Fp8(Format):
         return f"fp8_{self.code_dtype}_{self.scope}_{self.scale_dtype}"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = scaling.matrix_shape(self.name, shape)
+        lead, n, k = base.matrix_shape(self.name, shape)
         if self.scope == "b128":
             scales: Shape = (*lead, -(-n // FP8_BLOCK), -(-k // FP8_BLOCK))
         else:
-            scales = scaling.scales_shape(_group(self.scope), shape)
+            scales = base.scales_shape(_group(self.scope), shape)
         return {"codes": Plane(self.code_dtype, shape), "scales": Plane(self.scale_dtype, scales)}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
@@ -116,17 +116,17 @@ class Fp8(Format):
         """Encode with the scales of `encode` times a stretch, one or one for each scale."""
         shape = values.shape
         planes = self.planes(shape)
-        scaling.require_finite(self.name, values)
+        base.require_finite(self.name, values)
         if self.scope == "b128":
             largest = by_blocks(np.maximum, values)
             np.maximum(largest, -by_blocks(np.minimum, values), out=largest)
         else:
-            largest = scaling.absmax(scaling.split(values, _group(self.scope)))
+            largest = base.absmax(base.split(values, _group(self.scope)))
         ideal = largest / np.float32(LARGEST[self.code_dtype])
         # The stretch alone must not put a scale beyond its type.
         limit = np.maximum(ideal, np.float32(LARGEST[self.scale_dtype]))
         ideal = np.minimum(ideal * stretch, limit)
-        scales, step = scaling.store(self.name, ideal, self.scale_dtype)
+        scales, step = base.store(self.name, ideal, self.scale_dtype)
         codes = from_f32(values / self._spread(step, shape), self.code_dtype)
         return {"codes": codes, "scales": scales.reshape(planes["scales"].shape)}
 
@@ -136,7 +136,7 @@ class Fp8(Format):
         return values
 
     def check(self, planes: Planes, shape: Shape) -> None:
-        scaling.check_scales(self.name, planes["scales"], self.scale_dtype)
+        base.check_scales(self.name, planes["scales"], self.scale_dtype)
         magnitudes = planes["codes"] & 0x7F
         if magnitudes.max() > (0x7E if self.code_dtype == "e4m3" else 0x7B):
             raise FormatError(
@@ -152,7 +152,7 @@ class Fp8(Format):
         return np.repeat(scales, FP8_BLOCK, axis=-1)[..., : shape[-1]]
 
 
-def _group(scope: Scope) -> scaling.Group:
+def _group(scope: Scope) -> base.Group:
     """Return a scope that is no block as a group."""
     return FP8_BLOCK if scope == "g128" else "tensor" if scope == "tensor" else "row"
 
@@ -193,7 +193,7 @@ class Mxfp4(Format):
         return "mxfp4"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = scaling.matrix_shape(self.name, shape)
+        lead, n, k = base.matrix_shape(self.name, shape)
         if k % MXFP4_BLOCK:
             raise ShapeError(
                 f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of "
@@ -211,14 +211,14 @@ class Mxfp4(Format):
     def encode_weighted(self, values: np.ndarray, weights: np.ndarray) -> dict[str, np.ndarray]:
         """Encode as `encode` does, a squared error counting `weights` [K] times, by its column."""
         planes = {key: np.empty(p.shape, p.storage) for key, p in self.planes(values.shape).items()}
-        scaling.require_finite(self.name, values)
+        base.require_finite(self.name, values)
         rows, groups = values.reshape(-1, values.shape[-1]), values.shape[-1] // MXFP4_BLOCK
         blocks = planes["blocks"].reshape(len(rows), groups, -1)
         scales = planes["scales"].reshape(len(rows), groups)
         step = max(1, _PIECE // values.shape[-1])
         for start in range(0, len(rows), step):
             piece = slice(start, start + step)
-            cells = scaling.split(rows[piece], MXFP4_BLOCK)
+            cells = base.split(rows[piece], MXFP4_BLOCK)
             exponent = _exponents(cells, weights.reshape(groups, MXFP4_BLOCK))
             codes = encode_e2m1(np.ldexp(cells, -exponent[..., None]))
             blocks[piece] = codes[..., 0::2] | codes[..., 1::2] << 4
@@ -240,7 +240,7 @@ class Mxfp4(Format):
 
 def _exponents(cells: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Return the exponent of least weighted squared error of each block [..., 32], i32 [...]."""
-    largest = scaling.absmax(cells)
+    largest = base.absmax(cells)
     # frexp: absmax = m * 2^e with m in [1/2, 1), so floor(log2(absmax)) = e - 1.
     floor = np.where(largest == 0, 0, np.maximum(np.frexp(largest)[1] - 3, _LEAST))
     scaled = np.abs(np.ldexp(cells, -floor[..., None]))

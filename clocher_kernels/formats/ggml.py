@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from clocher_kernels.errors import FormatError, ShapeError
-from clocher_kernels.formats import scaling
+from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 from clocher_kernels.formats.ggml_blocks import KINDS, READ_ONLY
 
@@ -91,7 +91,7 @@ class Ggml(Format):
         return 1, self.block
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = scaling.matrix_shape(self.name, shape)
+        lead, n, k = base.matrix_shape(self.name, shape)
         if k % self.block:
             raise ShapeError(
                 f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of "
@@ -103,7 +103,7 @@ class Ggml(Format):
         from clocher_kernels.formats.ggml_encode import encode
 
         plane = self.planes(values.shape)["blocks"]
-        scaling.require_finite(self.name, values)
+        base.require_finite(self.name, values)
         cells = values.reshape(-1, self.block)
         blocks = np.empty((len(cells), self.block_bytes), np.uint8)
         for piece in self._pieces(len(cells)):
@@ -127,7 +127,7 @@ class Ggml(Format):
         fields = KINDS[self.kind].fields
         for name in fields.names or ():
             if fields[name] == np.float16:
-                scaling.check_scales(f"{self.name} {name}", blocks[name], "f16")
+                base.check_scales(f"{self.name} {name}", blocks[name], "f16")
 
     def _blocks(self, planes: Planes) -> np.ndarray:
         blocks = np.ascontiguousarray(planes["blocks"]).reshape(-1, self.block_bytes)

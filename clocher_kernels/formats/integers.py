@@ -7,7 +7,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import look_up, to_f32
 from clocher_kernels.errors import FormatError
-from clocher_kernels.formats import scaling
+from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 
 
@@ -28,44 +28,44 @@ class Int8(Format):
         scale_dtype: "f32", "f16" or "bf16".
     """
 
-    group: scaling.Group
+    group: base.Group
     scale_dtype: str
 
     def __post_init__(self) -> None:
-        scaling.check_scale_dtype(self.name, self.scale_dtype)
+        base.check_scale_dtype(self.name, self.scale_dtype)
         if isinstance(self.group, int) and self.group < 1:
             raise FormatError(f"{self.name}: group {self.group}; expected at least 1")
 
     @property
     def name(self) -> str:
         """Canonical name: "int8_row_f32", "int8_g32_f16"."""
-        return f"int8_{scaling.spell(self.group)}_{self.scale_dtype}"
+        return f"int8_{base.spell(self.group)}_{self.scale_dtype}"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        scaling.matrix_shape(self.name, shape)
+        base.matrix_shape(self.name, shape)
         return {
             "codes": Plane("i8", shape),
-            "scales": Plane(self.scale_dtype, scaling.scales_shape(self.group, shape)),
+            "scales": Plane(self.scale_dtype, base.scales_shape(self.group, shape)),
         }
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        scaling.matrix_shape(self.name, values.shape)
-        scaling.require_finite(self.name, values)
-        cells = scaling.split(values, self.group)
-        ideal = scaling.absmax(cells) / np.float32(127)
-        scales, step = scaling.store(self.name, ideal, self.scale_dtype)
+        base.matrix_shape(self.name, values.shape)
+        base.require_finite(self.name, values)
+        cells = base.split(values, self.group)
+        ideal = base.absmax(cells) / np.float32(127)
+        scales, step = base.store(self.name, ideal, self.scale_dtype)
         steps = cells / step[..., None]
         np.rint(steps, out=steps)
         np.clip(steps, -127, 127, out=steps)
-        return {"codes": scaling.join(steps.astype(np.int8), values.shape), "scales": scales}
+        return {"codes": base.join(steps.astype(np.int8), values.shape), "scales": scales}
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
-        cells = scaling.split(planes["codes"].astype(np.float32), self.group)
+        cells = base.split(planes["codes"].astype(np.float32), self.group)
         cells *= to_f32(planes["scales"], self.scale_dtype)[..., None]
-        return scaling.join(cells, shape)
+        return base.join(cells, shape)
 
     def check(self, planes: Planes, shape: Shape) -> None:
-        scaling.check_scales(self.name, planes["scales"], self.scale_dtype)
+        base.check_scales(self.name, planes["scales"], self.scale_dtype)
 
 
 _BYTES = np.arange(256)
@@ -101,7 +101,7 @@ class Int4(Format):
     scale_dtype: str
 
     def __post_init__(self) -> None:
-        scaling.check_scale_dtype(self.name, self.scale_dtype)
+        base.check_scale_dtype(self.name, self.scale_dtype)
         if isinstance(self.group, int) and (self.group < 2 or self.group % 2):
             raise FormatError(f"{self.name}: group {self.group}; expected an even number")
 
@@ -109,11 +109,11 @@ class Int4(Format):
     def name(self) -> str:
         """Canonical name: "int4_sym_g64_f16", "int4_asym_row_bf16"."""
         kind = "sym" if self.symmetric else "asym"
-        return f"int4_{kind}_{scaling.spell(self.group)}_{self.scale_dtype}"
+        return f"int4_{kind}_{base.spell(self.group)}_{self.scale_dtype}"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = scaling.matrix_shape(self.name, shape)
-        scales = scaling.scales_shape(self.group, shape)
+        lead, n, k = base.matrix_shape(self.name, shape)
+        scales = base.scales_shape(self.group, shape)
         planes = {
             "codes": Plane("u8", (*lead, n, -(-k // 2))),
             "scales": Plane(self.scale_dtype, scales),
@@ -123,9 +123,9 @@ class Int4(Format):
         return planes
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        scaling.matrix_shape(self.name, values.shape)
-        scaling.require_finite(self.name, values)
-        cells = scaling.split(values, self.group)
+        base.matrix_shape(self.name, values.shape)
+        base.require_finite(self.name, values)
+        cells = base.split(values, self.group)
         low, high = cells.min(axis=-1), cells.max(axis=-1)
         if self.symmetric:
             ideal = np.where(-low > high, low, high) / np.float32(-8)
@@ -133,14 +133,14 @@ class Int4(Format):
             low, high = np.minimum(low, 0), np.maximum(high, 0)
             # Divided before the difference, which could overflow.
             ideal = high / np.float32(15) - low / np.float32(15)
-        scales, step = scaling.store(self.name, ideal, self.scale_dtype)
+        scales, step = base.store(self.name, ideal, self.scale_dtype)
         zero = np.full_like(step, 8) if self.symmetric else np.clip(np.rint(-low / step), 0, 15)
 
         steps = cells / step[..., None]
         np.rint(steps, out=steps)
         steps += zero[..., None]
         np.clip(steps, 0, 15, out=steps)
-        codes = scaling.join(steps.astype(np.uint8), values.shape)
+        codes = base.join(steps.astype(np.uint8), values.shape)
         return self.pack(codes, scales, None if self.symmetric else zero.astype(np.uint8))
 
     def pack(
@@ -167,13 +167,13 @@ class Int4(Format):
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
         *lead, n, k = shape
         steps = look_up(_NIBBLES, planes["codes"]).reshape(*lead, n, -1)[..., :k]
-        cells = scaling.split(steps, self.group)
+        cells = base.split(steps, self.group)
         cells -= np.float32(8) if self.symmetric else planes["zeros"][..., None].astype(np.float32)
         cells *= to_f32(planes["scales"], self.scale_dtype)[..., None]
-        return scaling.join(cells, shape)
+        return base.join(cells, shape)
 
     def check(self, planes: Planes, shape: Shape) -> None:
-        scaling.check_scales(self.name, planes["scales"], self.scale_dtype)
+        base.check_scales(self.name, planes["scales"], self.scale_dtype)
         if not self.symmetric and planes["zeros"].max() > 15:
             raise FormatError(
                 f"{self.name}: a zero point of {planes['zeros'].max()}; expected 0..15; "

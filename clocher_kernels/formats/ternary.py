@@ -9,7 +9,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ShapeError
-from clocher_kernels.formats import scaling
+from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 
 _PER_BYTE = 4
@@ -49,7 +49,7 @@ class Ternary(Format):
         return f"ternary{'_inverse' if self.inverse else ''}{suffix}"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = scaling.matrix_shape(self.name, shape)
+        lead, n, k = base.matrix_shape(self.name, shape)
         if lead or n % _PER_BYTE:
             raise ShapeError(
                 f"{self.name}: shape {list(shape)}; expected [N, K] with N a multiple of 4; "
@@ -59,7 +59,7 @@ class Ternary(Format):
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
         self.planes(values.shape)
-        scaling.require_finite(self.name, values)
+        base.require_finite(self.name, values)
         digits = np.abs(values)
         mean = np.maximum(np.float32(digits.mean(dtype=np.float64)), np.float32(1e-5))
         inverse = np.float32(1) / mean

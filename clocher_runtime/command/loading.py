@@ -20,9 +20,9 @@ from clocher_runtime.checkpoints.locate import DEFAULT, EMBEDDED, embedded_model
 from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.config.values import Given, every
 from clocher_runtime.disk.files import read_ahead
+from clocher_runtime.engine.arguments import sampling_defaults
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, gpu, hand_on
 from clocher_runtime.engine.load import Model, load_model
-from clocher_runtime.engine.sampling_defaults import sampling_defaults
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import read_cpus, threads_of, usable_threads
 from clocher_runtime.models.inventory import EMBED, HEAD

@@ -21,9 +21,9 @@ from clocher_runtime.command.completions import (
 from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import Engine, load_engine
 from clocher_runtime.config.commands import RunConfig
+from clocher_runtime.engine.arguments import told
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
-from clocher_runtime.engine.sampling_defaults import told
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
 from clocher_runtime.engine.topology import usable_cpus
 from clocher_runtime.text.prompts import (

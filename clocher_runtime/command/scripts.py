@@ -24,6 +24,7 @@ SCRIPTS: Mapping[str, str] = {
     "kv_cache_bench": "-m bench.harness --sweep kv_quant=none,fp16,fp8,int8",
     "make_baseline_md": "-m bench.report baseline",
     "make_compat_index": "subcommands.q4:index",
+    "make_synthetic": "subcommands.convert:synthesize",
     "make_tensor_map_from_iejson": "subcommands.q4:tensor_map",
     "metrics_exporter": "monitoring.command:export",
     "profile_bitnet_ops": "-m bench linear --formats ternary",

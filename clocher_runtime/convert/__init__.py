@@ -1,1 +1,13 @@
 """A checkpoint in, a file out."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PRESETS = Path(__file__).parents[1] / "assets" / "presets.json"
+PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(_PRESETS.read_text(encoding="utf-8"))
+"""Models without weights: a `summary`, and the whole `config` of each."""
+
+PRECISIONS = ("bf16", "int8w", "int4", "ternary", "mxfp4", "native")
+"""How the matrices of a preset may be stored."""

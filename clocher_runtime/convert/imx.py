@@ -15,7 +15,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, STORAGE
 from clocher_kernels.errors import ShapeError, UsageError
-from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, scaling
+from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import by_blocks
 from clocher_kernels.quant_tensor import QuantTensor, encode
@@ -54,7 +54,7 @@ def search(
         ).planes
         planes = {"codes": row["codes"].reshape(values.shape), "scales": row["scales"]}
         return QuantTensor(values.shape, fmt, planes)
-    scaling.require_finite(fmt.name, values)
+    base.require_finite(fmt.name, values)
     size = columns if fmt.group == "row" else min(fmt.group, columns)
     groups = -(-columns // size)
     cells = np.zeros((groups, size), np.float32)
@@ -140,7 +140,7 @@ class _Block:
         else:
             low = np.minimum(low, 0)
             ideal = np.maximum(high, 0) / np.float32(15) - low / np.float32(15)
-        self.scales, self.step = scaling.store(fmt.name, ideal, fmt.scale_dtype)
+        self.scales, self.step = base.store(fmt.name, ideal, fmt.scale_dtype)
         self.zeros = centred = self._zero(self.step, low)
         self._error = self._errors(self.step, self.zeros)
         for stretch in np.linspace(*span, GRID, dtype=np.float32):
@@ -154,7 +154,7 @@ class _Block:
     def _store(self, ideal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         dtype = self._fmt.scale_dtype
         limit = np.float32(LARGEST[dtype])
-        return scaling.store(self._fmt.name, np.clip(ideal, -limit, limit), dtype)
+        return base.store(self._fmt.name, np.clip(ideal, -limit, limit), dtype)
 
     def _zero(self, step: np.ndarray, low: np.ndarray) -> np.ndarray:
         if self._affine:

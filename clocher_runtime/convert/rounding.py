@@ -16,7 +16,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Ternary, scaling
+from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Ternary, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
@@ -138,20 +138,20 @@ def _encode(values: np.ndarray, fmt: Format, clip: Clip) -> dict[str, np.ndarray
         return fmt.encode(values)
     if clip.kind == "mse":
         return dict(imx.search(values, fmt).planes)
-    scaling.require_finite(fmt.name, values)
+    base.require_finite(fmt.name, values)
     clipped = np.clip(values, -np.float32(clip.value), np.float32(clip.value))
     if clip.kind == "percentile":
         clipped = _inside(values, fmt, clip.value)
     # The range is that of the clipped values, the codes are those of the values themselves.
     planes = fmt.encode(clipped)
-    codes = scaling.split(values, fmt.group) / to_f32(planes["scales"], fmt.scale_dtype)[..., None]
+    codes = base.split(values, fmt.group) / to_f32(planes["scales"], fmt.scale_dtype)[..., None]
     np.rint(codes, out=codes)
     if isinstance(fmt, Int8):
-        whole = scaling.join(np.clip(codes, -127, 127).astype(np.int8), values.shape)
+        whole = base.join(np.clip(codes, -127, 127).astype(np.int8), values.shape)
         return {**planes, "codes": whole}
     zeros = planes.get("zeros")
     codes += np.float32(8) if zeros is None else zeros[..., None]
-    whole = scaling.join(np.clip(codes, 0, 15).astype(np.uint8), values.shape)
+    whole = base.join(np.clip(codes, 0, 15).astype(np.uint8), values.shape)
     return fmt.pack(whole, planes["scales"], zeros)
 
 

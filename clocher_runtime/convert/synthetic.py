@@ -23,6 +23,7 @@ from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin
+from clocher_runtime.convert import PRESETS
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
 from clocher_runtime.disk.output_file import check_free
@@ -37,18 +38,12 @@ _FORMATS: dict[str, Format] = {
     "ternary": Ternary(),
     "mxfp4": Mxfp4(),
 }
-PRECISIONS = (*_FORMATS, "native")
 GGUF_NAME = "model.gguf"
 
 _BYTES = 256
 _CELLS = 1 << 16
 _PIECE = 1 << 20
 _ROW_CELL = 32
-
-
-_PRESETS = Path(__file__).parents[1] / "assets" / "presets.json"
-PRESETS: Mapping[str, Mapping[str, Any]] = json.loads(_PRESETS.read_text(encoding="utf-8"))
-"""Models without weights: a `summary`, and the whole `config` of each."""
 
 
 def preset_config(name: str, layers: int | None = None) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from clocher_kernels.errors import DeviceError, UsageError
+from clocher_kernels.guards import no_driver
 from clocher_kernels.plan import Executor, Plan
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import every
@@ -26,9 +27,11 @@ def choose(device: str) -> tuple[str, str]:
         raise DeviceError(
             "device 'ze': Clocher has no Level Zero back end; use --device cpu or --device auto"
         )
-    from clocher_kernels.cuda.probe import unusable
+    reason = no_driver()
+    if not reason:
+        from clocher_kernels.cuda.probe import unusable
 
-    reason = unusable()
+        reason = unusable()
     if not reason:
         return "cuda", "asked for by --device cuda" if device == "cuda" else "auto: a GPU is here"
     if device == "auto":

@@ -8,7 +8,7 @@ from zlib import crc32
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.formats import Float, Int4, Int8, Ternary, parse_format, scaling
+from clocher_kernels.formats import Float, Int4, Int8, Ternary, base, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.disk.files import byte_pieces
@@ -117,5 +117,5 @@ def _clipped(difference: np.ndarray, tensor: QuantTensor) -> int:
     fmt = tensor.format
     assert isinstance(fmt, Int4 | Int8)
     step = np.abs(to_f32(tensor.planes["scales"], fmt.scale_dtype))[..., None]
-    cells = np.abs(scaling.split(difference, fmt.group))
+    cells = np.abs(base.split(difference, fmt.group))
     return int(np.count_nonzero(cells > step * np.float32(_CLIPPED)))

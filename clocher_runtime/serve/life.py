@@ -26,7 +26,7 @@ from clocher_runtime.checkpoints.hf.hub import repository_of
 from clocher_runtime.command.loading import ModelChoice, choose_model, converses, defaults_of
 from clocher_runtime.config.commands import ServeConfig, is_local
 from clocher_runtime.config.engine import NUMERICS
-from clocher_runtime.engine.sampling_defaults import told
+from clocher_runtime.engine.arguments import told
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server

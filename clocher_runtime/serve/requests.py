@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, StringConstraints
 
-from clocher_runtime.engine.sampling_defaults import taken
+from clocher_runtime.engine.arguments import taken
 from clocher_runtime.serve.errors import Refused
 from clocher_runtime.serve.schemas import (
     MAX_PROMPT_TOKENS,

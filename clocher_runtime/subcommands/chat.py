@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
     from clocher_runtime.command.completions import from_model
     from clocher_runtime.command.loading import choose_model, converses, load_engine
-    from clocher_runtime.engine.sampling_defaults import told as drawn_as
+    from clocher_runtime.engine.arguments import told as drawn_as
     from clocher_runtime.subcommands.chat_talk import Talk, Typing
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer

@@ -14,8 +14,7 @@ from clocher_runtime.command.console import Screen, quiet_keys
 from clocher_runtime.config.commands import CONTINUED, RANDOM, ChatConfig
 from clocher_runtime.config.values import every
 from clocher_runtime.engine import timing
-from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.sampling_defaults import NAMES
+from clocher_runtime.engine.arguments import NAMES, Sampling
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.text.answers import Delta, DeltaKind
 from clocher_runtime.text.chat_template import Message

@@ -10,14 +10,16 @@ import click
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import RESUMES, option, place, script, switch
-from clocher_runtime.command.parameters import PATH
+from clocher_runtime.command.flags import RESUMES, needed, option, place, script, switch
+from clocher_runtime.command.parameters import COUNT, PATH
+from clocher_runtime.convert import PRECISIONS, PRESETS
 from clocher_runtime.exit_codes import ExitCode
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
     from clocher_runtime.convert.to_iebin import Conversion
 
+_SYNTHETIC = "python scripts/make_synthetic.py --preset"
 KINDS = ("iebin", "gguf", "compressed-tensors")
 OUT_DIR = "Directory for model.ie.json, model.ie.bin and vocab.json. It is made if need be."
 VERIFY = switch(
@@ -229,3 +231,39 @@ def run_conversion(console: Console, conversion: "Conversion", verify: bool) -> 
         verified = f", verified: {identical} of {total} bit for bit those of the source"
     counted = f" ({', '.join(counts)})" if counts else ""
     console.say(f"wrote {len(conversion.formats)} tensors{counted} to {out_dir}{verified}")
+
+
+@script(
+    "make_synthetic",
+    option("--preset", click.Choice(list(PRESETS)), "model shape", required=True),
+    option(
+        "--precision",
+        click.Choice(PRECISIONS),
+        "storage of matrices, integers in groups of 32; native: as published",
+        default="native",
+    ),
+    needed("--out-dir", "directory for model.ie.json, model.ie.bin and vocab.json"),
+    option("--seed", click.IntRange(0), default=0),
+    option("--layers", COUNT, "keep only the first LAYERS layers"),
+    switch("--gguf", "also write model.gguf with the same numbers, for llama.cpp"),
+    examples=(
+        ("Int4", f"{_SYNTHETIC} llama-1b --precision int4 --out-dir models/l1b-int4"),
+        ("For llama.cpp, too", f"{_SYNTHETIC} llama-1b --precision int4 --out-dir DIR --gguf"),
+        ("As published", f"{_SYNTHETIC} gpt-oss-20b --precision native --out-dir models/oss"),
+    ),
+    epilog="\b\nPresets:\n"
+    + "\n".join(f"  {name:13} {about['summary']}" for name, about in PRESETS.items()),
+)
+def synthesize(console: Console, preset: str, out_dir: Path, precision: str, **given: Any) -> None:
+    """Make a model with random weights, to measure speed at real shapes without a download.
+
+    The same arguments give the same bytes.
+    """
+    from clocher_runtime.convert.synthetic import plan_synthesis
+
+    synthesis = plan_synthesis(preset, precision, out_dir, **given)
+    console.disk(preset, out_dir, synthesis.nbytes)
+    with console.progress(synthesis.nbytes) as progress:
+        synthesis.run(progress)
+    more = " and model.gguf" if given["gguf"] else ""
+    console.say(f"wrote {len(synthesis.formats)} tensors to {out_dir}{more}")

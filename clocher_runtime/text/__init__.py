@@ -1,6 +1,8 @@
 """Text to ids and back: tokenizer, chat templates, prompts and their pipeline, answers."""
 
-from clocher_kernels.errors import ClocherError
+from collections.abc import Mapping
+
+from clocher_kernels.errors import ClocherError, FormatError
 
 
 class Refused(ClocherError):
@@ -9,3 +11,14 @@ class Refused(ClocherError):
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+def template_text(source: object) -> str:
+    """Return the text of a template, or of the "default" in a list; raises FormatError."""
+    if isinstance(source, list):
+        entries = [entry for entry in source if isinstance(entry, Mapping)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        source = named.get("default")
+    if not isinstance(source, str):
+        raise FormatError("chat template: expected text, or a list with one named 'default'")
+    return source

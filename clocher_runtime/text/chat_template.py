@@ -5,7 +5,7 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.disk.strict_json import parse_json
-from clocher_runtime.text import Refused
+from clocher_runtime.text import Refused, template_text
 from clocher_runtime.text.answers import AnswerStyle
 from clocher_runtime.text.text_process import PROCESS
 
@@ -134,14 +134,3 @@ class ChatTemplate:
 
     def _ask(self, operation: str, **arguments: Any) -> Any:
         return PROCESS.ask(operation, MAX_SECONDS, MAX_MEMORY_BYTES, source=self._text, **arguments)
-
-
-def template_text(source: object) -> str:
-    """Return the text of a template, or of the "default" in a list; raises FormatError."""
-    if isinstance(source, list):
-        entries = [entry for entry in source if isinstance(entry, Mapping)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        source = named.get("default")
-    if not isinstance(source, str):
-        raise FormatError("chat template: expected text, or a list with one named 'default'")
-    return source

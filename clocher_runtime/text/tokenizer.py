@@ -11,7 +11,7 @@ from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
-from clocher_runtime.text import Refused
+from clocher_runtime.text import Refused, template_text
 from clocher_runtime.text.tokenizer_library import (
     MAX_FILE_BYTES,
     LibraryTokenizer,
@@ -81,8 +81,6 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """The chat template, "" if there is none; raises FormatError if it is unusable."""
-        from clocher_runtime.text.chat_template import template_text
-
         return "" if self._template is None else template_text(self._template)
 
     def encode(self, text: str, special: bool = True, *, room: int | None = None) -> list[int]:

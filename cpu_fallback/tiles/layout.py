@@ -41,8 +41,8 @@ from dataclasses import dataclass
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats.base import Group
 from clocher_kernels.formats.ggml_blocks import PLANES, places_of
-from clocher_kernels.formats.scaling import Group
 from cpu_fallback.lanes.isa import CURRENT
 
 ROWS = 16

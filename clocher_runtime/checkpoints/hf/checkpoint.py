@@ -19,8 +19,6 @@ from clocher_kernels.formats.floats import Scope
 from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
 from clocher_runtime.checkpoints.hf import shards
-from clocher_runtime.checkpoints.hf.compressed import read_compressed
-from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 from clocher_runtime.checkpoints.locate import CONFIG, refuse_foreign_quantisation
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES
@@ -204,7 +202,15 @@ def _packed(source: shards.Source) -> shards.Tensors:
         known = ("auto_round:auto_gptq", "auto_round:auto_awq")
         packing = source.choice("packing_format", "left out", known, "export it as auto_gptq")
         method = packing.removeprefix("auto_round:auto_")
+    from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq  # few need it
+
     return read_gptq(source) if method == "gptq" else read_awq(source)
+
+
+def _compressed(source: shards.Source) -> shards.Tensors:
+    from clocher_runtime.checkpoints.hf.compressed import read_compressed
+
+    return read_compressed(source)
 
 
 _METHODS: dict[str, Callable[[shards.Source], shards.Tensors]] = {
@@ -212,7 +218,7 @@ _METHODS: dict[str, Callable[[shards.Source], shards.Tensors]] = {
     "bitnet": _bitnet,
     "fp8": _fp8,
     **dict.fromkeys(("gptq", "awq", "auto-round"), _packed),
-    "compressed-tensors": read_compressed,
+    "compressed-tensors": _compressed,
 }
 
 

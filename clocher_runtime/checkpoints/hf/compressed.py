@@ -23,9 +23,9 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Int8, Mxfp4
+from clocher_kernels.formats.base import Group
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
-from clocher_kernels.formats.scaling import Group
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.checkpoints.hf import packed_words, shards
 from clocher_runtime.disk.safetensors_file import DTYPES

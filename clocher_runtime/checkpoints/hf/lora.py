@@ -28,7 +28,7 @@ from msgspec import Meta, Struct
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_kernels.formats import Float
-from clocher_kernels.formats.scaling import require_finite
+from clocher_kernels.formats.base import require_finite
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.arranged import text_name
 from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors

@@ -20,7 +20,7 @@ import numpy as np
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Int4, Int8
-from clocher_kernels.formats.scaling import Group, check_scales
+from clocher_kernels.formats.base import Group, check_scales
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
 from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.disk.safetensors_file import DTYPES
