@@ -20,7 +20,7 @@ _COMMON: tuple[click.Parameter, ...] = (
         "directory, GGUF file or owner/name, alike on every machine; default: the embedded model",
     ),
     option("--actors", COUNT, "default: as many as the cluster has CPUs for"),
-    option("--cpus", COUNT, "CPUs of each actor, its own, and its threads", default=1),
+    option("--cpus", COUNT, "CPUs that Ray counts for each actor, and its threads", default=1),
     option("--batch", COUNT, "rows that an actor computes side by side", default=8),
     option("--task-rows", COUNT, "rows that an actor is given at a time", default=32),
     option("--context", COUNT, "tokens of the longest row; default: the model's, at most 4096"),
@@ -30,7 +30,7 @@ _COMMON: tuple[click.Parameter, ...] = (
 _SHARED: dict[str, Any] = {
     "epilog": 'OUT_DIR/results.jsonl gets a line for each row, in order: {"row": 0, ...}, or '
     '{"row": 0, "error": ...} for one that cannot be used. Killed at any moment, the same line '
-    "computes the rows that are left; another model, setting or input is refused there. "
+    "computes the tasks that are left; another model, setting or input is refused there. "
     "Results depend neither on the number of actors nor on --batch.",
     "exit_codes": {
         ExitCode.OK: "done: every row has its line, some perhaps with an error",
@@ -120,7 +120,7 @@ def ray(console: Console, task: str | None) -> None:
     score     compute the log probability of every row, in nats
 
     Ray (pip install '.[ray]' in a clone of Clocher) starts the actors, on this machine or a
-    cluster; each has the model and CPUs of its own. What was computed stays when an actor, a
+    cluster; each has the model of its own. What was computed stays when an actor, a
     machine or this command dies; run the same line again to resume.
     """
     if task is not None:
