@@ -37,11 +37,9 @@ class Actor:
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the columns of a batch with those of the results; `error` is "" on success."""
-        count = len(next(iter(batch.values())))
-        cells = {n: [_plain(column[at]) for at in range(count)] for n, column in batch.items()}
         rows = [
-            {name: cells[name][at] for name in cells if cells[name][at] is not None}
-            for at in range(count)
+            {n: _plain(cell) for n, cell in zip(batch, cells, strict=True) if cell is not None}
+            for cells in zip(*batch.values(), strict=True)
         ]
         answers = self.answers(rows)
         made = {name: _column([answer.get(name) for answer in answers]) for name in self.columns}

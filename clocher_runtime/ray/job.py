@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,53 +124,47 @@ def run_job(job: Job, address: str | None = None, progress: Progress | None = No
     checkpoint = open_checkpoint(
         embedded_model() if job.model is None else locate(job.model, "MODEL")
     )
-    digest = hashlib.sha256("".join(f"{row}\n" for row in rows).encode())
-    config = json.dumps(dict(checkpoint.config)).encode()
     asked = {
         "task": job.task,
         "model": describe_source(checkpoint),
-        "config_sha256": hashlib.sha256(config).hexdigest(),
+        "config_sha256": _sha256(json.dumps(dict(checkpoint.config))),
         "options": dict(job.options),
-        "input_sha256": digest.hexdigest(),
+        "input_sha256": _sha256("".join(f"{row}\n" for row in rows)),
         "rows": len(rows),
         "task_rows": job.task_rows,
     }
-    tasks = {at: rows[at : at + job.task_rows] for at in range(0, len(rows), job.task_rows)}
-    parts, results = job.out / "tasks", job.out / "results.jsonl"
+    parts = {at: job.out / f"tasks/{at}.jsonl" for at in range(0, len(rows), job.task_rows)}
+    results = job.out / "results.jsonl"
     with opened(job.out, asked):
         whole = results.exists()
-        left = {at: task for at, task in tasks.items() if not (whole or _part(parts, at).exists())}
-        resumed = done = len(rows) - sum(map(len, left.values()))
+        left = {
+            at: "\n".join(rows[at : at + job.task_rows])
+            for at, part in parts.items()
+            if not (whole or part.exists())
+        }
+        resumed = done = len(rows) - sum(lines.count("\n") + 1 for lines in left.values())
         if left:
-            parts.mkdir(exist_ok=True)
+            (job.out / "tasks").mkdir(exist_ok=True)
             with connected(address) as ray:
                 for at, lines in _computed(ray, job, left):
-                    write_file(_part(parts, at), lines.encode())
-                    done += len(tasks[at])
+                    write_file(parts[at], lines.encode())
+                    done += lines.count("\n")
                     if progress:
                         progress(done, len(rows))
         if not whole:
-            finish(results, [_part(parts, at) for at in tasks])
-        shutil.rmtree(parts, ignore_errors=True)
+            with replacing(results) as file:
+                file.writelines(part.read_bytes() for part in parts.values())
+        shutil.rmtree(job.out / "tasks", ignore_errors=True)
         with results.open("rb") as file:
             errors = sum(b'"error": ' in line and "error" in json.loads(line) for line in file)
     return Outcome(len(rows), resumed, errors, results)
 
 
-def finish(results: Path, parts: Iterable[Path]) -> None:
-    """Concatenate the results of all tasks."""
-    with replacing(results) as file:
-        for part in parts:
-            if not part.exists():
-                raise FormatError(f"{part} is missing: its task is not done; run it again")
-            file.write(part.read_bytes())
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _part(parts: Path, at: int) -> Path:
-    return parts / f"{at}.jsonl"
-
-
-def _computed(ray: Any, job: Job, left: Mapping[int, list[str]]) -> Iterator[tuple[int, str]]:
+def _computed(ray: Any, job: Job, left: Mapping[int, str]) -> Iterator[tuple[int, str]]:
     """Yield first rows of tasks and their results."""
     from ray.data import ActorPoolStrategy, DataContext
     from ray.exceptions import RayError
@@ -180,7 +174,7 @@ def _computed(ray: Any, job: Job, left: Mapping[int, list[str]]) -> Iterator[tup
         raise UsageError(
             f"{job.actors or 1} actors of {job.cpus} CPUs; the Ray cluster has CPUs for {room}"
         )
-    items = [{"first": at, "lines": "\n".join(task)} for at, task in left.items()]
+    items = [{"first": at, "lines": lines} for at, lines in left.items()]
     model = job.model
     if model is not None and Path(model).exists():  # an actor runs in another directory
         model = str(Path(model).absolute())

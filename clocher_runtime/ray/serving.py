@@ -13,10 +13,12 @@ from starlette.types import ASGIApp
 
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_runtime.config.commands import TABLE, ServeConfig, decide
+from clocher_runtime.config.values import integer
 from clocher_runtime.ray.actors import TILE_CACHE
 from clocher_runtime.serve.life import assemble
 
 _OF_SERVE = {"host", "port", "threads"}
+_COUNT = integer(1, 1 << 16)
 
 
 class Replica:
@@ -52,11 +54,7 @@ class Replica:
 def app(args: dict[str, str]) -> serve.Application:
     """Return the application for `serve run` and `serve build`."""
     flags = {name.replace("-", "_"): str(value) for name, value in args.items()}
-    counts = {name: flags.pop(name, "1") for name in ("replicas", "cpus")}
-    for name, given in counts.items():
-        if not (given.isascii() and given.isdigit() and int(given)):
-            raise UsageError(f"{name} is {given!r:.40}; expected a whole number from 1")
-    replicas, cpus = map(int, counts.values())
+    replicas, cpus = (_COUNT.read(name, flags.pop(name, "1")) for name in ("replicas", "cpus"))
     config = _settings(flags, cpus)
     options: dict[str, Any] = {
         "num_replicas": replicas,
