@@ -41,7 +41,7 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, script
-from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.loading import Engine, load_engine, numerics
 from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import NUMERICS
@@ -49,7 +49,7 @@ from clocher_runtime.disk.files import read_text
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.engine.topology import cache_bytes, read_cpus
+from clocher_runtime.engine.topology import cache_bytes, read_cpus, threads_of
 from clocher_runtime.exit_codes import ExitCode, exit_code
 from clocher_runtime.quality.speed import Case
 from cpu_fallback.team.bandwidth import Reader
@@ -113,8 +113,8 @@ class Process:
         """Generate from text to text; return the three windows in ns."""
         ids = self.prompt()[: max(self.task["depth"], 1)]
         made = self.generate(ids, self.task["tokens"] + 1)
-        if self.engine.tokenizer is not None:
-            self.engine.tokenizer.decode(made["ids"])
+        if (tokenizer := self.engine.loaded.tokenizer) is not None:
+            tokenizer.decode(made["ids"])
         return {
             "kernels_ns": made["prefill"][1] + made["decode"][1],
             "strict_ns": made["prefill"][0] + made["decode"][0],
@@ -125,14 +125,15 @@ class Process:
         """Return the longest prompt: the text repeated; fixed random ids without a tokenizer."""
         count = max(self.task["prompt_tokens"], self.task["depth"], 1)
         session: Any = self.engine.session
-        if self.engine.tokenizer is None:
+        tokenizer = self.engine.loaded.tokenizer
+        if tokenizer is None:
             size = session.model.spec.vocab_size
             return [int(i) for i in np.random.default_rng(0).integers(size, size=count)]
         try:
             text = read_text(Path(self.task["text"]))[: _CHARS_PER_TOKEN * count]
         except OSError as error:
             raise UsageError(f"{self.task['text']}: cannot be read: {error.strerror}") from None
-        ids = self.engine.tokenizer.encode(text)
+        ids = tokenizer.encode(text)
         if not ids:
             raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
         return list((ids * (count // len(ids) + 1))[:count])
@@ -168,7 +169,7 @@ class Process:
             "tg": lambda: decode("tg", start, n, reference[: n + 1]),
             "after": lambda: decode("after", start + reference[:n], n, reference[n:]),
             "double": lambda: decode("double", start, 2 * n, reference),
-            "read": lambda: reader.gbps(self.engine.threads),
+            "read": lambda: reader.gbps(threads_of(self.engine.loaded.config)),
         }
         read = turns(runs, task["rounds"], task.get("rest_s", 0.05))["read"]
         # The first round is discarded, as in llama-bench.
@@ -213,11 +214,12 @@ def measure(task: Task) -> Row:
         raise UsageError("the strict contract is of one sequence of a model; drop --stub, BATCH")
     console = Console(stream=io.StringIO())
     engine = load_engine(config, console.compiling, console.packing)
+    loaded, session = engine.loaded, engine.session
     try:
-        if engine.device != "cpu":
+        if loaded.config.backend != "cpu":
             raise UsageError(
-                f"device is {engine.device}: its kernels have no clock here; give --device cpu "
-                "(python -m bench.gpu_suite measures GPUs)"
+                f"device is {loaded.config.backend}: its kernels have no clock here; give "
+                "--device cpu (python -m bench.gpu_suite measures GPUs)"
             )
         process = Process(task, config, engine)
         found: Row = {"cold": process.end_to_end(task["launched_ns"])}
@@ -228,10 +230,13 @@ def measure(task: Task) -> Row:
     finally:
         engine.session.close()
     return {
-        "model": Path(engine.model).name,
-        "format": engine.numerics["precision"],
-        **{name: engine.numerics[name] for name in _OWN[2:4]},
-        **{name: getattr(engine, name) for name in _OWN[4:]},
+        "model": Path(loaded.name).name,
+        "format": loaded.model.precision,
+        **{name: numerics(session)[name] for name in _OWN[2:4]},
+        "device": loaded.config.backend,
+        "isa": session.isa,
+        "threads": threads_of(loaded.config),
+        "bytes_per_token": loaded.model.bytes_per_token,
         "kernels_known": process.kernels_known,
         "touch_bytes_per_token": touch.bytes_touched,
         "touch_bytes_read": touch.bytes_read,

@@ -285,9 +285,9 @@ def load(
     names = {"model_dir": "path", "lora": "lora", "draft_model": "draft_model"}
     given = {n: Given(told, str(keywords[n])) for n, told in names.items() if n in keywords}
     engine = load_engine(replace(config, given=given), progress, packing)
-    session, tokenizer = engine.session, engine.tokenizer
-    assert isinstance(tokenizer, Tokenizer)  # only the stub has another
-    return LanguageModel(session.model, session, tokenizer, engine.sampling_defaults)
+    session, loaded = engine.session, engine.loaded
+    assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
+    return LanguageModel(loaded.model, session, loaded.tokenizer, loaded.sampling_defaults)
 
 
 def generate(prompt: Prompt, path: str | Path | None = None, **options: Any) -> str:

@@ -135,7 +135,7 @@ def test_requests_of_a_server_get_the_defaults_where_they_say_nothing() -> None:
 
 
 def test_a_chat_has_the_defaults_of_the_model_and_its_flags_win() -> None:
-    engine: Any = SimpleNamespace(sampling_defaults=DEFAULTS)
+    engine: Any = SimpleNamespace(loaded=SimpleNamespace(sampling_defaults=DEFAULTS))
     found = from_model(settle(ChatConfig, {"top_k": "3"}, {}), engine)
     assert found == {"temperature": 1.3, "top_p": DEFAULTS["top_p"], "min_p": 0.05}
     assert from_model(settle(ChatConfig, {"temperature": "0"}, {}), engine) == {}

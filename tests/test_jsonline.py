@@ -16,9 +16,10 @@ from clocher_runtime.command import completions as completions_module
 from clocher_runtime.command import run as run_module
 from clocher_runtime.command.completions import Completions, run_line, summary
 from clocher_runtime.command.console import Console, error_line, to_json
-from clocher_runtime.command.loading import Engine
+from clocher_runtime.command.loading import Engine, Loaded
 from clocher_runtime.command.run import measure
 from clocher_runtime.config.commands import RunConfig
+from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.config.values import Given
 from clocher_runtime.engine.binding import PagesRead
 from clocher_runtime.engine.requests import Token
@@ -131,13 +132,14 @@ class Letters:
 class ScriptedSession:
     """Prefill takes 10 ms a token, the n-th decode step of a call n ms. Makes 1, 2, 3, ..."""
 
-    context = 100
+    context, isa, act_prec, kv_cache_bytes = 100, "generic", "fp32", 3 << 19
 
     def __init__(self, clock):
         self.clock, self.calls = clock, []
         self.scheduler = SimpleNamespace(kv_hits=1000, kv_misses=1000)  # left by a warm-up
         self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
         self.config = SimpleNamespace(act_sparsity=None)
+        self.model, self.sizes = MODEL, SimpleNamespace(cache_dtype="f32")
         self.diffusion = "off"
         self.speculate, self.costs, self.counts = "off", ForwardCosts(9), Counts(forwards=7, sent=3)
 
@@ -178,26 +180,28 @@ class ScriptedSession:
 
 
 WEIGHTS = np.arange(250, dtype=np.uint8)
+MODEL = SimpleNamespace(
+    checkpoint=SimpleNamespace(
+        files=[SimpleNamespace(nbytes=250, bytes=lambda start, count: WEIGHTS)]
+    ),
+    spec=SimpleNamespace(eos_ids=[STOP], windows=[None]),
+    bytes_per_token=1000,
+    precision="bf16",
+)
 
 
 @pytest.fixture
 def engine():
     return Engine(
+        Loaded(
+            config=EngineConfig(backend="cpu", threads=2, generation_config="none"),
+            reason="scripted",
+            name="m",
+            source="--model-dir",
+            model=MODEL,
+            tokenizer=Letters(),
+        ),
         session=ScriptedSession(Clock()),
-        tokenizer=Letters(),
-        checkpoint=None,
-        device="cpu",
-        backend_reason="scripted",
-        isa="generic",
-        model="m",
-        model_source="--model-dir",
-        numerics={"precision": "bf16", "act_prec": "fp32", "kv_dtype": "f32"},
-        threads=2,
-        kv_cache_bytes=3 << 19,
-        files=(WEIGHTS,),
-        stop_ids=frozenset({STOP}),
-        bytes_per_token=1000,
-        gpu=None,
         hints_ignored=("IE_ACT_PREC=fp8",),
     )
 
@@ -311,7 +315,11 @@ def test_text_leaves_out_the_token_that_ended_it(line_of, engine, capsys):
 
 def test_engine_without_weight_files_has_no_coverage(line_of, engine, monkeypatch):
     monkeypatch.setattr(run_module, "rss_peak_mib", lambda: 0.0)
-    bare = replace(engine, files=(), tokenizer=None, bytes_per_token=0)
+    spec = MODEL.spec
+    model = SimpleNamespace(
+        checkpoint=SimpleNamespace(files=[]), spec=spec, bytes_per_token=0, precision="bf16"
+    )
+    bare = replace(engine, loaded=replace(engine.loaded, model=model, tokenizer=None))
     config = RunConfig(max_new=2)
     data = json.loads(to_json(line_from(bare, [[1]], 1, config)))
     assert data["coverage"] is None

@@ -71,7 +71,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.convert.to_compressed": "numpy torch safetensors compressed_tensors",
     "clocher_runtime.checkpoints.hf.torch_bin": "numpy torch",
     "clocher_runtime.command.verify_hf": "numpy click torch transformers",
-    "clocher_runtime.monitoring": "click prometheus_client",
+    "clocher_runtime.monitoring": "click msgspec prometheus_client",
     "clocher_runtime.ray": "numpy ray starlette",
     "clocher_runtime.serve": """numpy msgspec click starlette uvicorn h11 pydantic llguidance
         prometheus_client""",

@@ -32,12 +32,12 @@ from clocher_runtime.command.console import error_line
 from clocher_runtime.monitoring import command, exporter
 from clocher_runtime.monitoring.command import PORT, FollowedDirectory, FollowedFile
 from clocher_runtime.monitoring.exporter import (
+    CONFIGURATION,
     COUNTERS,
     GAUGES,
     HARNESS_SCHEMA,
     REASONS,
     STATUSES,
-    Configuration,
     RunMetrics,
 )
 
@@ -568,7 +568,7 @@ def test_expressions_name_metrics_that_exist() -> None:
     for variable in dashboard()["templating"]["list"]:
         query = variable["query"]["query"]
         assert set(NAMES.findall(query)) <= exported
-        assert re.search(r", (\w+)\)$", query)[1] in Configuration._fields
+        assert re.search(r", (\w+)\)$", query)[1] in CONFIGURATION
 
 
 def test_the_dashboard_holds_together() -> None:
@@ -619,7 +619,7 @@ def test_the_page_lists_every_metric_label_and_reason() -> None:
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"^\| `(ie_\w+)", page, re.M))
     assert listed == set(taken(line(), json.dumps(ERROR).encode()))
-    for word in [*Configuration._fields, *REASONS, *STATUSES]:
+    for word in [*CONFIGURATION, *REASONS, *STATUSES]:
         assert f"`{word}`" in page, word
     for rule in rules():
         assert f"`{rule['record']}`" in page

@@ -1,38 +1,47 @@
-"""Jobs of rows without a cluster: what is stored, who has which CPU, what a row's result is."""
+"""Jobs of rows without a cluster: what is stored, and what a row's result is."""
 
 import json
-import subprocess
-import sys
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from clocher_kernels.errors import FormatError, UsageError
-from clocher_runtime.ray import actors
+from clocher_kernels.errors import UsageError
+from clocher_runtime.ray import job
 from clocher_runtime.ray.actors import Generate, Lines, Score
-from clocher_runtime.ray.job import Record, read_rows
+from clocher_runtime.ray.job import Job, opened, read_rows, run_job
 
-ASKED = {"task": "generate", "options": {"seed": 0}}
+ASKED = {"task": "generate", "options": {"seed": 0}, "rows": 2}
 
 
-def test_a_record_goes_on_where_a_driver_died(tmp_path: Path) -> None:
-    with Record(tmp_path / "out", ASKED, 5) as record:
-        record.add({3: {"text": "d"}, 1: {"text": "b"}})
-        record.add({1: {"text": "again"}, 0: {"error": "a"}})
-    with (tmp_path / "out/rows.jsonl").open("a") as file:
-        file.write('{"row": 2, "te')
-    with Record(tmp_path / "out", ASKED, 5) as record:
-        assert set(record.done) == {0, 1, 3} and not record.is_whole
-        with pytest.raises(FormatError, match="3 of 5 rows are done"):
-            record.finish()
-        record.add({4: {"text": "e"}, 2: {"text": "c"}})
-        assert record.finish() == 1
-    lines = [json.loads(line) for line in record.results.read_text().splitlines()]
+def test_a_job_resumes_where_a_driver_died(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text("".join(f'{{"prompt": "{n}"}}\n' for n in range(4)) + "no json\n")
+    given = Job("generate", None, source, tmp_path / "out", task_rows=2)
+    computed: list[int] = []
+
+    def two_tasks(ray: object, job: Job, left: Mapping[int, str]) -> Iterator[Any]:
+        for at, rows in list(left.items())[:2]:
+            computed.append(at)
+            done = [{"row": at + n, **json.loads(row)} for n, row in enumerate(rows.split("\n"))]
+            yield at, "".join(f"{json.dumps(row)}\n" for row in done)
+
+    monkeypatch.setattr(job, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(job, "_computed", two_tasks)
+    with pytest.raises(FileNotFoundError, match=r"4\.jsonl"):  # a driver ends before the last
+        run_job(given)
+    (tmp_path / "out/tasks/4.jsonl.partial").write_text('{"row": 4, "te')
+    told: list[tuple[int, int]] = []
+    outcome = run_job(given, progress=lambda *counts: told.append(counts))
+    assert computed == [0, 2, 4] and told == [(5, 5)]
+    assert outcome == (5, 4, 1, tmp_path / "out/results.jsonl")
+    lines = [json.loads(line) for line in outcome.results.read_text().splitlines()]
     assert [line["row"] for line in lines] == [0, 1, 2, 3, 4]
-    assert [line.get("text") for line in lines] == [None, "b", "c", "d", "e"]
-    with Record(tmp_path / "out", ASKED, 5) as record:
-        assert record.is_whole
+    assert [line.get("prompt") for line in lines] == ["0", "1", "2", "3", None]
+    assert run_job(given) == (5, 5, 1, outcome.results) and len(computed) == 3
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
         ".lock",
         "job.json",
@@ -40,34 +49,44 @@ def test_a_record_goes_on_where_a_driver_died(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("asked", "count"), [({**ASKED, "options": {"seed": 1}}, 2), (ASKED, 3), ({"task": "score"}, 2)]
-)
-def test_jobs_are_not_mixed(tmp_path: Path, asked: dict[str, object], count: int) -> None:
-    Record(tmp_path / "out", ASKED, 2).close()
-    with pytest.raises(UsageError, match="holds another job"):
-        Record(tmp_path / "out", asked, count)
-    Record(tmp_path / "out", ASKED, 2).close()  # and the refusal has let go of the lock
+@pytest.mark.parametrize("more", [{"options": {"seed": 1}}, {"rows": 3}, {"task": "score"}])
+def test_jobs_are_not_mixed(tmp_path: Path, more: dict[str, object]) -> None:
+    with opened(tmp_path / "out", ASKED):
+        pass
+    with (
+        pytest.raises(UsageError, match="holds another job"),
+        opened(tmp_path / "out", {**ASKED, **more}),
+    ):
+        pass
+    with opened(tmp_path / "out", ASKED):  # and the refusal has let go of the lock
+        pass
+
+
+def test_a_job_of_another_version_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(json.dumps({"version": 2, **ASKED}))
+    with (
+        pytest.raises(UsageError, match="a job of version 2, expected 3; finish it with"),
+        opened(tmp_path, ASKED),
+    ):
+        pass
 
 
 def test_a_directory_with_something_else_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(UsageError, match=r"holds 'notes\.txt' and no job"):
-        Record(tmp_path, ASKED, 2)
+    with (
+        pytest.raises(UsageError, match=r"holds 'notes\.txt' and no job"),
+        opened(tmp_path, ASKED),
+    ):
+        pass
 
 
 def test_one_driver_at_a_time(tmp_path: Path) -> None:
-    with Record(tmp_path, ASKED, 2), pytest.raises(UsageError, match="another driver is at work"):
-        Record(tmp_path, ASKED, 2)
-
-
-def test_a_row_told_twice_is_an_error(tmp_path: Path) -> None:
-    with Record(tmp_path, ASKED, 2) as record:
-        record.add({0: {}})
-    with (tmp_path / "rows.jsonl").open("a") as file:
-        file.write('{"row": 0}\n')
-    with pytest.raises(FormatError, match="row 0 is unknown or there twice"):
-        Record(tmp_path, ASKED, 2)
+    with (
+        opened(tmp_path, ASKED),
+        pytest.raises(UsageError, match="another driver is at work"),
+        opened(tmp_path, ASKED),
+    ):
+        pass
 
 
 def test_lines_that_are_no_rows_stay_rows(tmp_path: Path) -> None:
@@ -82,30 +101,10 @@ def test_lines_that_are_no_rows_stay_rows(tmp_path: Path) -> None:
         read_rows(path)
 
 
-def test_a_cpu_has_one_actor_until_it_dies(tmp_path: Path) -> None:
-    try:
-        assert actors.claim(1, [4, 5, 6], tmp_path) == [4]
-        code = (
-            "import sys, time; from pathlib import Path; from clocher_runtime.ray import actors\n"
-            "print(actors.claim(2, [4, 5, 6], Path(sys.argv[1])), flush=True); time.sleep(60)"
-        )
-        with subprocess.Popen(
-            [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True
-        ) as other:
-            try:
-                assert other.stdout is not None and other.stdout.readline() == "[5, 6]\n"
-                assert actors.claim(1, [4, 5, 6], tmp_path) == []
-            finally:
-                other.kill()
-        assert actors.claim(2, [4, 5, 6], tmp_path) == [5, 6]
-    finally:
-        actors.release()
-
-
-@pytest.fixture
-def unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave this process on all of its CPUs."""
-    monkeypatch.setattr(actors, "pin", lambda count: [])
+@pytest.fixture(autouse=True)
+def no_tile_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep packed weights out of the cache of this user."""
+    monkeypatch.setenv("CLOCHER_TILE_CACHE_MB", "0")
 
 
 ROWS = [
@@ -115,29 +114,35 @@ ROWS = [
     {"prompt": "x", "temperature": -1},
     {"text": "neither"},
     {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0.8, "seed": 9},
+    {"error": "line 7: not valid JSON"},
 ]
 
 
-def test_a_rows_text_depends_on_the_row_alone(unpinned: None) -> None:
-    def batch(numbers: list[int]) -> dict[str, np.ndarray]:
-        lines = np.array([json.dumps(ROWS[n]) for n in numbers], object)
-        return {"row": np.array(numbers), "line": lines}
+def test_a_rows_text_depends_on_the_row_alone() -> None:
+    def results(actor: Lines, *numbers: int) -> list[str]:
+        tasks = np.array(["\n".join(json.dumps(ROWS[n]) for n in numbers)], object)
+        out = actor({"first": np.array(numbers[:1]), "lines": tasks})
+        assert out["first"].tolist() == [numbers[0]]
+        lines: str = out["lines"][0]
+        return lines.splitlines()
 
     sampling = {"max_new": 6, "seed": 3}
     together = Lines("generate", None, batch=4, sampling=sampling)
-    whole = together(batch([0, 1, 2, 3, 4, 5]))
+    whole = results(together, *range(7))
     alone = Lines("generate", None, batch=1, sampling=sampling)
     for n in (5, 1, 0, 4):
-        assert alone(batch([n]))["answer"][0] == whole["answer"][n]
-    answers = [json.loads(answer) for answer in whole["answer"]]
-    assert [sorted(a) == ["error"] for a in answers] == [False, False, True, True, True, False]
+        assert results(alone, n) == [whole[n]]
+    answers = [json.loads(answer) for answer in whole]
+    assert [answer["row"] for answer in answers] == [*range(7)]
+    assert [n for n, answer in enumerate(answers) if "error" in answer] == [2, 3, 4, 6]
+    assert answers[6]["error"] == "line 7: not valid JSON"
     assert [len(answers[n]["ids"]) for n in (0, 1, 5)] == [5, 6, 6]
-    other = Lines("generate", None, batch=4, sampling={**sampling, "seed": 4})(batch([1, 5]))
-    assert other["answer"][0] != whole["answer"][1]  # drawn with another seed
-    assert other["answer"][1] == whole["answer"][5]  # which this row names itself
+    other = Lines("generate", None, batch=4, sampling={**sampling, "seed": 4})
+    assert results(other, 1) != [whole[1]]  # drawn with another seed
+    assert results(other, 5) == [whole[5]]  # which this row names itself
 
 
-def test_columns_in_and_out(unpinned: None) -> None:
+def test_columns_in_and_out() -> None:
     actor = Generate(None, batch=2, sampling={"max_new": 4})
     ids = np.empty(2, object)
     ids[:] = [np.array([5, 6, 7]), None]
@@ -149,7 +154,7 @@ def test_columns_in_and_out(unpinned: None) -> None:
         assert out["text"][0] == model.generate([5, 6, 7], max_new=4)
 
 
-def test_scores_are_those_of_the_scorer(unpinned: None) -> None:
+def test_scores_are_those_of_the_scorer() -> None:
     actor = Score(None, batch=2)
     rows = [
         {"context": "def f(x):\n    return", "continuation": " x"},

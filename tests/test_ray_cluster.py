@@ -70,8 +70,8 @@ def alone() -> list[dict[str, object]]:
         f"for n in range({ROWS}):\n"
         "    heat = 0.7 if n % 2 else 0.0\n"
         f"    row = {{'prompt': f'def f{{n}}(', 'max_new': {NEW}, 'temperature': heat}}\n"
-        "    batch = {'row': np.array([n]), 'line': np.array([json.dumps(row)], object)}\n"
-        "    print(json.dumps({'row': n, **json.loads(lines(batch)['answer'][0])}))"
+        "    batch = {'first': np.array([n]), 'lines': np.array([json.dumps(row)], object)}\n"
+        "    print(lines(batch)['lines'][0], end='')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -100,8 +100,7 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[str]) -> None:
 
 def stored(out: Path) -> int:
     """Return how many rows are stored."""
-    file = out / "rows.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    return sum(part.read_bytes().count(b"\n") for part in out.glob("tasks/*.jsonl"))
 
 
 def actors() -> list[int]:
@@ -120,18 +119,13 @@ def test_every_row_once_and_as_without_ray(
     cluster: str, source: Path, alone: list[dict[str, object]], tmp_path: Path
 ) -> None:
     process = driver(source, tmp_path / "out", cluster)
-    seen: dict[int, frozenset[int]] = {}
+    seen: set[int] = set()
     while process.poll() is None:
-        for pid in actors():
-            try:
-                seen[pid] = frozenset(os.sched_getaffinity(pid))
-            except ProcessLookupError:
-                continue
+        seen |= {*actors()}
         time.sleep(0.05)
     assert process.wait() == 0, process.communicate()[0]
     assert results(tmp_path / "out") == alone
-    if len(os.sched_getaffinity(0)) >= 2:
-        assert len({each for each in seen.values() if len(each) == 1}) == 2, seen
+    assert len(seen) >= 2, seen
 
 
 def test_an_actor_that_is_killed_loses_no_row(

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clocher_kernels import __version__
 from clocher_runtime.command.console import Console, Line, head
-from clocher_runtime.command.loading import Engine
+from clocher_runtime.command.loading import Engine, numerics
 from clocher_runtime.config.commands import RunConfig, SamplingConfig
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import NAMES, Sampling, taken
+from clocher_runtime.engine.backends import gpu
 from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.timing import Reservoir, StepTotals
-from clocher_runtime.engine.topology import numa_nodes
+from clocher_runtime.engine.topology import numa_nodes, threads_of
 from clocher_runtime.exit_codes import Interrupt, cause_of
 from clocher_runtime.speculation.speculator import Account
 from clocher_runtime.text.prompts import Prompt
@@ -106,10 +107,10 @@ class Completions(ExitStack):
         }
         trace = Trace(
             version=__version__,
-            model=engine.model,
+            model=engine.loaded.name,
             fingerprint=self.fingerprint,
-            **engine.numerics,
-            device=engine.device,
+            **numerics(engine.session),
+            device=engine.loaded.config.backend,
             sampling=sampling,
             prompt=prompt.text,
             prompt_ids=tuple(prompt.ids),
@@ -137,7 +138,7 @@ class Measured(NamedTuple):
 def from_model(config: SamplingConfig, engine: Engine) -> dict[str, float]:
     """Return the sampling settings taken from the model, because the run sets none."""
     said = {name: getattr(config, name) for name in NAMES if name in config.given}
-    return taken(engine.sampling_defaults, said)
+    return taken(engine.loaded.sampling_defaults, said)
 
 
 def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
@@ -151,25 +152,26 @@ def run_line(
 ) -> dict[str, Any]:
     """Return the JSON line of a run."""
     config = completions.config
-    session, speculation = engine.session, measured.speculation
+    session, loaded, speculation = engine.session, engine.loaded, measured.speculation
+    device, bytes_per_token = loaded.config.backend, loaded.model.bytes_per_token
     wall_ns, steps, touch = measured.wall_ns, measured.steps, measured.touch
     latencies = timing.token_latencies_ms(steps.decode.values)
     file_bytes = sum(file.size for file in engine.files)
-    bytes_touched = engine.bytes_per_token * steps.forwards + touch.bytes_touched
+    bytes_touched = bytes_per_token * steps.forwards + touch.bytes_touched
     ignored = [*config.hints_ignored, *engine.hints_ignored]
     variables = [str(given) for given in config.given.values() if given.is_variable]
     return {
         **head("ok"),
-        "device": engine.device,
-        "backend_reason": engine.backend_reason,
-        "isa": engine.isa,
-        "gpu": engine.gpu,
-        "model": engine.model,
-        "model_source": engine.model_source,
+        "device": device,
+        "backend_reason": loaded.reason,
+        "isa": session.isa,
+        "gpu": gpu() if device == "cuda" else None,
+        "model": loaded.name,
+        "model_source": loaded.source,
         "mode": "stub" if config.stub else "strict" if config.require_model else "default",
-        **engine.numerics,
+        **numerics(session),
         "act_sparsity": session.config.act_sparsity,
-        "threads": engine.threads,
+        "threads": threads_of(loaded.config),
         "numa_nodes": numa_nodes(),
         "context": session.context,
         "batch": batch,
@@ -185,10 +187,10 @@ def run_line(
         "prefill_s": steps.prefill_ns / timing.NS_PER_S,
         "ttft_ms": timing.percentile(measured.first_token_ns.values, 50) / timing.NS_PER_MS,
         "rss_peak_mb": measured.rss_peak_mib,
-        "kv_cache_mb": engine.kv_cache_bytes / (1 << 20),
+        "kv_cache_mb": session.kv_cache_bytes / (1 << 20),
         "kv_hits": measured.kv_hits,
         "kv_misses": measured.kv_misses,
-        "bytes_per_token": engine.bytes_per_token,
+        "bytes_per_token": bytes_per_token,
         "forward_passes": steps.forwards,
         "attention": {"mode": session.reading.mode, "selected": measured.pages_read},
         "diffusion": {
@@ -216,11 +218,12 @@ def run_line(
 
 def _speculation(engine: Engine, speculation: Account) -> dict[str, Any]:
     counts, mode = speculation.counts, engine.session.speculate
-    off = "the stub has no drafter" if engine.device == "stub" else "switched off"
+    config = engine.loaded.config
+    off = "the stub has no drafter" if config.stub else "switched off"
     off = off if engine.session.diffusion == "off" else "blocks are denoised instead"
     return {
         "mode": mode,
-        "draft_model": engine.draft_model,
+        "draft_model": None if engine.loaded.draft is None else str(config.draft_model),
         "drafted": counts.drafted,
         "accepted": counts.accepted,
         "acceptance": speculation.acceptance,

@@ -156,7 +156,7 @@ class Command(click.Command):
         return sys.exit(code) if more.get("standalone_mode", True) else code
 
     def _told(self, error: click.UsageError) -> UsageError:
-        message = error.format_message()
+        message = " ".join(error.format_message().split())  # a missing choice has lines
         message += "" if message.endswith((".", "?", "?)")) else "."
         return UsageError(f"{message} See {self.name} --help.")
 

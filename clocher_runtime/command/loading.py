@@ -7,7 +7,7 @@ import ctypes
 import os
 from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +21,10 @@ from clocher_runtime.config.engine import NUMERICS, EngineConfig
 from clocher_runtime.config.values import Given, every
 from clocher_runtime.disk.files import read_ahead
 from clocher_runtime.engine.arguments import sampling_defaults
-from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, gpu, hand_on
+from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, hand_on
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.engine.topology import read_cpus, threads_of, usable_threads
+from clocher_runtime.engine.topology import read_cpus, usable_threads
 from clocher_runtime.models.inventory import EMBED, HEAD
 from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
@@ -146,41 +146,6 @@ class StubTokenizer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
-    """A generating engine, and its entries in the JSON line.
-
-    `numerics`: the storage of weights, activations and KV cache; `files`: mapped weight files, u8
-    [size] each; `bytes_per_token`: weight bytes read per token; `hints_ignored`: settings without
-    effect.
-    """
-
-    session: Session
-    tokenizer: Tokenizer | StubTokenizer | None
-    checkpoint: Checkpoint
-    device: str
-    backend_reason: str
-    isa: str
-    model: str
-    model_source: str
-    numerics: Mapping[str, str]
-    threads: int
-    kv_cache_bytes: int
-    files: tuple[np.ndarray, ...]
-    stop_ids: frozenset[int]
-    bytes_per_token: int
-    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
-    gpu: Mapping[str, str | int] | None
-    hints_ignored: tuple[str, ...]
-    draft_model: str | None = None
-
-    def text(self, ids: Sequence[int]) -> str:
-        """Return the text of a completion, without its stop token."""
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.decode(ids[:-1] if ids and ids[-1] in self.stop_ids else ids)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
     """A loaded model, not bound to a back end yet.
 
@@ -198,17 +163,41 @@ class Loaded:
     calibration: list[int] | None = None
     ignored: Set[str] = frozenset()
 
-    def session(self, progress: Progress | None = None, packing: Progress | None = None) -> Session:
-        """Return a `Session` of it."""
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """Ids that end a text."""
+        return frozenset() if self.config.ignore_eos else frozenset(self.model.spec.eos_ids)
+
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """See `defaults_of`."""
+        return defaults_of(self.config, self.model.checkpoint)
+
+    def session(self, **tell: Progress | None) -> Session:
+        """Return a `Session` of it; `tell`: its arguments `progress` and `packing`."""
         draft, calibration = self.draft, self.calibration
-        return Session(
-            self.model,
-            self.config,
-            draft=draft,
-            calibration=calibration,
-            progress=progress,
-            packing=packing,
-        )
+        return Session(self.model, self.config, draft=draft, calibration=calibration, **tell)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model with its warm session; `hints_ignored`: settings without effect."""
+
+    loaded: Loaded
+    session: Session
+    hints_ignored: tuple[str, ...]
+
+    @property
+    def files(self) -> tuple[np.ndarray, ...]:
+        """Mapped weight files, u8 [size] each."""
+        return tuple(file.bytes(0, file.nbytes) for file in self.loaded.model.checkpoint.files)
+
+    def text(self, ids: Sequence[int]) -> str:
+        """Return the text of a completion, without its stop token."""
+        tokenizer, stop_ids = self.loaded.tokenizer, self.loaded.stop_ids
+        if tokenizer is None:
+            return ""
+        return tokenizer.decode(ids[:-1] if ids and ids[-1] in stop_ids else ids)
 
 
 def load_engine(
@@ -219,37 +208,17 @@ def load_engine(
     needs_text: bool = True,
 ) -> Engine:
     """Load and warm up a model; raises ModelError, DeviceError, OutOfMemory, UsageError."""
-    chosen, asked = load(config, needs_text=needs_text), config
-    config, model = chosen.config, chosen.model
-    bound = chosen.session(progress, packing)
+    loaded = load(config, needs_text=needs_text)
+    session = loaded.session(progress=progress, packing=packing)
     try:
-        bound.warm()
+        session.warm()
     except BaseException:
-        bound.close()
+        session.close()
         raise
-    ignored = without_effect(bound.acted_on) | chosen.ignored
-    if config.act_prec not in (None, bound.act_prec):
+    ignored = without_effect(session.acted_on) | loaded.ignored
+    if loaded.config.act_prec not in (None, session.act_prec):
         ignored |= {"act_prec"}
-    return Engine(
-        session=bound,
-        tokenizer=chosen.tokenizer,
-        checkpoint=model.checkpoint,
-        device=config.backend,
-        backend_reason=chosen.reason,
-        isa=bound.isa,
-        model=chosen.name,
-        model_source=chosen.source,
-        draft_model=None if chosen.draft is None else str(config.draft_model),
-        numerics=numerics(bound),
-        threads=threads_of(config),
-        kv_cache_bytes=bound.kv_cache_bytes,
-        files=tuple(file.bytes(0, file.nbytes) for file in model.checkpoint.files),
-        stop_ids=frozenset() if config.ignore_eos else frozenset(model.spec.eos_ids),
-        bytes_per_token=model.bytes_per_token,
-        sampling_defaults=defaults_of(config, model.checkpoint),
-        gpu=gpu() if config.backend == "cuda" else None,
-        hints_ignored=asked.unmet(ignored),
-    )
+    return Engine(loaded, session, config.unmet(ignored))
 
 
 def numerics(session: Session) -> dict[str, str]:

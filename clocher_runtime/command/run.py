@@ -25,7 +25,7 @@ from clocher_runtime.engine.arguments import told
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.timing import Reservoir, StepTotals, TimedWindow
-from clocher_runtime.engine.topology import usable_cpus
+from clocher_runtime.engine.topology import threads_of, usable_cpus
 from clocher_runtime.text.prompts import (
     Preparation,
     Prompt,
@@ -89,24 +89,24 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
         console.packing,
         needs_text=not may_be_ids,
     )
-    session = engine.session
+    session, loaded = engine.session, engine.loaded
     try:
-        for note in engine.checkpoint.notes:
+        for note in loaded.model.checkpoint.notes:
             console.say(note)
-        is_own, tokenizer = engine.model_source not in ("default", "embedded"), engine.tokenizer
+        is_own, tokenizer = loaded.source not in ("default", "embedded"), loaded.tokenizer
         if is_own and isinstance(tokenizer, Tokenizer) and tokenizer.chat_template:
             console.say(
-                f"{engine.model} has a chat template, which a completion does not apply: "
-                f'`clocher chat {shlex.quote(engine.model)} "QUESTION"` does'
+                f"{loaded.name} has a chat template, which a completion does not apply: "
+                f'`clocher chat {shlex.quote(loaded.name)} "QUESTION"` does'
             )
         if note := told(from_model(config, engine)):
             console.say(note)
         completions.sampling = sampling_of(config, engine)
-        if config.trace_ids is not None and engine.checkpoint.files:
+        if config.trace_ids is not None and loaded.model.checkpoint.files:
             from clocher_runtime.quality.verify import fingerprint
 
-            completions.fingerprint = fingerprint(engine.checkpoint)
-        prepare = Preparation(source, engine.tokenizer, session.check, session.context)
+            completions.fingerprint = fingerprint(loaded.model.checkpoint)
+        prepare = Preparation(source, loaded.tokenizer, session.check, session.context)
         if not gc.isenabled():  # as `cli` starts a process
             gc.freeze()
             gc.enable()
@@ -116,7 +116,7 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
             for _ in session.generate([ids], config.warmup, stop_ids=frozenset()) if ids else ():
                 pass
         ahead, overlap = prefetch_depth(config.prefetch, batch)
-        workers = worker_count(overlap, len(usable_cpus()), engine.threads)
+        workers = worker_count(overlap, len(usable_cpus()), threads_of(loaded.config))
 
         def groups() -> PromptPipeline:
             return PromptPipeline(
@@ -155,6 +155,7 @@ def measure(
     hits, misses = session.scheduler.kv_hits, session.scheduler.kv_misses
     drafted, pages_read = session.speculation().counts, session.reading.pages
     steps, first_token_ns = StepTotals(), Reservoir[int]()
+    tokenizer, stop_ids = engine.loaded.tokenizer, engine.loaded.stop_ids
     tokens, cut, traced = 0, 0, bool(config.trace_topk)
     for round_number in range(config.rounds):
         first = round_number == 0
@@ -167,7 +168,7 @@ def measure(
                 largest: list[list[TopLogits]] = [[] for _ in usable]
                 began = window.total_ns
                 live = shown and batch == 1 and usable
-                stream = engine.tokenizer.stream() if live and engine.tokenizer else None
+                stream = tokenizer.stream() if live and tokenizer else None
                 if live and config.prompts_file is not None:
                     console.say(f"prompt {completions.prompts + 1}:")
                 if stream is not None and console.texts.is_terminal:
@@ -178,7 +179,7 @@ def measure(
                     [prompt.ids for prompt in usable],
                     config.max_new,
                     sampling,
-                    engine.stop_ids,
+                    stop_ids,
                     window,
                     touch if touch.bytes_per_token else None,
                     logits=traced and first,
@@ -192,14 +193,14 @@ def measure(
                         from clocher_runtime.quality.verify import top_logits
 
                         largest[token.sequence].append(top_logits(token.logits, config.trace_topk))
-                    if stream is not None and token.id not in engine.stop_ids:
+                    if stream is not None and token.id not in stop_ids:
                         console.texts.write(stream.push(token.id))
                 if stream is not None:
                     console.texts.write(stream.flush())
                     console.texts.end_line()
                 tokens += sum(map(len, made))
                 short = [ids for ids in made if len(ids) < config.max_new]
-                cut += sum(not (ids and ids[-1] in engine.stop_ids) for ids in short)
+                cut += sum(not (ids and ids[-1] in stop_ids) for ids in short)
                 steps.add(window.spans)
                 window.spans.clear()  # a prompt file may produce more than fits in memory
                 if first:

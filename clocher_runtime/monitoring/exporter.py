@@ -1,27 +1,21 @@
 """Totals of all runs as metrics of prometheus-client, from JSON lines, which are untrusted."""
 
-import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, NamedTuple
 
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Info,
-    disable_created_metrics,
-    generate_latest,
-    start_http_server,
-)
+import msgspec
+from prometheus_client import CollectorRegistry, generate_latest, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
-from clocher_kernels.errors import FormatError
+from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.command.console import SCHEMA
-from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.disk.strict_json import one_of, parse_object, read_as
 from clocher_runtime.monitoring.command import MAX_LINE_BYTES
-
-disable_created_metrics()  # type: ignore[no-untyped-call]
 
 HARNESS_SCHEMA = "clocher.bench/1"
 STATUSES = ("ok", "error", "void", "warmup")
@@ -32,9 +26,7 @@ MAX_LABEL_CHARS = 120
 MAX_CONFIGURATIONS = 200
 MAX_BUILDS = 50
 MAX_ERROR_TYPES = 32
-_MIB = 1 << 20
-_RSS = "ie_rss_peak_bytes"
-_LARGEST = 2.0**63
+_RSS_LAST, _RSS_MOST = "ie_rss_peak_mb_last", "ie_rss_peak_mb_max"
 _ERROR_TYPE = re.compile(r"[A-Za-z][A-Za-z0-9]{0,39}")
 
 
@@ -92,164 +84,127 @@ GAUGES = (
 """Of the last run; absent where unknown."""
 
 
-class Configuration(NamedTuple):
-    """Labels of series: what makes two runs incomparable."""
-
-    label: str
-    model: str
-    device: str
-    precision: str
-    act_prec: str
-    kv_dtype: str
-    threads: str
-    batch: str
-
-
-class Build(NamedTuple):
-    """Labels of ie_build_info."""
-
-    version: str
-    commit: str
-    device: str
-    isa: str
-    gpu: str
-    cpu: str
+BUILD = {
+    "version": "line.version",
+    "commit": "build.commit",
+    "device": "line.device",
+    "isa": "line.isa",
+    "gpu": "line.gpu.name",
+    "cpu": "machine.cpu",
+}
+"""Labels of ie_build_info, and where their texts are in a row of the harness."""
+_NAMES = ("model", "device", "precision", "act_prec", "kv_dtype", "threads", "batch")
+CONFIGURATION = {"label": "label", **{name: f"line.{name}" for name in _NAMES}}
+"""Labels of series: what makes two runs incomparable."""
 
 
-class Run(NamedTuple):
-    """One line; without a measurement the last three are empty."""
+def _object(kinds: Mapping[str, Any]) -> Any:
+    """Return the type of a JSON object that may have values of these kinds at these paths."""
+    fields, inner = {}, defaultdict[str, dict[str, Any]](dict)
+    for path, kind in kinds.items():
+        key, _, rest = path.partition(".")
+        if rest:
+            inner[key][rest] = kind
+        else:
+            fields[key] = kind
+    fields |= {key: _object(within) for key, within in inner.items()}
+    return msgspec.defstruct("Object", [(key, kind | None, None) for key, kind in fields.items()])
 
-    status: str  # one of `STATUSES`
-    error: str = ""  # its kind, if the status is "error"
-    build: Build | None = None
-    configuration: Configuration | None = None
-    values: Mapping[str, float] = {}  # metric -> number in base units, where known
+
+_Number = Annotated[float, msgspec.Meta(ge=0, le=2.0**63)]
+_Row = _object(
+    dict.fromkeys(("line.schema", "line.status", "line.type"), object)
+    | dict.fromkeys((*BUILD.values(), *CONFIGURATION.values()), str | int)
+    | {f"line.{field.key}": _Number for field in (*COUNTERS, *GAUGES)}
+)
 
 
-def read_line(data: bytes) -> Run:
-    """Parse a line of `clocher-run` or of the harness. Raises Rejected."""
+def read_line(data: bytes) -> tuple[str, Any]:
+    """Return the status and `_Row` of a line of `clocher-run` or the harness. Raises Rejected."""
     try:
         line = parse_object(data, "line")
     except FormatError as error:
         raise Rejected("not_json", str(error)) from None
-    schema = line.get("schema")
-    if schema == SCHEMA:
-        return _read_run(line, {})
-    if schema != HARNESS_SCHEMA:
+    if line.get("schema") not in (SCHEMA, HARNESS_SCHEMA):
         known = f"{SCHEMA}, {HARNESS_SCHEMA}"
-        raise Rejected("unknown_schema", f"schema is {schema!r:.60}; known: {known}")
-    status, run = _status(line), line.get("line")
-    if run is not None and not isinstance(run, dict):
-        raise Rejected("bad_field", f"line is {type(run).__name__}, expected an object or null")
-    if status == "ok":
-        if run is None or run.get("schema") != SCHEMA or run.get("status") != "ok":
-            raise Rejected("bad_field", "line of a run that is ok: expected one that is ok")
-        return _read_run(run, line)
-    return Run(status, _error_type(run or {}) if status == "error" else "")
+        raise Rejected("unknown_schema", f"schema is {line.get('schema')!r:.60}; known: {known}")
+    try:
+        status = one_of(line, "status", "", STATUSES, "line")
+        row = read_as(line if line["schema"] != SCHEMA else {"line": line}, _Row, "row")
+    except (FormatError, UnsupportedModel) as error:
+        raise Rejected("bad_field", str(error)) from None
+    if status == "ok" and (_at(row, "line.schema"), _at(row, "line.status")) != (SCHEMA, "ok"):
+        raise Rejected("bad_field", "line of a run that is ok: expected one that is ok")
+    return status, row
 
 
-def _read_run(line: Mapping[str, Any], row: Mapping[str, Any]) -> Run:
-    status = _status(line)
-    if status != "ok":
-        return Run(status, _error_type(line) if status == "error" else "")
-    build = Build(
-        version=_text(line, "version"),
-        commit=_text(_object(row, "build"), "commit"),
-        device=_text(line, "device"),
-        isa=_text(line, "isa"),
-        gpu=_text(_object(line, "gpu"), "name"),
-        cpu=_text(_object(row, "machine"), "cpu"),
+def _at(row: Any, path: str) -> Any:
+    for key in path.split("."):
+        row = getattr(row, key, None)
+    return row
+
+
+def _labels(row: Any, paths: Mapping[str, str]) -> tuple[str, ...]:
+    values = (_at(row, path) for path in paths.values())
+    shown = ("" if value is None else str(value)[:MAX_LABEL_CHARS] for value in values)
+    # Invisible characters, and ones that move a terminal's cursor, are replaced.
+    return tuple(
+        "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in s) for s in shown
     )
-    names = Configuration._fields[1:]
-    configuration = Configuration(_text(row, "label"), *(_text(line, name) for name in names))
-    numbers = {field.metric: _number(line, field) for field in (*COUNTERS, *GAUGES)}
-    values = {metric: number for metric, number in numbers.items() if number is not None}
-    return Run(status, "", build, configuration, values)
 
 
-def _status(line: Mapping[str, Any]) -> str:
-    status = line.get("status")
-    if status not in STATUSES:
-        raise Rejected("bad_field", f"status is {status!r:.60}; known: {', '.join(STATUSES)}")
-    return str(status)
+_METRICS: dict[str, tuple[type[Any], str, Iterable[str]]] = {
+    "ie_exporter_lines": (CounterMetricFamily, "Lines read.", ()),
+    "ie_exporter_lines_rejected": (CounterMetricFamily, "Lines that do not count.", ("reason",)),
+    "ie_runs": (CounterMetricFamily, "Runs by how they ended.", ("status",)),
+    "ie_run_errors": (CounterMetricFamily, "Failed runs by error.", ("type",)),
+    "ie_build_info": (GaugeMetricFamily, "What ran, and on what.", BUILD),
+    **{f.metric: (CounterMetricFamily, f.about, CONFIGURATION) for f in COUNTERS},
+    **{f.metric: (GaugeMetricFamily, f.about, CONFIGURATION) for f in GAUGES},
+    _RSS_LAST: (GaugeMetricFamily, "ie_rss_peak_bytes / 2^20.", CONFIGURATION),
+    _RSS_MOST: (GaugeMetricFamily, "Largest of all runs.", CONFIGURATION),
+}
 
 
-def _error_type(line: Mapping[str, Any]) -> str:
-    found = line.get("type")
-    return found if isinstance(found, str) and _ERROR_TYPE.fullmatch(found) else "unknown"
-
-
-def _object(line: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = line.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise Rejected("bad_field", f"{key} is {type(value).__name__}, expected an object")
-    return value or {}
-
-
-def _text(line: Mapping[str, Any], key: str) -> str:
-    value = line.get(key)
-    if value is None:
-        return ""
-    if type(value) is int:
-        return str(value)[:MAX_LABEL_CHARS]
-    if not isinstance(value, str):
-        raise Rejected("bad_field", f"{key} is {type(value).__name__}, expected text")
-    # Invisible characters, and ones that move a terminal's cursor.
-    shown = value[:MAX_LABEL_CHARS]
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in shown)
-
-
-def _number(line: Mapping[str, Any], field: Field) -> float | None:
-    *outer, key = field.key.split(".")
-    for name in outer:
-        line = _object(line, name)
-    value = line.get(key)
-    if value is None:
-        return None
-    if type(value) not in (int, float):
-        raise Rejected("bad_field", f"{field.key} is {type(value).__name__}, expected a number")
-    if not 0 <= value <= _LARGEST or not math.isfinite(value):
-        raise Rejected("bad_field", f"{field.key} is {value!r:.60}, expected 0 to 2^63")
-    return float(value * field.scale)
-
-
-class RunMetrics:
+class RunMetrics(Collector):
     """Takes lines, and has their metrics, with a bounded number of series."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()  # the server's threads collect
+        self._values: dict[str, defaultdict[tuple[str, ...], float]] = {
+            name: defaultdict(float) for name in _METRICS
+        }
+        for name, known in (("ie_exporter_lines_rejected", REASONS), ("ie_runs", STATUSES)):
+            self._values[name].update({(each,): 0.0 for each in known})  # shown from the start
+        self._values["ie_exporter_lines"][()] = 0.0
         self._registry = CollectorRegistry(auto_describe=False)
-        self._lines = self._counter("ie_exporter_lines", "Lines read.")
-        about = "Lines that do not count."
-        self._rejected = self._counter("ie_exporter_lines_rejected", about, ("reason",), REASONS)
-        about = "Runs by how they ended."
-        self._runs = self._counter("ie_runs", about, ("status",), STATUSES)
-        self._errors = self._counter("ie_run_errors", "Failed runs by error.", ("type",))
-        about = "What ran, and on what."
-        self._info = Info("ie_build", about, Build._fields, registry=self._registry)
-        labels = Configuration._fields
-        self._totals = {each: self._counter(each.metric, each.about, labels) for each in COUNTERS}
-        self._last = {each: self._gauge(each.metric, each.about) for each in GAUGES}
-        self._rss_last = self._gauge("ie_rss_peak_mb_last", "ie_rss_peak_bytes / 2^20.")
-        self._rss_most = self._gauge("ie_rss_peak_mb_max", "Largest of all runs.")
-        self._peaks: dict[Configuration, float] = {}  # of resident memory, in bytes
-        self._builds: set[Build] = set()
-        self._error_types: set[str] = set()
+        self._registry.register(self)
 
     def take(self, line: bytes | None) -> Rejected | None:
         """Count a line (None: too long to read); return why it is rejected, if it is."""
-        self._lines.inc()
-        try:
-            if line is None:
-                raise Rejected("too_long", f"more than {MAX_LINE_BYTES} bytes")
-            self._add(read_line(line))
-        except Rejected as why:
-            self._rejected.labels(why.reason).inc()
-            return why
+        with self._lock:
+            self._values["ie_exporter_lines"][()] += 1
+            try:
+                if line is None:
+                    raise Rejected("too_long", f"more than {MAX_LINE_BYTES} bytes")
+                self._add(*read_line(line))
+            except Rejected as why:
+                self._values["ie_exporter_lines_rejected"][why.reason,] += 1
+                return why
         return None
 
     def text(self) -> str:
         """Return the metrics in Prometheus' text format."""
         return generate_latest(self._registry).decode()
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield all metrics."""
+        with self._lock:
+            for name, (family, about, labels) in _METRICS.items():
+                found = family(name, about, labels=[*labels])
+                for row, value in self._values[name].items():
+                    found.add_metric(row, value)
+                yield found
 
     @contextmanager
     def served(self, address: str, port: int) -> Iterator[int]:
@@ -268,43 +223,35 @@ class RunMetrics:
             server.server_close()
             thread.join()
 
-    def _counter(
-        self, name: str, about: str, labels: Sequence[str] = (), values: Sequence[str] = ()
-    ) -> Counter:
-        made = Counter(name, about, labels, registry=self._registry)
-        for value in values:  # shown from the start
-            made.labels(value)
-        return made
+    def _add(self, status: str, row: Any) -> None:
+        if status == "ok":
+            self._measure(row)
+        elif status == "error":
+            errors, kind = self._values["ie_run_errors"], _at(row, "line.type")
+            if not (isinstance(kind, str) and _ERROR_TYPE.fullmatch(kind)):
+                kind = "unknown"
+            known = (kind,) in errors or len(errors) < MAX_ERROR_TYPES
+            errors[kind if known else "other",] += 1
+        self._values["ie_runs"][status,] += 1
 
-    def _gauge(self, name: str, about: str) -> Gauge:
-        return Gauge(name, about, Configuration._fields, registry=self._registry)
-
-    def _add(self, run: Run) -> None:
-        if run.configuration is not None and run.build is not None:
-            self._measure(run.configuration, run.values)
-            if run.build in self._builds or len(self._builds) < MAX_BUILDS:
-                self._builds.add(run.build)
-                self._info.labels(*run.build).info({})
-        if run.error:
-            known = run.error in self._error_types or len(self._error_types) < MAX_ERROR_TYPES
-            name = run.error if known else "other"
-            self._error_types.add(name)
-            self._errors.labels(name).inc()
-        self._runs.labels(run.status).inc()
-
-    def _measure(self, configuration: Configuration, values: Mapping[str, float]) -> None:
-        if len(self._peaks) >= MAX_CONFIGURATIONS and configuration not in self._peaks:
+    def _measure(self, row: Any) -> None:
+        build, configuration = _labels(row, BUILD), _labels(row, CONFIGURATION)
+        known, builds = self._values[COUNTERS[0].metric], self._values["ie_build_info"]
+        if configuration not in known and len(known) >= MAX_CONFIGURATIONS:
             raise Rejected("too_many", f"more than {MAX_CONFIGURATIONS} configurations")
-        for field, total in self._totals.items():
-            total.labels(*configuration).inc(values.get(field.metric, 0))
-        gauges = [(self._last[field], values.get(field.metric)) for field in GAUGES]
-        rss = values.get(_RSS)
-        peak = max(self._peaks.get(configuration, 0.0), rss or 0.0)
-        self._peaks[configuration] = peak
-        gauges += [(self._rss_last, rss and rss / _MIB), (self._rss_most, peak / _MIB or None)]
-        for gauge, value in gauges:
+        if build in builds or len(builds) < MAX_BUILDS:
+            builds[build] = 1
+        for each in COUNTERS:
+            number = _at(row, f"line.{each.key}") or 0.0
+            self._values[each.metric][configuration] += number * each.scale
+        last = {}
+        for each in GAUGES:
+            number = _at(row, f"line.{each.key}")
+            last[each.metric] = None if number is None else number * each.scale
+        last[_RSS_LAST] = rss = _at(row, "line.rss_peak_mb")
+        last[_RSS_MOST] = max(self._values[_RSS_MOST][configuration], rss or 0.0) or None
+        for metric, value in last.items():
             if value is not None:
-                gauge.labels(*configuration).set(value)
+                self._values[metric][configuration] = value
             else:  # the last run could not know it
-                with suppress(KeyError):
-                    gauge.remove(*configuration)
+                self._values[metric].pop(configuration, None)

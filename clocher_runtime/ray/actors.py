@@ -5,9 +5,7 @@ A row has a seed of its own: its result does not depend on actor, batch or threa
 
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,81 +13,33 @@ import numpy as np
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.api import LanguageModel, load
 from clocher_runtime.config.values import shown
-from clocher_runtime.disk.output_file import open_locked
-from clocher_runtime.engine.topology import in_order, read_cpus
 from clocher_runtime.quality.likelihood import Pair, Scorer
 from clocher_runtime.text.completion import OPTIONS, TextGeneration, side_by_side
 
-SHARED_MB = 64 << 10
-"""MiB of packed weights in the tile cache, shared by all actors of a machine."""
+TILE_CACHE = ("CLOCHER_TILE_CACHE_MB", str(64 << 10))
+"""Variable and default: packed weights that all actors of a machine map."""
 Row = Mapping[str, Any]
 _BAD_ROW = (UsageError, NonFinite)
-_locks: list[int] = []  # descriptors, open as long as this process has the CPUs
-
-
-def claim(count: int, cpus: Sequence[int] | None = None, root: Path | None = None) -> list[int]:
-    """Lock CPUs (default: physical cores first) in `root`; return them, [] if too few are free."""
-    cpus = [cpu.id for cpu in in_order(read_cpus(), "compact")] if cpus is None else cpus
-    root = root or Path(tempfile.gettempdir()) / f"clocher-cpus-{os.geteuid()}"
-    taken: dict[int, int] = {}
-    try:
-        root.mkdir(mode=0o700, exist_ok=True)
-        if root.lstat().st_uid != os.geteuid():
-            return []
-        for cpu in cpus:
-            if len(taken) < count:
-                try:
-                    taken[cpu] = open_locked(root / f"{cpu}.lock")
-                except UsageError:  # held by another actor
-                    continue
-    except OSError:  # no lock directory
-        pass
-    if len(taken) < count:
-        for descriptor in taken.values():
-            os.close(descriptor)
-        return []
-    _locks.extend(taken.values())
-    return list(taken)
-
-
-def pin(count: int) -> list[int]:
-    """Pin this process to free CPUs and share packed weights; return them, [] if unpinned."""
-    os.environ.setdefault("CLOCHER_TILE_CACHE_MB", str(SHARED_MB))
-    cpus = claim(count)
-    for thread in os.listdir("/proc/self/task") if cpus else ():
-        try:
-            os.sched_setaffinity(int(thread), cpus)
-        except ProcessLookupError:  # it has ended
-            continue
-    return cpus
-
-
-def release() -> None:
-    """Unlock the CPUs of this process."""
-    while _locks:
-        os.close(_locks.pop())
 
 
 class Actor:
     """A model that processes rows.
 
-    `model` and `options` are arguments of `load`; `cpus` is also the number of threads and should
-    be Ray's `num_cpus`; `batch` rows are computed together.
+    `model` and `options` are arguments of `load`; `cpus` is the number of threads and should be
+    Ray's `num_cpus`; `batch` rows are computed together.
     """
 
     columns: tuple[str, ...]
 
     def __init__(self, model: str | None, *, cpus: int = 1, batch: int = 8, **options: Any) -> None:
-        self.cpus = pin(cpus)
+        os.environ.setdefault(*TILE_CACHE)
         self.model: LanguageModel = load(model, threads=cpus, batch=batch, **options)
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return the columns of a batch with those of the results; `error` is "" on success."""
-        count = len(next(iter(batch.values())))
-        cells = {n: [_plain(column[at]) for at in range(count)] for n, column in batch.items()}
         rows = [
-            {name: cells[name][at] for name in cells if cells[name][at] is not None}
-            for at in range(count)
+            {n: _plain(cell) for n, cell in zip(batch, cells, strict=True) if cell is not None}
+            for cells in zip(*batch.values(), strict=True)
         ]
         answers = self.answers(rows)
         made = {name: _column([answer.get(name) for answer in answers]) for name in self.columns}
@@ -195,17 +145,22 @@ TASKS: Mapping[str, type[Actor]] = {"generate": Generate, "score": Score}
 
 
 class Lines:
-    """Rows of a job as JSON text, since rows may have different fields."""
+    """Tasks of a job: rows and results as JSON lines, since rows may have different fields."""
 
     def __init__(self, task: str, model: str | None, **actor: Any) -> None:
         self._actor = TASKS[task](model, **actor)
 
     def __call__(self, batch: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Return `row` and `answer` of a batch with `row`, i64, and `line`: JSON objects."""
-        numbered = zip(batch["row"], batch["line"], strict=True)
-        rows = [{**json.loads(line), "row": int(number)} for number, line in numbered]
-        answers = [json.dumps(answer) for answer in self._actor.answers(rows)]
-        return {"row": batch["row"], "answer": _column(answers)}
+        """Replace the rows of each task in `lines` by results; `first` is its first row, i64."""
+        tasks = zip(batch["first"], batch["lines"], strict=True)
+        return {**batch, "lines": _column([self._results(int(at), rows) for at, rows in tasks])}
+
+    def _results(self, first: int, lines: str) -> str:
+        rows = dict(enumerate(map(json.loads, lines.split("\n")), first))
+        # The driver has replaced lines that are no object by their error.
+        good = {at: {**row, "row": at} for at, row in rows.items() if set(row) != {"error"}}
+        rows |= zip(good, self._actor.answers(list(good.values())), strict=True)
+        return "".join(f"{json.dumps({'row': at, **row})}\n" for at, row in rows.items())
 
 
 def _plain(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,17 +13,19 @@ from starlette.types import ASGIApp
 
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_runtime.config.commands import TABLE, ServeConfig, decide
-from clocher_runtime.ray.actors import pin, release
+from clocher_runtime.config.values import integer
+from clocher_runtime.ray.actors import TILE_CACHE
 from clocher_runtime.serve.life import assemble
 
 _OF_SERVE = {"host", "port", "threads"}
+_COUNT = integer(1, 1 << 16)
 
 
 class Replica:
     """A server with its own engine; arguments are settings of `clocher serve`, and CPUs."""
 
     async def __init__(self, flags: Mapping[str, str], cpus: int) -> None:  # type: ignore[misc]
-        pin(cpus)
+        os.environ.setdefault(*TILE_CACHE)
         self._server = await assemble(_settings(flags, cpus), logging.getLogger("ray.serve").info)
         self._running = asyncio.create_task(self._server.engine.run())
         while self._server.engine.ready is None:
@@ -46,17 +49,12 @@ class Replica:
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
             server.close()
-        release()
 
 
 def app(args: dict[str, str]) -> serve.Application:
     """Return the application for `serve run` and `serve build`."""
     flags = {name.replace("-", "_"): str(value) for name, value in args.items()}
-    counts = {name: flags.pop(name, "1") for name in ("replicas", "cpus")}
-    for name, given in counts.items():
-        if not (given.isascii() and given.isdigit() and int(given)):
-            raise UsageError(f"{name} is {given!r:.40}; expected a whole number from 1")
-    replicas, cpus = map(int, counts.values())
+    replicas, cpus = (_COUNT.read(name, flags.pop(name, "1")) for name in ("replicas", "cpus"))
     config = _settings(flags, cpus)
     options: dict[str, Any] = {
         "num_replicas": replicas,

@@ -15,12 +15,13 @@ import numpy as np
 
 from clocher_kernels.errors import ClocherError, ConstraintFailed, NonFinite, UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.loading import Engine, load_engine
+from clocher_runtime.command.loading import Engine, load_engine, numerics
 from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.probes import read_gbps, working_set
 from clocher_runtime.engine.requests import Token
 from clocher_runtime.engine.session import Session
+from clocher_runtime.engine.topology import threads_of
 from clocher_runtime.exit_codes import exit_code, told
 from clocher_runtime.models.build import PAGE_CELLS
 from clocher_runtime.serve.messages import (
@@ -251,19 +252,21 @@ def state_of(session: Session) -> State:
 
 def ready_of(engine: Engine) -> Ready:
     """Return what the server needs to know of a loaded engine."""
-    session = engine.session
-    spec = session.model.spec
-    loaded = ("device", "backend_reason", "isa", "threads")
+    session, config = engine.session, engine.loaded.config
+    spec, threads = session.model.spec, threads_of(config)
     about = {
         "family": spec.family,
-        **{name: getattr(engine, name) for name in loaded},
-        **engine.numerics,
+        "device": config.backend,
+        "backend_reason": engine.loaded.reason,
+        "isa": session.isa,
+        "threads": threads,
+        **numerics(session),
         "batch": session.config.batch,
         "speculate": session.speculate,
         "diffusion": session.diffusion,
         "act_sparsity": session.config.act_sparsity,
         "attn": session.reading.mode,
-        "read_gbps": read_gbps(working_set(session.model), engine.threads, engine.device),
+        "read_gbps": read_gbps(working_set(session.model), threads, config.backend),
         "hints_ignored": list(engine.hints_ignored),
     }
     return Ready(
@@ -272,7 +275,7 @@ def ready_of(engine: Engine) -> Ready:
         pages=session.scheduler.pages.total,
         page_cells=PAGE_CELLS,
         kv_bytes=session.kv_cache_bytes,
-        weight_bytes=engine.bytes_per_token,
+        weight_bytes=session.model.bytes_per_token,
         about=about,
         blocks=None if session.diffusion == "off" else spec.diffusion,
     )
@@ -286,8 +289,8 @@ def main(descriptor: int) -> int:
         try:
             start = _first(sock)
             engine = load_engine(start.config, console.compiling, console.packing)
-            vocab_size = engine.session.model.spec.vocab_size
-            grammars = Grammars(engine.checkpoint, vocab_size, start.stop_ids)
+            model = engine.loaded.model
+            grammars = Grammars(model.checkpoint, model.spec.vocab_size, start.stop_ids)
             loop = EngineLoop(engine.session, grammars, sock)
             loop.send(ready_of(engine))
             loop.run()

@@ -162,7 +162,7 @@ class Life:
         self, config: ServeConfig, note: Note, announce: Callable[[dict[str, Any]], None]
     ) -> None:
         self._config, self._note, self._announce = config, note, announce
-        self._asked_to_end = asyncio.Event()
+        self._is_ending = False
         self._told: set[str] = set()
 
     async def run(self) -> int:
@@ -197,8 +197,9 @@ class Life:
         engine, loop = server.engine, asyncio.get_running_loop()
         loop.set_exception_handler(self._unexpected)
         for number in _SIGNALS:
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._signalled, engine.changed)
         keeping = asyncio.create_task(engine.run())
+        keeping.add_done_callback(lambda _: engine.changed.set())
         telling = asyncio.create_task(self._tell(engine, sock, server.name))
         draining = asyncio.create_task(self._drain(engine, http, keeping))
         try:
@@ -218,21 +219,18 @@ class Life:
             self._told.add(told)
             self._note(f"outside of any request: {told}")
 
-    def _signalled(self) -> None:
+    def _signalled(self, changed: asyncio.Event) -> None:
         _end_at_next_signal(asyncio.get_running_loop())
         self._note("finishing what runs, taking no more; a second signal ends at once")
-        self._asked_to_end.set()
+        self._is_ending = True
+        changed.set()
 
     async def _drain(
         self, engine: EngineProcess, http: uvicorn.Server, keeping: asyncio.Task[None]
     ) -> None:
         loop = asyncio.get_running_loop()
-        while not (self._asked_to_end.is_set() or engine.status == "failed" or keeping.done()):
-            asked = asyncio.create_task(self._asked_to_end.wait())
-            changed = asyncio.create_task(engine.changed.wait())
-            await asyncio.wait((asked, changed, keeping), return_when=asyncio.FIRST_COMPLETED)
-            asked.cancel()
-            changed.cancel()
+        while not (self._is_ending or engine.status == "failed" or keeping.done()):
+            await engine.changed.wait()
             engine.changed.clear()
         if engine.status != "failed":
             engine.drain()

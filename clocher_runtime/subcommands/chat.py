@@ -103,46 +103,46 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
     from clocher_runtime.command.completions import from_model
     from clocher_runtime.command.loading import choose_model, converses, load_engine
     from clocher_runtime.engine.arguments import told as drawn_as
+    from clocher_runtime.engine.topology import threads_of
     from clocher_runtime.subcommands.chat_talk import Talk, Typing
     from clocher_runtime.text.chat_turn import ChatModel
     from clocher_runtime.text.tokenizer import Tokenizer
 
     engine = load_engine(replace(config, prefix_cache=True), console.compiling, console.packing)
+    loaded, tokenizer = engine.loaded, engine.loaded.tokenizer
     try:
-        for note in engine.checkpoint.notes:
+        for note in loaded.model.checkpoint.notes:
             console.say(note)
         if ignored := [*config.hints_ignored, *engine.hints_ignored]:
             console.say(f"not acted on here: {', '.join(ignored)}")
-        if engine.model_source == "embedded":
+        if loaded.source == "embedded":
             console.say(
                 "the model that ships with Clocher; `clocher chat MODEL` takes yours, "
                 "`clocher models` lists them"
             )
-        assert isinstance(engine.tokenizer, Tokenizer)  # only the stub has another
-        template = engine.tokenizer.chat_template
+        assert isinstance(tokenizer, Tokenizer)  # only the stub has another
+        template = tokenizer.chat_template
         by_template = converses(choose_model(config).path, template)
         effort = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
-        model = ChatModel(
-            engine.session, engine.tokenizer, by_template=by_template, variables=effort
-        )
+        model = ChatModel(engine.session, tokenizer, by_template=by_template, variables=effort)
         if by_template:
             model.check_template()
         else:
             for flag, value in (("--system", config.system), ("--reasoning-effort", effort)):
                 if value:
                     raise UsageError(
-                        f"{flag}: {engine.model} is no chat model and continues text; leave it "
+                        f"{flag}: {loaded.name} is no chat model and continues text; leave it "
                         "out, or name a model with a chat template"
                     )
             why = "was not trained to chat" if template else "has no chat template"
-            console.say(f"{engine.model} {why}: each text is continued, by itself")
+            console.say(f"{loaded.name} {why}: each text is continued, by itself")
         drawing: dict[str, Any] = {**from_model(config, engine)}
         config = replace(config, **drawing)
         if note := drawn_as(drawing):
             console.say(note)
         about = (
-            f"{engine.model} ({engine.numerics['precision']}) on {engine.device}, "
-            f"{engine.threads} thread(s), context {engine.session.longest} tokens"
+            f"{loaded.name} ({loaded.model.precision}) on {loaded.config.backend}, "
+            f"{threads_of(loaded.config)} thread(s), context {engine.session.longest} tokens"
         )
         notes = Screen(sys.stderr, may_be_lost=True)
         talk = Talk(model, config, about, answers, notes)

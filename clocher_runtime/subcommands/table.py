@@ -140,9 +140,6 @@ class Clocher(click.Group):
         if cmd_name not in SUBCOMMANDS:
             return None
         found: click.Command = command_of(cmd_name)
-        if cmd_name == "ray":  # its tasks have the flags
-            tasks = {name: load(where) for name, where in command_of(cmd_name).inner.items()}
-            found = click.Group(cmd_name, commands={**tasks}, params=[found.params[-1]])
         found.short_help = SUBCOMMANDS[cmd_name].about
         return found
 

@@ -5,15 +5,13 @@ import os
 import select
 import stat
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from io import FileIO
 from itertools import chain, islice
 from pathlib import Path
-from typing import Protocol, Self
+from typing import BinaryIO, Protocol, Self
 
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_kernels.guards import refuse_in_window
@@ -28,8 +26,6 @@ MAX_WORKERS = 8
 RING_BYTES = 4 << 20
 """Limit of prompt bytes prepared ahead of a micro-batch."""
 _AUTO_PROMPTS, _ON_BATCHES = 64, 2
-_JOIN_S = 1.0
-_CHUNK_BYTES = 1 << 16
 _EXPECTED = 'expected an object with text under "prompt" or token ids under "ids"'
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -70,7 +66,7 @@ class PromptSource:
     def __init__(
         self, file: Path | None, single: str | tuple[int, ...] | None = None, rounds: int = 1
     ) -> None:
-        self._file: FileIO | None = None
+        self._file: BinaryIO | None = None
         self._name = "" if file is None else f"prompts file {file}"
         self.jsonl = file is not None and file.suffix == ".jsonl"
         if file is None:
@@ -78,8 +74,7 @@ class PromptSource:
             self._head: Iterator[Line] = iter([self._single])
             return
         try:
-            # Unbuffered: no lock that a thread still holds when the process ends.
-            self._file = FileIO(file)
+            self._file = file.open("rb")
         except OSError as error:
             raise UsageError(f"{self._name}: {error.strerror}") from None
         if rounds > 1 and not self._file.seekable():
@@ -116,17 +111,13 @@ class PromptSource:
             yield from self._read()
 
     def _read(self) -> Iterator[Line]:
-        for number, line in enumerate(split_lines(self._chunks()), start=1):
-            if number == 1:
-                line = line.removeprefix(_BYTE_ORDER_MARK)
-            if line.strip():
-                yield Line(number, line)
-
-    def _chunks(self) -> Iterator[bytes]:
         assert self._file is not None
         try:
-            while chunk := self._file.read(_CHUNK_BYTES):
-                yield chunk
+            for number, line in enumerate(read_lines(self._file), start=1):
+                if number == 1:
+                    line = line.removeprefix(_BYTE_ORDER_MARK)
+                if line.strip():
+                    yield Line(number, line)
         except OSError as error:
             raise UsageError(f"{self._name}: {error.strerror}") from None
 
@@ -168,26 +159,21 @@ class Preparation:
         return parse_json_prompt(text) if self.source.jsonl else text
 
 
-def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
     r"""Yield lines without their "\n", their only end; raises UsageError after `MAX_SKIPPED_BYTES`.
 
     A line longer than `MAX_LINE_BYTES` is cut, but stays longer than that.
     """
-    held, skipped = b"", 0
-    for chunk in chunks:
-        end, *following = chunk.split(b"\n")
-        if len(held) <= MAX_LINE_BYTES:
-            held += end
-        elif (skipped := skipped + len(end)) > MAX_SKIPPED_BYTES:
-            raise UsageError(
-                f"a line of the prompts goes on for more than {MAX_SKIPPED_BYTES} bytes; give a "
-                "text file with a prompt on each line"
-            )
-        for line in following:
-            yield held
-            held, skipped = line, 0
-    if held:
-        yield held
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        rest, skipped = line, 0
+        while len(rest) > MAX_LINE_BYTES and not rest.endswith(b"\n"):
+            rest = file.readline(MAX_LINE_BYTES + 1)
+            if (skipped := skipped + len(rest)) > MAX_SKIPPED_BYTES:
+                raise UsageError(
+                    f"a line of the prompts goes on for more than {MAX_SKIPPED_BYTES} bytes; give "
+                    "a text file with a prompt on each line"
+                )
+        yield line.removesuffix(b"\n")
 
 
 def parse_json_prompt(text: str) -> str | tuple[int, ...]:
@@ -257,9 +243,10 @@ def read_stdin(where: str) -> str:
 class PromptPipeline:
     """The micro-batches of a round, as a context manager that ends the threads.
 
-    Without `overlap` the threads work only while the consumer waits for a micro-batch, so they
-    never share the machine with a timed span. `prepare` must be thread-safe; `ahead` is the number
-    of micro-batches in the ring; 0: no threads, prompts are prepared on demand.
+    The consumer reads lines into the ring, and threads prepare them: with `overlap` while the
+    consumer uses a micro-batch, else only while it waits for one, so they never share the machine
+    with a timed span. `prepare` must be thread-safe; `ahead` is the number of micro-batches in the
+    ring; 0: no threads, prompts are prepared on demand.
     """
 
     def __init__(
@@ -276,26 +263,13 @@ class PromptPipeline:
         self._batch, self._capacity, self._overlap = batch, batch * ahead, overlap
         self._ring: deque[tuple[Future[Prompt], int]] = deque()  # with the bytes of their lines
         self._bytes = 0
-        self._ended = self._closed = False
-        self._changed = threading.Condition()
-        # A reader may block for long on a pipe, so it must not keep the process alive.
-        self._reader = threading.Thread(target=self._read_on, name="prompts-reader", daemon=True)
-        if self._capacity:
-            self._pool = ThreadPoolExecutor(workers, "prompts-")
+        self._pool = ThreadPoolExecutor(workers, "prompts-")  # starts threads as they are needed
 
     def __enter__(self) -> Self:
-        if self._capacity and self._overlap:
-            self._reader.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-        if self._capacity:
-            self._pool.shutdown(cancel_futures=True)
-            if self._overlap:
-                self._reader.join(_JOIN_S)
+        self._pool.shutdown(cancel_futures=True)
 
     def __iter__(self) -> Iterator[list[Prompt]]:
         while group := self._take() if self._capacity else self._make():
@@ -306,53 +280,26 @@ class PromptPipeline:
         return [self._prepare(line) for line in islice(self._lines, self._batch)]
 
     def _take(self) -> list[Prompt]:
-        if not (self._overlap or self._ended or len(self._ring) >= self._batch):
+        if len(self._ring) < self._batch:
             refuse_in_window("tokenise a prompt")
-            while self._fits() and self._read():
-                pass
-            wait([prompt for prompt, _ in self._ring])
-        with self._changed:
-            self._changed.wait_for(lambda: self._ended or len(self._ring) >= self._batch)
-            group = [self._ring.popleft() for _ in range(min(self._batch, len(self._ring)))]
-            self._bytes -= sum(size for _, size in group)
-            self._changed.notify_all()
+            self._fill()
+            if not self._overlap:
+                wait([prompt for prompt, _ in self._ring])
+        group = [self._ring.popleft() for _ in range(min(self._batch, len(self._ring)))]
+        self._bytes -= sum(size for _, size in group)
+        if self._overlap:
+            self._fill()
         return [prompt.result() for prompt, _ in group]
 
-    def _read_on(self) -> None:
-        """Read ahead while there is room; run by the reader."""
-        more = True
-        while more:
-            with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._fits())
-            more = self._read()
-
-    def _read(self) -> bool:
-        """Give the next line, or an error of it, to a thread; False at the end."""
-        line = error = None
-        try:
-            line = next(self._lines, None)
-        except BaseException as raised:
-            if not self._overlap:
-                raise
-            error = raised  # for the consumer
-        with self._changed:
-            self._ended = self._closed or line is None
-            if not self._closed and (line or error):
-                size = len(line.content) if line else 0
-                self._ring.append((self._pool.submit(self._prepared, line, error), size))
-                self._bytes += size
-            self._changed.notify_all()
-        return not self._ended
-
-    def _prepared(self, line: Line | None, error: BaseException | None) -> Prompt:
-        if error is not None:
-            raise error
-        assert line is not None
-        return self._prepare(line)
-
-    def _fits(self) -> bool:
-        count = len(self._ring)
-        return count < self._capacity and (count < self._batch or self._bytes < RING_BYTES)
+    def _fill(self) -> None:
+        """Read lines into the ring while there is room for them."""
+        while (count := len(self._ring)) < self._capacity:
+            if count >= self._batch and self._bytes >= RING_BYTES:
+                return
+            if (line := next(self._lines, None)) is None:
+                return
+            self._ring.append((self._pool.submit(self._prepare, line), len(line.content)))
+            self._bytes += len(line.content)
 
 
 def prefetch_depth(prefetch: int | str, batch: int) -> tuple[int, bool]:
