@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clocher_kernels import __version__
+from clocher_kernels.plan import Touch
 from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine
 from clocher_runtime.config.commands import RunConfig, SamplingConfig
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.sampling_defaults import NAMES, taken
 from clocher_runtime.engine.timing import Reservoir, StepTotals
 from clocher_runtime.engine.topology import numa_nodes

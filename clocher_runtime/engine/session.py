@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from clocher_kernels.errors import ModelChanged, UsageError
+from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import (
     Constraint,
@@ -24,7 +25,6 @@ from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import PageStats
-from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
