@@ -39,6 +39,7 @@ from bench.strict_checks import (
 )
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
+from clocher_kernels.plan import Touch
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import engine_options, option, script
 from clocher_runtime.command.loading import Engine, load_engine, numerics
@@ -47,7 +48,7 @@ from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.disk.files import read_text
 from clocher_runtime.engine.arguments import Sampling
-from clocher_runtime.engine.probes import Touch, WorkTouch, rss_peak_mib
+from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus, threads_of
 from clocher_runtime.exit_codes import ExitCode, exit_code

@@ -105,9 +105,8 @@ LARGEST: dict[str, float] = {
     "bf16": float.fromhex("0x1.fep127"),
     "e4m3": 448.0,
     "e5m2": 57344.0,
-    "e8m0": 2.0**127,
 }
-"""Largest finite value of each float type."""
+"""Largest finite value of each float type but e8m0."""
 
 SMALLEST: dict[str, float] = {
     "f32": 2.0**-149,
@@ -115,7 +114,6 @@ SMALLEST: dict[str, float] = {
     "bf16": 2.0**-133,
     "e4m3": 2.0**-9,
     "e5m2": 2.0**-16,
-    "e8m0": 2.0**-127,
 }
 """Smallest positive value of each float type, subnormals included."""
 
@@ -138,9 +136,8 @@ def to_f32(array: np.ndarray, dtype: str) -> np.ndarray:
 def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
     """Convert fp32 to a stored float type of the same shape, rounding to nearest even.
 
-    fp8 saturates, infinities included; f16 and bf16 overflow to infinity (IEEE 754). e8m0 takes the
-    nearest power of two (a tie goes up), drops the sign and saturates at both ends. NaN stays NaN.
-    "f32" may return the input itself. FormatError if the type is no float.
+    fp8 saturates, infinities included; f16 and bf16 overflow to infinity (IEEE 754). NaN stays NaN.
+    "f32" may return the input itself. FormatError if the type is no float, or e8m0.
     """
     values = np.asarray(values, dtype=np.float32)
     if dtype not in LARGEST:
@@ -157,8 +154,6 @@ def from_f32(values: np.ndarray, dtype: str) -> np.ndarray:
     for source, target in _pieces(values, out):
         if dtype == "bf16":
             target[:] = _encode_bf16(source)
-        elif dtype == "e8m0":
-            target[:] = _encode_e8m0(source)
         else:
             target[:] = _MINIFLOATS[dtype].encode(source)
     return out
@@ -192,14 +187,6 @@ def _encode_bf16(values: np.ndarray) -> np.ndarray:
     bits = values.view(np.uint32)
     rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
     return np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
-
-
-def _encode_e8m0(values: np.ndarray) -> np.ndarray:
-    bits = values.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    exponent = (bits + np.uint32(0x400000)) >> 23
-    # Below the normals fp32 has no hidden bit: 2^-127 is 0x400000, and 2^-126 starts at exponent 1.
-    exponent = np.where(bits < 0x600000, 0, exponent)
-    return np.where(np.isnan(values), 255, np.minimum(exponent, 254))
 
 
 def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:

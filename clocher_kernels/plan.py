@@ -123,3 +123,43 @@ class Executor(Protocol):
     def close(self) -> None:
         """Stop threads and release memory."""
         return
+
+
+LINE_BYTES = 64
+
+
+class Touch:
+    """A work-touch: reads weights with a stride for every generated token (`probes.WorkTouch`)."""
+
+    def __init__(self, bytes_per_token: int, stride: int) -> None:
+        self.bytes_per_token, self.stride = bytes_per_token, stride
+        self._counters = 0, 0
+
+    def __call__(self, tokens: int) -> None:
+        """Touch the weights for some tokens that were just made."""
+
+    def counters(self) -> tuple[int, int]:
+        """Return the tokens touched so far, and the sum of all bytes read, modulo 2^64."""
+        return self._counters
+
+    @property
+    def tokens(self) -> int:
+        """Tokens touched so far."""
+        return self.counters()[0]
+
+    @property
+    def checksum(self) -> int:
+        """Sum of all bytes read, modulo 2^64."""
+        return self.counters()[1]
+
+    @property
+    def bytes_touched(self) -> int:
+        """Bytes walked over so far."""
+        return self.tokens * self.bytes_per_token
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes that had to move: one cache line of 64 bytes per read, or all of a finer walk."""
+        if self.stride <= LINE_BYTES:
+            return self.bytes_touched
+        return self.tokens * -(-self.bytes_per_token // self.stride) * LINE_BYTES

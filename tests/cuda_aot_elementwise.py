@@ -52,15 +52,10 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         {"x": x, "weight": meta((3072,), FP32), "residual": x, "y": x, "eps": 1e-5},
     )
     yield "rope", "rope", {"x": x, "positions": meta((1,), I32), "cos": tables, "sin": tables}
-    for dtype in ("f16", "e4m3"):
-        yield (
-            f"fake-{dtype}",
-            "fake_quantize",
-            {"x": gates, "y": meta((1, 8192), FP32), "dtype": dtype},
-        )
+    yield "fake", "fake_quantize", {"x": gates, "y": meta((1, 8192), FP32), "dtype": "e4m3"}
     parts = {"first": meta((1, 64), FP32), "second": meta((1, 2048), FP32)}
     yield "join", "join_heads", {**parts, "y": x, "heads": 16}
-    yield "resize", "resize_heads", {"x": x, "y": meta((1, 2048), FP32), "heads": 16}
+    yield "resize", "join_heads", {"first": x, "y": meta((1, 2048), FP32), "heads": 16}
     yield "softmax", "route", {**choice, "score": "softmax"}
     yield "groups", "route", {**choice, "score": "sigmoid", "normalise": True, **groups}
 

@@ -8,7 +8,7 @@ import pytest
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.formats import parse_format
-from clocher_kernels.ops import OPS, ReferenceExecutor
+from clocher_kernels.ops import OPS, ReferenceExecutor, rewrite
 from clocher_kernels.ops.contract import FP32
 from clocher_kernels.ops.quantize import BITNET, fake_quantize
 from clocher_kernels.ops.rewrite import (
@@ -141,7 +141,9 @@ def test_one_rounding_serves_all_that_read_it_and_bitnet_quantises_what_was_roun
     assert "fake_quantize" in OPS
 
 
-def test_a_scale_is_for_32_columns_where_the_weight_has_one_for_32() -> None:
+def test_a_scale_is_for_32_columns_where_the_weight_has_one_for_32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     buffers = {"x": Buffer((M, K), "f32", "M")} | {n: Buffer((M, N), "f32", "M") for n in "abc"}
     calls = tuple(Call("linear", {"x": "x", "w": f"w{n}", "y": n}) for n in "abc")
     plan = Plan(M, 1, buffers, {}, ("wa", "wb", "wc"), calls)
@@ -167,7 +169,8 @@ def test_a_scale_is_for_32_columns_where_the_weight_has_one_for_32() -> None:
     for group in (32, 128):
         one = Plan(M, 1, {"x": buffers["x"], "a": buffers["a"]}, {}, ("w",), calls[:1])
         one = replace(one, calls=(Call("linear", {"x": "x", "w": "w", "y": "a"}),))
-        one = quantize_activations(one, {"w": w["w"].format}, group)
+        monkeypatch.setattr(rewrite, "act_group", lambda _, group=group: group)
+        one = quantize_activations(one, {"w": w["w"].format})
         found = ReferenceExecutor(one, w)
         found.array("x")[...] = x
         found.step(M, 1)

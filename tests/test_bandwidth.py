@@ -67,7 +67,7 @@ def test_a_refused_thread_leaves_none_waiting(monkeypatch: pytest.MonkeyPatch) -
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refuse_the_third)
-    with pytest.raises(DeviceError, match="does not start 4 threads"):
+    with pytest.raises(DeviceError, match="starts no more than 3 of 4 threads"):
         read_loop.Reader("2m", 2 * MIB).gbps(4)
     for thread in asked[:2]:
         thread.join(10)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sessions import pages_used
 
 import clocher_runtime
 from clocher_kernels.errors import UsageError
@@ -64,8 +65,7 @@ def test_a_stop_string_ends_the_text_before_it(model: LanguageModel) -> None:
     pieces = list(model.stream_generate(PROMPT, 40, stop=whole[9:13]))
     assert "".join(pieces) == whole[: whole.index(whole[9:13])]
     assert model.complete(PROMPT, max_new=40, stop=whole + "x").text == whole
-    for pool in model.session.page_stats():
-        assert pool.used == 0
+    assert pages_used(model.session) == 0
 
 
 @pytest.mark.parametrize("stop", ["", 5, [""], [5], {"a": 1}])
@@ -116,7 +116,7 @@ def test_the_error_of_one_prompt_ends_its_batch(model: LanguageModel) -> None:
 
     with pytest.raises(ZeroDivisionError):
         model.complete_batch([PROMPT, "import"], max_new=50, processors=[fail])
-    assert model.session.scheduler.is_idle or model.session.page_stats()[0].used == 0
+    assert model.session.scheduler.is_idle or pages_used(model.session) == 0
 
 
 def test_a_text_that_begins_like_a_template_begins_once() -> None:
@@ -155,7 +155,7 @@ def test_a_cancelled_call_leaves(model: LanguageModel) -> None:
             await task
 
     asyncio.run(cancelled())
-    assert model.session.page_stats()[0].used == 0
+    assert pages_used(model.session) == 0
 
 
 def test_the_second_turn_computes_what_is_new(model: LanguageModel) -> None:

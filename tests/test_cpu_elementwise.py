@@ -100,10 +100,10 @@ def test_router_weighs_nothing_by_what_is_no_number(score: str) -> None:
         ("rope", {"M": 1, "F": 60, "P": 5, "C": 4}, {"head": 16}, "not a multiple of 16"),
         ("join_heads", {"M": 1, "F": 5, "G": 8, "Y": 16}, {"heads": 2}, "expected 4"),
         ("join_heads", {"M": 1, "F": 4, "G": 8, "Y": 16}, {"heads": 0}, "at least one"),
-        ("resize_heads", {"M": 1, "F": 9, "G": 8}, {"heads": 2}, "not a multiple of 2"),
+        ("join_heads", {"M": 1, "F": 9, "Y": 8}, {"heads": 2}, "not a multiple of 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(op: str, sizes: dict, attrs: dict, message: str) -> None:
-    case = Case("own", sizes, attrs)
+    case = Case("own", sizes, attrs, options={"second": "G" in sizes})
     with pytest.raises(ClocherError, match=message):
         run(op, sizes, attrs, inputs(OPS[op], case, np.random.default_rng(0)))

@@ -108,9 +108,9 @@ def test_joined_and_resized_rows_of_a_wider_buffer() -> None:
     assert y[:, :8].isnan().all() and y[:, 136:].isnan().all()
 
     y.fill_(float("nan"))
-    execute(LOWER["resize_heads"](x=second, y=y[:, 8:104], heads=4, device=INTERPRETER))
+    execute(LOWER["join_heads"](first=second, y=y[:, 8:104], heads=4, device=INTERPRETER))
     expected = np.empty((3, 96), np.float32)
-    OPS["resize_heads"].reference(x=second.numpy(), y=expected, heads=4)
+    OPS["join_heads"].reference(first=second.numpy(), y=expected, heads=4)
     np.testing.assert_array_equal(y[:, 8:104].numpy(), expected)
     assert y[:, :8].isnan().all() and y[:, 104:].isnan().all()
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from sessions import make_session
+from sessions import make_session, page_stats
 from test_session import ids_of, model_of
 from test_speculation import PROMPTS, SAMPLINGS, Even, Free, expected, texts_of
 
@@ -83,8 +83,7 @@ def test_a_draft_model_changes_no_token(draft: str, sampling: str, batch: int) -
             assert counts.accepted == counts.drafted > 0.7 * counts.tokens
         if draft == "int4" and sampling != "penalties":
             assert counts.accepted > 0.3 * counts.tokens
-        held = draft_of(session).pages.stats()
-        assert [stats.used for stats in held] == [0] * len(held)
+        assert all(stats.used == 0 for stats in page_stats(draft_of(session).pages))
         assert len(draft_of(session).slots) == batch
 
 
@@ -180,7 +179,7 @@ def test_preempted_requests_go_on_the_same() -> None:
         assert session.scheduler.preempted > 0
         assert speculator_of(session).counts.drafted > 0
         assert len(draft_of(session).slots) == 3
-        assert [stats.used for stats in draft_of(session).pages.stats()] == [0]
+        assert [stats.used for stats in page_stats(draft_of(session).pages)] == [0]
 
 
 def test_requests_that_leave_hold_nothing() -> None:

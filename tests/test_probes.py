@@ -53,7 +53,7 @@ def test_tokens_of_one_step_count_one_by_one():
 
 def test_checksum_is_carried_modulo_two_to_the_64():
     touch = WorkTouch([np.full(4, 255, np.uint8)], 4, 1)
-    touch.checksum = 2**64 - 1
+    touch._counters = 0, 2**64 - 1
     touch(1)
     assert touch.checksum == 4 * 255 - 1
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sessions import page_stats, pool_stats
 
 from clocher_kernels.errors import NonFinite
 from clocher_runtime.config.engine import EngineConfig
@@ -132,7 +133,7 @@ def request_of(ids: list[int], budget: int, seed: int, salt: bytes = b"") -> Req
 
 
 def assert_conserved(scheduler: Scheduler, pages: int) -> None:
-    full, few = scheduler.pages.stats()
+    full, few = page_stats(scheduler.pages)
     assert sum(full) == pages
     assert full.used == few.used == 0, "idle, and somebody holds pages"
 
@@ -238,7 +239,7 @@ def test_a_long_text_holds_few_window_pages() -> None:
     most = 0
     while not scheduler.is_idle:
         scheduler.step()
-        most = max(most, scheduler.pages.stats()[1].used)
+        most = max(most, page_stats(scheduler.pages)[1].used)
     assert most <= -(-(WINDOW + 64) // PAGE_CELLS) + 1
 
 
@@ -336,7 +337,7 @@ def test_a_pool_takes_what_was_used_longest_ago() -> None:
         pool.name(page, key, b"ids")
     for page in (b, a, c):
         pool.release(page)
-    assert pool.stats() == (1, 2, 0)
+    assert pool_stats(pool) == (1, 2, 0)
     assert pool.take() == c  # blank
     assert pool.find(b"b", b"other ids") is None
     assert pool.take() == b

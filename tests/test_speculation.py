@@ -6,7 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from sessions import make_session
+from sessions import make_session, pages_used
 from test_session import MODELS, ids_of, model_of
 
 from clocher_kernels.errors import UsageError
@@ -95,7 +95,7 @@ def test_guesses_change_no_token(name: str, sampling: str, batch: int) -> None:
         assert counts.drafted > counts.accepted
         assert counts.tokens == len(PROMPTS) * (NEW - 1)
         assert counts.forwards + counts.accepted == counts.tokens
-        assert [stats.used for stats in session.page_stats()] == [0] * len(session.page_stats())
+        assert pages_used(session) == 0
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -145,46 +145,32 @@ def gather_rows(*, x: Tensor, rows: Tensor, y: Tensor, device: Device) -> list[L
 @triton.jit
 def _join_heads(
     x, second, y,
-    SIZE: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr, APART: tl.constexpr,
-    X_ROW: tl.constexpr, SECOND_ROW: tl.constexpr, Y_ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    SIZE: tl.constexpr, HEAD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
+    APART: tl.constexpr, X_ROW: tl.constexpr, SECOND_ROW: tl.constexpr, Y_ROW: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, column, inside = _columns(SIZE, BLOCK, PDL)
-    head, at = column // (LEFT + RIGHT), column % (LEFT + RIGHT)
+    head, at = column // HEAD, column % HEAD
     left = at < LEFT
-    a = tl.load(x + row * X_ROW + head * APART + at, inside & left, other=0.0)
-    b = tl.load(second + row * SECOND_ROW + head * RIGHT + at - LEFT, inside & ~left, other=0.0)
     kind = y.dtype.element_ty
-    tl.store(y + row * Y_ROW + column, tl.where(left, a.to(kind), b.to(kind)), inside)
+    value = tl.load(x + row * X_ROW + head * APART + at, inside & left, other=0.0).to(kind)
+    if second is not None:
+        other = second + row * SECOND_ROW + head * RIGHT + at - LEFT
+        value = tl.where(left, value, tl.load(other, inside & ~left, other=0.0).to(kind))
+    tl.store(y + row * Y_ROW + column, value, inside)
 
 
 def join_heads(
-    *, first: Tensor, second: Tensor, y: Tensor, heads: int, device: Device
+    *, first: Tensor, y: Tensor, heads: int, second: Tensor | None = None, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.join_heads`."""
-    right = second.shape[1] // heads
-    left = y.shape[1] // heads - right
-    sizes = {"LEFT": left, "RIGHT": right, "APART": 0 if first.shape[1] == left else left}
-    sizes["SECOND_ROW"] = second.stride(0)
+    head, apart = y.shape[1] // heads, first.shape[1] // heads
+    sizes = {"HEAD": head, "LEFT": min(apart, head), "APART": apart, "RIGHT": 0, "SECOND_ROW": 0}
+    if second is not None:
+        sizes["RIGHT"], sizes["SECOND_ROW"] = second.shape[1] // heads, second.stride(0)
+        sizes["LEFT"] = head - sizes["RIGHT"]
+        sizes["APART"] = 0 if first.shape[1] == sizes["LEFT"] else apart
     return _by_columns(_join_heads, first, y, device, second=second, **sizes)
-
-
-@triton.jit
-def _resize_heads(
-    x, y,
-    SIZE: tl.constexpr, OLD: tl.constexpr, NEW: tl.constexpr, X_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, column, inside = _columns(SIZE, BLOCK, PDL)
-    head, at = column // NEW, column % NEW
-    value = tl.load(x + row * X_ROW + head * OLD + at, inside & (at < OLD), other=0.0)
-    tl.store(y + row * Y_ROW + column, value.to(y.dtype.element_ty), inside)
-
-
-def resize_heads(*, x: Tensor, y: Tensor, heads: int, device: Device) -> list[Launch]:
-    """Lower `ops.elementwise.resize_heads`."""
-    sizes = {"OLD": x.shape[1] // heads, "NEW": y.shape[1] // heads}
-    return _by_columns(_resize_heads, x, y, device, **sizes)
 
 
 @triton.jit

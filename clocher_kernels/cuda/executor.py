@@ -52,7 +52,6 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
         moe.moe_gate_up,
         kv.page_bounds,
         quantize.quantize,
-        elementwise.resize_heads,
         elementwise.rms_norm,
         elementwise.rope,
         moe.route,

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from clocher_kernels.errors import DeviceError, ModelError
 from clocher_kernels.guards import refuse_in_window
+from clocher_kernels.plan import Touch
 
 OPTIONS = ("--std=c++14",)
 
 _THREADS = 256
-_LINE_BYTES = 64
-_STATE = ("tokens", "checksum", "position", "arrived")
 
 
 def source(name: str = "work_touch") -> str:
@@ -22,7 +21,7 @@ def source(name: str = "work_touch") -> str:
     return Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
 
 
-class DeviceWorkTouch:
+class DeviceWorkTouch(Touch):
     """Reads device memory with a stride for every generated token; see `probes.WorkTouch`.
 
     Counters live on the device, so CUDA graph replays continue them. DeviceError without CuPy,
@@ -36,7 +35,8 @@ class DeviceWorkTouch:
         stride: int,
         stream: torch.cuda.Stream | None = None,
     ) -> None:
-        self.bytes_per_token, self.stride, self._on = bytes_per_token, stride, stream
+        super().__init__(bytes_per_token, stride)
+        self._on = stream
         if not bytes_per_token:
             return
         self._parts = [buffer for buffer in buffers if buffer.nbytes]
@@ -57,7 +57,8 @@ class DeviceWorkTouch:
         bases = [part.data_ptr() for part in self._parts]
         self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        self._state = torch.zeros(len(_STATE), dtype=torch.int64, device=device)
+        # Tokens, checksum, position, blocks that arrived.
+        self._state = torch.zeros(4, dtype=torch.int64, device=device)
         # Readers of the counters must synchronise with this stream.
         self._stream = stream or torch.cuda.current_stream(device)
         sms = torch.cuda.get_device_properties(device).multi_processor_count
@@ -82,33 +83,12 @@ class DeviceWorkTouch:
         with self._cupy.cuda.ExternalStream(self._stream.cuda_stream):
             self._kernel((self._blocks,), (_THREADS,), arguments)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens touched so far. Waits for the device."""
-        return self._read("tokens")
-
-    @property
-    def checksum(self) -> int:
-        """Sum of all bytes read, modulo 2^64. Waits for the device."""
-        return self._read("checksum")
-
-    @property
-    def bytes_touched(self) -> int:
-        """Bytes walked over so far. Waits for the device."""
-        return self.tokens * self.bytes_per_token
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that had to move, counted as in `WorkTouch`. Waits for the device."""
-        if self.stride <= _LINE_BYTES:
-            return self.bytes_touched
-        return self.tokens * -(-self.bytes_per_token // self.stride) * _LINE_BYTES
-
-    def _read(self, field: str) -> int:
+    def counters(self) -> tuple[int, int]:
+        """Return the tokens touched so far, and the checksum. Waits for the device."""
         if not self.bytes_per_token:
-            return 0
+            return 0, 0
         with torch.cuda.stream(self._stream):
-            return int(self._state[_STATE.index(field)]) % (1 << 64)
+            return int(self._state[0]), int(self._state[1]) % (1 << 64)
 
 
 def _import_cupy() -> Any:

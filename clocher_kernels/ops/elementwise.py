@@ -100,33 +100,29 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array, head: int = 0) -
     whole[:, :, half : 2 * half] = second * c + first * s
 
 
-def join_heads(*, first: Array, second: Array, y: Array, heads: int) -> None:
+def join_heads(*, first: Array, y: Array, heads: int, second: Array | None = None) -> None:
     """Join the halves of heads: head h of y is head h of `first`, then head h of `second`.
 
+    Without a second, zeros follow heads that grow, and others are cut.
+
     Args:
-        first: [M, F] fp32: `heads` heads, or one that all of them share.
+        first: [M, F] fp32: `heads` heads, or, beside a second, one that all of them share.
         second: [M, G] fp32: `heads` heads.
         y: [M, Y] fp32, written; heads of A + B values, A of the first and B of the second.
         heads: their number; Y and G are multiples of it.
 
     Source: DeepSeek-V2 (arXiv 2405.04434), eq. 14: the keys of its latent attention.
     """
-    out, right = (a.reshape(len(a), heads, -1) for a in (y, second))
-    size = out.shape[2] - right.shape[2]
-    out[:, :, :size] = first.reshape(len(first), -1, size)
-    out[:, :, size:] = right
-
-
-def resize_heads(*, x: Array, y: Array, heads: int) -> None:
-    """Copy heads to heads of another size: zeros follow those that grow, others are cut.
-
-    Args:
-        heads: of both.
-    """
-    old, new = (a.reshape(len(a), heads, -1) for a in (x, y))
-    size = min(old.shape[2], new.shape[2])
-    new[...] = 0
-    new[:, :, :size] = old[:, :, :size]
+    out = y.reshape(len(y), heads, -1)
+    size = out.shape[2]
+    if second is None:
+        left = first.reshape(len(first), heads, -1)[:, :, :size]
+        out[:, :, left.shape[2] :] = 0
+    else:
+        right = second.reshape(len(second), heads, -1)
+        left = first.reshape(len(first), -1, size - right.shape[2])
+        out[:, :, left.shape[2] :] = right
+    out[:, :, : left.shape[2]] = left
 
 
 def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> None:
@@ -230,33 +226,30 @@ SPECS = (
     ),
     OpSpec(
         "join_heads",
-        "heads of two parts each, the first of which may be shared",
+        "heads of two parts each, the first of which may be shared; or heads of another size",
         (
             Param("first", "in", "M F"),
-            Param("second", "in", "M G"),
+            Param("second", "in", "M G", optional=True),
             Param("y", "out", "M Y"),
         ),
         join_heads,
         (
-            Case("own-m3-h4", {"M": 3, "F": 32, "G": 64, "Y": 96}, {"heads": 4}),
-            Case("shared-m2-h3", {"M": 2, "F": 10, "G": 60, "Y": 90}, {"heads": 3}),
-            Case("shared-m5-h4", {"M": 5, "F": 16, "G": 128, "Y": 192}, {"heads": 4}),
+            *(
+                Case(name, {"M": m, "F": f, "G": g, "Y": y}, {"heads": heads}, {}, {"second": 1})
+                for name, m, f, g, y, heads in (
+                    ("own-m3-h4", 3, 32, 64, 96, 4),
+                    ("shared-m2-h3", 2, 10, 60, 90, 3),
+                    ("shared-m5-h4", 5, 16, 128, 192, 4),
+                )
+            ),
+            Case("grow-m3-h4", {"M": 3, "F": 64, "Y": 96}, {"heads": 4}),
+            Case("cut-m2-h3", {"M": 2, "F": 90, "Y": 60}, {"heads": 3}),
         ),
         EXACT,
-        (Real("shared-m2-*", {"M": 1, "F": 64, "G": 2048, "Y": 3072}),),
-        flops=0,
-    ),
-    OpSpec(
-        "resize_heads",
-        "heads of another size: zeros are added, or values cut",
-        (Param("x", "in", "M F"), Param("y", "out", "M G")),
-        resize_heads,
         (
-            Case("grow-m3-h4", {"M": 3, "F": 64, "G": 96}, {"heads": 4}),
-            Case("cut-m2-h3", {"M": 2, "F": 90, "G": 60}, {"heads": 3}),
+            Real("shared-m2-*", {"M": 1, "F": 64, "G": 2048, "Y": 3072}),
+            Real("grow-*", {"M": 1, "F": 2048, "Y": 3072}),
         ),
-        EXACT,
-        (Real("grow-*", {"M": 1, "F": 2048, "G": 3072}),),
         flops=0,
     ),
     OpSpec(

@@ -49,32 +49,67 @@ def takes_int8(fmt: Format) -> bool:
     return False
 
 
+def read_instead(plan: Plan, maker_of: Callable[[Call], Call | None]) -> Plan:
+    """Let calls read what others make of their `x`, made once for all that read it.
+
+    `maker_of`: call -> the call that makes its new input, values or codes and scales; None: none.
+    """
+    buffers, calls, current = dict(plan.buffers), list[Call](), dict[str, str]()
+    for call in plan.calls:
+        maker = maker_of(call)
+        if maker is not None:
+            params = [param for param in OPS[maker.op].params if param.kind == "out"]
+            made, group = [maker.args[p.name] for p in params], int(maker.attrs.get("group", 0))
+            if made[0] not in current:
+                x = buffers[maker.args["x"]]
+                scales = (*x.shape[:-1], groups_of(x.shape[-1], group))
+                for name, param, shape in zip(made, params, (x.shape, scales), strict=False):
+                    buffers[name] = Buffer(shape, param.dtype, x.rows)
+                calls.append(maker)
+                current[made[0]] = maker.args["x"]
+            args, attrs = {**call.args, "x": made[0]}, call.attrs
+            if made[1:]:
+                args, attrs = {**args, "x_scale": made[1]}, {**attrs, "group": group}
+            call = Call(call.op, args, attrs)
+        calls.append(call)
+        changed = written(call)
+        current = {name: x for name, x in current.items() if x not in changed}
+    return replace(plan, buffers=buffers, calls=tuple(calls))
+
+
 def quantize_for_ternary(plan: Plan, formats: Mapping[str, Format]) -> Plan:
     """Quantise the inputs of linears with ternary weights as BitNet does; `formats` by matrix."""
 
-    def wanted(call: Call) -> bool:
-        return call.op == "linear" and isinstance(formats.get(call.args["w"]), Ternary)
+    def codes(call: Call) -> Call | None:
+        ternary = call.op == "linear" and isinstance(formats.get(call.args["w"]), Ternary)
+        return _codes(call, CODES, ".scale", 0, BITNET) if ternary else None
 
-    return _with_codes(plan, wanted, (CODES, ".scale"), lambda call: 0, BITNET)
+    return read_instead(plan, codes)
 
 
-def quantize_activations(
-    plan: Plan, formats: Mapping[str, Format], group: int | None = None
-) -> Plan:
+def quantize_activations(plan: Plan, formats: Mapping[str, Format]) -> Plan:
     """Quantise the inputs of matmuls with integer weights, of those in `formats`, to int8.
 
-    A scale is for `group` columns, 0: for a token, None: as `act_group` of the weight says.
+    A scale is for as many columns as `act_group` of the weight says.
     """
 
-    def wanted(call: Call) -> bool:
+    def codes(call: Call) -> Call | None:
         fmt = formats.get(call.args.get("w", ""))
         either = any("i8" in param.dtypes for param in OPS[call.op].params if param.name == "x")
-        return either and fmt is not None and takes_int8(fmt)
+        if not either or fmt is None or not takes_int8(fmt):
+            return None
+        group = act_group(fmt)
+        short = "32" if group == _UNIT else ""
+        return _codes(call, f".q8{short}", f".q8_scale{short}", group, GROUPED)
 
-    def own(call: Call) -> int:
-        return act_group(formats[call.args["w"]]) if group is None else group
+    return read_instead(plan, codes)
 
-    return _with_codes(plan, wanted, (".q8", ".q8_scale"), own, GROUPED)
+
+def _codes(call: Call, q: str, scale: str, group: int, attrs: Mapping[str, Attr]) -> Call | None:
+    """Return the call that quantises the `x` of a call, if it does not read codes already."""
+    x = call.args["x"]
+    made = {"x": x, "q": x + q, "scale": x + scale}
+    return None if has_codes(call) else Call("quantize", made, {"group": group, **attrs})
 
 
 def round_activations(plan: Plan, precision: str) -> Plan:
@@ -83,22 +118,15 @@ def round_activations(plan: Plan, precision: str) -> Plan:
     What is int8 codes already stays as it is. What BitNet's `quantize` reads is rounded before it,
     but for int8, which it makes itself.
     """
-    buffers = dict(plan.buffers)
-    calls: list[Call] = []
-    current: set[str] = set()
-    for call in plan.calls:
+
+    def rounded(call: Call) -> Call | None:
         product = "x" in call.args and OPS[call.op].matrix is not None and not has_codes(call)
-        if product or (call.op == "quantize" and precision != "int8"):
-            x = call.args["x"]
-            rounded = f"{x}.{precision}"
-            if x not in current:
-                buffers[rounded] = Buffer(buffers[x].shape, "f32", buffers[x].rows)
-                calls.append(Call("fake_quantize", {"x": x, "y": rounded}, ROUNDED[precision]))
-                current.add(x)
-            call = Call(call.op, {**call.args, "x": rounded}, call.attrs)
-        calls.append(call)
-        current -= written(call)
-    return replace(plan, buffers=buffers, calls=tuple(calls))
+        if not product and (call.op != "quantize" or precision == "int8"):
+            return None
+        x = call.args["x"]
+        return Call("fake_quantize", {"x": x, "y": f"{x}.{precision}"}, ROUNDED[precision])
+
+    return read_instead(plan, rounded)
 
 
 def skip_zeros(plan: Plan, formats: Mapping[str, Format], scope: Set[str]) -> Plan:
@@ -134,40 +162,3 @@ def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
         kept = _KEEPS_ZEROS.get(call.op)
         return {call.args[kept]} if kept else set()
     return set()
-
-
-def _with_codes(
-    plan: Plan,
-    wanted: Callable[[Call], bool],
-    endings: tuple[str, str],
-    group_of: Callable[[Call], int],
-    attrs: Mapping[str, Attr],
-) -> Plan:
-    """Store the `x` of wanted calls as int8, quantised once for all that read it in one group.
-
-    `endings`: of the names of the buffers of codes and scales, with the group where it is 32;
-    `attrs`: of `quantize`.
-    """
-    buffers = dict(plan.buffers)
-    calls: list[Call] = []
-    current: dict[str, str] = {}  # buffer of codes -> what it was made of
-    for call in plan.calls:
-        if wanted(call) and not has_codes(call):
-            x, group = call.args["x"], group_of(call)
-            short = "32" if group == _UNIT else ""
-            codes, scale = (f"{x}{ending}{short}" for ending in endings)
-            if codes not in current:
-                source = buffers[x]
-                *lead, size = source.shape
-                buffers[codes] = Buffer(source.shape, "i8", source.rows)
-                shape = (*lead, groups_of(size, group))
-                buffers[scale] = Buffer(shape, "f32", source.rows)
-                made = {"x": x, "q": codes, "scale": scale}
-                calls.append(Call("quantize", made, {"group": group, **attrs}))
-                current[codes] = x
-            args = {**call.args, "x": codes, "x_scale": scale}
-            call = Call(call.op, args, {**call.attrs, "group": group})
-        calls.append(call)
-        changed = written(call)
-        current = {codes: x for codes, x in current.items() if x not in changed}
-    return replace(plan, buffers=buffers, calls=tuple(calls))

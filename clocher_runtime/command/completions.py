@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clocher_kernels import __version__
+from clocher_kernels.plan import Touch
 from clocher_runtime.command.console import Console, Line, head
 from clocher_runtime.command.loading import Engine, numerics
 from clocher_runtime.config.commands import RunConfig, SamplingConfig
 from clocher_runtime.engine import timing
 from clocher_runtime.engine.arguments import NAMES, Sampling, taken
 from clocher_runtime.engine.backends import gpu
-from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.timing import Reservoir, StepTotals
 from clocher_runtime.engine.topology import numa_nodes, threads_of
 from clocher_runtime.exit_codes import Interrupt, cause_of

@@ -3,6 +3,7 @@
 What is dropped from a token depends only on it, so batches and drafts change nothing.
 """
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -11,10 +12,10 @@ import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats.base import Format
-from clocher_kernels.ops import written
 from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops.rewrite import read_instead
 from clocher_kernels.ops.skip import skips_columns
-from clocher_kernels.plan import Attr, Buffer, Call, Executor, Plan
+from clocher_kernels.plan import Attr, Call, Executor, Plan
 from clocher_runtime.config.values import shown
 from clocher_runtime.models.build import PAGE_CELLS, page_table
 from clocher_runtime.models.spec import ModelSpec
@@ -78,29 +79,29 @@ def drop_inputs(
             f"act_sparsity on a model where {stored}; expected ternary weights, or symmetric int4 "
             "of 32, 64 or 128 columns per scale: --precision int4 makes it of float weights"
         )
-    buffers, consts, calls = dict(plan.buffers), dict(plan.consts), []
-    linears = [call for call in plan.calls if call.op == "linear" and call.args["w"] in chosen]
+    numbers = itertools.count()
+
+    def skips(call: Call) -> bool:
+        return call.op == "linear" and call.args["w"] in chosen
+
     # Ternary weights multiply codes: what is small is dropped before these are made, which leaves
     # their scale, that of the largest input, as it is.
-    codes = {call.args["x"] for call in linears if has_codes(call)}
-    current: set[str] = set()
+    codes = {call.args["x"] for call in plan.calls if skips(call) and has_codes(call)}
+
+    def kept(call: Call) -> Call | None:
+        if has_codes(call) or not (skips(call) or call.args.get("q") in codes):
+            return None
+        args = {"x": call.args["x"], "y": call.args["x"] + KEPT}
+        if not wanted.attrs:
+            args["threshold"] = f"{THRESHOLD}{next(numbers)}"
+        return Call("drop_small", args, wanted.attrs)
+
+    plan, consts, calls = read_instead(plan, kept), dict(plan.consts), []
     for call in plan.calls:
-        skips = call in linears
-        if (skips and not has_codes(call)) or call.args.get("q") in codes:
-            x = call.args["x"]
-            kept = x + KEPT
-            if x not in current:
-                buffers[kept] = Buffer(buffers[x].shape, "f32", buffers[x].rows)
-                args = {"x": x, "y": kept}
-                if not wanted.attrs:
-                    args["threshold"] = f"{THRESHOLD}{len(consts)}"
-                    consts[args["threshold"]] = np.full(1, wanted.threshold or 0, np.float32)
-                calls.append(Call("drop_small", args, wanted.attrs))
-                current.add(x)
-            call = replace(call, args={**call.args, "x": kept})
-        calls.append(replace(call, op="skip_linear") if skips else call)
-        current -= written(call)
-    return replace(plan, buffers=buffers, consts=consts, calls=tuple(calls))
+        if "threshold" in call.args:
+            consts[call.args["threshold"]] = np.full(1, wanted.threshold or 0, np.float32)
+        calls.append(replace(call, op="skip_linear") if skips(call) else call)
+    return replace(plan, consts=consts, calls=tuple(calls))
 
 
 def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longest: int) -> None:

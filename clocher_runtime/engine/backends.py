@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from clocher_kernels.errors import DeviceError, UsageError
 from clocher_kernels.guards import no_driver
@@ -63,21 +63,13 @@ def gpu() -> dict[str, str | int]:
     return found
 
 
-class Reader(Protocol):
-    """A buffer that is read to measure memory bandwidth."""
-
-    def gbps(self, threads: int, at_least: float) -> float:
-        """Return the bandwidth in GB/s (10^9) of reading it for at least `at_least` seconds."""
-
-
-def reader(backend: str, nbytes: int) -> Reader | None:
-    """Return a buffer of `nbytes`; None for back ends without a reader. Raises OSError."""
+def reader(backend: str, nbytes: int) -> Any:
+    """Return a `bandwidth.Reader` of `nbytes`; None for back ends without one. Raises OSError."""
     if backend != "cpu":
         return None
-    from cpu_fallback.team.bandwidth import Reader as CpuReader
+    from cpu_fallback.team.bandwidth import Reader
 
-    made: Reader = CpuReader("2m", nbytes)
-    return made
+    return Reader("2m", nbytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

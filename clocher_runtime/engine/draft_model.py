@@ -34,7 +34,7 @@ class DraftModel:
         return SequenceReader(self, ids, sampling, salt)
 
     def draft(self, readers: Sequence["SequenceReader"], depth: int, most: int) -> list[list[int]]:
-        """Read on in some sequences and draft for them; see `gate.DraftModel`."""
+        """Read up to `most` tokens of some; draft `depth` for those read to their end."""
         parts: list[Part] = []
         ready: list[SequenceReader] = []
         most = min(most, self._executor.plan.tokens)
@@ -141,7 +141,7 @@ class SequenceReader:
         self._is_lost = False
 
     def behind(self, ids: Sequence[int]) -> int:
-        """Note the sequence so far; see `speculation.draft.Reader`."""
+        """Note the sequence so far; return how many tokens are to be read before a draft."""
         request, model = self.request, self._model
         new = list(ids[len(request.ids) :])
         right = 0

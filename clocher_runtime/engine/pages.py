@@ -21,14 +21,6 @@ NO_PAGE = -1
 """Page-table entry for no page: what is written there is dropped."""
 
 
-class PageStats(NamedTuple):
-    """Pages of a pool: blank, unused but findable, in use."""
-
-    blank: int
-    cached: int
-    used: int
-
-
 class PagePool:
     """The pages of one group of layers."""
 
@@ -54,12 +46,6 @@ class PagePool:
     def named(self) -> int:
         """Pages that can be found, in use or not."""
         return len(self._names)
-
-    def stats(self) -> PageStats:
-        """Count the pages."""
-        cached = sum(page in self._names for page in self._unused)
-        used = sum(users > 0 for users in self._users)
-        return PageStats(self.available - cached, cached, used)
 
     def take(self) -> int:
         """Take an unused page and forget its key. There must be one."""
@@ -187,10 +173,6 @@ class KvPages:
         for group in self._groups:
             group.table[...] = NO_PAGE
         self.changed = True
-
-    def stats(self) -> list[PageStats]:
-        """Count the pages of each pool."""
-        return [group.pool.stats() for group in self._groups]
 
     def admit(self, sequence: Sequence, slot: int, reuse: bool = True) -> bool:
         """Give a sequence a slot and its cached prefix; return whether the rest has room too."""

@@ -4,20 +4,20 @@ import resource
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, ModelError
 from clocher_kernels.guards import available
-from clocher_runtime.engine.backends import Reader, reader
+from clocher_kernels.plan import Touch
+from clocher_runtime.engine.backends import reader
 from clocher_runtime.models.inventory import EMBED
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.load import Model
 
 _MIB = 1 << 20
-LINE_BYTES = 64
 
 
 def _getrusage_bytes() -> int:
@@ -58,8 +58,8 @@ def working_set(model: "Model") -> int:
     return total if model.spec.tied else total - model.weights[EMBED].nbytes
 
 
-def memory_reader(nbytes: int, backend: str = "cpu") -> Reader | None:
-    """Return a buffer as large as a working set, at most `MOST_BYTES`."""
+def memory_reader(nbytes: int, backend: str = "cpu") -> Any:
+    """Return a `backends.reader` of a working set, at most `MOST_BYTES`; None if memory is low."""
     nbytes = min(nbytes, MOST_BYTES)
     left = available()
     if left is not None and left < 2 * nbytes:
@@ -79,29 +79,7 @@ def read_gbps(nbytes: int, threads: int, backend: str = "cpu") -> float | None:
         return None
 
 
-class Touch(Protocol):
-    """A work-touch: `WorkTouch`, or what a back end has in the memory of its device."""
-
-    bytes_per_token: int
-    stride: int
-
-    @property
-    def bytes_touched(self) -> int:
-        """Bytes walked over so far."""
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that had to move."""
-
-    @property
-    def checksum(self) -> int:
-        """Sum of all bytes read, modulo 2^64."""
-
-    def __call__(self, tokens: int) -> None:
-        """Touch the weights for some tokens that were just made."""
-
-
-class WorkTouch:
+class WorkTouch(Touch):
     """Reads mapped weights with a stride for every generated token, to emulate memory pressure.
 
     The files count as one ring of n bytes, one after another. The touch of token t = 0, 1, ...
@@ -119,27 +97,13 @@ class WorkTouch:
         self._size = sum(file.size for file in self._files)
         if bytes_per_token and not self._size:
             raise ModelError("work-touch: the model has no weight files to touch")
-        self.bytes_per_token, self.stride = bytes_per_token, stride
-        self.tokens = self.checksum = 0
-
-    @property
-    def bytes_touched(self) -> int:
-        """Bytes walked over so far."""
-        return self.tokens * self.bytes_per_token
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes that had to move: one cache line of 64 bytes per read, or all of a finer walk."""
-        if self.stride <= LINE_BYTES:
-            return self.bytes_touched
-        reads = -(-self.bytes_per_token // self.stride)
-        return self.tokens * reads * LINE_BYTES
+        super().__init__(bytes_per_token, stride)
 
     def __call__(self, tokens: int) -> None:
         """Touch the weights for some tokens that were just made."""
         for _ in range(tokens if self.bytes_per_token else 0):
-            self.checksum = (self.checksum + self._walk()) % (1 << 64)
-            self.tokens += 1
+            before, checksum = self._counters
+            self._counters = before + 1, (checksum + self._walk()) % (1 << 64)
 
     def _walk(self) -> int:
         """Return the sum of the bytes that one token reads."""

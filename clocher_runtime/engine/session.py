@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from clocher_kernels.errors import ModelChanged, UsageError
+from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import (
     Constraint,
@@ -23,8 +24,6 @@ from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.pages import PageStats
-from clocher_runtime.engine.probes import Touch
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
@@ -114,12 +113,6 @@ class Session:
         if speculator is None:
             return Account(self.scheduler.forwards.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
-
-    def page_stats(self) -> list[PageStats]:
-        """Count the pages of each pool, without those of calls that left."""
-        with self._lock.taken("page_stats"):
-            self.scheduler.sweep()
-            return self.scheduler.pages.stats()
 
     def warm(self) -> None:
         """Run one step, so that every kernel is compiled. Raises SessionBusy, UsageError."""

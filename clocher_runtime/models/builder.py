@@ -167,7 +167,7 @@ class Builder:
         y = "attended"
         if spec.mla is not None and spec.mla.value != dim:
             self._scratch("values", spec.num_heads * spec.mla.value)
-            self._call("resize_heads", {"x": y, "y": "values"}, heads=spec.num_heads)
+            self._call("join_heads", {"first": y, "y": "values"}, heads=spec.num_heads)
             y = "values"
         self._adding(y, f"{prefix}o_proj.weight", layer, "attention", spec.o_bias)
 
@@ -210,7 +210,7 @@ class Builder:
         self._rope("k_rope", turned["k"][0], 0)
         self._call("join_heads", {"first": "k_rope", "second": "k_plain", "y": "k"}, heads=heads)
         if values != "v":
-            self._call("resize_heads", {"x": values, "y": "v"}, heads=heads)
+            self._call("join_heads", {"first": values, "y": "v"}, heads=heads)
 
     def _entering(self, norm: str) -> str:
         if not self.spec.pre_norms:

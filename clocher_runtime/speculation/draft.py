@@ -5,7 +5,7 @@ A class is a drafter and its confidence. First draft tokens are judged even if n
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from clocher_runtime.models.builder import DRAWN
 
@@ -42,16 +42,6 @@ class Drafter(Protocol):
         """Return up to `most` tokens; `ids` only grows between calls."""
 
 
-class Reader(Protocol):
-    """A draft model's state of one sequence."""
-
-    def behind(self, ids: Sequence[int]) -> int:
-        """Note the sequence so far; return how many tokens have to be read before a draft."""
-
-    def leave(self) -> None:
-        """Release the sequence's resources; it may continue later."""
-
-
 class AcceptanceRates:
     """Of each class, the rate of acceptance after accepted tokens; updates `mean`."""
 
@@ -82,13 +72,6 @@ class AcceptanceRates:
         return found
 
 
-class Automaton(Protocol):
-    """A sequence, and what followed earlier occurrences of its suffix."""
-
-    def follow(self, ids: Sequence[int], most: int) -> tuple[list[int], int]:
-        """Append ids; return up to `most` that followed the longest known suffix; its length."""
-
-
 LEVELS = 6
 """Classes of match length: 1, 2-3, 4-7, 8-15, 16-31 and longer."""
 _LONGEST = 1 << (LEVELS - 1)
@@ -96,9 +79,12 @@ _LEVEL_OF = [min(max(n, 1).bit_length(), LEVELS) - 1 for n in range(_LONGEST + 6
 
 
 class SuffixDrafter:
-    """Drafts what followed the longest repeated suffix (Hu et al. 2024, SAM Decoding)."""
+    """Drafts what followed the longest repeated suffix (Hu et al. 2024, SAM Decoding).
 
-    def __init__(self, automaton: Automaton, kind: int) -> None:
+    `automaton`: a `cpu_fallback.ops.automaton.SuffixAutomaton`.
+    """
+
+    def __init__(self, automaton: Any, kind: int) -> None:
         self._automaton, self._seen = automaton, 0
         self._classes = [kind + each for each in _LEVEL_OF]
 
@@ -122,7 +108,7 @@ class Track:
     Attributes:
         offer: the draft that expects most; it is judged, `sent` or not, as `asides` are.
         tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
-        reader: what a draft model knows of the sequence; None without one.
+        reader: `engine.draft_model.SequenceReader` of the sequence; None without one.
     """
 
     __slots__ = ("asides", "drafters", "offer", "rates", "reader", "sent", "tried")
@@ -132,7 +118,7 @@ class Track:
         self.offer = self.sent = NO_DRAFT
         self.tried = 0
         self.asides: list[Draft] = []
-        self.reader: Reader | None = None
+        self.reader: Any = None
 
     def draft(self, ids: Sequence[int], most: int, ns: Sequence[float]) -> list[float]:
         """Offer the draft that pays most; return the chance of each of its tokens."""

@@ -9,7 +9,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 from clocher_runtime.speculation.draft import MAX_DRAFT, Draft, Pending, first_class
 
@@ -188,22 +188,10 @@ def worth_asking(
     return [i for i, (own, other) in enumerate(pairs) if sum(own[:count]) > sum(other)]
 
 
-class DraftModel(Protocol):
-    """Drafts for many sequences side by side; `costs`: time of a step by tokens."""
-
-    costs: ForwardCosts
-
-    def draft(self, readers: Sequence[Any], depth: int, most: int) -> list[list[int]]:
-        """Read up to `most` tokens of some sequences; draft `depth` for those read to their end."""
-
-    def reset(self) -> None:
-        """Forget all sequences."""
-
-
 class DraftModelGate:
-    """Asks a draft model where that pays."""
+    """Asks an `engine.draft_model.DraftModel` where that pays."""
 
-    def __init__(self, model: DraftModel) -> None:
+    def __init__(self, model: Any) -> None:
         self.model = model
         first = first_class("draft")
         self._classes = (first,) * MAX_DRAFT

@@ -208,10 +208,6 @@ def _to_fp8(x, shift, rebias, smallest_normal, magic, largest):
 to_e4m3 = device(lambda x: _to_fp8(x, 20, 120 << 3, 121 << 23, 141 << 23, 0x43E00000))
 # Convert fp32 to fp8 e5m2 codes.
 to_e5m2 = device(lambda x: _to_fp8(x, 21, 112 << 2, 113 << 23, 134 << 23, 0x47600000))
-# Convert one bf16 code to fp32.
-bf16_scalar = device(lambda code: v.lane(from_bf16(v.isplat(code)), 0))
-# Convert one fp16 code to fp32.
-f16_scalar = device(lambda code: v.lane(from_f16(v.isplat(code)), 0))
 
 
 @device
@@ -219,18 +215,6 @@ def from_e8m0(codes):
     """Convert e8m0 codes to fp32: 2^(code - 127), NaN for 255."""
     bits = v.iselect(v.ieq(codes, v.isplat(0)), v.isplat(0x400000), v.shl(codes, 23))
     return v.bits_f32(v.iselect(v.ieq(codes, v.isplat(255)), v.isplat(0x7FC00000), bits))
-
-
-@device
-def e8m0_scalar(code):
-    """Convert one e8m0 code to fp32."""
-    if code == 0:
-        bits = 0x400000
-    elif code == 255:
-        bits = 0x7FC00000
-    else:
-        bits = code << 23
-    return v.lane(v.bits_f32(v.isplat(bits)), 0)
 
 
 F64 = VecT(DOUBLE, LANES)

@@ -134,6 +134,40 @@ def halve(b: Any, vector: Any, combine: Callable[[Any, Any], Any]) -> Any:
     return b.extract_element(vector, ir.Constant(INT32, 0))
 
 
+def emit_totals(b: Any, vectors: list[Any]) -> Any:
+    """Emit a vector of the sums of 16 vectors of fp32 or int32, each summed by the tree of `hsum`.
+
+    The halves of each are added first, which leaves vectors of half the length. Then two of them
+    become one: half of the lanes of each stay where they are, the other half cross over, and one
+    addition does both.
+    """
+    halves = [emit_halves(b, vector) for vector in vectors]
+    return join(b, [emit_joined(b, halves[at : at + 8], 4) for at in (0, 8)])
+
+
+def emit_halves(b: Any, vector: Any) -> Any:
+    """Emit the lower half of a vector plus the upper one."""
+    low, high = (list(range(at, at + LANES // 2)) for at in (0, LANES // 2))
+    return _add(b, pick(b, vector, low), pick(b, vector, high))
+
+
+def emit_joined(b: Any, vectors: list[Any], step: int) -> Any:
+    """Emit one vector of several of 8 lanes; in the first addition a lane crosses by `step`."""
+    lanes = range(LANES // 2)
+    while len(vectors) > 1:
+        half = len(vectors) // 2
+        stay = [lane if not lane & step else LANES // 2 + lane for lane in lanes]
+        cross = [lane ^ step if not lane & step else LANES // 2 + (lane ^ step) for lane in lanes]
+        pairs = zip(vectors[:half], vectors[half:], strict=True)
+        vectors = [_add(b, *(shuffle(b, x, y, each) for each in (stay, cross))) for x, y in pairs]
+        step //= 2
+    return vectors[0]
+
+
+def _add(b: Any, x: Any, y: Any) -> Any:
+    return b.add(x, y) if x.type.element == INT32 else b.fadd(x, y)
+
+
 def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
     """Emit x * y + z: one rounding, or two on the generic ISA."""
     if not CURRENT.fma:

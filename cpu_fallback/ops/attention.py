@@ -43,7 +43,6 @@ from cpu_fallback.ops.attention_rows import (
     listed,
     load_of,
     look_all,
-    padded,
     sees,
     span_at,
     span_weight,
@@ -51,7 +50,7 @@ from cpu_fallback.ops.attention_rows import (
 )
 from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.kv import kv_of
+from cpu_fallback.ops.kv import kv_of, padded
 from cpu_fallback.team.tape import Launch
 
 ROWS = 256  # Rows of a tile at most, if the heads of one token are not more

@@ -33,10 +33,10 @@ from cpu_fallback.lanes.simd import (
     op,
     spread,
 )
-from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, padded, sight_at, weigh
+from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, sight_at, weigh
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, emit_now, mix, score
 from cpu_fallback.ops.bind import within
-from cpu_fallback.ops.kv import line_of, page_of, read_lines
+from cpu_fallback.ops.kv import line_of, padded, page_of, read_lines
 
 TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 else (1, 2)
 """Rows and chains whose sums are in registers."""

@@ -201,9 +201,6 @@ _ALL = (1 << SPAN // BLOCK) - 1  # The blocks of a span
 _SPANS = 64 * BLOCK // SPAN  # Spans of a word of a list, which has a bit for each block
 
 
-padded = device(lambda d: (d + 15) & -16)  # Round up to whole vectors
-
-
 @device
 def tile_end(a, t, tokens):
     """Return the token after the tile of at most `tokens` that begins with token t."""

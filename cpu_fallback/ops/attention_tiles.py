@@ -27,11 +27,12 @@ from cpu_fallback.lanes.simd import (
     F32,
     FLOAT,
     I32,
-    INT32,
     INT64,
     LANES,
     behind,
     emit_at,
+    emit_halves,
+    emit_joined,
     join,
     number,
     spread,
@@ -94,39 +95,6 @@ def _emit_dots(kind: v.Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -
     return emit_sums(b, [constant(F32, 0.0)] * len(pairs), (number(0), size, LANES), add)
 
 
-def emit_totals(b: Any, vectors: list[Any]) -> Any:
-    """Emit a vector of the sums of 16 vectors of fp32 or int32, each summed by the tree of `hsum`.
-
-    The halves of each are added first, which leaves vectors of half the length. Then two of them
-    become one: half of the lanes of each stay where they are, the other half cross over, and one
-    addition does both.
-    """
-    halves = [_emit_halves(b, vector) for vector in vectors]
-    return _emit_both(b, [_emit_joined(b, halves[at : at + 8], 4) for at in (0, 8)])
-
-
-def _emit_both(b: Any, halves: list[Any]) -> Any:
-    return v.shuffle(b, *halves, list(range(LANES)))
-
-
-def _emit_halves(b: Any, vector: Any) -> Any:
-    low, high = (list(range(at, at + LANES // 2)) for at in (0, LANES // 2))
-    return _add(b, pick(b, vector, low), pick(b, vector, high))
-
-
-def _emit_joined(b: Any, vectors: list[Any], step: int) -> Any:
-    """Emit one vector of several of 8 lanes; in the first addition a lane crosses by `step`."""
-    lanes = range(LANES // 2)
-    while len(vectors) > 1:
-        half = len(vectors) // 2
-        stay = [lane if not lane & step else LANES // 2 + lane for lane in lanes]
-        cross = [lane ^ step if not lane & step else LANES // 2 + (lane ^ step) for lane in lanes]
-        pairs = zip(vectors[:half], vectors[half:], strict=True)
-        vectors = [_add(b, *(v.shuffle(b, x, y, each) for each in (stay, cross))) for x, y in pairs]
-        step //= 2
-    return vectors[0]
-
-
 def emit_now(b: Any, value: Any) -> Any:
     """Emit nothing but an order: what follows loads nothing before a vector of fp32 is computed.
 
@@ -145,10 +113,6 @@ def emit_now(b: Any, value: Any) -> Any:
     ]
     parts = [b.asm(same, "", f"={register},0,~{{memory}}", [part], True) for part in parts]
     return join(b, parts)
-
-
-def _add(b: Any, x: Any, y: Any) -> Any:
-    return b.add(x, y) if x.type.element == INT32 else b.fadd(x, y)
 
 
 def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
@@ -177,10 +141,10 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
         parts: list[list[Any]] = [[], []]
         for turn in range(turns):
             sums = own.dots(b, qs, ks[turn::turns], size)
-            halves = [_emit_halves(b, total) for total in sums]
+            halves = [emit_halves(b, total) for total in sums]
             for part, some in zip(parts, (halves[: SUMS // 2], halves[SUMS // 2 :]), strict=True):
-                part.append(emit_now(b, _emit_joined(b, some, 4)))
-        totals = _emit_both(b, [_emit_joined(b, part, turns // 2) for part in parts])
+                part.append(emit_now(b, emit_joined(b, some, 4)))
+        totals = join(b, [emit_joined(b, part, turns // 2) for part in parts])
         if totals.type == I32.llvm:
             totals = b.sitofp(totals, F32.llvm)
         for r in range(rows):

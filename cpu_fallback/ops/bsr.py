@@ -18,8 +18,7 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import LANES
-from cpu_fallback.ops.attention_tiles import emit_totals
+from cpu_fallback.lanes.simd import LANES, emit_totals
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.epilogue import activation_of, finish
 from cpu_fallback.team.tape import Launch

@@ -23,18 +23,18 @@ _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
 
 @device
 def scale_at(weight, index):
-    """Return the index-th scale, fp32."""
+    """Return the index-th scale, fp32, in every lane."""
     w = weight_at(weight)
     kind, scales = w.scale_kind, w.scales
     if kind == 0:
-        return w.factor
+        return v.splat(w.factor)
     if kind == 1:
-        return v.read_f32(scales + 4 * index)
+        return v.splat(v.read_f32(scales + 4 * index))
     if kind == 2:
-        return v.f16_scalar(v.read_u16(scales + 2 * index))
+        return v.from_f16(v.isplat(v.read_u16(scales + 2 * index)))
     if kind == 3:
-        return v.bf16_scalar(v.read_u16(scales + 2 * index))
-    return v.e8m0_scalar(v.read_u8(scales + index))
+        return v.from_bf16(v.isplat(v.read_u16(scales + 2 * index)))
+    return v.from_e8m0(v.isplat(v.read_u8(scales + index)))
 
 
 @device
@@ -64,7 +64,7 @@ def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
         k, end = k0, k0 - k0 % group
         while k < k1:
             end = min(end + group, k1)
-            scale = v.splat(scale_at(weight, index))
+            scale = scale_at(weight, index)
             zero = v.isplat(_zero(weight, index))
             index += 1
             while k + 16 <= end:
@@ -113,7 +113,7 @@ _mxfp4 = _by_runs(
 def _ternary(weight, expert, row, count, k0, k1, panel):
     w = weight_at(weight)
     packed = w.n >> 2
-    scale = v.splat(scale_at(weight, 0))
+    scale = scale_at(weight, 0)
     one, three = v.isplat(1), v.isplat(3)
     for r in range(row, row + count):
         line = w.codes + r % packed * w.stride

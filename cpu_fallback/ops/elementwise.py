@@ -119,39 +119,24 @@ def rope(a, rank, size, scratch):
 class Joined(NamedTuple):
     """Sizes of `join_heads`, in values."""
 
-    left: int  # of a head of the first part
-    right: int  # of a head of the second
+    head: int  # of y
+    left: int  # what a head has of the first part
     apart: int  # from one head of the first part to the next, 0 if all share one
 
 
 @executes("join_heads", Joined)
 def join_heads(a, rank, size, scratch):
     """Copy the parts of heads; each thread has a range of (token, head)."""
-    heads, left, right = a.heads, a.left, a.right
+    heads, left, right = a.heads, a.left, a.head - a.left
     first, last = share(a.M * heads, rank, size)
     for unit in range(first, last):
-        x = a.first + 4 * (unit // heads * a.F + unit % heads * a.apart)
-        y = a.y + 4 * unit * (left + right)
-        copy_f32(x, y, left)
-        copy_f32(a.second + 4 * unit * right, y + 4 * left, right)
-
-
-@executes("resize_heads")
-def resize_heads(a, rank, size, scratch):
-    """Copy what both heads have room for; each thread has a range of (token, head)."""
-    heads = a.heads
-    old, new = a.F // heads, a.G // heads
-    first, last = share(a.M * heads, rank, size)
-    for unit in range(first, last):
-        y, kept = a.y + 4 * unit * new, min(old, new)
-        copy_f32(a.x + 4 * unit * old, y, kept)
-        _clear(y + 4 * kept, new - kept)
-
-
-@device
-def _clear(y, count):
-    for i in range(0, count, 16):
-        v.store_f32_n(y + 4 * i, v.zero(), min(16, count - i))
+        y = a.y + 4 * unit * a.head
+        copy_f32(a.first + 4 * (unit // heads * a.F + unit % heads * a.apart), y, left)
+        if a.second:
+            copy_f32(a.second + 4 * unit * right, y + 4 * left, right)
+        else:
+            for i in range(0, right, 16):
+                v.store_up_to(y + 4 * (left + i), v.zero(), right - i)
 
 
 def _rope(call: BoundCall) -> list[Launch]:
@@ -161,31 +146,21 @@ def _rope(call: BoundCall) -> list[Launch]:
     return [call.launch(rope, Vectors(parts(call, "x", head or rotated)))]
 
 
-def _heads(call: BoundCall) -> int:
-    """Return the attribute `heads`."""
-    heads = int(call.attr("heads"))
-    if heads < 1:
-        raise ShapeError(f"{call.spec.name}: {heads} heads; expected at least one")
-    return heads
-
-
 def _join_heads(call: BoundCall) -> list[Launch]:
-    heads = _heads(call)
-    right = parts(call, "second", heads)
-    left, first = parts(call, "y", heads) - right, call.dim("F")
+    heads, first = int(call.attr("heads")), call.dim("F")
+    if heads < 1:
+        raise ShapeError(f"join_heads: {heads} heads; expected at least one")
+    head = parts(call, "y", heads)
+    if not call.has("second"):
+        apart = parts(call, "first", heads)
+        return [call.launch(join_heads, Joined(head, min(head, apart), apart))]
+    left = head - parts(call, "second", heads)
     if left < 0 or first not in (left, heads * left):
         raise ShapeError(
             f"join_heads: a row of 'first' has {first} values; expected {left}, or that for each "
             f"of {heads} heads"
         )
-    return [call.launch(join_heads, Joined(left, right, 0 if first == left else left))]
-
-
-def _resize_heads(call: BoundCall) -> list[Launch]:
-    heads = _heads(call)
-    for param in ("x", "y"):
-        parts(call, param, heads)
-    return [call.launch(resize_heads)]
+    return [call.launch(join_heads, Joined(head, left, 0 if first == left else left))]
 
 
 LOWER = {
@@ -193,5 +168,4 @@ LOWER = {
     "gather_rows": gather_rows,
     "rope": _rope,
     "join_heads": _join_heads,
-    "resize_heads": _resize_heads,
 }

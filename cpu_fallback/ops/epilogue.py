@@ -131,13 +131,6 @@ def _activate(b, kernel, at, count, cap):
 
 
 @device
-def _load(at, count):
-    if count == 16:
-        return v.load_f32(at)
-    return v.load_f32_n(at, count)
-
-
-@device
 def expect(a, token, tokens, row):
     """Ask for what `finish` will read; it lies rows apart, where no core looks ahead by itself."""
     for t in range(token, token + tokens):
@@ -160,26 +153,23 @@ def finish(a, sums, pitch, token, tokens, row, count):
         if bias:
             for t in range(tokens):
                 at = sums + 4 * pitch * t
-                value = v.add(_load(at, count), _load(bias + 4 * row, count))
+                value = v.add(v.load_up_to(at, count), v.load_up_to(bias + 4 * row, count))
                 v.store_f32_n(at, value, count)
             bias = bias - bias
         _activate(a.activate, sums, pitch * tokens, a.cap)
     for t in range(tokens):
-        value = _load(sums + 4 * pitch * t, count)
+        value = v.load_up_to(sums + 4 * pitch * t, count)
         at = 4 * ((token + t) * a.N + row)
         if bias:
-            value = v.add(value, _load(bias + 4 * row, count))
+            value = v.add(value, v.load_up_to(bias + 4 * row, count))
         if a.times:
             if a.F == a.N:
-                value = v.mul(value, _load(a.times + at, count))
+                value = v.mul(value, v.load_up_to(a.times + at, count))
             else:
                 value = v.mul(value, v.splat(v.read_f32(a.times + 4 * (token + t))))
         if a.residual:
-            value = v.add(value, _load(a.residual + at, count))
-        if count == 16:
-            v.store_f32(a.y + at, value)
-        else:
-            v.store_f32_n(a.y + at, value, count)
+            value = v.add(value, v.load_up_to(a.residual + at, count))
+        v.store_up_to(a.y + at, value, count)
 
 
 @device

@@ -1,4 +1,4 @@
-"""Mixture of experts, of int8 activations and weights in tiles.
+"""Mixture of experts: int8 activations and weights in tiles, and what is done with all sums.
 
 Each thread has the same range of tiles of every expert. Up to 16 pairs of an expert share a panel,
 whatever tokens they come from.
@@ -17,7 +17,6 @@ from cpu_fallback.ops.epilogue import silu
 from cpu_fallback.ops.linear import (
     PANELS,
     TILE_SUMS,
-    Tiled,
     is_filled,
     multiply_strips,
     strip_room,
@@ -90,7 +89,7 @@ silu_pairs = device(lambda sums, limit, alpha: v.mul(silu(_evens(sums)), _odds(s
 
 
 @device
-def weight_of(a, pair):
+def _weight_of(a, pair):
     """Return the weight of a pair's result, 1 if there are none."""
     if a.weights:
         return v.read_f32(a.weights + 4 * pair)
@@ -146,7 +145,7 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
 
 
 @device
-def _each_tile(a, scratch, first, last, rows, k, per_row, write):
+def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
     """Multiply a range of tiles of every expert [rows, k]; `write` takes the sums of some pairs."""
     panel = _group_and_fill(a, scratch, a.M * a.A, k, per_row)
     ends, tiles, units = scratch + PANELS, (rows + 15) >> 4, (k + 31) >> 5
@@ -174,8 +173,11 @@ def _each_tile(a, scratch, first, last, rows, k, per_row, write):
             start = stop
 
 
-def _gate_up(name: str, act: Any) -> Kernel:
-    """Return the kernel of the gated hidden layer of the chosen experts."""
+def gate_up(name: str, act: Any, each: Any, own: type) -> Kernel:
+    """Return the kernel of the gated hidden layer of the chosen experts.
+
+    `each` multiplies a range of tiles of 16 rows of every expert, `own` is the record it reads.
+    """
 
     @device
     def write(a, sums, order, e, tile, count):
@@ -188,17 +190,13 @@ def _gate_up(name: str, act: Any) -> Kernel:
             y = a.y + 4 * (v.read_i32(order + 4 * t) * a.I + 8 * tile)
             v.store_f32_n(y, act(v.load_f32(sums + 64 * t), a.limit, a.alpha), values)
 
-    def gate_up(a, rank, size, scratch):
+    def kernel(a, rank, size, scratch):
         first, last = share((a.J + 15) >> 4, rank, size)
         if first < last:
-            _each_tile(a, scratch, first, last, a.J, a.K, a.A, write)
+            each(a, scratch, first, last, a.J, a.K, a.A, write)
 
-    gate_up.__name__ = f"{name}_gate_up_of_codes"
-    return executes("moe_gate_up", Tiled)(gate_up)
-
-
-clamped_gate_up_of_codes = _gate_up("clamped", clamped_pairs)
-silu_gate_up_of_codes = _gate_up("silu", silu_pairs)
+    kernel.__name__ = name
+    return executes("moe_gate_up", own)(kernel)
 
 
 @device
@@ -209,24 +207,10 @@ def _add_rows(a, sums, order, e, tile, count):
     rows = min(16, a.N - 16 * tile)
     for t in range(count):
         pair = v.read_i32(order + 4 * t)
-        weight = v.splat(weight_of(a, pair))
+        weight = v.splat(_weight_of(a, pair))
         y = a.y + 4 * (pair // a.A * a.N + 16 * tile)
         total = v.fma(weight, v.load_f32(sums + 64 * t), v.load_f32_n(y, rows))
         v.store_f32_n(y, total, rows)
-
-
-@executes("moe_down", Tiled)
-def down_of_codes(a, rank, size, scratch):
-    """Compute y = residual + sum over a of weights[a] * (w[ids[a]] x[a] + bias[ids[a]]).
-
-    A token's experts are added in ascending order.
-    """
-    first, last = share((a.N + 15) >> 4, rank, size)
-    if first == last:
-        return
-    for t in range(a.M):
-        _begin_rows(a, t, 16 * first, min(16 * last, a.N))
-    _each_tile(a, scratch, first, last, a.N, a.I, 1, _add_rows)
 
 
 @device
@@ -240,6 +224,23 @@ def _begin_rows(a, t, row, end):
             value = v.load_f32_n(a.residual + at, count)
         v.store_f32_n(a.y + at, value, count)
         row += 16
+
+
+def down(name: str, each: Any, own: type) -> Kernel:
+    """Return the kernel of y = residual + sum over a of weights[a] * (w[ids[a]] x[a] + bias).
+
+    A token's experts are added in ascending order. `each` and `own` as in `gate_up`.
+    """
+
+    def kernel(a, rank, size, scratch):
+        first, last = share((a.N + 15) >> 4, rank, size)
+        if first < last:
+            for t in range(a.M):
+                _begin_rows(a, t, 16 * first, min(16 * last, a.N))
+            each(a, scratch, first, last, a.N, a.I, 1, _add_rows)
+
+    kernel.__name__ = name
+    return executes("moe_down", own)(kernel)
 
 
 def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:

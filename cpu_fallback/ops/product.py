@@ -26,7 +26,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.simd import F32, INT64, LANES, caller, emit_fma, number, op, shuffle
+from cpu_fallback.lanes.simd import F32, INT64, LANES, caller, emit_fma, emit_totals, number, op
 
 ROWS = 8
 COLUMNS = 512
@@ -86,28 +86,6 @@ PARTS = 1 if CURRENT.avx512 else 2 if CURRENT.avx2 else 4  # Registers of a vect
 HIGH, ACROSS = (8, 3) if CURRENT.registers * PARTS == 32 else (4, 3)
 """Tiles for many tokens, rows by tokens: what 32 or 16 registers hold, with what they multiply."""
 TALL = 8 if CURRENT.avx512 else 4 if CURRENT.registers == 8 else 2  # Rows of a tile of one token
-
-_LEAVES = [lane % 4 * 4 + lane // 4 for lane in range(LANES)]
-"""Order of 16 vectors whose sums, two and two added by `_HALVES`, come out in order."""
-
-
-def _four(start: int) -> list[int]:
-    """Return four lanes of each 8 of two vectors."""
-    return [eight + start + i for eight in (0, 8, 16, 24) for i in range(4)]
-
-
-def _two(*pair: int) -> list[int]:
-    """Return two lanes of each 4, those of two vectors in turns."""
-    return [vector + four + i for four in (0, 4, 8, 12) for vector in (0, LANES) for i in pair]
-
-
-_HALVES = [
-    ([*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]),
-    (_four(0), _four(4)),
-    (_two(0, 1), _two(2, 3)),
-    (_two(0, 2), _two(1, 3)),
-]
-"""Of 16, 8, 4 and 2 lanes that are to be added: the lower and the upper half of each."""
 
 
 def _emit_tile(b: Any, rows: int, w: Any, xs: list[Any], k: Any, acc: Any) -> None:
@@ -243,18 +221,9 @@ def _accumulate(w, count, tokens, k0, k, xs, acc, later, stride, size):
 
 @op(F32, i64, i64)
 def _sums(b, first, second):
-    """Return what `hsum` gives of each of 8 accumulators here and 8 there.
-
-    The tree of 16 vectors is walked at once: whatever two vectors still add to is kept in one.
-    """
+    """Return what `hsum` gives of each of 8 accumulators here and 8 there."""
     at = [b.add(a, number(_VECTOR * r)) for a in (first, second) for r in range(ROWS)]
-    vectors = [emit_load(b, F32.llvm, at[i]) for i in _LEAVES]
-    for low, high in _HALVES:
-        vectors = [
-            b.fadd(*(shuffle(b, one, other, lanes) for lanes in (low, high)))
-            for one, other in zip(vectors[::2], vectors[1::2], strict=True)
-        ]
-    return vectors[0]
+    return emit_totals(b, [emit_load(b, F32.llvm, each) for each in at])
 
 
 @device

@@ -1,41 +1,48 @@
-"""Read bandwidth of the memory: a compiled loop that reads a buffer and does nothing else.
+"""Read bandwidth of the memory: a team that reads a buffer and does nothing else.
 
-Each thread reads a contiguous share, as the matrix kernels do. They meet in compiled code and
-read the clock there, so neither the interpreter nor its lock is in the time.
+Each thread reads a contiguous share, as the matrix kernels do. A step reads the clock in compiled
+code, so neither the interpreter nor its lock is in the time.
 """
 
-import ctypes
-import threading
+from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import DeviceError
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.jit import kernel
+from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import HUGE, allocate
-from cpu_fallback.team.tape import fetch_add, load_acquire, now_ns, wait_a_little
+from cpu_fallback.team.placement import Hints
+from cpu_fallback.team.tape import Launch, encode, now_ns
+from cpu_fallback.team.team import Team
 
 _LINES = 512
 _LEAST_BYTES = 64 << 20
 _SUM = 16 * 0x01010101
 
 
-def read_lines(start, nbytes, passes, gate, threads, out):  # type: ignore[no-untyped-def]
-    """Read `nbytes` bytes, a multiple of 512, some times over, when all threads are at the gate.
+class _Share(NamedTuple):
+    """What a team reads: some runs of 512 bytes, some times over."""
 
-    Writes to `out`: the time before, the time after, and a value that depends on every byte read.
-    """
-    fetch_add(gate, 1)
-    turn = 0
-    while load_acquire(gate) < threads:
-        wait_a_little(turn)
-        turn += 1
+    start: int
+    runs: int
+    passes: int
+    sums: int  # address of what each thread has read, 64 bytes apart
+
+
+_share_at = reader(_Share)
+
+
+@kernel
+def read_share(rec, ctl, rank, size, scratch):
+    """Read this thread's share; write a value that depends on every byte of it."""
+    share = _share_at(rec)
+    passes, out = share.passes, share.sums + 64 * rank
     a, b, c, d = v.izero(), v.izero(), v.izero(), v.izero()
     e, f, g, h = v.izero(), v.izero(), v.izero(), v.izero()
-    end = start + nbytes
-    v.write_i64(out, now_ns())
+    end = share.start + share.runs * (rank + 1) // size * _LINES
     while passes > 0:
-        at = start
+        at = share.start + share.runs * rank // size * _LINES
         while at < end:
             a = v.ior(a, v.load_i32(at))
             b = v.ior(b, v.load_i32(at + 64))
@@ -45,16 +52,12 @@ def read_lines(start, nbytes, passes, gate, threads, out):  # type: ignore[no-un
             f = v.ior(f, v.load_i32(at + 320))
             g = v.ior(g, v.load_i32(at + 384))
             h = v.ior(h, v.load_i32(at + 448))
-            at += 512
+            at += _LINES
         passes -= 1
         # In the loop, for the compiler must not take one pass for all: a foreign call may write.
-        v.write_i64(out + 8, now_ns())
-    v.write_i64(
-        out + 16, v.ihsum(v.ior(v.ior(v.ior(a, b), v.ior(c, d)), v.ior(v.ior(e, f), v.ior(g, h))))
-    )
-
-
-_KERNEL = Kernel(read_lines)
+        v.write_i64(out, now_ns())
+    four = v.ior(v.ior(a, b), v.ior(c, d))
+    v.write_i64(out, v.ihsum(v.ior(four, v.ior(v.ior(e, f), v.ior(g, h)))))
 
 
 class Reader:
@@ -72,8 +75,6 @@ class Reader:
         self.nbytes = max(nbytes // HUGE, 1) * HUGE
         self._data = allocate(self.nbytes, large=pages == "2m")
         self._data[:] = 1
-        signature = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)
-        self._call = signature(_KERNEL.address)
 
     def gbps(self, threads: int, at_least: float = 0.2) -> float:
         """Read the buffer with some threads and return 10^9 bytes a second.
@@ -83,39 +84,19 @@ class Reader:
         Raises:
             DeviceError: the system does not start so many threads.
         """
-        passes = -(-_LEAST_BYTES // self.nbytes)
-        times = [self._ns(threads, passes)]
-        while sum(times) < at_least * 1e9:
-            times.append(self._ns(threads, passes))
-        return len(times) * passes * self.nbytes / sum(times)
-
-    def _ns(self, threads: int, passes: int) -> int:
-        """Read the buffer some times over and return the nanoseconds it took."""
-        units = self.nbytes // _LINES
-        shares = [units * i // threads * _LINES for i in range(threads + 1)]
-        found = np.zeros((threads, 8), np.int64)  # a cache line for each thread
-        gate = np.zeros(1, np.int64)
-
-        def work(rank: int) -> None:
-            start, nbytes = self._data.ctypes.data + shares[rank], shares[rank + 1] - shares[rank]
-            at, out = gate.ctypes.data, found[rank].ctypes.data
-            self._call(start, nbytes, passes, at, threads, out)
-
-        others = [threading.Thread(target=work, args=(rank,)) for rank in range(1, threads)]
+        passes, sums = -(-_LEAST_BYTES // self.nbytes), np.zeros((threads, 8), np.int64)
+        share = _Share(self._data.ctypes.data, self.nbytes // _LINES, passes, sums.ctypes.data)
+        launch = Launch(read_share, tuple(words(share)), frozenset(), frozenset())
+        team = Team(threads, encode([launch]), 0, Hints(adaptive=False))
+        times: list[int] = []
         try:
-            for other in others:
-                other.start()
-        except BaseException as error:
-            gate[0] = threads  # the threads that wait go on, and end
-            if not isinstance(error, RuntimeError):
-                raise
-            raise DeviceError(
-                f"the system does not start {threads} threads to read memory with; lower "
-                "--threads, or raise the limit of processes (ulimit -u)"
-            ) from None
-        work(0)
-        for other in others:
-            other.join()
-        if not (found[:, 2] == _SUM).all():
+            with team.running():
+                team.step(0, 0)  # which wakes the threads
+                while sum(times) < at_least * 1e9:
+                    team.step(0, 0)
+                    times.append(team.step_ns)
+        finally:
+            team.close()
+        if not (sums[:, 0] == _SUM).all():
             raise RuntimeError("the read loop did not read what is there")
-        return int(found[:, 1].max() - found[:, 0].min())
+        return len(times) * passes * self.nbytes / sum(times)

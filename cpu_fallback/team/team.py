@@ -128,7 +128,12 @@ class Team:
         pace = work.pace
         self._lead(self._address, tokens, rows, pace.active)
         if self._adaptive:
-            pace.stepped((tokens, rows), int(self._control[tape.STEP_NS]), self._lost)
+            pace.stepped((tokens, rows), self.step_ns, self._lost)
+
+    @property
+    def step_ns(self) -> int:
+        """Nanoseconds of the last step."""
+        return int(self._control[tape.STEP_NS])
 
     def execute(self, words: np.ndarray, tokens: int, rows: int, work: Work | None = None) -> None:
         """Execute a tape of some launches of `work` once. Only inside `running`."""
