@@ -93,7 +93,7 @@ SPLITS = {
 @pytest.mark.parametrize("pre", SPLITS)
 def test_text_is_split_as_the_pre_type_says(pre: str, tmp_path: Path) -> None:
     file = vocabulary(tmp_path / "a.gguf", add_tokenizer(LLAMA, pre))
-    splitter = tokenizers.Tokenizer.from_str(tokenizer_json(file).decode()).pre_tokenizer
+    splitter = tokenizers.Tokenizer.from_str(bytes(tokenizer_json(file)).decode()).pre_tokenizer
     assert splitter is not None
     pieces = [SPLIT_TEXT[a:b] for _, (a, b) in splitter.pre_tokenize_str(SPLIT_TEXT)]
     assert "|".join(pieces).replace("\n", r"\n") == SPLITS[pre]

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -45,17 +45,19 @@ class LazyTensor:
 Stored = QuantTensor | LazyTensor
 
 
-class MadeTokenizer(bytes):
-    """A tokenizer.json from a checked vocabulary: keys are unique, and merges make tokens."""
+@dataclass(frozen=True, slots=True)
+class MadeTokenizer:
+    """A tokenizer.json of BPE, made of a vocabulary: keys are unique, and merges are pairs.
+
+    `check` raises FormatError if a merge makes no token. `bytes` of it is the checked text.
+    """
 
     document: Mapping[str, Any]
+    check: Callable[[], None] = field(compare=False)
 
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the text of a document."""
-        made = cls(msgspec.json.encode(document))
-        made.document = document
-        return made
+    def __bytes__(self) -> bytes:
+        self.check()
+        return msgspec.json.encode(self.document)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,8 +89,8 @@ class Checkpoint:
         return tuple(self.tensors)
 
     @property
-    def tokenizer_source(self) -> Path | bytes:
-        """What `Tokenizer` loads: the file, or its content where it is made from metadata."""
+    def tokenizer_source(self) -> Path | MadeTokenizer:
+        """What `Tokenizer` loads: the file, or what is made from metadata."""
         return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
 
     @property

@@ -6,7 +6,6 @@ bytes, and at most `MAX_TENSORS` tensors, `MAX_FIELDS` entries and `MAX_STRINGS`
 
 import math
 import struct
-from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from clocher_runtime.disk.strict_json import checked_name, checked_shape, prefix
 
 MAX_TENSORS = 1 << 16
 MAX_FIELDS = 1 << 12
-MAX_STRINGS = 1 << 20
+MAX_STRINGS, MAX_STRINGS_BYTES = 1 << 20, 1 << 26
 MAX_TEXT_BYTES = 1 << 24
 MAX_ALIGNMENT = 1 << 16
 MAX_RANK = 4
@@ -75,18 +74,34 @@ class Strings:
 
     def texts(self) -> list[str]:
         """Return all strings; raises FormatError if one is not UTF-8."""
+        whole = self._whole("\0")
+        return [self.text(i) for i in range(len(self))] if whole is None else whole.split("\0")
+
+    def words(self) -> list[str]:
+        """Return what spaces part in all strings; raises FormatError if one is not UTF-8."""
+        whole = self._whole(" ")
+        return (" ".join(self.texts()) if whole is None else whole).split(" ")
+
+    def _whole(self, between: str) -> str | None:
+        """Return all strings, joined; None if there are none, or some have zeros or no UTF-8."""
         if not len(self):
-            return []
+            return None
         # They follow each other, each after eight bytes with its length.
-        starts = self.starts.tolist()
-        first, last = starts[0], starts[-1]
+        first, last = int(self.starts[0]), int(self.starts[-1])
         length = int.from_bytes(self.file.bytes(last - 8, last).tobytes(), "little")
-        data = self.file.bytes(first, last + length).tobytes()
-        ends = [*(start - 8 for start in starts[1:]), last + length]
+        if last + length - first > MAX_STRINGS_BYTES:
+            raise FormatError(
+                f"{self.file.path}: {self.key} has {last + length - first} bytes; the limit is "
+                f"{MAX_STRINGS_BYTES}"
+            )
+        data = self.file.bytes(first, last + length).copy()
+        data[(self.starts[1:, None] - first) - np.arange(1, 9)] = 0
+        if np.count_nonzero(data == 0) != 8 * (len(self) - 1):
+            return None
         try:
-            return [data[a - first : b - first].decode() for a, b in zip(starts, ends, strict=True)]
+            return data.tobytes().replace(b"\0" * 8, between.encode()).decode()
         except UnicodeDecodeError:
-            return [self.text(index) for index in range(len(self))]  # says which one
+            return None
 
 
 Value = bool | int | float | str | np.ndarray | Strings
@@ -199,6 +214,21 @@ class Metadata:
         return [SLIDING if (layer + 1) % value else FULL for layer in range(self.layers)]
 
 
+def _walk_short(head: np.ndarray, at: int, count: int) -> np.ndarray | None:
+    """Return where the lengths of strings stand, and the end; None if one has 64 KiB or more."""
+    data, starts = head.data, [0] * (count + 1)
+    try:
+        for index in range(count):
+            starts[index] = at
+            at += 8 + data[at] + 256 * data[at + 1]
+        starts[count] = at
+        found = np.array(starts, np.int64)
+        lengths = np.ndarray((head.size - 7,), "<u8", head, strides=(1,))[found[:-1]]
+    except IndexError:
+        return None
+    return found if at <= head.size and (np.diff(found) == 8 + lengths).all() else None
+
+
 class _Header:
     """Cursor over the header; every read is bounded by `_take`."""
 
@@ -289,21 +319,24 @@ class _Header:
                 f"left; the limit is {MAX_STRINGS} in a file"
             )
         self._strings_left -= count
-        starts = array("q", bytes(8 * count))
         limit, at, unpack = self._file.nbytes, self._at, struct.Struct("<Q").unpack_from
-        head = self._file.bytes(0, limit).data
-        for index in range(count):
-            if at + 8 > limit:
-                at = limit + 1
-                break
-            starts[index] = at + 8
-            at += 8 + unpack(head, at)[0]
-        if at > limit:
-            raise FormatError(
-                f"{where} has a string that goes beyond the end of the file ({limit})"
-            )
-        self._at = at
-        return np.array(starts, np.int64)
+        head = self._file.bytes(0, limit)
+        found = _walk_short(head, at, count)
+        if found is None:
+            found = np.zeros(count + 1, np.int64)
+            for index in range(count):
+                if at + 8 > limit:
+                    at = limit + 1
+                    break
+                found[index] = at
+                at += 8 + unpack(head.data, at)[0]
+            if at > limit:
+                raise FormatError(
+                    f"{where} has a string that goes beyond the end of the file ({limit})"
+                )
+            found[count] = at
+        self._at = int(found[count])
+        return found[:count] + 8
 
     def _entry(self) -> tuple[str, GgmlType, tuple[int, ...], int]:
         name = self._name("a tensor name")
