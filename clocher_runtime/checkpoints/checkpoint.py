@@ -110,18 +110,23 @@ class Checkpoint:
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
         """Return a tensor whose planes are aligned: views of the file where possible, else copies.
 
-        Those of a tensor with `rows` are made and checked when they are first asked for.
-        Forbidden codes give wrong numbers but no fault; they are looked for in tensors of up to 64
-        MiB, in MXFP4 scales, and everywhere with `verify`, which also checks the SHA-256.
-        Block-sparse indices could fault, so they are always copied and checked. Raises ModelError,
-        FormatError.
+        Those of blocks of ggml are made and checked when they are first asked for; who packs the
+        blocks as they are looks at the scales. Forbidden codes give wrong numbers but no fault;
+        they are looked for in tensors of up to 64 MiB, in MXFP4 scales, and everywhere with
+        `verify`, which also checks the SHA-256. Block-sparse indices could fault, so they are
+        always copied and checked. Raises ModelError, FormatError.
         """
         stored = self._stored(name)
-        if isinstance(stored, LazyTensor) and stored.rows is not None and not verify:
-            names = tuple(stored.format.planes(stored.shape))
-            planes = LatePlanes(names, partial(self._planes, name, stored), stored.rows)
-            return QuantTensor(stored.shape, stored.format, planes)
-        return QuantTensor(stored.shape, stored.format, self._planes(name, stored, verify))
+        find = rows_of(stored)
+        if find is None or verify:
+            return QuantTensor(stored.shape, stored.format, self._planes(name, stored, verify))
+        planes = LatePlanes(
+            tuple(stored.format.planes(stored.shape)),
+            partial(self._planes, name, stored),
+            lambda: find()._replace(where=f"{self.path}: tensor {name!r}"),
+            isinstance(stored, LazyTensor),
+        )
+        return QuantTensor(stored.shape, stored.format, planes)
 
     def _planes(self, name: str, stored: Stored, verify: bool = False) -> Mapping[str, np.ndarray]:
         sparse = stored.format.is_sparse
@@ -205,7 +210,7 @@ def lazy_tensor(
     """Return a lazy tensor that `make` computes from already checked arrays."""
     with prefixed(where):
         fmt.planes(shape)
-    return LazyTensor(shape, fmt, make, rows and (lambda: rows()._replace(where=where)))
+    return LazyTensor(shape, fmt, make, rows)
 
 
 def open_arrays(arrays: object, where: str) -> Checkpoint:

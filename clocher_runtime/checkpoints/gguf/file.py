@@ -6,6 +6,7 @@ bytes, and at most `MAX_TENSORS` tensors, `MAX_FIELDS` entries and `MAX_STRINGS`
 
 import math
 import struct
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ _NUMBERS: Mapping[int, np.dtype[Any]] = {
         *((_BOOL, "u1"), (10, "<u8"), (11, "<i8"), (12, "<f8")),
     )
 }
+_USUAL = 32  # bytes of a string, its length included, are more than usual
 _FIELD_BYTES = 8 + 1 + 4 + 1
 _ENTRY_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _OTHER_TYPES = {
@@ -214,19 +216,19 @@ class Metadata:
         return [SLIDING if (layer + 1) % value else FULL for layer in range(self.layers)]
 
 
-def _walk_short(head: np.ndarray, at: int, count: int) -> np.ndarray | None:
-    """Return where the lengths of strings stand, and the end; None if one has 64 KiB or more."""
-    data, starts = head.data, [0] * (count + 1)
-    try:
-        for index in range(count):
-            starts[index] = at
-            at += 8 + data[at] + 256 * data[at + 1]
-        starts[count] = at
-        found = np.array(starts, np.int64)
-        lengths = np.ndarray((head.size - 7,), "<u8", head, strides=(1,))[found[:-1]]
-    except IndexError:
+def _short_strings(data: np.ndarray, count: int) -> np.ndarray | None:
+    """Return where strings begin in their bytes, and where a next one would.
+
+    None if that is not seen at a glance: some have zeros or 64 KiB, or are long on average.
+    """
+    zeros = np.flatnonzero(data == 0)
+    sixth = zeros[5:][zeros[5:] - zeros[:-5] == 5]  # six end a length of less than 64 KiB
+    last = sixth[np.diff(sixth, append=data.size + 1) != 1][:count]
+    if last.size != count or not count or last[0] != 7:
         return None
-    return found if at <= head.size and (np.diff(found) == 8 + lengths).all() else None
+    nexts = last + 9 + data[last - 7] + 256 * data[last - 6].astype(np.int64)
+    found = np.append(last + 1, nexts[-1])
+    return found if np.array_equal(found[1:], nexts) and nexts[-1] <= data.size + 8 else None
 
 
 class _Header:
@@ -320,23 +322,24 @@ class _Header:
             )
         self._strings_left -= count
         limit, at, unpack = self._file.nbytes, self._at, struct.Struct("<Q").unpack_from
-        head = self._file.bytes(0, limit)
-        found = _walk_short(head, at, count)
-        if found is None:
-            found = np.zeros(count + 1, np.int64)
-            for index in range(count):
-                if at + 8 > limit:
-                    at = limit + 1
-                    break
-                found[index] = at
-                at += 8 + unpack(head.data, at)[0]
-            if at > limit:
-                raise FormatError(
-                    f"{where} has a string that goes beyond the end of the file ({limit})"
-                )
-            found[count] = at
-        self._at = int(found[count])
-        return found[:count] + 8
+        head = self._file.bytes(0, limit).data
+        found = _short_strings(self._file.bytes(at, min(limit, at + _USUAL * count)), count)
+        if found is not None:
+            self._at += int(found[count]) - 8
+            return at + found[:count]
+        starts = array("q", bytes(8 * count))
+        for index in range(count):
+            if at + 8 > limit:
+                at = limit + 1
+                break
+            starts[index] = at + 8
+            at += 8 + unpack(head, at)[0]
+        if at > limit:
+            raise FormatError(
+                f"{where} has a string that goes beyond the end of the file ({limit})"
+            )
+        self._at = at
+        return np.array(starts, np.int64)
 
     def _entry(self) -> tuple[str, GgmlType, tuple[int, ...], int]:
         name = self._name("a tensor name")
