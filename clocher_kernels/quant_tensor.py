@@ -22,8 +22,8 @@ class BlockRows(NamedTuple):
     @classmethod
     def of(cls, data: np.ndarray, shape: tuple[int, ...]) -> "BlockRows":
         """Return rows [*shape] that lie one after the other in an array."""
-        count = prod(shape)
-        at = np.arange(count, dtype=np.int64) * (data.nbytes // count) + data.ctypes.data
+        first, step = int(data.ctypes.data), data.nbytes // prod(shape)
+        at = np.arange(first, first + step * prod(shape), step, dtype=np.int64)
         return cls(at.reshape(shape), (data,))
 
 
@@ -31,12 +31,14 @@ class BlockRows(NamedTuple):
 class LatePlanes(Mapping[str, np.ndarray]):
     """Planes that `make` computes when one of `names` is first asked for.
 
-    `rows` tells where the file has the tensor, for those who can do without the planes.
+    `rows` tells where the file has the tensor, for those who can do without the planes; `are_new`:
+    the planes take memory, they are no views of the file.
     """
 
     names: tuple[str, ...]
     make: Callable[[], Mapping[str, np.ndarray]]
     rows: Callable[[], BlockRows]
+    are_new: bool = True
 
     @cached_property
     def _made(self) -> Mapping[str, np.ndarray]:

@@ -18,14 +18,22 @@ from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value, has_codes
 from clocher_kernels.plan import Buffer, Call, Executor, Plan
-from clocher_kernels.quant_tensor import QuantTensor
+from clocher_kernels.quant_tensor import LatePlanes, QuantTensor
 from cpu_fallback.lanes import jit
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, Progress
 from cpu_fallback.ops import attention, elementwise, kv, linear, quantize, sampling
 from cpu_fallback.ops.bind import BoundCall, Lower
 from cpu_fallback.team import tape
-from cpu_fallback.team.large_pages import HUGE, allocate, give_back, is_mapped, spare, stop_ahead
+from cpu_fallback.team.large_pages import (
+    HUGE,
+    allocate,
+    fetched,
+    give_back,
+    is_mapped,
+    spare,
+    stop_ahead,
+)
 from cpu_fallback.team.placement import Asked, Hints, call_on, hot_weights, replicate, usable_cpus
 from cpu_fallback.team.tape import Launch, Stamps, stamp
 from cpu_fallback.team.team import Team, aligned
@@ -56,7 +64,7 @@ def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[s
                     from cpu_fallback.tiles.columns import are_packed, columns_of
 
                     found[name] += 0 if are_packed(tensor) else columns_of(tensor).nbytes
-            elif not tensor.held:
+            elif isinstance(tensor.planes, LatePlanes) and tensor.planes.are_new:
                 found[name] = tensor.nbytes
             elif name == call.args.get("w") and name in copied and reads_in_place(call, tensor):
                 planes = tensor.planes.values()
@@ -343,7 +351,10 @@ def _allocate(buffer: Buffer) -> np.ndarray:
     storage = STORAGE[buffer.dtype]
     nbytes = math.prod(buffer.shape) * storage.itemsize
     # A step reads a cache like weights: from end to end. Small pages would cost it a third.
-    made = allocate(nbytes) if buffer.role == "state" and nbytes >= HUGE else aligned(nbytes)
+    if buffer.role != "state" or nbytes < HUGE:
+        made = aligned(nbytes)
+    else:  # the first token touches all of a small one
+        made = fetched(nbytes) if nbytes <= 2 * HUGE else allocate(nbytes)
     return made.view(storage).reshape(buffer.shape)
 
 

@@ -262,7 +262,9 @@ def test_a_gguf_file_is_converted_with_its_tokenizer(tmp_path: Path) -> None:
     gguf, result = open_checkpoint(path), open_checkpoint(tmp_path / "out")
     assert sorted(gguf.names) == sorted(result.names)
     assert all(same(gguf.tensor(name), result.tensor(name)) for name in gguf.names)
-    assert gguf.make_tokenizer and result.tokenizer_json.read_bytes() == gguf.make_tokenizer()
+    assert gguf.make_tokenizer and result.tokenizer_json.read_bytes() == bytes(
+        gguf.make_tokenizer()
+    )
 
 
 # Values and usage.

@@ -236,12 +236,25 @@ def test_blocks_in_order_are_views_of_the_file(kind: Kind, tmp_path: Path) -> No
         assert np.shares_memory(tensor.planes["blocks"], whole) == in_place
 
 
-def test_scales_that_are_no_numbers_are_found(tmp_path: Path) -> None:
-    tensors = tiny_tensors(Kind.Q4_K, "bad")
-    tensors["blk.0.ffn_down.weight"][0][3, 144:148] = [0, 0x7C, 0, 0]
+@pytest.mark.parametrize(
+    ("kind", "at", "what"),
+    [
+        *((Kind.Q4_K, 144, "d"), (Kind.Q4_K, 146, "dmin"), (Kind.Q6_K, 208, "d")),
+        *((Kind.Q5_1, 24, "d"), (Kind.Q5_1, 26, "m"), (Kind.IQ4_XS, 0, "d")),
+    ],
+)
+def test_scales_that_are_no_numbers_are_found(
+    kind: Kind, at: int, what: str, tmp_path: Path
+) -> None:
+    tensors = tiny_tensors(kind, "bad")
+    tensors["blk.0.ffn_down.weight"][0][3, at : at + 2] = [0, 0x7C]
     checkpoint = open_gguf(write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tensors))
-    with pytest.raises(FormatError, match=r"a\.gguf.*down_proj.*q4_k d scales cannot hold inf"):
-        checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
+    tensor = checkpoint.tensor("model.layers.0.mlp.down_proj.weight")
+    message = rf"a\.gguf.*down_proj.*{kind.name.lower()} {what} scales cannot hold inf"
+    with pytest.raises(FormatError, match=message):
+        tensor.decode()
+    with pytest.raises(FormatError, match=r"a\.gguf.*down_proj.*: a scale is NaN or infinite"):
+        tile_pack.pack(layout_of("linear", tensor.format), tensor)
 
 
 # --- models

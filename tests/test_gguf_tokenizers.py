@@ -93,7 +93,7 @@ SPLITS = {
 @pytest.mark.parametrize("pre", SPLITS)
 def test_text_is_split_as_the_pre_type_says(pre: str, tmp_path: Path) -> None:
     file = vocabulary(tmp_path / "a.gguf", add_tokenizer(LLAMA, pre))
-    splitter = tokenizers.Tokenizer.from_str(tokenizer_json(file).decode()).pre_tokenizer
+    splitter = tokenizers.Tokenizer.from_str(bytes(tokenizer_json(file)).decode()).pre_tokenizer
     assert splitter is not None
     pieces = [SPLIT_TEXT[a:b] for _, (a, b) in splitter.pre_tokenize_str(SPLIT_TEXT)]
     assert "|".join(pieces).replace("\n", r"\n") == SPLITS[pre]
@@ -122,6 +122,20 @@ def test_ids_equal_those_that_llama_cpp_keeps_for_its_tests(name: str) -> None:
     lines = path.with_suffix(".gguf.out").read_text().split("\n")
     for text, line in zip(texts, lines, strict=True):
         assert tokenizer.encode(text) == [int(word) for word in line.split()], text
+
+
+@pytest.mark.parametrize("merge", ["a zz", "b a", "a b c", "ab"])
+def test_a_merge_that_makes_no_token_is_named(merge: str, tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("qwen2")
+        writer.add_token_list(["a", "b", "c", "ab"])
+        writer.add_token_merges(["a b", merge])
+
+    message = rf"tokenizer\.ggml\.merges\[1\] is '{merge}'; expected two tokens whose union"
+    for use in (tokenizer_of, lambda file: bytes(tokenizer_json(file))):
+        with pytest.raises(FormatError, match=message):
+            use(vocabulary(tmp_path / "a.gguf", add))
 
 
 def test_a_token_may_stay_whole_whatever_the_merges_say(tmp_path: Path) -> None:

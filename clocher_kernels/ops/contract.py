@@ -161,7 +161,7 @@ class Real:
     label: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class OpSpec:
     """The contract of an op.
 

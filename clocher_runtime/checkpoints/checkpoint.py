@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -45,17 +45,19 @@ class LazyTensor:
 Stored = QuantTensor | LazyTensor
 
 
-class MadeTokenizer(bytes):
-    """A tokenizer.json from a checked vocabulary: keys are unique, and merges make tokens."""
+@dataclass(frozen=True, slots=True)
+class MadeTokenizer:
+    """A tokenizer.json of BPE, made of a vocabulary: keys are unique, and merges are pairs.
+
+    `check` raises FormatError if a merge makes no token. `bytes` of it is the checked text.
+    """
 
     document: Mapping[str, Any]
+    check: Callable[[], None] = field(compare=False)
 
-    @classmethod
-    def of(cls, document: Mapping[str, Any]) -> Self:
-        """Return the text of a document."""
-        made = cls(msgspec.json.encode(document))
-        made.document = document
-        return made
+    def __bytes__(self) -> bytes:
+        self.check()
+        return msgspec.json.encode(self.document)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,8 +89,8 @@ class Checkpoint:
         return tuple(self.tensors)
 
     @property
-    def tokenizer_source(self) -> Path | bytes:
-        """What `Tokenizer` loads: the file, or its content where it is made from metadata."""
+    def tokenizer_source(self) -> Path | MadeTokenizer:
+        """What `Tokenizer` loads: the file, or what is made from metadata."""
         return self.make_tokenizer() if self.make_tokenizer else self.tokenizer_json
 
     @property
@@ -108,18 +110,23 @@ class Checkpoint:
     def tensor(self, name: str, verify: bool = False) -> QuantTensor:
         """Return a tensor whose planes are aligned: views of the file where possible, else copies.
 
-        Those of a tensor with `rows` are made and checked when they are first asked for.
-        Forbidden codes give wrong numbers but no fault; they are looked for in tensors of up to 64
-        MiB, in MXFP4 scales, and everywhere with `verify`, which also checks the SHA-256.
-        Block-sparse indices could fault, so they are always copied and checked. Raises ModelError,
-        FormatError.
+        Those of blocks of ggml are made and checked when they are first asked for; who packs the
+        blocks as they are looks at the scales. Forbidden codes give wrong numbers but no fault;
+        they are looked for in tensors of up to 64 MiB, in MXFP4 scales, and everywhere with
+        `verify`, which also checks the SHA-256. Block-sparse indices could fault, so they are
+        always copied and checked. Raises ModelError, FormatError.
         """
         stored = self._stored(name)
-        if isinstance(stored, LazyTensor) and stored.rows is not None and not verify:
-            names = tuple(stored.format.planes(stored.shape))
-            planes = LatePlanes(names, partial(self._planes, name, stored), stored.rows)
-            return QuantTensor(stored.shape, stored.format, planes)
-        return QuantTensor(stored.shape, stored.format, self._planes(name, stored, verify))
+        find = rows_of(stored)
+        if find is None or verify:
+            return QuantTensor(stored.shape, stored.format, self._planes(name, stored, verify))
+        planes = LatePlanes(
+            tuple(stored.format.planes(stored.shape)),
+            partial(self._planes, name, stored),
+            lambda: find()._replace(where=f"{self.path}: tensor {name!r}"),
+            isinstance(stored, LazyTensor),
+        )
+        return QuantTensor(stored.shape, stored.format, planes)
 
     def _planes(self, name: str, stored: Stored, verify: bool = False) -> Mapping[str, np.ndarray]:
         sparse = stored.format.is_sparse
@@ -203,7 +210,7 @@ def lazy_tensor(
     """Return a lazy tensor that `make` computes from already checked arrays."""
     with prefixed(where):
         fmt.planes(shape)
-    return LazyTensor(shape, fmt, make, rows and (lambda: rows()._replace(where=where)))
+    return LazyTensor(shape, fmt, make, rows)
 
 
 def open_arrays(arrays: object, where: str) -> Checkpoint:

@@ -22,10 +22,12 @@ from clocher_runtime.config.values import Given, every
 from clocher_runtime.disk.files import read_ahead
 from clocher_runtime.engine.arguments import sampling_defaults
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, choose, fetch_ahead, hand_on
+from clocher_runtime.engine.footprint import sizes_of
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.topology import read_cpus, usable_threads
 from clocher_runtime.models.inventory import EMBED, HEAD
+from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -35,6 +37,7 @@ _STUB_ACTS_ON |= {"rounds", "warmup", "aggregate", "require_model", "outputs"}
 _STUB_ACTS_ON |= {"trace_ids", "trace_topk", "json", "config"}
 _OR_TEXT = "; a text goes behind --prompt (`--prompt TEXT`), or through a pipe"
 _CALIBRATION_CHARS = 1 << 16
+_SMALL_CACHE = 4 << 20  # bytes of the keys of a layer
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
 _MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
@@ -241,10 +244,10 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
     read_ahead(checkpoint.data_files)
-    fetch_ahead(_packed_later(config, checkpoint))
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
+    fetch_ahead(_packed_later(config, checkpoint, model.spec))
     draft = None
     if config.draft_model is not None and config.speculate in WITH_DRAFT_MODEL:
         from clocher_runtime.text.pairing import load_draft
@@ -289,12 +292,15 @@ def _calibration(config: EngineConfig, checkpoint: Checkpoint) -> list[int] | No
     return list(Tokenizer(checkpoint.tokenizer_source, checkpoint.tokenizer_config).encode(text))
 
 
-def _packed_later(config: EngineConfig, checkpoint: Checkpoint) -> int:
+def _packed_later(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec) -> int:
+    """Return the bytes of what is packed, and about those of a small KV cache."""
     usual = config.act_prec in (None, "int8") and config.pretranspose in (None, "all")
     if config.backend != "cpu" or not usual or len({cpu.socket for cpu in read_cpus()}) > 1:
         return 0
     looked_up = {EMBED} if HEAD in checkpoint.names else set()
-    return sum(
+    cache = 2 * sizes_of(spec, config).context * spec.num_kv_heads * spec.head_dim
+    caches = 2 * len(spec.windows) if cache <= _SMALL_CACHE else 0
+    return caches * cache + sum(
         tensor.nbytes
         for name, tensor in checkpoint.tensors.items()
         if isinstance(tensor.format, Int4 | Int8 | Mxfp4 | Ternary | Ggml) and name not in looked_up

@@ -181,8 +181,8 @@ def convert(
 def vocabulary(source: Checkpoint) -> bytes | None:
     """Return the content of tokenizer.json, or None."""
     tokenizer = source.tokenizer_source
-    if isinstance(tokenizer, bytes):
-        return tokenizer
+    if not isinstance(tokenizer, Path):
+        return bytes(tokenizer)
     return read_bytes(tokenizer, iebin.MAX_VOCAB_BYTES) if os.path.isfile(tokenizer) else None
 
 

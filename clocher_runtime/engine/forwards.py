@@ -135,10 +135,10 @@ class Forwards:
         self._executor.fetch("sampled", tokens)
         return self.times.now() - began
 
-    def warm(self) -> None:
-        """Warm up, and measure what drafts cost."""
+    def warm(self, measure: bool = True) -> None:
+        """Warm up, and `measure` what drafts cost; else the first forward that has some does."""
         self.blank()
-        if self.speculator is not None:
+        if self.speculator is not None and measure:
             self.speculator.costs.measure(self.blank)
 
     def stage(self, parts: list[Part]) -> tuple[int, int]:
@@ -152,6 +152,8 @@ class Forwards:
         prompt = sum(count for request, count in parts if not request.decodes)
         only_decodes, speculator = decodes == len(parts), self.speculator
         drafts = speculator is not None and speculator.trial.is_on
+        if speculator is not None and drafts and only_decodes and not speculator.costs.known:
+            speculator.costs.measure(self.blank)
         with self._span(parts, prompt, decodes) as tally:
             began = self.times.now()
             if only_decodes:

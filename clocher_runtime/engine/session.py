@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -118,7 +119,8 @@ class Session:
         """Run one step, so that every kernel is compiled. Raises SessionBusy, UsageError."""
         with self._lock.taken("warm"), self.executor.running():
             self.executor.warm()
-            self.scheduler.forwards.warm()
+            # Where single tokens need not be fast, the first of them does not wait for that.
+            self.scheduler.forwards.warm(measure=self.config.itl_ms < inf)
             if self._draft_model is not None:
                 self._draft_model.warm()
             self.synchronize()

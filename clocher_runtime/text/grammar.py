@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clocher_kernels.errors import UsageError
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, MadeTokenizer
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import Constraint, listed, one_of
@@ -52,7 +52,7 @@ class GrammarMaker:
     """
 
     def __init__(
-        self, tokenizer_json: Path | bytes, vocab_size: int, eos_ids: Sequence[int]
+        self, tokenizer_json: Path | bytes | MadeTokenizer, vocab_size: int, eos_ids: Sequence[int]
     ) -> None:
         if find_spec("llguidance") is None:
             raise UsageError(

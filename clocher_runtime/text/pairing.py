@@ -7,6 +7,7 @@ from pathlib import Path
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.load import Model, load_model, model_spec
 from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect
@@ -49,7 +50,7 @@ def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Che
         return
     ids = sorted({*own, *theirs})
     first = next(i for i in ids if own.get(i) != theirs.get(i))
-    hashes = " and ".join(sha256(each).hexdigest()[:12] for each in (data, other))
+    hashes = " and ".join(sha256(bytes(each)).hexdigest()[:12] for each in (data, other))
     raise UnsupportedModel(
         f"draft model {draft.path}: its vocabulary is another one: {len(theirs)} ids, and "
         f"{model.path} has {len(own)}; the first that differs is {first}, {_name(theirs, first)} "
@@ -57,7 +58,7 @@ def _check_same_vocabulary(model: Checkpoint, sizes: tuple[int, int], draft: Che
     )
 
 
-def _content(checkpoint: Checkpoint) -> bytes | None:
+def _content(checkpoint: Checkpoint) -> bytes | MadeTokenizer | None:
     source = checkpoint.tokenizer_source
     if not isinstance(source, Path):
         return source
@@ -67,7 +68,7 @@ def _content(checkpoint: Checkpoint) -> bytes | None:
         return None
 
 
-def _tokens(data: bytes, where: Path) -> dict[int, str]:
+def _tokens(data: bytes | MadeTokenizer, where: Path) -> dict[int, str]:
     document = inspect(data, str(where)).document
     model = document.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
+from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
@@ -45,13 +46,15 @@ class Tokenizer:
     """
 
     def __init__(
-        self, tokenizer_json: Path | bytes, config: Mapping[str, Any], here: int = LONG_TEXT_CHARS
+        self,
+        tokenizer_json: Path | bytes | MadeTokenizer,
+        config: Mapping[str, Any],
+        here: int = LONG_TEXT_CHARS,
     ) -> None:
         self._here = here
-        if isinstance(tokenizer_json, Path):
-            where, data = str(tokenizer_json), read_bytes(tokenizer_json, MAX_FILE_BYTES)
-        else:
-            where, data = "the tokenizer of the metadata", tokenizer_json
+        where, data = "the tokenizer of the metadata", tokenizer_json
+        if isinstance(data, Path):
+            where, data = str(data), read_bytes(data, MAX_FILE_BYTES)
         found = inspect(data, where)
         self._chars_of_token = max(found.longest, ROOMY_TOKEN_CHARS)
         self._inner: LibraryTokenizer | TokenizerApart
@@ -60,10 +63,12 @@ class Tokenizer:
             name: _content(name, config[name]) for name in _SPECIAL if config.get(name) is not None
         }
         try:
-            self._inner = (LibraryTokenizer if found.plain else TokenizerApart)(found.text)
+            self._inner = found.load()
             self._prefix = self._ids_of("bos_token") if config.get("add_bos_token") is True else []
             self._suffix = self._ids_of("eos_token") if config.get("add_eos_token") is True else []
         except Refused as error:
+            if isinstance(data, MadeTokenizer):
+                data.check()
             raise FormatError(f"{where}: not a tokenizer that can be loaded: {error}") from None
         self._explicit = "add_bos_token" in config or "add_eos_token" in config
         self._template = config.get("chat_template")

@@ -75,6 +75,7 @@ def parameters_of(reference: Callable[..., Any]) -> Mapping[str, inspect.Paramet
     return inspect.signature(reference).parameters
 
 
+@cache
 def contract_fields(spec: OpSpec) -> dict[str, Any]:
     """Return the fields that the contract of an op gives: name -> kind, or int for an address."""
     fields: dict[str, Any] = {}

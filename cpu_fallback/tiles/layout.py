@@ -38,6 +38,7 @@ half empty. Lines stand in the order in which a product wants them, or memory wo
 """
 
 from dataclasses import dataclass
+from functools import cache
 
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
@@ -115,6 +116,18 @@ class Layout:
         return tiles_in(shape) * self.tile_bytes(shape[-1])
 
 
+@cache
+def _order(kind: str) -> tuple[int, ...]:
+    about = PLANES[kind]
+    own = [*places_of(about.scales), *places_of(about.minima)]
+    first = [about.at("d"), *sorted(byte for places in own for byte, *_ in places)]
+    codes = places_of(about.codes)
+    for start in range(0, BLOCK, about.run):
+        for plane in zip(*codes[start : start + about.run : 4], strict=True):
+            first += [byte for byte, *_ in plane]
+    return tuple(dict.fromkeys(byte // 4 for byte in first))
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """How the tiles of a type of ggml with blocks of 256 columns are laid out."""
@@ -129,14 +142,7 @@ class BlockLayout:
     @property
     def order(self) -> tuple[int, ...]:
         """The dword of the block that each line holds: the scales, then codes as they are used."""
-        about = PLANES[self.kind]
-        own = [*places_of(about.scales), *places_of(about.minima)]
-        first = [about.at("d"), *sorted(byte for places in own for byte, *_ in places)]
-        codes = places_of(about.codes)
-        for start in range(0, BLOCK, about.run):
-            for plane in zip(*codes[start : start + about.run : 4], strict=True):
-                first += [byte for byte, *_ in plane]
-        return tuple(dict.fromkeys(byte // 4 for byte in first))
+        return _order(self.kind)
 
     @property
     def block_bytes(self) -> int:

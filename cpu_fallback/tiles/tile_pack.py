@@ -63,6 +63,8 @@ class Source(NamedTuple):
     mask: int  # what four codes are flipped with
     by_row: int  # whether the scales of rows come last
     target: int  # the tiles
+    first: int  # in blocks of 256 columns, the byte of a scale of fp16, and of another or the same
+    other: int
     damaged: int  # an int64 that is set if a scale of a byte, or one of a row's own, is not finite
 
 
@@ -219,6 +221,7 @@ def _source(
     scales, zeros, first = np.zeros(0, np.float32), 0, 0
     in_rows = isinstance(tensor.planes, LatePlanes) or isinstance(fmt, Ggml)
     places: tuple[int, ...] = ()
+    about = PLANES[layout.kind] if isinstance(layout, BlockLayout) else None
     if isinstance(layout, BlockLayout):
         columns, unit = layouts.BLOCK, layout.block_bytes
         places = tuple(4 * dword for dword in layout.order)
@@ -265,6 +268,8 @@ def _source(
         mask=0x80808080 if flipped else 0,
         by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
         target=packed.data.ctypes.data,
+        first=about.at("d") if about else -1,
+        other=about.at(about.low or "d") if about else -1,
         damaged=damaged.ctypes.data,
     )
     return source, rows, (scales, order)
@@ -296,6 +301,13 @@ def _around(layout: Layout | BlockLayout, tensor: QuantTensor, data: np.ndarray)
 
 
 @device
+def _look_at(form, scale):
+    """Say that the tensor is damaged if a scale of fp16 is not finite."""
+    if v.read_u16(scale) & 0x7C00 == 0x7C00:
+        v.write_i64(_source_at(form).damaged, 1)
+
+
+@device
 def _pack_record(form, first, column, at):
     """Write the scales and zero points of a block of the 16 rows from `first` (expert-major)."""
     f = _source_at(form)
@@ -309,12 +321,12 @@ def _pack_record(form, first, column, at):
         if size == 4:
             v.write_i32(at + 4 * r, v.read_i32(scale))
         elif size == 2:
-            value = v.read_u16(scale)
-            v.write_u16(at + 2 * r, value)
-            if not f.scales and value & 0x7C00 == 0x7C00:  # fp16, which nothing has looked at
-                v.write_i64(f.damaged, 1)
+            v.write_u16(at + 2 * r, v.read_u16(scale))
+            if not f.scales:  # fp16, which nothing has looked at
+                _look_at(form, scale)
             if f.minima:
                 v.write_u16(at + 32 + 2 * r, v.read_u16(scale + 2))
+                _look_at(form, scale + 2)
         else:
             v.write_u8(at + r, v.read_u8(scale))
             if v.read_u8(scale) == 255:
@@ -341,6 +353,10 @@ def _lines(form, begin, stop):
                     at += f.per_head * f.record
                 _pack_record(form, first, unit * 32, head + index % f.per_head * f.record)
             table, i = f.rows + 8 * first, 0
+            for r in range(rows if f.first >= 0 else 0):
+                block = v.read_i64(table + 8 * r) + unit * f.unit
+                _look_at(form, block + f.first)
+                _look_at(form, block + f.other)
             end = min(f.stride, (unit + 1) * f.unit)
             while i < lines:
                 entry = v.read_i64(f.order + 8 * i)

@@ -21,7 +21,7 @@ from clocher_runtime.disk.strict_json import checked_name, checked_shape, prefix
 
 MAX_TENSORS = 1 << 16
 MAX_FIELDS = 1 << 12
-MAX_STRINGS = 1 << 20
+MAX_STRINGS, MAX_STRINGS_BYTES = 1 << 20, 1 << 26
 MAX_TEXT_BYTES = 1 << 24
 MAX_ALIGNMENT = 1 << 16
 MAX_RANK = 4
@@ -35,6 +35,7 @@ _NUMBERS: Mapping[int, np.dtype[Any]] = {
         *((_BOOL, "u1"), (10, "<u8"), (11, "<i8"), (12, "<f8")),
     )
 }
+_USUAL = 32  # bytes of a string, its length included, are more than usual
 _FIELD_BYTES = 8 + 1 + 4 + 1
 _ENTRY_BYTES = 8 + 1 + 4 + 8 + 4 + 8
 _OTHER_TYPES = {
@@ -75,18 +76,34 @@ class Strings:
 
     def texts(self) -> list[str]:
         """Return all strings; raises FormatError if one is not UTF-8."""
+        whole = self._whole("\0")
+        return [self.text(i) for i in range(len(self))] if whole is None else whole.split("\0")
+
+    def words(self) -> list[str]:
+        """Return what spaces part in all strings; raises FormatError if one is not UTF-8."""
+        whole = self._whole(" ")
+        return (" ".join(self.texts()) if whole is None else whole).split(" ")
+
+    def _whole(self, between: str) -> str | None:
+        """Return all strings, joined; None if there are none, or some have zeros or no UTF-8."""
         if not len(self):
-            return []
+            return None
         # They follow each other, each after eight bytes with its length.
-        starts = self.starts.tolist()
-        first, last = starts[0], starts[-1]
+        first, last = int(self.starts[0]), int(self.starts[-1])
         length = int.from_bytes(self.file.bytes(last - 8, last).tobytes(), "little")
-        data = self.file.bytes(first, last + length).tobytes()
-        ends = [*(start - 8 for start in starts[1:]), last + length]
+        if last + length - first > MAX_STRINGS_BYTES:
+            raise FormatError(
+                f"{self.file.path}: {self.key} has {last + length - first} bytes; the limit is "
+                f"{MAX_STRINGS_BYTES}"
+            )
+        data = self.file.bytes(first, last + length).copy()
+        data[(self.starts[1:, None] - first) - np.arange(1, 9)] = 0
+        if np.count_nonzero(data == 0) != 8 * (len(self) - 1):
+            return None
         try:
-            return [data[a - first : b - first].decode() for a, b in zip(starts, ends, strict=True)]
+            return data.tobytes().replace(b"\0" * 8, between.encode()).decode()
         except UnicodeDecodeError:
-            return [self.text(index) for index in range(len(self))]  # says which one
+            return None
 
 
 Value = bool | int | float | str | np.ndarray | Strings
@@ -199,6 +216,21 @@ class Metadata:
         return [SLIDING if (layer + 1) % value else FULL for layer in range(self.layers)]
 
 
+def _short_strings(data: np.ndarray, count: int) -> np.ndarray | None:
+    """Return where strings begin in their bytes, and where a next one would.
+
+    None if that is not seen at a glance: some have zeros or 64 KiB, or are long on average.
+    """
+    zeros = np.flatnonzero(data == 0)
+    sixth = zeros[5:][zeros[5:] - zeros[:-5] == 5]  # six end a length of less than 64 KiB
+    last = sixth[np.diff(sixth, append=data.size + 1) != 1][:count]
+    if last.size != count or not count or last[0] != 7:
+        return None
+    nexts = last + 9 + data[last - 7] + 256 * data[last - 6].astype(np.int64)
+    found = np.append(last + 1, nexts[-1])
+    return found if np.array_equal(found[1:], nexts) and nexts[-1] <= data.size + 8 else None
+
+
 class _Header:
     """Cursor over the header; every read is bounded by `_take`."""
 
@@ -289,9 +321,13 @@ class _Header:
                 f"left; the limit is {MAX_STRINGS} in a file"
             )
         self._strings_left -= count
-        starts = array("q", bytes(8 * count))
         limit, at, unpack = self._file.nbytes, self._at, struct.Struct("<Q").unpack_from
         head = self._file.bytes(0, limit).data
+        found = _short_strings(self._file.bytes(at, min(limit, at + _USUAL * count)), count)
+        if found is not None:
+            self._at += int(found[count]) - 8
+            return at + found[:count]
+        starts = array("q", bytes(8 * count))
         for index in range(count):
             if at + 8 > limit:
                 at = limit + 1

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -124,16 +125,19 @@ def tokenizer_json(file: GgufFile) -> MadeTokenizer:
         raise UnsupportedModel(
             f"{file.file.path}: {MODEL} is {kind!r:.60}; Clocher knows {', '.join(_KINDS)}"
         )
-    texts = _texts(file)
+    texts = tokens(file).texts()
+    vocab = dict(zip(texts, range(len(texts)), strict=True))
+    if len(vocab) != len(texts):
+        vocab = _renamed(texts)
     document = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": _added(file, texts),
         "post_processor": None,
-        **_KINDS[kind](file, texts),
+        **_KINDS[kind](file, texts, vocab),
     }
-    return MadeTokenizer.of(document)
+    return MadeTokenizer(document, partial(_check_merges, file, vocab))
 
 
 def tokenizer_config(file: GgufFile) -> dict[str, Any]:
@@ -167,22 +171,21 @@ def _templates(file: GgufFile) -> str | list[dict[str, str]]:
     return [{"name": "default", "template": default}, *named]
 
 
-def _texts(file: GgufFile) -> list[str]:
-    """Return the tokens; the later of two equal ones gets a name that no text contains."""
-    texts = tokens(file).texts()
-    if len(set(texts)) == len(texts):
-        return texts
-    seen: set[str] = set()
+def _renamed(texts: list[str]) -> dict[str, int]:
+    """Give the later of two equal texts a name that no text contains; return all by name."""
+    found: dict[str, int] = {}
     for index, text in enumerate(texts):
-        texts[index] = text if text not in seen else f"<|duplicate {index}|>"
-        seen.add(texts[index])
-    return texts
+        texts[index] = text if text not in found else f"<|duplicate {index}|>"
+        found[texts[index]] = index
+    return found
 
 
 def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
     """Return the tokens that are matched before a text is split."""
-    types = token_types(file, len(texts)).tolist()
-    roles = {token_id(file, role) for role in ("bos", "eos")}
+    types = token_types(file, len(texts))
+    roles = [token_id(file, role) for role in ("bos", "eos")]
+    matched = np.isin(types, (CONTROL, USER, UNKNOWN))
+    matched[[role for role in roles if role is not None and 0 <= role < len(texts)]] = True
     strips = any(name in file.get("general.name", str, "").lower() for name in _PHI_3)
     return [
         {
@@ -192,19 +195,26 @@ def _added(file: GgufFile, texts: list[str]) -> list[dict[str, Any]]:
             "lstrip": False,
             "rstrip": strips and texts[index] not in _PHI_3_KEEP,
             "normalized": False,
-            "special": types[index] != USER,
+            "special": bool(types[index] != USER),
         }
-        for index in range(len(texts))
-        if texts[index] and (types[index] in (CONTROL, USER, UNKNOWN) or index in roles)
+        for index in np.flatnonzero(matched).tolist()
+        if texts[index]
     ]
 
 
-def _is_merge(merge: str, vocab: Mapping[str, int]) -> bool:
-    pair = merge.split(" ")
-    return len(pair) == 2 and all(part in vocab for part in (*pair, "".join(pair)))
+def _check_merges(file: GgufFile, vocab: Mapping[str, int]) -> None:
+    """Refuse a merge of a byte-level vocabulary that is not of two tokens, or makes none."""
+    merges = file.get(_MERGES, Strings).texts() if _MERGES in file.keys else ()
+    for index, merge in enumerate(merges):
+        pair = merge.split(" ")
+        if len(pair) != 2 or not all(part in vocab for part in (*pair, "".join(pair))):
+            raise FormatError(
+                f"{file.file.path}: {_MERGES}[{index}] is {merge!r:.60}; expected two tokens whose "
+                "union is a token"
+            )
 
 
-def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
+def _byte_level(file: GgufFile, texts: list[str], vocab: dict[str, int]) -> dict[str, Any]:
     if _PRE not in file.keys:
         raise UnsupportedModel(
             f"{file.file.path}: {_PRE} is missing: the file is older than llama.cpp's knowledge of "
@@ -216,17 +226,11 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
             f"{file.file.path}: {_PRE} is {name!r:.60}; Clocher knows {', '.join(PRE_TYPES)}"
         )
     pre = PRE_TYPES[name]
-    vocab = {text: index for index, text in enumerate(texts)}
-    merges = file.get(_MERGES, Strings).texts()
+    merges = file.get(_MERGES, Strings)
     # The space that parts the two is never a character of theirs: bytes are spelled otherwise.
-    parts = " ".join(merges).split(" ") if merges else []
-    known = all(map(vocab.__contains__, parts)) and len(parts) == 2 * len(merges)
-    if not known or not all(a + b in vocab for a, b in zip(parts[::2], parts[1::2], strict=True)):
-        index = next(i for i, merge in enumerate(merges) if not _is_merge(merge, vocab))
-        raise FormatError(
-            f"{file.file.path}: {_MERGES}[{index}] is {merges[index]!r:.60}; expected two tokens "
-            "whose union is a token"
-        )
+    parts = merges.words() if len(merges) else []
+    if len(parts) != 2 * len(merges):
+        _check_merges(file, vocab)
     splits = [
         {"type": "Split", "pattern": {"Regex": text}, "behavior": "Isolated", "invert": False}
         for text in pre.splits
@@ -239,11 +243,13 @@ def _byte_level(file: GgufFile, texts: list[str]) -> dict[str, Any]:
             "pretokenizers": [*splits, {**level, "use_regex": False}],
         },
         "decoder": {**level, "add_prefix_space": True, "use_regex": True},
-        "model": _bpe_model(vocab, merges, ignore_merges=pre.whole),
+        "model": _bpe_model(
+            vocab, list(zip(parts[::2], parts[1::2], strict=True)), ignore_merges=pre.whole
+        ),
     }
 
 
-def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
+def _sentencepiece(file: GgufFile, texts: list[str], vocab: dict[str, int]) -> dict[str, Any]:
     scores = file.get(_SCORES, np.ndarray)
     if len(scores) != len(texts) or not np.isfinite(scores).all():
         raise FormatError(
@@ -260,7 +266,7 @@ def _sentencepiece(file: GgufFile, texts: list[str]) -> dict[str, Any]:
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
     model = _bpe_model(
-        {text: index for index, text in enumerate(texts)},
+        vocab,
         _merges(file, texts, scores.astype(np.float64), types),
         unk_token=texts[unknown] if unknown is not None and 0 <= unknown < len(texts) else None,
         fuse_unk=True,
