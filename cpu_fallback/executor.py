@@ -257,12 +257,12 @@ class CpuExecutor(Executor):
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call and yield each that was executed."""
-        with self._team.running():
-            for index, call in enumerate(self.plan.calls):
-                places = [i for i, of in enumerate(self._calls) if of == index]
-                words = tape.encode([self._launches[i] for i in places])
+        for index, call in enumerate(self.plan.calls):
+            places = [i for i, of in enumerate(self._calls) if of == index]
+            words = tape.encode([self._launches[i] for i in places])
+            with self._team.running():  # what the caller does between calls has all cores
                 self._team.execute(words, tokens, rows, self._work)
-                yield call
+            yield call
 
     def running(self) -> AbstractContextManager[None]:
         """Keep the team awake between steps; a context, entered once per generation."""

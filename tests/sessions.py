@@ -1,11 +1,15 @@
-"""Sessions as most tests want them: one thread, no drafts."""
+"""Sessions as most tests want them: one thread, no drafts; losses of texts in them."""
 
+from collections.abc import Sequence
+from statistics import fmean
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages, PagePool
 from clocher_runtime.engine.session import Session
+from clocher_runtime.quality.likelihood import Pair, Scorer
 
 _OF_SESSION = ("draft", "calibration", "progress", "packing")
 
@@ -40,3 +44,11 @@ def pages_used(session: Session) -> int:
     with session._lock.taken("pages_used"):
         session.scheduler.sweep()
         return sum(stats.used for stats in page_stats(session.scheduler.pages))
+
+
+def loss_of(session: Session, ids: Sequence[int], window: int) -> float:
+    """Return the mean loss of whole windows, each alone, in nats per token."""
+    starts = range(0, len(ids) - window + 1, window)
+    pairs = [Pair(ids[at : at + 1], ids[at + 1 : at + window]) for at in starts]
+    scorer = Scorer(session, SimpleNamespace(bos_id=0))  # type: ignore[arg-type]
+    return -fmean(each.logprob for each in scorer.scores(pairs)) / (window - 1)

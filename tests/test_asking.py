@@ -96,7 +96,7 @@ class Run:
 
     def __init__(self, step: float, more: float = 0.1, left: int = 0, most: int = 7) -> None:
         self.model = Model(step, more)
-        self.speculator = Speculator(list, 8, gate=DraftModelGate(self.model))
+        self.speculator = Speculator(lambda: None, 8, gate=DraftModelGate(self.model))
         self.speculator.costs.ns = list(FLAT)
         self.track: Track = self.speculator.track()
         self.track.reader = Reader(left)
@@ -206,7 +206,7 @@ def test_what_others_guess_is_judged_though_it_is_not_sent() -> None:
             return Draft([1], [0])
 
     run = Run(step=5)
-    run.track.drafters = [Other()]
+    run.track.drafter = Other()
     before = run.track.rates.mean[0]
     run.passes(20, right=7)
     assert run.track.rates.mean[0] > before + 0.4

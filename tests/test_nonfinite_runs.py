@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cuda_cases import INTERPRETER
 from planting import ODD, planted
-from sessions import make_session
+from sessions import loss_of, make_session
 from test_session import MODELS, ids_of, model_of
 from weight_files import copy_model
 
@@ -20,7 +20,6 @@ from clocher_runtime.cli import main
 from clocher_runtime.engine import binding
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Sampling
-from clocher_runtime.quality.compare import perplexity
 
 EMBED, LAST_NORM = "model.embed_tokens.weight", "model.norm.weight"
 LAYER = "model.layers.1."
@@ -133,7 +132,7 @@ def test_logits_and_perplexity_refuse() -> None:
         with pytest.raises(NonFinite, match="embed of"):
             session.logits(PROMPT)
         with pytest.raises(NonFinite, match="embed of"):
-            perplexity(session, PROMPT, window=len(PROMPT))
+            loss_of(session, PROMPT, len(PROMPT))
     finally:
         session.close()
 

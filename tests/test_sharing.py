@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sessions import make_session, pages_used
+from sessions import loss_of, make_session, pages_used
 
 import clocher_runtime
 from clocher_kernels.errors import SessionBusy, UsageError
@@ -23,7 +23,6 @@ from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
-from clocher_runtime.quality.compare import perplexity
 
 PROMPT = [5, 6, 7]
 LENGTH = 12
@@ -79,7 +78,7 @@ USES: dict[str, Callable[[Session], Any]] = {
     "logits": lambda s: s.logits(PROMPT),
     "warm": lambda s: s.warm(),
     "work_touch": lambda s: s.work_touch(64, 64),
-    "perplexity": lambda s: perplexity(s, PROMPT * 4, window=4),
+    "perplexity": lambda s: loss_of(s, PROMPT * 4, 4),
 }
 
 

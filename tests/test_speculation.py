@@ -86,7 +86,7 @@ def test_guesses_change_no_token(name: str, sampling: str, batch: int) -> None:
     truth = expected(name, sampling)
     with session_of(name, batch, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: [Oracle(truth, batch)], rows)
+        speculator = Speculator(lambda: Oracle(truth, batch), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
         assert texts_of(session, SAMPLINGS[sampling]) == truth
@@ -140,7 +140,7 @@ def test_guesses_obey_a_constraint(sampling: str) -> None:
     }
     with session_of("llama", 2, speculate="suffix") as session:
         rows = session.executor.plan.rows
-        speculator = Speculator(lambda: [Oracle(truth, 7)], rows)
+        speculator = Speculator(lambda: Oracle(truth, 7), rows)
         speculator.costs = Free(rows)
         session.scheduler.forwards.speculator = speculator
         assert texts_of(session, chosen, [Even() for _ in PROMPTS]) == truth

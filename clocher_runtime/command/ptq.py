@@ -125,7 +125,7 @@ def quantised(console: Console, job: Job, plan: QuantPlan) -> Outcome:
         )
     worst = max((each.error for each in outcome.done), key=lambda error: error.rms_rel)
     console.note(f"largest relative error: {worst.rms_rel:.4f}, {worst.name}")
-    for check in outcome.evaluation.gate.checks if outcome.evaluation else outcome.checks:
+    for check in outcome.checks:
         console.note(f"gate: {check}")
     said = {"pass": "wrote", "fail": "rejected; wrote", "undecided": "undecided; wrote"}
     console.say(f"{said[outcome.verdict]} {outcome.path} ({len(outcome.done)} tensors)")

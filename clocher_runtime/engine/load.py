@@ -78,7 +78,7 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     for name, need in needs.items():
         tensor, target = checkpoint.tensor(name), becomes[name].format
         if target is None:
-            weights[name] = _vector(name, need, tensor)
+            weights[name] = vector(name, need, tensor)
         else:
             same = target.name == tensor.format.name
             weights[name] = tensor if same else encode(tensor.decode(), target)
@@ -211,7 +211,8 @@ def _bias_of_zeros(checkpoint: Checkpoint, name: str) -> bool:
     return is_bias and not checkpoint.tensor(name).decode().any()
 
 
-def _vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
+def vector(name: str, need: Need, tensor: QuantTensor) -> np.ndarray:
+    """Return a vector as the model reads it, fp32. Raises FormatError."""
     if not isinstance(tensor.format, Float):
         raise FormatError(f"tensor {name} is {tensor.format.name}; expected a float vector")
     values = np.ascontiguousarray(tensor.decode(), dtype=np.float32)

@@ -96,7 +96,7 @@ class Session:
         speculator = None
         if drafts:
             gate = None if self._draft_model is None else DraftModelGate(self._draft_model)
-            speculator = Speculator(_drafters(self.speculate), sizes.rows, gate)
+            speculator = Speculator(_drafter_of(self.speculate), sizes.rows, gate)
         self.scheduler = Scheduler(bound, speculator)
         self.reading = AttentionReads(bound)
         self.changed = ""
@@ -290,9 +290,9 @@ def _speculates(config: EngineConfig) -> bool:
     return mode != "off" and config.backend != "stub"
 
 
-def _drafters(mode: str) -> Callable[[], list[SuffixDrafter]]:
-    """Return what makes the drafters of a sequence, beside a draft model."""
+def _drafter_of(mode: str) -> Callable[[], SuffixDrafter | None]:
+    """Return what makes the drafter of a sequence, beside a draft model."""
     if mode not in ("auto", "suffix"):
-        return list
+        return lambda: None
     automaton, first = suffix_automaton(), first_class("suffix")
-    return lambda: [SuffixDrafter(automaton(), first)]
+    return lambda: SuffixDrafter(automaton(), first)

@@ -1,4 +1,4 @@
-"""Scores on text: documents, perplexity, and token-by-token comparison of two models."""
+"""Scores on text: documents, and token-by-token comparison of two models."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ModelError, UsageError
-from clocher_runtime.engine.session import Session
 from clocher_runtime.quality.statistics import Estimate, block_means, of_documents
 
 DOCUMENT_TOKENS = 1024
@@ -199,40 +198,6 @@ def _score(reference: np.ndarray, model: np.ndarray, ids: np.ndarray) -> TokenSc
         np.where(q.finite, np.maximum(kld, 0), np.inf),
         reference.argmax(axis=1) == np.where(q.finite[:, None], model, 0).argmax(axis=1),
     )
-
-
-class Perplexity(NamedTuple):
-    """Mean negative log-likelihood over windows of a text."""
-
-    windows: int  # windows scored, each alone, from an empty cache
-    loss: float  # mean of the windows' mean losses, in nats per token
-
-    @property
-    def perplexity(self) -> float:
-        """Return exp(loss)."""
-        return exp(self.loss)
-
-
-def window_loss(logits: np.ndarray, ids: Sequence[int]) -> float:
-    """Return the mean negative log-likelihood of ids[1:] under logits [T, V] after each token."""
-    return float(np.mean(_softmax(logits[:-1]).nll(np.asarray(ids[1:]))))
-
-
-def perplexity(
-    session: Session,
-    ids: Sequence[int],
-    window: int = 256,
-    limit: int | None = None,
-    progress: Progress | None = None,
-) -> Perplexity:
-    """Score up to `limit` whole windows, in a session with all_logits. Raises UsageError."""
-    documents = cut("", lambda _: ids, window, windows_per_document=1, limit=limit)
-    losses = []
-    for number, part in enumerate(documents.windows, start=1):
-        losses.append(window_loss(session.logits(part), part))
-        if progress is not None:
-            progress(number, len(documents.windows))
-    return Perplexity(len(losses), float(np.mean(losses)))
 
 
 @dataclass(frozen=True, slots=True)

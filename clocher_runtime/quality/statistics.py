@@ -108,18 +108,15 @@ def paired_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ra
         raise ValueError(
             f"{len(numerator)} runs beside {len(denominator)}: pairs need as many of each"
         )
-    if len(numerator) < 2:
-        return _of_medians(numerator, denominator)
-    found = ratio(numerator, denominator)
-    return Ratio(found.value, *_stretched(found, len(numerator)))
+    found, runs = ratio(numerator, denominator), len(numerator)
+    return Ratio(found.value, *(_stretched(found, runs) if runs > 1 else ()))
 
 
 def apart_ratio(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
     """Return the ratio of medians of runs at different times, with the worst-case interval."""
     over, under = median_of_runs(numerator), median_of_runs(denominator)
-    if not (over.known and under.known):
-        return _of_medians(numerator, denominator)
-    return Ratio(over.value / under.value, over.low / under.high, over.high / under.low)
+    ends = (over.low / under.high, over.high / under.low) if over.known and under.known else ()
+    return Ratio(over.value / under.value, *ends)
 
 
 def median_of_runs(values: Sequence[float], seed: int = 0) -> Estimate:
@@ -176,10 +173,6 @@ def student(freedom: int) -> float:
     second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
     third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return z + first / freedom + second / freedom**2 + third / freedom**3
-
-
-def _of_medians(numerator: Sequence[float], denominator: Sequence[float]) -> Ratio:
-    return Ratio(float(np.median(numerator)) / float(np.median(denominator)))
 
 
 def _stretched(found: Estimate, runs: int) -> tuple[float, float]:

@@ -220,7 +220,7 @@ def measure_units(
     for sequence in text_ids:
         if len(first) < 2 or sum(map(len, first)) < TOKENS:
             first.append(sequence)
-    walk = Walk(checkpoint, make_text(first, seed, held_out=2))
+    walk = Walk(checkpoint, make_text(first, seed, held_out=2), threads)
     collector = _Importance()
     for layer in range(walk.num_layers):
         walk.layer(layer, collector)

@@ -164,7 +164,7 @@ class LayerJob(Observer):
         for start in range(0, len(self._pool), POOL_ROWS):
             rows = self._pool[start : start + POOL_ROWS]
             alike = np.full(len(rows), weight, np.float32)
-            pooled.add(hidden(rows)[1], self._walk.text.held[rows], alike)
+            pooled.add(hidden(rows), self._walk.text.held[rows], alike)
         return pooled
 
     def _new_stats(self, columns: int, *names: str) -> InputStats:
@@ -191,7 +191,7 @@ def calibrate(
     for name, tensor in wanted.items():
         if name not in planes.records:
             left.setdefault(part_of(name), {})[name] = tensor
-    walk = Walk(checkpoint, make_text(text_ids, seed))
+    walk = Walk(checkpoint, make_text(text_ids, seed), threads)
     known = {name for i in range(walk.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
     if strange := sorted(set(wanted) - known):

@@ -93,7 +93,7 @@ class Outcome(NamedTuple):
     done: tuple[Done, ...]  # tensor by tensor
     evaluation: Evaluation | None  # what the gate found on text
     allocation: Mapping[str, Any]  # the record of a target size; empty without one
-    checks: Sequence[Check]  # of tensors, if a least cosine was asked for
+    checks: Sequence[Check]  # of the gate; without it of tensors, if a least cosine was asked for
 
 
 def rejected_path(out: Path) -> Path:
@@ -137,21 +137,18 @@ def run_job(job: Job, plan: QuantPlan, progress: Progress | None = None) -> Outc
             calibrate(checkpoint, plan, text, planes=planes, **settings("calibrating"))
         file = planes.finish()
         done = tuple(_quantise(job, plan, planes, tell))
-    verdicts: list[Verdict] = []
-    evaluation, checks = None, list[Check]()
-    if job.min_cosine is not None:
-        checks = tensor_checks([each.error for each in done], job.min_cosine)
-        sections["gates"] = [check.to_json() for check in checks]
-        verdicts += [check.verdict for check in checks]
     rules = job.rules.document["rules"]
+    evaluation: Evaluation | None = None
+    checks: Sequence[Check] = ()
     if job.gate:
         unjudged = document_of(rules, plan, done, file, sections)
         evaluation = _judge(job, job.gate, unjudged, tell)
-        judged = evaluation.gate.to_json()
-        sections["gates"] = judged.pop("gates")
-        sections["gate"] = {**job.gate.record, **judged}
-        verdicts.append(evaluation.gate.verdict)
-    verdict = worst(verdicts)
+        checks, judged = evaluation.gate.checks, evaluation.gate.to_json()
+        sections |= {"gates": judged.pop("gates"), "gate": {**job.gate.record, **judged}}
+    elif job.min_cosine is not None:
+        checks = tensor_checks([each.error for each in done], job.min_cosine)
+        sections["gates"] = [check.to_json() for check in checks]
+    verdict = worst(check.verdict for check in checks)
     path = job.out if verdict == "pass" else rejected_path(job.out)
     checkpoint.check_unchanged()
     write_manifest(path, document_of(rules, plan, done, file, sections))
@@ -175,16 +172,13 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
 def _judge(job: Job, gate: GateText, document: Mapping[str, Any], tell: Progress) -> Evaluation:
     q4_map = parse_q4_map(document, job.out)
     quantised = quantised_checkpoint(job.checkpoint, q4_map, job.threads)
-    given = dict(gate.given)
-    if job.min_cosine is not None:
-        given["min_cosine"] = job.min_cosine
     return evaluate(
         load_model(job.checkpoint),
         load_model(quantised),
         gate.documents,
         config=replace(WEIGHTS_ALONE, threads=job.threads),
         limits_class=gate.limits_class,
-        given=given,
+        given={**gate.given, "min_cosine": job.min_cosine},
         records=records_of(q4_map),
         progress=tell,
     )

@@ -5,7 +5,7 @@ A class is a drafter and its confidence. First draft tokens are judged even if n
 
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from clocher_runtime.models.builder import DRAWN
 
@@ -33,13 +33,6 @@ class Draft(NamedTuple):
 
 
 NO_DRAFT = Draft()
-
-
-class Drafter(Protocol):
-    """Follows one sequence and drafts its next tokens."""
-
-    def draft(self, ids: Sequence[int], most: int) -> Draft:
-        """Return up to `most` tokens; `ids` only grows between calls."""
 
 
 class AcceptanceRates:
@@ -89,7 +82,7 @@ class SuffixDrafter:
         self._classes = [kind + each for each in _LEVEL_OF]
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
-        """Return what followed; see `Drafter`."""
+        """Return up to `most` tokens that followed; `ids` only grows between calls."""
         tokens, length = self._automaton.follow(ids[self._seen :], most)
         self._seen = len(ids)
         # Each accepted token lengthens the match behind the next one.
@@ -106,33 +99,30 @@ class Track:
     """What is drafted for one sequence.
 
     Attributes:
+        drafter: what drafts from the sequence itself; None without one.
         offer: the draft that expects most; it is judged, `sent` or not, as `asides` are.
         tried: how many of its tokens are sent whatever they promise, to learn what they are worth.
         reader: `engine.draft_model.SequenceReader` of the sequence; None without one.
     """
 
-    __slots__ = ("asides", "drafters", "offer", "rates", "reader", "sent", "tried")
+    __slots__ = ("asides", "drafter", "offer", "rates", "reader", "sent", "tried")
 
-    def __init__(self, drafters: Sequence[Drafter], rates: AcceptanceRates) -> None:
-        self.drafters, self.rates = drafters, rates
+    def __init__(self, drafter: SuffixDrafter | None, rates: AcceptanceRates) -> None:
+        self.drafter, self.rates = drafter, rates
         self.offer = self.sent = NO_DRAFT
         self.tried = 0
         self.asides: list[Draft] = []
         self.reader: Any = None
 
     def draft(self, ids: Sequence[int], most: int, ns: Sequence[float]) -> list[float]:
-        """Offer the draft that pays most; return the chance of each of its tokens."""
-        self.offer, self.asides = NO_DRAFT, []
-        best, highest = list[float](), 0.0
-        for drafter in self.drafters:
-            draft = drafter.draft(ids, most)
-            chances = self.rates.along(draft.classes)
-            rate = rate_of(chances, ns)
-            if rate > highest:
-                draft, self.offer, best, highest = self.offer, draft, chances, rate
-            if draft.tokens:
-                self.asides.append(draft)
-        return best
+        """Offer a draft if it may be sent; return the chance of each of its tokens.
+
+        `ns`: time of a forward by number of draft tokens, 0 if unknown.
+        """
+        draft = self.drafter.draft(ids, most) if self.drafter else NO_DRAFT
+        may_be_sent = any(ns[1 : 1 + len(draft.tokens)])
+        self.offer, self.asides = (draft, []) if may_be_sent else (NO_DRAFT, [draft])
+        return self.rates.along(self.offer.classes)
 
 
 class Pending(NamedTuple):
@@ -141,13 +131,3 @@ class Pending(NamedTuple):
     track: Track
     ids: Sequence[int]
     most: int
-
-
-def rate_of(chances: Sequence[float], ns: Sequence[float]) -> float:
-    """Return the best expected tokens per time of one draft; `ns` by number of draft tokens."""
-    made, best = 1.0, 0.0
-    for chance, time in zip(chances, ns[1:], strict=False):
-        made += chance
-        if time and made / time > best:
-            best = made / time
-    return best

@@ -12,8 +12,8 @@ from clocher_runtime.speculation.draft import (
     SOURCES,
     AcceptanceRates,
     Draft,
-    Drafter,
     Pending,
+    SuffixDrafter,
     Track,
 )
 from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, Trial, choose
@@ -108,11 +108,11 @@ def account(
 
 
 class Speculator:
-    """Drafts for a session's sequences; `make` returns the drafters of a new one."""
+    """Drafts for a session's sequences; `make` returns the drafter of a new one."""
 
     def __init__(
         self,
-        make: Callable[[], Sequence[Drafter]],
+        make: Callable[[], SuffixDrafter | None],
         rows: int,
         gate: DraftModelGate | None = None,
     ) -> None:

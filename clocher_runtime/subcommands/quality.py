@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from math import exp
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -87,19 +89,22 @@ def perplexity(
 ) -> None:
     """Print the perplexity of a model on a text, as one JSON line on standard output."""
     from clocher_runtime.disk.files import read_text
-    from clocher_runtime.quality import compare
+    from clocher_runtime.quality.compare import cut
+    from clocher_runtime.quality.likelihood import Pair, Scorer
 
     config = _config(**model, context=window, chunk=window, all_logits=True)
     words = read_text(text)[:chars]
     with console.counting() as tell, scored(config) as ready:
-        ids = ready.tokenizer.encode(words)
-        score = compare.perplexity(ready.session, ids, window, limit, partial(tell, "windows"))
+        documents = cut(words, ready.tokenizer.encode, window, windows_per_document=1, limit=limit)
+        pairs = [Pair(each[:1], each[1:]) for each in documents.windows]
+        found = Scorer(ready.session, ready.tokenizer).scores(pairs, partial(tell, "windows"))
+    loss = -fmean(each.logprob for each in found) / (window - 1)
     line = {
         **ready.facts,
-        "windows": score.windows,
+        "windows": len(found),
         "window_tokens": window,
-        "loss_nats": score.loss,
-        "perplexity": score.perplexity,
+        "loss_nats": loss,
+        "perplexity": exp(loss),
     }
     click.echo(json.dumps(line))
 
