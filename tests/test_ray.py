@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def test_a_job_resumes_where_a_driver_died(tmp_path: Path, monkeypatch: pytest.M
             done = [{"row": at + n, **json.loads(row)} for n, row in enumerate(rows.split("\n"))]
             yield at, "".join(f"{json.dumps(row)}\n" for row in done)
 
-    monkeypatch.setattr(job, "connected", lambda address: nullcontext())
+    monkeypatch.setattr(job, "connect", lambda address: None)
     monkeypatch.setattr(job, "_computed", two_tasks)
     with pytest.raises(FileNotFoundError, match=r"4\.jsonl"):  # a driver ends before the last
         run_job(given)

@@ -145,12 +145,11 @@ def run_job(job: Job, address: str | None = None, progress: Progress | None = No
         resumed = done = len(rows) - sum(lines.count("\n") + 1 for lines in left.values())
         if left:
             (job.out / "tasks").mkdir(exist_ok=True)
-            with connected(address) as ray:
-                for at, lines in _computed(ray, job, left):
-                    write_file(parts[at], lines.encode())
-                    done += lines.count("\n")
-                    if progress:
-                        progress(done, len(rows))
+            for at, lines in _computed(connect(address), job, left):
+                write_file(parts[at], lines.encode())
+                done += lines.count("\n")
+                if progress:
+                    progress(done, len(rows))
         if not whole:
             with replacing(results) as file:
                 file.writelines(part.read_bytes() for part in parts.values())
@@ -201,28 +200,22 @@ def _computed(ray: Any, job: Job, left: Mapping[int, str]) -> Iterator[tuple[int
         ) from None
 
 
-@contextmanager
-def connected(address: str | None = None) -> Iterator[Any]:
-    """Yield `ray`, connected to a cluster; a started one is stopped. Raises DeviceError."""
+def connect(address: str | None = None) -> Any:
+    """Return `ray`, connected to a cluster, until this process ends. Raises DeviceError."""
     try:
         import ray
     except ImportError:
         raise DeviceError(
             "Ray is not installed; pip install '.[ray]' in a clone of Clocher"
         ) from None
-    if ray.is_initialized():
-        yield ray
-        return
     logging.getLogger("ray").setLevel(logging.ERROR)  # errors come as exceptions
     os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+    quiet: Any = {"include_dashboard": False, "log_to_driver": False, "logging_level": "error"}
     try:
-        ray.init(address, include_dashboard=False, log_to_driver=False, logging_level="error")
+        ray.init(address, ignore_reinit_error=True, **quiet)
     except ConnectionError as error:
         raise DeviceError(f"no Ray cluster at {address}: {_last_line(error)}") from None
-    try:
-        yield ray
-    finally:
-        ray.shutdown()
+    return ray
 
 
 def _last_line(error: BaseException) -> str:
