@@ -7,7 +7,7 @@ from pkgutil import resolve_name
 import click
 
 CASES = {
-    "harness": ("bench.harness:main", "clocher-run in fresh processes, in turns; sweeps"),
+    "harness": ("bench.harness:command", "clocher-run in fresh processes, in turns; sweeps"),
     "strict": ("bench.strict:main", "speed by the strict contract: three windows, and checks"),
     "peers": ("bench.peers:main", "a model beside llama.cpp, ik_llama.cpp, OpenVINO GenAI"),
     "linear": ("bench.linear:main", "matrix products: roofline, decoded ahead, torch's floats"),
@@ -32,11 +32,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name not in CASES:
         click.echo(f"error: no case {name!r}; cases are {', '.join(CASES)}", err=True)
         sys.exit(2)
-    command = resolve_name(CASES[name][0])
-    if isinstance(command, click.Command):
-        command.main(rest, prog_name=f"python -m bench {name}")
-    else:
-        sys.exit(command(rest))
+    command: click.Command = resolve_name(CASES[name][0])
+    command.main(rest, prog_name=f"python -m bench {name}")
 
 
 if __name__ == "__main__":

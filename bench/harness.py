@@ -185,7 +185,7 @@ def _undecided(it_is: bool) -> int:
     },
     epilog="Another exit code is that of the engine that failed.",
 )
-def _command(
+def command(
     console: Console,
     in_file: dict[str, Given],
     pair: tuple[Path, Path] | None,
@@ -193,6 +193,7 @@ def _command(
     flags: Sequence[str],
     **given: Any,
 ) -> int:
+    """Measure, or look at what was measured."""
     if pair:
         return compare(*pair)
     if verified:
@@ -205,7 +206,7 @@ def _command(
     return measure(plan, given["out"] or FOLDER / f"{stamp}.jsonl", console.say)
 
 
-main = _command.run
+main = command.run
 
 
 if __name__ == "__main__":

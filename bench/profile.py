@@ -132,10 +132,6 @@ class Profiler:
         costs = self._costs(tokens, 1)
         return [self._step(ns, stamps, costs) for ns, stamps in found[1:]]
 
-    def close(self) -> None:
-        """End the session."""
-        self.session.close()
-
     def _prompt(self, tokens: int) -> list[int]:
         rng = np.random.default_rng(0)
         return [int(i) for i in rng.integers(self.model.spec.vocab_size, size=tokens)]
@@ -301,7 +297,7 @@ def main(asked: Any) -> Iterator[Row]:
         steps = profiler.decode(asked.tokens, asked.depth)
         test = f"tg{len(steps)} @ d{asked.depth}"
     read_gbps = median([before, reader.gbps(threads), reader.gbps(threads)])
-    profiler.close()
+    profiler.session.close()
     name = asked.model_dir.name if asked.model_dir else "embedded"
     title = f"{name} {model.precision}, {test}, {threads} threads, read {read_gbps:.1f} GB/s"
     if asked.svg:

@@ -128,7 +128,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hub]:
             if unquote(self.path.partition("?")[0]) == state.stalls:
                 self.wfile.write(body[:1000])
                 state.stalled.wait(30)
-                return
+                body = body[1000:]
             self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:

@@ -490,7 +490,7 @@ def test_the_shipped_settings_are_valid(name: str, bare: None, monkeypatch) -> N
     monkeypatch.chdir(ROOT)
     path = ROOT / "bench/configs" / name
     if name == "bench.toml":
-        given = harness._command.make_context("harness", ["--config", str(path)]).params
+        given = harness.command.make_context("harness", ["--config", str(path)]).params
         assert given["runs"] == 10
         assert given["in_file"]["max_new"].raw == "64"
     else:

@@ -34,7 +34,7 @@ def model():
 def profiler(request, model):
     profiler = Profiler(model, threads=request.param, context=64)
     yield profiler
-    profiler.close()
+    profiler.session.close()
 
 
 @pytest.fixture(scope="module")
