@@ -289,8 +289,9 @@ class CpuExecutor(Executor):
         A thread of the socket makes the copies and binds them too, since kernels may pack weights.
         """
         homes = hints.placement.homes(threads) if hints.hot_replicate else {}
-        names = hot_weights(self.plan, self._values, hints.hot_limit)
-        if len(homes) < 2 or not names:
+        several = len(homes) > 1
+        names = hot_weights(self.plan, self._values, hints.hot_limit) if several else ()
+        if not names:
             return {0: self._share(self._lower(self._values))}
         self._asked.names |= {"hot_replicate", "hot_limit"}
 

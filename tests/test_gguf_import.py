@@ -421,9 +421,9 @@ def packs_alike(checkpoint: Checkpoint) -> int:
 
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.MXFP4, Kind.Q6_K, Kind.Q5_1])
 def test_blocks_are_packed_as_their_planes_are(tmp_path: Path, kind: Kind) -> None:
-    """Rows of Llama's queries and keys are in another order here; other K-quants are views."""
+    """Rows of Llama's queries and keys are in another order here."""
     path = write_gguf(tmp_path / "a.gguf", TINY_CONFIG, tiny_tensors(kind))
-    assert packs_alike(open_gguf(path)) == (9 if STORED[kind] not in GGML_KINDS else 2)
+    assert packs_alike(open_gguf(path)) == 9
 
 
 def test_experts_of_two_tensors_are_packed_from_both(tmp_path: Path) -> None:

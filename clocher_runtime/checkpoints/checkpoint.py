@@ -191,7 +191,7 @@ def rows_of(stored: Stored) -> Find | None:
     """Return what tells where a file has the rows of a tensor, None if they are no blocks there."""
     if isinstance(stored, LazyTensor):
         return stored.rows
-    if isinstance(stored.format, Ggml):
+    if isinstance(stored.format, Ggml) and stored.planes["blocks"].flags.c_contiguous:
         return partial(BlockRows.of, stored.planes["blocks"], stored.shape[:-1])
     return None
 
