@@ -2,6 +2,7 @@
 
 import gc
 import zlib
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.ops.decode_ggml import blocks_of
 from cpu_fallback.team.large_pages import allocate
+from cpu_fallback.team.placement import Hints
 from cpu_fallback.tiles import tile_pack
 from cpu_fallback.tiles.layout import LINE, ROWS, SIGNED, UNIT, BlockLayout, Layout, layout_of
 
@@ -328,6 +330,29 @@ def test_codes_and_scales_come_together(dtype: type, scaled: bool) -> None:
         values["x_scale"] = np.ones((1, 1), np.float32)
     with pytest.raises(ShapeError, match="expected int8 with scales, or float32 without"):
         run("linear", {"M": 1, "N": 16}, {"group": 0}, values)
+
+
+@pytest.mark.parametrize("name", ["int4_sym_g32_f16", "int8_g32_f16", "q5_0", "q4_k"])
+def test_the_distance_that_is_set_holds_for_any_number_of_tokens(name: str) -> None:
+    m, n, k, distance = 5, 48, 512, 987654321
+    buffers = {
+        "x": Buffer((m, k), "i8", "M", "input"),
+        "scale": Buffer((m, 16), "f32", "M", "input"),
+        "y": Buffer((m, n), "f32", "M", "output"),
+    }
+    calls = (Call("linear", {"x": "x", "x_scale": "scale", "w": "w", "y": "y"}, {"group": 32}),)
+    plan, found = Plan(m, 0, buffers, {}, ("w",), calls), {}
+    values = _quantized(_rng(name).standard_normal((m, k), dtype=np.float32), 32)
+    for ahead in (None, 0, distance):
+        hints = Hints(prefetch_distance=ahead)
+        with closing(CpuExecutor(plan, {"w": _tensor(name, n, k)}, 2, hints=hints)) as executor:
+            executor.array("x")[...], executor.array("scale")[...] = values.values()
+            for tokens in (1, 2, 3, m):
+                executor.step(tokens, 0)
+                y = executor.array("y")[:tokens].copy()
+                assert np.array_equal(y, found.setdefault(tokens, y))
+            asked = executor._team.work.tapes[0].tolist().count(distance)
+            assert asked == (2 if ahead and name != "q4_k" else 0)
 
 
 def test_products_of_a_plan_share_the_quantised_activations() -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
+from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share, within
@@ -50,11 +51,15 @@ PANELS = TILE_SUMS + 4 * 16 * 16  # In the scratch of a product: the panels
 SHARES = 4  # Shares per thread of a product whose weights are worth it
 _LONGEST = 1 << 17
 
-AHEAD = 8192
+AHEAD = 4096 if CURRENT.in_shorts else 8192
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with.
 
 Products of a `BlockLayout` decide for themselves.
 """
+_FEW = 2
+_AHEAD_OF_FEW = 0 if CURRENT.in_shorts else AHEAD
+"""The same of `_FEW` tokens: they wait for memory alone, which a core's own prefetcher draws faster
+unless lines are asked for before it does. With 0 those of a unit are asked for as it begins."""
 
 
 @device
@@ -84,6 +89,7 @@ class Tiled(NamedTuple):
     kept: int  # tokens or pairs whose panels are in the scratch memory at once
     per_token: int  # bytes of a panel for each
     ahead: int  # bytes of weights to ask for ahead of use
+    ahead_of_few: int  # the same of up to `_FEW` tokens or pairs
     form: Form  # how panels are filled
     activate: int  # address of the activation of the sums, of ops that have one; 0 for none
     from_tokens: int  # how many of a block are multiplied strip by strip
@@ -147,6 +153,7 @@ def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[
         kept=kept,
         per_token=per_token,
         ahead=0 if in_blocks else call.hints.prefetch_distance(AHEAD),
+        ahead_of_few=0 if in_blocks else call.hints.prefetch_distance(_AHEAD_OF_FEW),
         form=panels.form_of(tiles.layout, group, tiles.factor),
         activate=activation_of(call) if "times" in params else 0,  # type: ignore[arg-type]
         from_tokens=least,
@@ -237,9 +244,16 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
                 count = min(16, end - t)
                 here = panel + t * a.per_token
                 ask(a, start + t, count, tile * 16)
-                call_product(a.product, at, here, sums, units, width(count), a.ahead)
+                multiply_tile(a, at, here, count, units, sums)
                 write(a, sums, start + t, count, tile * 16)
         block = end
+
+
+@device
+def multiply_tile(a, tile, panel, count, units, sums):
+    """Multiply a tile by up to 16 tokens of a panel; `sums`: fp32 [count, 16]."""
+    ahead = a.ahead if count > _FEW else a.ahead_of_few
+    call_product(a.product, tile, panel, sums, units, width(count), ahead)
 
 
 @device

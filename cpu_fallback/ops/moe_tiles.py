@@ -19,12 +19,12 @@ from cpu_fallback.ops.linear import (
     TILE_SUMS,
     is_filled,
     multiply_strips,
+    multiply_tile,
     strip_room,
     tiled,
 )
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
-from cpu_fallback.tiles.tile_product import call_product
 
 _strip_room = device(strip_room)
 _SHARES = 16  # Shares per thread: few, of all experts, would leave threads to wait for the last
@@ -166,7 +166,7 @@ def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
                         write(a, sums + 64 * done, order + 4 * p, e, tile, count)
                         continue
                     here = panel + done * a.per_token
-                    call_product(a.product, at, here, sums, units, width(count), a.ahead)
+                    multiply_tile(a, at, here, count, units, sums)
                     write(a, sums, order + 4 * p, e, tile, count)
             pairs = stop - start
             panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
