@@ -108,6 +108,7 @@ class Forwards:
         self.decoded, self.denoising = 0, Counts()
         self.costs, self._trial = ForwardCosts(executor.plan.rows), Trial()
         self._ahead = 0  # forwards that could draft blocks
+        self._measures_later = False
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
         self._staged: list[Request] = []  # requests whose inputs the device advances by itself
@@ -138,6 +139,7 @@ class Forwards:
     def warm(self, measure: bool = True) -> None:
         """Warm up, and `measure` what drafts cost; else the first forward that has some does."""
         self.blank()
+        self._measures_later = not measure
         if self.speculator is not None and measure:
             self.speculator.costs.measure(self.blank)
 
@@ -152,7 +154,8 @@ class Forwards:
         prompt = sum(count for request, count in parts if not request.decodes)
         only_decodes, speculator = decodes == len(parts), self.speculator
         drafts = speculator is not None and speculator.trial.is_on
-        if speculator is not None and drafts and only_decodes and not speculator.costs.known:
+        if speculator is not None and drafts and only_decodes and self._measures_later:
+            self._measures_later = False
             speculator.costs.measure(self.blank)
         with self._span(parts, prompt, decodes) as tally:
             began = self.times.now()
