@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -135,13 +136,18 @@ class Walk:
         routed: list[tuple[np.ndarray, np.ndarray]] = []
         with closing(self._bind(self.plan, [c for c in calls if not of_experts(c)])) as executor:
             for rows, inputs in self._chunks():
+                seen: list[tuple[tuple[str, ...], np.ndarray]] = []
 
-                def show(call: Call, buffers: Buffers, rows: slice = rows) -> None:
-                    if observer and (names := shown.get(call.args.get("w", ""))):
-                        observer.linear(names, buffers[_source(call)], rows)
+                def note(call: Call, buffers: Buffers, seen: list[Any] = seen) -> None:
+                    if names := shown.get(call.args.get("w", "")):
+                        seen.append((names, buffers[_source(call)].copy()))
 
-                buffers = _run(executor, {**inputs, "h": self.state[rows]}, show)
+                buffers = _run(executor, {**inputs, "h": self.state[rows]}, note)
                 self._next[rows] = buffers["h"]
+                # Threads of BLAS spin for a while after a product, so not between the calls.
+                if observer:
+                    for names, x in seen:
+                        observer.linear(names, x, rows)
                 if experts and self._expert_inputs:
                     self._expert_inputs[rows] = buffers[_source(experts[0])]
                     routed.append((buffers["experts"].copy(), buffers["expert_weights"].copy()))
@@ -260,9 +266,9 @@ class Walk:
 
 
 def _run(
-    executor: Executor, inputs: Buffers, show: Callable[[Call, Buffers], None] | None = None
+    executor: Executor, inputs: Buffers, note: Callable[[Call, Buffers], None] | None = None
 ) -> Buffers:
-    """Execute all calls for the rows of `inputs`, showing buffers before each; return these.
+    """Execute all calls for the rows of `inputs`, noting buffers before each; return these.
 
     They stay valid until the next run.
     """
@@ -273,8 +279,8 @@ def _run(
     live = {name: buffer[:count] for name, buffer in buffers.items()}
     steps = executor.walk(count, count)
     for call in executor.plan.calls:
-        if show:
-            show(call, live)
+        if note:
+            note(call, live)
         next(steps)
     return live
 
