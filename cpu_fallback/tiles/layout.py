@@ -40,6 +40,8 @@ half empty. Lines stand in the order in which a product wants them, or memory wo
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
+
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Group
@@ -215,3 +217,9 @@ def _block(group: Group) -> int:
     if group == "row":
         return _BLOCKS[0]
     return next((block for block in _BLOCKS if isinstance(group, int) and group % block == 0), 0)
+
+
+def lines_of(places: tuple[int, ...]) -> np.ndarray:
+    """Return, of each line of a unit, 2 * its byte, + 1 if the next three lines go on from it."""
+    runs = [places[i : i + 4] == tuple(range(p, p + 16, 4)) for i, p in enumerate(places)]
+    return np.array([2 * p + run for p, run in zip(places, runs, strict=True)], np.int64)

@@ -46,7 +46,7 @@ class Source(NamedTuple):
     stride: int  # bytes of a stored row
     units: int  # of columns of a row
     unit: int  # from the codes of a unit to those of the next
-    order: int  # bytes of a unit that each of its lines holds: see `_order`
+    order: int  # bytes of a unit that each of its lines holds: see `layout.lines_of`
     fifths: int  # whether the last line has bit o of every four columns in place of those columns
     halves: int  # whether a byte has columns i and i + 16 in place of neighbours
     scales: int  # the stored scales, 0 if a row has its own, from its beginning
@@ -205,12 +205,6 @@ def _parts(
     return packed, [partial(part, start) for start in range(0, tiles, step)]
 
 
-def _order(places: tuple[int, ...]) -> np.ndarray:
-    """Return, of each line of a unit, 2 * its byte, + 1 if the next three lines go on from it."""
-    runs = [places[i : i + 4] == tuple(range(p, p + 16, 4)) for i, p in enumerate(places)]
-    return np.array([2 * p + run for p, run in zip(places, runs, strict=True)], np.int64)
-
-
 def _source(
     layout: Layout | BlockLayout, tensor: QuantTensor, packed: Tiles, damaged: np.ndarray
 ) -> tuple[Source, BlockRows, tuple[np.ndarray, ...]]:
@@ -240,7 +234,7 @@ def _source(
         places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
     in_blocks = isinstance(layout, Layout) and layout.block
     block = layout.block // UNIT if in_blocks else 0
-    order = _order(places)
+    order = layouts.lines_of(places)
     flipped = isinstance(layout, Layout) and layout.code == "int8" and not layouts.SIGNED
     source = Source(  # its addresses live as long as the arrays
         n=n,

@@ -76,16 +76,11 @@ class Strings:
 
     def texts(self) -> list[str]:
         """Return all strings; raises FormatError if one is not UTF-8."""
-        whole = self._whole("\0")
+        whole = self._whole()
         return [self.text(i) for i in range(len(self))] if whole is None else whole.split("\0")
 
-    def words(self) -> list[str]:
-        """Return what spaces part in all strings; raises FormatError if one is not UTF-8."""
-        whole = self._whole(" ")
-        return (" ".join(self.texts()) if whole is None else whole).split(" ")
-
-    def _whole(self, between: str) -> str | None:
-        """Return all strings, joined; None if there are none, or some have zeros or no UTF-8."""
+    def _whole(self) -> str | None:
+        """Return all strings, a zero between two; None for none, zeros in them, or no UTF-8."""
         if not len(self):
             return None
         # They follow each other, each after eight bytes with its length.
@@ -101,7 +96,7 @@ class Strings:
         if np.count_nonzero(data == 0) != 8 * (len(self) - 1):
             return None
         try:
-            return data.tobytes().replace(b"\0" * 8, between.encode()).decode()
+            return data.tobytes().replace(b"\0" * 8, b"\0").decode()
         except UnicodeDecodeError:
             return None
 

@@ -228,7 +228,7 @@ def _byte_level(file: GgufFile, texts: list[str], vocab: dict[str, int]) -> dict
     pre = PRE_TYPES[name]
     merges = file.get(_MERGES, Strings)
     # The space that parts the two is never a character of theirs: bytes are spelled otherwise.
-    parts = merges.words() if len(merges) else []
+    parts = " ".join(merges.texts()).split(" ") if len(merges) else []
     if len(parts) != 2 * len(merges):
         _check_merges(file, vocab)
     splits = [
