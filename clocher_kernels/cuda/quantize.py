@@ -85,7 +85,7 @@ def fake_quantize(
     if dtype != "e4m3" or group:
         raise UnsupportedOp(
             f"fake_quantize: no CUDA kernel rounds to {dtype} in groups of {group}; expected e4m3 "
-            "in group 0, one scale a token; store activations in 16 bits"
+            "in group 0, one scale a token; keep these activations 16-bit"
         )
     given = {"y": y, "CODE": dtype, "LIMIT": LARGEST[dtype], "LOWEST": 0.0}
     return _by_token(x, device, FLOOR=floor, **given)
