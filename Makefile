@@ -20,8 +20,8 @@ run: $(VENV)/.installed  ## tell a story with SmolLM2-135M-Instruct, fetched onc
 chat: $(VENV)/.installed  ## talk with a model in the terminal; ARGS=DIR names it
 	@$(BIN)/clocher chat $(ARGS)
 
-test: lint  ## check style and types, then run the tests, three files at a time: many wait
-	@$(BIN)/python -m pytest -n 3 --dist loadfile $(ARGS)
+test: lint  ## check style and types, then run the tests, two files at a time
+	@$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 lint: $(VENV)/.installed-test  ## check style and types only
 	@$(BIN)/ruff check --quiet .

@@ -27,7 +27,7 @@ settings.load_profile("same")
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-# What references compute is small, and three test processes share the cores: threads of BLAS and of
+# What references compute is small, and two test processes share the cores: threads of BLAS and of
 # torch would mostly wait for each other, and take three times the time. Both look at their import.
 for library in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(library, "1")
@@ -45,7 +45,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 Run = Callable[..., tuple[int, dict[str, Any], str]]
 
-# Whole files are dealt out to three processes. Those that take longest come first, so that all
+# Whole files are dealt out to two processes. Those that take longest come first, so that both
 # processes end together; test_isa.py compiles each kernel twice where the cache is empty.
 LONGEST = ("test_isa.py", "test_converters.py", "test_docs.py", "test_ops_parity.py")
 LONGEST += ("test_fuzz_readers.py", "test_quantize.py", "test_ptq.py")
