@@ -229,9 +229,6 @@ class Dots:
             value = b.add(value, part)
         return value
 
-    def arrange(self, b: Any, sums: Sequence[Sum], back: bool = False) -> None:
-        """Emit what puts the sums of a block in the order in which units add to them, or back."""
-
     def operand(self, b: Any, load: Load, index: int) -> tuple[Any, int]:
         """Emit one of the operands of a unit in the order of the activations; its accumulator.
 

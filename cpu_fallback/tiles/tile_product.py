@@ -219,7 +219,6 @@ class Emitter:
             sums = [self.dots.begin(b, nothing, None) for _ in range(self.tokens)]
         else:
             sums = self._begun(at, offset())
-        self.dots.arrange(b, sums)
         one = isinstance(units, ir.Constant)
         with nullcontext() if one else self._steps(units, 1):
             step = self.dots.lines * LINE
@@ -229,7 +228,6 @@ class Emitter:
             if strip:
                 strip = strip._replace(at=self.decoded.take(self.dots.decoded_bytes))
             self.dots.unit(b, lines, codes, sums, self.ahead, strip)
-        self.dots.arrange(b, sums, back=True)
         if self.late:
             for own, start in zip(sums, self._begun(at, offset()), strict=True):
                 b.store(b.add(b.load(own[0]), b.load(start[0])), own[0])
