@@ -70,7 +70,9 @@ class LlamaBench:
         line += [case.tokens, *(["-d", case.depth] if case.depth else []), "-r", 1, "-o", "json"]
         said = output_of(line)
         try:
-            found = json.loads(said)[0]
+            # ik_llama.cpp warns on standard output, in the middle of the array.
+            lines = (part for part in said.splitlines() if not part.startswith("WARNING:"))
+            found = json.loads("\n".join(lines))[0]
             self.about = {key: found.get(key) for key in ("build_commit", "model_type")}
             return float(found["avg_ts"])
         except (ValueError, LookupError, TypeError):

@@ -41,7 +41,8 @@ def llama_bench(tmp_path: Path) -> Path:
         "line = ' '.join(sys.argv[1:])\n"
         "if '-t 2' not in line or '-r 1 -o json' not in line:\n"
         "    sys.exit('unexpected: ' + line)\n"
-        'print(\'[{"avg_ts": 64.0, "build_commit": "abc", "model_type": "llama Q4_0"}]\')\n'
+        'print("[\\nWARNING: Behavior may be unexpected")\n'
+        'print(\'{"avg_ts": 64.0, "build_commit": "abc", "model_type": "llama Q4_0"}]\')\n'
     )
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     return path
