@@ -1,7 +1,7 @@
 """The inputs of a step, written from one flat record for each request of it.
 
-The record is a `Record`; the ids of the request's tokens in the step,
-those of its draft, and the parents of the draft's nodes stand one after the other in an i32 array.
+The record is a `Record`; the ids of the request's tokens in the step, those of its draft, and the
+parents of the draft's nodes stand one after the other in an i32 array.
 """
 
 import ctypes
@@ -11,26 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
+from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.record import reader
 
-TOKENS = {"ids": "i4", "slots": "i4", "positions": "i4", "ends": "i4", "ancestors": "u8"}
-"""Array -> type, of those with an element for each token."""
-ROWS = {
-    "rows": "i4",
-    "masked": "i4",
-    "temperature": "f4",
-    "top_k": "i4",
-    "top_p": "f4",
-    "seeds": "u8",
-    "draws": "i4",
-}
-"""Those with an element for each output row."""
 _FEW = 256
 
-Tables = NamedTuple("Tables", [*((name, int) for name in (*TOKENS, *ROWS))])  # addresses
+Tables = NamedTuple(
+    "Tables", [*((name, int) for name in (*TOKEN_INPUTS, *ROW_INPUTS))]
+)  # addresses
 
 
 class Record(NamedTuple):
@@ -99,21 +91,21 @@ write = Kernel(_write)
 
 
 class Stager:
-    """Writes the inputs of a step to arrays of `TOKENS` and `ROWS`.
+    """Writes the inputs of a step to arrays of `TOKEN_INPUTS` and `ROW_INPUTS`.
 
     Raises ShapeError for one of another type or size, or not contiguous.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._tokens, self._rows = len(arrays["ids"]), len(arrays["rows"])
-        for names, size in ((TOKENS, self._tokens), (ROWS, self._rows)):
-            for name, kind in names.items():
-                array = arrays[name]
+        for names, size in ((TOKEN_INPUTS, self._tokens), (ROW_INPUTS, self._rows)):
+            for name, dtype in names.items():
+                array, kind = arrays[name], STORAGE[dtype]
                 if array.dtype != kind or array.shape != (size,) or not array.flags.c_contiguous:
                     raise ShapeError(
                         f"input {name}: {array.dtype} {array.shape}; expected {kind} ({size},)"
                     )
-        self._arrays = [arrays[name] for name in (*TOKENS, *ROWS)]
+        self._arrays = [arrays[name] for name in (*TOKEN_INPUTS, *ROW_INPUTS)]
         self._tables = np.array([array.ctypes.data for array in self._arrays], np.int64)
         self._record = ctypes.create_string_buffer(RECORD.size)
         self._few = (ctypes.c_int32 * _FEW)()
