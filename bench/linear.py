@@ -376,7 +376,3 @@ def sparse(asked: Any) -> Iterator[Row]:
                 "isa": CURRENT.name,
                 "break_even": even,
             }
-
-
-if __name__ == "__main__":
-    main()

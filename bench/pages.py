@@ -10,23 +10,11 @@ from xml.sax.saxutils import escape
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from bench.record import (
-    MARKS,
-    ResultFile,
-    Row,
-    Table,
-    is_figure,
-    is_number,
-    read_file,
-    read_folder,
-    table,
-    table_of,
-    without_directories,
-)
+from bench import record
 from clocher_kernels.errors import UsageError
 from clocher_runtime.disk.output_file import write_file
 
-_CLASSES = {mark: status for status, mark in MARKS.items()}
+_CLASSES = {mark: status for status, mark in record.MARKS.items()}
 # Characters not allowed in XML; a result file can hold any text.
 _CONTROL = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF} - {10},
@@ -84,7 +72,7 @@ class Section(NamedTuple):
 
     title: str
     text: tuple[str, ...] = ()
-    tables: tuple[Table, ...] = ()
+    tables: tuple[record.Table, ...] = ()
 
 
 def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
@@ -147,10 +135,10 @@ def _clean(text: str) -> str:
 
 
 def _kind(cell: str) -> str:
-    return _CLASSES.get(cell) or ("number" if is_figure(cell) else "")
+    return _CLASSES.get(cell) or ("number" if record.is_figure(cell) else "")
 
 
-def _markdown_table(table: Table) -> str:
+def _markdown_table(table: record.Table) -> str:
     lines = [table.head, ("---",) * len(table.head), *table.rows]
     cells = [[_line(cell).replace("|", "\\|") for cell in line] for line in lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
@@ -210,18 +198,18 @@ def _old(plots: Path) -> list[Path]:
 
 def render(folder: Path) -> Page:
     """Return the page of a folder of result files; UsageError if one is invalid."""
-    files = read_folder(folder)
+    files = record.read_folder(folder)
     peers = _peers(files)
     sections = [
         Section(
             "Beside other engines",
             ("Same weights, same threads, in turns; tg is decoding, pp reading a prompt.",),
-            (table(*_BESIDE, peers),),
+            (record.table(*_BESIDE, peers),),
         ),
-        Section("Published files", (_REAL,), (table_of("real", _newest(files)),)),
+        Section("Published files", (_REAL,), (record.table_of("real", _newest(files)),)),
         Section(
             "Decoding, beside the read bandwidth of the memory",
-            tables=(table(*_DECODED, _decodes(files)),),
+            tables=(record.table(*_DECODED, _decodes(files)),),
         ),
     ]
     found = [section for section in sections if section.tables[0].rows]
@@ -235,14 +223,16 @@ def render(folder: Path) -> Page:
     return Page(page, bars)
 
 
-def _peers(files: Sequence[ResultFile]) -> list[Row]:
+def _peers(files: Sequence[record.ResultFile]) -> list[record.Row]:
     """Return the newest row of each model, test and peer; of one day, the wider ISA."""
-    newest: dict[tuple[str, str, str], tuple[tuple[str, bool], Row]] = {}
+    newest: dict[tuple[str, str, str], tuple[tuple[str, bool], record.Row]] = {}
     for file in (file for file in files if file.kind == "peers"):
-        ours: dict[Any, Row] = {r["test"]: r for r in file.rows if r.get("isa") and r.get("tok_s")}
+        ours: dict[Any, record.Row] = {
+            r["test"]: r for r in file.rows if r.get("isa") and r.get("tok_s")
+        }
         for row in file.rows:
             own = ours.get(row.get("test"))
-            numbers = all(is_number(row.get(key)) for key in (*_RATIO, "tok_s"))
+            numbers = all(record.is_number(row.get(key)) for key in (*_RATIO, "tok_s"))
             if own is None or not numbers or row is own or re.search(r" -fa 1 ", row["engine"]):
                 continue
             stored = _STORED.search(f"{row['note']}")
@@ -256,27 +246,29 @@ def _peers(files: Sequence[ResultFile]) -> list[Row]:
     return [row for _, (_, row) in sorted(newest.items())]
 
 
-def _newest(files: Sequence[ResultFile]) -> list[Row]:
+def _newest(files: Sequence[record.ResultFile]) -> list[record.Row]:
     """Return the newest row of each published file and engine but the reference."""
     rows = [row for file in files if file.kind == "real" for row in file.rows]
     newest = {(row["model"], row["engine"]): row for row in rows}
     return [row for (_, engine), row in newest.items() if engine != "Clocher fp32"]
 
 
-def _decodes(files: Sequence[ResultFile]) -> list[Row]:
+def _decodes(files: Sequence[record.ResultFile]) -> list[record.Row]:
     found = []
     for file in files:
         rows = file.rows[1:] if file.kind == "strict" else file.rows
         for row in rows if file.kind in ("decode", "strict") else ():
             about = {**file.rows[0], **row}
-            if is_number(row.get("pct_of_limit")) and is_number(about.get("bytes_per_token")):
+            if record.is_number(row.get("pct_of_limit")) and record.is_number(
+                about.get("bytes_per_token")
+            ):
                 found.append({**about, "mb": about["bytes_per_token"] / 1e6, "file": file.name})
     return found
 
 
 def add(path: Path, folder: Path) -> Path:
     """Copy a result file, without local directories, under a name from date, machine and model."""
-    file = read_file(path)
+    file = record.read_file(path)
     if not file.rows or not isinstance(file.rows[0].get("machine"), dict):
         raise UsageError(
             f"{path}: a file of kind {file.kind!r} does not say where it was measured; name it "
@@ -289,7 +281,7 @@ def add(path: Path, folder: Path) -> Path:
     model = next((Path(each["model"]).name for each in lines if each.get("model")), "")
     words = [file.date, host, file.kind, model, path.stem]
     name = "-".join(re.sub(r"[^\w.-]+", "-", word) for word in words if word)
-    rows = [json.dumps(without_directories(row)) for row in file.rows]
+    rows = [json.dumps(record.without_directories(row)) for row in file.rows]
     text = "\n".join(rows) if path.suffix == ".jsonl" else "[\n" + ",\n".join(rows) + "\n]"
     target = folder / f"{name}{path.suffix}"
     write_file(target, f"{text}\n".encode())

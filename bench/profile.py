@@ -307,7 +307,3 @@ def main(asked: Any) -> Iterator[Row]:
     about |= {"threads": threads, "isa": profiler.session.isa, "read_gbps": read_gbps}
     about |= {} if asked.limit is None else {"limit": asked.limit}
     yield from ({**about, **row} for row in rows_of(steps, read_gbps))
-
-
-if __name__ == "__main__":
-    main()

@@ -28,19 +28,8 @@ from typing import Any
 import click
 import numpy as np
 
+from bench import real
 from bench.experiment import TEAM, NotMeasured, experiment, output_of
-from bench.real import (
-    SCORED,
-    Parts,
-    Sums,
-    Windows,
-    compared,
-    logits_of,
-    summary,
-    tokenizer_of,
-    windows_of,
-    write_base,
-)
 from bench.record import Row
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Stored
@@ -159,7 +148,7 @@ def _params(matrices: Sequence[Stored]) -> int:
     return sum(prod(stored.shape) for stored in matrices)
 
 
-def sizes(model: Path) -> Sums:
+def sizes(model: Path) -> real.Sums:
     """Return the MiB of a model's tensors, and the bits of a weight of its layers' matrices."""
     inner, _ = _matrices(model)
     layers = 8 * sum(stored.nbytes for stored in inner) / _params(inner)
@@ -181,12 +170,12 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
     return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
 
 
-def _score(asked: Any, name: str, method: str, bases: Mapping[Path, Windows]) -> Sums:
+def _score(asked: Any, name: str, method: str, bases: Mapping[Path, real.Windows]) -> real.Sums:
     with TemporaryDirectory(dir=asked.keep.parent) as folder:
         made = make(asked, name, method, Path(folder))
-        sums, logits = sizes(made), logits_of(made, asked.threads)
+        sums, logits = sizes(made), real.logits_of(made, asked.threads)
         for base, windows in bases.items():
-            found = compared(base, windows, logits)
+            found = real.compared(base, windows, logits)
             sums |= {f"{base.suffix[1:]} {key}": value for key, value in found.items()}
     return sums
 
@@ -217,13 +206,13 @@ def main(asked: Any) -> Iterator[Row]:
             dither(asked.source, asked.published, part)
             part.rename(out)
         asked.source = out
-    parts, source, model = Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
-    count = -(-asked.tokens // SCORED)
-    kinds = windows_of(tokenizer_of(source), asked.text, asked.turns, count)
+    parts, source, model = real.Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
+    count = -(-asked.tokens // real.SCORED)
+    kinds = real.windows_of(real.tokenizer_of(source), asked.text, asked.turns, count)
     bases = {asked.keep.with_name(f"{model}.{kind}"): kinds[kind] for kind in kinds}
-    logits = cache(partial(logits_of, source, asked.threads))
+    logits = cache(partial(real.logits_of, source, asked.threads))
     for base, windows in bases.items():
-        parts.do(base.name, partial(write_base, base, windows, lambda ids: logits()(ids)))
+        parts.do(base.name, partial(real.write_base, base, windows, lambda ids: logits()(ids)))
     rows: list[Row] = []
     for name, method in candidates(asked.llama is not None):
         key = f"{model} {asked.samples} {name} {method}"
@@ -236,7 +225,7 @@ def main(asked: Any) -> Iterator[Row]:
                 kind = base.suffix[1:]
                 sums = {k.split()[1]: v for k, v in found.items() if k.startswith(f"{kind} ")}
                 exact = parts.get(base.name)
-                row |= {f"{k}_{kind}": v for k, v in summary(sums, exact).items()}
+                row |= {f"{k}_{kind}": v for k, v in real.summary(sums, exact).items()}
             rows.append(row)
     for row in sorted(rows, key=lambda row: row["mib"]):
         yield row | {f"over_{kind}": over_theirs(row, rows, f"kld_{kind}") for kind in kinds}

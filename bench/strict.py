@@ -28,15 +28,7 @@ from bench import machine
 from bench.cells import of_program
 from bench.experiment import NEW, turns
 from bench.record import Row, print_table, write_json
-from bench.strict_checks import (
-    Check,
-    Launch,
-    checks,
-    row,
-    share_of_limit,
-    tables,
-    touched_sum,
-)
+from bench.strict_checks import Check, Launch, checks, row, share_of_limit, tables, touched_sum
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_kernels.plan import Touch

@@ -28,6 +28,12 @@ Rows = Literal["", "M", "R"]
 Role = Literal["input", "state", "scratch", "output"]
 Attr = int | float | str | bool
 
+TOKEN_INPUTS = {"ids": "i32", "slots": "i32", "positions": "i32", "ends": "i32", "ancestors": "u64"}
+"""Inputs of a Plan with an element for each token -> type."""
+ROW_INPUTS = {"rows": "i32", "masked": "i32", "temperature": "f32", "top_k": "i32", "top_p": "f32"}
+ROW_INPUTS |= {"seeds": "u64", "draws": "i32"}
+"""Those with an element for each output row."""
+
 
 @dataclass(frozen=True, slots=True)
 class Buffer:

@@ -4,17 +4,17 @@ First: which weights of a Plan are packed into tiles, or copied into large pages
 """
 
 import math
-import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence, Set
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from pkgutil import resolve_name
 
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UnsupportedOp
-from clocher_kernels.guards import refuse_in_window, require
+from clocher_kernels.guards import require
 from clocher_kernels.ops import OPS, matrices
 from clocher_kernels.ops.contract import Value, has_codes
 from clocher_kernels.plan import Buffer, Call, Executor, Plan
@@ -24,33 +24,22 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, Progress
 from cpu_fallback.ops import attention, elementwise, kv, linear, quantize, sampling
 from cpu_fallback.ops.bind import BoundCall, Lower
-from cpu_fallback.team import tape
-from cpu_fallback.team.large_pages import (
-    HUGE,
-    allocate,
-    fetched,
-    give_back,
-    is_mapped,
-    spare,
-    stop_ahead,
-)
-from cpu_fallback.team.placement import Asked, Hints, call_on, hot_weights, replicate, usable_cpus
+from cpu_fallback.team import large_pages, tape
+from cpu_fallback.team.placement import Asked, Hints, call_on, hot_weights, replicate
 from cpu_fallback.team.tape import Launch, Stamps, stamp
 from cpu_fallback.team.team import Team, aligned
 from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.tile_pack import is_packed
 
 _CHUNK = 4 << 20
-_copies: dict[int, np.ndarray] = {}
+_copies: large_pages.Kept[np.ndarray] = large_pages.Kept()
 
 
 def waiting(plan: Plan, values: Mapping[str, Value], copied: Set[str]) -> dict[str, int]:
     """Return the bytes of each weight that binding a Plan will pack or copy.
 
-    Args:
-        plan: what is bound.
-        values: every parameter by name.
-        copied: weights to copy if they are read in place and lie in a mapped file.
+    `values`: every parameter by name; `copied`: weights to copy if they are read in place and lie
+    in a mapped file.
     """
     found: dict[str, int] = {}
     for call in plan.calls:
@@ -80,14 +69,10 @@ def reads_in_place(call: Call, tensor: Value) -> bool:
 
 
 def check_memory(packed: int, beside: int) -> None:
-    """Refuse to pack so many bytes beside buffers, which are allocated but not touched yet.
-
-    Raises:
-        OutOfMemory: it does not fit.
-    """
+    """Raise OutOfMemory unless so many packed bytes fit beside buffers that nothing touched yet."""
     if packed:
         require(
-            max(0, packed + beside - spare()),
+            max(0, packed + beside - large_pages.spare()),
             f"packing weights takes {packed >> 20} MiB beside buffers of {beside >> 20}, together",
             "--pretranspose none reads them from the file, slower",
         )
@@ -105,51 +90,42 @@ def in_large_pages(tensor: QuantTensor) -> QuantTensor:
 def _copied(array: np.ndarray) -> np.ndarray:
     if not _is_worth_it(array):
         return array
-    key = id(array)
-    if key not in _copies:
-        refuse_in_window("copy weights")
-        made, source = allocate(array.nbytes), array.reshape(-1).view(np.uint8)
+    return _copies.of(array, "copy weights", partial(_copy, array))
 
-        def part(start: int) -> None:
-            made[start : start + _CHUNK] = source[start : start + _CHUNK]
 
-        with ThreadPoolExecutor(usable_cpus()) as pool:
-            list(pool.map(part, range(0, array.nbytes, _CHUNK)))
-        _copies[key] = made.view(array.dtype).reshape(array.shape)
-        weakref.finalize(array, _copies.pop, key, None)
-        give_back(array)
-    return _copies[key]
+def _copy(array: np.ndarray) -> np.ndarray:
+    made, source = large_pages.allocate(array.nbytes), array.reshape(-1).view(np.uint8)
+    pieces = [slice(start, start + _CHUNK) for start in range(0, array.nbytes, _CHUNK)]
+    tile_cache.run([partial(made.__setitem__, piece, source[piece]) for piece in pieces])
+    large_pages.give_back(array)
+    return made.view(array.dtype).reshape(array.shape)
 
 
 def _is_worth_it(array: np.ndarray) -> bool:
-    return array.nbytes >= HUGE and is_mapped(array)
+    return array.nbytes >= large_pages.HUGE and large_pages.is_mapped(array)
 
 
 _MANY_BYTES = 512 << 20
 _USUAL = (attention, elementwise, kv, linear, quantize, sampling)
 
 
-def _lower_rare(call: BoundCall) -> Sequence[Launch]:
-    """Lower an op that few models have: its kernels are loaded when it is bound."""
-    table: Mapping[str, Lower]
-    match call.spec.name:
-        case "bsr_linear":
-            from cpu_fallback.ops.bsr import LOWER as table
-        case "page_bounds" | "select_pages":
-            from cpu_fallback.ops.selection import LOWER as table
-        case "skip_linear":
-            from cpu_fallback.ops.skip import LOWER as table
-        case _:
-            from cpu_fallback.ops.moe import LOWER as table
+_RARE = {
+    "bsr": "bsr_linear",
+    "selection": "page_bounds select_pages",
+    "skip": "skip_linear",
+    "moe": "route moe_gate_up moe_down",
+}
+"""Modules of ops that few models have; they are loaded when one is bound."""
+
+
+def _lower_rare(module: str, call: BoundCall) -> Sequence[Launch]:
+    table: Mapping[str, Lower] = resolve_name(f"cpu_fallback.ops.{module}:LOWER")
     return table[call.spec.name](call)
 
 
-_RARE = """
-    bsr_linear page_bounds select_pages skip_linear route moe_gate_up moe_down
-"""
 LOWER: Mapping[str, Kernel | Lower] = {
     **{name: lower for module in _USUAL for name, lower in module.LOWER.items()},
-    **dict.fromkeys(_RARE.split(), _lower_rare),
+    **{n: partial(_lower_rare, module) for module, ops in _RARE.items() for n in ops.split()},
 }
 """Op name -> its kernel, or a function from a bound call to its launches."""
 
@@ -158,23 +134,16 @@ class CpuExecutor(Executor):
     """Execute a Plan with compiled kernels on a team of threads.
 
     A token's result depends neither on the other tokens of the step nor on the number of threads.
+    `weights`, QuantTensors and fp32 vectors, are used where they lie and must not change;
+    `threads`: the calling one included; `hints` change speed and never results.
+    `progress` gets (done, total) while kernels are compiled, `packing` (MiB done, MiB in all) while
+    many weights are packed. `beside`: another executor whose team does the work, so that no core
+    has two threads of theirs; one of them steps at a time, and this one is closed first. `memory`:
+    arrays to use as buffers, by name, at capacity; others are allocated. `stamps`: times of the
+    last step, None unless the hints asked for them.
 
-    Args:
-        plan: what to execute.
-        weights: a QuantTensor for each "matrix" parameter, an fp32 array for each "vector". They
-            are used where they lie and must not change.
-        threads: size of the team, the calling thread included.
-        progress: called with (done, total) while kernels are compiled; never if none has to be.
-        hints: settings that change speed and never results.
-        packing: called with (MiB done, MiB in all) while weights are packed, if they are many.
-        beside: another one whose team does the work, so that no core has two threads of theirs. One
-            of them steps at a time, and this one is closed first.
-        memory: arrays to use as buffers, by name, at capacity; others are allocated.
-
-    Raises:
-        OutOfMemory: the packed weights do not fit in memory.
-        ShapeError: an array does not fit its op.
-        UnsupportedOp: there is no kernel for an op, or for an op with a format.
+    Raises OutOfMemory; ShapeError for an array that does not fit its op; UnsupportedOp without a
+    kernel for an op, or for an op with a format.
     """
 
     name = "cpu"
@@ -212,12 +181,12 @@ class CpuExecutor(Executor):
             with tile_cache.packing(self._tell):
                 bound = self._bind(threads, hints)
                 launches = self._launches = next(iter(bound.values()))
-                self._stamps = Stamps.table(self._calls, threads) if hints.stamped else None
+                self.stamps = Stamps.table(self._calls, threads) if hints.stamped else None
                 jit.warm(_kernels(launches), progress)
         finally:
-            stop_ahead()
+            large_pages.stop_ahead()
         scratch = max((launch.scratch for launch in launches), default=0)
-        tapes = _tapes(bound, threads, hints, self._stamps)
+        tapes = _tapes(bound, threads, hints, self.stamps)
         self._is_guest = beside is not None
         if beside is not None:
             self._team = beside._team
@@ -231,11 +200,6 @@ class CpuExecutor(Executor):
         """Hints that change what happens, by field of `Hints`."""
         return frozenset(self._asked.names)
 
-    @property
-    def stamps(self) -> Stamps | None:
-        """Times of the last step; None unless the hints asked for them."""
-        return self._stamps
-
     def array(self, name: str) -> np.ndarray:
         """Return the live array of a buffer, at capacity."""
         value = self._values[name]
@@ -243,11 +207,7 @@ class CpuExecutor(Executor):
         return value
 
     def step(self, tokens: int, rows: int) -> None:
-        """Execute the Plan for the first `tokens` tokens and `rows` output rows.
-
-        Raises:
-            ShapeError: more than the Plan's capacity.
-        """
+        """Execute the Plan for its first tokens and output rows. Raises ShapeError beyond those."""
         if not (0 <= tokens <= self.plan.tokens and 0 <= rows <= self.plan.rows):
             raise ShapeError(
                 f"a step of {tokens} tokens and {rows} rows; the Plan has room for "
@@ -352,10 +312,14 @@ def _allocate(buffer: Buffer) -> np.ndarray:
     storage = STORAGE[buffer.dtype]
     nbytes = math.prod(buffer.shape) * storage.itemsize
     # A step reads a cache like weights: from end to end. Small pages would cost it a third.
-    if buffer.role != "state" or nbytes < HUGE:
+    if buffer.role != "state" or nbytes < large_pages.HUGE:
         made = aligned(nbytes)
     else:  # the first token touches all of a small one
-        made = fetched(nbytes) if nbytes <= 2 * HUGE else allocate(nbytes)
+        made = (
+            large_pages.fetched(nbytes)
+            if nbytes <= 2 * large_pages.HUGE
+            else large_pages.allocate(nbytes)
+        )
     return made.view(storage).reshape(buffer.shape)
 
 

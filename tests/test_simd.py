@@ -158,10 +158,10 @@ def test_tanh_of_special_values() -> None:
 
 def _lookup(source, target, n):
     for i in range(0, n, 16):
-        simd_store(target + 4 * i, fp4_lookup(fp4_table(), fp4_load(source + i // 2)))
+        simd_store(target + 4 * i, fp4_load(source + i // 2))
 
 
-fp4_lookup, fp4_table, fp4_load = simd.lookup, language.e2m1_table, memory.load_u4
+fp4_load, _ = language.loads_of("e2m1")
 
 
 def test_lookup_gives_every_fp4_code() -> None:
@@ -178,14 +178,15 @@ def _tails(source, target):
         tail_store_f32(row, tail_load_f32(source, n), n)
         tail_store_u8(row + 64, tail_load_u8(source, n), n)
         tail_store_u16(row + 80, tail_load_u16(source, n), n)
-        tail_store_i32(row + 112, tail_load_u4(source, n))
+        tail_store_f32(row + 112, tail_load_i4(source, n), 16)
         tail_store_i32(row + 176, tail_load_i8(source, n))
 
 
 tail_load_f32, tail_store_f32 = memory.load_f32_n, memory.store_f32_n
 tail_load_u8, tail_store_u8 = memory.load_u8_n, memory.store_u8_n
 tail_load_u16, tail_store_u16 = memory.load_u16_n, memory.store_u16_n
-tail_load_u4, tail_load_i8, tail_store_i32 = memory.load_u4_n, memory.load_i8_n, memory.store_i32
+tail_load_i8, tail_store_i32 = memory.load_i8_n, memory.store_i32
+_, tail_load_i4 = language.loads_of("i4")
 
 
 def test_tails_touch_what_they_name() -> None:
@@ -200,8 +201,8 @@ def test_tails_touch_what_they_name() -> None:
         assert np.array_equal(row[80 : 80 + 2 * n], source[: 2 * n])
         assert (row[80 + 2 * n : 112] == 0xEE).all()
         whole = n + n % 2
-        expected = np.where(np.arange(16) < whole, nibbles[:16], 0)
-        assert np.array_equal(row[112:176].view(np.int32), expected)
+        expected = np.where(np.arange(16) < whole, nibbles[:16], 0).astype(np.float32) - 8
+        assert np.array_equal(row[112:176].view(np.float32), expected)
         signed = np.where(np.arange(16) < n, source[:16].view(np.int8), 0)
         assert np.array_equal(row[176:240].view(np.int32), signed)
 

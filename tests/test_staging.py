@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from kernel_run import kernel_cache
 
+from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
-from cpu_fallback.ops.staging import ROWS, TOKENS, Stager
+from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS
+from cpu_fallback.ops.staging import Stager
 
 pytestmark = pytest.mark.usefixtures(kernel_cache.__name__)
 M, R = 800, 80
@@ -39,8 +41,8 @@ class Draft(NamedTuple):
 
 
 def arrays() -> dict[str, np.ndarray]:
-    made = {name: np.full(M, 9, kind) for name, kind in TOKENS.items()}
-    return made | {name: np.full(R, 9, kind) for name, kind in ROWS.items()}
+    made = {name: np.full(M, 9, STORAGE[kind]) for name, kind in TOKEN_INPUTS.items()}
+    return made | {name: np.full(R, 9, STORAGE[kind]) for name, kind in ROW_INPUTS.items()}
 
 
 def expected(into: dict[str, np.ndarray], ids: list[int], draft: Draft, record: tuple) -> None:

@@ -17,6 +17,8 @@ from clocher_kernels.ops.rewrite import read_instead
 from clocher_kernels.ops.skip import skips_columns
 from clocher_kernels.plan import Attr, Call, Executor, Plan
 from clocher_runtime.config.values import shown
+from clocher_runtime.engine.forwards import StepInputs
+from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.models.build import PAGE_CELLS, page_table
 from clocher_runtime.models.spec import ModelSpec
 
@@ -112,32 +114,22 @@ def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longes
             f"got {0 if ids is None else len(ids)}: give --act-calibration FILE, or use topk:F or "
             "adaptive, which need none"
         )
-    text = np.asarray(ids[:MOST_TOKENS], np.int32)
-    longest, chunk = min(_SEQUENCE, longest), executor.plan.tokens
+    text, longest = list(ids[:MOST_TOKENS]), min(_SEQUENCE, longest)
     counts: dict[str, np.ndarray] = {}
-    pieces = [text[at : at + longest] for at in range(0, len(text), longest)]
-    parts = [(at, piece[at : at + chunk]) for piece in pieces for at in range(0, len(piece), chunk)]
-    for first, part in parts:
-        _stage(executor, first, part, longest)
-        for call in executor.walk(len(part), 1):
-            if call.op == "drop_small":
-                bits = executor.peek(call.args["x"], len(part)).view(np.uint32) & 0x7FFFFFFF
-                found = np.bincount((bits >> 16).reshape(-1), minlength=1 << 15)
-                name = call.args["threshold"]
-                counts[name] = counts.get(name, 0) + found
+    inputs, blocks = StepInputs(executor), -(-longest // PAGE_CELLS)
+    for name in {"pages", "window_pages"} & set(executor.plan.buffers):
+        executor.array(name)[0, :blocks] = page_table(1, blocks)[0]
+    for start in range(0, len(text), longest):
+        request = Request(ids=text[start : start + longest], slot=0, queue=OutputQueue(1))
+        while count := min(request.waiting_tokens, executor.plan.tokens):
+            inputs.stage([(request, count)])
+            for call in executor.walk(count, 1):
+                if call.op == "drop_small":
+                    bits = executor.peek(call.args["x"], count).view(np.uint32) & 0x7FFFFFFF
+                    found = np.bincount((bits >> 16).reshape(-1), minlength=1 << 15)
+                    name = call.args["threshold"]
+                    counts[name] = counts.get(name, 0) + found
+            request.cells += count
     for name, found in counts.items():
         place = int(np.searchsorted(np.cumsum(found), drop * found.sum()))
         executor.plan.consts[name].view(np.uint32)[0] = place << 16
-
-
-def _stage(executor: Executor, first: int, part: np.ndarray, longest: int) -> None:
-    places = np.arange(first, first + len(part), dtype=np.int32)
-    executor.array("ids")[: len(part)] = part
-    executor.array("positions")[: len(part)] = places
-    executor.array("ends")[: len(part)] = places + 1
-    for name in ("slots", "ancestors", "rows", "masked", "temperature"):
-        executor.array(name)[...] = 0
-    blocks = -(-longest // PAGE_CELLS)
-    for name in ("pages", "window_pages"):
-        if name in executor.plan.buffers:
-            executor.array(name)[0, :blocks] = page_table(1, blocks)[0]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.ops.sampling import NO_TOKEN
-from clocher_kernels.plan import Executor
+from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS, Executor
 from clocher_runtime.engine.backends import stager
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
@@ -16,10 +16,6 @@ from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import MAX_DRAFT, NO_DRAFT, Pending
 from clocher_runtime.speculation.gate import ForwardCosts, Trial
 from clocher_runtime.speculation.speculator import Counts, Speculator
-
-_TOKENS = ("ids", "slots", "positions", "ends", "ancestors")
-_ROWS = ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws")
-
 
 Part = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
@@ -29,8 +25,8 @@ class StepInputs:
     """The live input buffers of an executor, without the page tables."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor = executor
-        self._arrays = {name: executor.array(name) for name in (*_TOKENS, *_ROWS, "allowed")}
+        self._executor, inputs = executor, (*TOKEN_INPUTS, *ROW_INPUTS, "allowed")
+        self._arrays = {name: executor.array(name) for name in inputs}
         self._write = stager()(self._arrays).write
 
     def stage(self, parts: Sequence[Part]) -> tuple[int, int]:

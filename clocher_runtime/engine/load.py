@@ -129,10 +129,7 @@ def describe(checkpoint: Checkpoint) -> tuple[ModelSpec, dict[str, Need]]:
 
 
 def destined(
-    spec: ModelSpec,
-    needs: Mapping[str, Need],
-    checkpoint: Checkpoint,
-    precision: str | None = None,
+    spec: ModelSpec, needs: Mapping[str, Need], checkpoint: Checkpoint, precision: str | None = None
 ) -> dict[str, Destined]:
     """Return what `load_model` will make of each tensor, from headers alone."""
     found = {}

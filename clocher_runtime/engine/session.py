@@ -10,16 +10,8 @@ import numpy as np
 from clocher_kernels.errors import ModelChanged, UsageError
 from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
-from clocher_runtime.engine.arguments import (
-    Constraint,
-    Sampling,
-    check_biases,
-    check_functions,
-    for_each_prompt,
-    one_for_each,
-    prompt_ids,
-    whole,
-)
+from clocher_runtime.engine import arguments
+from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.backends import Progress, suffix_automaton
 from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
@@ -63,7 +55,7 @@ class Session:
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        check_functions(progress=progress, packing=packing)
+        arguments.check_functions(progress=progress, packing=packing)
         self.model, self.config = model, config
         self._blocks = _blocks(model.spec, config)
         drafts = self._blocks is None and _speculates(config)
@@ -162,12 +154,12 @@ class Session:
         call = _Call(**more)
 
         def begin() -> OutputQueue:
-            usable, most = self._usable(prompts), whole("max_new", max_new, 1)
+            usable, most = self._usable(prompts), arguments.whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
             chosen, salt = sampling or Sampling(), call.salt.encode()
-            check_biases(chosen.logit_bias, self.model.spec.vocab_size)
+            arguments.check_biases(chosen.logit_bias, self.model.spec.vocab_size)
             allowed = self.executor.array("allowed")
-            bound = one_for_each(call.constraints, len(usable), allowed)
+            bound = arguments.one_for_each(call.constraints, len(usable), allowed)
             queue = OutputQueue(len(usable), window, after_token, call.logits)
             blocks = self._blocks
             if call.diffusion is not None:
@@ -258,12 +250,12 @@ class Session:
             self.scheduler.submit(requests)
 
     def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
-        return for_each_prompt(given, self._usable_ids)
+        return arguments.for_each_prompt(given, self._usable_ids)
 
     def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
         what = "context" if self.longest == self.context else "KV cache (kv_pages)"
         spec = self.model.spec
-        return prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
+        return arguments.prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

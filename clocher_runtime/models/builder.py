@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.sampling import words_for
-from clocher_kernels.plan import Attr, Buffer, Call, Plan, Role, Rows
+from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS, Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
 from clocher_runtime.models.spec import (
     PAGE_CELLS,
@@ -25,7 +25,7 @@ ONES = "norm.ones"
 """Weights of a norm that has none."""
 _CONSTS = ("rope", ONES)
 
-_TOKEN_ARGS = {n: n for n in ("slots", "positions", "ends", "ancestors")}
+_TOKEN_ARGS = {n: n for n in TOKEN_INPUTS if n != "ids"}
 
 
 def tables_of(spec: ModelSpec, layer: int) -> dict[str, tuple[str, QueryGrowth | None]]:
@@ -116,21 +116,12 @@ class Builder:
         return Plan(self.tokens, self.rows, self.buffers, {}, weights, calls)
 
     def _inputs(self) -> None:
-        for name in ("ids", "slots", "positions", "ends"):
-            self._buffer(name, (self.tokens,), "i32", "M", "input")
-        self._buffer("ancestors", (self.tokens,), "u64", "M", "input")
+        for name, dtype in TOKEN_INPUTS.items():
+            self._buffer(name, (self.tokens,), dtype, "M", "input")
         self._buffer("pages", (self.sizes.slots, self.sizes.blocks), "i32", "", "input")
         if self.sizes.window_pages:
             self._buffer("window_pages", (self.sizes.slots, self.sizes.blocks), "i32", "", "input")
-        for name, dtype in (
-            ("rows", "i32"),
-            ("masked", "i32"),
-            ("temperature", "f32"),
-            ("top_k", "i32"),
-            ("top_p", "f32"),
-            ("seeds", "u64"),
-            ("draws", "i32"),
-        ):
+        for name, dtype in ROW_INPUTS.items():
             self._buffer(name, (self.rows,), dtype, "R", "input")
         # The last input: only its new part is sent. Rows that score need none.
         masks = min(self.rows, DRAWN * self.sizes.slots)

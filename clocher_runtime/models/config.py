@@ -5,7 +5,7 @@ Source: transformers modeling_rope_utils; YaRN (arXiv 2309.00071), LongRoPE (240
 
 from collections.abc import Callable, Mapping
 from math import log, sqrt
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from msgspec import Meta, Struct
 
@@ -75,30 +75,46 @@ class BlockDiffusionFields(Struct, forbid_unknown_fields=True):
     sub_block_size: BlockSize | None = None
 
 
-class Decoder(Ends, kw_only=True):
-    """The fields of every decoder; defaults are those of transformers' LlamaConfig.
+class Usual(NamedTuple):
+    """Fields that a config leaves out, as published; here those of transformers' LlamaConfig."""
 
-    A family is a subclass: its own fields and defaults, and `more` made of them.
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+
+
+class Decoder(Ends, kw_only=True):
+    """The fields of every decoder; further defaults are those of transformers' LlamaConfig.
+
+    A family is a subclass: what is `USUAL`, its own fields and defaults, and `more` made of them.
     """
 
+    USUAL: ClassVar[Usual] = Usual()
     ACTIVATION: ClassVar[str] = "silu"
     SCALING: ClassVar[dict[str, Any] | None] = None
     """The published RoPE scaling, where a config has neither spelling."""
 
-    vocab_size: Size = 32000
-    hidden_size: Size = 4096
-    intermediate_size: Size = 11008
-    num_hidden_layers: Layers = 32
-    num_attention_heads: Heads = 32
-    num_key_value_heads: Heads | None = None
-    head_dim: Heads | None = None
-    max_position_embeddings: Size = 2048
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Layers
+    num_attention_heads: Heads
+    num_key_value_heads: Heads | None
+    head_dim: Heads | None
+    max_position_embeddings: Size
+    rms_norm_eps: Epsilon
+    rope_theta: Theta
     original_max_position_embeddings: Size | None = None
     hidden_act: str | None = None
     hidden_activation: str | None = None
     partial_rotary_factor: Fraction = 1.0
-    rms_norm_eps: Epsilon = 1e-6
-    rope_theta: Theta = 10000.0
     rope_parameters: dict[str, Any] | None = None
     rope_scaling: dict[str, Any] | None = None
     layer_types: list[Any] | None = None
@@ -187,7 +203,7 @@ def read_config(config: Mapping[str, Any], kind: type[_D]) -> _D:
     for name in ("hidden_act", "hidden_activation"):
         one_of(config, name, kind.ACTIVATION, ACTIVATIONS, WHERE)
     own = {name: config[name] or None for name in _NULL_IS_NONE if name in config}
-    return read_as({**given(config), **own}, kind, WHERE)
+    return read_as({**kind.USUAL._asdict(), **given(config), **own}, kind, WHERE)
 
 
 def checked(types: list[Any], known: tuple[str, ...], layers: int) -> None:
@@ -250,15 +266,10 @@ class _Rope(Struct):
 
 
 def _rope(config: Decoder, fields: dict[str, Any], where: str) -> RopeSpec:
-    usual = {
-        "rope_theta": config.rope_theta,
-        "partial_rotary_factor": config.partial_rotary_factor,
-    }
+    usual = {"rope_theta": config.rope_theta, "partial_rotary_factor": config.partial_rotary_factor}
     read = read_as({**usual, **fields}, _Rope, where)
-    rotated, positions = (
-        int(config.dim * read.partial_rotary_factor),
-        config.max_position_embeddings,
-    )
+    rotated = int(config.dim * read.partial_rotary_factor)
+    positions = config.max_position_embeddings
     if rotated < 2 or rotated % 2:
         raise FormatError(
             f"{where}: {rotated} of {config.dim} values of a head are rotated; expected an even "
@@ -291,10 +302,7 @@ def _rope(config: Decoder, fields: dict[str, Any], where: str) -> RopeSpec:
     if factor is None:
         raise missing("factor", where)
     if kind == "llama3":
-        spec["low_freq_factor"], spec["high_freq_factor"] = (
-            read.low_freq_factor,
-            read.high_freq_factor,
-        )
+        spec |= {name: getattr(read, name) for name in ("low_freq_factor", "high_freq_factor")}
         if read.high_freq_factor <= read.low_freq_factor:
             raise FormatError(
                 f"{where}: high_freq_factor {read.high_freq_factor} must exceed "

@@ -142,14 +142,9 @@ def available() -> tuple[str, ...]:
 
 
 def choose(wanted: str | None) -> Isa:
-    """Return the ISA to compile for.
+    """Return the ISA of a name; None or "": the best that the host can run.
 
-    Args:
-        wanted: its name; None or "" for the best that the host can run.
-
-    Raises:
-        UsageError: no such ISA.
-        DeviceError: the host cannot run it.
+    Raises UsageError for an unknown one, DeviceError for one that the host cannot run.
     """
     runnable = available()
     if not wanted:

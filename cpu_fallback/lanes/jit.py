@@ -189,12 +189,10 @@ _EXTERNAL = frozenset({"memcpy", "memset", "memmove", "sched_yield", "nanosleep"
 
 
 class Kernel:
-    """A function compiled to machine code when its address is first asked for.
+    """A function of int64 compiled to machine code when its address is first asked for.
 
-    Args:
-        function: pure Python, of int64 parameters; calls devices and intrinsics only.
-        result: Numba type it returns, void or int64.
-        name: of its file in the cache, "module.function" by default.
+    `function` calls devices and intrinsics only; `result`: void or int64; `name`: of its file in
+    the cache, "module.function" by default.
     """
 
     def __init__(self, function: Callable[..., Any], result: Kind = void, name: str = "") -> None:
@@ -231,12 +229,9 @@ def kernel(function: Callable[..., Any]) -> Kernel:
 
 
 def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:
-    """Load kernels from the cache, and compile those that are not there.
+    """Load kernels from the cache, and compile those that are not there. Raises WindowError.
 
     `progress` is called with (done, total) before the first compilation and after each.
-
-    Raises:
-        WindowError: a kernel would have to be compiled inside a timed window.
     """
     with _one_thread:
         _warm([k for k in dict.fromkeys(kernels) if not k.ready], progress)
@@ -279,7 +274,7 @@ def _compile(k: Kernel) -> bytes:
 
 
 def _module(k: Kernel) -> llvm.ModuleRef:
-    text, native = _lower(k)
+    text, native = lower(k.function, k.params, k.result)
     args = ", ".join(f"i64 %a{i}" for i in range(k.params))
     # Numba returns a status and passes the result by pointer; callers want a plain C function. What
     # becomes of an error is asked for, so that it is not optimised away before `_check` sees it.
@@ -316,10 +311,6 @@ done:
     return module
 
 
-def _lower(k: Kernel) -> tuple[str, str]:
-    return lower(k.function, k.params, k.result)
-
-
 def _check(k: Kernel, module: llvm.ModuleRef) -> None:
     """Raise if a kernel could raise, allocate or call Python, for nothing would see the error."""
     called = {f.name for f in module.functions if f.is_declaration}
@@ -354,17 +345,14 @@ class _Linker:
     may be farther apart, and then it ends the process.
     """
 
-    _instance: "_Linker | None" = None
-
     def __init__(self) -> None:
         self._jit = llvm.create_lljit_compiler(_machine(), use_jit_link=True)
         self._linked = 0
 
     @classmethod
+    @functools.cache
     def get(cls) -> "_Linker":
-        if cls._instance is None:
-            cls._instance = cls()
-        return cls._instance
+        return cls()
 
     def link(self, code: bytes, symbol: str) -> int:
         try:

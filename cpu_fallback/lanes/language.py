@@ -21,34 +21,12 @@ from clocher_kernels.dtypes import E2M1_VALUES
 from cpu_fallback.lanes import simd as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import VecT, device, f32, f64, i64, void
-from cpu_fallback.lanes.memory import *  # noqa: F403
-from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
-from cpu_fallback.lanes.simd import *  # noqa: F403
-from cpu_fallback.lanes.simd import (
-    DOUBLE,
-    F32,
-    I32,
-    INT1,
-    INT8,
-    INT16,
-    INT64,
-    LANES,
-    MASK,
-    call,
-    constant,
-    emit_fma,
-    emit_rint,
-    number,
-    op,
-    spread,
-)
+from cpu_fallback.lanes.memory import *
+from cpu_fallback.lanes.simd import *
 
 HALF = ir.VectorType(ir.HalfType(), LANES)
-_U16, _U8, _PAIRS = (
-    ir.VectorType(INT16, LANES),
-    ir.VectorType(INT8, LANES),
-    ir.VectorType(INT8, LANES // 2),
-)
+_U16, _U8 = ir.VectorType(INT16, LANES), ir.VectorType(INT8, LANES)
+_PAIRS = ir.VectorType(INT8, LANES // 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,13 +97,22 @@ def _i8(b: Any, codes: Any) -> Any:
     return b.sitofp(b.sext(codes, I32.llvm), F32.llvm)
 
 
-def _i4(b: Any, packed: Any) -> Any:
-    """Emit the 16 nibbles of 8 bytes, the low one of each first, minus 8."""
+def _nibbles(b: Any, packed: Any) -> Any:
+    """Emit the 16 nibbles of 8 bytes, the low one of each first."""
     wide = b.zext(packed, ir.VectorType(INT16, LANES // 2))
     spread = b.or_(wide, b.shl(wide, constant(wide.type, 4)))
     pairs = b.and_(spread, constant(wide.type, 0x0F0F))
-    codes = b.zext(b.bitcast(pairs, _U8), I32.llvm)
-    return b.sitofp(b.sub(codes, constant(I32, 8)), F32.llvm)
+    return b.zext(b.bitcast(pairs, _U8), I32.llvm)
+
+
+def _i4(b: Any, packed: Any) -> Any:
+    return b.sitofp(b.sub(_nibbles(b, packed), constant(I32, 8)), F32.llvm)
+
+
+def _e2m1(b: Any, packed: Any) -> Any:
+    return emit_lookup(
+        b, constant(F32, [float(value) for value in E2M1_VALUES]), _nibbles(b, packed)
+    )
 
 
 WIDEN = {
@@ -137,6 +124,7 @@ WIDEN = {
     "e8m0": Widen(8, _U8, _e8m0),
     "i8": Widen(8, _U8, _i8),
     "i4": Widen(4, _PAIRS, _i4),
+    "e2m1": Widen(4, _PAIRS, _e2m1),
 }
 """Kind of number -> how it is loaded; i4 is a code of 0 .. 15 minus 8, e8m0 is finite."""
 
@@ -152,7 +140,6 @@ from_f16 = op(F32, I32)(lambda b, codes: emit_half(b, b.trunc(codes, _U16)))
 from_f16_bits = op(F32, I32)(lambda b, codes: emit_half(b, b.trunc(codes, _U16), by_bits=True))
 from_e4m3 = op(F32, I32)(lambda b, codes: _e4m3(b, b.trunc(codes, _U8)))
 from_e5m2 = op(F32, I32)(lambda b, codes: _e5m2(b, b.trunc(codes, _U8)))
-e2m1_table = op(F32)(lambda b: constant(F32, [float(value) for value in E2M1_VALUES]))  # of fp4
 
 
 @device
@@ -165,49 +152,31 @@ def to_bf16(x):
     return v.iselect(v.eq(x, x), rounded, quiet)
 
 
-@op(I32, F32)
-def _f32_to_half(b, x):
-    return b.zext(b.bitcast(b.fptrunc(x, HALF), _U16), I32.llvm)
-
-
 @device
-def to_f16_bits(x):
-    """Convert fp32 to fp16 codes without an instruction for it."""
-    sign = v.shl(v.shr(v.bits_i32(x), 31), 15)
-    magnitude = v.bits_i32(v.absolute(x))
-    odd = v.iand(v.shr(magnitude, 13), v.isplat(1))
-    rebias = v.isplat(((15 - 127) << 23) + 0xFFF)
-    normal = v.shr(v.iadd(v.iadd(magnitude, rebias), odd), 13)
-    magic = v.isplat(126 << 23)
-    subnormal = v.isub(v.bits_i32(v.add(v.bits_f32(magnitude), v.bits_f32(magic))), magic)
-    value = v.iselect(v.ilt(magnitude, v.isplat(113 << 23)), subnormal, normal)
-    value = v.iselect(v.ilt(magnitude, v.isplat(143 << 23)), value, v.isplat(0x7C00))
-    value = v.iselect(v.ilt(v.isplat(255 << 23), magnitude), v.isplat(0x7E00), value)
-    return v.ior(value, sign)
+def _narrow(x, shift, bias, largest, nan, sign):
+    """Convert fp32 to codes with `shift` bits less, of an exponent smaller by `bias`.
 
-
-to_f16 = _f32_to_half if CURRENT.f16c else to_f16_bits  # Convert fp32 to fp16 codes
-
-
-@device
-def _to_fp8(x, shift, rebias, smallest_normal, magic, largest):
+    Magnitudes end at the bits `largest`; `sign` is the place of the sign.
+    """
     # Integer comparisons of magnitudes order floats, infinity included; NaN is replaced at the end.
-    bits = v.bits_i32(v.absolute(x))
+    bits, least = v.bits_i32(v.absolute(x)), v.isplat((bias + 1) << 23)
     bits = v.iselect(v.ilt(v.isplat(largest), bits), v.isplat(largest), bits)
     odd = v.iand(v.shr(bits, shift), v.isplat(1))
     rounded = v.iadd(bits, v.iadd(odd, v.isplat((1 << (shift - 1)) - 1)))
-    normal = v.isub(v.shr(rounded, shift), v.isplat(rebias))
-    shifted = v.add(v.bits_f32(bits), v.bits_f32(v.isplat(magic)))
-    subnormal = v.isub(v.bits_i32(shifted), v.isplat(magic))
-    code = v.iselect(v.ilt(bits, v.isplat(smallest_normal)), subnormal, normal)
-    code = v.iselect(v.eq(x, x), code, v.isplat(0x7F))
-    return v.ior(code, v.shl(v.shr(v.bits_i32(x), 31), 7))
+    normal = v.isub(v.shr(rounded, shift), v.isplat(bias << (23 - shift)))
+    magic = v.isplat((bias + 1 + shift) << 23)  # leaves a subnormal code in the low bits
+    subnormal = v.isub(v.bits_i32(v.add(v.bits_f32(bits), v.bits_f32(magic))), magic)
+    code = v.iselect(v.ilt(bits, least), subnormal, normal)
+    code = v.iselect(v.eq(x, x), code, v.isplat(nan))
+    return v.ior(code, v.shl(v.shr(v.bits_i32(x), 31), sign))
 
 
-# Convert fp32 to fp8 e4m3 (fn) codes.
-to_e4m3 = device(lambda x: _to_fp8(x, 20, 120 << 3, 121 << 23, 141 << 23, 0x43E00000))
-# Convert fp32 to fp8 e5m2 codes.
-to_e5m2 = device(lambda x: _to_fp8(x, 21, 112 << 2, 113 << 23, 134 << 23, 0x47600000))
+# Convert fp32 to fp8 codes, e4m3 (fn) and e5m2, and to fp16 codes without an instruction for it.
+to_e4m3 = device(lambda x: _narrow(x, 20, 120, 0x43E00000, 0x7F, 7))
+to_e5m2 = device(lambda x: _narrow(x, 21, 112, 0x47600000, 0x7F, 7))
+to_f16_bits = device(lambda x: _narrow(x, 13, 112, 143 << 23, 0x7E00, 15))
+_to_f16 = op(I32, F32)(lambda b, x: b.zext(b.bitcast(b.fptrunc(x, HALF), _U16), I32.llvm))
+to_f16 = _to_f16 if CURRENT.f16c else to_f16_bits  # Convert fp32 to fp16 codes
 
 
 @device

@@ -11,33 +11,13 @@ widened to int32, and the low bits of int32 stored. Alignment is never assumed.
 At the end what packing needs: the words of 16 rows to lines, and nibbles to other places.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import VecT, cgutils, device, f32, i64, void
-from cpu_fallback.lanes.simd import (
-    F32,
-    FLOAT,
-    I32,
-    INT8,
-    INT16,
-    INT32,
-    INT64,
-    LANES,
-    VOID,
-    behind,
-    call,
-    constant,
-    join,
-    number,
-    op,
-    pick,
-    shuffle,
-    spread,
-)
+from cpu_fallback.lanes.simd import *
 
 
 def emit_load(b: Any, kind: ir.Type, address: Any) -> Any:
@@ -45,6 +25,11 @@ def emit_load(b: Any, kind: ir.Type, address: Any) -> Any:
     value = b.load(b.inttoptr(address, kind.as_pointer()))
     value.align = 1
     return value
+
+
+def emit_everywhere(b: Any, kind: VecT, address: Any) -> Any:
+    """Emit a vector with the number at an address in every lane."""
+    return spread(b, kind, emit_load(b, kind.llvm.element, address))
 
 
 def emit_store(b: Any, value: Any, address: Any) -> None:
@@ -168,26 +153,6 @@ store_f32, store_f32_n = _stores(F32, F32.llvm)
 store_i32, _ = _stores(I32, I32.llvm)
 store_u16, store_u16_n = _stores(I32, _U16)
 store_u8, store_u8_n = _stores(I32, _U8)
-
-
-def _nibbles(b: Any, load: Callable[[ir.VectorType], Any]) -> Any:
-    packed = load(ir.VectorType(INT8, 8))
-    low = b.and_(packed, constant(packed.type, 15))
-    high = b.lshr(packed, constant(packed.type, 4))
-    return b.zext(shuffle(b, low, high, [lane for i in range(8) for lane in (i, 8 + i)]), I32.llvm)
-
-
-@op(I32, i64)
-def load_u4(b, address):
-    """Return the 16 nibbles of 8 bytes, the low one of each byte first."""
-    return _nibbles(b, lambda kind: emit_load(b, kind, address))
-
-
-@op(I32, i64, i64)
-def load_u4_n(b, address, count):
-    """Return the first `count` of 16 nibbles, and one more if the count is odd."""
-    size = b.lshr(b.add(count, number(1)), number(1))
-    return _nibbles(b, lambda kind: emit_load_n(b, kind, address, size))
 
 
 def emit_prefetch(b: Any, address: Any, level: int = 2) -> None:

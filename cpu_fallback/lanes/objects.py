@@ -5,8 +5,7 @@ Files that no other user can have written: what the caches of the CPU back end a
 Machine code from a cache is run as it is, and a hash in a file does not show who wrote it. So every
 directory on the way to a cache, the cache itself and each of its files must belong to this user, to
 root or to the owner of `/`, and no other user may be able to write them; in a directory on the way
-the sticky bit is enough. Nothing here
-waits without end: a pipe is no file, and a lock is given up.
+the sticky bit is enough. Nothing here waits without end: a pipe is no file, and a lock is given up.
 """
 
 import errno
@@ -38,16 +37,9 @@ _BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 def private_directory(root: Path, *names: str, create: bool = False) -> Path:
     """Return the real path of root/names, once it is sure that no other user can change it.
 
-    Symbolic links on the way to `root` are followed; the names below it must be none.
-
-    Args:
-        root: where caches are; its parents are checked too.
-        names: directories below it.
-        create: make what is missing, for this user only.
-
-    Raises:
-        OSError: it is not there, cannot be made or searched, or another user could write it;
-            `strerror` says which, `filename` where.
+    Symbolic links on the way to `root`, where caches are, are followed, and its parents checked
+    too; the names below it must be no links. `create`: make what is missing, for this user only.
+    Raises OSError: `strerror` says what is wrong, `filename` where.
     """
     # What links lead to is checked, and cannot be replaced then.
     path = Path(os.path.realpath(root), *names)
@@ -59,12 +51,9 @@ def private_directory(root: Path, *names: str, create: bool = False) -> Path:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a regular file that no other user can write, and return its descriptor.
+    """Open a regular file that no other user can write; return its descriptor. Raises OSError.
 
     A file that is made is for this user only. Its directory is a private one.
-
-    Raises:
-        OSError: it cannot be opened, or it is a link or a pipe, or another user can write it.
     """
     safe = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # without the second a pipe would hang here
     descriptor = os.open(path, flags | safe, 0o600)
@@ -83,11 +72,7 @@ def open_private(path: Path, flags: int) -> int:
 
 @contextmanager
 def locked(path: Path, seconds: float = WAIT_SECONDS) -> Iterator[None]:
-    """Keep other processes out by a lock on a file, which is made if need be.
-
-    Raises:
-        OSError: the file cannot be opened; TimeoutError, another process keeps the lock.
-    """
+    """Keep other processes out by a lock on a file, which is made if need be. Raises OSError."""
     lock = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         _wait(lock, path, seconds)

@@ -17,10 +17,7 @@ The record of an op's kernel begins with what its contract says: each dimension 
 parameter that is an array, each attribute that is a number. Reading all of it is one intrinsic;
 LLVM drops what the kernel does not use.
 
-    class Groups(NamedTuple):
-        groups: int
-
-    @executes("rms_norm", Groups)
+    @executes("rms_norm", groups=int)
     def rms_norm(a, rank, size, scratch): ... a.M * a.groups, a.x, a.eps ...
 
 M and R are the step's numbers by then, `a.rec` and `a.ctl` the addresses of the record and of the
@@ -92,14 +89,15 @@ def contract_fields(spec: OpSpec) -> dict[str, Any]:
     return fields
 
 
-def executes(op: str, own: type | None = None) -> Callable[[Callable[..., None]], Kernel]:
+def executes(
+    op: str, own: type | None = None, **more: Any
+) -> Callable[[Callable[..., None]], Kernel]:
     """Return a decorator for a function (a, rank, size, scratch): the kernel of an op.
 
-    Args:
-        op: its name; the record begins with the fields of its contract.
-        own: NamedTuple of what else the kernel needs. `BoundCall.launch` is given one.
+    Its record has the fields of the contract, then what `BoundCall.launch` is given: a NamedTuple
+    `own`, or a tuple of the fields `more`.
     """
-    fields = contract_fields(OPS[op]) | (get_type_hints(own) if own else {})
+    fields = contract_fields(OPS[op]) | (get_type_hints(own) if own else {}) | more
 
     def decorate(function: Callable[..., None]) -> Kernel:
         names = ("rec", "ctl", *fields)

@@ -257,14 +257,14 @@ def first(b, count):
     return b.icmp_signed("<", constant(wide, range(LANES)), pick(b, one, [0] * LANES))
 
 
-def quarter(b: Any, vector: Any, q: int) -> Any:
-    """Emit one of the four registers of a vector."""
-    count = vector.type.count // 4
-    return pick(b, vector, list(range(q * count, (q + 1) * count)))
+def pieces(b: Any, vector: Any, count: int) -> list[Any]:
+    """Emit so many pieces of a vector, one behind the other."""
+    size = vector.type.count // count
+    return [pick(b, vector, range(at, at + size)) for at in range(0, size * count, size)]
 
 
 def join(b: Any, parts: Sequence[Any]) -> Any:
-    """Emit the vector of some registers, a power of two of them."""
+    """Emit the vector of some pieces, a power of two of them."""
     while len(parts) > 1:
         count = parts[0].type.count
         lanes = ir.Constant(ir.VectorType(INT32, 2 * count), list(range(2 * count)))
@@ -275,14 +275,15 @@ def join(b: Any, parts: Sequence[Any]) -> Any:
 
 def each_quarter(b: Any, emit: Callable[..., Any], *vectors: Any) -> Any:
     """Emit something for each register of some vectors, joined."""
-    return join(b, [emit(*(quarter(b, v, q) for v in vectors)) for q in range(4)])
+    parts = zip(*(pieces(b, vector, 4) for vector in vectors), strict=True)
+    return join(b, [emit(*part) for part in parts])
 
 
 def _neon_lookup(b: Any, table: Any, index: Any) -> Any:
     """Emit table[index] of 16 lanes: the four bytes of each entry, from four registers."""
     spread = b.mul(index, constant(I32, 0x04040404))
     places = b.bitcast(b.add(spread, constant(I32, 0x03020100)), BYTES.llvm)
-    entries = [quarter(b, b.bitcast(table, BYTES.llvm), q) for q in range(4)]
+    entries = pieces(b, b.bitcast(table, BYTES.llvm), 4)
     name = "llvm.aarch64.neon.tbl4.v16i8"
     found = each_quarter(
         b, lambda part: call(b, name, ir.VectorType(INT8, 16), *entries, part), places
@@ -315,6 +316,3 @@ def emit_lookup(b: Any, table: Any, index: Any) -> Any:
         value = b.load(b.gep(entries, [b.extract_element(index, at)]))
         out = b.insert_element(out, value, at)
     return out
-
-
-lookup = op(F32, F32, I32)(emit_lookup)  # table[index]; the index must be 0 .. 15

@@ -26,28 +26,9 @@ from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import LANES
+from cpu_fallback.ops import attention_rows as softmax
 from cpu_fallback.ops.attention_block import LONGEST, TURNED_ROWS, block, score_columns
 from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
-from cpu_fallback.ops.attention_rows import (
-    LOWEST,
-    SIGHT,
-    SPAN,
-    TOP,
-    begin_row,
-    begin_span,
-    block_after,
-    copy_row,
-    end_row,
-    fold,
-    listed,
-    load_of,
-    look_all,
-    sees,
-    span_at,
-    span_weight,
-    tile_end,
-)
 from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.kv import kv_of, padded
@@ -101,25 +82,25 @@ def attend(a, rank, size, scratch):
     if few:
         units, t = np.int64(0), np.int64(0)
         while t < m:
-            stop = tile_end(a, t, tokens)
-            seen = look_all(a, t, stop, scratch)
+            stop = softmax.tile_end(a, t, tokens)
+            seen = softmax.look_all(a, t, stop, scratch)
             for head in range(heads):
-                units += load_of(a, t, head, seen.low, seen.high)
+                units += softmax.load_of(a, t, head, seen.low, seen.high)
             t = stop
         first, last = share(units, rank, size)
     unit, turn, t = np.int64(0), np.int64(0), np.int64(0)
     while t < m:
-        stop = tile_end(a, t, tokens)
-        seen = look_all(a, t, stop, scratch)
+        stop = softmax.tile_end(a, t, tokens)
+        seen = softmax.look_all(a, t, stop, scratch)
         low, high = seen.low, seen.high
         for head in range(heads):
             begin, end, mine = low, high, turn % size == rank
-            load = load_of(a, t, head, low, high)
+            load = softmax.load_of(a, t, head, low, high)
             if few:
                 mine = first - unit < load and last > unit
                 if mine:
-                    begin = span_at(a, t, head, low, high, first - unit)
-                    end = span_at(a, t, head, low, high, last - unit)
+                    begin = softmax.span_at(a, t, head, low, high, first - unit)
+                    end = softmax.span_at(a, t, head, low, high, last - unit)
             if mine:
                 skipped = (begin - low) * _kept_bytes(a, stop - t)
                 _walk(a, t, stop, head, seen, begin, end, few, kept + skipped, scratch)
@@ -138,12 +119,6 @@ def _tokens(a, size):
 
 
 @device
-def _keep(header, state):
-    v.write_f32(header, v.read_f32(state + TOP))
-    v.write_f32(header + 4, span_weight(state))
-
-
-@device
 def _ask(a, t, head, rows, queries, states):
     group, d, size = a.group, a.D, padded(a.D)
     for row in range(rows):
@@ -152,7 +127,7 @@ def _ask(a, t, head, rows, queries, states):
         if a.k_scale:
             code_query(source, query, d, a.pitch, a.scale, states + STATE * row)
         else:
-            copy_row(source, query, d, a.scale)
+            softmax.copy_row(source, query, d, a.scale)
 
 
 @device
@@ -160,7 +135,7 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
     """Walk some spans of a tile, and keep the sums of each or fold them."""
     group, d = a.group, a.D
     rows, size = (stop - t) * group, padded(d)
-    queries = scratch + SIGHT * (-(-a.tokens // 2) * 2)
+    queries = scratch + softmax.SIGHT * (-(-a.tokens // 2) * 2)
     past = queries + 4 * rows * size
     state = past + 4 * rows * size
     work = state + STATE * rows
@@ -169,38 +144,41 @@ def _walk(a, t, stop, head, seen, begin, end, few, kept, scratch):
         for row in range(rows):
             _begin(a, head * group + row % group, state + STATE * row, past, row, size)
     for span in range(begin, end):
-        blocks, sums = listed(a, t, head, span), work
+        blocks, sums = softmax.listed(a, t, head, span), work
         if few:
             sums = kept + _HEADER * rows
         if blocks:
             for row in range(rows):
-                begin_span(state + STATE * row, sums + 4 * row * size, size)
-            for start in range(span * SPAN, (span + 1) * SPAN, BLOCK):
-                if blocks >> (start // BLOCK % (SPAN // BLOCK)) & 1:
-                    after = block_after(a, t, head, start)
+                softmax.begin_span(state + STATE * row, sums + 4 * row * size, size)
+            for start in range(span * softmax.SPAN, (span + 1) * softmax.SPAN, BLOCK):
+                if blocks >> (start // BLOCK % (softmax.SPAN // BLOCK)) & 1:
+                    after = softmax.block_after(a, t, head, start)
                     where = head, np.int64(start), after
                     block(a, t, stop, seen, where, (scratch, queries, sums, state))
             for row in range(rows):
-                own, sight = state + STATE * row, scratch + SIGHT * (row // group)
+                own, sight = state + STATE * row, scratch + softmax.SIGHT * (row // group)
                 if few:
-                    _keep(kept + _HEADER * row, own)
-                elif sees(sight, span):
-                    line, total = sums + 4 * row * size, span_weight(own)
-                    fold(own, past + 4 * row * size, v.read_f32(own + TOP), total, line, size)
+                    v.write_f32(kept + _HEADER * row, v.read_f32(own + softmax.TOP))
+                    v.write_f32(kept + _HEADER * row + 4, softmax.span_weight(own))
+                elif softmax.sees(sight, span):
+                    line, total = sums + 4 * row * size, softmax.span_weight(own)
+                    softmax.fold(
+                        own, past + 4 * row * size, v.read_f32(own + softmax.TOP), total, line, size
+                    )
         kept += _kept_bytes(a, stop - t)
     if not few:
         for row in range(rows):
             place = ((t + row // group) * a.H + head) * group + row % group
             line = past + 4 * row * size
-            end_row(state + STATE * row, line, a.y + 4 * place * d, d)
+            softmax.end_row(state + STATE * row, line, a.y + 4 * place * d, d)
 
 
 @device
 def _begin(a, sink, state, past, row, size):
-    top, weight = LOWEST, np.float32(0)
+    top, weight = softmax.LOWEST, np.float32(0)
     if a.sinks:
         top, weight = v.read_f32(a.sinks + 4 * sink), np.float32(1)
-    begin_row(state, top, weight, past + 4 * row * size, size)
+    softmax.begin_row(state, top, weight, past + 4 * row * size, size)
 
 
 @executes("attention", Tile)
@@ -213,8 +191,8 @@ def merge(a, rank, size, scratch):
     sights = past + 4 * width
     turn, t = np.int64(0), np.int64(0)
     while t < m:
-        stop = tile_end(a, t, a.tokens)
-        seen = look_all(a, t, stop, sights)
+        stop = softmax.tile_end(a, t, a.tokens)
+        seen = softmax.look_all(a, t, stop, sights)
         low, high = seen.low, seen.high
         rows, nbytes = (stop - t) * group, _kept_bytes(a, stop - t)
         for head in range(heads):
@@ -223,14 +201,16 @@ def merge(a, rank, size, scratch):
                 if turn % size == rank:
                     _begin(a, head * group + row % group, scratch, past, 0, width)
                     for span in range(low, high):
-                        sight = sights + SIGHT * (row // group)
-                        if listed(a, t, head, span) and sees(sight, span):
+                        sight = sights + softmax.SIGHT * (row // group)
+                        if softmax.listed(a, t, head, span) and softmax.sees(sight, span):
                             base = kept + (span - low) * nbytes
                             at = base + _HEADER * row
                             sums = base + _HEADER * rows + 4 * row * width
-                            fold(scratch, past, v.read_f32(at), v.read_f32(at + 4), sums, width)
+                            softmax.fold(
+                                scratch, past, v.read_f32(at), v.read_f32(at + 4), sums, width
+                            )
                     place = ((t + row // group) * heads + head) * group + row % group
-                    end_row(scratch, past, a.y + 4 * place * d, d)
+                    softmax.end_row(scratch, past, a.y + 4 * place * d, d)
             kept += (high - low) * nbytes
         t = stop
 
@@ -251,7 +231,7 @@ def _attention(call: BoundCall) -> list[Launch]:
     reader, codes = kv_of(call).reader, kind == "i8"
     own = CODES if codes else FLOATS[kind]
     panels = CODES if codes else FLOATS["f32"]
-    chunk, size = CHUNK if codes else LANES, -(-d // LANES) * LANES
+    chunk, size = CHUNK if codes else v.LANES, -(-d // v.LANES) * v.LANES
     row = 12 * size + STATE + SCORES
     tokens = max(1, min(ROWS, TILE_BYTES // row) // group)
     if call.has("listed"):
@@ -260,7 +240,7 @@ def _attention(call: BoundCall) -> list[Launch]:
             raise ShapeError(f"attention: pages of {call.dim('T')} cells; listed ones have {BLOCK}")
     pitch = -(-d // chunk) * chunk * (1 if codes else 4)
     capacity = call.array("q").shape[0]
-    scratch = SIGHT * (tokens + 1) + group * tokens * row
+    scratch = softmax.SIGHT * (tokens + 1) + group * tokens * row
     scratch = -(-(scratch + BLOCK * (pitch + 8 + 4 * size) + 2 * SCORES) // 64) * 64
     tile = Tile(
         group=group,
@@ -275,7 +255,7 @@ def _attention(call: BoundCall) -> list[Launch]:
         panel_mix=panels.mix,
         columns=0 if codes or size > LONGEST else score_columns(size),
     )
-    spans = -(-call.dim("T") * call.dim("B") // SPAN) + 1
+    spans = -(-call.dim("T") * call.dim("B") // softmax.SPAN) + 1
     kept = min(capacity, FEW) * group * kv_heads * spans * (_HEADER + 4 * size)
     both = call.launch(attend, tile, scratch), call.launch(merge, tile, scratch)
     return [

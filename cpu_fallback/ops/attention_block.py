@@ -21,18 +21,6 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, device, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_store
-from cpu_fallback.lanes.simd import (
-    F32,
-    FLOAT,
-    INT32,
-    LANES,
-    constant,
-    emit_fma,
-    number,
-    op,
-    spread,
-)
 from cpu_fallback.ops.attention_rows import SIGHT, bend, clip, sight_at, weigh
 from cpu_fallback.ops.attention_tiles import BLOCK, SCORES, STATE, emit_now, mix, score
 from cpu_fallback.ops.bind import within
@@ -42,25 +30,25 @@ TALL, CHAINS = (4, 4) if CURRENT.avx512 else (2, 2) if CURRENT.registers == 8 el
 """Rows and chains whose sums are in registers."""
 LONGEST = 256  # Values of a head, of which there is still code
 
-_VECTOR = 4 * LANES
-_TREE = [int(f"{leaf:04b}"[::-1], 2) for leaf in range(LANES)]
+_VECTOR = 4 * v.LANES
+_TREE = [int(f"{leaf:04b}"[::-1], 2) for leaf in range(v.LANES)]
 """The chains in the order in which the tree adds them."""
 
 
 def _emit_chains(b: Any, rows: list[Any], columns: Any, size: int, leaf: int) -> list[Any]:
     """Emit, for each row and 16 cells, the sum of the chains leaf .. leaf + CHAINS - 1."""
-    sums = [[constant(F32, 0.0)] * CHAINS for _ in rows]
-    steps = size // LANES
+    sums = [[v.constant(v.F32, 0.0)] * CHAINS for _ in rows]
+    steps = size // v.LANES
     for step in range(steps):
         first = _VECTOR * (leaf * steps + step * CHAINS)
         keys = [
-            emit_load(b, F32.llvm, b.add(columns, number(first + _VECTOR * c)))
+            v.emit_load(b, v.F32.llvm, b.add(columns, v.number(first + _VECTOR * c)))
             for c in range(CHAINS)
         ]
         for row, own in zip(rows, sums, strict=True):
             for c, key in enumerate(keys):
-                at = b.add(row, number(_VECTOR * step + 4 * _TREE[leaf + c]))
-                own[c] = emit_fma(b, key, spread(b, F32, emit_load(b, FLOAT, at)), own[c])
+                at = b.add(row, v.number(_VECTOR * step + 4 * _TREE[leaf + c]))
+                own[c] = v.emit_fma(b, key, v.emit_everywhere(b, v.F32, at), own[c])
     return [emit_now(b, _emit_tree(b, own)) for own in sums]
 
 
@@ -74,18 +62,18 @@ def _emit_tree(b: Any, vectors: list[Any]) -> Any:
 def _scores(size: int, tall: int) -> Any:
     """Make the operation that scores `tall` rows and 16 cells."""
 
-    @op(void, i64, i64, i64)
+    @v.op(void, i64, i64, i64)
     def scores(b, queries, columns, out):
-        rows = [b.add(queries, number(4 * size * r)) for r in range(tall)]
+        rows = [b.add(queries, v.number(4 * size * r)) for r in range(tall)]
         waiting: list[tuple[int, list[Any]]] = []
-        for leaf in range(0, LANES, CHAINS):
+        for leaf in range(0, v.LANES, CHAINS):
             count, sums = CHAINS, _emit_chains(b, rows, columns, size, leaf)
             while waiting and waiting[-1][0] == count:
                 sums = [b.fadd(x, y) for x, y in zip(waiting.pop()[1], sums, strict=True)]
                 count *= 2
             waiting.append((count, sums))
         for r, total in enumerate(waiting[0][1]):
-            emit_store(b, total, b.add(out, number(SCORES * r)))
+            v.emit_store(b, total, b.add(out, v.number(SCORES * r)))
 
     return scores
 
@@ -110,29 +98,31 @@ def score_columns(size: int) -> Kernel:
     return Kernel(score, name=f"attention.score_columns_{size}")
 
 
-@op(void, i64, i64, i64, i64)
+@v.op(void, i64, i64, i64, i64)
 def _turn(b, source, pitch, target, steps):
     """Turn 16 values of 16 cells; `steps` is how many such parts a head has.
 
     Each of four rounds interleaves the upper half of the vectors with the lower one.
     """
-    vectors = [emit_load(b, F32.llvm, b.add(source, b.mul(pitch, number(i)))) for i in range(LANES)]
-    half = LANES // 2
-    parts = [[lane for i in range(at, at + half) for lane in (i, LANES + i)] for at in (0, half)]
-    masks = [ir.Constant(ir.VectorType(INT32, LANES), lanes) for lanes in parts]
+    vectors = [
+        v.emit_load(b, v.F32.llvm, b.add(source, b.mul(pitch, v.number(i)))) for i in range(v.LANES)
+    ]
+    half = v.LANES // 2
+    parts = [[lane for i in range(at, at + half) for lane in (i, v.LANES + i)] for at in (0, half)]
+    masks = [ir.Constant(ir.VectorType(v.INT32, v.LANES), lanes) for lanes in parts]
     for _ in range(4):
         pairs = list(zip(vectors[:half], vectors[half:], strict=True))
         vectors = [b.shuffle_vector(x, y, mask) for x, y in pairs for mask in masks]
     for leaf, value in enumerate(_TREE):
         group, chain = leaf & -CHAINS, leaf % CHAINS
-        at = b.add(b.mul(steps, number(_VECTOR * group)), number(_VECTOR * chain))
-        emit_store(b, vectors[value], b.add(target, at))
+        at = b.add(b.mul(steps, v.number(_VECTOR * group)), v.number(_VECTOR * chain))
+        v.emit_store(b, vectors[value], b.add(target, at))
 
 
 @device
 def turn(panel, size, begin, end, columns):
     """Turn the keys of cells begin .. end - 1 of a panel, and those around them to whole 16."""
-    pitch, steps = 4 * size, size // LANES
+    pitch, steps = 4 * size, size // v.LANES
     for c in range(begin & -16, end, 16):
         for step in range(steps):
             target = columns + pitch * c + _VECTOR * CHAINS * step

@@ -22,16 +22,13 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils, device, i64, void
-from cpu_fallback.lanes.simd import BYTES, F32, FLOAT, I32, INT8, INT32, INT64, LANES, SHORTS
 from cpu_fallback.ops import attention_tiles as tiles
 from cpu_fallback.ops.attention_tiles import QUERY_STEP, SCORES, STEP, Cells, emit_sums
 from cpu_fallback.tiles.multiply import dot, pair_dots
 
-behind, constant, emit_at, number, spread = v.behind, v.constant, v.emit_at, v.number, v.spread
-
 CHUNK = 32  # Values of a line that are multiplied at once
 
-_BYTES = ir.VectorType(INT8, CHUNK)
+_BYTES = ir.VectorType(v.INT8, CHUNK)
 _BYTEWISE = CURRENT.vnni
 """Whether a query is kept as the high bytes of its codes, the low ones, and what the bias adds."""
 _BIASES = 0x80808080 - (1 << 32)
@@ -45,18 +42,18 @@ def _emit_dots(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
 
     def add(at: Any, sums: list[Any]) -> list[Any]:
-        x = [v.emit_load(b, SHORTS, emit_at(b, q, at, 2)) for q in qs]
-        y = [b.sext(v.emit_load(b, _BYTES, b.add(k, at)), SHORTS) for k in ks]
+        x = [v.emit_load(b, v.SHORTS, v.emit_at(b, q, at, 2)) for q in qs]
+        y = [b.sext(v.emit_load(b, _BYTES, b.add(k, at)), v.SHORTS) for k in ks]
         return [b.add(t, pair_dots(b, x[q], y[k])) for (q, k), t in zip(pairs, sums, strict=True)]
 
-    return emit_sums(b, [constant(I32, 0)] * len(pairs), (number(0), size, CHUNK), add)
+    return emit_sums(b, [v.constant(v.I32, 0)] * len(pairs), (v.number(0), size, CHUNK), add)
 
 
 def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
     """Emit dwords of 16 lines, 4 or 16 of each, as vectors that have one of every line, biased."""
     count = lines[0].type.count
     fours = []
-    for i in range(0, LANES, 4):
+    for i in range(0, v.LANES, 4):
         x, y, z, w = lines[i : i + 4]
         low, high = ((_unpacked(b, x, z, half), _unpacked(b, y, w, half)) for half in (0, 2))
         fours.append([_unpacked(b, *pair, half) for pair in (low, high) for half in (0, 2)])
@@ -65,8 +62,8 @@ def _emit_turned(b: Any, lines: list[Any]) -> list[Any]:
         for quarter in zip(*fours, strict=True):
             lanes = [side + piece + i for side in (0, count) for i in range(4)]
             left, right = (v.shuffle(b, *quarter[i : i + 2], lanes) for i in (0, 2))
-            turned.append(v.shuffle(b, left, right, list(range(LANES))))
-    return [b.xor(dwords, constant(I32, _BIASES)) for dwords in turned]
+            turned.append(v.shuffle(b, left, right, list(range(v.LANES))))
+    return [b.xor(dwords, v.constant(v.I32, _BIASES)) for dwords in turned]
 
 
 def _unpacked(b: Any, x: Any, y: Any, half: int) -> Any:
@@ -82,25 +79,25 @@ def _emit_sixteen(b: Any, qs: list[Any], ks: list[Any], size: Any) -> list[Any]:
     Cells are biased by 128 to be unsigned, and four values of each meet the high and the low bytes
     of four codes; what that adds is taken off first.
     """
-    highs = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
-    lows = [cgutils.alloca_once(b, I32.llvm) for _ in qs]
+    highs = [cgutils.alloca_once(b, v.I32.llvm) for _ in qs]
+    lows = [cgutils.alloca_once(b, v.I32.llvm) for _ in qs]
     for r, q in enumerate(qs):
-        offset = v.emit_load(b, INT32, emit_at(b, q, size, number(2)))
-        b.store(constant(I32, 0), highs[r])
-        b.store(spread(b, I32, offset), lows[r])
-    whole = b.and_(size, number(-64))
-    for start, stop, dwords in ((number(0), whole, 16), (whole, size, 4)):
-        kind = ir.VectorType(INT32, dwords)
-        with cgutils.for_range_slice(b, start, stop, number(4 * dwords), INT64) as (at, _):
+        offset = v.emit_load(b, v.INT32, v.emit_at(b, q, size, v.number(2)))
+        b.store(v.constant(v.I32, 0), highs[r])
+        b.store(v.spread(b, v.I32, offset), lows[r])
+    whole = b.and_(size, v.number(-64))
+    for start, stop, dwords in ((v.number(0), whole, 16), (whole, size, 4)):
+        kind = ir.VectorType(v.INT32, dwords)
+        with cgutils.for_range_slice(b, start, stop, v.number(4 * dwords), v.INT64) as (at, _):
             turned = _emit_turned(b, [v.emit_load(b, kind, b.add(k, at)) for k in ks])
             for i, cells in enumerate(turned):
                 for r, q in enumerate(qs):
-                    place = b.add(b.add(q, at), number(4 * i))
+                    place = b.add(b.add(q, at), v.number(4 * i))
                     for slot, codes in ((highs[r], place), (lows[r], b.add(place, size))):
-                        x = b.bitcast(spread(b, I32, v.emit_load(b, INT32, codes)), BYTES.llvm)
-                        total = dot(b, b.load(slot), b.bitcast(cells, BYTES.llvm), x)
+                        x = b.bitcast(v.emit_everywhere(b, v.I32, codes), v.BYTES.llvm)
+                        total = dot(b, b.load(slot), b.bitcast(cells, v.BYTES.llvm), x)
                         b.store(total, slot)
-    eight = constant(I32, 8)
+    eight = v.constant(v.I32, 8)
     return [
         b.add(b.shl(b.load(high), eight), b.load(low))
         for high, low in zip(highs, lows, strict=True)
@@ -112,11 +109,11 @@ def _scores(rows: int) -> Any:
 
     @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
-        qs = [emit_at(b, queries, b.mul(size, number(4)), number(r)) for r in range(rows)]
-        ks = [emit_at(b, keys, stride, number(c)) for c in range(LANES)]
+        qs = [v.emit_at(b, queries, b.mul(size, v.number(4)), v.number(r)) for r in range(rows)]
+        ks = [v.emit_at(b, keys, stride, v.number(c)) for c in range(v.LANES)]
         tiles.emit_ahead(b, ks, stride, ahead)
         for r, totals in enumerate(_emit_sixteen(b, qs, ks, size)):
-            v.emit_store(b, b.sitofp(totals, F32.llvm), b.add(out, number(SCORES * r)))
+            v.emit_store(b, b.sitofp(totals, v.F32.llvm), b.add(out, v.number(SCORES * r)))
 
     return scores
 
@@ -134,9 +131,9 @@ def _emit_interleaved(b: Any, one: Any, other: Any) -> list[Any]:
         lanes = [each for i in low for each in (i, count + i)]
         halves.append(v.shuffle(b, one, other, lanes))
     if count == 16:
-        return [b.sext(v.shuffle(b, *halves, range(CHUNK)), SHORTS)]
+        return [b.sext(v.shuffle(b, *halves, range(CHUNK)), v.SHORTS)]
     parts = [(h, list(range(i, i + CHUNK))) for h in halves for i in range(0, count, CHUNK)]
-    return [b.sext(v.pick(b, half, lanes), SHORTS) for half, lanes in parts]
+    return [b.sext(v.pick(b, half, lanes), v.SHORTS) for half, lanes in parts]
 
 
 def _emit_in_order(b: Any, sums: list[Any]) -> list[Any]:
@@ -146,7 +143,7 @@ def _emit_in_order(b: Any, sums: list[Any]) -> list[Any]:
     found, half = [], len(sums) // 2
     for low, high in zip(sums[:half], sums[half:], strict=True):
         for start in (0, 8):
-            lanes = [*range(start, start + 8), *range(LANES + start, LANES + start + 8)]
+            lanes = [*range(start, start + 8), *range(v.LANES + start, v.LANES + start + 8)]
             found.append(v.shuffle(b, low, high, lanes))
     return found
 
@@ -157,33 +154,32 @@ def _emit_mix(b: Any, places: list[list[Any]], state: list[Any], cells: Cells) -
     Cells are taken two by two; the weight of what a row does not see is zero.
     """
     rows, vectors = range(len(places)), range(len(places[0]))
-    kind = ir.VectorType(INT8, LANES * len(vectors))
+    kind = ir.VectorType(v.INT8, v.LANES * len(vectors))
 
     def add(cell: Any, totals: list[Any]) -> list[Any]:
-        line = emit_at(b, cells.values, cell, cells.stride)
+        line = v.emit_at(b, cells.values, cell, cells.stride)
         other = b.add(line, cells.stride)
         for at in (line, other):
             v.emit_prefetch(b, b.add(at, cells.ahead))
         x = _emit_interleaved(b, v.emit_load(b, kind, line), v.emit_load(b, kind, other))
         after, sums = [], iter(totals)
         for r in rows:
-            pair = v.emit_load(b, INT32, emit_at(b, cells.weights[r], cell, 2))
-            w = b.bitcast(spread(b, I32, pair), SHORTS)
+            pair = v.emit_load(b, v.INT32, v.emit_at(b, cells.weights[r], cell, 2))
+            w = b.bitcast(v.spread(b, v.I32, pair), v.SHORTS)
             after += [b.add(next(sums), pair_dots(b, x[c], w)) for c in vectors]
         return after
 
-    start = b.and_(cells.begin, number(-2))
-    starts = [constant(I32, 0)] * (len(rows) * len(vectors))
+    start = b.and_(cells.begin, v.number(-2))
+    starts = [v.constant(v.I32, 0)] * (len(rows) * len(vectors))
     after = emit_sums(b, starts, (start, cells.end, 2), add)
     for r in rows:
         factor, step = (
-            spread(b, F32, v.emit_load(b, FLOAT, behind(b, state[r], at)))
-            for at in (tiles.FACTOR, STEP)
+            v.emit_everywhere(b, v.F32, v.behind(b, state[r], at)) for at in (tiles.FACTOR, STEP)
         )
         own = after[r * len(vectors) : (r + 1) * len(vectors)]
         for c, total in enumerate(_emit_in_order(b, own)):
-            before = b.fmul(v.emit_load(b, F32.llvm, places[r][c]), factor)
-            value = v.emit_fma(b, b.sitofp(total, F32.llvm), step, before)
+            before = b.fmul(v.emit_load(b, v.F32.llvm, places[r][c]), factor)
+            value = v.emit_fma(b, b.sitofp(total, v.F32.llvm), step, before)
             v.emit_store(b, value, places[r][c])
 
 

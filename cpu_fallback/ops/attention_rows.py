@@ -74,18 +74,10 @@ def bend(scores, state, begin, end, key_scales, cap):
 def weigh(scores, state, low, high, begin, end, key_scales, value_scales):
     """Turn scores of rows low .. high - 1 of a tile into weights, and note the factors.
 
-    Rows go through each stage one after the other, for within a row a stage waits for the last.
-
-    Args:
-        scores: of the tile's rows, cells begin .. end - 1 of a block.
-        state: of the tile's rows.
-        low: the first row.
-        high: the row after the last.
-        begin: the first cell of the block that they see.
-        end: the cell after the last.
-        key_scales: what the scores are multiplied by, and by the steps of the queries; or 0.
-        value_scales: what the weights are multiplied by before they become codes
-            (`attention_codes`); 0: they stay fp32.
+    They see cells begin .. end - 1 of a block. Scores are multiplied by `key_scales`, if not 0, and
+    by the steps of the queries; weights by `value_scales`, if not 0, before they become codes
+    (`attention_codes`). Rows go through each stage one after the other, for within a row a stage
+    waits for the last.
     """
     for row in range(low, high):
         _rise(scores + SCORES * row, state + STATE * row, begin, end, key_scales)

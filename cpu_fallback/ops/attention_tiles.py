@@ -22,23 +22,7 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
-from cpu_fallback.lanes.simd import (
-    F32,
-    FLOAT,
-    I32,
-    INT64,
-    LANES,
-    behind,
-    emit_at,
-    emit_halves,
-    emit_joined,
-    join,
-    number,
-    spread,
-)
-
-constant, pick = v.constant, v.pick
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 
 BLOCK = 64  # Cells of a block
 SCORES = 4 * BLOCK  # Bytes between the scores of one row and of the next
@@ -47,7 +31,7 @@ STATE, FACTOR = 128, 68
 STEP, QUERY_STEP = 80, 84
 """Where in the state of a row of int8 cells the steps of its weights and of its query are."""
 
-_VECTOR = 4 * LANES
+_VECTOR = 4 * v.LANES
 _LINE = 64  # bytes of a cache line
 
 SUMS = 16 if CURRENT.avx512 else 4
@@ -57,23 +41,19 @@ SUMS = 16 if CURRENT.avx512 else 4
 def emit_sums(
     b: Any, starts: list[Any], places: tuple[Any, Any, int], body: Callable[[Any, list[Any]], Any]
 ) -> list[Any]:
-    """Emit a loop, of one turn at least, that keeps sums in registers.
+    """Emit a loop, of one turn at least, that keeps sums in registers; return them.
 
-    Args:
-        b: the builder.
-        starts: of the sums.
-        places: begin, end and step of the loop.
-        body: emits the next sums, given a place and the sums.
+    `places`: begin, end and step of the loop; `body` emits the next sums, given a place and these.
     """
     (begin, end, step), entry = places, b.block
     loop, done = b.append_basic_block("sums"), b.append_basic_block("sums.end")
     b.branch(loop)
     b.position_at_end(loop)
-    at = b.phi(INT64)
+    at = b.phi(v.INT64)
     at.add_incoming(begin, entry)
     sums = [b.phi(start.type) for start in starts]
     after = body(at, sums)
-    further = b.add(at, number(step))
+    further = b.add(at, v.number(step))
     at.add_incoming(further, loop)
     for total, start, value in zip(sums, starts, after, strict=True):
         total.add_incoming(start, entry)
@@ -88,11 +68,11 @@ def _emit_dots(kind: v.Widen, b: Any, qs: list[Any], ks: list[Any], size: Any) -
     pairs = [(q, k) for q in range(len(qs)) for k in range(len(ks))]
 
     def add(at: Any, sums: list[Any]) -> list[Any]:
-        x = [v.emit_load(b, F32.llvm, emit_at(b, q, at, 4)) for q in qs]
-        y = [kind.emit(b, emit_at(b, k, at, kind.bits // 8)) for k in ks]
+        x = [v.emit_load(b, v.F32.llvm, v.emit_at(b, q, at, 4)) for q in qs]
+        y = [kind.emit(b, v.emit_at(b, k, at, kind.bits // 8)) for k in ks]
         return [v.emit_fma(b, y[k], x[q], s) for (q, k), s in zip(pairs, sums, strict=True)]
 
-    return emit_sums(b, [constant(F32, 0.0)] * len(pairs), (number(0), size, LANES), add)
+    return emit_sums(b, [v.constant(v.F32, 0.0)] * len(pairs), (v.number(0), size, v.LANES), add)
 
 
 def emit_now(b: Any, value: Any) -> Any:
@@ -102,24 +82,24 @@ def emit_now(b: Any, value: Any) -> Any:
     """
     if not (CURRENT.avx2 or CURRENT.neon):
         return value
-    lanes, register = (LANES, "v") if CURRENT.avx512 else (LANES // 2, "x")
+    lanes, register = (v.LANES, "v") if CURRENT.avx512 else (v.LANES // 2, "x")
     if CURRENT.neon:
-        lanes, register = LANES // 4, "w"
+        lanes, register = v.LANES // 4, "w"
     lanes = min(lanes, value.type.count)
     kind = ir.VectorType(value.type.element, lanes)
     same = ir.FunctionType(kind, [kind])
     parts = [
-        pick(b, value, list(range(at, at + lanes))) for at in range(0, value.type.count, lanes)
+        b.asm(same, "", f"={register},0,~{{memory}}", [part], True)
+        for part in v.pieces(b, value, value.type.count // lanes)
     ]
-    parts = [b.asm(same, "", f"={register},0,~{{memory}}", [part], True) for part in parts]
-    return join(b, parts)
+    return v.join(b, parts)
 
 
 def emit_ahead(b: Any, cells: list[Any], stride: Any, ahead: Any) -> None:
     """Emit requests for the lines that lie `ahead` of some cells, if that is not 0."""
-    with b.if_then(b.icmp_signed("!=", ahead, number(0))):
-        line = number(_LINE)
-        with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, INT64) as (at, _):
+    with b.if_then(b.icmp_signed("!=", ahead, v.number(0))):
+        line = v.number(_LINE)
+        with cgutils.for_range_slice(b, ahead, b.add(ahead, stride), line, v.INT64) as (at, _):
             for cell in cells:
                 v.emit_prefetch(b, b.add(cell, at))
 
@@ -130,26 +110,26 @@ def _scores(own: "Arithmetic", rows: int) -> Any:
     Eight and eight of the 16 sums become one vector. Those that are in registers together are the
     ones that are added first, so that no sum is put aside.
     """
-    cells, turns = LANES // rows, LANES // SUMS
+    cells, turns = v.LANES // rows, v.LANES // SUMS
 
     @v.op(void, i64, i64, i64, i64, i64, i64)
     def scores(b, queries, keys, stride, size, out, ahead):
-        pitch = b.mul(size, number(4))
-        qs = [emit_at(b, queries, pitch, number(r)) for r in range(rows)]
-        ks = [emit_at(b, keys, stride, number(c)) for c in range(cells)]
+        pitch = b.mul(size, v.number(4))
+        qs = [v.emit_at(b, queries, pitch, v.number(r)) for r in range(rows)]
+        ks = [v.emit_at(b, keys, stride, v.number(c)) for c in range(cells)]
         emit_ahead(b, ks, stride, ahead)
         parts: list[list[Any]] = [[], []]
         for turn in range(turns):
             sums = own.dots(b, qs, ks[turn::turns], size)
-            halves = [emit_halves(b, total) for total in sums]
+            halves = [v.emit_halves(b, total) for total in sums]
             for part, some in zip(parts, (halves[: SUMS // 2], halves[SUMS // 2 :]), strict=True):
-                part.append(emit_now(b, emit_joined(b, some, 4)))
-        totals = join(b, [emit_joined(b, part, turns // 2) for part in parts])
-        if totals.type == I32.llvm:
-            totals = b.sitofp(totals, F32.llvm)
+                part.append(emit_now(b, v.emit_joined(b, some, 4)))
+        totals = v.join(b, [v.emit_joined(b, part, turns // 2) for part in parts])
+        if totals.type == v.I32.llvm:
+            totals = b.sitofp(totals, v.F32.llvm)
         for r in range(rows):
             lanes = list(range(r * cells, (r + 1) * cells))
-            v.emit_store(b, pick(b, totals, lanes), b.add(out, number(SCORES * r)))
+            v.emit_store(b, v.pick(b, totals, lanes), b.add(out, v.number(SCORES * r)))
 
     return scores
 
@@ -159,18 +139,18 @@ def _emit_mix(
 ) -> None:
     """Emit sums[r][c] = sums[r][c] * factor[r] + the weighted cells; places are those of sums."""
     rows, vectors = range(len(places)), range(len(places[0]))
-    factors = [spread(b, F32, v.emit_load(b, FLOAT, behind(b, at, FACTOR))) for at in state]
+    factors = [v.emit_everywhere(b, v.F32, v.behind(b, at, FACTOR)) for at in state]
     before = [
-        b.fmul(v.emit_load(b, F32.llvm, places[r][c]), factors[r]) for r in rows for c in vectors
+        b.fmul(v.emit_load(b, v.F32.llvm, places[r][c]), factors[r]) for r in rows for c in vectors
     ]
 
     def add(cell: Any, totals: list[Any]) -> list[Any]:
-        line = emit_at(b, cells.values, cell, cells.stride)
-        x = [kind.emit(b, behind(b, line, kind.nbytes * c)) for c in vectors]
+        line = v.emit_at(b, cells.values, cell, cells.stride)
+        x = [kind.emit(b, v.behind(b, line, kind.nbytes * c)) for c in vectors]
         for c in range(0, len(vectors), max(1, _LINE // kind.nbytes)):
-            v.emit_prefetch(b, b.add(line, behind(b, cells.ahead, kind.nbytes * c)))
-        weights = [emit_at(b, at, cell, 4) for at in cells.weights]
-        w = [spread(b, F32, v.emit_load(b, FLOAT, at)) for at in weights]
+            v.emit_prefetch(b, b.add(line, v.behind(b, cells.ahead, kind.nbytes * c)))
+        weights = [v.emit_at(b, at, cell, 4) for at in cells.weights]
+        w = [v.emit_everywhere(b, v.F32, at) for at in weights]
         sums = iter(totals)
         return [v.emit_fma(b, w[r], x[c], next(sums)) for r in rows for c in vectors]
 
@@ -197,22 +177,22 @@ def _sums(own: "Arithmetic", rows: int) -> Any:
 
     @v.op(void, *[i64] * 9)
     def sums(b, sums, size, state, weights, values, stride, begin, end, ahead):
-        pitch = b.mul(size, number(4))
-        whole = b.and_(size, number(-LANES * wide))
-        lines = [b.add(weights, number(SCORES * r)) for r in range(rows)]
-        states = [b.add(state, number(STATE * r)) for r in range(rows)]
-        for start, stop, width in ((number(0), whole, wide), (whole, size, 1)):
-            step = number(LANES * width)
-            with cgutils.for_range_slice(b, start, stop, step, INT64) as (column, _):
-                top = b.add(sums, b.mul(column, number(4)))
+        pitch = b.mul(size, v.number(4))
+        whole = b.and_(size, v.number(-v.LANES * wide))
+        lines = [b.add(weights, v.number(SCORES * r)) for r in range(rows)]
+        states = [b.add(state, v.number(STATE * r)) for r in range(rows)]
+        for start, stop, width in ((v.number(0), whole, wide), (whole, size, 1)):
+            step = v.number(v.LANES * width)
+            with cgutils.for_range_slice(b, start, stop, step, v.INT64) as (column, _):
+                top = b.add(sums, b.mul(column, v.number(4)))
                 places = [
                     [
-                        b.add(emit_at(b, top, pitch, number(r)), number(_VECTOR * v))
-                        for v in range(width)
+                        b.add(v.emit_at(b, top, pitch, v.number(r)), v.number(_VECTOR * c))
+                        for c in range(width)
                     ]
                     for r in range(rows)
                 ]
-                shown = emit_at(b, values, column, number(own.nbytes))
+                shown = v.emit_at(b, values, column, v.number(own.nbytes))
                 own.mix(b, places, states, Cells(shown, stride, begin, end, lines, ahead))
 
     return sums
@@ -239,48 +219,52 @@ class Products:
     mix: Kernel
 
 
+def _score_by(own: Arithmetic, tall: int) -> Any:
+    """Return the device that scores rows from r on, so many at a time; it returns the next row."""
+    dots = own.scores(tall) if own.scores else _scores(own, tall)
+    cells = v.LANES if own.scores else v.LANES // tall
+
+    @device
+    def some(r, queries, rows, keys, stride, size, begin, end, scores, ahead):
+        while r + tall <= rows:
+            line, asked = queries + 4 * size * r, ahead if r == 0 else r - r
+            for c in range(begin & -cells, end, cells):
+                out = scores + SCORES * r + 4 * c
+                dots(line, keys + c * stride, stride, size, out, asked)
+            r += tall
+        return r
+
+    return some
+
+
+def _mix_by(own: Arithmetic, tall: int) -> Any:
+    """Return the same of weighted sums."""
+    add = _sums(own, tall)
+
+    @device
+    def some(r, sums, rows, size, state, weights, values, stride, begin, end, ahead):
+        while r + tall <= rows:
+            line, state_of, w = sums + 4 * size * r, state + STATE * r, weights + SCORES * r
+            asked = ahead if r == 0 else r - r
+            add(line, size, state_of, w, values, stride, begin, end, asked)
+            r += tall
+        return r
+
+    return some
+
+
 def products(name: str, own: Arithmetic) -> Products:
-    """Return the kernels of a KV dtype."""
-    dots4, dots2, dots1 = map(own.scores or partial(_scores, own), (4, 2, 1))
-    cells4, cells2 = (16, 16) if own.scores else (4, 8)
-    sums4, sums2, sums1 = (_sums(own, rows) for rows in (4, 2, 1))
+    """Return the kernels of a KV dtype: rows go by fours, then by twos, then one by one."""
+    score4, score2, score1 = (_score_by(own, tall) for tall in (4, 2, 1))
+    mix4, mix2, mix1 = (_mix_by(own, tall) for tall in (4, 2, 1))
 
     def score(queries, rows, keys, stride, size, begin, end, scores, ahead):
-        pitch = 4 * size
-        r = begin - begin
-        while r + 4 <= rows:
-            for c in range(begin & -cells4, end, cells4):
-                out = scores + SCORES * r + 4 * c
-                dots4(queries + r * pitch, keys + c * stride, stride, size, out, ahead)
-            r += 4
-            ahead = begin - begin
-        if r + 2 <= rows:
-            for c in range(begin & -cells2, end, cells2):
-                out = scores + SCORES * r + 4 * c
-                dots2(queries + r * pitch, keys + c * stride, stride, size, out, ahead)
-            r += 2
-            ahead = begin - begin
-        if r < rows:
-            for c in range(begin & -16, end, 16):
-                out = scores + SCORES * r + 4 * c
-                dots1(queries + r * pitch, keys + c * stride, stride, size, out, ahead)
+        args = queries, rows, keys, stride, size, begin, end, scores, ahead
+        score1(score2(score4(begin - begin, *args), *args), *args)
 
     def mix(sums, rows, size, state, weights, values, stride, begin, end, ahead):
-        pitch = 4 * size
-        r = begin - begin
-        while r + 4 <= rows:
-            own, w = state + STATE * r, weights + SCORES * r
-            sums4(sums + r * pitch, size, own, w, values, stride, begin, end, ahead)
-            r += 4
-            ahead = begin - begin
-        if r + 2 <= rows:
-            own, w = state + STATE * r, weights + SCORES * r
-            sums2(sums + r * pitch, size, own, w, values, stride, begin, end, ahead)
-            r += 2
-            ahead = begin - begin
-        if r < rows:
-            own, w = state + STATE * r, weights + SCORES * r
-            sums1(sums + r * pitch, size, own, w, values, stride, begin, end, ahead)
+        args = sums, rows, size, state, weights, values, stride, begin, end, ahead
+        mix1(mix2(mix4(begin - begin, *args), *args), *args)
 
     return Products(
         Kernel(score, name=f"attention.score_{name}"), Kernel(mix, name=f"attention.mix_{name}")

@@ -4,7 +4,7 @@ Every kernel module exports LOWER, a table from op name to the op's kernel, or t
 takes a `BoundCall` and returns launches, where the kernel needs more than the contract says:
 
     def _rms_norm(call: BoundCall) -> list[Launch]:
-        return [call.launch(rms_norm, Groups(parts(call, "x", call.dim("D"))))]
+        return [call.launch(rms_norm, (parts(call, "x", call.dim("D")),))]
 
     LOWER = {"rms_norm": _rms_norm, "gather_rows": gather_rows}
 
@@ -31,6 +31,7 @@ from cpu_fallback.team.placement import Asked
 from cpu_fallback.team.tape import Launch
 
 _COUNT = {"M": -1, "R": -2}
+"""What a record has for the step's number of tokens or rows, in place of a size."""
 
 
 # Return the contiguous range [first, last) of `total` units that is this thread's.
@@ -40,11 +41,7 @@ within = device(lambda index, count: max(min(index, count - 1), 0))
 
 
 class BoundCall:
-    """An op call with its arrays, checked against the op's contract.
-
-    Raises:
-        ShapeError: an argument is missing, or its dtype, shape or layout is not the contract's.
-    """
+    """An op call with its arrays, checked against the op's contract. Raises ShapeError."""
 
     def __init__(
         self,
@@ -105,13 +102,9 @@ class BoundCall:
     def launch(
         self, kernel: Kernel, own: tuple[Field, ...] = (), scratch: int = 0, shares: int = 1
     ) -> Launch:
-        """Return a launch that reads the call's inputs and writes its outputs.
+        """Return a launch that reads the call's inputs and writes its outputs; see `Launch`.
 
-        Args:
-            kernel: what to call.
-            own: what it reads besides its contract.
-            scratch: bytes of scratch memory that it needs per thread.
-            shares: shares per thread that its work is divided into (`tape`).
+        `own`: what the kernel reads besides its contract.
         """
         reads, writes = set(), set()
         for param, name in self._call.args.items():
@@ -130,16 +123,12 @@ class BoundCall:
         letters = {letter for param in self.spec.params for letter in param.letters}
         for name, kind in contract_fields(self.spec).items():
             if kind == COUNT:
-                yield self._count(name)
+                rows = self._leads.get(name, "")
+                yield _COUNT[rows] if rows else self._dims[name]
             elif name in letters:
                 yield self._dims.get(name, 0)
             else:
                 yield self.address(name) if name in params else kind(self.attr(name))
-
-    def _count(self, letter: str) -> int:
-        """Return M or R as a record has it: -1 or -2 for the step's, or the size."""
-        rows = self._leads.get(letter, "")
-        return _COUNT[rows] if rows else self._dims[letter]
 
     def _check(self, param: Param) -> None:
         value = self._values[param.name]

@@ -6,7 +6,6 @@ read once for up to CHUNK tokens.
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,6 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import LANES, emit_totals
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.epilogue import activation_of, finish
 from cpu_fallback.team.tape import Launch
@@ -73,26 +71,26 @@ def _emit_tile(
             c: Any, vectors: int, count: Any, lines: Any = lines, tokens: Any = tokens
         ) -> None:
             """Emit some vectors of columns, row by row: the order in which they lie."""
+
+            def load(kind: v.Widen, address: Any) -> Any:
+                return kind.emit(b, address) if count is None else kind.emit_n(b, address, count)
+
             starts = [b.add(c, v.number(v.LANES * part)) for part in range(vectors)]
-            load = _emit_load if count is None else partial(_emit_load, count=count)
             to = [b.mul(start, v.number(4)) for start in starts]
-            x = [[load(b, v.WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
+            x = [[load(v.WIDEN["f32"], b.add(token, at)) for at in to] for token in tokens]
             at = b.lshr(b.mul(c, v.number(kind.bits)), v.number(3))
             for r, line in enumerate(lines):
                 for part in range(vectors):
                     place = b.add(line, b.add(at, v.number(kind.nbytes * part)))
                     if count is None and len(xs) == 1:
                         v.emit_prefetch(b, b.add(place, v.number(AHEAD)), level=1)
-                    w = load(b, kind, place)
+                    w = load(kind, place)
                     for t in range(len(xs)):
                         slot = parts[r * len(xs) + t]
                         b.store(v.emit_fma(b, w, x[t][part], b.load(slot)), slot)
 
-        pairs = b.and_(width, v.number(-2 * v.LANES))
-        with cgutils.for_range_slice(b, v.number(0), pairs, v.number(2 * v.LANES), v.INT64) as (
-            c,
-            _,
-        ):
+        pairs, two = b.and_(width, v.number(-2 * v.LANES)), v.number(2 * v.LANES)
+        with cgutils.for_range_slice(b, v.number(0), pairs, two, v.INT64) as (c, _):
             step(c, 2, None)
         with b.if_then(b.icmp_signed("<", pairs, whole)):
             step(pairs, 1, None)
@@ -111,10 +109,6 @@ def _emit_tile(
                     b.store(total, sums[own])
     for slot, place in zip(sums, places, strict=True):
         v.emit_store(b, b.load(slot), place)
-
-
-def _emit_load(b: Any, kind: v.Widen, address: Any, count: Any = None) -> Any:
-    return kind.emit(b, address) if count is None else kind.emit_n(b, address, count)
 
 
 def tile_of(name: str, scaled: bool, rows: int, tokens: int) -> Any:
@@ -145,7 +139,7 @@ def tile_of(name: str, scaled: bool, rows: int, tokens: int) -> Any:
 def totals(b, acc, out):
     """Write the sums of 16 accumulators."""
     vectors = [v.emit_load(b, v.F32.llvm, b.add(acc, v.number(ACC * i))) for i in range(v.LANES)]
-    v.emit_store(b, emit_totals(b, vectors), out)
+    v.emit_store(b, v.emit_totals(b, vectors), out)
 
 
 TILES = {
@@ -163,7 +157,7 @@ CHUNK = 32  # Tokens for which the blocks are read once
 
 # Bytes of blocks that one token's tiles read before the rows below them: near what was asked for.
 _NEAR = 4096
-_SUMS = ACC * (TALL + LANES)
+_SUMS = ACC * (TALL + v.LANES)
 
 
 class Blocks(NamedTuple):
@@ -240,7 +234,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
         block, step = height * line, 2 * height
         if stop - start == 1:
             x = a.x + 4 * start * k
-            _clear(scratch, stored + LANES)
+            _clear(scratch, stored + v.LANES)
             some = max(1, _NEAR // block)
             for first in range(0, count, some):
                 few, own = min(some, count - first), columns + 4 * first
@@ -258,30 +252,26 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
                     else:
                         tile1x1(*args)
                         r += 1
-            for r in range(0, wanted, LANES):
+            for r in range(0, wanted, v.LANES):
                 totals(scratch + ACC * r, scratch + _SUMS)
-                _write(a, scratch + _SUMS, row + r, min(LANES, wanted - r), start, np.int64(1))
+                _write(a, scratch + _SUMS, row + r, min(v.LANES, wanted - r), start, np.int64(1))
             return
         r = np.int64(0)
         while r < wanted:
-            rows, t = np.int64(1), start
-            if stored - r >= 4:
-                rows = np.int64(4)
+            rows, t = 4 if stored - r >= 4 else 1, start
             w, s = codes + r * line, scales + 2 * r
             while t < stop:
-                x, tokens = a.x + 4 * t * k, np.int64(1)
-                _clear(scratch, LANES)
+                x, left = a.x + 4 * t * k, stop - t
+                tokens = 4 if left >= 4 else 2 if left >= 2 and rows == 4 else 1
+                _clear(scratch, v.LANES)
                 args = w, block, line, s, step, columns, count, width, k, x, 4 * k, scratch
-                if rows == 4 and stop - t >= 4:
-                    tokens = np.int64(4)
+                if rows == 4 and tokens == 4:
                     tile4x4(*args)
-                elif rows == 4 and stop - t >= 2:
-                    tokens = np.int64(2)
+                elif rows == 4 and tokens == 2:
                     tile4x2(*args)
                 elif rows == 4:
                     tile4x1(*args)
-                elif stop - t >= 4:
-                    tokens = np.int64(4)
+                elif tokens == 4:
                     tile1x4(*args)
                 else:
                     tile1x1(*args)

@@ -5,7 +5,6 @@ and returns the stored rows, K * 4 bytes apart. ggml's blocks have theirs in `de
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -22,19 +21,19 @@ _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
 
 
 @device
-def scale_at(weight, index):
-    """Return the index-th scale, fp32, in every lane."""
+def scales_at(weight, index, count):
+    """Return the scales from the index-th on, fp32, in the first `count` lanes or more."""
     w = weight_at(weight)
     kind, scales = w.scale_kind, w.scales
     if kind == 0:
         return v.splat(w.factor)
     if kind == 1:
-        return v.splat(v.read_f32(scales + 4 * index))
+        return v.load_f32_n(scales + 4 * index, count)
     if kind == 2:
-        return v.from_f16(v.isplat(v.read_u16(scales + 2 * index)))
+        return v.from_f16(v.load_u16_n(scales + 2 * index, count))
     if kind == 3:
-        return v.from_bf16(v.isplat(v.read_u16(scales + 2 * index)))
-    return v.from_e8m0(v.isplat(v.read_u8(scales + index)))
+        return v.from_bf16(v.load_u16_n(scales + 2 * index, count))
+    return v.from_e8m0(v.load_u8_n(scales + index, count))
 
 
 @device
@@ -44,76 +43,46 @@ def first_scale(weight, expert, row):
     return (expert * w.high + row // w.tall) * w.wide
 
 
-@device
-def _zero(weight, index):
-    zeros = weight_at(weight).zeros
-    if zeros == 0:
-        return 8
-    return v.read_u8(zeros + index)
-
-
-@device
-def _spread(weight, expert, row, count, k0, k1, panel, load, load_n):
-    """Decode by runs of columns that share a scale: load(line, column, zero) * scale."""
-    w = weight_at(weight)
-    group = w.group
-    for r in range(row, row + count):
-        line = w.codes + (expert * w.n + r) * w.stride
-        out = panel + (r - row) * PITCH - 4 * k0
-        index = (expert * w.high + r // w.tall) * w.wide + k0 // group
-        k, end = k0, k0 - k0 % group
-        while k < k1:
-            end = min(end + group, k1)
-            scale = scale_at(weight, index)
-            zero = v.isplat(_zero(weight, index))
-            index += 1
-            while k + 16 <= end:
-                v.store_f32(out + 4 * k, v.mul(load(line, k, zero), scale))
-                k += 16
-            if k < end:
-                v.store_f32_n(out + 4 * k, v.mul(load_n(line, k, zero, end - k), scale), end - k)
-                k = end
-    return panel
-
-
 def _f32(weight, expert, row, count, k0, k1, panel):
     w = weight_at(weight)
     return w.codes + 4 * ((expert * w.n + row) * w.k + k0)
 
 
-def _by_runs(load: Any, load_n: Any) -> Callable[..., int]:
-    """Return a decoder by runs: (line, column, zero) and (line, column, zero, count) -> fp32."""
+def _numbers(kind: str) -> Callable[..., int]:
+    """Return the decoder of a kind of number, by runs that share scale and zero point."""
+    bits, (get, get_n) = WIDEN[kind].bits, loads_of(kind)
 
     def decoder(weight, expert, row, count, k0, k1, panel):
-        return _spread(weight, expert, row, count, k0, k1, panel, load, load_n)
+        w = weight_at(weight)
+        group, zero = w.group, v.zero()
+        for r in range(row, row + count):
+            line = w.codes + (expert * w.n + r) * w.stride
+            out = panel + (r - row) * PITCH - 4 * k0
+            index = first_scale(weight, expert, r) + k0 // group
+            k, end = k0, k0 - k0 % group
+            while k < k1:
+                end = min(end + group, k1)
+                scale = v.splat(v.lane(scales_at(weight, index, 1), 0))
+                if w.zeros:  # of codes that count from 8
+                    zero = v.splat(np.float32(v.read_u8(w.zeros + index) - 8))
+                index += 1
+                while k + 16 <= end:
+                    value = v.sub(get(line + (bits * k >> 3)), zero)
+                    v.store_f32(out + 4 * k, v.mul(value, scale))
+                    k += 16
+                if k < end:
+                    value = v.sub(get_n(line + (bits * k >> 3), end - k), zero)
+                    v.store_f32_n(out + 4 * k, v.mul(value, scale), end - k)
+                    k = end
+        return panel
 
     return decoder
-
-
-def _numbers(kind: str) -> Callable[..., int]:
-    """Return the decoder of numbers of whole bytes."""
-    size = WIDEN[kind].bits // 8
-    get, get_n = loads_of(kind)
-    return _by_runs(
-        device(lambda line, k, zero: get(line + size * k)),
-        device(lambda line, k, zero, n: get_n(line + size * k, n)),
-    )
-
-
-_int4 = _by_runs(
-    device(lambda line, k, zero: v.to_f32(v.isub(v.load_u4(line + (k >> 1)), zero))),
-    device(lambda line, k, zero, n: v.to_f32(v.isub(v.load_u4_n(line + (k >> 1), n), zero))),
-)
-_mxfp4 = _by_runs(
-    device(lambda line, k, zero: v.lookup(v.e2m1_table(), v.load_u4(line + (k >> 1)))),
-    device(lambda line, k, zero, n: v.lookup(v.e2m1_table(), v.load_u4_n(line + (k >> 1), n))),
-)
 
 
 def _ternary(weight, expert, row, count, k0, k1, panel):
     w = weight_at(weight)
     packed = w.n >> 2
-    scale = scale_at(weight, 0)
+    scale = scales_at(weight, 0, 1)
     one, three = v.isplat(1), v.isplat(3)
     for r in range(row, row + count):
         line = w.codes + r % packed * w.stride
@@ -136,8 +105,8 @@ DECODERS = {
         "f32": _f32,
         **{kind: _numbers(kind) for kind in ("bf16", "f16", "e4m3", "e5m2")},
         "int8": _numbers("i8"),
-        "int4": _int4,
-        "mxfp4": _mxfp4,
+        "int4": _numbers("i4"),
+        "mxfp4": _numbers("e2m1"),
         "ternary": _ternary,
     }.items()
 }
@@ -145,11 +114,7 @@ DECODERS = {
 
 
 def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
-    """Return the record of a weight, as far as decoders read it.
-
-    Raises:
-        UnsupportedOp: there is no decoder for its format.
-    """
+    """Return the record of a weight, as far as decoders read it. Raises UnsupportedOp."""
     fmt, planes = tensor.format, tensor.planes
     *_, n, k = tensor.shape
     match fmt:
@@ -193,26 +158,10 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
 
 
 def plain(decoder: Kernel, codes: np.ndarray, n: int, k: int, multiplier: float = 1.0) -> Weight:
-    """Return the record of a weight without a plane of scales: codes [n, k] times a multiplier.
-
-    f32 ignores the multiplier.
-    """
-    return Weight(
-        decoder=decoder,
-        pitch=4 * k if decoder is DECODERS["f32"] else PITCH,
-        n=n,
-        k=k,
-        codes=_address(codes),
-        scales=0,
-        zeros=0,
-        stride=k * codes.itemsize,
-        scale_kind=_SCALES["one"],
-        group=k,
-        tall=n,
-        wide=1,
-        high=1,
-        factor=float(multiplier),
-    )
+    """Return the record of a weight without scales: codes [n, k] times a multiplier, but f32."""
+    pitch = 4 * k if decoder is DECODERS["f32"] else PITCH
+    sizes = {"n": n, "k": k, "stride": k * codes.itemsize, "group": k, "tall": n}
+    return Weight(decoder, pitch, codes=_address(codes), factor=float(multiplier), **sizes)
 
 
 def _address(array: np.ndarray) -> int:

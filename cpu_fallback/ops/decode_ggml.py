@@ -4,7 +4,6 @@ The arithmetic is that of `Ggml.decode`: scale * code is rounded, then - minimum
 are of a grid are decoded from `recoded` blocks.
 """
 
-import weakref
 from functools import cache
 from typing import Any
 
@@ -13,14 +12,13 @@ from llvmlite import ir
 
 from clocher_kernels.formats import Ggml
 from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, Numbers, places_of, recoded
-from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, i64, void
-from cpu_fallback.lanes.simd import F32, I32, INT8, INT16, INT32, LANES
 from cpu_fallback.ops.product import PITCH, weight_at
+from cpu_fallback.team.large_pages import Kept
 
-_copies: dict[int, np.ndarray] = {}
+_copies: Kept[np.ndarray] = Kept()
 
 
 def blocks_of(tensor: QuantTensor) -> np.ndarray:
@@ -29,13 +27,9 @@ def blocks_of(tensor: QuantTensor) -> np.ndarray:
     stored, kind = tensor.planes["blocks"], tensor.format.kind
     if kind not in RECODED:
         return stored
-    key = id(stored)
-    if key not in _copies:
-        refuse_in_window("recode weights")
-        made = recoded(kind, stored.reshape(-1, tensor.format.block_bytes))
-        _copies[key] = made.reshape(*stored.shape[:-1], -1)
-        weakref.finalize(stored, _copies.pop, key, None)
-    return _copies[key]
+    blocks = stored.reshape(-1, tensor.format.block_bytes)
+    shape = *stored.shape[:-1], -1
+    return _copies.of(stored, "recode weights", lambda: recoded(kind, blocks).reshape(shape))
 
 
 class _Columns:
@@ -50,7 +44,7 @@ class _Columns:
         b, about = self.b, self.about
         d = self._half("d")
         if about.factor != 1:
-            d = b.fmul(d, v.constant(F32, about.factor))
+            d = b.fmul(d, v.constant(v.F32, about.factor))
         low = self._half(about.low) if about.low else None
         for first in range(start, stop, about.run):
             run, scale, minimum = first // about.run, d, low
@@ -58,45 +52,45 @@ class _Columns:
                 scale = b.fmul(d, self._number(about.scales, run, about.scale_bias))
             if about.minima:
                 minimum = b.fmul(low, self._number(about.minima, run, 0))
-            for column in range(first, first + about.run, LANES):
+            for column in range(first, first + about.run, v.LANES):
                 value = b.fmul(self._sixteen(column), scale)
                 if low is not None:
                     value = (b.fsub if about.minima else b.fadd)(value, minimum)
                 v.emit_store(b, value, v.behind(b, out, 4 * (column - start)))
 
     def _half(self, field: str) -> Any:
-        code = v.emit_load(self.b, INT16, v.behind(self.b, self._at, self.about.at(field)))
-        return v.emit_half(self.b, v.spread(self.b, ir.VectorType(INT16, LANES), code))
+        code = v.emit_load(self.b, v.INT16, v.behind(self.b, self._at, self.about.at(field)))
+        return v.emit_half(self.b, v.spread(self.b, ir.VectorType(v.INT16, v.LANES), code))
 
     def _number(self, numbers: Numbers, index: int, bias: int) -> Any:
         """Emit a number in every lane, fp32."""
-        b, total = self.b, ir.Constant(INT32, 0)
+        b, total = self.b, ir.Constant(v.INT32, 0)
         for byte, shift, mask, to in places_of(numbers)[index]:
-            value = b.zext(v.emit_load(b, INT8, v.behind(b, self._at, byte)), INT32)
-            value = b.and_(b.lshr(value, ir.Constant(INT32, shift)), ir.Constant(INT32, mask))
-            total = b.or_(total, b.shl(value, ir.Constant(INT32, to)))
-        total = b.sub(total, ir.Constant(INT32, bias))
-        signed = b.sext(b.trunc(total, INT8), INT32)
-        return b.sitofp(v.spread(b, I32, signed), F32.llvm)
+            value = b.zext(v.emit_load(b, v.INT8, v.behind(b, self._at, byte)), v.INT32)
+            value = b.and_(b.lshr(value, ir.Constant(v.INT32, shift)), ir.Constant(v.INT32, mask))
+            total = b.or_(total, b.shl(value, ir.Constant(v.INT32, to)))
+        total = b.sub(total, ir.Constant(v.INT32, bias))
+        signed = b.sext(b.trunc(total, v.INT8), v.INT32)
+        return b.sitofp(v.spread(b, v.I32, signed), v.F32.llvm)
 
     def _sixteen(self, column: int) -> Any:
         """Emit the codes of 16 columns as fp32."""
-        b, total = self.b, v.constant(I32, 0)
-        for own in zip(*self._codes[column : column + LANES], strict=True):
+        b, total = self.b, v.constant(v.I32, 0)
+        for own in zip(*self._codes[column : column + v.LANES], strict=True):
             byte, shift, mask, to = own[0]
             at = v.behind(b, self._at, byte)
             if own[1][0] == byte + 1:
-                found = b.zext(v.emit_load(b, ir.VectorType(INT8, LANES), at), I32.llvm)
-                found = b.lshr(found, v.constant(I32, shift))
+                found = b.zext(v.emit_load(b, ir.VectorType(v.INT8, v.LANES), at), v.I32.llvm)
+                found = b.lshr(found, v.constant(v.I32, shift))
             else:  # a bit each, one after the other
-                found = v.spread(b, I32, b.zext(v.emit_load(b, INT16, at), INT32))
-                found = b.lshr(found, v.constant(I32, range(LANES)))
-            found = b.and_(found, v.constant(I32, mask))
-            total = b.or_(total, b.shl(found, v.constant(I32, to)))
+                found = v.spread(b, v.I32, b.zext(v.emit_load(b, v.INT16, at), v.INT32))
+                found = b.lshr(found, v.constant(v.I32, range(v.LANES)))
+            found = b.and_(found, v.constant(v.I32, mask))
+            total = b.or_(total, b.shl(found, v.constant(v.I32, to)))
         if self.about.table is not None:
-            table = v.constant(F32, [float(value) for value in self.about.table])
+            table = v.constant(v.F32, [float(value) for value in self.about.table])
             return v.emit_lookup(b, table, total)
-        return b.sitofp(b.sub(total, v.constant(I32, self.about.bias)), F32.llvm)
+        return b.sitofp(b.sub(total, v.constant(v.I32, self.about.bias)), v.F32.llvm)
 
 
 @cache

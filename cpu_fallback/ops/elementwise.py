@@ -1,7 +1,5 @@
 """Norms and row gathers."""
 
-from typing import NamedTuple
-
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
@@ -33,15 +31,9 @@ def _square_sum(x, d):
     return v.hsum(v.add(v.add(a, b), v.add(c, e)))
 
 
-class Vectors(NamedTuple):
-    """How many vectors make up a row."""
-
-    per_row: int
-
-
-@executes("rms_norm", Vectors)
+@executes("rms_norm", per_row=int)
 def rms_norm(a, rank, size, scratch):
-    """Normalise groups of D values; each thread has a range of groups."""
+    """Normalise groups of D values, `per_row` in a row; each thread has a range of groups."""
     d = a.D
     first, last = share(a.M * a.per_row, rank, size)
     for group in range(first, last):
@@ -77,11 +69,7 @@ def gather_rows(a, rank, size, scratch):
 
 
 def parts(call: BoundCall, param: str, width: int) -> int:
-    """Return how many vectors of `width` values make up a row of a buffer.
-
-    Raises:
-        ShapeError: the row is not a whole number of them.
-    """
+    """Return how many vectors of `width` values make up a row of a buffer. Raises ShapeError."""
     row = call.array(param).shape[1]
     if row % width:
         raise ShapeError(
@@ -90,13 +78,9 @@ def parts(call: BoundCall, param: str, width: int) -> int:
     return row // width
 
 
-def _rms_norm(call: BoundCall) -> list[Launch]:
-    return [call.launch(rms_norm, Vectors(parts(call, "x", call.dim("D"))))]
-
-
-@executes("rope", Vectors)
+@executes("rope", per_row=int)
 def rope(a, rank, size, scratch):
-    """Rotate the halves of heads in place; each thread has a range of (token, head).
+    """Rotate the halves of heads in place, `per_row`; each thread has a range of (token, head).
 
     Infinity becomes NaN: as a score it could hide a key, or the query.
     """
@@ -116,17 +100,13 @@ def rope(a, rank, size, scratch):
             v.store_up_to(high + at, v.fma(y, c, v.mul(x, s)), n)
 
 
-class Joined(NamedTuple):
-    """Sizes of `join_heads`, in values."""
-
-    head: int  # of y
-    left: int  # what a head has of the first part
-    apart: int  # from one head of the first part to the next, 0 if all share one
-
-
-@executes("join_heads", Joined)
+@executes("join_heads", head=int, left=int, apart=int)
 def join_heads(a, rank, size, scratch):
-    """Copy the parts of heads; each thread has a range of (token, head)."""
+    """Copy the parts of heads; each thread has a range of (token, head).
+
+    `left`: values that a head of `head` has of the first part; `apart`: from one head of that to
+    the next, 0 if all share one.
+    """
     heads, left, right = a.heads, a.left, a.head - a.left
     first, last = share(a.M * heads, rank, size)
     for unit in range(first, last):
@@ -143,7 +123,7 @@ def _rope(call: BoundCall) -> list[Launch]:
     rotated, head = 2 * call.dim("P"), int(call.attr("head"))
     if head and head < rotated:
         raise ShapeError(f"rope: a head has {head} values; its tables rotate {rotated}")
-    return [call.launch(rope, Vectors(parts(call, "x", head or rotated)))]
+    return [call.launch(rope, (parts(call, "x", head or rotated),))]
 
 
 def _join_heads(call: BoundCall) -> list[Launch]:
@@ -153,18 +133,18 @@ def _join_heads(call: BoundCall) -> list[Launch]:
     head = parts(call, "y", heads)
     if not call.has("second"):
         apart = parts(call, "first", heads)
-        return [call.launch(join_heads, Joined(head, min(head, apart), apart))]
+        return [call.launch(join_heads, (head, min(head, apart), apart))]
     left = head - parts(call, "second", heads)
     if left < 0 or first not in (left, heads * left):
         raise ShapeError(
             f"join_heads: a row of 'first' has {first} values; expected {left}, or that for each "
             f"of {heads} heads"
         )
-    return [call.launch(join_heads, Joined(head, left, 0 if first == left else left))]
+    return [call.launch(join_heads, (head, left, 0 if first == left else left))]
 
 
 LOWER = {
-    "rms_norm": _rms_norm,
+    "rms_norm": lambda call: [call.launch(rms_norm, (parts(call, "x", call.dim("D")),))],
     "gather_rows": gather_rows,
     "rope": _rope,
     "join_heads": _join_heads,

@@ -13,7 +13,6 @@ from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.elementwise import check_activation
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device, f32, i64, void
-from cpu_fallback.lanes.simd import INT32, INT64, VOID, op
 from cpu_fallback.ops.bind import BoundCall
 
 _ROOT_HALF = np.float32(0.5**0.5)
@@ -33,12 +32,13 @@ def _polynomial(x, coefficients):
     return y
 
 
+# Activations take a vector, and a vector of caps.
 # Return x / (1 + e^-x); below -88.72 that is 0.
-silu = device(lambda x: v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x)))))
+silu = device(lambda x, cap: v.div(x, v.add(v.splat(np.float32(1)), v.exp(v.neg(x)))))
 
 
 @device
-def relu2(x):
+def relu2(x, cap):
     """Return max(x, 0)^2."""
     positive = v.maximum(v.zero(), or_nan(x))  # of minus infinity it would be zero
     return v.mul(positive, positive)
@@ -62,7 +62,7 @@ _ERFC = tuple(
 
 
 @device
-def gelu(x):
+def gelu(x, cap):
     """Return x Phi(x) within 1e-6 of itself above x = -5, and 1e-5 of itself below.
 
     Phi is erfc / 2 of the distance on the side where that is small, so nothing cancels.
@@ -76,7 +76,7 @@ def gelu(x):
 
 
 @device
-def gelu_tanh(x):
+def gelu_tanh(x, cap):
     """Return x (1 + tanh u) / 2, which is x / (1 + e^-2u); u = sqrt(2 / pi) (x + 0.044715 x^3)."""
     x = or_nan(x)
     cubic = v.mul(x, v.fma(v.mul(x, x), v.splat(_CUBE), v.splat(np.float32(1))))
@@ -84,7 +84,7 @@ def gelu_tanh(x):
 
 
 @device
-def sigmoid(x):
+def sigmoid(x, cap):
     """Return 1 / (1 + e^-x)."""
     one = v.splat(np.float32(1))
     return v.div(one, v.add(one, v.exp(v.neg(or_nan(x)))))
@@ -94,19 +94,8 @@ def sigmoid(x):
 capped = device(lambda x, cap: v.mul(v.tanh(v.div(or_nan(x), cap)), cap))
 
 
-def _capless(act: Any) -> Any:
-    return device(lambda x, cap: act(x))
-
-
-_CAPLESS = {
-    "silu": silu,
-    "gelu": gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu2": relu2,
-    "sigmoid": sigmoid,
-}
-ACTIVATIONS = {**{name: _capless(act) for name, act in _CAPLESS.items()}, "tanh": capped}
-"""Name of an activation -> function of a vector, and of a vector of caps."""
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+ACTIVATIONS |= {"sigmoid": sigmoid, "tanh": capped}
 
 
 def _kernel(name: str, function: Any) -> Kernel:
@@ -123,10 +112,10 @@ def _kernel(name: str, function: Any) -> Kernel:
 _KERNELS = {name: _kernel(name, function) for name, function in ACTIVATIONS.items()}
 
 
-@op(void, i64, i64, i64, f32)
+@v.op(void, i64, i64, i64, f32)
 def _activate(b, kernel, at, count, cap):
-    kind = ir.FunctionType(VOID, [INT64] * 3)
-    bits = b.zext(b.bitcast(cap, INT32), INT64)
+    kind = ir.FunctionType(v.VOID, [v.INT64] * 3)
+    bits = b.zext(b.bitcast(cap, v.INT32), v.INT64)
     b.call(b.inttoptr(kernel, kind.as_pointer()), [at, count, bits])
 
 
@@ -179,12 +168,7 @@ def write_rows(a, sums, token, tokens, row):
 
 
 def activation_of(call: BoundCall) -> int | Kernel:
-    """Return the kernel of a call's activation, 0 for none.
-
-    Raises:
-        UnsupportedOp: there is no such activation.
-        ShapeError: `times` is as wide as nothing.
-    """
+    """Return the kernel of a call's activation, 0 for none. Raises UnsupportedOp, ShapeError."""
     if call.has("times") and call.dim("F") not in (1, call.dim("N")):
         raise ShapeError(
             f"{call.spec.name}: 'times' has {call.dim('F')} values for a token; expected "

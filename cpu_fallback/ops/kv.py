@@ -14,7 +14,7 @@ the bytes, to rows that are whole chunks of 32.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +24,6 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.language import WIDEN, loads_of
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import caller
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.quantize import largest_of
 from cpu_fallback.team.tape import Launch
@@ -45,38 +44,8 @@ def _dtype(name: str, write: Callable[..., Any], read: Callable[..., Any]) -> Kv
 padded = device(lambda d: (d + 15) & -16)  # Round up to whole vectors
 
 
-write_line = caller(5)  # (writer, source, plane, scales, line, d)
-read_lines = caller(5)  # (reader, plane, lines, count, d, panel)
-
-
-@device
-def _write(source, target, d, item, put, put_n):
-    for i in range(0, d - 15, 16):
-        put(target + item * i, v.load_f32(source + 4 * i))
-    i = d & -16
-    if i < d:
-        put_n(target + item * i, v.load_f32_n(source + 4 * i, d - i), d - i)
-
-
-@device
-def _read(plane, lines, count, d, panel, item, get, get_n):
-    pitch = 4 * padded(d)
-    for r in range(count):
-        source, target = plane + item * v.read_i64(lines + 8 * r) * d, panel + r * pitch
-        i = np.int64(0)
-        while i + 64 <= d:
-            at, to = source + item * i, target + 4 * i
-            a, b = get(at), get(at + 16 * item)
-            c, e = get(at + 32 * item), get(at + 48 * item)
-            v.store_f32(to, a)
-            v.store_f32(to + 64, b)
-            v.store_f32(to + 128, c)
-            v.store_f32(to + 192, e)
-            i += 64
-        while i < d:
-            n = min(16, d - i)
-            v.store_f32(target + 4 * i, get_n(source + item * i, n))
-            i += 16
+write_line = v.caller(5)  # (writer, source, plane, scales, line, d)
+read_lines = v.caller(5)  # (reader, plane, lines, count, d, panel)
 
 
 def _floats(name: str, encode: Any, put: Any, put_n: Any) -> KvDtype:
@@ -96,10 +65,30 @@ def _floats(name: str, encode: Any, put: Any, put_n: Any) -> KvDtype:
         store_n = device(lambda address, x, n: put_n(address, code(x), n))
 
     def write(source, plane, scales, line, d):
-        _write(source, plane + item * line * d, d, item, store, store_n)
+        target = plane + item * line * d
+        for i in range(0, d - 15, 16):
+            store(target + item * i, v.load_f32(source + 4 * i))
+        i = d & -16
+        if i < d:
+            store_n(target + item * i, v.load_f32_n(source + 4 * i, d - i), d - i)
 
     def read(plane, lines, count, d, panel):
-        _read(plane, lines, count, d, panel, item, get, get_n)
+        pitch = 4 * padded(d)
+        for r in range(count):
+            source, target = plane + item * v.read_i64(lines + 8 * r) * d, panel + r * pitch
+            i = np.int64(0)
+            while i + 64 <= d:
+                at, to = source + item * i, target + 4 * i
+                a, b = get(at), get(at + 16 * item)
+                c, e = get(at + 32 * item), get(at + 48 * item)
+                v.store_f32(to, a)
+                v.store_f32(to + 64, b)
+                v.store_f32(to + 128, c)
+                v.store_f32(to + 192, e)
+                i += 64
+            while i < d:
+                v.store_f32(target + 4 * i, get_n(source + item * i, min(16, d - i)))
+                i += 16
 
     return _dtype(name, write, read)
 
@@ -156,15 +145,12 @@ def page_of(pages, blocks, size, slot, cell):
 line_of = device(lambda page, heads, size, head, cell: (page * heads + head) * size + cell % size)
 
 
-class Writer(NamedTuple):
-    """What writes lines of the cache's dtype."""
-
-    writer: int
-
-
-@executes("kv_append", Writer)
+@executes("kv_append", writer=int)
 def kv_append(a, rank, size, scratch):
-    """Write keys and values into the cache; each thread has a range of (token, head)."""
+    """Write keys and values into the cache; each thread has a range of (token, head).
+
+    `writer` writes lines of the cache's dtype.
+    """
     heads, d = a.H, a.D
     first, last = share(a.M * heads, rank, size)
     for unit in range(first, last):
@@ -192,12 +178,7 @@ def own_line(a, t, head):
 
 
 def kv_of(call: BoundCall) -> KvDtype:
-    """Return the KV dtype of a call, after checking that its planes are of it.
-
-    Raises:
-        UnsupportedOp: no such KV dtype.
-        ShapeError: the planes are of another dtype, or scales are missing or one too many.
-    """
+    """Return the KV dtype of a call whose planes are of it. Raises UnsupportedOp, ShapeError."""
     op, name = call.spec.name, str(call.attr("cache_dtype"))
     if name not in KV_DTYPES:
         raise UnsupportedOp(
@@ -224,7 +205,7 @@ def _kv_append(call: BoundCall) -> list[Launch]:
     heads, d = call.dim("H"), call.dim("D")
     if call.dim("F") != heads * d:
         raise ShapeError(f"kv_append: 'k' has {call.dim('F')} columns; expected {heads} x {d}")
-    return [call.launch(kv_append, Writer(kv_of(call).writer))]
+    return [call.launch(kv_append, (kv_of(call).writer,))]
 
 
 LOWER = {"kv_append": _kv_append}

@@ -9,22 +9,10 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
+from cpu_fallback.ops import product
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.decode import weight_record
 from cpu_fallback.ops.epilogue import activation_of, expect, finish, write_rows
-from cpu_fallback.ops.product import (
-    HEIGHT,
-    ROWS,
-    SCRATCH,
-    SUMS,
-    TOKENS,
-    XS,
-    Weight,
-    copy_f32,
-    decode,
-    multiply,
-    weight_at,
-)
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.tape import EPOCH, Launch
@@ -104,9 +92,7 @@ def panel_sizes(
     """Return tokens per block, tokens whose panels are kept, and the bytes of a panel per token.
 
     `most` is the tokens or pairs of a step, at capacity; `strips`: whether tiles are decoded.
-
-    Raises:
-        ShapeError: K is so large that a sum might not fit in int32.
+    Raises ShapeError for a K whose sums might not fit in int32.
     """
     if k > _LONGEST:
         raise ShapeError(f"K = {k}; the integer products take at most {_LONGEST} columns")
@@ -118,11 +104,7 @@ def panel_sizes(
 
 
 def has_codes(call: BoundCall) -> bool:
-    """Return whether the activations of a call are int8 codes.
-
-    Raises:
-        ShapeError: they are, and have no scales; or the other way round.
-    """
+    """Return whether the activations of a call are int8 codes, with scales. Raises ShapeError."""
     codes, scaled = call.array("x").dtype == np.int8, call.has("x_scale")
     if codes != scaled:
         raise ShapeError(
@@ -177,24 +159,24 @@ Decoded = NamedTuple(  # a weight as it is stored, and what its sums go through
 def linear(a, rank, size, scratch):
     """Multiply fp32 activations; each thread has a contiguous range of output rows."""
     m, n, k = a.M, a.N, a.K
-    first, last = share((n + ROWS - 1) // ROWS, rank, size)
+    first, last = share((n + product.ROWS - 1) // product.ROWS, rank, size)
     start = 0
     while start < m:
-        tokens = min(TOKENS, m - start)
+        tokens = min(product.TOKENS, m - start)
         for t in range(tokens):
-            v.write_i64(scratch + XS + 8 * t, a.x + 4 * (start + t) * k)
-        kernel, height = a.product, ROWS
+            v.write_i64(scratch + product.XS + 8 * t, a.x + 4 * (start + t) * k)
+        kernel, height = a.product, product.ROWS
         if tokens > FEW:
-            kernel, height = weight_at(a.weight).many, HEIGHT
-        row, end = first * ROWS, min(last * ROWS, n)
+            kernel, height = product.weight_at(a.weight).many, product.HEIGHT
+        row, end = first * product.ROWS, min(last * product.ROWS, n)
         while row < end:
             rows = min(height, end - row)
-            for r in range(0, rows, ROWS):
+            for r in range(0, rows, product.ROWS):
                 expect(a, start, tokens, row + r)
-            multiply(kernel, a.weight, 0, row, rows, tokens, scratch)
-            for r in range(0, rows, ROWS):
-                sums = scratch + SUMS + 4 * TOKENS * r
-                finish(a, sums, ROWS, start, tokens, row + r, min(ROWS, rows - r))
+            product.multiply(kernel, a.weight, 0, row, rows, tokens, scratch)
+            for r in range(0, rows, product.ROWS):
+                sums = scratch + product.SUMS + 4 * product.TOKENS * r
+                finish(a, sums, product.ROWS, start, tokens, row + r, min(product.ROWS, rows - r))
             row += rows
         start += tokens
 
@@ -229,23 +211,25 @@ def multiply_tiles(a, scratch, first, last, ask, write):
 @device
 def _multiply(a, scratch, start, tokens, first, last, ask, write):
     """Multiply a range of tiles by the tokens of the panels, block by block."""
-    units = (a.K + 31) >> 5
-    sums, panel = scratch + TILE_SUMS, scratch + PANELS
+    units, panel = (a.K + 31) >> 5, scratch + PANELS
+    strip = (panel + a.kept * a.per_token + BEHIND + 63) & -64
     block = 0
     while block < tokens:
         end = min(block + a.per_block, tokens)
-        if a.of_strip and end - block >= a.from_tokens:
-            _multiply_strips(a, scratch, start, block, end, first, last, ask, write)
-            block = end
-            continue
+        in_strips = a.of_strip and end - block >= a.from_tokens
         for tile in range(first, last):
-            at = a.tiles + tile * a.tile_bytes
+            at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
+            if in_strips:
+                sums = strip + a.strip_bytes
+                here = panel + block * a.per_token
+                multiply_strips(a, at, strip, here, end - block, units, sums)
             for t in range(block, end, 16):
-                count = min(16, end - t)
-                here = panel + t * a.per_token
+                count, out = min(16, end - t), sums + 64 * (t - block)
                 ask(a, start + t, count, tile * 16)
-                multiply_tile(a, at, here, count, units, sums)
-                write(a, sums, start + t, count, tile * 16)
+                if not in_strips:
+                    out = sums
+                    multiply_tile(a, at, panel + t * a.per_token, count, units, out)
+                write(a, out, start + t, count, tile * 16)
         block = end
 
 
@@ -254,21 +238,6 @@ def multiply_tile(a, tile, panel, count, units, sums):
     """Multiply a tile by up to 16 tokens of a panel; `sums`: fp32 [count, 16]."""
     ahead = a.ahead if count > _FEW else a.ahead_of_few
     call_product(a.product, tile, panel, sums, units, width(count), ahead)
-
-
-@device
-def _multiply_strips(a, scratch, start, block, end, first, last, ask, write):
-    """Multiply a range of tiles by a block of tokens, strip by strip."""
-    units, panel = (a.K + 31) >> 5, scratch + PANELS
-    strip = (panel + a.kept * a.per_token + BEHIND + 63) & -64
-    sums = strip + a.strip_bytes
-    for tile in range(first, last):
-        at, here = a.tiles + tile * a.tile_bytes, panel + block * a.per_token
-        multiply_strips(a, at, strip, here, end - block, units, sums)
-        for t in range(block, end, 16):
-            count = min(16, end - t)
-            ask(a, start + t, count, tile * 16)
-            write(a, sums + 64 * (t - block), start + t, count, tile * 16)
 
 
 @device
@@ -291,22 +260,16 @@ def _fill(a, first, count, panel):
         fill_token(a.form, a.x + token * a.K, scale, a.K, panel, t, wide)
 
 
-class Table(NamedTuple):
-    """The table of `embed`."""
-
-    weight: Weight
-
-
-@executes("embed", Table)
+@executes("embed", weight=product.Weight)
 def embed(a, rank, size, scratch):
     """Decode the rows of a table that the ids name; each thread has a range of tokens."""
     first, last = share(a.M, rank, size)
     for t in range(first, last):
         out = a.y + 4 * t * a.K
         token = within(v.read_i32(a.ids + 4 * t), a.V)
-        row = decode(a.weight, 0, token, 1, 0, a.K, out)
+        row = product.decode(a.weight, 0, token, 1, 0, a.K, out)
         if row != out or a.scale != np.float32(1):
-            copy_f32(row, out, a.K, a.scale)
+            product.copy_f32(row, out, a.K, a.scale)
 
 
 def panels_room(own: Tiled) -> int:
@@ -325,10 +288,12 @@ def _linear(call: BoundCall) -> list[Launch]:
         shares = SHARES if tiles.data.nbytes >= _LARGE_TILES else 1
         return [call.launch(linear_of_codes, own, panels_room(own), shares)]
     shares = _SHARES if call.dim("N") * call.dim("K") >= _LARGE else 1
-    return [call.launch(linear, Decoded(*stored(call), activation_of(call)), SCRATCH, shares)]
+    return [
+        call.launch(linear, Decoded(*stored(call), activation_of(call)), product.SCRATCH, shares)
+    ]
 
 
 LOWER = {
     "linear": _linear,
-    "embed": lambda call: [call.launch(embed, Table(weight_record("embed", call.tensor("table"))))],
+    "embed": lambda call: [call.launch(embed, (weight_record("embed", call.tensor("table")),))],
 }

@@ -4,26 +4,15 @@ Work is split over output rows, so there are no atomics and every thread walks t
 in the same order. `moe_tiles` has what int8 activations need, and what is done with all sums.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
+from cpu_fallback.ops import moe_tiles as tiles
 from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.linear import Tiled, has_codes
-from cpu_fallback.ops.moe_tiles import (
-    begin_of,
-    clamped_pairs,
-    down,
-    each_tile_of_codes,
-    gate_up,
-    of_codes,
-    silu_pairs,
-    sort_by_expert,
-)
 from cpu_fallback.ops.product import ROWS, SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
 from cpu_fallback.team.tape import Launch
@@ -35,17 +24,11 @@ _LEAST = np.float32(1e-20)
 _SUMS_BYTES = 64 * TOKENS
 
 
-class Choice(NamedTuple):
-    """How scores are made, and whether weights are divided by their sum."""
-
-    score_kind: int
-    normal: int
-
-
-@executes("route", Choice)
+@executes("route", score_kind=int, normal=int)
 def route(a, rank, size, scratch):
     """Choose experts for each token, and weigh them; each thread has a range of tokens.
 
+    `score_kind`: how scores are made; `normal`: whether weights are divided by their sum.
     A NaN is not chosen; if too few others are left, expert 0 is chosen again. All weights are NaN
     then.
     """
@@ -79,11 +62,17 @@ def _score(logits, experts, kind, scores):
 
 
 @device
-def _softmax(x, count):
-    top, total = v.splat(-_INFINITY), v.zero()
+def _top(x, count):
+    """Return the largest value, in every lane."""
+    top = v.splat(-_INFINITY)
     for i in range(0, count, 16):
         top = v.maximum(v.load_f32(x + 4 * i), top)
-    top = v.splat(v.hmax(top))
+    return v.splat(v.hmax(top))
+
+
+@device
+def _softmax(x, count):
+    top, total = _top(x, count), v.zero()
     for i in range(0, count, 16):
         value = v.exp(v.sub(v.load_f32(x + 4 * i), top))
         total = v.add(total, value)
@@ -138,10 +127,7 @@ def _close_groups(a, ranks, some, best):
 @device
 def _take(x, count):
     """Return where the first of the largest values is, and make it NaN; 0 if all are NaN."""
-    top = v.splat(-_INFINITY)
-    for i in range(0, count, 16):
-        top = v.maximum(v.load_f32(x + 4 * i), top)
-    top = v.splat(v.hmax(top))
+    top = _top(x, count)
     for i in range(0, count, 16):
         found = v.mask_bits(v.eq(v.load_f32(x + 4 * i), top))
         if found:
@@ -194,7 +180,7 @@ def _route(call: BoundCall) -> list[Launch]:
     normal = kind == _CHOSEN or bool(call.attr("normalise"))
     # Scores, ranks, those of a group, and one of each group: each up to a whole vector more.
     scratch = 4 * (4 * ((experts + 15) & -16) + 16)
-    return [call.launch(route, Choice(kind, int(normal)), scratch)]
+    return [call.launch(route, (kind, int(normal)), scratch)]
 
 
 @device
@@ -206,9 +192,9 @@ def _each_tile(a, scratch, first, last, rows, k, per_row, write):
     sums = scratch + SCRATCH
     ends = sums + _SUMS_BYTES
     order = ends + 4 * a.E
-    sort_by_expert(a.ids, a.M * a.A, a.E, ends, order)
+    tiles.sort_by_expert(a.ids, a.M * a.A, a.E, ends, order)
     for e in range(a.E):
-        begin, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
+        begin, end = tiles.begin_of(ends, e), v.read_i32(ends + 4 * e)
         if begin == end:
             continue
         for tile in range(first, last):
@@ -227,12 +213,15 @@ def _each_tile(a, scratch, first, last, rows, k, per_row, write):
 
 _GATE_UP = {
     name: (
-        gate_up(f"{name}_gate_up", act, _each_tile, Stored),
-        gate_up(f"{name}_gate_up_of_codes", act, each_tile_of_codes, Tiled),
+        tiles.gate_up(f"{name}_gate_up", act, _each_tile, Stored),
+        tiles.gate_up(f"{name}_gate_up_of_codes", act, tiles.each_tile_of_codes, Tiled),
     )
-    for name, act in (("clamped", clamped_pairs), ("silu", silu_pairs))
+    for name, act in (("clamped", tiles.clamped_pairs), ("silu", tiles.silu_pairs))
 }
-_DOWN = down("moe_down", _each_tile, Stored), down("down_of_codes", each_tile_of_codes, Tiled)
+_DOWN = (
+    tiles.down("moe_down", _each_tile, Stored),
+    tiles.down("down_of_codes", tiles.each_tile_of_codes, Tiled),
+)
 
 
 def _moe_gate_up(call: BoundCall) -> list[Launch]:
@@ -243,16 +232,16 @@ def _moe_gate_up(call: BoundCall) -> list[Launch]:
     return _lower(call, _GATE_UP[act], "K")
 
 
-def _moe_down(call: BoundCall) -> list[Launch]:
-    return _lower(call, _DOWN, "I")
-
-
 def _lower(call: BoundCall, kernels: tuple[Kernel, Kernel], columns: str) -> list[Launch]:
     of_floats, of_tiles = kernels
     if has_codes(call):
-        return of_codes(call, of_tiles, columns)
+        return tiles.of_codes(call, of_tiles, columns)
     order = 4 * (call.dim("E") + call.dim("M") * call.dim("A"))
     return [call.launch(of_floats, stored(call), SCRATCH + _SUMS_BYTES + order)]
 
 
-LOWER = {"route": _route, "moe_gate_up": _moe_gate_up, "moe_down": _moe_down}
+LOWER = {
+    "route": _route,
+    "moe_gate_up": _moe_gate_up,
+    "moe_down": lambda call: _lower(call, _DOWN, "I"),
+}

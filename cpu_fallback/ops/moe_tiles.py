@@ -11,22 +11,13 @@ import numpy as np
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
-from cpu_fallback.lanes.simd import F32, op, pick
+from cpu_fallback.ops import linear
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
-from cpu_fallback.ops.linear import (
-    PANELS,
-    TILE_SUMS,
-    is_filled,
-    multiply_strips,
-    multiply_tile,
-    strip_room,
-    tiled,
-)
 from cpu_fallback.team.tape import Launch
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 
-_strip_room = device(strip_room)
+_strip_room = device(linear.strip_room)
 _SHARES = 16  # Shares per thread: few, of all experts, would leave threads to wait for the last
 
 
@@ -58,16 +49,16 @@ def begin_of(ends, e):
     return v.read_i32(ends + 4 * (e - 1))
 
 
-@op(F32, F32)
+@v.op(v.F32, v.F32)
 def _evens(b, x):
     """Return lanes 0, 2, .., 14, twice."""
-    return pick(b, x, list(range(0, 16, 2)) * 2)
+    return v.pick(b, x, list(range(0, 16, 2)) * 2)
 
 
-@op(F32, F32)
+@v.op(v.F32, v.F32)
 def _odds(b, x):
     """Return lanes 1, 3, .., 15, twice."""
-    return pick(b, x, list(range(1, 16, 2)) * 2)
+    return v.pick(b, x, list(range(1, 16, 2)) * 2)
 
 
 @device
@@ -85,15 +76,7 @@ def clamped_pairs(sums, limit, alpha):
 
 
 # Return silu(gate) * up of 8 (gate, up) pairs.
-silu_pairs = device(lambda sums, limit, alpha: v.mul(silu(_evens(sums)), _odds(sums)))
-
-
-@device
-def _weight_of(a, pair):
-    """Return the weight of a pair's result, 1 if there are none."""
-    if a.weights:
-        return v.read_f32(a.weights + 4 * pair)
-    return np.float32(1)
+silu_pairs = device(lambda sums, limit, alpha: v.mul(silu(_evens(sums), sums), _odds(sums)))
 
 
 @device
@@ -128,10 +111,10 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
     strip and its sums, if there are strips, and the panels of each expert's pairs.
     """
     experts = a.E
-    ends = scratch + PANELS
+    ends = scratch + linear.PANELS
     order = ends + 4 * experts
     panel = ((order + 4 * pairs + 63) & -64) + _strip_room(a)
-    if is_filled(a.rec, a.ctl, scratch, 0):
+    if linear.is_filled(a.rec, a.ctl, scratch, 0):
         return panel
     sort_by_expert(a.ids, pairs, experts, ends, order)
     at = panel
@@ -148,7 +131,7 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
 def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
     """Multiply a range of tiles of every expert [rows, k]; `write` takes the sums of some pairs."""
     panel = _group_and_fill(a, scratch, a.M * a.A, k, per_row)
-    ends, tiles, units = scratch + PANELS, (rows + 15) >> 4, (k + 31) >> 5
+    ends, tiles, units = scratch + linear.PANELS, (rows + 15) >> 4, (k + 31) >> 5
     order, strip = ends + 4 * a.E, panel - _strip_room(a)
     for e in range(a.E):
         start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
@@ -156,18 +139,16 @@ def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
             stop = min(start + a.per_block, end)
             in_strips = a.of_strip and stop - start >= a.from_tokens
             for tile in range(first, last):
-                at, sums = a.tiles + (e * tiles + tile) * a.tile_bytes, scratch + TILE_SUMS
+                at, sums = a.tiles + (e * tiles + tile) * a.tile_bytes, scratch + linear.TILE_SUMS
                 if in_strips:
                     sums = strip + a.strip_bytes
-                    multiply_strips(a, at, strip, panel, stop - start, units, sums)
+                    linear.multiply_strips(a, at, strip, panel, stop - start, units, sums)
                 for p in range(start, stop, 16):
-                    count, done = min(16, stop - p), p - start
-                    if in_strips:
-                        write(a, sums + 64 * done, order + 4 * p, e, tile, count)
-                        continue
-                    here = panel + done * a.per_token
-                    multiply_tile(a, at, here, count, units, sums)
-                    write(a, sums, order + 4 * p, e, tile, count)
+                    count, out = min(16, stop - p), sums + 64 * (p - start)
+                    if not in_strips:
+                        here, out = panel + (p - start) * a.per_token, sums
+                        linear.multiply_tile(a, at, here, count, units, out)
+                    write(a, out, order + 4 * p, e, tile, count)
             pairs = stop - start
             panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
             start = stop
@@ -206,10 +187,11 @@ def _add_rows(a, sums, order, e, tile, count):
         _add_bias_tile(a, a.N, e, tile, count, sums)
     rows = min(16, a.N - 16 * tile)
     for t in range(count):
-        pair = v.read_i32(order + 4 * t)
-        weight = v.splat(_weight_of(a, pair))
+        pair, weight = v.read_i32(order + 4 * t), np.float32(1)
+        if a.weights:
+            weight = v.read_f32(a.weights + 4 * pair)
         y = a.y + 4 * (pair // a.A * a.N + 16 * tile)
-        total = v.fma(weight, v.load_f32(sums + 64 * t), v.load_f32_n(y, rows))
+        total = v.fma(v.splat(weight), v.load_f32(sums + 64 * t), v.load_f32_n(y, rows))
         v.store_f32_n(y, total, rows)
 
 
@@ -246,9 +228,9 @@ def down(name: str, each: Any, own: type) -> Kernel:
 def of_codes(call: BoundCall, kernel: Kernel, columns: str) -> list[Launch]:
     """Return the launch of a kernel for int8 activations; `columns` is the letter of a row."""
     pairs = call.dim("M") * call.dim("A")
-    own, _ = tiled(call, columns, pairs)
+    own, _ = linear.tiled(call, columns, pairs)
     # A panel of 9 pairs is 16 wide, the worst case.
     wide = pairs + 7 * min(call.dim("E"), pairs)
-    scratch = PANELS + 4 * (call.dim("E") + pairs) + 64 + wide * own.per_token + BEHIND
-    scratch += strip_room(own)
+    scratch = linear.PANELS + 4 * (call.dim("E") + pairs) + 64 + wide * own.per_token + BEHIND
+    scratch += linear.strip_room(own)
     return [call.launch(kernel, own, scratch, _SHARES)]

@@ -24,9 +24,7 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.simd import F32, INT64, LANES, caller, emit_fma, emit_totals, number, op
 
 ROWS = 8
 COLUMNS = 512
@@ -42,15 +40,15 @@ class Weight(NamedTuple):
     n: int  # rows
     k: int  # columns
     codes: int  # the stored codes
-    scales: int  # the scales, 0 if there are none
-    zeros: int  # the zero points, 0 if there are none
     stride: int  # from one stored row to the next
-    scale_kind: int  # entry of `decode._SCALES`
     group: int  # columns per scale
     tall: int  # rows per scale
-    wide: int  # scales per row of scales
-    high: int  # rows of scales per expert
-    factor: float  # the one scale of the tensor, where `scale_kind` says so
+    wide: int = 1  # scales per row of scales
+    high: int = 1  # rows of scales per expert
+    scales: int = 0  # the scales, 0 if there are none
+    zeros: int = 0  # the zero points, 0 if there are none
+    scale_kind: int = 0  # entry of `decode._SCALES`
+    factor: float = 1.0  # the one scale of the tensor, where `scale_kind` says so
     many: int = 0  # kernel of the product with many tokens (`stream`)
     block: int = 0  # columns that it decodes at a time
 
@@ -58,11 +56,11 @@ class Weight(NamedTuple):
 weight_at = reader(Weight)  # Read the record at an address
 
 
-@op(i64, i64, i64, i64, i64, i64, i64, i64)
+@v.op(i64, i64, i64, i64, i64, i64, i64, i64)
 def decode(b, weight, expert, row, count, k0, k1, panel):
     """Call the decoder of a weight and return the address of the decoded rows."""
-    kind = ir.FunctionType(INT64, [INT64] * 7)
-    decoder = b.load(b.inttoptr(weight, INT64.as_pointer()))
+    kind = ir.FunctionType(v.INT64, [v.INT64] * 7)
+    decoder = b.load(b.inttoptr(weight, v.INT64.as_pointer()))
     args = [weight, expert, row, count, k0, k1, panel]
     return b.call(b.inttoptr(decoder, kind.as_pointer()), args)
 
@@ -70,7 +68,7 @@ def decode(b, weight, expert, row, count, k0, k1, panel):
 TOKENS = 64  # The most that are multiplied at a time
 HEIGHT = 64
 """The most rows: their accumulators and a block of columns of all tokens share a second cache."""
-_VECTOR = 4 * LANES
+_VECTOR = 4 * v.LANES
 _LINE = 64
 
 XS = 0  # In the scratch of a product: the address of each token's activations, int64 [TOKENS]
@@ -95,10 +93,10 @@ def _emit_tile(b: Any, rows: int, w: Any, xs: list[Any], k: Any, acc: Any) -> No
     there is room for more of them side by side than of whole vectors.
     """
     parts = PARTS if rows * len(xs) > TALL else 1
-    lanes = LANES // parts
+    lanes = v.LANES // parts
     for part in range(parts):
-        begin = number(4 * lanes * part)
-        lines = [b.add(w, number(4 * lanes * part + PITCH * r)) for r in range(rows)]
+        begin = v.number(4 * lanes * part)
+        lines = [b.add(w, v.number(4 * lanes * part + PITCH * r)) for r in range(rows)]
         tokens = [b.add(x, begin) for x in xs]
         _emit_lanes(b, lines, tokens, k, b.add(acc, begin), lanes, part)
 
@@ -107,41 +105,41 @@ def _emit_lanes(
     b: Any, lines: list[Any], tokens: list[Any], k: Any, acc: Any, lanes: int, part: int
 ) -> None:
     """Emit the sums of some of the lanes; the addresses are those of the first of them."""
-    kind = ir.VectorType(F32.llvm.element, lanes)
+    kind = ir.VectorType(v.F32.llvm.element, lanes)
     rows = len(lines)
     order = [t * ROWS + r for t in range(len(tokens)) for r in range(rows)]
-    places = [b.add(acc, number(_VECTOR * i)) for i in order]
+    places = [b.add(acc, v.number(_VECTOR * i)) for i in order]
     slots = [cgutils.alloca_once(b, kind) for _ in places]
     for slot, place in zip(slots, places, strict=True):
-        b.store(emit_load(b, kind, place), slot)
+        b.store(v.emit_load(b, kind, place), slot)
 
     def step(offset: Any, load: Any) -> None:
-        at = b.mul(offset, number(4))
+        at = b.mul(offset, v.number(4))
         activations = [load(b.add(x, at)) for x in tokens]
         for r, line in enumerate(lines):
             weights = load(b.add(line, at))
             for t, x in enumerate(activations):
                 slot = slots[t * rows + r]
-                b.store(emit_fma(b, weights, x, b.load(slot)), slot)
+                b.store(v.emit_fma(b, weights, x, b.load(slot)), slot)
 
-    whole = b.and_(k, number(-LANES))
-    start, lot = number(0), number(LANES)
-    with cgutils.for_range_slice(b, start, whole, lot, INT64) as (offset, _):
-        step(offset, lambda address: emit_load(b, kind, address))
-    left = b.sub(b.sub(k, whole), number(lanes * part))
-    with b.if_then(b.icmp_signed(">", left, number(0))):
-        most = number(lanes)
+    whole = b.and_(k, v.number(-v.LANES))
+    start, lot = v.number(0), v.number(v.LANES)
+    with cgutils.for_range_slice(b, start, whole, lot, v.INT64) as (offset, _):
+        step(offset, lambda address: v.emit_load(b, kind, address))
+    left = b.sub(b.sub(k, whole), v.number(lanes * part))
+    with b.if_then(b.icmp_signed(">", left, v.number(0))):
+        most = v.number(lanes)
         count = b.select(b.icmp_signed("<", left, most), left, most)
-        step(whole, lambda address: emit_load_n(b, kind, address, count))
+        step(whole, lambda address: v.emit_load_n(b, kind, address, count))
     for slot, place in zip(slots, places, strict=True):
-        emit_store(b, b.load(slot), place)
+        v.emit_store(b, b.load(slot), place)
 
 
 def emit_tokens(b: Any, xs: Any, k0: Any, tokens: int) -> list[Any]:
     """Emit the addresses of column k0 of the first tokens."""
-    start = b.mul(k0, number(4))
-    addresses = [b.add(xs, number(8 * t)) for t in range(tokens)]
-    return [b.add(emit_load(b, INT64, address), start) for address in addresses]
+    start = b.mul(k0, v.number(4))
+    addresses = [b.add(xs, v.number(8 * t)) for t in range(tokens)]
+    return [b.add(v.emit_load(b, v.INT64, address), start) for address in addresses]
 
 
 def _tile(rows: int, tokens: int) -> Any:
@@ -150,7 +148,7 @@ def _tile(rows: int, tokens: int) -> Any:
     def tile(b, w, xs, k0, k, acc):
         _emit_tile(b, rows, w, emit_tokens(b, xs, k0, tokens), k, acc)
 
-    return op(void, *[i64] * 5)(tile)
+    return v.op(void, *[i64] * 5)(tile)
 
 
 _high, _tall, _one = _tile(HIGH, ACROSS), _tile(TALL, 1), _tile(1, 1)
@@ -170,13 +168,9 @@ _ONE = np.float32(1)
 @device
 def copy_f32(source, target, count, factor=_ONE):
     """Copy fp32 values, times a factor."""
-    by, i = v.splat(factor), 0
-    while i + 16 <= count:
-        v.store_f32(target + 4 * i, v.mul(v.load_f32(source + 4 * i), by))
-        i += 16
-    if i < count:
-        last = v.mul(v.load_f32_n(source + 4 * i, count - i), by)
-        v.store_f32_n(target + 4 * i, last, count - i)
+    for i in range(0, count, 16):
+        at, n = 4 * i, count - i
+        v.store_up_to(target + at, v.mul(v.load_up_to(source + at, n), v.splat(factor)), n)
 
 
 @device
@@ -219,11 +213,11 @@ def _accumulate(w, count, tokens, k0, k, xs, acc, later, stride, size):
         t += 1
 
 
-@op(F32, i64, i64)
+@v.op(v.F32, i64, i64)
 def _sums(b, first, second):
     """Return what `hsum` gives of each of 8 accumulators here and 8 there."""
-    at = [b.add(a, number(_VECTOR * r)) for a in (first, second) for r in range(ROWS)]
-    return emit_totals(b, [emit_load(b, F32.llvm, each) for each in at])
+    at = [b.add(a, v.number(_VECTOR * r)) for a in (first, second) for r in range(ROWS)]
+    return v.emit_totals(b, [v.emit_load(b, v.F32.llvm, each) for each in at])
 
 
 @device
@@ -236,15 +230,10 @@ def finish(acc, sums, tokens):
 
 
 def _product(weight, expert, row, count, tokens, scratch):
-    """Multiply `count` rows of a weight by the tokens whose addresses are at scratch + XS.
+    """Multiply rows of a weight by the tokens whose addresses are at scratch + XS.
 
-    Args:
-        weight: address of the weight's record (`decode`).
-        expert: 0 for a matrix.
-        row: first row.
-        count: rows, 1 .. HEIGHT.
-        tokens: 1 .. TOKENS.
-        scratch: SCRATCH bytes; the results are at scratch + SUMS.
+    `weight`: address of its record; `expert`: 0 for a matrix; `count`: rows from `row` on, up to
+    HEIGHT, by up to TOKENS tokens. Of SCRATCH bytes the results are at scratch + SUMS.
     """
     about = weight_at(weight)
     columns, block, stride = about.k, about.block, about.stride
@@ -274,4 +263,4 @@ def _product(weight, expert, row, count, tokens, scratch):
 product = Kernel(_product)
 
 
-multiply = caller(6)  # (product, weight, expert, row, count, tokens, scratch)
+multiply = v.caller(6)  # (product, weight, expert, row, count, tokens, scratch)

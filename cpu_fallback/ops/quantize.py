@@ -87,33 +87,28 @@ def _as_i8(x, inverse, scale):
     return v.mul(v.to_f32(_code(x, inverse, v.splat(np.float32(-127)))), scale)
 
 
-@device
-def _fake(a, rank, size, convert, most):
-    """Write rounded values, token by token; `most` is the largest code, 0 without scales."""
-    first, last = share(a.M, rank, size)
-    k = a.K
-    group = a.group if a.group and most > np.float32(0) else k
-    inverse, scale = v.zero(), v.zero()
-    for row in range(first * a.A, last * a.A):
-        start = 0
-        while start < k:
-            x, y = a.x + 4 * (row * k + start), a.y + 4 * (row * k + start)
-            count = min(group, k - start)
-            if most > np.float32(0):
-                absmax, odd = largest_of(x, count, a.floor)
-                inverse, scale = v.splat(most / absmax), v.splat(absmax / most + odd)
-            for i in range(0, count, 16):
-                at, n = 4 * i, count - i
-                v.store_up_to(y + at, convert(v.load_up_to(x + at, n), inverse, scale), n)
-            start += group
-
-
 def _kernel(name: str, convert: Any, largest: float) -> Kernel:
-    """Return the kernel that rounds to a type; each thread has a range of tokens."""
-    most = np.float32(largest)
+    """Return the kernel that rounds to a type; `largest` is its largest code, 0 without scales."""
+    most, scaled = np.float32(largest), largest > 0
 
     def fake(a, rank, size, scratch):
-        _fake(a, rank, size, convert, most)
+        """Write rounded values; each thread has a range of tokens."""
+        first, last = share(a.M, rank, size)
+        k = a.K
+        group = a.group if a.group and scaled else k
+        inverse, scale = v.zero(), v.zero()
+        for row in range(first * a.A, last * a.A):
+            start = 0
+            while start < k:
+                x, y = a.x + 4 * (row * k + start), a.y + 4 * (row * k + start)
+                count = min(group, k - start)
+                if scaled:
+                    absmax, odd = largest_of(x, count, a.floor)
+                    inverse, scale = v.splat(most / absmax), v.splat(absmax / most + odd)
+                for i in range(0, count, 16):
+                    at, n = 4 * i, count - i
+                    v.store_up_to(y + at, convert(v.load_up_to(x + at, n), inverse, scale), n)
+                start += group
 
     fake.__name__ = f"fake_{name}"
     return executes("fake_quantize")(fake)
@@ -128,10 +123,9 @@ _FAKE = {
 
 
 def check_groups(call: BoundCall, columns: str) -> int:
-    """Return the activation group of a call, columns per scale or 0; `columns`: letter of a row.
+    """Return the activation group of a call, columns per scale or 0. Raises ShapeError.
 
-    Raises:
-        ShapeError: the scales are not one for each group.
+    `columns`: the letter of a row.
     """
     group, k = int(call.attr("group")), call.dim(columns)
     if group not in (0, 32, 128) or call.dim("B") != (-(-k // group) if group else 1):
@@ -206,20 +200,16 @@ def drop_small(a, rank, size, scratch):
     k = a.K
     for t in range(first, last):
         x, y = a.x + 4 * t * k, a.y + 4 * t * k
-        if a.threshold:
-            bound = v.splat(v.read_f32(a.threshold))
-            for i in range(0, k, 16):
-                n = min(16, k - i)
-                values = v.load_f32_n(x + 4 * i, n)
-                kept = v.select(v.lt(v.absolute(values), bound), v.zero(), values)
-                v.store_f32_n(y + 4 * i, kept, n)
+        if a.threshold:  # the bits of magnitudes have their order
+            limit = v.read_i32(a.threshold)
         else:
-            low = v.isplat(_limit(x, k, _kept(x, k, a.most, a.least)))
-            for i in range(0, k, 16):
-                n = min(16, k - i)
-                values = v.load_f32_n(x + 4 * i, n)
-                small = v.ilt(v.bits_i32(v.absolute(values)), low)
-                v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
+            limit = _limit(x, k, _kept(x, k, a.most, a.least))
+        low = v.isplat(limit)
+        for i in range(0, k, 16):
+            n = min(16, k - i)
+            values = v.load_f32_n(x + 4 * i, n)
+            small = v.ilt(v.bits_i32(v.absolute(values)), low)
+            v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
 
 
 LOWER = {"quantize": _lower, "fake_quantize": _lower_fake, "drop_small": drop_small}

@@ -56,9 +56,9 @@ _OWN = {
     "lead": "entries of the list that are asked for ahead of use",
     "longest": "entries there are room for",
 }
+_OF_COLUMNS = ("record", "block", "blocks", "chunks", "wide", "panels")
 Skipped = NamedTuple(  # a weight in tiles, and by input channel
-    "Skipped",
-    [*Tiled.__annotations__.items(), ("factor", float), *((name, int) for name in _OWN)],
+    "Skipped", [*Tiled.__annotations__.items(), ("factor", float), *((name, int) for name in _OWN)]
 )
 
 
@@ -163,7 +163,7 @@ def _chunk_of(scale: str) -> Any:
                 b.store(v.emit_fma(b, value, factor, b.load(part)), part)
             for _ in range(heads // _QUAD):
                 cursor.ask()
-        factor = v.spread(b, v.F32, v.emit_load(b, v.FLOAT, x_scale))
+        factor = v.emit_everywhere(b, v.F32, x_scale)
         for i, part in enumerate(parts):
             at = v.behind(b, total, 64 * i)
             sum_of = v.emit_fma(b, b.load(part), factor, v.emit_load(b, v.F32.llvm, at))
@@ -340,18 +340,13 @@ def _skip_linear(call: BoundCall) -> list[Launch]:
         factor=float(tensor.format.multiplier(tensor.planes)) if ternary else 1.0,
         skip=skip_of(columns.scale),  # type: ignore[arg-type]
         columns=int(panels.ctypes.data),
-        record=columns.record,
-        block=columns.block,
-        blocks=columns.blocks,
-        chunks=columns.chunks,
-        wide=columns.wide,
-        panels=columns.panels,
         heads=heads,
         run=_QUAD * columns.per // 2,
         zero=1 if ternary else 8,
         most=k // 2 if ternary else k,
         lead=lead,
         longest=longest,
+        **{name: getattr(columns, name) for name in _OF_COLUMNS},
     )
     few = _STATE + 64 + 4 * columns.wide + _BLOCK * columns.blocks + _ENTRY * longest + 64
     shares = SHARES if tiles.data.nbytes >= 1 << 17 else 1

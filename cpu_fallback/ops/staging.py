@@ -1,115 +1,111 @@
 """The inputs of a step, written from one flat record for each request of it.
 
-The record has the numbers of `RECORD`, in that order; the ids of the request's tokens in the step,
-those of its draft, and the parents of the draft's nodes stand one after the other in an i32 array.
+The record is a `Record`; the ids of the request's tokens in the step, those of its draft, and the
+parents of the draft's nodes stand one after the other in an i32 array.
 """
 
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
+from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.record import reader
 
-TOKENS = {"ids": "i4", "slots": "i4", "positions": "i4", "ends": "i4", "ancestors": "u8"}
-"""Array -> type, of those with an element for each token."""
-ROWS = {
-    "rows": "i4",
-    "masked": "i4",
-    "temperature": "f4",
-    "top_k": "i4",
-    "top_p": "f4",
-    "seeds": "u8",
-    "draws": "i4",
-}
-"""Those with an element for each output row."""
-(_IDS, _SLOTS, _POSITIONS, _ENDS, _ANCESTORS) = range(0, 40, 8)
-(_OUT, _MASKED, _TEMPERATURE, _TOP_K, _TOP_P, _SEEDS, _DRAWS) = range(40, 96, 8)
-
-RECORD = struct.Struct("=10qQ2f")
-(_START, _COUNT, _DRAFTED, _ROW, _ROW_COUNT, _SLOT, _CELLS, _MADE, _MASK, _SETTING_K, _SEED) = (
-    range(0, 88, 8)
-)
-_SETTING_T, _SETTING_P = 88, 92
 _FEW = 256
+
+Tables = NamedTuple(
+    "Tables", [*((name, int) for name in (*TOKEN_INPUTS, *ROW_INPUTS))]
+)  # addresses
+
+
+class Record(NamedTuple):
+    """What is written of a request."""
+
+    start: int  # the place of its first token in the step
+    count: int  # tokens before the draft
+    drafted: int  # tokens of the draft
+    row: int  # the place of its first output row
+    rows: int
+    slot: int
+    cells: int  # in the cache
+    made: int  # tokens made so far
+    mask: int  # number of its first mask, or 0
+    top_k: int
+    seed: int
+    temperature: float
+    top_p: float
+
+
+RECORD = struct.Struct("=10qQf4xf4x")
+_tables_at, _record_at = reader(Tables), reader(Record)
 
 
 def _write(tables, record, ids):  # type: ignore[no-untyped-def]
-    """Write the tokens and the output rows of a request.
-
-    Args:
-        tables: addresses of the arrays, i64.
-        record: address of its record.
-        ids: address of its ids, those of its draft, and the parents.
-    """
-    start, count, drafted = (
-        v.read_i64(record + _START),
-        v.read_i64(record + _COUNT),
-        v.read_i64(record + _DRAFTED),
-    )
-    cells, slot = v.read_i64(record + _CELLS), v.read_i64(record + _SLOT)
-    parents = ids + 4 * (count + drafted)
+    """Write the tokens and the output rows of a request, from the addresses of three arrays."""
+    to, r = _tables_at(tables), _record_at(record)
+    total = r.count + r.drafted
+    parents = ids + 4 * total
     is_chain = True
-    for node in range(drafted):
+    for node in range(r.drafted):
         if v.read_i32(parents + 4 * node) != node - 1:
             is_chain = False
-    for i in range(count + drafted):
-        at = start + i
-        position, ancestors = cells + i, 0
+    for i in range(total):
+        at = r.start + i
+        position, ancestors = r.cells + i, 0
         end = position + 1
-        if i >= count and not is_chain:
-            node = i - count
+        if i >= r.count and not is_chain:
+            node = i - r.count
             parent = min(v.read_i32(parents + 4 * node), node - 1)
-            position, end, ancestors = cells + count, cells + count, 1 << node
+            position, end, ancestors = r.cells + r.count, r.cells + r.count, 1 << node
             if parent >= 0:
-                other = start + count + parent
-                position = v.read_i32(v.read_i64(tables + _POSITIONS) + 4 * other) + 1
-                ancestors |= v.read_i64(v.read_i64(tables + _ANCESTORS) + 8 * other)
-        v.write_i32(v.read_i64(tables + _IDS) + 4 * at, v.read_i32(ids + 4 * i))
-        v.write_i32(v.read_i64(tables + _SLOTS) + 4 * at, slot)
-        v.write_i32(v.read_i64(tables + _POSITIONS) + 4 * at, position)
-        v.write_i32(v.read_i64(tables + _ENDS) + 4 * at, end)
-        v.write_i64(v.read_i64(tables + _ANCESTORS) + 8 * at, ancestors)
-    rows, mask = v.read_i64(record + _ROW_COUNT), v.read_i64(record + _MASK)
-    first = start + count + drafted - rows
-    text_end = cells + count - 1
-    for i in range(rows):
-        at = v.read_i64(record + _ROW) + i
-        draws = v.read_i64(record + _MADE)
-        if drafted:
-            draws += v.read_i32(v.read_i64(tables + _POSITIONS) + 4 * (first + i)) - text_end
-        v.write_i32(v.read_i64(tables + _OUT) + 4 * at, first + i)
-        v.write_i32(v.read_i64(tables + _MASKED) + 4 * at, mask + i if mask else 0)
-        v.write_i32(v.read_i64(tables + _TEMPERATURE) + 4 * at, v.read_i32(record + _SETTING_T))
-        v.write_i32(v.read_i64(tables + _TOP_K) + 4 * at, v.read_i64(record + _SETTING_K))
-        v.write_i32(v.read_i64(tables + _TOP_P) + 4 * at, v.read_i32(record + _SETTING_P))
-        v.write_i64(v.read_i64(tables + _SEEDS) + 8 * at, v.read_i64(record + _SEED))
-        v.write_i32(v.read_i64(tables + _DRAWS) + 4 * at, draws)
+                other = r.start + r.count + parent
+                position = v.read_i32(to.positions + 4 * other) + 1
+                ancestors |= v.read_i64(to.ancestors + 8 * other)
+        v.write_i32(to.ids + 4 * at, v.read_i32(ids + 4 * i))
+        v.write_i32(to.slots + 4 * at, r.slot)
+        v.write_i32(to.positions + 4 * at, position)
+        v.write_i32(to.ends + 4 * at, end)
+        v.write_i64(to.ancestors + 8 * at, ancestors)
+    first = r.start + total - r.rows
+    for i in range(r.rows):
+        at, draws = r.row + i, r.made
+        if r.drafted:
+            draws += v.read_i32(to.positions + 4 * (first + i)) - (r.cells + r.count - 1)
+        v.write_i32(to.rows + 4 * at, first + i)
+        v.write_i32(to.masked + 4 * at, r.mask + i if r.mask else 0)
+        v.write_f32(to.temperature + 4 * at, r.temperature)
+        v.write_i32(to.top_k + 4 * at, r.top_k)
+        v.write_f32(to.top_p + 4 * at, r.top_p)
+        v.write_i64(to.seeds + 8 * at, r.seed)
+        v.write_i32(to.draws + 4 * at, draws)
 
 
 write = Kernel(_write)
 
 
 class Stager:
-    """Writes the inputs of a step to arrays of `TOKENS` and `ROWS`.
+    """Writes the inputs of a step to arrays of `TOKEN_INPUTS` and `ROW_INPUTS`.
 
-    Raises:
-        ShapeError: an array is of another type or size, or not contiguous.
+    Raises ShapeError for one of another type or size, or not contiguous.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray]) -> None:
         self._tokens, self._rows = len(arrays["ids"]), len(arrays["rows"])
-        for names, size in ((TOKENS, self._tokens), (ROWS, self._rows)):
-            for name, kind in names.items():
-                array = arrays[name]
+        for names, size in ((TOKEN_INPUTS, self._tokens), (ROW_INPUTS, self._rows)):
+            for name, dtype in names.items():
+                array, kind = arrays[name], STORAGE[dtype]
                 if array.dtype != kind or array.shape != (size,) or not array.flags.c_contiguous:
                     raise ShapeError(
                         f"input {name}: {array.dtype} {array.shape}; expected {kind} ({size},)"
                     )
-        self._arrays = [arrays[name] for name in (*TOKENS, *ROWS)]
+        self._arrays = [arrays[name] for name in (*TOKEN_INPUTS, *ROW_INPUTS)]
         self._tables = np.array([array.ctypes.data for array in self._arrays], np.int64)
         self._record = ctypes.create_string_buffer(RECORD.size)
         self._few = (ctypes.c_int32 * _FEW)()
@@ -118,17 +114,10 @@ class Stager:
         self._call = ctypes.PYFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(write.address)
 
     def write(self, ids: Sequence[int], parents: Sequence[int], *record: float) -> None:
-        """Write the tokens and the output rows of a request.
+        """Write the tokens and the output rows of a request. Raises ShapeError without room.
 
-        Args:
-            ids: of its tokens, and of its draft's.
-            parents: of the nodes of the draft, before each; -1 for none.
-            record: the place of its first token in the step, tokens before the draft, tokens of the
-                draft, the place of its first output row, output rows, slot, cells in the cache,
-                tokens made so far, number of its first mask or 0, top_k, seed, temperature, top_p.
-
-        Raises:
-            ShapeError: the step has no room for it.
+        `ids`: of its tokens, and of its draft's; `parents`: of the nodes of the draft, before each,
+        -1 for none; `record`: the values of `Record`.
         """
         start, count, drafted, row, rows = record[:5]
         total = count + drafted

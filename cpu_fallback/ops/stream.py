@@ -17,94 +17,66 @@ from clocher_kernels.dtypes import E2M1_VALUES
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, VecT, cgutils, device, i64, void
-from cpu_fallback.lanes.simd import F32, FLOAT, I32, INT8, INT16, INT32, INT64, LANES, number
-from cpu_fallback.ops import product as panels
+from cpu_fallback.ops import product
 from cpu_fallback.ops.bind import BoundCall
-from cpu_fallback.ops.decode import DECODERS, first_scale, weight_record
-from cpu_fallback.ops.product import (
-    ACC,
-    COLUMNS,
-    PANEL,
-    PANEL_BYTES,
-    ROWS,
-    SUMS,
-    XS,
-    Weight,
-    clear,
-    emit_tokens,
-    finish,
-    multiply,
-    weight_at,
-)
+from cpu_fallback.ops.decode import DECODERS, first_scale, scales_at, weight_record
 
-_WORDS = VecT(INT64, LANES // 2)
-_BY_TWO = [lane // 2 + lane % 2 * 8 for lane in range(LANES)]  # two dwords, nibble by nibble
-_E2M1 = v.constant(F32, [float(value) for value in E2M1_VALUES])
+_WORDS = VecT(v.INT64, v.LANES // 2)
+_BY_TWO = [lane // 2 + lane % 2 * 8 for lane in range(v.LANES)]  # two dwords, nibble by nibble
+_E2M1 = v.constant(v.F32, [float(value) for value in E2M1_VALUES])
 
 Load = Callable[[Any, ir.VectorType, Any], Any]
-Decode = Callable[[Any, Load, Any, Any], Any]
+Decode = Callable[..., Any]  # (builder, load, address, what `run` made)
 
 
 def _half(b: Any, bits: Any) -> Any:
     n = bits.type.count
     half = b.bitcast(bits, ir.VectorType(ir.HalfType(), n))
-    return b.fpext(half, ir.VectorType(FLOAT, n))
+    return b.fpext(half, ir.VectorType(v.FLOAT, n))
 
 
-def _e5m2(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
+def _e5m2(b: Any, load: Load, address: Any, n: int = v.LANES) -> Any:
     """An e5m2 code is the upper byte of an fp16."""
-    shorts = ir.VectorType(INT16, n)
-    codes = b.zext(load(b, ir.VectorType(INT8, n), address), shorts)
+    shorts = ir.VectorType(v.INT16, n)
+    codes = b.zext(load(b, ir.VectorType(v.INT8, n), address), shorts)
     return _half(b, b.shl(codes, v.constant(shorts, 8)))
 
 
-def _e4m3(b: Any, load: Load, address: Any, n: int = LANES) -> Any:
+def _e4m3(b: Any, load: Load, address: Any, n: int = v.LANES) -> Any:
     """An e4m3 code shifted into an fp16 is 2^-8 of its value, subnormal ones included.
 
     The scale makes up for it: powers of two move from one factor to the other without rounding.
     """
-    shorts = ir.VectorType(INT16, n)
-    codes = b.sext(load(b, ir.VectorType(INT8, n), address), shorts)
+    shorts = ir.VectorType(v.INT16, n)
+    codes = b.sext(load(b, ir.VectorType(v.INT8, n), address), shorts)
     return _half(b, b.and_(b.shl(codes, v.constant(shorts, 7)), v.constant(shorts, 0xBFFF)))
-
-
-def _code(b: Any, load: Load, address: Any) -> Any:
-    pair = b.bitcast(load(b, ir.VectorType(INT8, 8), address), ir.VectorType(INT32, 2))
-    words = v.pick(b, pair, [lane // 8 for lane in range(LANES)])
-    shifted = b.lshr(words, v.constant(I32, [lane % 8 * 4 for lane in range(LANES)]))
-    return b.and_(shifted, v.constant(I32, 15))
-
-
-def _int4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
-    value = b.fsub(b.sitofp(_code(b, load, address), F32.llvm), own[1])
-    return b.fmul(value, own[0])
-
-
-def _mxfp4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
-    return b.fmul(v.emit_lookup(b, _E2M1, _code(b, load, address)), own[0])
 
 
 def _looked_up(b: Any, load: Load, address: Any, table: Any) -> Any:
     """Emit entries of a run's table of 16, in `_BY_TWO`; of an index its low 4 bits count."""
-    word = b.bitcast(load(b, ir.VectorType(INT8, 8), address), INT64)
-    words = b.bitcast(v.spread(b, _WORDS, word), I32.llvm)
-    shifted = b.lshr(words, v.constant(I32, [lane // 2 * 4 for lane in range(LANES)]))
+    word = b.bitcast(load(b, ir.VectorType(v.INT8, 8), address), v.INT64)
+    words = b.bitcast(v.spread(b, _WORDS, word), v.I32.llvm)
+    shifted = b.lshr(words, v.constant(v.I32, [lane // 2 * 4 for lane in range(v.LANES)]))
     return v.emit_lookup(b, table, shifted)
 
 
 def _int4_table(b: Any, scale: Any, zero: Any) -> Any:
-    codes = v.constant(F32, [float(i) for i in range(LANES)])
+    codes = v.constant(v.F32, [float(i - 8) for i in range(v.LANES)])
     return b.fmul(b.fsub(codes, zero), scale)
 
 
 def _plain(name: str) -> Decode:
     widen = v.WIDEN[name]
-    return lambda b, load, address, own: widen.convert(b, load(b, widen.element, address))
+    return lambda b, load, address, own=None: widen.convert(b, load(b, widen.element, address))
 
 
-def _scaled(decode: Load) -> Decode:
+def _scaled(decode: Callable[[Any, Load, Any], Any]) -> Decode:
     """Return how a code is decoded that a scale of its run multiplies."""
     return lambda b, load, address, own: b.fmul(decode(b, load, address), own[0])
+
+
+def _int4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
+    return b.fmul(b.fsub(_plain("i4")(b, load, address), own[1]), own[0])
 
 
 class Kind(NamedTuple):
@@ -127,7 +99,7 @@ class Kind(NamedTuple):
         """Emit a vector that was in that order."""
         if self.order is None:
             return vector
-        return v.pick(b, vector, [*map(self.order.index, range(LANES))])
+        return v.pick(b, vector, [*map(self.order.index, range(v.LANES))])
 
     def nbytes(self, b: Any, columns: Any) -> Any:
         """Emit the bytes of so many columns, an even number if they have 4 bits."""
@@ -139,9 +111,9 @@ class Kind(NamedTuple):
 KINDS = {
     "f32": Kind(_plain("f32"), 32),
     "bf16": Kind(_plain("bf16"), 16),
-    "int8": Kind(lambda b, load, at, own: b.fmul(_plain("i8")(b, load, at, own), own[0]), 8, 1.0),
+    "int8": Kind(_scaled(_plain("i8")), 8, 1.0),
     "int4": Kind(_int4, 4, 1.0),
-    "mxfp4": Kind(_mxfp4, 4, 1.0),
+    "mxfp4": Kind(_scaled(_plain("e2m1")), 4, 1.0),
 }
 if CURRENT.f16c:
     KINDS |= {
@@ -160,16 +132,18 @@ if CURRENT.avx512:
 FEW = 8  # Tokens up to which weights are decoded in registers
 LEAST_GROUP = 32  # Columns that must share a scale, or a multiple of it: fewer do not pay
 
-_VECTOR = 4 * LANES
+_VECTOR = 4 * v.LANES
 WIDE = 4 if CURRENT.avx512 else 2 if CURRENT.registers == 8 else 1
 """Tiles for some tokens: rows and tokens."""
 _LINE = 64
 _SIDE_BITS = 32  # of a column of the rows that lie side by side: one of fp32, four of bytes
 _LINES = 4  # cache lines that a turn of the loop takes from the rows of a tile, all in all
 _TWO = min(2, WIDE)
-_RUNS = PANEL_BYTES // (8 * ROWS)  # of columns with a scale; scales and zeros fit in the panel
+_RUNS = product.PANEL_BYTES // (
+    8 * product.ROWS
+)  # of columns with a scale; scales and zeros fit in the panel
 _ROW = 4 * _RUNS  # bytes from the scales of a row to those of the next
-_ZEROS = PANEL_BYTES // 2  # from a scale to its zero point
+_ZEROS = product.PANEL_BYTES // 2  # from a scale to its zero point
 
 
 class _Tile(NamedTuple):
@@ -190,26 +164,26 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
     """Emit acc[t, r] += decode(w[r]) * xs[t] over k columns."""
     code, rows, xs = KINDS[tile.kind], tile.rows, tile.xs
     tiles = [(t, r) for t in range(len(xs)) for r in range(rows)]
-    lines = [v.emit_at(b, tile.w, number(r), tile.stride) for r in range(rows)]
-    places = [v.behind(b, tile.acc, _VECTOR * (t * ROWS + r)) for t, r in tiles]
-    slots = [cgutils.alloca_once(b, F32.llvm) for _ in tiles]
+    lines = [v.emit_at(b, tile.w, v.number(r), tile.stride) for r in range(rows)]
+    places = [v.behind(b, tile.acc, _VECTOR * (t * product.ROWS + r)) for t, r in tiles]
+    slots = [cgutils.alloca_once(b, v.F32.llvm) for _ in tiles]
     for slot, place in zip(slots, places, strict=True):
-        b.store(code.arranged(b, v.emit_load(b, F32.llvm, place)), slot)
+        b.store(code.arranged(b, v.emit_load(b, v.F32.llvm, place)), slot)
     scale_at = cgutils.alloca_once_value(b, tile.scales)
     lines_each = 1 if code.twice else max(1, _LINES // rows)
     in_lines = code.bits > 8 or code.twice
     wide = lines_each * _LINE * 8 // code.bits if in_lines else LEAST_GROUP
 
     def loop(start: Any, stop: Any, step: Any) -> Any:
-        return cgutils.for_range_slice(b, start, stop, step, INT64)
+        return cgutils.for_range_slice(b, start, stop, step, v.INT64)
 
-    with loop(number(0), tile.k, tile.run) as (first, _):
+    with loop(v.number(0), tile.k, tile.run) as (first, _):
         own: list[Any] = [None] * rows
         if code.factor:
             at = b.load(scale_at)
             for r in range(rows):
                 scale, zero = (
-                    v.spread(b, F32, v.emit_load(b, FLOAT, v.behind(b, at, r * _ROW + part)))
+                    v.emit_everywhere(b, v.F32, v.behind(b, at, r * _ROW + part))
                     for part in (0, _ZEROS)
                 )
                 own[r] = code.run(b, scale, zero)
@@ -222,14 +196,14 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
         def two_steps(r: int, offset: Any) -> None:
             assert code.twice is not None
             address = b.add(lines[r], code.nbytes(b, offset))
-            weights = code.twice(b, v.emit_load, address, 2 * LANES)
-            for part in (0, LANES):
-                here = v.pick(b, weights, range(part, part + LANES))
+            weights = code.twice(b, v.emit_load, address, 2 * v.LANES)
+            for part in (0, v.LANES):
+                here = v.pick(b, weights, range(part, part + v.LANES))
                 add(r, v.behind(b, offset, part), v.emit_load, b.fmul(here, own[r][0]))
 
         def add(r: int, offset: Any, load: Load, weight: Any) -> None:
             for t, x in enumerate(xs):
-                there = load(b, F32.llvm, v.emit_at(b, x, offset, 4))
+                there = load(b, v.F32.llvm, v.emit_at(b, x, offset, 4))
                 activations = code.arranged(b, there)
                 slot = slots[t * rows + r]
                 b.store(v.emit_fma(b, weight, activations, b.load(slot)), slot)
@@ -237,29 +211,29 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
         beyond = b.add(first, tile.run)
         last = b.select(b.icmp_signed("<", beyond, tile.k), beyond, tile.k)
         count = b.sub(last, first)
-        turns, whole = (b.add(first, b.and_(count, number(-n))) for n in (wide, LANES))
+        turns, whole = (b.add(first, b.and_(count, v.number(-n))) for n in (wide, v.LANES))
         # The processor's own prefetcher stops at the end of every row, so the rows of the next tile
         # are asked for in one stream.
-        with loop(first, turns, number(wide)) as (offset, _):
+        with loop(first, turns, v.number(wide)) as (offset, _):
             done = b.add(tile.stride, code.nbytes(b, offset))
-            ahead = b.add(lines[0], b.mul(done, number(rows)))
+            ahead = b.add(lines[0], b.mul(done, v.number(rows)))
             for part in range(0, rows * wide * code.bits // 8 if rows > 1 else 0, _LINE):
                 v.emit_prefetch(b, v.behind(b, ahead, part))
             for r in range(rows):
-                for part in range(0, wide, LANES if code.twice is None else 2 * LANES):
+                for part in range(0, wide, v.LANES if code.twice is None else 2 * v.LANES):
                     if code.twice is None:
                         step(r, v.behind(b, offset, part), v.emit_load)
                     else:
                         two_steps(r, v.behind(b, offset, part))
-        with loop(turns, whole, number(LANES)) as (offset, _):
+        with loop(turns, whole, v.number(v.LANES)) as (offset, _):
             for r in range(rows):
                 step(r, offset, v.emit_load)
         tail = b.sub(last, whole)
-        with b.if_then(b.icmp_signed(">", tail, number(0))):
-            size = b.lshr(b.add(tail, number(1)), number(1)) if code.bits == 4 else tail
+        with b.if_then(b.icmp_signed(">", tail, v.number(0))):
+            size = b.lshr(b.add(tail, v.number(1)), v.number(1)) if code.bits == 4 else tail
 
             def part(b: Any, shape: Any, address: Any) -> Any:
-                return v.emit_load_n(b, shape, address, tail if shape == F32.llvm else size)
+                return v.emit_load_n(b, shape, address, tail if shape == v.F32.llvm else size)
 
             for r in range(rows):
                 step(r, whole, part)
@@ -267,68 +241,68 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
         v.emit_store(b, code.restored(b, b.load(slot)), place)
 
 
-def _tile(kind: str, rows: int, tokens: int) -> Any:
-    """Return an intrinsic (w, stride, scales, run, xs, k0, k, acc) of rows by tokens."""
+def _tiles(kind: str, tall: int, wide: int) -> Any:
+    """Return the device that multiplies rows by tokens from t on, in tiles of `tall` by `wide`.
 
+    It returns the next token.
+    """
+
+    @v.op(void, *[i64] * 8)
     def tile(b, w, stride, scales, run, xs, k0, k, acc):
         start = b.add(w, KINDS[kind].nbytes(b, k0))
-        x = emit_tokens(b, xs, k0, tokens)
-        _emit_tile(b, _Tile(kind, rows, start, stride, scales, run, x, k, acc))
+        x = product.emit_tokens(b, xs, k0, wide)
+        _emit_tile(b, _Tile(kind, tall, start, stride, scales, run, x, k, acc))
 
-    return v.op(void, *[i64] * 8)(tile)
+    @device
+    def some(t, tokens, rows, w, stride, scales, run, xs, k0, k, acc):
+        while t + wide <= tokens:
+            for r in range(0, rows, tall):
+                at, line = acc + _VECTOR * (t * product.ROWS + r), w + r * stride
+                tile(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
+            t += wide
+        return t
 
-
-@device
-def _numbers(kind, source, index, count):
-    """Return up to 16 scales, fp32, of a kind of `decode._SCALES` that is stored."""
-    if kind == 1:
-        return v.load_f32_n(source + 4 * index, count)
-    if kind == 2:
-        return v.from_f16(v.load_u16_n(source + 2 * index, count))
-    if kind == 3:
-        return v.from_bf16(v.load_u16_n(source + 2 * index, count))
-    return v.from_e8m0(v.load_u8_n(source + index, count))
+    return some
 
 
 @device
 def _fill_runs(weight, index, count, factor, out):
-    """Write the scales of `count` runs of a row, times a factor, and their zero points."""
-    w = weight_at(weight)
-    for i in range(0, count, LANES):
-        n, at = min(LANES, count - i), out + 4 * i
-        if w.scale_kind == 0:
-            v.store_f32_n(at, v.splat(w.factor * factor), n)
-        else:
-            scales = _numbers(w.scale_kind, w.scales, index + i, n)
-            v.store_f32_n(at, v.mul(scales, v.splat(factor)), n)
+    """Write the scales of `count` runs of a row, times a factor, and their zero points minus 8."""
+    w = product.weight_at(weight)
+    for i in range(0, count, v.LANES):
+        n, at = min(v.LANES, count - i), out + 4 * i
+        scales = scales_at(weight, index + i, n)
+        v.store_f32_n(at, v.mul(scales, v.splat(factor)), n)
         if w.zeros:
-            zeros = v.to_f32(v.load_u8_n(w.zeros + index + i, n))
+            zeros = v.to_f32(v.isub(v.load_u8_n(w.zeros + index + i, n), v.isplat(8)))
             v.store_f32_n(at + _ZEROS, zeros, n)
         else:
-            v.store_f32_n(at + _ZEROS, v.splat(np.float32(8)), n)
+            v.store_f32_n(at + _ZEROS, v.zero(), n)
 
 
 def _stream(kind: str) -> Kernel:
     """Return the product kernel of a kind of code, called like `product.product`."""
     side = max(1, _SIDE_BITS // KINDS[kind].bits)
-    some, one = _tile(kind, side, 1), _tile(kind, 1, 1)
-    wide, two = _tile(kind, WIDE, WIDE), _tile(kind, _TWO, _TWO)
+    some, one = _tiles(kind, side, 1), _tiles(kind, 1, 1)
+    wide, two = _tiles(kind, WIDE, WIDE), _tiles(kind, _TWO, _TWO)
     factor = np.float32(KINDS[kind].factor)
     scaled = bool(factor)
 
     def stream(weight, expert, row, count, tokens, scratch):
         if tokens > FEW:
-            multiply(weight_at(weight).many, weight, expert, row, count, tokens, scratch)
+            product.multiply(
+                product.weight_at(weight).many, weight, expert, row, count, tokens, scratch
+            )
             return
-        about = weight_at(weight)
+        about = product.weight_at(weight)
         columns, stride = about.k, about.stride
         w = about.codes + (expert * about.n + row) * stride
-        xs, acc, scales = scratch + XS, scratch + ACC, scratch + PANEL
+        xs, acc, scales = scratch + product.XS, scratch + product.ACC, scratch + product.PANEL
         together = tokens
         if WIDE == 4 and tokens % 4 == 3:  # a fourth costs less than two and one
             v.write_i64(xs + 8 * tokens, v.read_i64(xs))
             together += 1
-        clear(acc, together)
+        product.clear(acc, together)
         run, most, done = columns, columns, 0
         if scaled:
             run = min(columns, about.group)
@@ -342,30 +316,14 @@ def _stream(kind: str) -> Kernel:
                     index = first_scale(weight, expert, row + r) + done
                     _fill_runs(weight, index, runs, factor, scales + r * _ROW)
                 done += runs
-            t = 0
-            if count == ROWS:
-                while t + WIDE <= together:
-                    for r in range(0, ROWS, WIDE):
-                        at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                        wide(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
-                    t += WIDE
-                while t + _TWO <= tokens:
-                    for r in range(0, ROWS, _TWO):
-                        at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                        two(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
-                    t += _TWO
-                while t < tokens:
-                    for r in range(0, ROWS, side):
-                        at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                        some(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
-                    t += 1
-            while t < tokens:
-                for r in range(count):
-                    at, line = acc + _VECTOR * (t * ROWS + r), w + r * stride
-                    one(line, stride, scales + r * _ROW, run, xs + 8 * t, k0, k, at)
-                t += 1
+            args, t = (w, stride, scales, run, xs, k0, k, acc), 0
+            if count == product.ROWS:
+                t = wide(t, together, product.ROWS, *args)
+                t = two(t, tokens, product.ROWS, *args)
+                t = some(t, tokens, product.ROWS, *args)
+            one(t, tokens, count, *args)
             k0 += k
-        finish(acc, scratch + SUMS, tokens)
+        product.finish(acc, scratch + product.SUMS, tokens)
 
     return Kernel(stream, name=f"stream.{kind}")
 
@@ -377,19 +335,15 @@ class Stored(NamedTuple):
     """A weight that is multiplied as it is stored."""
 
     product: int  # address of its product kernel
-    weight: Weight
+    weight: product.Weight
 
 
 def stored(call: BoundCall) -> Stored:
-    """Return what a kernel needs to multiply by the weight `w` of a call.
-
-    Raises:
-        UnsupportedOp: there is no decoder for its format.
-    """
+    """Return what a kernel needs to multiply by the weight `w` of a call. Raises UnsupportedOp."""
     w = weight_record(call.spec.name, call.tensor("w"))
     kind = next((kind for kind, decoder in DECODERS.items() if decoder is w.decoder), "")
-    block = call.hints.block_columns(COLUMNS, w.stride, w.k, ROWS)
+    block = call.hints.block_columns(product.COLUMNS, w.stride, w.k, product.ROWS)
     # A run begins where 16 columns do, and with a whole dword of 4-bit codes.
     streams = kind in STREAMS and (w.group >= w.k or w.group % LEAST_GROUP == 0)
-    kernel = STREAMS[kind] if streams else panels.product
-    return Stored(kernel, w._replace(many=panels.product, block=block))
+    kernel = STREAMS[kind] if streams else product.product
+    return Stored(kernel, w._replace(many=product.product, block=block))

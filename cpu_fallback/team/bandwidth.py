@@ -61,14 +61,9 @@ def read_share(rec, ctl, rank, size, scratch):
 
 
 class Reader:
-    """A buffer to read.
+    """A buffer to read, of `nbytes` rounded down to 2 MiB, at least that. Raises OSError.
 
-    Args:
-        pages: "4k" or "2m": 2 MiB pages where the system gives them, or refused.
-        nbytes: its size, rounded down to 2 MiB; at least that.
-
-    Raises:
-        OSError: there is no memory for it.
+    `pages`: "4k" or "2m": 2 MiB pages where the system gives them, or refused.
     """
 
     def __init__(self, pages: str, nbytes: int) -> None:
@@ -77,12 +72,9 @@ class Reader:
         self._data[:] = 1
 
     def gbps(self, threads: int, at_least: float = 0.2) -> float:
-        """Read the buffer with some threads and return 10^9 bytes a second.
+        """Read the buffer with some threads; return 10^9 bytes a second. Raises DeviceError.
 
         It goes on for `at_least` seconds, for the rate of a shared machine's memory changes.
-
-        Raises:
-            DeviceError: the system does not start so many threads.
         """
         passes, sums = -(-_LEAST_BYTES // self.nbytes), np.zeros((threads, 8), np.int64)
         share = _Share(self._data.ctypes.data, self.nbytes // _LINES, passes, sums.ctypes.data)

@@ -7,7 +7,10 @@ machine has to get it from its host, that takes longer than to fill it.
 import mmap
 import os
 import threading
+import weakref
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +21,21 @@ _LINE = 64
 _BATCH = 16 * HUGE
 _NEARLY_FULL, _MANY = 1 << 30, 32 << 20
 _PAGE_OUT = 21  # MADV_PAGEOUT of Linux
+
+T = TypeVar("T")
+
+
+class Kept(dict[int, T]):
+    """What is made of weights, by the id of what holds them, as long as that lives."""
+
+    def of(self, owner: object, verb: str, make: Callable[[], T]) -> T:
+        """Return what is made of an object when it is first asked for. Raises WindowError."""
+        key = id(owner)
+        if key not in self:
+            guards.refuse_in_window(verb)
+            self[key] = make()
+            weakref.finalize(owner, self.pop, key, None)
+        return self[key]
 
 
 def allocate(nbytes: int, large: bool = True) -> np.ndarray:

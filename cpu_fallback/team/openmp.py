@@ -17,7 +17,6 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, i64, void
-from cpu_fallback.lanes.simd import INT32, INT64, VOID, call_at, op
 from cpu_fallback.team import tape
 from cpu_fallback.team.tape import begin, now_ns, walk
 
@@ -47,12 +46,12 @@ class OpenMP(NamedTuple):
         control[[_PARALLEL, _RANK, _SIZE, _BODY]] = (*self, take_part.address)
 
 
-@op(void, i64, i64, i64, i64)
+@v.op(void, i64, i64, i64, i64)
 def _open_region(b, address, body, ctl, size):
-    call_at(b, address, VOID, body, ctl, b.trunc(size, INT32), ir.Constant(INT32, 0))
+    v.call_at(b, address, v.VOID, body, ctl, b.trunc(size, v.INT32), ir.Constant(v.INT32, 0))
 
 
-_number = op(i64, i64)(lambda b, address: b.sext(call_at(b, address, INT32), INT64))
+_number = v.op(i64, i64)(lambda b, address: b.sext(v.call_at(b, address, v.INT32), v.INT64))
 
 
 def _take_part(ctl):

@@ -60,8 +60,7 @@ class Placement:
 def pin(cpu: int | None, thread: int = 0) -> frozenset[int]:
     """Move a thread, by its native id, to a CPU; 0 is the calling thread, None leaves it alone.
 
-    Returns:
-        The CPUs that it might run on before; empty if it was left alone.
+    Return the CPUs that it might run on before; empty if it was left alone.
     """
     if cpu is None or not hasattr(os, "sched_setaffinity"):
         return frozenset()
@@ -208,12 +207,9 @@ class Pace:
         self._begin()
 
     def stepped(self, size: tuple[int, int], ns: int, lost: Callable[[], int]) -> None:
-        """Take note of a step; only steps of one size are compared.
+        """Take note of a step of so many tokens and rows; only steps of one size are compared.
 
-        Args:
-            size: its tokens and rows.
-            ns: what it took.
-            lost: returns what the thread that lost most has lost at barriers since the last call.
+        `lost` returns what the thread that lost most has lost at barriers since the last call.
         """
         if size != self._size:
             self._abandon(size, lost)

@@ -44,7 +44,6 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, kernel, void
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.lanes.simd import INT32, INT64, VOID, call, caller, number, op
 
 M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
 EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
@@ -62,61 +61,61 @@ _ARCH = get_process_triple().split("-")[0]
 
 
 def _pointer(b: Any, address: Any) -> Any:
-    return b.inttoptr(address, INT64.as_pointer())
+    return b.inttoptr(address, v.INT64.as_pointer())
 
 
-@op(i64, i64)
+@v.op(i64, i64)
 def load_acquire(b, address):
     """Return an int64; what its writer wrote before is visible."""
     return b.load_atomic(_pointer(b, address), "acquire", 8)
 
 
-@op(void, i64, i64)
+@v.op(void, i64, i64)
 def store_release(b, address, value):
     """Store an int64 after all that this thread wrote before."""
     b.store_atomic(value, _pointer(b, address), "release", 8)
 
 
-@op(i64, i64, i64)
+@v.op(i64, i64, i64)
 def fetch_add(b, address, value):
     """Add to an int64 atomically and return what it was."""
     return b.atomic_rmw("add", _pointer(b, address), value, "acq_rel")
 
 
-@op(void)
+@v.op(void)
 def pause(b):
     """Tell the processor that this is a spin loop."""
     if CURRENT.neon or _ARCH in ("aarch64", "arm64"):
-        call(b, "llvm.aarch64.hint", VOID, ir.Constant(INT32, 1))
+        v.call(b, "llvm.aarch64.hint", v.VOID, ir.Constant(v.INT32, 1))
     elif _ARCH in ("x86_64", "i686"):
-        call(b, "llvm.x86.sse2.pause", VOID)
+        v.call(b, "llvm.x86.sse2.pause", v.VOID)
 
 
-@op(void)
+@v.op(void)
 def yield_core(b):
     """Let another thread have this core."""
-    call(b, "sched_yield", INT32)
+    v.call(b, "sched_yield", v.INT32)
 
 
-@op(void, i64)
+@v.op(void, i64)
 def sleep_ns(b, nanoseconds):
     """Sleep; less than a second."""
-    seconds_and_rest = ir.VectorType(INT64, 2)
+    seconds_and_rest = ir.VectorType(v.INT64, 2)
     zeros = ir.Constant(seconds_and_rest, [0, 0])
     slot = cgutils.alloca_once(b, seconds_and_rest)
-    b.store(b.insert_element(zeros, nanoseconds, ir.Constant(INT32, 1)), slot)
-    call(b, "nanosleep", INT32, slot, ir.Constant(slot.type, None))
+    b.store(b.insert_element(zeros, nanoseconds, ir.Constant(v.INT32, 1)), slot)
+    v.call(b, "nanosleep", v.INT32, slot, ir.Constant(slot.type, None))
 
 
-@op(i64)
+@v.op(i64)
 def now_ns(b):
     """Return nanoseconds of a clock that never goes back."""
-    seconds_and_rest = ir.VectorType(INT64, 2)
+    seconds_and_rest = ir.VectorType(v.INT64, 2)
     slot = cgutils.alloca_once(b, seconds_and_rest)
-    call(b, "clock_gettime", INT32, ir.Constant(INT32, _MONOTONIC), slot)
+    v.call(b, "clock_gettime", v.INT32, ir.Constant(v.INT32, _MONOTONIC), slot)
     time = b.load(slot)
-    seconds, rest = (b.extract_element(time, ir.Constant(INT32, i)) for i in range(2))
-    return b.add(b.mul(seconds, number(_SECOND)), rest)
+    seconds, rest = (b.extract_element(time, ir.Constant(v.INT32, i)) for i in range(2))
+    return b.add(b.mul(seconds, v.number(_SECOND)), rest)
 
 
 @device
@@ -204,12 +203,9 @@ def encode(
 ) -> np.ndarray:
     """Return the tape of these launches, int64. Their kernels must be compiled.
 
-    Args:
-        launches: what to execute.
-        first: the tape of another thread of the team, where shares are counted; its launches differ
-            from these only in addresses.
-        stamp: makes the launch that writes a time: the 2i-th when a thread arrives at the i-th
-            launch, the next one when it starts there, the last at the end.
+    `first`: the tape of another thread of the team, where shares are counted; its launches differ
+    from these only in addresses. `stamp` makes the launch that writes a time: the 2i-th when a
+    thread arrives at the i-th launch, the next one when it starts there, the last at the end.
     """
     steps = list(zip(launches, barriers(launches), strict=True))
     if stamp:
@@ -242,7 +238,7 @@ def clear_counts(words: np.ndarray) -> None:
     words[at:] = 0
 
 
-call_kernel = caller(5)  # (kernel, rec, ctl, rank, size, scratch)
+call_kernel = v.caller(5)  # (kernel, rec, ctl, rank, size, scratch)
 
 
 @device

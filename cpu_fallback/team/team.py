@@ -64,16 +64,9 @@ class Work:
 
 
 class Team:
-    """Threads, their control block, and what they execute.
+    """Threads, the calling one among them, and what they execute; see `Work`. Raises DeviceError.
 
-    Args:
-        threads: size of the team, the calling thread included.
-        words: the tape, or one for each thread.
-        scratch: bytes of scratch memory per thread.
-        hints: where the threads run, whether some sit out (`Pace`), and whose threads take part.
-
-    Raises:
-        DeviceError: the system does not start so many threads.
+    `hints`: where the threads run, whether some sit out (`Pace`), and whose threads take part.
     """
 
     def __init__(
@@ -154,11 +147,7 @@ class Team:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Keep the workers awake between steps.
-
-        Raises:
-            UsageError: the team is closed.
-        """
+        """Keep the workers awake between steps. Raises UsageError once the team is closed."""
         if not self._finalizer.alive:
             raise UsageError("a closed team was asked to run; make another executor")
         self._inside += 1

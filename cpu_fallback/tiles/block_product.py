@@ -25,39 +25,12 @@ from typing import Any, NamedTuple
 from llvmlite import ir
 
 from clocher_kernels.formats.ggml_blocks import PLANES, places_of
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
-from cpu_fallback.lanes.language import emit_half
-from cpu_fallback.lanes.memory import emit_load, emit_prefetch, emit_store
-from cpu_fallback.lanes.simd import (
-    BYTES,
-    F32,
-    FLOAT,
-    I32,
-    INT16,
-    INT32,
-    SHORTS,
-    behind,
-    constant,
-    emit_at,
-    emit_fma,
-    join,
-    number,
-    shuffle,
-    spread,
-)
+from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.byte_dots import OPERANDS, Lines, Strip, bits, line_of, look_up
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
-from cpu_fallback.tiles.multiply import (
-    REGISTERS,
-    add_runs,
-    keep_order,
-    pair_dots,
-    plus,
-    registers,
-    run_length,
-    times,
-)
 from cpu_fallback.tiles.tile_product import begin_sums, strip_units
 
 
@@ -82,13 +55,9 @@ each is multiplied by."""
 class BlockKind:
     """A type of ggml as tiles hold it.
 
-    Attributes:
-        run: columns that share a scale: 16 or 32.
-        runs: of half a block.
-        bias: of operands, a power of two; 0 if there are minima.
-        top: largest operand.
-        moves: whether a second half's codes are elsewhere in their bytes than a first one's.
-        signed: whether scales are signed.
+    `run`: columns that share a scale, 16 or 32; `runs`: of half a block; `bias`: of operands, a
+    power of two, 0 if there are minima; `top`: largest operand; `moves`: a second half's codes are
+    elsewhere in their bytes than a first one's; `signed`: scales are.
     """
 
     def __init__(self, layout: BlockLayout) -> None:
@@ -106,7 +75,7 @@ class BlockKind:
             self.bias = 0 if SIGNED else 1 << (-least - 1).bit_length()
             table = [int(value) + self.bias for value in about.table]
             self.parts = [(table, 1)]
-            if CURRENT.in_shorts and not run_length(max(table)):
+            if CURRENT.in_shorts and not m.run_length(max(table)):
                 low, high = [entry & 15 for entry in table], [entry >> 4 for entry in table]
                 self.parts = [(low, 1), (high, 16)]
             self.top = max(max(table) for table, _ in self.parts)
@@ -120,7 +89,7 @@ class BlockKind:
         both = lines.dwords(self._lines[about.at("d") // 4])
 
         def f16(dwords: Any) -> Any:
-            return emit_half(b, b.trunc(dwords, ir.VectorType(INT16, ROWS)))
+            return v.emit_half(b, b.trunc(dwords, ir.VectorType(v.INT16, ROWS)))
 
         found = []
         for numbers in filter(None, (about.scales, about.minima)):
@@ -130,7 +99,7 @@ class BlockKind:
             found.append([fours[:half], fours[half:]])
         if not about.minima:
             return Head(f16(both), found[0])
-        return Head(f16(both), found[0], f16(b.lshr(both, constant(I32, 16))), found[1])
+        return Head(f16(both), found[0], f16(b.lshr(both, v.constant(v.I32, 16))), found[1])
 
     def _four(self, lines: Lines, numbers: list[list[tuple[int, int, int, int]]]) -> Any:
         """Emit dwords of a byte for each of four numbers, the bias taken off."""
@@ -139,20 +108,20 @@ class BlockKind:
             byte, shift, mask, to = own[0]
             if own == tuple((byte + i, shift, mask, to) for i in range(4)):
                 line = lines.line(self._lines[byte // 4])
-                parts = [b.bitcast(bits(b, line, shift - to, mask << to), I32.llvm)]
+                parts = [b.bitcast(bits(b, line, shift - to, mask << to), v.I32.llvm)]
             else:
                 parts = []
                 for i, (at, first, mask, to) in enumerate(own):
                     value, count = lines.dwords(self._lines[at // 4]), at % 4 * 8 + first
                     count -= 8 * i + to
                     move = b.lshr if count > 0 else b.shl
-                    value = move(value, constant(I32, abs(count)))
-                    parts.append(b.and_(value, constant(I32, mask << 8 * i + to)))
+                    value = move(value, v.constant(v.I32, abs(count)))
+                    parts.append(b.and_(value, v.constant(v.I32, mask << 8 * i + to)))
             for part in parts:
                 total = part if total is None else b.or_(total, part)
         if self.about.scale_bias:
-            less = constant(BYTES, self.about.scale_bias)
-            total = b.bitcast(b.sub(b.bitcast(total, BYTES.llvm), less), I32.llvm)
+            less = v.constant(v.BYTES, self.about.scale_bias)
+            total = b.bitcast(b.sub(b.bitcast(total, v.BYTES.llvm), less), v.I32.llvm)
         return total
 
     def code(self, lines: Lines, column: int) -> Any:
@@ -187,9 +156,7 @@ _AHEAD = 2  # Blocks ahead of which a product of more than `_BOTH` asks for line
 class BlockEmitter:
     """Emits the product of one tile with a fixed number of the tokens of a panel.
 
-    Without tokens it decodes a strip.
-
-    `group` is columns per activation scale: 32, 128, or 0 for one per token.
+    Without tokens it decodes a strip. `group`: columns per activation scale, 0 for one per token.
     """
 
     def __init__(
@@ -200,57 +167,59 @@ class BlockEmitter:
         self.group = group
         self.half: Strip | None = None  # of which half a block is multiplied
         self.asks = not strip.decoded if strip else CURRENT.in_shorts and tokens > _BOTH
-        self.run = min(run_length(self.kind.top), self.kind.run // 4)
+        self.run = min(m.run_length(self.kind.top), self.kind.run // 4)
 
     def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:
         """Emit everything, for the tokens of a panel from `first` on; `units` are those of K."""
         b = self.b
-        self.row, self.line = b.mul(width, number(4)), b.mul(width, number(UNIT))
-        place = b.mul(first, number(4))
+        self.row, self.line = b.mul(width, v.number(4)), b.mul(width, v.number(UNIT))
+        place = b.mul(first, v.number(4))
         sums = b.add(panel, b.mul(units, self.line))
-        self.codes = b.add(panel, b.mul(first, number(UNIT)))
+        self.codes = b.add(panel, b.mul(first, v.number(UNIT)))
         self.sums = b.add(sums, place)
         self.scales = b.add(b.add(sums, b.mul(units, self.row)), place)
-        self.out = b.add(out, b.mul(first, number(4 * ROWS)))
+        self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         self.blocks(tile, units)
         totals = [b.load(slot) for slot in self.totals]
         if not self.group:
-            totals = [b.fmul(t, self._activation_scale(number(0), i)) for i, t in enumerate(totals)]
+            totals = [
+                b.fmul(t, self._activation_scale(v.number(0), i)) for i, t in enumerate(totals)
+            ]
         for i, total in enumerate(totals):
-            emit_store(b, total, b.add(self.out, number(4 * ROWS * i)))
+            v.emit_store(b, total, b.add(self.out, v.number(4 * ROWS * i)))
 
     def blocks(self, tile: Any, units: Any) -> None:
         """Emit the sums of all columns, or of those of a strip."""
-        b, strip, start = self.b, self.strip, number(0)
+        b, strip, start = self.b, self.strip, v.number(0)
         self.totals = begin_sums(b, self.out, self.tokens, strip)
         if strip:
             units = strip_units(b, units, strip.start)
-            start = b.udiv(strip.start, number(UNITS))
-        with cgutils.for_range(b, b.udiv(units, number(BLOCK // UNIT))) as blocks:
+            start = b.udiv(strip.start, v.number(UNITS))
+        with cgutils.for_range(b, b.udiv(units, v.number(BLOCK // UNIT))) as blocks:
             size = self.layout.lines * LINE
-            at = b.add(tile, b.mul(blocks.index, number(size)))
+            at = b.add(tile, b.mul(blocks.index, v.number(size)))
             head = self.kind.head(Lines(b, at))
-            place = b.add(start, b.mul(blocks.index, number(2)))
+            place = b.add(start, b.mul(blocks.index, v.number(2)))
             if strip:
-                operands = emit_at(b, strip.at, blocks.index, 2 * self.kind.half_bytes)
+                operands = v.emit_at(b, strip.at, blocks.index, 2 * self.kind.half_bytes)
                 self.block = strip._replace(at=operands)
             if self.kind.moves and not (strip and strip.decoded):
                 for half in (0, 1):
-                    self._half(at, head, b.add(place, number(half)), half)
+                    self._half(at, head, b.add(place, v.number(half)), half)
             else:
-                with cgutils.for_range(b, number(2)) as halves:
+                with cgutils.for_range(b, v.number(2)) as halves:
                     self._half(at, head, b.add(place, halves.index), halves.index)
 
     def _half(self, at: Any, head: Head, index: Any, half: Any) -> None:
         """Emit one half of a block."""
         b, kind = self.b, self.kind
         lines = Lines(b, at, half)
-        place = number(half) if isinstance(half, int) else half
+        place = v.number(half) if isinstance(half, int) else half
         if self.strip:
-            operands = emit_at(b, self.block.at, place, self.kind.half_bytes)
+            operands = v.emit_at(b, self.block.at, place, self.kind.half_bytes)
             self.half = self.block._replace(at=operands)
         part = self.layout.lines // 2 * LINE
-        self.next = behind(b, emit_at(b, at, place, part), _AHEAD * self.layout.lines * LINE)
+        self.next = v.behind(b, v.emit_at(b, at, place, part), _AHEAD * self.layout.lines * LINE)
         scales = self._of_half(head.scales, half)
         lows = scales if head.minima is None else self._of_half(head.minima, half)
         units = 1 if self.group == UNIT else UNITS
@@ -259,24 +228,24 @@ class BlockEmitter:
             sums = self._sums(lines, runs, scales, index)
             words = [self._of_unit(lows, unit) for unit in range(start, start + units)]
             for t in range(self.tokens):
-                low = constant(I32, 0)
+                low = v.constant(v.I32, 0)
                 for unit, own in enumerate(words, start):
-                    at = b.add(b.mul(index, number(UNITS)), number(unit))
+                    at = b.add(b.mul(index, v.number(UNITS)), v.number(unit))
                     low = b.add(low, self._low(own, at, t))
                 if head.dmin is None:
-                    sums[t] = b.sub(sums[t], b.mul(low, constant(I32, kind.bias)))
-                self.add(t, head, sums[t], low, index, number(start))
+                    sums[t] = b.sub(sums[t], b.mul(low, v.constant(v.I32, kind.bias)))
+                self.add(t, head, sums[t], low, index, v.number(start))
 
     def add(self, t: int, head: Head, total: Any, low: Any, index: Any, start: Any) -> None:
         """Emit the addition of the sums of units of a half, from `start` on, to a token's."""
         b, slot = self.b, self.totals[t]
-        value = b.fmul(b.sitofp(total, F32.llvm), head.d)
+        value = b.fmul(b.sitofp(total, v.F32.llvm), head.d)
         if head.dmin is not None:
-            value = emit_fma(b, b.sitofp(low, F32.llvm), b.fneg(head.dmin), value)
+            value = v.emit_fma(b, b.sitofp(low, v.F32.llvm), b.fneg(head.dmin), value)
         if self.group:
-            place = b.udiv(b.mul(index, number(_HALF)), number(self.group))
+            place = b.udiv(b.mul(index, v.number(_HALF)), v.number(self.group))
             scale = self._activation_scale(b.add(place, start), t)
-            b.store(emit_fma(b, value, scale, b.load(slot)), slot)
+            b.store(v.emit_fma(b, value, scale, b.load(slot)), slot)
         else:
             b.store(b.fadd(b.load(slot), value), slot)
 
@@ -284,13 +253,13 @@ class BlockEmitter:
         if isinstance(half, int):
             return dwords[half]
         b = self.b
-        first = b.icmp_signed("==", half, number(0))
+        first = b.icmp_signed("==", half, v.number(0))
         return [b.select(first, *pair) for pair in zip(*dwords, strict=True)]
 
     def _sums(self, lines: Lines, runs: range, scales: list[Any], index: Any) -> list[Any]:
         """Emit the scaled sums of runs of a half for each token."""
         b, kind = self.b, self.kind
-        totals, few = [constant(I32, 0)] * self.tokens, self.tokens <= _FEW
+        totals, few = [v.constant(v.I32, 0)] * self.tokens, self.tokens <= _FEW
         for run in runs:
             if run * kind.run % (UNIT if few else 2 * UNIT) == 0:
                 # No instruction, but the compiler would gather the loads of a whole half, which
@@ -305,7 +274,7 @@ class BlockEmitter:
             scale = self._byte(scales, run)
             for t in range(self.tokens):
                 x = [self.activations(index, column, t) for column in columns]
-                total = plus(b, constant(I32, 0), list(zip(codes, x, strict=True)))
+                total = m.plus(b, v.constant(v.I32, 0), list(zip(codes, x, strict=True)))
                 totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
 
@@ -314,8 +283,8 @@ class BlockEmitter:
         b, kind, first = self.b, self.kind, run * self.kind.run
         passes = [kind.parts] if self.tokens <= _BOTH else [[part] for part in kind.parts]
         for parts, start in product(passes, range(0, kind.run // 4, self.run)):
-            sums: list[list[list[Any]]] = [[[None] * REGISTERS for _ in totals] for _ in parts]
-            add_runs(
+            sums: list[list[list[Any]]] = [[[None] * m.REGISTERS for _ in totals] for _ in parts]
+            m.add_runs(
                 b,
                 sums,
                 range(start, min(start + self.run, kind.run // 4)),
@@ -323,25 +292,25 @@ class BlockEmitter:
                 lambda t, i: self.activations(index, first + 4 * i, t),
             )
             for (_, factor), rows in zip(parts, sums, strict=True):
-                by = b.mul(words, constant(SHORTS, factor))
+                by = b.mul(words, v.constant(v.SHORTS, factor))
                 for t, own in enumerate(rows):
-                    totals[t] = b.add(totals[t], times(b, own, by))
+                    totals[t] = b.add(totals[t], m.times(b, own, by))
             if self.tokens > _BOTH:
-                kept = [registers(b, total) for total in totals]
-                keep_order(b, kept)
-                totals[:] = [join(b, own) for own in kept]
+                kept = [m.registers(b, total) for total in totals]
+                m.keep_order(b, kept)
+                totals[:] = [v.join(b, own) for own in kept]
 
     def _operands(self, lines: Lines, column: int, parts: Parts) -> list[Any]:
         """Emit the operands of four columns of a half."""
         b, kind = self.b, self.kind
         if self.asks and parts[0] == kind.parts[0] and column < 2 * self.layout.lines:
             level = 2 if self.strip else 1  # it takes a while until they are wanted
-            emit_prefetch(b, behind(b, self.next, LINE * (column // 4)), level)
+            v.emit_prefetch(b, v.behind(b, self.next, LINE * (column // 4)), level)
         found, first = [], kind.first + column // 4 * len(kind.parts)
         for part in parts:
             make = partial(kind.operand, lines, column, part[0])
             place = first + kind.parts.index(part)
-            found.append(line_of(b, self.half, place, BYTES.llvm, make))
+            found.append(line_of(b, self.half, place, v.BYTES.llvm, make))
         return found
 
     def _of_unit(self, dwords: list[Any], unit: int) -> Any:
@@ -353,42 +322,42 @@ class BlockEmitter:
     def _low(self, words: Any, unit: Any, t: int) -> Any:
         """Emit words times the sums of the activations of a unit."""
         b = self.b
-        at = b.add(self.sums, b.add(b.mul(unit, self.row), number(4 * t)))
-        return pair_dots(b, words, b.bitcast(spread(b, I32, emit_load(b, INT32, at)), SHORTS))
+        at = b.add(self.sums, b.add(b.mul(unit, self.row), v.number(4 * t)))
+        return m.pair_dots(b, words, b.bitcast(v.emit_everywhere(b, v.I32, at), v.SHORTS))
 
     def _words(self, dwords: list[Any], first: int, second: int, place: int) -> Any:
         """Emit `words`, which a strip has at a place."""
         make = partial(self.words, dwords, first, second)
-        return line_of(self.b, self.half, place, SHORTS, make)
+        return line_of(self.b, self.half, place, v.SHORTS, make)
 
     def _byte(self, dwords: list[Any], index: int) -> Any:
         """Emit a byte of each dword as int32 [16]."""
         b, value, place = self.b, dwords[index // 4], 8 * (index % 4)
         if self.kind.signed:
-            value = b.shl(value, constant(I32, 24 - place))
-            return b.ashr(value, constant(I32, 24))
-        return b.and_(b.lshr(value, constant(I32, place)), constant(I32, 255))
+            value = b.shl(value, v.constant(v.I32, 24 - place))
+            return b.ashr(value, v.constant(v.I32, 24))
+        return b.and_(b.lshr(value, v.constant(v.I32, place)), v.constant(v.I32, 255))
 
     def words(self, dwords: list[Any], first: int, second: int) -> Any:
         """Emit two bytes of each dword, of the same one, as int16 [32]."""
         b = self.b
-        value, nothing = b.bitcast(dwords[first // 4], BYTES.llvm), constant(BYTES, 0)
+        value, nothing = b.bitcast(dwords[first // 4], v.BYTES.llvm), v.constant(v.BYTES, 0)
         zero, order = 4 * ROWS, []
         for lane in range(0, 4 * ROWS, 4):
             for index in (first, second):
                 byte = lane + index % 4
                 order += [zero, byte] if self.kind.signed else [byte, zero]
-        words = b.bitcast(shuffle(b, value, nothing, order), SHORTS)
-        return b.ashr(words, ir.Constant(SHORTS, [8] * 32)) if self.kind.signed else words
+        words = b.bitcast(v.shuffle(b, value, nothing, order), v.SHORTS)
+        return b.ashr(words, ir.Constant(v.SHORTS, [8] * 32)) if self.kind.signed else words
 
     def activations(self, index: Any, column: int, t: int) -> Any:
         """Emit four codes of a token in every lane, from a column of a half."""
         b = self.b
-        unit = b.add(b.mul(index, number(UNITS)), number(column // UNIT))
-        at = b.add(self.codes, b.add(b.mul(unit, self.line), number(UNIT * t + column % UNIT)))
-        return b.bitcast(spread(b, I32, emit_load(b, INT32, at)), BYTES.llvm)
+        unit = b.add(b.mul(index, v.number(UNITS)), v.number(column // UNIT))
+        at = b.add(self.codes, b.add(b.mul(unit, self.line), v.number(UNIT * t + column % UNIT)))
+        return b.bitcast(v.emit_everywhere(b, v.I32, at), v.BYTES.llvm)
 
     def _activation_scale(self, place: Any, t: int) -> Any:
         b = self.b
-        at = b.add(self.scales, b.add(b.mul(place, self.row), number(4 * t)))
-        return spread(b, F32, emit_load(b, FLOAT, at))
+        at = b.add(self.scales, b.add(b.mul(place, self.row), v.number(4 * t)))
+        return v.emit_everywhere(b, v.F32, at)

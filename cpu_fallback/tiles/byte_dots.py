@@ -19,7 +19,6 @@ from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
-from cpu_fallback.lanes.simd import join, quarter
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
 
@@ -59,22 +58,16 @@ def line_of(b: Any, strip: Strip | None, place: int, kind: Any, make: Callable[[
 
 
 class Lines:
-    """The lines of a block.
+    """The lines of the block at an address.
 
-    Args:
-        b: the builder.
-        at: address of the block.
-        half: which half of its columns is multiplied, 0 or 1, or a value i64 of the code.
+    `half`: which half of its columns is multiplied, 0 or 1, or a value i64 of the code.
     """
 
     def __init__(self, b: Any, at: Any, half: Any = None) -> None:
         self.b, self._at, self.half = b, at, half
 
     def line(self, index: int, further: int = 0) -> Any:
-        """Emit the load of a line.
-
-        In the second half it is the one `further` lines on.
-        """
+        """Emit the load of a line; in the second half, of the one `further` lines on."""
         b = self.b
         at = b.add(self._at, v.number(LINE * index))
         if further:
@@ -121,11 +114,8 @@ class Dots:
     def begin(self, b: Any, start: Any, zeros: Any) -> Sum:
         """Emit the accumulators of a block, the bias taken off in advance.
 
-        Args:
-            b: the builder.
-            start: -bias times the sum of the activations, nothing if there are minima; if there are
-                zero points, the low 16 bits of the negative sum, lane by lane.
-            zeros: int32 zero points or None.
+        `start`: -bias times the sum of the activations, nothing if there are minima; with zero
+        points `zeros`, int32, the low 16 bits of the negative sum, lane by lane.
         """
         if zeros is not None:
             # Zero point times negative sum: int16 products, whose high halves are zero.
@@ -160,7 +150,7 @@ class Dots:
 
         def x(token: int, place: int) -> Any:
             at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
-            spread = v.spread(b, v.I32, v.emit_load(b, v.INT32, at))
+            spread = v.emit_everywhere(b, v.I32, at)
             return b.bitcast(spread, v.SHORTS if self.wide else v.BYTES.llvm)
 
         if CURRENT.in_shorts or (CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1):
@@ -203,7 +193,7 @@ class Dots:
                 found = [m.registers(b, b.load(own[0])) for own in sums]
             m.add_runs(b, [found], range(start, min(start + run, count)), operands, x, add)
             for total, own in zip(sums, found, strict=True):
-                value = join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
+                value = v.join(b, own) if in_words else m.times(b, own, v.constant(v.SHORTS, 1))
                 b.store(value if in_words else b.add(b.load(total[0]), value), total[0])
 
     def widened(self, b: Any, line: Any) -> list[Any]:
@@ -230,9 +220,9 @@ class Dots:
         return value
 
     def operand(self, b: Any, load: Load, index: int) -> tuple[Any, int]:
-        """Emit one of the operands of a unit in the order of the activations; its accumulator.
+        """Emit an operand of a unit in the order of the activations, from lines that `load` emits.
 
-        `load` emits a line of the unit.
+        Return it, and which accumulator it is for.
         """
         if self.code == "int8":
             return load(index), 0
@@ -278,7 +268,7 @@ class NeonDots(Dots):
             [v.emit_load(b, m.SIXTEEN, b.add(codes, v.number(at))) for at in (i, i + 16)]
             for i in range(0, UNIT * len(sums), UNIT)
         ]
-        totals = [[quarter(b, b.load(own[0]), q) for q in range(4)] for own in sums]
+        totals = [v.pieces(b, b.load(own[0]), 4) for own in sums]
         for q in range(4):
             at = v.number(_QUARTER * q)
             line = [v.emit_load(b, m.SIXTEEN, b.add(place, at)) for place in places]
@@ -289,7 +279,7 @@ class NeonDots(Dots):
                     four = b.bitcast(v.pick(b, dwords, [i % 4] * 4), m.SIXTEEN)
                     total[q] = m.emit_sdot(b, total[q], operand, four)
         for own, total in zip(sums, totals, strict=True):
-            b.store(join(b, total), own[0])
+            b.store(v.join(b, total), own[0])
 
 
 def is_wide(code: str) -> bool:
@@ -345,7 +335,7 @@ def look_up(b: Any, table: Sequence[int], nibbles: Any) -> Any:
         if nibbles.type == _HALF:
             return v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, nibbles)
         halves = m.registers(b, nibbles)
-        return join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
+        return v.join(b, [v.call(b, "llvm.x86.avx2.pshuf.b", _HALF, entries, h) for h in halves])
     return _steps(b, table, nibbles)
 
 

@@ -14,20 +14,18 @@ whose bytes are interleaved within quarters are then operands of dot products, i
 channels.
 """
 
-import weakref
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from clocher_kernels.formats import Int4, Ternary
-from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.simd import BYTES, SHORTS
-from cpu_fallback.team.large_pages import allocate
+from cpu_fallback.team.large_pages import Kept, allocate
 from cpu_fallback.team.placement import usable_cpus
 from cpu_fallback.tiles.layout import LINE
+from cpu_fallback.tiles.tile_cache import run
 
 _MOST_CHUNKS = 16  # Of a panel
 _PART = 512  # Columns that are packed at once
@@ -76,7 +74,7 @@ def columns_of(tensor: QuantTensor) -> Columns:
     return Columns(scale, per, block, -(-k // block), chunks, panels, head, record)
 
 
-_packed: dict[int, np.ndarray] = {}
+_packed: Kept[np.ndarray] = Kept()
 
 
 def are_packed(tensor: QuantTensor) -> bool:
@@ -87,12 +85,7 @@ def are_packed(tensor: QuantTensor) -> bool:
 def packed(tensor: QuantTensor) -> np.ndarray:
     """Return the panels, u8, packed when they are first asked for, kept as long as the codes."""
     codes = tensor.planes["codes"]
-    key = id(codes)
-    if key not in _packed:
-        refuse_in_window("pack weights by input channel")
-        _packed[key] = _pack(tensor)
-        weakref.finalize(codes, _packed.pop, key, None)
-    return _packed[key]
+    return _packed.of(codes, "pack weights by input channel", partial(_pack, tensor))
 
 
 def _pack(tensor: QuantTensor) -> np.ndarray:
@@ -102,8 +95,7 @@ def _pack(tensor: QuantTensor) -> np.ndarray:
     columns = cells[..., own.head :].reshape(own.panels, own.blocks, own.block, -1)
     rows = own.panels * own.wide
 
-    def fill(place: tuple[int, int]) -> None:
-        block, start = place
+    def fill(block: int, start: int) -> None:
         first = block * own.block + start
         some = _codes(tensor, first, min(k, first + _PART, (block + 1) * own.block))
         codes = np.zeros((len(some), rows), np.uint8)
@@ -116,8 +108,7 @@ def _pack(tensor: QuantTensor) -> np.ndarray:
         columns[:, block, start : start + len(some)] = made
 
     starts = [(block, at) for block in range(own.blocks) for at in range(0, own.block, _PART)]
-    with ThreadPoolExecutor(usable_cpus()) as pool:
-        list(pool.map(fill, [(b, at) for b, at in starts if b * own.block + at < k]))
+    run([partial(fill, b, at) for b, at in starts if b * own.block + at < k])
     if own.scale:
         scales = tensor.planes["scales"].reshape(n, own.blocks)
         wide = np.zeros((own.panels, own.wide, own.blocks), scales.dtype)
@@ -139,9 +130,9 @@ def _codes(tensor: QuantTensor, first: int, last: int) -> np.ndarray:
 def interleaved(b: Any, lines: list[Any]) -> list[Any]:
     """Emit dwords of a byte of each of four lines: the v-th are of bytes 16 l + 4 v + d."""
     pairs = [_zipped(b, *lines[i : i + 2], half) for half in (0, 8) for i in (0, 2)]
-    shorts = [b.bitcast(pair, SHORTS) for pair in pairs]
+    shorts = [b.bitcast(pair, v.SHORTS) for pair in pairs]
     mixed = [_zipped(b, *shorts[i : i + 2], half) for i in (0, 2) for half in (0, 4)]
-    return [b.bitcast(four, BYTES.llvm) for four in mixed]
+    return [b.bitcast(four, v.BYTES.llvm) for four in mixed]
 
 
 def _zipped(b: Any, first: Any, second: Any, half: int) -> Any:

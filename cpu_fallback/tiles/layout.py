@@ -181,10 +181,9 @@ def tiles_in(shape: tuple[int, ...]) -> int:
 
 
 def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:
-    """Return the layout of a format's tiles.
+    """Return the layout of the tiles of a format: integers in groups of whole units.
 
-    Raises:
-        UnsupportedOp: the format is not an integer one, or its groups are not whole units.
+    Raises UnsupportedOp for another one.
     """
     match fmt:
         case Int4(symmetric=symmetric, group=group, scale_dtype=scale):

@@ -9,38 +9,22 @@ from typing import Any
 import llvmlite.binding as llvm
 from llvmlite import ir
 
+from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, cgutils, i64, void
-from cpu_fallback.lanes.memory import emit_load, emit_store
-from cpu_fallback.lanes.simd import (
-    BYTES,
-    I32,
-    INT8,
-    INT16,
-    INT32,
-    SHORTS,
-    behind,
-    call,
-    constant,
-    each_quarter,
-    join,
-    op,
-    pick,
-)
 
 REGISTERS = 1 if CURRENT.avx512 else 2  # Of 64 bytes, with AVX2 and better
 
 
 def registers(b: Any, vector: Any) -> list[Any]:
     """Emit the registers of a vector of 64 bytes, for AVX2 and better."""
-    size = vector.type.count // REGISTERS
-    return [pick(b, vector, range(at, at + size)) for at in range(0, size * REGISTERS, size)]
+    return v.pieces(b, vector, REGISTERS)
 
 
 def dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """Emit int32 [16] plus four products of unsigned and signed bytes each, for VNNI."""
     parts = zip(*(registers(b, value) for value in (total, weights, x)), strict=True)
-    return join(b, [register_dot(b, *part) for part in parts])
+    return v.join(b, [register_dot(b, *part) for part in parts])
 
 
 def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
@@ -48,7 +32,7 @@ def register_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     name = f"llvm.x86.avx512.vpdpbusd.{512 // REGISTERS}"
     if llvm.llvm_version_info[0] < 21:
         weights, x = b.bitcast(weights, total.type), b.bitcast(x, total.type)
-    return call(b, name, total.type, total, weights, x)
+    return v.call(b, name, total.type, total, weights, x)
 
 
 _MADD_BYTES = {128: "ssse3.pmadd.ub.sw.128", 256: "avx2.pmadd.ub.sw", 512: "avx512.pmaddubs.w.512"}
@@ -60,14 +44,14 @@ def madd_bytes(b: Any, weights: Any, x: Any) -> Any:
     """Emit products of unsigned and signed bytes in a register, added in pairs to int16."""
     count = weights.type.count
     name = f"llvm.x86.{_MADD_BYTES[8 * count]}"
-    return call(b, name, ir.VectorType(INT16, count // 2), weights, x)
+    return v.call(b, name, ir.VectorType(v.INT16, count // 2), weights, x)
 
 
 def madd_shorts(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 in a register, added in pairs to int32."""
     count = left.type.count
     name = f"llvm.x86.{_MADD_SHORTS[16 * count]}"
-    return call(b, name, ir.VectorType(INT32, count // 2), left, right)
+    return v.call(b, name, ir.VectorType(v.INT32, count // 2), left, right)
 
 
 def run_length(top: int) -> int:
@@ -82,7 +66,7 @@ def plus(b: Any, total: Any, pairs: Sequence[tuple[Any, Any]]) -> Any:
         for weights, x in pairs:
             each = zip(sums, registers(b, weights), registers(b, x), strict=True)
             sums = [add_bytes(b, *one) for one in each]
-        return b.add(total, times(b, sums, constant(SHORTS, 1)))
+        return b.add(total, times(b, sums, v.constant(v.SHORTS, 1)))
     for weights, x in pairs:
         total = (dot if CURRENT.vnni else emit_split)(b, total, weights, x)
     return total
@@ -102,7 +86,7 @@ def add_shorts(b: Any, total: Any, weights: Any, x: Any) -> Any:
 def times(b: Any, sums: Sequence[Any], factors: Any) -> Any:
     """Emit registers of int16 times factors, int16 [32], added in pairs to int32 [16]."""
     pairs = zip(sums, registers(b, factors), strict=True)
-    return join(b, [madd_shorts(b, *pair) for pair in pairs])
+    return v.join(b, [madd_shorts(b, *pair) for pair in pairs])
 
 
 def add_runs(
@@ -113,15 +97,10 @@ def add_runs(
     x: Callable[[int, int], Any],
     add: Callable[..., Any] = add_bytes,
 ) -> None:
-    """Add to sums, one operand after the other, each multiplied by all tokens.
+    """Add to sums [parts of operands][tokens][registers] the operands at some places, one by one.
 
-    Args:
-        b: the builder.
-        sums: [parts of operands][tokens][registers].
-        places: of operands.
-        operands: emits the parts of the operand at a place.
-        x: emits what a token, by its number, has for a place.
-        add: emits a register of a sum, given the old one and what is multiplied.
+    `operands` emits the parts of the operand at a place, `x` what a token, by its number, has for a
+    place, `add` a register of a sum, given the old one and what is multiplied.
     """
     for place in places:
         for weights, rows in zip(operands(place), sums, strict=True):
@@ -138,10 +117,10 @@ def emit_split(b: Any, total: Any, weights: Any, x: Any) -> Any:
     On NEON both are signed, and a product is an instruction.
     """
     if CURRENT.neon:
-        return _neon_dot(b, total, weights, x)
-    eight = constant(SHORTS, 8)
-    w, x = b.bitcast(weights, SHORTS), b.bitcast(x, SHORTS)
-    even = (b.and_(w, constant(SHORTS, 255)), b.ashr(b.shl(x, eight), eight))
+        return v.each_quarter(b, lambda *parts: emit_sdot(b, *parts), total, weights, x)
+    eight = v.constant(v.SHORTS, 8)
+    w, x = b.bitcast(weights, v.SHORTS), b.bitcast(x, v.SHORTS)
+    even = (b.and_(w, v.constant(v.SHORTS, 255)), b.ashr(b.shl(x, eight), eight))
     odd = (b.lshr(w, eight), b.ashr(x, eight))
     for left, right in (even, odd):
         total = b.add(total, pair_dots(b, left, right))
@@ -152,12 +131,12 @@ def pair_dots(b: Any, left: Any, right: Any) -> Any:
     """Emit products of int16 [32], added in pairs to int32 [16]."""
     if CURRENT.avx2:
         pairs = zip(registers(b, left), registers(b, right), strict=True)
-        return join(b, [madd_shorts(b, *pair) for pair in pairs])
+        return v.join(b, [madd_shorts(b, *pair) for pair in pairs])
     if CURRENT.neon:
         return _neon_pair_dots(b, left, right)
     products = []
     for first in (0, 1):
-        a, c = (b.sext(pick(b, x, range(first, 32, 2)), I32.llvm) for x in (left, right))
+        a, c = (b.sext(v.pick(b, x, range(first, 32, 2)), v.I32.llvm) for x in (left, right))
         products.append(b.mul(a, c))
     return b.add(*products)
 
@@ -179,31 +158,26 @@ def keep_order(b: Any, rows: list[list[Any]]) -> None:
         row[:] = [kept.pop(0) for _ in row]
 
 
-SIXTEEN, EIGHT, FOUR = ir.VectorType(INT8, 16), ir.VectorType(INT16, 8), ir.VectorType(INT32, 4)
-"""A register of NEON as bytes, shorts and dwords."""
+SIXTEEN, FOUR = ir.VectorType(v.INT8, 16), ir.VectorType(v.INT32, 4)
+"""A register of NEON as bytes and as dwords."""
 
 
 def emit_sdot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     """Emit int32 [4] plus four products of signed bytes each, of a register."""
-    return call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", FOUR, total, weights, x)
+    return v.call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", FOUR, total, weights, x)
 
 
 def emit_table(b: Any, entries: Sequence[int], indices: Any) -> Any:
     """Emit entries[index] of a register of bytes; zero for an index above 15."""
     table = ir.Constant(SIXTEEN, list(entries))
-    return call(b, "llvm.aarch64.neon.tbl1.v16i8", SIXTEEN, table, indices)
-
-
-def _neon_dot(b: Any, total: Any, weights: Any, x: Any) -> Any:
-    """Emit int32 [16] plus four products of signed bytes each."""
-    return each_quarter(b, lambda *parts: emit_sdot(b, *parts), total, weights, x)
+    return v.call(b, "llvm.aarch64.neon.tbl1.v16i8", SIXTEEN, table, indices)
 
 
 def neon_look_up(b: Any, entries: Sequence[int], indices: Any) -> Any:
     """Emit entries[index] of 64 bytes, or of a register."""
     if indices.type == SIXTEEN:
         return emit_table(b, entries, indices)
-    return each_quarter(b, lambda part: emit_table(b, entries, part), indices)
+    return v.each_quarter(b, lambda part: emit_table(b, entries, part), indices)
 
 
 def _neon_pair_dots(b: Any, left: Any, right: Any) -> Any:
@@ -212,11 +186,11 @@ def _neon_pair_dots(b: Any, left: Any, right: Any) -> Any:
     def products(x: Any, y: Any) -> Any:
         halves = []
         for start in (0, 4):
-            parts = [pick(b, v, list(range(start, start + 4))) for v in (x, y)]
-            halves.append(call(b, "llvm.aarch64.neon.smull.v4i32", FOUR, *parts))
-        return call(b, "llvm.aarch64.neon.addp.v4i32", FOUR, *halves)
+            parts = [v.pick(b, each, list(range(start, start + 4))) for each in (x, y)]
+            halves.append(v.call(b, "llvm.aarch64.neon.smull.v4i32", FOUR, *parts))
+        return v.call(b, "llvm.aarch64.neon.addp.v4i32", FOUR, *halves)
 
-    return each_quarter(b, products, left, right)
+    return v.each_quarter(b, products, left, right)
 
 
 def neon_bits(b: Any, vector: Any, shift: int, mask: int) -> Any:
@@ -234,20 +208,20 @@ _RUN = 8  # Products of 4 bits that are added in int16
 _SUMS = 12 if CURRENT.avx512 else 3 if CURRENT.in_shorts else 6  # that do not wait for each other
 
 
-@op(void, i64, i64)
+@v.op(void, i64, i64)
 def _many_dots(b, count, out):
-    line = emit_load(b, BYTES.llvm, out)
-    slots = [cgutils.alloca_once_value(b, constant(I32, i)) for i in range(_SUMS)]
+    line = v.emit_load(b, v.BYTES.llvm, out)
+    slots = [cgutils.alloca_once_value(b, v.constant(v.I32, i)) for i in range(_SUMS)]
     with cgutils.for_range(b, count):
         for slot in slots:
             pairs, parts = [], registers(b, line) if CURRENT.avx2 else [line]
             for _ in range(_RUN):
                 if CURRENT.in_shorts:
                     keep_order(b, [parts])  # or all products would be one
-                pairs.append((join(b, parts), line))
+                pairs.append((v.join(b, parts), line))
             b.store(plus(b, b.load(slot), pairs), slot)
     for i, slot in enumerate(slots):
-        emit_store(b, b.load(slot), behind(b, out, 64 * i))
+        v.emit_store(b, b.load(slot), v.behind(b, out, 64 * i))
 
 
 def _dots(count, out):

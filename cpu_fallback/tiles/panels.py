@@ -22,9 +22,7 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device, i64
-from cpu_fallback.lanes.memory import emit_load, emit_load_n, emit_store
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.lanes.simd import INT1, INT8, INT16, INT32, INT64, call, op, pick
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.multiply import madd_bytes, madd_shorts
@@ -33,7 +31,7 @@ TOKENS = 16
 BEHIND = 128
 """Bytes behind a panel that must be there to be read: kernels may have no code for its width."""
 
-_UNIT = ir.VectorType(INT8, UNIT)
+_UNIT = ir.VectorType(v.INT8, UNIT)
 
 
 class Form(NamedTuple):
@@ -56,57 +54,54 @@ form_at = reader(Form)  # Read the record at an address
 def _sum(b: Any, codes: Any) -> Any:
     """Emit the sum of codes, int32."""
     if not CURRENT.avx2:
-        wide = b.sext(codes, ir.VectorType(INT16, codes.type.count))
-        total = call(b, f"llvm.vector.reduce.add.v{codes.type.count}i16", INT16, wide)
-        return b.sext(total, INT32)
+        wide = b.sext(codes, ir.VectorType(v.INT16, codes.type.count))
+        total = v.call(b, f"llvm.vector.reduce.add.v{codes.type.count}i16", v.INT16, wide)
+        return b.sext(total, v.INT32)
     ones = ir.Constant(codes.type, [1] * codes.type.count)
     pairs = madd_bytes(b, ones, codes)
     fours = madd_shorts(b, pairs, ir.Constant(pairs.type, [1] * pairs.type.count))
-    return call(b, f"llvm.vector.reduce.add.v{fours.type.count}i32", INT32, fours)
+    return v.call(b, f"llvm.vector.reduce.add.v{fours.type.count}i32", v.INT32, fours)
 
 
-@op(i64, i64, i64, i64, i64)
+@v.op(i64, i64, i64, i64, i64)
 def move_unit(b, source, target, paired, wide):
     """Copy 32 codes as `Form` says of `paired` and `wide`; return their sum."""
-    return _move(b, emit_load(b, _UNIT, source), target, paired, wide)
+    return _move(b, v.emit_load(b, _UNIT, source), target, paired, wide)
 
 
-@op(i64, i64, i64, i64, i64, i64)
+@v.op(i64, i64, i64, i64, i64, i64)
 def move_tail(b, source, count, target, paired, wide):
     """Copy the first `count` of 32 codes and zeros after them; return their sum."""
-    return _move(b, emit_load_n(b, _UNIT, source, count), target, paired, wide)
+    return _move(b, v.emit_load_n(b, _UNIT, source, count), target, paired, wide)
 
 
 def _move(b: Any, codes: Any, target: Any, paired: Any, wide: Any) -> Any:
     order = [8 * g + 2 * i + odd for g in range(UNIT // 8) for odd in (0, 1) for i in range(4)]
-    apart = pick(b, codes, order)
-    with b.if_else(b.trunc(wide, INT1)) as (then, otherwise):
+    apart = v.pick(b, codes, order)
+    with b.if_else(b.trunc(wide, v.INT1)) as (then, otherwise):
         with then:
             order = [4 * g + i for g in range(UNIT // 4) for i in (0, 2, 1, 3)]
-            shorts = b.sext(pick(b, codes, order), ir.VectorType(INT16, UNIT))
-            emit_store(b, shorts, target)
+            shorts = b.sext(v.pick(b, codes, order), ir.VectorType(v.INT16, UNIT))
+            v.emit_store(b, shorts, target)
         with otherwise:
-            emit_store(b, b.select(b.trunc(paired, INT1), apart, codes), target)
-    return b.sext(_sum(b, codes), INT64)
+            v.emit_store(b, b.select(b.trunc(paired, v.INT1), apart, codes), target)
+    return b.sext(_sum(b, codes), v.INT64)
 
 
-@op(i64, i64, i64)
+@v.op(i64, i64, i64)
 def move_halves(b, source, target):
     """Copy 32 codes; return the sums of their halves as two int16."""
-    codes = emit_load(b, _UNIT, source)
-    emit_store(b, codes, target)
-    low, high = (_sum(b, pick(b, codes, range(at, at + 16))) for at in (0, 16))
-    low = b.and_(low, ir.Constant(INT32, 0xFFFF))
-    return b.zext(b.or_(low, b.shl(high, ir.Constant(INT32, 16))), INT64)
+    codes = v.emit_load(b, _UNIT, source)
+    v.emit_store(b, codes, target)
+    low, high = (_sum(b, v.pick(b, codes, range(at, at + 16))) for at in (0, 16))
+    low = b.and_(low, ir.Constant(v.INT32, 0xFFFF))
+    return b.zext(b.or_(low, b.shl(high, ir.Constant(v.INT32, 16))), v.INT64)
 
 
 def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
-    """Return the form of the panels of a product.
+    """Return the form of the panels of a product with tiles of a layout.
 
-    Args:
-        layout: of the weight's tiles.
-        group: columns per activation scale, 0 for one per token.
-        factor: what activation scales are multiplied by.
+    `group`: columns per activation scale, 0 for one per token; `factor`: multiplies these.
     """
     if isinstance(layout, BlockLayout):
         return Form(0, 0, 1, -1, 0, 0, 1, group, float(factor))

@@ -105,8 +105,7 @@ def current() -> Together | None:
 def packing(report: Callable[[int], None]) -> Iterator[Together]:
     """Pack in the background what this thread asks for inside, and wait for it at the end.
 
-    Args:
-        report: called with the stored bytes of each tensor when it is packed.
+    `report` gets the stored bytes of each tensor when it is packed.
     """
     with ThreadPoolExecutor(usable_cpus()) as pool:
         together = _here.together = Together(pool)
@@ -166,11 +165,7 @@ class TileCache:
 
     @classmethod
     def get(cls) -> "TileCache | None":
-        """Return the cache that the environment asks for, None if it asks for none.
-
-        Raises:
-            UsageError: the limit is not a number of MiB.
-        """
+        """Return the cache that the environment asks for, None for none. Raises UsageError."""
         raw = os.environ.get(LIMIT_VARIABLE) or "0"
         if not re.fullmatch("[0-9]{1,9}", raw):
             raise UsageError(
@@ -229,11 +224,10 @@ class TileCache:
                 temporary.unlink(missing_ok=True)  # of another process that had this number
                 descriptor = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
                 fcntl.flock(descriptor, fcntl.LOCK_EX)  # `_tidy` knows by it that we live
-            with open(descriptor, "wb", buffering=0) as file:
-                for piece in (memoryview(header), data.data):
-                    done = 0
-                    while done < len(piece):
-                        done += file.write(piece[done : done + _CHUNK])
+            with open(descriptor, "wb") as file:
+                file.write(header)
+                file.write(data.data)
+                file.flush()
                 os.fsync(file.fileno())
                 with locked(lock):
                     temporary.replace(path)

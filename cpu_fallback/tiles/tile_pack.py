@@ -7,7 +7,6 @@ it returns.
 """
 
 import ctypes
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -19,12 +18,11 @@ from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Ggml, Int4, Mxfp4, Ternary
 from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
-from clocher_kernels.guards import refuse_in_window
 from clocher_kernels.quant_tensor import BlockRows, LatePlanes, QuantTensor
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import reader, words
-from cpu_fallback.team.large_pages import ask_for, fetched, give_back
+from cpu_fallback.team.large_pages import Kept, ask_for, fetched, give_back
 from cpu_fallback.tiles import layout as layouts
 from cpu_fallback.tiles import tile_cache
 from cpu_fallback.tiles.layout import ROWS, UNIT, BlockLayout, Layout, layout_of, tiles_in
@@ -46,26 +44,26 @@ class Source(NamedTuple):
     stride: int  # bytes of a stored row
     units: int  # of columns of a row
     unit: int  # from the codes of a unit to those of the next
-    order: int  # bytes of a unit that each of its lines holds: see `layout.lines_of`
-    fifths: int  # whether the last line has bit o of every four columns in place of those columns
-    halves: int  # whether a byte has columns i and i + 16 in place of neighbours
-    scales: int  # the stored scales, 0 if a row has its own, from its beginning
-    zeros: int  # the stored zero points, 0 if there are none
-    minima: int  # whether a minimum follows each scale, as stored and in a tile
-    size: int  # of a scale
-    step: int  # from one scale to the next
-    groups: int  # scales of a row
-    group: int  # columns per scale
-    block: int  # units between records of scales in a tile, 0 for none
-    per_head: int  # records that stand together
-    record: int  # bytes of one
     lines: int  # of a unit of columns
-    mask: int  # what four codes are flipped with
-    by_row: int  # whether the scales of rows come last
+    order: int  # bytes of a unit that each of its lines holds: see `layout.lines_of`
     target: int  # the tiles
-    first: int  # in blocks of 256 columns, the byte of a scale of fp16, and of another or the same
-    other: int
     damaged: int  # an int64 that is set if a scale of a byte, or one of a row's own, is not finite
+    fifths: int = 0  # whether the last line has bit o of every four columns in place of those
+    halves: int = 0  # whether a byte has columns i and i + 16 in place of neighbours
+    scales: int = 0  # the stored scales, 0 if a row has its own, from its beginning
+    zeros: int = 0  # the stored zero points, 0 if there are none
+    minima: int = 0  # whether a minimum follows each scale, as stored and in a tile
+    size: int = 0  # of a scale
+    step: int = 0  # from one scale to the next
+    groups: int = 1  # scales of a row
+    group: int = 1  # columns per scale
+    block: int = 0  # units between records of scales in a tile, 0 for none
+    per_head: int = 1  # records that stand together
+    record: int = 0  # bytes of one
+    mask: int = 0  # what four codes are flipped with
+    by_row: int = 0  # whether the scales of rows come last
+    first: int = -1  # in blocks of 256 columns, the byte of a scale of fp16, and of another or
+    other: int = -1  # the same
 
 
 _source_at = reader(Source)
@@ -82,18 +80,15 @@ class Tiles:
     factor: float  # what every product is multiplied by
 
 
-_packed: dict[int, Tiles] = {}
+_packed: Kept[Tiles] = Kept()
 _unfinished: dict[int, tile_cache.Together] = {}
 """Those whose bytes are not all there yet, and what they are queued in."""
 
 
 def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
-    """Return the tiles of a tensor, packed when they are first asked for.
+    """Return the tiles of a tensor, packed when they are first asked for. Raises UnsupportedOp.
 
     Inside of `tile_cache.packing` their bytes are there when it ends.
-
-    Raises:
-        UnsupportedOp: its format has no tiles.
     """
     layout = layout_of(op_name, tensor.format)
     owner = _owner(tensor)
@@ -101,11 +96,8 @@ def tiles_of(op_name: str, tensor: QuantTensor) -> Tiles:
     others = _unfinished.get(key)
     if others is not None and others is not tile_cache.current():
         others.ended.wait()
-    if key not in _packed:
-        refuse_in_window("pack weights into tiles")
-        _packed[key] = _load_or_pack(layout, tensor, key)
-        weakref.finalize(owner, _packed.pop, key, None)
-    return _packed[key]
+    make = partial(_load_or_pack, layout, tensor, key)
+    return _packed.of(owner, "pack weights into tiles", make)
 
 
 def _owner(tensor: QuantTensor) -> np.ndarray | LatePlanes:
@@ -211,31 +203,37 @@ def _source(
     """Return what is packed, and arrays that nothing else may hold."""
     fmt, (*lead, n, k) = tensor.format, tensor.shape
     rows, stride = _stored_rows(layout, tensor)
-    group, step, columns, unit = k, 0, UNIT, 4 * layout.lines
-    scales, zeros, first = np.zeros(0, np.float32), 0, 0
-    in_rows = isinstance(tensor.planes, LatePlanes) or isinstance(fmt, Ggml)
-    places: tuple[int, ...] = ()
-    about = PLANES[layout.kind] if isinstance(layout, BlockLayout) else None
+    scales, late = np.zeros(0, np.float32), isinstance(tensor.planes, LatePlanes)
+    own: dict[str, int] = {}
     if isinstance(layout, BlockLayout):
-        columns, unit = layouts.BLOCK, layout.block_bytes
+        about, unit, columns = PLANES[layout.kind], layout.block_bytes, layouts.BLOCK
         places = tuple(4 * dword for dword in layout.order)
-    elif in_rows:
-        group, step = UNIT, stride // (k // UNIT)
-        unit, first = step, step - (32 if layout.code == "int8" else 16)
-    elif not isinstance(fmt, Ternary):
-        scales, group = tensor.planes["scales"], getattr(fmt, "group", UNIT)
-        if layout.scale == "row":
-            values = to_f32(scales, fmt.scale_dtype).reshape(prod(lead), -1)  # type: ignore[attr-defined]
-            scales, group = np.ascontiguousarray(np.broadcast_to(values, (prod(lead), n))), k
-        step, group = scales.itemsize, group if isinstance(group, int) else k
-        if "zeros" in tensor.planes:
-            zeros = int(tensor.planes["zeros"].ctypes.data)
-    if not places:  # the fifth bits of a block of ggml stand before its codes
+        own |= {"first": about.at("d"), "other": about.at(about.low or "d")}
+    else:
+        first, group, unit, columns = 0, k, 4 * layout.lines, UNIT
+        if late or isinstance(fmt, Ggml):
+            group, unit = UNIT, stride // (k // UNIT)
+            first, own["step"] = unit - (32 if layout.code == "int8" else 16), unit
+        elif not isinstance(fmt, Ternary):
+            scales, group = tensor.planes["scales"], getattr(fmt, "group", UNIT)
+            if layout.scale == "row":
+                values = to_f32(scales, fmt.scale_dtype).reshape(prod(lead), -1)  # type: ignore[attr-defined]
+                scales, group = np.ascontiguousarray(np.broadcast_to(values, (prod(lead), n))), k
+            group = group if isinstance(group, int) else k
+            own |= {"scales": int(scales.ctypes.data), "step": scales.itemsize}
+            if "zeros" in tensor.planes:
+                own["zeros"] = int(tensor.planes["zeros"].ctypes.data)
+        # The fifth bits of a block of ggml stand before its codes.
         places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
-    in_blocks = isinstance(layout, Layout) and layout.block
-    block = layout.block // UNIT if in_blocks else 0
+        own |= {"group": group, "groups": -(-k // group), "by_row": layout.scale == "row"}
+        own |= {"fifths": layout.code == "q5", "minima": layout.offset == "minima"}
+        own["halves"] = late and isinstance(fmt, Int4 | Mxfp4)
+        if layout.block:
+            own |= {"block": layout.block // UNIT, "size": layouts.SCALE_BYTES[layout.scale]}
+            own |= {"per_head": layout.per_head, "record": layout.record}
+        if layout.code == "int8" and not layouts.SIGNED:
+            own["mask"] = 0x80808080
     order = layouts.lines_of(places)
-    flipped = isinstance(layout, Layout) and layout.code == "int8" and not layouts.SIGNED
     source = Source(  # its addresses live as long as the arrays
         n=n,
         k=k,
@@ -245,26 +243,11 @@ def _source(
         stride=stride,
         units=-(-k // columns),
         unit=unit,
-        order=order.ctypes.data,
-        fifths=int(isinstance(layout, Layout) and layout.code == "q5"),
-        halves=int(isinstance(tensor.planes, LatePlanes) and isinstance(fmt, Int4 | Mxfp4)),
-        scales=scales.ctypes.data if scales.size else 0,
-        zeros=zeros,
-        minima=int(isinstance(layout, Layout) and layout.offset == "minima"),
-        size=layouts.SCALE_BYTES.get(layout.scale, 0) if in_blocks else 0,
-        step=step,
-        groups=-(-k // group),
-        group=group,
-        block=block,
-        per_head=layout.per_head if in_blocks else 1,
-        record=layout.record if in_blocks else 0,
         lines=layout.lines,
-        mask=0x80808080 if flipped else 0,
-        by_row=int(isinstance(layout, Layout) and layout.scale == "row"),
+        order=order.ctypes.data,
         target=packed.data.ctypes.data,
-        first=about.at("d") if about else -1,
-        other=about.at(about.low or "d") if about else -1,
         damaged=damaged.ctypes.data,
+        **own,
     )
     return source, rows, (scales, order)
 

@@ -205,10 +205,10 @@ class Emitter:
         b = self.b
         places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
         if self.minima:
-            self.lows = [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
+            self.lows = [v.emit_everywhere(b, v.F32, place) for place in places]
             starts, offset = [v.constant(v.I32, NUMBER * self.dots.number)] * self.tokens, None
         else:
-            starts = [v.spread(b, v.I32, v.emit_load(b, v.INT32, place)) for place in places]
+            starts = [v.emit_everywhere(b, v.I32, place) for place in places]
         return [self.dots.begin(b, start, offset) for start in starts]
 
     def _dots(self, units: Any, offset: Callable[[], Any]) -> list[Any]:
@@ -237,7 +237,7 @@ class Emitter:
         b = self.b
         at = self.scales.take(self.row)
         places = [b.add(at, v.number(4 * i)) for i in range(self.tokens)]
-        return [v.spread(b, v.F32, v.emit_load(b, v.FLOAT, place)) for place in places]
+        return [v.emit_everywhere(b, v.F32, place) for place in places]
 
     def _record(self) -> Any:
         """Emit the step to the scales of a block; return their address."""

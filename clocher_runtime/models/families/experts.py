@@ -12,16 +12,14 @@ from clocher_runtime.models.config import (
     BlockSize,
     Count,
     Decoder,
-    Epsilon,
     Experts,
     Fraction,
     Heads,
     Interval,
     LayerNumber,
-    Layers,
     MaskId,
     Size,
-    Theta,
+    Usual,
     magnitude,
     missing,
 )
@@ -34,6 +32,7 @@ _Scaling = Annotated[float, Meta(ge=1e-6, le=1e6)]
 class _GptOss(Decoder, kw_only=True):
     """gpt-oss: MXFP4 experts, attention sinks, alternating window, YaRN, clamped SwiGLU."""
 
+    USUAL = Usual(201088, 2880, 2880, 36, 64, 8, 64, 131072, 1e-5, 150000.0)
     SCALING: ClassVar[dict[str, Any] | None] = {
         "rope_type": "yarn",
         "factor": 32.0,
@@ -41,16 +40,6 @@ class _GptOss(Decoder, kw_only=True):
         "truncate": False,
     }
 
-    vocab_size: Size = 201088
-    hidden_size: Size = 2880
-    intermediate_size: Size = 2880
-    num_hidden_layers: Layers = 36
-    num_attention_heads: Heads = 64
-    num_key_value_heads: Heads | None = 8
-    head_dim: Heads | None = 64
-    max_position_embeddings: Size = 131072
-    rms_norm_eps: Epsilon = 1e-5
-    rope_theta: Theta = 150000.0
     attention_bias: bool = True
     sliding_window: Size | None = 128
     num_local_experts: Experts | None = None
@@ -101,7 +90,8 @@ class _Grouped(Decoder, kw_only=True):
 class _DeepSeek2(_Grouped, kw_only=True):
     """DeepSeek-V2 (arXiv 2405.04434, section 2): latent attention, softmax over all experts."""
 
-    vocab_size: Size = 102400
+    USUAL = Usual(102400)
+
     first_k_dense_replace: LayerNumber = 0
     moe_layer_freq: Interval = 1
     kv_lora_rank: Size = 512
@@ -179,13 +169,9 @@ class _DeepSeek2(_Grouped, kw_only=True):
 class _DeepSeek3(_DeepSeek2, kw_only=True):
     """DeepSeek-V3, R1 (arXiv 2412.19437, section 2.1): sigmoid scores, choice bias, groups."""
 
-    vocab_size: Size = 129280
-    hidden_size: Size = 7168
-    intermediate_size: Size = 18432
+    USUAL = Usual(129280, 7168, 18432, 61, 128, None, None, 4096)
+
     moe_intermediate_size: Size = 2048
-    num_hidden_layers: Layers = 61
-    num_attention_heads: Heads = 128
-    max_position_embeddings: Size = 4096
     first_k_dense_replace: LayerNumber = 3
     n_routed_experts: Experts = 256
     n_shared_experts: Count | None = 1
@@ -208,13 +194,9 @@ class _DeepSeek3(_DeepSeek2, kw_only=True):
 class _Llada2(_Grouped, kw_only=True):
     """LLaDA2.0 (2025; forward as in dInfer): DeepSeek-V3's routing, half of each head rotated."""
 
-    vocab_size: Size = 30592
-    hidden_size: Size = 1024
-    num_hidden_layers: Layers = 24
-    num_attention_heads: Heads = 16
+    USUAL = Usual(30592, 1024, 11008, 24, 16, None, None, 16384, 1e-5)
+
     num_key_value_heads: Count | None = 0
-    max_position_embeddings: Size = 16384
-    rms_norm_eps: Epsilon = 1e-5
     partial_rotary_factor: Fraction = 0.5
     use_bias: bool = True
     use_qkv_bias: bool = False

@@ -11,11 +11,10 @@ from clocher_runtime.models.config import (
     WHERE,
     Decoder,
     Factor,
-    Heads,
     Interval,
-    Layers,
     Size,
     Theta,
+    Usual,
 )
 from clocher_runtime.models.families import Family
 
@@ -26,16 +25,9 @@ class _Gemma(Decoder, kw_only=True):
     `norm_offset`: added to stored norms; GGUF files hold the sum.
     """
 
+    USUAL = Usual(256000, 3072, 24576, 28, 16, 16, 256, 8192)
     ACTIVATION: ClassVar[str] = "gelu_pytorch_tanh"
 
-    vocab_size: Size = 256000
-    hidden_size: Size = 3072
-    intermediate_size: Size = 24576
-    num_hidden_layers: Layers = 28
-    num_attention_heads: Heads = 16
-    num_key_value_heads: Heads | None = 16
-    head_dim: Heads | None = 256
-    max_position_embeddings: Size = 8192
     tie_word_embeddings: bool = True
     norm_offset: float = 1.0
     use_bidirectional_attention: bool = False
@@ -57,13 +49,9 @@ class _Gemma(Decoder, kw_only=True):
 class _Gemma2(_Gemma, kw_only=True):
     """Gemma 2 (arXiv 2408.00118, section 2): post-norms, capped logits, alternating windows."""
 
+    USUAL = Usual(256000, 2304, 9216, 26, 8, 4, 256, 8192)
     PATTERN: ClassVar[int] = 2
 
-    hidden_size: Size = 2304
-    intermediate_size: Size = 9216
-    num_hidden_layers: Layers = 26
-    num_attention_heads: Heads = 8
-    num_key_value_heads: Heads | None = 4
     query_pre_attn_scalar: Factor = 256.0
     sliding_window: Size | None = 4096
     sliding_window_pattern: Interval | None = None
@@ -85,11 +73,9 @@ class _Gemma2(_Gemma, kw_only=True):
 class _Gemma3(_Gemma2, kw_only=True):
     """Gemma 3 (arXiv 2503.19786, section 2): QK norms, own RoPE for sliding layers."""
 
+    USUAL = Usual(262208, 2304, 9216, 26, 8, 4, 256, 131072, 1e-6, 1000000.0)
     PATTERN: ClassVar[int] = 6
 
-    vocab_size: Size = 262208
-    max_position_embeddings: Size = 131072
-    rope_theta: Theta = 1000000.0
     rope_local_base_freq: Theta = 10000.0
     attn_logit_softcapping: Factor | None = None
     final_logit_softcapping: Factor | None = None

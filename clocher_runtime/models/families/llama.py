@@ -14,12 +14,10 @@ from clocher_runtime.models.config import (
     Epsilon,
     Experts,
     Factor,
-    Heads,
     Interval,
     LayerNumber,
-    Layers,
     Size,
-    Theta,
+    Usual,
     checked,
 )
 from clocher_runtime.models.families import FUSED_QKV, Family, From, each_expert, fused_mlp
@@ -57,16 +55,8 @@ def _bitnet(config: Decoder) -> dict[str, Any]:
 class _BitNet(Decoder, kw_only=True):
     """BitNet b1.58 (arXiv 2504.12285): ternary linears, int8 activations, sub-norms, ReLU^2."""
 
+    USUAL = Usual(128256, 2560, 6912, 30, 20, 5, None, 2048, 1e-5, 500000.0)
     ACTIVATION: ClassVar[str] = "relu2"
-
-    vocab_size: Size = 128256
-    hidden_size: Size = 2560
-    intermediate_size: Size = 6912
-    num_hidden_layers: Layers = 30
-    num_attention_heads: Heads = 20
-    num_key_value_heads: Heads | None = 5
-    rms_norm_eps: Epsilon = 1e-5
-    rope_theta: Theta = 500000.0
 
     def more(self) -> dict[str, Any]:
         return {"sub_norms": True, **_bitnet(self)}
@@ -91,13 +81,8 @@ class _SomeUnrotated(Decoder, kw_only=True):
 class _SmolLm3(_SomeUnrotated, kw_only=True):
     """SmolLM3: Llama with every fourth layer not rotated."""
 
-    vocab_size: Size = 128256
-    hidden_size: Size = 2048
-    num_hidden_layers: Layers = 36
-    num_attention_heads: Heads = 16
-    num_key_value_heads: Heads | None = 4
-    max_position_embeddings: Size = 32768
-    rope_theta: Theta = 2000000.0
+    USUAL = Usual(128256, 2048, 11008, 36, 16, 4, None, 32768, 1e-6, 2000000.0)
+
     tie_word_embeddings: bool = True
     mlp_bias: bool = False
     use_sliding_window: bool = False
@@ -113,12 +98,9 @@ class _SmolLm3(_SomeUnrotated, kw_only=True):
 class _Phi3(Decoder, kw_only=True):
     """Phi-3, Phi-4 (arXiv 2404.14219, section 2): fused projections, LongRoPE, partial rotation."""
 
-    vocab_size: Size = 32064
-    hidden_size: Size = 3072
-    intermediate_size: Size = 8192
-    max_position_embeddings: Size = 4096
+    USUAL = Usual(32064, 3072, 8192, 32, 32, None, None, 4096, 1e-5)
+
     original_max_position_embeddings: Size | None = 4096
-    rms_norm_eps: Epsilon = 1e-5
     sliding_window: Size | None = None
 
     @property
@@ -136,8 +118,7 @@ class _Phi3(Decoder, kw_only=True):
 class _Olmo2(Decoder, kw_only=True):
     """OLMo 2 (arXiv 2501.00656, section 2.1): post-norms only, norms of whole queries and keys."""
 
-    vocab_size: Size = 50304
-    rms_norm_eps: Epsilon = 1e-5
+    USUAL = Usual(50304, rms_norm_eps=1e-5)
 
     def more(self) -> dict[str, Any]:
         return {"pre_norms": False, "post_norms": True, "qk_norm": "rows"}
@@ -146,7 +127,8 @@ class _Olmo2(Decoder, kw_only=True):
 class _Olmo3(_Olmo2, kw_only=True):
     """OLMo 3: OLMo 2 where three of four layers slide, with the plain rotation."""
 
-    rope_theta: Theta = 500000.0
+    USUAL = Usual(50304, rms_norm_eps=1e-5, rope_theta=500000.0)
+
     sliding_window: Size | None = 4096
 
     def more(self) -> dict[str, Any]:
@@ -210,9 +192,8 @@ class _Mistral(Decoder, kw_only=True):
     Attention linears never have a bias, whatever `attention_bias` says.
     """
 
-    intermediate_size: Size = 14336
-    num_key_value_heads: Heads | None = 8
-    max_position_embeddings: Size = 131072
+    USUAL = Usual(32000, 4096, 14336, 32, 32, 8, None, 131072)
+
     sliding_window: Size | None = 4096
 
     def more(self) -> dict[str, Any]:
@@ -223,9 +204,9 @@ class _Mistral(Decoder, kw_only=True):
 class _Mixtral(_Mistral, kw_only=True):
     """Mixtral (arXiv 2401.04088): experts weighted by the softmax over the chosen ones."""
 
+    USUAL = Usual(32000, 4096, 14336, 32, 32, 8, None, 131072, 1e-5, 1000000.0)
+
     sliding_window: Size | None = None
-    rms_norm_eps: Epsilon = 1e-5
-    rope_theta: Theta = 1000000.0
     num_local_experts: Experts = 8
     num_experts_per_tok: Experts = 2
 
@@ -244,6 +225,7 @@ class _Growth(Struct):
 class _Ministral3(_Mistral, kw_only=True):
     """Ministral 3: Mistral with YaRN, and queries that grow beyond the training context."""
 
+    USUAL = Usual(131072, 4096, 14336, 34, 32, 8, 128, 262144, 1e-5)
     SCALING: ClassVar[dict[str, Any] | None] = {
         "type": "yarn",
         "rope_theta": 1000000.0,
@@ -254,11 +236,6 @@ class _Ministral3(_Mistral, kw_only=True):
         "llama_4_scaling_beta": 0.1,
     }
 
-    vocab_size: Size = 131072
-    num_hidden_layers: Layers = 34
-    head_dim: Heads | None = 128
-    max_position_embeddings: Size = 262144
-    rms_norm_eps: Epsilon = 1e-5
     sliding_window: Size | None = None
 
     def more(self) -> dict[str, Any]:
@@ -270,17 +247,9 @@ class _Ministral3(_Mistral, kw_only=True):
 class _Llama4(_SomeUnrotated, kw_only=True):
     """Llama 4 (transformers Llama4TextModel): scaled expert inputs, chunks, layers without RoPE."""
 
-    vocab_size: Size = 202048
-    hidden_size: Size = 5120
-    intermediate_size: Size = 8192
+    USUAL = Usual(202048, 5120, 8192, 48, 40, 8, 128, 131072, 1e-5, 500000.0)
+
     intermediate_size_mlp: Size = 16384
-    num_hidden_layers: Layers = 48
-    num_attention_heads: Heads = 40
-    num_key_value_heads: Heads | None = 8
-    head_dim: Heads | None = 128
-    max_position_embeddings: Size = 131072
-    rms_norm_eps: Epsilon = 1e-5
-    rope_theta: Theta = 500000.0
     num_experts_per_tok: Experts = 1
     num_local_experts: Experts = 16
     moe_layers: list[LayerNumber] | None = None
@@ -292,11 +261,8 @@ class _Llama4(_SomeUnrotated, kw_only=True):
     attn_scale: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.1
 
     def more(self) -> dict[str, Any]:
-        layers, step, plain = (
-            self.num_hidden_layers,
-            self.interleave_moe_layer_step,
-            self.unrotated(),
-        )
+        layers, step = self.num_hidden_layers, self.interleave_moe_layer_step
+        plain = self.unrotated()
         sparse = range(step - 1, layers, step) if self.moe_layers is None else self.moe_layers
         grows = self.attn_temperature_tuning and plain
         size, types = self.attention_chunk_size or 0, self.layer_types

@@ -9,12 +9,11 @@ from clocher_runtime.models.config import (
     BlockSize,
     Decoder,
     Experts,
-    Heads,
     Interval,
     LayerNumber,
-    Layers,
     MaskId,
     Size,
+    Usual,
 )
 from clocher_runtime.models.families import Family, From, each_expert
 from clocher_runtime.models.spec import MoeSpec
@@ -23,10 +22,8 @@ from clocher_runtime.models.spec import MoeSpec
 class _Qwen2(Decoder, kw_only=True):
     """Qwen2: biases on q, k, v."""
 
-    vocab_size: Size = 151936
-    intermediate_size: Size = 22016
-    num_key_value_heads: Heads | None = 32
-    max_position_embeddings: Size = 32768
+    USUAL = Usual(151936, 4096, 22016, 32, 32, 32, None, 32768)
+
     use_sliding_window: bool = False
     sliding_window: Size | None = 4096
     max_window_layers: Annotated[int, Meta(ge=0, le=1 << 24)] = 28
@@ -47,7 +44,7 @@ class _Qwen2(Decoder, kw_only=True):
 class _Qwen3(_Qwen2, kw_only=True):
     """Qwen3: norms on query and key heads."""
 
-    head_dim: Heads | None = 128
+    USUAL = Usual(151936, 4096, 22016, 32, 32, 32, 128, 32768)
 
     def more(self) -> dict[str, Any]:
         return {"windows": self.windows(self.window, self.slides), "qk_norm": "heads"}
@@ -76,12 +73,9 @@ class _FastDllm(_Qwen2, kw_only=True):
 
 
 class _Experts(_Qwen2, kw_only=True):
-    intermediate_size: Size = 5632
-    hidden_size: Size = 2048
-    num_hidden_layers: Layers = 24
-    num_attention_heads: Heads = 16
-    num_key_value_heads: Heads | None = 16
+    USUAL = Usual(151936, 2048, 5632, 24, 16, 16, None, 32768)
     decoder_sparse_step: Interval = 1
+
     mlp_only_layers: list[LayerNumber] | None = None
     moe_intermediate_size: Size = 1408
     num_experts: Experts = 60
@@ -122,9 +116,8 @@ class _Qwen2Moe(_Experts, kw_only=True):
 class _Qwen3Moe(_Experts, kw_only=True):
     """Qwen3-MoE (arXiv 2505.09388, section 2): Qwen3 with experts in most layers."""
 
-    intermediate_size: Size = 6144
-    num_attention_heads: Heads = 32
-    num_key_value_heads: Heads | None = 4
+    USUAL = Usual(151936, 2048, 6144, 24, 32, 4, None, 32768)
+
     moe_intermediate_size: Size = 768
     num_experts: Experts = 128
     num_experts_per_tok: Experts = 8
