@@ -143,7 +143,7 @@ def _grid_scales(
 
 def _iq3_s(cells: np.ndarray) -> np.ndarray:
     blocks, scales, steps = _grid_scales("iq3_s", cells, 15, 1.0)
-    found = _nearest(grid("IQ3_S"), steps).reshape(-1, 64)
+    found = _nearest(grid("iq3_s"), steps).reshape(-1, 64)
     blocks["qs"] = found & 255
     blocks["qh"] = np.packbits((found >> 8).astype(np.uint8), axis=1, bitorder="little")
     blocks["signs"] = np.packbits(cells < 0, axis=1, bitorder="little")
@@ -160,7 +160,7 @@ def _iq3_xxs(cells: np.ndarray) -> np.ndarray:
     least = np.abs(eights).argmin(axis=1)
     negative[odd, least[odd]] ^= True
     steps.reshape(-1, 8)[odd, least[odd]] = 0
-    blocks["qs"] = _nearest(grid("IQ3_XXS"), steps).reshape(-1, 64)
+    blocks["qs"] = _nearest(grid("iq3_xxs"), steps).reshape(-1, 64)
     signs = (negative[:, :7] @ _BITS[:7]).astype(np.uint32).reshape(-1, 8, 4)
     shifted = signs << np.array([0, 7, 14, 21], np.uint32)
     words = np.bitwise_or.reduce(shifted, axis=2)
