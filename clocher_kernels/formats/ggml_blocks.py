@@ -166,12 +166,6 @@ class Kind:
             return None, codes
         return read_numbers(self.scales, raw).view(np.int8) - np.int8(self.scale_bias), codes
 
-    def store(self, blocks: np.ndarray, codes: np.ndarray, **numbers: np.ndarray) -> None:
-        """Write codes, u8 [blocks, elements], scales and minima, without their biases."""
-        raw = blocks.view(np.uint8).reshape(len(blocks), -1)
-        for name, values in {"codes": codes, **numbers}.items():
-            write_numbers(getattr(self, name), raw, values)
-
     def unpack(self, blocks: np.ndarray) -> Parts:
         """Return what blocks, an array of `fields`, hold."""
         scales, codes = self.numbers(blocks)
@@ -388,7 +382,3 @@ def recoded(name: str, stored: np.ndarray) -> np.ndarray:
         write_numbers(new.scales, raw[piece], repeated)
         write_numbers(new.codes, raw[piece], index[codes.view(np.uint8)])
     return raw
-
-
-READ_ONLY = tuple(kind for kind in KINDS if kind.startswith(("iq1", "iq2")))
-"""Types without an encoder."""
