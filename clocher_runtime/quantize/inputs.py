@@ -68,10 +68,6 @@ class RowStore:
     def __setitem__(self, rows: slice | np.ndarray, values: np.ndarray) -> None:
         self._array[rows] = values
 
-    def add(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """Add to rows, each named once."""
-        self._array[rows] += values
-
     def take(self, other: "RowStore") -> None:
         """Become a copy of another store of the same shape."""
         self._array[:] = other._array
