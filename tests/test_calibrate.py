@@ -303,7 +303,7 @@ def test_rows_stay_when_their_pages_go(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     store = RowStore(1000, 100)
     store[10:20] = np.ones((10, 100), np.float32)
-    store.add(np.array([12, 15]), np.full((2, 100), 2, np.float32))
+    store[np.array([12, 15])] = np.full((2, 100), 3, np.float32)
     store.release()
     other = RowStore(1000, 100)
     other.take(store)

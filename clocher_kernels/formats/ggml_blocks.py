@@ -180,14 +180,23 @@ class Kind:
         return Parts(d, codes.reshape(len(blocks), d.shape[1], -1), minima)
 
 
+_GRIDS = {
+    **{"iq3_xxs": (256, 4), "iq3_s": (512, 4), "iq2_xxs": (256, 8)},
+    **{"iq2_xs": (512, 8), "iq2_s": (1024, 8), "iq1_s": (2048, 8)},
+}
+"""Groups of values, and values of a group, of each grid of ggml_grids.i8, in its order."""
+
+
 @cache
 def grid(name: str) -> np.ndarray:
     """Return the groups of values that a type of 1 to 3 bits can store, i8 [groups, 4 or 8].
 
     They were found by search, so there is no formula for them. Source: ggml-common.h (iq3s_grid).
     """
-    with np.load(Path(__file__).with_name("ggml_grids.npz")) as grids:
-        return np.asarray(grids[name])
+    values = np.frombuffer(Path(__file__).with_name("ggml_grids.i8").read_bytes(), np.int8)
+    starts = np.cumsum([groups * size for groups, size in _GRIDS.values()])
+    parts = dict(zip(_GRIDS, np.split(values, starts[:-1]), strict=True))
+    return parts[name].reshape(_GRIDS[name])
 
 
 def _signed(magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
