@@ -104,13 +104,9 @@ class Problem:
         """Return the matrices."""
         fmt, std = parse_format(self.format), self.k**-0.5
         shape = (self.n, self.k)
-        if isinstance(fmt, Ggml):  # some have no encoder, and random codes take as long
-            size = fmt.planes(shape)["blocks"].shape
-            blocks = np.random.default_rng(0).integers(0, 256, size, np.uint8)
-            fields = blocks.reshape(-1, fmt.block_bytes).view(KINDS[fmt.kind].fields)
-            for scale in {"d", "dmin", "m"} & set(fields.dtype.names or ()):
-                fields[scale] = std
-            return copies_of(QuantTensor(shape, fmt, {"blocks": blocks}), self.copies)
+        if isinstance(fmt, Ggml):
+            drawn = fmt.drawn(shape, np.random.default_rng(0), std)
+            return copies_of(QuantTensor(shape, fmt, drawn), self.copies)
         if not isinstance(fmt, Fp8):
             return [normal_matrix(f"w{i}", shape, 0, std, fmt) for i in range(self.copies)]
         values = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(std)

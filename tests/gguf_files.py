@@ -7,10 +7,10 @@ from typing import Any
 
 import gguf
 import numpy as np
+from ggml_encode import encode
 
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.ggml import GGML_KINDS
-from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 
 Kind = gguf.GGMLQuantizationType

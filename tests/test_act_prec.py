@@ -5,6 +5,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from ggml_encode import encode
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.formats import parse_format
@@ -18,7 +19,7 @@ from clocher_kernels.ops.rewrite import (
     round_activations,
 )
 from clocher_kernels.plan import Buffer, Call, Plan
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
 
 M, N, K = 3, 24, 256

@@ -4,11 +4,12 @@ import tracemalloc
 
 import numpy as np
 import pytest
+from ggml_encode import encode
 from weight_files import rng
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Ternary, parse_format
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.arranged import arranged
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, Stored
 

@@ -22,8 +22,14 @@ from clocher_runtime.convert.q4_map import parse_q4_map
 from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import calibrate
-from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk
-from clocher_runtime.quantize.inputs import RowStore, make_text
+from clocher_runtime.quantize.capture import (
+    ExpertInputs,
+    Hidden,
+    Observer,
+    RowStore,
+    Walk,
+    make_text,
+)
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job
 from clocher_runtime.quantize.plan import QuantPlan
 
@@ -297,7 +303,7 @@ def test_rows_stay_when_their_pages_go(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     store = RowStore(1000, 100)
     store[10:20] = np.ones((10, 100), np.float32)
-    store.add(np.array([12, 15]), np.full((2, 100), 2, np.float32))
+    store[np.array([12, 15])] = np.full((2, 100), 3, np.float32)
     store.release()
     other = RowStore(1000, 100)
     other.take(store)

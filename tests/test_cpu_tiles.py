@@ -6,6 +6,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
+from ggml_encode import encode
 from one_op import run
 from op_cases import error
 
@@ -18,7 +19,7 @@ from clocher_kernels.ops.linear import INTEGER_FORMATS
 from clocher_kernels.ops.quantize import GROUPED, groups_of, quantize
 from clocher_kernels.ops.rewrite import takes_int8
 from clocher_kernels.plan import Buffer, Call, Plan
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.ops.decode_ggml import blocks_of
 from cpu_fallback.team.large_pages import allocate

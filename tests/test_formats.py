@@ -10,6 +10,7 @@ import hypothesis.extra.numpy as hnp
 import numpy as np
 import pytest
 import torch
+from ggml_encode import encode
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,9 +33,9 @@ from clocher_kernels.formats import (
     parse_format,
 )
 from clocher_kernels.formats.bsr import Bsr
-from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS
+from clocher_kernels.formats.ggml import GGML_KINDS, TRIED_KINDS
 from clocher_kernels.formats.ggml_blocks import KINDS
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
 
 NAMES = known_formats()
 MATRIX_NAMES = tuple(name for name in NAMES if not isinstance(parse_format(name), Float))
@@ -160,7 +161,7 @@ TOP_CODES = {"q4_k": 15, "q5_k": 31, "q2_k": 3, "q6_k": 32, "q3_k": 4}
 
 
 def largest_ggml_error(tensor: QuantTensor, values: np.ndarray) -> np.ndarray:
-    """Return the bounds of the docstring of `Ggml`, with what the rounding of f16 adds."""
+    """Return the bounds of the docstring of `ggml_encode`, with what the rounding of f16 adds."""
     fmt = tensor.format
     assert isinstance(fmt, Ggml)
     kind = KINDS[fmt.kind]
@@ -276,7 +277,7 @@ def test_memory_stays_modest(name: str) -> None:
     fmt = format_for(name, values)
     tracemalloc.start()
     try:
-        planes = fmt.encode(values)
+        planes = encode(values, fmt).planes
         encoding = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
@@ -285,7 +286,7 @@ def test_memory_stays_modest(name: str) -> None:
     finally:
         tracemalloc.stop()
     # The pieces in which small floats are converted count for up to 2 MB.
-    assert encoding <= 3 * values.nbytes + 2**21
+    assert encoding <= 3 * values.nbytes + 2**21 or isinstance(fmt, Ggml)  # made by tests alone
     assert decoding <= 2.5 * values.nbytes + 2**21
 
 
@@ -386,7 +387,7 @@ def test_shapes_that_are_no_matrix_are_refused(name: str, shape: tuple[int, ...]
     with pytest.raises(ShapeError, match="holds matrices"):
         parse_format(name).planes(shape)
     with pytest.raises(ShapeError, match="holds matrices"):
-        parse_format(name).encode(np.zeros(shape, np.float32))
+        encode(np.zeros(shape, np.float32), parse_format(name))
 
 
 @pytest.mark.parametrize(
@@ -641,7 +642,7 @@ def test_ggml_encoders_are_as_good_as_those_of_gguf(name: str) -> None:
     assert np.square(ours - values).sum() <= 1.001 * np.square(theirs - values).sum()
 
 
-@pytest.mark.parametrize("name", ENCODED_KINDS)
+@pytest.mark.parametrize("name", TRIED_KINDS)
 def test_ggml_encoders_keep_what_the_type_can_hold(name: str) -> None:
     values = encoded(name, generator(name).standard_normal((64, 1024), dtype=np.float32)).decode()
     again = encoded(name, values).decode()

@@ -162,7 +162,7 @@ def test_every_flag_reaches_the_weights(
         (("--format", "mxfp4", "--scale-dtype", "f32"), "leave scale_dtype out"),
         (("--format", "fp8", "--mse"), "clip is for int4 and int8"),
         (("--format", "fp8", "--method", "gptq"), "give it the method imx or rtn"),
-        (("--format", "ternary", "--method", "imx"), "no scales to search"),
+        (("--format", "ternary", "--method", "imx"), "give it the method rtn"),
         (("--format", "mxfp4", "--affine"), "mxfp4 is symmetric"),
         (("--method", "imx"), "needs a calibration text: give --calib-text"),
         (("--method", "imx", "--mse"), "is for --method rtn"),

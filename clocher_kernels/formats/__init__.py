@@ -11,7 +11,7 @@ from typing import Any
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Format, Plane
 from clocher_kernels.formats.floats import Float, Fp8, Mxfp4
-from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS, Ggml
+from clocher_kernels.formats.ggml import GGML_KINDS, TRIED_KINDS, Ggml
 from clocher_kernels.formats.integers import Int4, Int8
 from clocher_kernels.formats.ternary import Ternary
 
@@ -124,7 +124,7 @@ FAMILIES: tuple[Family, ...] = (
     Family(
         f"{{{'|'.join(GGML_KINDS)}}}",
         "ggml's blocks, as GGUF files store them",
-        ENCODED_KINDS,
+        TRIED_KINDS,
         re.compile(f"({'|'.join(GGML_KINDS)})"),
         Ggml,
     ),

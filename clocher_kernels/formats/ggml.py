@@ -8,12 +8,12 @@ import numpy as np
 from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
-from clocher_kernels.formats.ggml_blocks import KINDS, READ_ONLY
+from clocher_kernels.formats.ggml_blocks import KINDS
 
 GGML_KINDS = tuple(KINDS)
 """Names of the types."""
-ENCODED_KINDS = tuple(kind for kind in KINDS if kind not in READ_ONLY)
-"""Those that values can be encoded in."""
+TRIED_KINDS = tuple(kind for kind in KINDS if not kind.startswith(("iq1", "iq2")))
+"""Those that every op is tried with."""
 
 _PIECE = 1 << 14  # elements that are converted at a time
 
@@ -46,18 +46,8 @@ class Ggml(Format):
 
     `decode` equals gguf-py's `dequantize` bit for bit.
 
-    iq2 and iq1 are only read. Encoding is plain, without llama-quantize's search for the least
-    error. Types with minima spread the codes over the range of a run (K-quants: widened to include
-    zero at its lower end), the others give the element of largest magnitude the first code (q5_0:
-    -16, iq4: -127); tq1_0 takes the largest magnitude as its scale, iq3 gives it the last magnitude
-    of the grid. The error of an element is at most half a step s of its run, and where the scales
-    of runs are codes themselves half a step of theirs: with `top` the largest code
-        q4_k, q5_k, q2_k: s / 2 + top * d / 2 + dmin / 2
-        q6_k, q3_k: s + top * |d|, because the other sign has one code less, in scales too
-        q4_1, q5_1, tq1_0: s / 2, and the rounding of m; q5_0: s
-        iq4_nl: 14 |d|; iq4_xs: 14 s + 127 |d|
-    A bound for iq3, whose groups of four are the nearest of the grid, would say little. Blocks of
-    zeros get scales of zero.
+    They are read, not written: llama-quantize searches for the scales of least error, and rounding
+    that does not would lose more than `int4`.
 
     Attributes:
         kind: lower case, as llama.cpp spells it: "q4_k".
@@ -86,10 +76,6 @@ class Ggml(Format):
         """Bytes of a block."""
         return KINDS[self.kind].fields.itemsize
 
-    @property
-    def unit(self) -> tuple[int, int]:
-        return 1, self.block
-
     def planes(self, shape: Shape) -> dict[str, Plane]:
         lead, n, k = base.matrix_shape(self.name, shape)
         if k % self.block:
@@ -100,16 +86,24 @@ class Ggml(Format):
         return {"blocks": Plane("u8", (*lead, n, k // self.block * self.block_bytes))}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        from clocher_kernels.formats.ggml_encode import encode
+        raise FormatError(
+            f"{self.name} is only read, not written; choose int4, int8, fp8 or mxfp4, or make a "
+            "GGUF file of this type with llama-quantize"
+        )
 
-        plane = self.planes(values.shape)["blocks"]
-        base.require_finite(self.name, values)
-        cells = values.reshape(-1, self.block)
-        blocks = np.empty((len(cells), self.block_bytes), np.uint8)
-        for piece in self._pieces(len(cells)):
-            made = encode(self.kind, cells[piece])
-            blocks[piece] = made.view(np.uint8).reshape(len(made), -1)
-        return {"blocks": blocks.reshape(plane.shape)}
+    def drawn(self, shape: Shape, rng: "np.random.Generator", std: float) -> dict[str, np.ndarray]:
+        """Return random planes, whose values have mean 0 and about this standard deviation."""
+        stored = rng.integers(0, 256, self.planes(shape)["blocks"].shape, np.uint8)
+        blocks = self._blocks({"blocks": stored})
+        for name in self._scales:
+            blocks[name] = rng.standard_normal(len(blocks))
+        sample = np.ascontiguousarray(blocks[:1024]).view(np.uint8)
+        spread = self.decode(
+            {"blocks": sample}, (len(sample) // self.block_bytes, self.block)
+        ).std()
+        for name in self._scales:
+            blocks[name] *= np.float16(std / spread)
+        return {"blocks": stored}
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
         blocks = self._blocks(planes)
@@ -124,10 +118,13 @@ class Ggml(Format):
 
     def check(self, planes: Planes, shape: Shape) -> None:
         blocks = self._blocks(planes)
+        for name in self._scales:
+            base.check_scales(f"{self.name} {name}", blocks[name], "f16")
+
+    @property
+    def _scales(self) -> list[str]:
         fields = KINDS[self.kind].fields
-        for name in fields.names or ():
-            if fields[name] == np.float16:
-                base.check_scales(f"{self.name} {name}", blocks[name], "f16")
+        return [name for name in fields.names or () if fields[name] == np.float16]
 
     def _blocks(self, planes: Planes) -> np.ndarray:
         blocks = np.ascontiguousarray(planes["blocks"]).reshape(-1, self.block_bytes)

@@ -9,7 +9,8 @@ Source: ggml-common.h (block_q4_K and so on); ggml-quants.c (dequantize_row_*); 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -165,12 +166,6 @@ class Kind:
             return None, codes
         return read_numbers(self.scales, raw).view(np.int8) - np.int8(self.scale_bias), codes
 
-    def store(self, blocks: np.ndarray, codes: np.ndarray, **numbers: np.ndarray) -> None:
-        """Write codes, u8 [blocks, elements], scales and minima, without their biases."""
-        raw = blocks.view(np.uint8).reshape(len(blocks), -1)
-        for name, values in {"codes": codes, **numbers}.items():
-            write_numbers(getattr(self, name), raw, values)
-
     def unpack(self, blocks: np.ndarray) -> Parts:
         """Return what blocks, an array of `fields`, hold."""
         scales, codes = self.numbers(blocks)
@@ -185,12 +180,23 @@ class Kind:
         return Parts(d, codes.reshape(len(blocks), d.shape[1], -1), minima)
 
 
-def grid(name: str) -> np.ndarray:
-    """Return a grid of `ggml_grids`, which are unpacked when the first is asked for."""
-    from clocher_kernels.formats import ggml_grids
+_GRIDS = {
+    **{"iq3_xxs": (256, 4), "iq3_s": (512, 4), "iq2_xxs": (256, 8)},
+    **{"iq2_xs": (512, 8), "iq2_s": (1024, 8), "iq1_s": (2048, 8)},
+}
+"""Groups of values, and values of a group, of each grid of ggml_grids.i8, in its order."""
 
-    found: np.ndarray = getattr(ggml_grids, name)
-    return found
+
+@cache
+def grid(name: str) -> np.ndarray:
+    """Return the groups of values that a type of 1 to 3 bits can store, i8 [groups, 4 or 8].
+
+    They were found by search, so there is no formula for them. Source: ggml-common.h (iq3s_grid).
+    """
+    values = np.frombuffer(Path(__file__).with_name("ggml_grids.i8").read_bytes(), np.int8)
+    starts = np.cumsum([groups * size for groups, size in _GRIDS.values()])
+    parts = dict(zip(_GRIDS, np.split(values, starts[:-1]), strict=True))
+    return parts[name].reshape(_GRIDS[name])
 
 
 def _signed(magnitudes: np.ndarray, signs: np.ndarray) -> np.ndarray:
@@ -204,13 +210,13 @@ def _iq3_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     scales = Plane(0, 4, 4, 1).read(blocks["scales"])
     high = Plane(0, 8, 1, 1).read(blocks["qh"])
     indices = blocks["qs"] | high.astype(np.uint16) << 8
-    return 1 + 2 * scales, _signed(grid("IQ3_S")[indices], blocks["signs"])
+    return 1 + 2 * scales, _signed(grid("iq3_s")[indices], blocks["signs"])
 
 
 def _iq3_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     words = blocks["scales_and_signs"]
     signs = SIGNS[words[..., None] >> np.array([0, 7, 14, 21], np.uint32) & 127]
-    codes = _signed(grid("IQ3_XXS")[blocks["qs"]], signs.reshape(-1, 32))
+    codes = _signed(grid("iq3_xxs")[blocks["qs"]], signs.reshape(-1, 32))
     return 1 + 2 * (words >> 28).astype(np.uint8), codes
 
 
@@ -218,18 +224,18 @@ def _iq2_xxs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     words = blocks["words"].reshape(-1, 8, 2)
     signs = SIGNS[words[..., 1:] >> np.array([0, 7, 14, 21], np.uint32) & 127]
     indices = np.ascontiguousarray(words[..., 0]).view(np.uint8).reshape(-1, 32)
-    codes = _signed(grid("IQ2_XXS")[indices], signs.reshape(-1, 32))
+    codes = _signed(grid("iq2_xxs")[indices], signs.reshape(-1, 32))
     return 1 + 2 * (words[..., 1] >> 28).astype(np.uint8), codes
 
 
 def _iq2_xs(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    codes = _signed(grid("IQ2_XS")[blocks["qs"] & 511], SIGNS[blocks["qs"] >> 9])
+    codes = _signed(grid("iq2_xs")[blocks["qs"] & 511], SIGNS[blocks["qs"] >> 9])
     return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
 
 
 def _iq2_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     indices = blocks["qs"] | Plane(0, 8, 2, 1).read(blocks["qh"]).astype(np.uint16) << 8
-    codes = _signed(grid("IQ2_S")[indices], blocks["signs"])
+    codes = _signed(grid("iq2_s")[indices], blocks["signs"])
     return 1 + 2 * Plane(0, 8, 4, 1).read(blocks["scales"]), codes
 
 
@@ -239,7 +245,7 @@ def _iq1_s(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     indices = high[..., None] >> np.array([0, 3, 6, 9], np.uint16) & 7
     indices = blocks["qs"] | indices.reshape(-1, 32) << 8
     eighths = np.where(high >> 15, -1, 1).astype(np.int8)[..., None]
-    codes = 8 * grid("IQ1_S")[indices].reshape(len(blocks), 8, 32) + eighths
+    codes = 8 * grid("iq1_s")[indices].reshape(len(blocks), 8, 32) + eighths
     return (1 + 2 * (high >> 12 & 7)).astype(np.uint8), codes.reshape(len(blocks), -1)
 
 
@@ -385,7 +391,3 @@ def recoded(name: str, stored: np.ndarray) -> np.ndarray:
         write_numbers(new.scales, raw[piece], repeated)
         write_numbers(new.codes, raw[piece], index[codes.view(np.uint8)])
     return raw
-
-
-READ_ONLY = tuple(kind for kind in KINDS if kind.startswith(("iq1", "iq2")))
-"""Types without an encoder."""

@@ -51,10 +51,13 @@ class Int8(Format):
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
         base.matrix_shape(self.name, values.shape)
         base.require_finite(self.name, values)
-        cells = base.split(values, self.group)
-        ideal = base.absmax(cells) / np.float32(127)
-        scales, step = base.store(self.name, ideal, self.scale_dtype)
-        steps = cells / step[..., None]
+        ideal = base.absmax(base.split(values, self.group)) / np.float32(127)
+        return self.encode_with(values, base.store(self.name, ideal, self.scale_dtype)[0])
+
+    def encode_with(self, values: np.ndarray, scales: np.ndarray) -> dict[str, np.ndarray]:
+        """Encode with scales as they are stored, which were chosen elsewhere."""
+        step = to_f32(scales, self.scale_dtype)
+        steps = base.split(values, self.group) / step[..., None]
         np.rint(steps, out=steps)
         np.clip(steps, -127, 127, out=steps)
         return {"codes": base.join(steps.astype(np.int8), values.shape), "scales": scales}
@@ -134,14 +137,21 @@ class Int4(Format):
             # Divided before the difference, which could overflow.
             ideal = high / np.float32(15) - low / np.float32(15)
         scales, step = base.store(self.name, ideal, self.scale_dtype)
-        zero = np.full_like(step, 8) if self.symmetric else np.clip(np.rint(-low / step), 0, 15)
+        if self.symmetric:
+            return self.encode_with(values, scales)
+        zeros = np.clip(np.rint(-low / step), 0, 15).astype(np.uint8)
+        return self.encode_with(values, scales, zeros)
 
-        steps = cells / step[..., None]
+    def encode_with(
+        self, values: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None
+    ) -> dict[str, np.ndarray]:
+        """Encode with scales and zero points as they are stored, which were chosen elsewhere."""
+        step = to_f32(scales, self.scale_dtype)
+        steps = base.split(values, self.group) / step[..., None]
         np.rint(steps, out=steps)
-        steps += zero[..., None]
+        steps += np.float32(8) if zeros is None else zeros[..., None]
         np.clip(steps, 0, 15, out=steps)
-        codes = base.join(steps.astype(np.uint8), values.shape)
-        return self.pack(codes, scales, None if self.symmetric else zero.astype(np.uint8))
+        return self.pack(base.join(steps.astype(np.uint8), values.shape), scales, zeros)
 
     def pack(
         self, codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None = None

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.formats import parse_format
+from clocher_kernels.formats import Ggml, parse_format
 from clocher_kernels.ops.contract import (
     Case,
     Cost,
@@ -19,7 +19,7 @@ from clocher_kernels.ops.contract import (
 )
 from clocher_kernels.ops.quantize import GROUPED, groups_of, quantize
 from clocher_kernels.plan import Attr, Buffer, Call, Plan
-from clocher_kernels.quant_tensor import encode
+from clocher_kernels.quant_tensor import QuantTensor, encode
 
 
 def inputs(spec: OpSpec, case: Case, rng: "np.random.Generator") -> dict[str, Value]:
@@ -44,10 +44,14 @@ def _drawn(param: Param, case: Case, rng: "np.random.Generator") -> dict[str, Va
         if len(shape) > 1:
             some = np.argsort(rng.random((*shape[:-1], count)), axis=-1)[..., : shape[-1]]
         return {param.name: some.astype(STORAGE[param.dtype])}
+    if param.kind == "matrix":
+        fmt, std = parse_format(case.formats[param.name]), param.std * shape[-1] ** -0.5
+        if isinstance(fmt, Ggml):
+            return {param.name: QuantTensor(shape, fmt, fmt.drawn(shape, rng, std))}
     values = rng.standard_normal(shape, dtype=np.float32) * np.float32(param.std)
     if param.kind == "matrix":
         values *= np.float32(shape[-1] ** -0.5)
-        return {param.name: encode(values, parse_format(case.formats[param.name]))}
+        return {param.name: encode(values, fmt)}
     if case.formats.get(param.name) != "i8":
         return {param.name: values}
     group = int(case.attrs["group"])

@@ -6,7 +6,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats.ggml import ENCODED_KINDS, GGML_KINDS
+from clocher_kernels.formats.ggml import GGML_KINDS, TRIED_KINDS
 from clocher_kernels.ops.contract import EXACT, FP32, NO_BLOCKS, Case, OpSpec, Param, Real, nearest
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -218,7 +218,7 @@ SPECS = (
                 ("f16", 3, 64, 37, 1.0),
                 ("int8_row_f32", 2, 51, 100, 1.0),
                 ("int4_sym_g64_bf16", 4, 40, 160, 16.0),
-                *((kind, 3, 40, 512, 1.0) for kind in ENCODED_KINDS),
+                *((kind, 3, 40, 512, 1.0) for kind in TRIED_KINDS),
             )
         ),
         FP32,

@@ -271,7 +271,11 @@ def _rule(rule: Mapping[str, Any], where: str) -> Rule:
         clip = parse_clip(rule.get("clip", "none"))
         if clip != NO_CLIP and not isinstance(fmt, Int4 | Int8):
             raise FormatError(f"clip is for int4 and int8, not for {fmt.name}")
-        check_method(fmt, method)
+        if method not in (known := methods_of(fmt)):
+            raise UsageError(
+                f"{method} does not choose codes of {fmt.name}; give it the method "
+                f"{' or '.join(reversed(known))}"
+            )
         return Rule(pattern, fmt, method, clip)
     except (FormatError, UsageError) as error:
         raise UsageError(f"{where}: {error}") from None
@@ -313,26 +317,15 @@ def rule_format(rule: Mapping[str, Any]) -> Format:
     )
 
 
-def check_method(fmt: Format, method: str) -> None:
-    """Raise UsageError if a method does not support a format."""
-    ints = isinstance(fmt, Int4 | Int8) and fmt.group != "tensor"
+def methods_of(fmt: Format) -> tuple[str, ...]:
+    """Return the methods that choose codes of a format, the best one last."""
+    if isinstance(fmt, Int4 | Int8) and fmt.group != "tensor":
+        return q4_entries.METHODS
     searched = isinstance(fmt, Mxfp4) or (isinstance(fmt, Fp8) and fmt.scope != "tensor")
-    if method == "gptq" and not ints:
-        way_out = "imx or rtn" if searched else "rtn"
-        raise UsageError(
-            f"gptq needs an int4 or int8 format with scales per row or group, got {fmt.name}; "
-            f"give it the method {way_out}"
-        )
-    if method == "imx" and not (ints or searched):
-        raise UsageError(f"imx has no scales to search in {fmt.name}; give it the method rtn")
+    return ("rtn", "imx") if searched else ("rtn",)
 
 
 def best_method(fmt: Format, wanted: str) -> str:
     """Return the supported method that is closest to the wanted one."""
-    for method in q4_entries.METHODS[q4_entries.METHODS.index(wanted) :: -1]:
-        try:
-            check_method(fmt, method)
-        except UsageError:
-            continue
-        return method
-    return "rtn"
+    known = methods_of(fmt)
+    return wanted if wanted in known else known[-1]

@@ -14,7 +14,6 @@ from typing import Literal
 
 import numpy as np
 
-from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Ternary, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
@@ -144,15 +143,8 @@ def _encode(values: np.ndarray, fmt: Format, clip: Clip) -> dict[str, np.ndarray
         clipped = _inside(values, fmt, clip.value)
     # The range is that of the clipped values, the codes are those of the values themselves.
     planes = fmt.encode(clipped)
-    codes = base.split(values, fmt.group) / to_f32(planes["scales"], fmt.scale_dtype)[..., None]
-    np.rint(codes, out=codes)
-    if isinstance(fmt, Int8):
-        whole = base.join(np.clip(codes, -127, 127).astype(np.int8), values.shape)
-        return {**planes, "codes": whole}
-    zeros = planes.get("zeros")
-    codes += np.float32(8) if zeros is None else zeros[..., None]
-    whole = base.join(np.clip(codes, 0, 15).astype(np.uint8), values.shape)
-    return fmt.pack(whole, planes["scales"], zeros)
+    chosen = {key: planes[key] for key in ("scales", "zeros") if key in planes}
+    return fmt.encode_with(values, **chosen)
 
 
 def _inside(values: np.ndarray, fmt: Int4 | Int8, percent: float) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
-from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
@@ -186,8 +186,8 @@ def _pool(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
     """Return 65536 encoded cells by plane, the constant planes, and the cell width."""
     elements, rows, columns = 1, 1, _CELLS
-    group = fmt.block if isinstance(fmt, Ggml) else getattr(fmt, "group", 32)
-    if isinstance(fmt, Mxfp4 | Ggml | Int4 | Int8) and isinstance(group, int):
+    group = getattr(fmt, "group", 32)
+    if isinstance(fmt, Mxfp4 | Int4 | Int8) and isinstance(group, int):
         elements = columns = group
         rows = _CELLS
     elif isinstance(fmt, Int4 | Int8):
@@ -196,8 +196,8 @@ def _pool(
         rows = 4
     elif not isinstance(fmt, Float):
         raise FormatError(
-            f"{fmt.name}: no random weights of this format; choose float, int8, int4, ternary, "
-            "mxfp4 or ggml's"
+            f"{fmt.name}: no random weights of this format; choose float, int8, int4, ternary or "
+            "mxfp4"
         )
     values = np.float32(std) * _normal(_stream(f"{fmt.name} {std}", seed), rows * columns)
     cells, shared = {}, {}

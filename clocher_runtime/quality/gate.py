@@ -249,7 +249,8 @@ def tensor_checks(errors: Sequence[TensorError], min_cosine: float | None = None
 def _measured(error: TensorError, min_cosine: float | None) -> Iterator[tuple[str, float, float]]:
     """Yield a tensor's measures: name, value, limit."""
     factor = RMS_FACTOR.get(error.method, max(RMS_FACTOR.values()))
-    yield "rms_rel", error.rms_rel, factor * expected_rms(error.format, error.shape)
+    if (expected := expected_rms(error.format, error.shape)) is not None:
+        yield "rms_rel", error.rms_rel, factor * expected
     least = least_cosine(parse_format(error.format)) if min_cosine is None else min_cosine
     if least is not None:
         yield "cosine", error.cosine, least

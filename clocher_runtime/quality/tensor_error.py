@@ -8,7 +8,7 @@ from zlib import crc32
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.formats import Float, Int4, Int8, Ternary, base, parse_format
+from clocher_kernels.formats import Float, Ggml, Int4, Int8, Ternary, base, parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.disk.files import byte_pieces
@@ -21,6 +21,12 @@ _STEP = 1 << 15
 _SAMPLE = 1 << 19
 # Half a step, and what the rounding of the scale can add to it at the end of the codes.
 _CLIPPED = 0.56
+# What rounding without a search loses in types of ggml, which are only read here.
+_OF_GGML = {
+    **{"q4_k": 0.0905, "q5_k": 0.0441, "q6_k": 0.0223, "q3_k": 0.1793, "q2_k": 0.3582},
+    **{"q4_1": 0.0902, "q5_0": 0.0541, "q5_1": 0.0436, "iq4_nl": 0.0916, "iq4_xs": 0.0919},
+    **{"iq3_s": 0.1534, "iq3_xxs": 0.2001, "tq1_0": 0.8518},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +94,19 @@ def measure(name: str, reference: Tensor, tensor: Tensor, method: str = "rtn") -
 
 
 @lru_cache(maxsize=256)
-def expected_rms(format_name: str, shape: tuple[int, ...]) -> float:
-    """Return the relative RMS error of rounding about half a million samples of Student's t(5)."""
+def expected_rms(format_name: str, shape: tuple[int, ...]) -> float | None:
+    """Return the relative RMS error of rounding about half a million samples of Student's t(5).
+
+    None for types of ggml where it is not known.
+    """
+    fmt = parse_format(format_name)
+    if isinstance(fmt, Ggml):
+        return _OF_GGML.get(fmt.kind)
     columns = min(shape[-1] if shape else 1, _SAMPLE)
     rows = max(1, min(shape[-2] if len(shape) > 1 else 1, _SAMPLE // columns))
     random = np.random.default_rng(crc32(b"expected error"))
     count = max(1, _SAMPLE // (rows * columns))
     values = random.standard_t(5, (count, rows, columns)).astype(np.float32)
-    fmt = parse_format(format_name)
     if isinstance(fmt, Ternary):  # one scale for all of a matrix, of a multiple of four rows
         values = values.reshape(-1)[: values.size // 4 * 4].reshape(4, -1)
     error = encode(values, fmt).decode() - values

@@ -22,9 +22,8 @@ from clocher_runtime.convert import imx
 from clocher_runtime.convert.rounding import look_up, round_tensor
 from clocher_runtime.quality.compare import score_window
 from clocher_runtime.quantize.calibrate import LayerJob
-from clocher_runtime.quantize.capture import ExpertInputs, Observer, Walk
+from clocher_runtime.quantize.capture import ExpertInputs, Observer, RowStore, Walk, make_text
 from clocher_runtime.quantize.gptq import InputStats
-from clocher_runtime.quantize.inputs import RowStore, make_text
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]

@@ -17,7 +17,7 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.rounding import look_up
 from clocher_runtime.models.inventory import layer_name
-from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk
+from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk, make_text
 from clocher_runtime.quantize.gptq import (
     HELD_ROWS,
     MIN_HELD,
@@ -28,7 +28,6 @@ from clocher_runtime.quantize.gptq import (
     make_inputs,
     solve_matrix,
 )
-from clocher_runtime.quantize.inputs import make_text
 from clocher_runtime.quantize.plan import PlannedTensor, QuantPlan
 
 Progress = Callable[[int, int, str], None]

@@ -102,7 +102,7 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
     """GPTQ of values [N, K] fp32 or fp64 on the grid of an int4 or int8 tensor, rows or groups."""
     rows, columns = values.shape
     fmt, dtype = grid.format, values.dtype.type
-    assert isinstance(fmt, Int4 | Int8) and fmt.group != "tensor", "see check_method"
+    assert isinstance(fmt, Int4 | Int8) and fmt.group != "tensor", "see methods_of"
     size = columns if fmt.group == "row" else fmt.group
     step = to_f32(grid.planes["scales"], fmt.scale_dtype).reshape(rows, -1).T.astype(dtype)
     low, high = (-127, 127) if isinstance(fmt, Int8) else (0, 15)

@@ -1,19 +1,34 @@
-"""Plain encoders of ggml's types: fp32 [blocks, elements] to blocks; `Ggml` says their errors."""
+"""Plain encoders of ggml's types, for files and matrices of tests; the product only reads them.
+
+Types with minima spread the codes over the range of a run (K-quants: widened to include zero at its
+lower end), the others give the element of largest magnitude the first code (q5_0: -16, iq4: -127);
+tq1_0 takes the largest magnitude as its scale, iq3 gives it the last magnitude of the grid. The
+error of an element is at most half a step s of its run, and where the scales of runs are codes
+themselves half a step of theirs: with `top` the largest code
+    q4_k, q5_k, q2_k: s / 2 + top * d / 2 + dmin / 2
+    q6_k, q3_k: s + top * |d|, because the other sign has one code less, in scales too
+    q4_1, q5_1, tq1_0: s / 2, and the rounding of m; q5_0: s
+    iq4_nl: 14 |d|; iq4_xs: 14 s + 127 |d|
+"""
 
 import numpy as np
 
+from clocher_kernels import quant_tensor
 from clocher_kernels.dtypes import LARGEST, SMALLEST
 from clocher_kernels.errors import FormatError
+from clocher_kernels.formats import Format, Ggml
+from clocher_kernels.formats.base import require_finite
 from clocher_kernels.formats.ggml_blocks import (
     IQ4_VALUES,
     KINDS,
     POWERS,
-    READ_ONLY,
     Kind,
     Plane,
     grid,
     places_of,
+    write_numbers,
 )
+from clocher_kernels.quant_tensor import QuantTensor
 
 _BITS = 1 << np.arange(8, dtype=np.uint8)
 _IQ4_BOUNDS = (IQ4_VALUES[1:].astype(np.float32) + IQ4_VALUES[:-1]) / 2
@@ -50,6 +65,13 @@ def _steps(cells: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return np.asarray(np.where(scales[..., None] == 0, np.float32(0), cells / safe))
 
 
+def _store(kind: Kind, blocks: np.ndarray, codes: np.ndarray, **numbers: np.ndarray) -> None:
+    """Write codes, u8 [blocks, elements], scales and minima, without their biases."""
+    raw = blocks.view(np.uint8).reshape(len(blocks), -1)
+    for name, values in {"codes": codes, **numbers}.items():
+        write_numbers(getattr(kind, name), raw, values)
+
+
 def _u8(steps: np.ndarray, top: int) -> np.ndarray:
     return np.asarray(np.clip(np.rint(steps), 0, top), np.uint8)
 
@@ -63,7 +85,7 @@ def _range(kind: str, cells: np.ndarray) -> np.ndarray:
     blocks["d"], d = _half(kind, cells.max(axis=1) / np.float32(top) - low / np.float32(top))
     blocks["m"], _ = _half(kind, low)
     m = blocks["m"].astype(np.float32)
-    about.store(blocks, _u8((cells - m[:, None]) / d[:, None], top))
+    _store(about, blocks, _u8((cells - m[:, None]) / d[:, None], top))
     return blocks
 
 
@@ -79,7 +101,7 @@ def _affine(kind: str, cells: np.ndarray) -> np.ndarray:
     blocks["dmin"], dmin = _half(kind, -low.min(axis=1) / np.float32(sub_top))
     scales, minima = _u8(ideal / d[:, None], sub_top), _u8(-low / dmin[:, None], sub_top)
     steps = _steps(runs + (dmin[:, None] * minima)[..., None], d[:, None] * scales)
-    about.store(blocks, _u8(steps, top).reshape(cells.shape), scales=scales, minima=minima)
+    _store(about, blocks, _u8(steps, top).reshape(cells.shape), scales=scales, minima=minima)
     return blocks
 
 
@@ -106,7 +128,7 @@ def _symmetric(kind: str, cells: np.ndarray) -> np.ndarray:
         codes = _u8(steps + np.float32(about.bias), 2 * about.bias - 1)
     else:
         codes = np.searchsorted(_IQ4_BOUNDS, steps.ravel()).astype(np.uint8).reshape(steps.shape)
-    about.store(blocks, codes, **numbers)
+    _store(about, blocks, codes, **numbers)
     return blocks
 
 
@@ -143,7 +165,7 @@ def _grid_scales(
 
 def _iq3_s(cells: np.ndarray) -> np.ndarray:
     blocks, scales, steps = _grid_scales("iq3_s", cells, 15, 1.0)
-    found = _nearest(grid("IQ3_S"), steps).reshape(-1, 64)
+    found = _nearest(grid("iq3_s"), steps).reshape(-1, 64)
     blocks["qs"] = found & 255
     blocks["qh"] = np.packbits((found >> 8).astype(np.uint8), axis=1, bitorder="little")
     blocks["signs"] = np.packbits(cells < 0, axis=1, bitorder="little")
@@ -160,7 +182,7 @@ def _iq3_xxs(cells: np.ndarray) -> np.ndarray:
     least = np.abs(eights).argmin(axis=1)
     negative[odd, least[odd]] ^= True
     steps.reshape(-1, 8)[odd, least[odd]] = 0
-    blocks["qs"] = _nearest(grid("IQ3_XXS"), steps).reshape(-1, 64)
+    blocks["qs"] = _nearest(grid("iq3_xxs"), steps).reshape(-1, 64)
     signs = (negative[:, :7] @ _BITS[:7]).astype(np.uint32).reshape(-1, 8, 4)
     shifted = signs << np.array([0, 7, 14, 21], np.uint32)
     words = np.bitwise_or.reduce(shifted, axis=2)
@@ -187,13 +209,20 @@ def _pack_digits(digits: np.ndarray) -> np.ndarray:
 _OF_GRIDS = {"iq3_s": _iq3_s, "iq3_xxs": _iq3_xxs, "tq1_0": _tq1_0}
 
 
-def encode(kind: str, cells: np.ndarray) -> np.ndarray:
+def _encoded(kind: str, cells: np.ndarray) -> np.ndarray:
     """Return blocks, an array of the kind's fields, of fp32 [blocks, elements]."""
     if kind in _OF_GRIDS:
         return _OF_GRIDS[kind](cells)
-    if kind in READ_ONLY:
-        others = ", ".join(name for name in KINDS if name not in READ_ONLY)
-        raise FormatError(f"{kind} is only read, not written; choose one of {others}")
     about = KINDS[kind]
     encoder = _affine if about.minima else _range if about.low else _symmetric
     return encoder(kind, cells)
+
+
+def encode(values: np.ndarray, fmt: Format) -> QuantTensor:
+    """Return fp32 values in any format."""
+    if not isinstance(fmt, Ggml):
+        return quant_tensor.encode(values, fmt)
+    plane = fmt.planes(values.shape)["blocks"]
+    require_finite(fmt.name, values)
+    blocks = _encoded(fmt.kind, values.reshape(-1, fmt.block)).view(np.uint8)
+    return QuantTensor(values.shape, fmt, {"blocks": blocks.reshape(plane.shape)})
