@@ -96,8 +96,8 @@ class Executor(Protocol):
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call, yielding each executed call, to locate a fault."""
 
-    def upload(self, masks: int | None = None) -> None:
-        """Send changed inputs, with the first `masks` sampling masks or all, to the device."""
+    def upload(self, masks: int | None = None, edits: int | None = None) -> None:
+        """Send changed inputs, with the first masks and edits of logits, or all, to the device."""
         return
 
     def fetch(self, name: str, count: int) -> np.ndarray:
