@@ -67,7 +67,7 @@ def _edit(
     logits, edit_ids, edits, edit_begin, edit_end, row, part,
     V: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Edit logits of a part of a row; what another one rounds is rounded from fp64."""
+    """Edit the logits of a part of a row."""
     logits += row.to(tl.int64) * ROW
     at = tl.minimum(tl.maximum(tl.load(edit_begin + row), 0), E)
     end = tl.minimum(tl.minimum(tl.load(edit_end + row), E), at + V)
@@ -75,9 +75,9 @@ def _edit(
         each = at + tl.arange(0, _LISTED)
         token = tl.load(edit_ids + each, each < end, other=-1)
         here = (token >= part * BLOCK) & (token < tl.minimum((part + 1) * BLOCK, V))
-        x = tl.load(logits + token, here, other=0.0).to(tl.float64)
-        strength = tl.load(edits + 3 * each, here, other=1.0).to(tl.float64)
-        x = tl.where(x > 0, x / strength, x * strength).to(tl.float32)
+        x = tl.load(logits + token, here, other=0.0)
+        strength = tl.load(edits + 3 * each, here, other=1.0)
+        x = tl.where(x > 0, tl.div_rn(x, strength), x * strength)
         x -= tl.load(edits + 3 * each + 1, here, other=0.0)
         x += tl.load(edits + 3 * each + 2, here, other=0.0)
         tl.store(logits + token, tl.where(x < FORBIDDEN, FORBIDDEN, x), here)

@@ -236,7 +236,7 @@ SPECS = (
                 {"R": r, "V": v, "C": 3, "W": words_for(v), "E": min(v, 64)},
                 options={"temperature": temperature, "top_k": k, "top_p": p, "more": more},
             )
-            for r, v, *more in ((1, 1024), (5, 37), (5, 100, "masked"), (3, 1100, *_MORE))
+            for r, v, more in ((1, 1024, ()), (5, 37, ()), (5, 100, _MORE[:1]), (3, 1100, _MORE))
             for temperature, k, p in (
                 (0, 0, 1),
                 (1, 0, 1),

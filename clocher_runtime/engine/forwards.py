@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -48,12 +48,12 @@ class StepInputs:
             drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
             end, places = start + count + drafted, np.arange(cells, cells + count + drafted)
             ids = (*request.ids[cells : cells + count], *draft.tokens, *masks_behind)
-            tokens = {"ids": ids, "positions": places, "ends": places + 1}
+            tokens: dict[str, Any] = {"ids": ids, "positions": places, "ends": places + 1}
             for name, value in {**tokens, "slots": request.slot, "ancestors": 0}.items():
                 self._arrays[name][start:end] = value
             order = np.arange(rows)
             begin = edits + (size * np.minimum(order, lists - 1) if lists > 1 else 0)
-            drawn = {
+            drawn: dict[str, Any] = {
                 "rows": end - rows + order,
                 "masked": masks + 1 + order if written else 0,
                 "edit_begin": begin,
