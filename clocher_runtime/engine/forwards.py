@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,8 @@ class StepInputs:
     def stage(self, parts: Sequence[Part]) -> tuple[int, int]:
         """Write the inputs of a step; return its tokens and output rows."""
         start = row = masks = edits = 0
+        columns: dict[str, list[float]] = {name: [] for name in (*_TOKENS, *_ROWS)}
+        shown = []
         for number, (request, count) in enumerate(parts, 1):
             written = size = lists = 0
             if request.constraint is not None and request.rows(count):
@@ -46,30 +48,35 @@ class StepInputs:
             cells, draft, sampling = request.cells, request.draft, request.sampling
             masks_behind = request.masks if count == request.waiting_tokens else ()
             drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
-            end, places = start + count + drafted, np.arange(cells, cells + count + drafted)
-            ids = (*request.ids[cells : cells + count], *draft.tokens, *masks_behind)
-            tokens: dict[str, Any] = {"ids": ids, "positions": places, "ends": places + 1}
-            for name, value in {**tokens, "slots": request.slot, "ancestors": 0}.items():
-                self._arrays[name][start:end] = value
-            order = np.arange(rows)
-            begin = edits + (size * np.minimum(order, lists - 1) if lists > 1 else 0)
-            drawn: dict[str, Any] = {
-                "rows": end - rows + order,
-                "masked": masks + 1 + order if written else 0,
+            total, first = count + drafted, request.made + drafted + 1 - rows
+            begin = [edits + size * min(i, lists - 1) for i in range(rows)]
+            added: dict[str, Sequence[float]] = {
+                "ids": (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
+                "slots": [request.slot] * total,
+                "positions": range(cells, cells + total),
+                "ends": range(cells + 1, cells + total + 1),
+                "ancestors": [0] * total,
+                "rows": range(start + total - rows, start + total),
+                "masked": range(masks + 1, masks + 1 + rows) if written else [0] * rows,
                 "edit_begin": begin,
-                "edit_end": begin + size,
-                "temperature": 0.0 if request.on_host else sampling.temperature,
-                "top_k": sampling.top_k,
-                "top_p": sampling.top_p,
-                "min_p": sampling.min_p,
-                "seeds": sampling.seed,
-                "draws": request.made + (order + drafted + 1 - rows if drafted else 0),
+                "edit_end": [each + size for each in begin],
+                "temperature": [0.0 if request.on_host else sampling.temperature] * rows,
+                "top_k": [sampling.top_k] * rows,
+                "top_p": [sampling.top_p] * rows,
+                "min_p": [sampling.min_p] * rows,
+                "seeds": [sampling.seed] * rows,
+                "draws": range(first, first + rows) if drafted else [request.made] * rows,
             }
-            for name, value in drawn.items() if rows else ():
-                self._arrays[name][row : row + rows] = value
+            for name, values in added.items():
+                columns[name] += values
             if masks_behind or request.denoises:
-                self._show(request, start, count, drafted, row)
-            start, row, masks, edits = end, row + rows, masks + written, edits + size * lists
+                shown.append((request, start, count, drafted, row))
+            start, row, masks = start + total, row + rows, masks + written
+            edits += size * lists
+        for name, column in columns.items():
+            self._arrays[name][: len(column)] = column
+        for each in shown:
+            self._show(*each)
         self._executor.upload(masks, edits)
         return start, row
 
