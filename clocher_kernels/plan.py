@@ -30,9 +30,12 @@ Attr = int | float | str | bool
 
 TOKEN_INPUTS = {"ids": "i32", "slots": "i32", "positions": "i32", "ends": "i32", "ancestors": "u64"}
 """Inputs of a Plan with an element for each token -> type."""
-ROW_INPUTS = {"rows": "i32", "masked": "i32", "temperature": "f32", "top_k": "i32", "top_p": "f32"}
-ROW_INPUTS |= {"seeds": "u64", "draws": "i32"}
-"""Those with an element for each output row."""
+DRAW_INPUTS = {
+    **dict.fromkeys(("masked", "edit_begin", "edit_end", "top_k", "draws"), "i32"),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), "f32"),
+    "seeds": "u64",
+}
+"""Those of the sampling op with an element for each output row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +105,8 @@ class Executor(Protocol):
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call, yielding each executed call, to locate a fault."""
 
-    def upload(self, masks: int | None = None) -> None:
-        """Send changed inputs, with the first `masks` sampling masks or all, to the device."""
+    def upload(self, masks: int | None = None, edits: int | None = None) -> None:
+        """Send changed inputs, with the first masks and edits of logits, or all, to the device."""
         return
 
     def fetch(self, name: str, count: int) -> np.ndarray:

@@ -26,8 +26,10 @@ def launches() -> Iterator[tuple[str, Any]]:
     yield "ternary", LOWER["linear"](**given, device=device)
     yield "attention", attention(device, 1, GPT_OSS, "bf16")
     rows = {"temperature": FP32, "top_k": I32, "top_p": FP32, "seeds": torch.int64}
-    rows |= {"draws": torch.int64, "ids": I32, "masked": I32}
+    rows |= {"draws": torch.int64, "ids": I32, "masked": I32, "min_p": FP32}
+    rows |= {"edit_begin": I32, "edit_end": I32}
     masks = {"logits": meta((1, 4096), FP32), "allowed": meta((1, 128), I32)}
+    masks |= {"edit_ids": meta((512,), I32), "edits": meta((512, 3), FP32)}
     made = {name: meta((1,), dtype) for name, dtype in rows.items()}
     yield "sample", LOWER_GREEDY["sample"](**masks, **made, device=device)
 

@@ -190,6 +190,19 @@ def test_settings_of_the_host_are_the_same_alone_and_in_company(
     assert [s.result().ids for s in streams][0] == alone.ids  # noqa: RUF015 - all are read
 
 
+def test_log_probabilities_are_those_before_penalties_and_biases(model: LanguageModel) -> None:
+    settings: dict[str, Any] = {"repetition_penalty": 1.3, "logit_bias": {7: 4.0}, "min_p": 0.01}
+    settings |= {"max_new": 8, "temperature": 0.9, "seed": 4}
+    found = model.complete(PROMPT, logprobs=1, **settings)
+    assert found.ids == model.complete(PROMPT, **settings).ids
+    prompt = model.tokenizer.encode(PROMPT)
+    rows = model.session.logits([*prompt, *found.ids[:-1]])[len(prompt) - 1 :].astype(np.float64)
+    assert found.logprobs is not None
+    for row, each in zip(rows, found.logprobs, strict=True):
+        expected = row[each.id] - row.max() - np.log(np.exp(row - row.max()).sum())
+        assert each.logprob == pytest.approx(expected, abs=1e-6)
+
+
 def test_drawing_follows_the_formulas() -> None:
     logits = np.array([2.0, 1.5, -1.0, 0.0], np.float32)
     seen = [0, 2, 0, 2]
@@ -238,13 +251,16 @@ def test_the_fault_of_a_processor_is_its_callers(model: LanguageModel, process: 
         {"logit_bias": [1]},
         {"logit_bias": {1: "x"}},
         {"logit_bias": {-1: 1.0}},
+        {"logit_bias": {1: float("inf")}},
+        {"logit_bias": {1: 1e39}},
+        {"logit_bias": {i: float("-inf") for i in range(4096)}},
         {"logit_bias": {10**6: 1.0}},
         {"processors": 5},
         {"processors": [5]},
         {"logprobs": 21},
         {"logprobs": "all"},
     ],
-    ids=str,
+    ids=lambda options: str(options)[:60],
 )
 def test_bad_settings(model: LanguageModel, options: dict[str, Any]) -> None:
     with pytest.raises(UsageError):

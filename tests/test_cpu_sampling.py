@@ -1,5 +1,7 @@
 """Sampling on the CPU: the reference's ids, and the distribution that was asked for."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -25,19 +27,27 @@ def drawn(
     draws: np.ndarray,
     threads: int = 2,
     allowed: np.ndarray | None = None,
+    edits: tuple[np.ndarray, np.ndarray] | None = None,
+    min_p: float = 0,
 ) -> np.ndarray:
     """Return the ids drawn for the rows of logits [R, V], all with (temperature, top_k, top_p).
 
     `allowed`, bool [R, V], says which tokens; without it none of the masks, which allow nothing,
-    is used.
+    is used. `edits` [N, 3] are of the tokens `edit_ids`, for every row but the first.
     """
     rows, v = logits.shape
+    ids, edits = (np.zeros(0), np.zeros((0, 3))) if edits is None else edits
     temperature, top_k, top_p = chosen
     masked = np.zeros(rows) if allowed is None else np.arange(rows) + 1
     values = {
         "logits": logits.astype(np.float32),
         "allowed": masks_of(np.zeros((rows, v), bool) if allowed is None else allowed),
         "masked": masked.astype(np.int32),
+        "edit_ids": np.append(ids, 0).astype(np.int32),
+        "edits": np.append(edits, [[9, 9, 9]], axis=0).astype(np.float32),
+        "edit_begin": np.zeros(rows, np.int32),
+        "edit_end": np.where(np.arange(rows) > 0, len(ids), 0).astype(np.int32),
+        "min_p": np.full(rows, min_p, np.float32),
         "temperature": np.full(rows, temperature, np.float32),
         "top_k": np.full(rows, top_k, np.int32),
         "top_p": np.full(rows, top_p, np.float32),
@@ -52,10 +62,13 @@ def _same(
     chosen: Settings,
     rng: np.random.Generator,
     allowed: np.ndarray | None = None,
+    **more: Any,
 ) -> np.ndarray:
     seeds = rng.integers(0, 2**64, len(logits), dtype=np.uint64)
     draws = rng.integers(0, 5000, len(logits))
-    got, expected = (drawn(logits, chosen, seeds, draws, threads, allowed) for threads in (2, 0))
+    got, expected = (
+        drawn(logits, chosen, seeds, draws, threads, allowed, **more) for threads in (2, 0)
+    )
     np.testing.assert_array_equal(got, expected)
     return got
 
@@ -103,6 +116,61 @@ def test_only_allowed_tokens_are_drawn_as_the_reference_does(
         assert allowed[row, token] if allowed[row].any() else token == NONE_ALLOWED
 
 
+@settings(max_examples=150)
+@given(
+    st.integers(1, 5000),
+    st.sampled_from([0, 0.3, 1.0, 2.5]),
+    st.sampled_from([0, 1, 7, 40, 10_000]),
+    st.sampled_from([1.0, 0.99, 0.5, 1e-6]),
+    st.sampled_from([0.0, 1e-4, 0.05, 0.5, 1.0]),
+    st.sampled_from(["few", "all", "forbidden", "none"]),
+    st.sampled_from([1.0, 0.3, 0.01]),
+    st.integers(0, 2**32),
+)
+def test_penalties_biases_and_min_p_draw_as_the_reference_does(
+    v: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    which: str,
+    share: float,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.standard_normal((4, v)) * 4
+    if seed % 3 == 0:
+        logits = np.round(logits)
+    ids = rng.permutation(v)[: v if which in ("all", "forbidden") else v // 10]
+    edits = np.stack([np.exp(rng.standard_normal(len(ids))), *rng.standard_normal((2, len(ids)))])
+    edits = edits.T
+    edits[rng.random(len(ids)) < (1 if which == "forbidden" else 0.2), 2] = -np.inf
+    if which == "none":
+        edits[:] = 1, 0, 0
+    allowed = None if share == 1 else rng.random((4, v)) < share
+    more = {"edits": (ids, edits), "min_p": min_p}
+    got = _same(logits, (temperature, top_k, top_p), rng, allowed, **more)
+    if which == "forbidden":
+        assert (got[1:] == NONE_ALLOWED).all()
+
+
+def test_an_edit_outside_the_vocabulary_is_none_and_one_that_overflows_is_a_fault() -> None:
+    logits, nothing = np.zeros((3, 40)), np.zeros(3)
+    logits[:, 5] = 1
+    for ids, edit, expected in (
+        ([-1, 40, 1 << 30], [1, 0, 9], [5] * 3),
+        ([7], [1, 0, np.inf], [5, NO_TOKEN, NO_TOKEN]),
+        ([7], [1, 0, np.nan], [5, NO_TOKEN, NO_TOKEN]),
+        ([7], [1, 0, -np.inf], [5] * 3),
+        ([7], [1, 0, 3], [5, 7, 7]),
+        ([5], [2, 0.5, 0], [5, 0, 0]),
+    ):
+        edits = np.array(ids), np.tile(edit, (len(ids), 1))
+        for threads in (0, 2):
+            got = drawn(logits, (0, 0, 1), nothing, nothing, threads, edits=edits)
+            assert got.tolist() == expected, (ids, edit)
+
+
 @pytest.mark.parametrize("chosen", [(0, 0, 1), (1, 0, 1), (1, 3, 1), (1, 0, 0.5)])
 def test_a_draw_among_allowed_tokens_is_one_among_the_others_logits(chosen: Settings) -> None:
     rng = np.random.default_rng(3)
@@ -131,6 +199,8 @@ def test_a_real_vocabulary(chosen: Settings) -> None:
     logits = rng.standard_normal((3, 201_088)) * 3
     logits[1] = np.round(logits[1])
     _same(logits, chosen, rng)
+    edits = rng.permutation(201_088)[:3000], rng.random((3000, 3)) + 0.5
+    _same(logits, chosen, rng, edits=edits, min_p=0.01)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +239,7 @@ def test_greedy_takes_the_first_of_equals() -> None:
     logits = np.zeros((v, v))
     for row in range(v):
         logits[row, row:] = 5
-    logits[-1] = LOWEST
+    logits[-1] = LOWEST / 2
     nothing = np.zeros(v)
     ids = drawn(logits, (0, 0, 1), nothing, nothing)
     assert ids.tolist() == [*range(v - 1), 0]

@@ -5,7 +5,7 @@ import pytest
 import torch
 from masks import masks_of
 
-from clocher_kernels.cuda.executor import LOWER
+from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.step import InputBlock
 from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
@@ -26,10 +26,21 @@ def draw(
         "temperature": np.full(rows, settings.get("temperature", 1), np.float32),
         "top_k": np.full(rows, settings.get("top_k", 0), np.int32),
         "top_p": np.full(rows, settings.get("top_p", 1), np.float32),
+        "min_p": np.full(rows, settings.get("min_p", 0), np.float32),
         "seeds": np.arange(rows, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(1),
         "draws": np.arange(rows, dtype=np.int32) * 1000,
     }
     return choose(values, allowed)
+
+
+def unedited(rows: int) -> dict[str, np.ndarray]:
+    """Return lists of edits that no row has."""
+    return {
+        "edit_ids": np.zeros(2, np.int32),
+        "edits": np.full((2, 3), 9, np.float32),
+        "edit_begin": np.zeros(rows, np.int32),
+        "edit_end": np.zeros(rows, np.int32),
+    }
 
 
 def choose(
@@ -38,6 +49,7 @@ def choose(
     rows, vocabulary = values["logits"].shape
     nothing = np.zeros((1, vocabulary), bool)
     values = {
+        **unedited(rows),
         **values,
         "allowed": masks_of(nothing if allowed is None else allowed),
         "masked": (np.zeros(rows) if allowed is None else np.arange(rows) + 1).astype(np.int32),
@@ -47,9 +59,12 @@ def choose(
     }
     tensors = {name: torch.from_numpy(v.copy()) for name, v in signed.items()}
     got = torch.full((rows,), -1, dtype=torch.int32)
-    execute(LOWER["sample"](**tensors, ids=got, device=INTERPRETER))
+    lower = LOWER if values["temperature"].any() else LOWER_GREEDY
+    execute(lower["sample"](**tensors, ids=got, device=INTERPRETER))
     expected = np.full(rows, -1, np.int32)
+    values["logits"] = logits = values["logits"].copy()
     reference(**values, ids=expected)
+    np.testing.assert_array_equal(tensors["logits"].numpy(), logits)
     return got.numpy(), expected
 
 
@@ -66,6 +81,7 @@ def test_rows_of_different_settings_and_several_programs() -> None:
         "temperature": np.array([0, 1, 1.5, 0.3, 1, 0.8, 0], np.float32),
         "top_k": np.array([5, 0, 300, 1, VOCABULARY + 9, 2500, 0], np.int32),
         "top_p": np.array([0.5, 0.95, 0.8, 1, 1e-6, 0.9999, 1], np.float32),
+        "min_p": np.array([0.5, 0, 0.01, 0.1, 0.05, 0.2, 0], np.float32),
         "seeds": np.arange(ROWS).astype(np.uint64) + np.uint64(1 << 63),
         "draws": np.arange(ROWS).astype(np.int32),
     }
@@ -147,6 +163,47 @@ def test_only_allowed_tokens_are_drawn(settings: dict[str, float]) -> None:
     assert got[0] == NONE_ALLOWED and got[2] == 4321 and allowed[range(1, 5), got[1:]].all()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0},
+        {"temperature": 1},
+        {"temperature": 0.9, "min_p": 0.05},
+        {"temperature": 0.7, "top_k": 50, "min_p": 0.3},
+        {"temperature": 1.2, "top_k": 300, "top_p": 0.9, "min_p": 1e-4},
+    ],
+    ids=str,
+)
+def test_penalties_and_biases_are_those_of_the_reference(settings: dict[str, float]) -> None:
+    rng, rows = np.random.default_rng(5), 6
+    logits = normal(rows)
+    logits[4, 3] = np.nan
+    count = 2 * VOCABULARY
+    edits = np.exp(rng.standard_normal((count, 3))).astype(np.float32) - np.float32([0, 1, 1])
+    edits[rng.random(count) < 0.2, 2] = -np.inf
+    edits[VOCABULARY:, 2] = -np.inf
+    ids = np.concatenate([rng.permutation(VOCABULARY), rng.permutation(VOCABULARY)])
+    ids[[5, 9]] = -1, VOCABULARY
+    one = {name: np.full(rows, x) for name, x in settings.items()}
+    values = {
+        "logits": logits,
+        "edit_ids": ids.astype(np.int32),
+        "edits": edits,
+        "edit_begin": np.array([0, 7, 100, -5, 0, VOCABULARY], np.int32),
+        "edit_end": np.array([0, 8, 1700, 3000, 900, 1 << 30], np.int32),
+        "temperature": one["temperature"].astype(np.float32),
+        "top_k": one.get("top_k", np.zeros(rows)).astype(np.int32),
+        "top_p": one.get("top_p", np.ones(rows)).astype(np.float32),
+        "min_p": one.get("min_p", np.zeros(rows)).astype(np.float32),
+        "seeds": np.arange(rows, dtype=np.uint64),
+        "draws": np.arange(rows, dtype=np.int32),
+    }
+    for allowed in (None, rng.random(logits.shape) < 0.3):
+        got, expected = choose(values, allowed)
+        np.testing.assert_array_equal(got, expected)
+        assert got[4] == NO_TOKEN and got[5] == NONE_ALLOWED
+
+
 def test_a_fault_shows_behind_a_mask() -> None:
     logits = normal(2)
     logits[0, 9] = np.nan
@@ -165,6 +222,8 @@ def test_rows_share_masks_and_a_number_beyond_them_is_the_last() -> None:
         "temperature": np.ones(4, np.float32),
         "top_k": np.zeros(4, np.int32),
         "top_p": np.ones(4, np.float32),
+        "min_p": np.zeros(4, np.float32),
+        **unedited(4),
         "seeds": np.ones(4, np.int64),
         "draws": np.zeros(4, np.int32),
     }
@@ -189,17 +248,22 @@ def test_counters_and_bins_are_left_at_zero() -> None:
     assert left and not any(t.any() for t in left)
 
 
-def test_masks_are_sent_as_far_as_they_are_wanted() -> None:
+def test_masks_and_edits_are_sent_as_far_as_they_are_wanted() -> None:
     buffers = {
         "allowed": Buffer((3, 2), "u32", "", "input"),
+        "edit_ids": Buffer((3,), "i32", "", "input"),
+        "edits": Buffer((3, 3), "f32", "", "input"),
         "rows": Buffer((5,), "i32", "R", "input"),
     }
     block = InputBlock(Plan(5, 5, buffers, {}, (), ()), INTERPRETER)
     for array in block.host.values():
         array[...] = 7
-    for masks, sent in ((0, 0), (2, 2), (None, 3)):
+    for masks, edits in ((0, 0), (2, 1), (0, 3), (None, None)):
         for tensor in block.tensors.values():
             tensor.zero_()
-        block.upload(masks)
+        block.upload(masks, edits)
         assert block.tensors["rows"].tolist() == [7] * 5
-        assert block.tensors["allowed"].tolist() == [[7, 7]] * sent + [[0, 0]] * (3 - sent)
+        for name, count in (("allowed", masks), ("edit_ids", edits), ("edits", edits)):
+            sent = 3 if count is None else count
+            assert (block.tensors[name][:sent] == 7).all(), name
+            assert not block.tensors[name][sent:].any(), name

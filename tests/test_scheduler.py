@@ -12,6 +12,7 @@ import pytest
 from sessions import page_stats, pool_stats
 
 from clocher_kernels.errors import NonFinite
+from clocher_kernels.plan import DRAW_INPUTS
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.binding import Bound
@@ -51,7 +52,7 @@ class Executor:
         tables = {"pages": (slots, blocks), "window_pages": (slots, blocks)}
         tokens = dict.fromkeys(("ids", "slots", "positions", "ends", "ancestors"), (chunk,))
         rows = dict.fromkeys(
-            ("rows", "masked", "temperature", "top_k", "top_p", "seeds", "draws", "sampled"),
+            ("rows", *DRAW_INPUTS, "sampled"),
             (slots,),
         )
         self.arrays = {n: np.zeros(s, np.int32) for n, s in {**tables, **tokens, **rows}.items()}
@@ -60,6 +61,9 @@ class Executor:
         self.arrays["allowed"] = np.zeros((slots, 1), np.uint32)
         self.arrays["temperature"] = np.zeros(slots, np.float32)
         self.arrays["top_p"] = np.zeros(slots, np.float32)
+        self.arrays["min_p"] = np.zeros(slots, np.float32)
+        self.arrays["edit_ids"] = np.zeros(0, np.int32)
+        self.arrays["edits"] = np.zeros((0, 3), np.float32)
         self.cells = {
             "pages": np.full((pages, PAGE_CELLS), -7, np.int32),
             "window_pages": np.full((few, PAGE_CELLS), -7, np.int32),
@@ -70,7 +74,7 @@ class Executor:
     def array(self, name: str) -> np.ndarray:
         return self.arrays[name]
 
-    def upload(self, masks: int | None = None) -> None:
+    def upload(self, masks: int | None = None, edits: int | None = None) -> None:
         assert masks is not None and masks <= len(self.arrays["allowed"])
 
     def warm(self) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,10 +64,13 @@ def session_of(name: str, batch: int, **more: object) -> Iterator[Session]:
 
 
 def texts_of(
-    session: Session, sampling: Sampling, constraints: list[object] | None = None
+    session: Session,
+    sampling: Sampling,
+    constraints: list[object] | None = None,
+    prompts: Sequence[Sequence[int]] = PROMPTS,
 ) -> list[list[int]]:
-    texts = [list(prompt) for prompt in PROMPTS]
-    made = session.generate(PROMPTS, NEW, sampling, stop_ids=frozenset(), constraints=constraints)
+    texts = [list(prompt) for prompt in prompts]
+    made = session.generate(prompts, NEW, sampling, stop_ids=frozenset(), constraints=constraints)
     for token in made:
         texts[token.sequence].append(token.id)
     return texts
@@ -103,6 +107,62 @@ def test_the_suffix_drafter_changes_no_token(name: str) -> None:
     with session_of(name, 2, speculate="auto") as session:
         for sampling in SAMPLINGS:
             assert texts_of(session, SAMPLINGS[sampling]) == expected(name, sampling)
+
+
+EDITS: tuple[dict[str, Any], ...] = (
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 0.5, "frequency_penalty": 0.25, "temperature": 0.8, "min_p": 0.02},
+    {"logit_bias": {i: (i % 9) - 4.0 for i in range(0, 4096, 5)}, "temperature": 0.9},
+    {"logit_bias": {i: i % 3 - 1.0 for i in range(2000)}, "repetition_penalty": 1.1},  # on the host
+    {
+        "repetition_penalty": 0.9,
+        "frequency_penalty": -0.1,
+        "logit_bias": {7: -np.inf, 12: 3.5, 4095: -1e38},
+        "temperature": 1.1,
+        "top_k": 40,
+        "top_p": 0.9,
+        "min_p": 0.01,
+    },
+)
+LONG = (*PROMPTS[:3], ids_of(9, 200))
+
+
+def by_processor(prompt: int, options: dict[str, Any]) -> Sampling:
+    """Penalties and biases by a function of the caller's, in NumPy and from the start each time."""
+    rest = {n: x for n, x in options.items() if n in ("temperature", "top_k", "top_p", "min_p")}
+
+    def process(ids: list[int], row: np.ndarray) -> np.ndarray:
+        strength = np.float32(options.get("repetition_penalty", 1))
+        seen = np.unique(ids)
+        row[seen] = np.where(row[seen] > 0, row[seen] / strength, row[seen] * strength)
+        made, counts = np.unique(np.array(ids[prompt:], np.int64), return_counts=True)
+        row[made] -= np.float32(options.get("presence_penalty", 0)) + np.float32(
+            options.get("frequency_penalty", 0)
+        ) * counts.astype(np.float32)
+        for token, bias in options.get("logit_bias", {}).items():
+            row[token] += np.float32(bias)
+        return row
+
+    return Sampling(seed=4, processors=[process], **rest)
+
+
+@pytest.mark.parametrize("options", EDITS, ids=lambda options: "-".join(options))
+def test_penalties_and_biases_are_those_of_a_plain_function(options: dict[str, Any]) -> None:
+    name, truth, sampling = next(iter(MODELS)), [], Sampling(seed=4, **options)
+    with session_of(name, 1, speculate="off") as session:
+        for prompt in LONG:
+            naive = by_processor(len(prompt), options)
+            made = session.generate([prompt], NEW, naive, stop_ids=frozenset())
+            truth.append([*prompt, *(token.id for token in made)])
+        assert texts_of(session, sampling, prompts=LONG) == truth
+    with session_of(name, 3, speculate="suffix") as session:
+        rows = session.executor.plan.rows
+        speculator = Speculator(lambda: Oracle(truth, 1), rows)
+        speculator.costs = Free(rows)
+        session.scheduler.forwards.speculator = speculator
+        assert texts_of(session, sampling, prompts=LONG) == truth
+        assert speculator.counts.accepted > 30
+        assert speculator.counts.drafted > speculator.counts.accepted
 
 
 class Even:

@@ -112,7 +112,7 @@ class CudaExecutor:
         self._longest = 0
         self._greedy = True
         self._fresh = False
-        self._masks: int | None = None
+        self._new: tuple[int | None, int | None] = None, None  # masks and edits to send
         types = activation_types(plan, activations)
         needed = {name: weights[name] for name in plan.weights}
         if on_gpu:
@@ -140,10 +140,10 @@ class CudaExecutor:
         """Return the host array of an input buffer, at capacity; `upload` sends it."""
         return self._inputs.host[name]
 
-    def upload(self, masks: int | None = None) -> None:
-        """Let the next step copy the inputs and the first masks or all; may raise OutOfMemory."""
+    def upload(self, masks: int | None = None, edits: int | None = None) -> None:
+        """Let the next step copy the inputs, the first masks and edits or all; OutOfMemory."""
         self._refuse_lost()
-        self._fresh, self._masks = True, masks
+        self._fresh, self._new = True, (masks, edits)
 
     def step(self, tokens: int, rows: int) -> None:
         """Launch a step for `tokens` tokens and `rows` output rows; ShapeError beyond capacity."""
@@ -185,7 +185,7 @@ class CudaExecutor:
             temperature = self._inputs.host.get("temperature")
             self._greedy = temperature is not None and not temperature[:high].any()
             with self._on_stream():
-                self._inputs.upload(self._masks)
+                self._inputs.upload(*self._new)
             self._fresh = False
         cells = bucket(self._longest, self._context_buckets)
         return (wide, high, cells), self._greedy or not rows

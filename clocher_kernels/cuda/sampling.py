@@ -14,9 +14,17 @@ import triton.language as tl
 from torch import Tensor
 
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.scalar import or_nan, start
-from clocher_kernels.ops.sampling import NO_TOKEN as NOTHING
-from clocher_kernels.ops.sampling import NONE_ALLOWED as FORBIDDEN
+from clocher_kernels.cuda.scalar import (
+    is_last,
+    logit_of,
+    or_nan,
+    probability_of,
+    rank_of,
+    start,
+    uniform,
+    weight_of,
+)
+from clocher_kernels.ops import sampling as op
 
 # The last bin holds weights that round to zero.
 BINS = tl.constexpr(2048)
@@ -25,6 +33,8 @@ _SPAN = tl.constexpr(32.0)
 # Listed tokens processed together.
 _LISTED = tl.constexpr(512)
 KEEP_ALL = tl.constexpr(-(1 << 63))
+FORBIDDEN, NO_TOKEN = tl.constexpr(op.FORBIDDEN), tl.constexpr(op.NO_TOKEN)
+NONE_ALLOWED = tl.constexpr(op.NONE_ALLOWED)
 _LARGEST_RANK = tl.constexpr((1 << 63) - 1)
 
 
@@ -44,35 +54,34 @@ def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
 def without_forbidden(
     x, allowed, masked, row, token, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr
 ):
-    """Set logits that the row's mask does not allow to minus infinity."""
+    """Set logits that the row's mask or its edits do not allow to minus infinity."""
     mask = tl.load(masked + row)
     words = allowed + (tl.minimum(mask, C) - 1).to(tl.int64) * W + token // 32
     # Rows without a mask read nothing.
     word = tl.load(words, token < tl.where(mask > 0, V, 0), other=-1)
-    return tl.where((word >> (token % 32)) & 1 != 0, x, float("-inf"))
+    return tl.where(((word >> (token % 32)) & 1 != 0) & (x > FORBIDDEN), x, float("-inf"))
 
 
 @triton.jit
-def weight_of(x, largest, temperature, UNIT: tl.constexpr):
-    """Return weights in units, int64."""
-    exponent = (x.to(tl.float64) - largest.to(tl.float64)) / temperature.to(tl.float64)
-    # Infinity minus itself would be NaN.
-    exponent = tl.where(x == largest, 0.0, exponent)
-    return (tl.exp(exponent) * UNIT + 0.5).to(tl.int64)
-
-
-@triton.jit
-def rank_of(x, token):
-    """Return the ranks of tokens; both zeros are one logit."""
-    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
-
-
-@triton.jit
-def _logit_of(rank):
-    key = (rank >> 32).to(tl.int32)
-    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+def _edit(
+    logits, edit_ids, edits, edit_begin, edit_end, row, part,
+    V: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Edit the logits of a part of a row."""
+    logits += row.to(tl.int64) * ROW
+    at = tl.minimum(tl.maximum(tl.load(edit_begin + row), 0), E)
+    end = tl.minimum(tl.minimum(tl.load(edit_end + row), E), at + V)
+    while at < end:
+        each = at + tl.arange(0, _LISTED)
+        token = tl.load(edit_ids + each, each < end, other=-1)
+        here = (token >= part * BLOCK) & (token < tl.minimum((part + 1) * BLOCK, V))
+        x = tl.load(logits + token, here, other=0.0)
+        strength = tl.load(edits + 3 * each, here, other=1.0)
+        x = tl.where(x > 0, tl.div_rn(x, strength), x * strength)
+        x -= tl.load(edits + 3 * each + 1, here, other=0.0)
+        x += tl.load(edits + 3 * each + 2, here, other=0.0)
+        tl.store(logits + token, tl.where(x < FORBIDDEN, FORBIDDEN, x), here)
+        at += _LISTED
 
 
 @triton.jit
@@ -137,7 +146,7 @@ def _walk(
     while begin < count:
         at = begin + tl.arange(0, _LISTED)
         rank = tl.load(ranks + at, at < count, other=0, cache_modifier=".cg")
-        x = _logit_of(rank)
+        x = logit_of(rank)
         which = bin_of(x, largest, temperature)
         inside = (at < count) & (which >= low) & (which <= high)
         first = inside & (rank >= middle)
@@ -178,8 +187,6 @@ def find_cut(
 
 # Tokens of a program.
 _BLOCK = 2048
-NO_TOKEN = tl.constexpr(NOTHING)
-NONE_ALLOWED = tl.constexpr(FORBIDDEN)
 
 # What a row keeps between launches, int64: kept ranks are at least CUT; the rest says in which bins
 # the cuts are, what is before them, how many tokens are in these bins; STATE is their number.
@@ -187,37 +194,23 @@ CUT, K_BIN, K_NEED, K_ABOVE, P_LOW, P_HIGH, P_ABOVE, LISTED, STATE = map(tl.cons
 
 
 @triton.jit
-def _uniform(seed, draw):
-    """Return `ops.sampling.uniform` of int64 seeds, fp64."""
-    z = seed.to(tl.uint64, bitcast=True) + (draw + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
-    z = z ^ (z >> 31)
-    return (z >> 11).to(tl.float64) * (2.0**-53)
-
-
-@triton.jit
-def is_last(arrivals, PROGRAMS: tl.constexpr):
-    """Return whether all other programs of the row have finished writing."""
-    tl.debug_barrier()
-    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == PROGRAMS - 1
-    if last:
-        tl.store(arrivals, 0)
-    return last
-
-
-@triton.jit
 def _largest(
-    logits, allowed, masked, largest, tops, firsts, ids, arrivals,
-    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    logits, allowed, masked, edit_ids, edits, edit_begin, edit_end, largest, tops, firsts, ids,
+    arrivals,
+    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr,
+    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Find a row's largest logit and its lowest id, the greedy token; NaN if not finite."""
+    """Edit a row; find its largest logit and its lowest id, the greedy token; NaN if not finite."""
     start(PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     token = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, token, V, ROW)
     odd = (token < V) & ((tl.abs(x) < float("inf")) == 0)
+    tl.debug_barrier()  # a logit is not edited before it is read, nor read before it is edited
+    _edit(logits, edit_ids, edits, edit_begin, edit_end, row, part, V, E, ROW, BLOCK)
+    tl.debug_barrier()
+    x = load_logits(logits, row, token, V, ROW)
+    odd |= (token < V) & ((tl.abs(x) < float("inf")) == 0)
     x = without_forbidden(x, allowed, masked, row, token, V, C, W)
     top, index = tl.max(tl.where(odd, float("inf"), x), 0, return_indices=True)
     tl.store(tops + row * PROGRAMS + part, top)
@@ -237,18 +230,22 @@ def _largest(
 
 @triton.jit
 def _block_of(
-    logits, allowed, masked, row, part,
+    logits, allowed, masked, min_p, row, part, top, heat,
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Return the tokens of a part of a row and their logits, minus infinity if not allowed."""
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = load_logits(logits, row, at, V, ROW)
-    return at, without_forbidden(x, allowed, masked, row, at, V, C, W)
+    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
+    least = tl.load(min_p + row)
+    if least > 0:
+        x = tl.where(probability_of(x, top, heat) >= least, x, float("-inf"))
+    return at, x
 
 
 @triton.jit
 def _fill_bins(
-    logits, allowed, masked, largest, temperature, top_k, top_p, counts, bin_masses, state,
+    logits, allowed, masked, largest, temperature, top_k, top_p, min_p, counts, bin_masses, state,
     arrivals,
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
@@ -268,7 +265,7 @@ def _fill_bins(
             tl.store(state + P_LOW, 0)
             tl.store(state + P_HIGH, -1)
         return
-    at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
+    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, V, C, W, ROW, BLOCK)
     counts += row * BINS
     bin_masses += row * BINS
     # An invalid temperature may give a negative bin: keep it within bounds.
@@ -293,7 +290,7 @@ def _fill_bins(
 
 @triton.jit
 def _cut(
-    logits, allowed, masked, largest, temperature, top_p, ranks, state, arrivals,
+    logits, allowed, masked, largest, temperature, top_p, min_p, ranks, state, arrivals,
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -308,7 +305,7 @@ def _cut(
     p_low, p_high = tl.load(state + P_LOW), tl.load(state + P_HIGH)
     if (k_bin < 0) & (p_high < p_low):
         return
-    at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
+    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, V, C, W, ROW, BLOCK)
     which = bin_of(x, top, heat)
     listed = (at < V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
     nth = tl.cumsum(listed.to(tl.int32), 0)
@@ -332,7 +329,8 @@ def _cut(
 
 @triton.jit
 def _draw(
-    logits, allowed, masked, largest, temperature, seeds, draws, masses, state, ids, arrivals,
+    logits, allowed, masked, largest, temperature, min_p, seeds, draws, masses, state, ids,
+    arrivals,
     V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -343,7 +341,7 @@ def _draw(
     if (heat == 0) | (top != top):
         return
     cut = tl.load(state + row * STATE + CUT)
-    at, x = _block_of(logits, allowed, masked, row, part, V, C, W, ROW, BLOCK)
+    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, V, C, W, ROW, BLOCK)
     kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
     masses += row * PROGRAMS
     tl.store(masses + part, tl.sum(kept))
@@ -351,17 +349,19 @@ def _draw(
         each = tl.arange(0, WIDTH)
         mass = tl.load(masses + each, each < PROGRAMS, other=0, cache_modifier=".cg")
         total = tl.sum(mass)
-        share = _uniform(tl.load(seeds + row), tl.load(draws + row)) * total.to(tl.float64)
+        share = uniform(tl.load(seeds + row), tl.load(draws + row)) * total.to(tl.float64)
         target = tl.minimum(share.to(tl.int64), total - 1)
         chosen = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32))
         target -= tl.sum(tl.where(each < chosen, mass, 0))
-        at, x = _block_of(logits, allowed, masked, row, chosen, V, C, W, ROW, BLOCK)
+        at, x = _block_of(
+            logits, allowed, masked, min_p, row, chosen, top, heat, V, C, W, ROW, BLOCK
+        )
         kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
         inside = tl.sum((tl.cumsum(kept, 0) <= target).to(tl.int32))
         tl.store(ids + row, tl.minimum(chosen * BLOCK + inside, V - 1))
 
 
-def sample(*, logits: Tensor, allowed: Tensor, device: Device, **rows: Tensor) -> list[Launch]:
+def sample(*, logits: Tensor, allowed: Tensor, device: Device, **given: Any) -> list[Launch]:
     """Lower `ops.sampling.sample`.
 
     Draws equal the reference's up to its rounding: weights are integers of 2^-44 of the largest
@@ -371,6 +371,7 @@ def sample(*, logits: Tensor, allowed: Tensor, device: Device, **rows: Tensor) -
     programs, bins = triton.cdiv(vocabulary, _BLOCK), BINS.value
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     sizes = {"V": vocabulary, "C": allowed.shape[0], "W": allowed.shape[1]}
+    sizes["E"] = len(given["edit_ids"])
     sizes |= {"ROW": logits.stride(0), "BLOCK": _BLOCK, "PROGRAMS": programs}
     sizes |= {"WIDTH": triton.next_power_of_2(programs), "UNIT": unit_for(vocabulary)}
 
@@ -385,7 +386,7 @@ def sample(*, logits: Tensor, allowed: Tensor, device: Device, **rows: Tensor) -
         "ranks": (vocabulary, i64),
         "masses": (programs, i64),
     }
-    given = {**rows, **sizes, "logits": logits, "allowed": allowed}
+    given |= {**sizes, "logits": logits, "allowed": allowed}
     for name, (width, dtype) in columns.items():
         given[name] = device.scratch(f"sample_{name}", (count, width), dtype)
     launches = []

@@ -50,6 +50,56 @@ def as_activation(x, y):
 
 
 @triton.jit
+def probability_of(x, largest, temperature):
+    """Return probabilities over that of the largest, fp64."""
+    exponent = (x.to(tl.float64) - largest.to(tl.float64)) / temperature.to(tl.float64)
+    # Infinity minus itself would be NaN.
+    exponent = tl.where(x == largest, 0.0, exponent)
+    return tl.exp(exponent)
+
+
+@triton.jit
+def weight_of(x, largest, temperature, UNIT: tl.constexpr):
+    """Return weights in units, int64."""
+    return (probability_of(x, largest, temperature) * UNIT + 0.5).to(tl.int64)
+
+
+@triton.jit
+def rank_of(x, token):
+    """Return the ranks of tokens; both zeros are one logit."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (key.to(tl.int64) << 32) | (0x7FFFFFFF - token).to(tl.int64)
+
+
+@triton.jit
+def logit_of(rank):
+    """Return the logits of ranks."""
+    key = (rank >> 32).to(tl.int32)
+    return tl.where(key < 0, key ^ 0x7FFFFFFF, key).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def uniform(seed, draw):
+    """Return `ops.sampling.uniform` of int64 seeds, fp64."""
+    z = seed.to(tl.uint64, bitcast=True) + (draw + 1).to(tl.uint64) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    return (z >> 11).to(tl.float64) * (2.0**-53)
+
+
+@triton.jit
+def is_last(arrivals, PROGRAMS: tl.constexpr):
+    """Return whether all other programs of the row have finished writing."""
+    tl.debug_barrier()
+    last = tl.atomic_add(arrivals, 1, sem="acq_rel") == PROGRAMS - 1
+    if last:
+        tl.store(arrivals, 0)
+    return last
+
+
+@triton.jit
 def tanh(x):
     """Return tanh x of fp32 values, clamped to 1 beyond 7.91; NaN stays NaN.
 

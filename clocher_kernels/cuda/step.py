@@ -94,7 +94,8 @@ def place(
 
 
 _ALIGNMENT = 256
-_MASKS = "allowed"
+_LAST = ("edit_ids", "edits", "allowed")
+"""Large inputs, of which few elements are new."""
 
 
 def activation_types(plan: Plan, act: str) -> dict[str, str]:
@@ -131,23 +132,21 @@ def allocate(plan: Plan, types: Mapping[str, str], device: Device) -> dict[str, 
 
 
 class InputBlock:
-    """The inputs of a Plan in one block, uploaded by one copy; the large sampling masks come last.
+    """The inputs of a Plan in one block, uploaded by one copy, and one for each of `_LAST`.
 
     The host writes the NumPy arrays `host`; kernels read and advance `tensors`.
     """
 
     def __init__(self, plan: Plan, device: Device) -> None:
         given = {n: b for n, b in plan.buffers.items() if b.role == "input"}
-        inputs = dict(sorted(given.items(), key=lambda item: item[0] == _MASKS))
+        inputs = dict(sorted(given.items(), key=lambda item: item[0] in _LAST))
         offsets, size = {}, 0
         for name, buffer in inputs.items():
             offsets[name] = size
             size += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
         size = max(size, _ALIGNMENT)
-        self._size, self._masks_at, self._mask_bytes = size, size, 0
-        if masks := inputs.get(_MASKS):
-            self._masks_at = offsets[_MASKS]
-            self._mask_bytes = masks.nbytes // masks.shape[0]
+        self._last = {name: (offsets[name], inputs[name]) for name in _LAST if name in inputs}
+        self._head = min((at for at, _ in self._last.values()), default=size)
         self._block = torch.zeros(size, dtype=torch.uint8, device=device.torch_device)
         self._bytes = np.zeros(size, np.uint8)
         self.host: dict[str, np.ndarray] = {}
@@ -160,14 +159,19 @@ class InputBlock:
             self.tensors[name] = self._block[piece].view(dtype).view(buffer.shape)
         self._pinned = _Pinned(size) if device.torch_device == "cuda" else None
 
-    def upload(self, masks: int | None = None) -> None:
-        """Copy the inputs, with the first `masks` masks or all, on the current stream."""
-        end = self._size if masks is None else self._masks_at + masks * self._mask_bytes
-        source, target = torch.from_numpy(self._bytes[:end]), self._block[:end]
-        if self._pinned is None:
-            target.copy_(source)
-        else:
-            self._pinned.send(source, target)
+    def upload(self, masks: int | None = None, edits: int | None = None) -> None:
+        """Copy the inputs, with the first masks and edits or all, on the current stream."""
+        pieces = [(0, self._head)]
+        for name, (at, buffer) in self._last.items():
+            count = masks if name == "allowed" else edits
+            part = buffer.nbytes if count is None else buffer.nbytes // buffer.shape[0] * count
+            pieces += [(at, at + part)] if part else []
+        for begin, end in pieces:
+            source, target = torch.from_numpy(self._bytes[begin:end]), self._block[begin:end]
+            if self._pinned is None:
+                target.copy_(source)
+            else:
+                self._pinned.send(source, target)
 
 
 DECODE_TOKENS = (1, 2, 4, 8, 16, 32)

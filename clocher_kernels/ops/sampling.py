@@ -9,7 +9,9 @@ Array = np.ndarray
 NO_TOKEN = -1
 """What is sampled from logits that are not all finite: the step went wrong."""
 NONE_ALLOWED = -2
-"""What is sampled from finite logits by a mask that allows no token."""
+"""What is sampled from finite logits if masks and edits allow no token."""
+FORBIDDEN = float(np.finfo(np.float32).min)
+"""A logit that no token is drawn by."""
 WORD_BITS = 32
 """Tokens of a word of a mask."""
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -46,56 +48,95 @@ def allows(mask: Array, token: int) -> bool:
     return bool(mask[token // WORD_BITS] >> np.uint32(token % WORD_BITS) & np.uint32(1))
 
 
+def edited(row: Array, ids: Array, edits: Array) -> Array:
+    """Return logits, [V] fp32, after the edits, [N, 3] fp32, of the tokens `ids`, each once.
+
+    An edit is (strength, minus, plus): a logit above 0 is divided by the strength and another one
+    multiplied, then the others are subtracted and added, each step rounded to fp32. What gets below
+    `FORBIDDEN` is that. An id out of range changes nothing.
+    """
+    row, inside = row.copy(), (ids >= 0) & (ids < len(row))
+    ids, (strength, minus, plus) = ids[inside], edits[inside].T
+    x = row[ids]
+    x = np.where(x > 0, x / strength, x * strength) - minus + plus
+    row[ids] = np.maximum(x, np.float32(FORBIDDEN))
+    return row
+
+
 def sample(
     *,
     logits: Array,
     allowed: Array,
     masked: Array,
+    edit_ids: Array,
+    edits: Array,
+    edit_begin: Array,
+    edit_end: Array,
     temperature: Array,
     top_k: Array,
     top_p: Array,
+    min_p: Array,
     seeds: Array,
     draws: Array,
     ids: Array,
 ) -> None:
     """Draw one token per row; greedy where temperature is 0.
 
-    In this order: drop the tokens that the row's mask does not allow; scale by 1 / temperature;
-    keep the top_k largest (0: all); of those keep the shortest descending run whose probability
+    In this order: edit the logits (penalties and biases); drop the tokens that the row's mask does
+    not allow; scale by 1 / temperature; keep the tokens that have min_p of the largest probability;
+    of those the top_k largest (0: all); of those the shortest descending run whose probability
     reaches top_p, at least one; draw by the inverse distribution function, walking kept tokens by
     ascending id. Equal logits rank by ascending id. A row with a logit that is NaN or infinite,
-    allowed or not, gets `NO_TOKEN`; another one whose mask allows no token gets `NONE_ALLOWED`.
+    allowed or not, before or after edits, gets `NO_TOKEN`; another one without a token that is
+    allowed and above `FORBIDDEN` gets `NONE_ALLOWED`.
 
     Args:
+        logits: [R, V] fp32, edited in place.
         allowed: [C, W] u32, masks, W = ceil(V / 32): bit i of word w is token 32 w + i. Bits beyond
             V mean nothing.
         masked: [R] i32, a row's mask is number `masked - 1`; 0 or less: all tokens are allowed.
+        edits: [E, 3] fp32, of the tokens `edit_ids`, see `edited`.
+        edit_begin: [R] i32; a row's edits end before `edit_end`, V of them at most.
         temperature: [R] fp32, >= 0.
         top_p: [R] fp32, in (0, 1].
+        min_p: [R] fp32, in [0, 1].
         draws: [R] i32, how many tokens the sequence has drawn.
     """
     for r, row in enumerate(logits):
-        if not np.isfinite(row).all():
-            ids[r] = NO_TOKEN
-            continue
-        among = np.arange(len(row))
-        if masked[r] > 0:
-            among = tokens_of(allowed[nearest(masked[r] - 1, len(allowed))], len(row))
-        if not among.size:
-            ids[r] = NONE_ALLOWED
-            continue
-        number = uniform(int(seeds[r]), int(draws[r]))
-        ids[r] = among[_chosen(row[among], temperature[r], top_k[r], top_p[r], number)]
+        begin = int(np.clip(edit_begin[r], 0, len(edits)))
+        few = slice(begin, max(begin, min(int(edit_end[r]), begin + len(row))))
+        mask = allowed[nearest(masked[r] - 1, len(allowed))] if masked[r] > 0 else None
+        settings = temperature[r], top_k[r], top_p[r], min_p[r], int(seeds[r]), int(draws[r])
+        is_finite = np.isfinite(row).all()
+        row[...] = edited(row, edit_ids[few], edits[few])
+        ids[r] = choose(row, mask, *settings) if is_finite else NO_TOKEN
 
 
-def _chosen(
-    row: Array, temperature: np.float32, top_k: np.int32, top_p: np.float32, number: float
+def choose(
+    row: Array,
+    mask: Array | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    seed: int,
+    draw: int,
 ) -> int:
-    """Return the index of the logit that a number in [0, 1) draws."""
+    """Return the token that `sample` draws by edited logits; -inf is `FORBIDDEN`."""
+    row = np.maximum(row, np.float32(FORBIDDEN))
+    if not np.isfinite(row).all():
+        return NO_TOKEN
+    among = np.flatnonzero(row > FORBIDDEN)
+    if mask is not None:
+        among = np.intersect1d(among, tokens_of(mask, len(row)))
+    if not among.size:
+        return NONE_ALLOWED
+    row = row[among]
     if temperature == 0:
-        return int(np.argmax(row))
+        return int(among[np.argmax(row)])
     probability = np.exp((row.astype(np.float64) - row.max()) / np.float64(temperature))
     order = np.argsort(-row, kind="stable")
+    order = order[probability[order] >= min_p]
     if top_k > 0:
         order = order[:top_k]
     if top_p < 1:
@@ -103,9 +144,8 @@ def _chosen(
         order = order[: int(np.searchsorted(mass, np.float64(top_p) * mass[-1])) + 1]
     kept = np.sort(order)
     mass = np.cumsum(probability[kept])
-    return int(
-        kept[min(int(np.searchsorted(mass, number * mass[-1], side="right")), len(kept) - 1)]
-    )
+    found = int(np.searchsorted(mass, uniform(seed, draw) * mass[-1], side="right"))
+    return int(among[kept[min(found, len(kept) - 1)]])
 
 
 def advance(
@@ -125,21 +165,32 @@ def advance(
     draws += 1
 
 
+_MORE = ("masked", "edited", "min_p")
+
+
 def _make_sample(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     r, v = case.sizes["R"], case.sizes["V"]
     logits = rng.standard_normal((r, v), dtype=np.float32) * np.float32(3)
     logits[0, v // 2 :] = np.round(logits[0, v // 2 :])  # ties
-    c, w = case.sizes["C"], case.sizes["W"]
+    c, w, e = (case.sizes[letter] for letter in "CWE")
     allowed = rng.integers(0, 1 << WORD_BITS, (c, w), np.uint32)
     allowed[:, 0] |= 1 << 7  # some token
-    masked = np.arange(r) % (c + 1) if case.options.get("masked") else np.zeros(r)
+    masked, edited, min_p = (name in case.options["more"] for name in _MORE)
+    begin = np.arange(r) % (e // 2 + 1)
+    edits = rng.random((e, 3), np.float32) + np.float32(0.5)
+    edits[::5, 2] = -np.inf
     return {
         "logits": logits,
         "allowed": allowed,
-        "masked": masked.astype(np.int32),
+        "masked": (masked * np.arange(r) % (c + 1)).astype(np.int32),
+        "edit_ids": rng.permutation(v)[:e].astype(np.int32),
+        "edits": edits,
+        "edit_begin": begin.astype(np.int32),
+        "edit_end": (begin + edited * (e - begin)).astype(np.int32),
         "temperature": np.full(r, case.options["temperature"], np.float32),
         "top_k": np.full(r, case.options["top_k"], np.int32),
         "top_p": np.full(r, case.options["top_p"], np.float32),
+        "min_p": np.full(r, 0.1 * min_p, np.float32),
         "seeds": rng.integers(0, 2**63, r).astype(np.uint64),
         "draws": rng.integers(0, 1000, r).astype(np.int32),
     }
@@ -161,14 +212,19 @@ def _make_advance(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
 SPECS = (
     OpSpec(
         "sample",
-        "allowed tokens, greedy, temperature, top-k, top-p",
+        "penalties, biases, allowed tokens, greedy, temperature, min-p, top-k, top-p",
         (
-            Param("logits", "in", "R V"),
+            Param("logits", "inout", "R V"),
             Param("allowed", "in", "C W", "u32"),
             Param("masked", "in", "R", "i32"),
+            Param("edit_ids", "in", "E", "i32", below="V"),
+            Param("edits", "in", "E 3"),
+            Param("edit_begin", "in", "R", "i32", below="E"),
+            Param("edit_end", "in", "R", "i32"),
             Param("temperature", "in", "R"),
             Param("top_k", "in", "R", "i32"),
             Param("top_p", "in", "R"),
+            Param("min_p", "in", "R"),
             Param("seeds", "in", "R", "u64"),
             Param("draws", "in", "R", "i32"),
             Param("ids", "out", "R", "i32"),
@@ -176,11 +232,11 @@ SPECS = (
         sample,
         tuple(
             Case(
-                f"t{temperature}-k{k}-p{p}-r{r}-v{v}{'-masked' if masked else ''}",
-                {"R": r, "V": v, "C": 3, "W": words_for(v)},
-                options={"temperature": temperature, "top_k": k, "top_p": p, "masked": masked},
+                f"t{temperature}-k{k}-p{p}-r{r}-v{v}{''.join(f'-{what}' for what in more)}",
+                {"R": r, "V": v, "C": 3, "W": words_for(v), "E": min(v, 64)},
+                options={"temperature": temperature, "top_k": k, "top_p": p, "more": more},
             )
-            for r, v, masked in ((1, 1024, False), (5, 37, False), (5, 100, True))
+            for r, v, more in ((1, 1024, ()), (5, 37, ()), (5, 100, _MORE[:1]), (3, 1100, _MORE))
             for temperature, k, p in (
                 (0, 0, 1),
                 (1, 0, 1),
@@ -190,7 +246,7 @@ SPECS = (
             )
         ),
         EXACT,
-        (Real("*-r1-*", {"R": 1, "V": 201088, "C": 1, "W": words_for(201088)}),),
+        (Real("*-r1-*", {"R": 1, "V": 201088, "C": 1, "W": words_for(201088), "E": 64}),),
         make=_make_sample,
     ),
     OpSpec(

@@ -8,8 +8,10 @@ import numpy as np
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import UsageError
+from clocher_kernels.ops.sampling import FORBIDDEN
 from clocher_runtime.config.values import as_integer, as_number, shown
 from clocher_runtime.disk.strict_json import given, read_as
+from clocher_runtime.models.builder import MOST_BIASES
 
 if TYPE_CHECKING:
     from clocher_runtime.checkpoints.checkpoint import Checkpoint
@@ -104,7 +106,7 @@ Processor = Callable[[list[int], np.ndarray], np.ndarray]
 """Takes the ids so far and logits [V] fp32, which it may write to; returns logits."""
 
 _REAL = (
-    ("temperature", "a number, at least 0", 0.0, float(np.finfo(np.float32).max)),
+    ("temperature", "a number, at least 0", 0.0, -FORBIDDEN),
     ("top_p", "a number above 0, at most 1", 0.0, 1.0),
     ("min_p", "a number, 0 to 1", 0.0, 1.0),
     ("repetition_penalty", "a number from 0.01 to 100", 0.01, 100.0),
@@ -158,8 +160,76 @@ class Sampling:
     @property
     def on_host(self) -> bool:
         """Whether it needs more than the Plan's sampling op does."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        return bool(penalties or self.min_p or self.logit_bias or self.processors)
+        return bool(self.processors) or len(self.logit_bias) > MOST_BIASES
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits of tokens of the sequence change."""
+        return bool(self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty)
+
+
+class Edits:
+    """What penalties (CTRL, OpenAI) and biases do to the logits after a sequence, as it grows.
+
+    The first `count` of `ids` and `values` are what `ops.sampling.edited` takes.
+    """
+
+    def __init__(self, sampling: Sampling, ids: Sequence[int], prompt: int) -> None:
+        self._sampling, self._made, self._places = sampling, list[int](), dict[int, int]()
+        self.ids, self.values = np.empty(64, np.int32), np.empty((64, 3), np.float32)
+        self._prompt = set(ids[:prompt]) if sampling.repetition_penalty != 1 else set()
+        for token, bias in sampling.logit_bias.items():
+            place = self._place(token)
+            self.values[place, 2] = max(bias, FORBIDDEN)
+        for token in self._prompt:
+            place = self._place(token)
+            self.values[place, 0] = sampling.repetition_penalty
+        for token in ids[prompt:]:
+            self.take(token)
+
+    @property
+    def count(self) -> int:
+        """Tokens with an edit."""
+        return len(self._made)
+
+    def _place(self, token: int) -> int:
+        place = self._places.setdefault(token, self.count)
+        if place == self.count:
+            if place == len(self.ids):
+                self.ids = np.concatenate([self.ids, self.ids])
+                self.values = np.concatenate([self.values, self.values])
+            self.ids[place], self.values[place] = token, (1, 0, 0)
+            self._made.append(0)
+        return place
+
+    def take(self, token: int, times: int = 1) -> None:
+        """Note that a token was generated; -1 `times`: that it was not, after all."""
+        sampling = self._sampling
+        if sampling.penalises:
+            place = self._place(token)
+            self._made[place] = made = self._made[place] + times
+            seen = made or token in self._prompt
+            frequency = np.float32(sampling.frequency_penalty) * np.float32(made)
+            minus = np.float32(sampling.presence_penalty) + frequency if made else 0
+            self.values[place, :2] = sampling.repetition_penalty if seen else 1, minus
+
+    def write(self, ids: np.ndarray, values: np.ndarray, at: int, draft: Sequence[int]) -> int:
+        """Write lists for the next token and after each draft token; return the edits of each."""
+        known = self.count
+        size = known + len(draft)
+        for place in range(len(draft) + 1):
+            begin, count = at + place * size, self.count
+            ids[begin : begin + count] = self.ids[:count]
+            ids[begin + count : begin + size] = -1
+            values[begin : begin + count] = self.values[:count]
+            if place < len(draft):
+                self.take(draft[place])
+        for token in draft:
+            self.take(token, -1)
+        while self.count > known:
+            self._places.popitem()
+            self._made.pop()
+        return size
 
 
 def check_biases(biases: Mapping[int, float], vocab_size: int) -> None:
@@ -175,7 +245,7 @@ def _biases(value: object) -> dict[int, float]:
     biases = {}
     for token, bias in value.items():
         number = as_number(bias)
-        if number is None or number != number:
+        if number is None or not number <= -FORBIDDEN:
             raise UsageError(f"logit_bias of {shown(token)} is {shown(bias)}; expected a number")
         biases[whole("a token of logit_bias", token, 0)] = number
     return biases

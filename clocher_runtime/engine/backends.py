@@ -183,10 +183,3 @@ def suffix_automaton() -> Any:
     from cpu_fallback.ops.automaton import SuffixAutomaton
 
     return SuffixAutomaton
-
-
-def stager() -> Any:
-    """Return the class that writes the inputs of a step."""
-    from cpu_fallback.ops.staging import Stager
-
-    return Stager

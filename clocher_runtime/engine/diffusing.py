@@ -127,9 +127,11 @@ class Denoise(Request):
     def _draw(self) -> Draw | None:
         sampling, prompt = self.sampling, len(self.ids) - self.made
         first = self.text_end - prompt  # a position is drawn with its own number
-        if not sampling.on_host and not sampling.temperature:
+        if not (sampling.temperature or self.edits or sampling.on_host):
             return None
-        return lambda row, at: sample_on_host(row, self.ids, prompt, max(first + at, 0), sampling)
+        return lambda row, at: sample_on_host(
+            row, self.ids, prompt, max(first + at, 0), sampling, None, self.edits
+        )
 
 
 @dataclass(frozen=True, slots=True)

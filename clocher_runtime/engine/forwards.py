@@ -8,14 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.ops.sampling import NO_TOKEN
-from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS, Executor
-from clocher_runtime.engine.backends import stager
+from clocher_kernels.plan import DRAW_INPUTS, TOKEN_INPUTS, Executor
 from clocher_runtime.engine.pages import KvPages
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import MAX_DRAFT, NO_DRAFT, Pending
 from clocher_runtime.speculation.gate import ForwardCosts, Trial
 from clocher_runtime.speculation.speculator import Counts, Speculator
+
+_LISTS = ("allowed", "edit_ids", "edits")
 
 Part = tuple[Request, int]
 """A request, and how many of its tokens a step computes."""
@@ -25,42 +26,70 @@ class StepInputs:
     """The live input buffers of an executor, without the page tables."""
 
     def __init__(self, executor: Executor) -> None:
-        self._executor, inputs = executor, (*TOKEN_INPUTS, *ROW_INPUTS, "allowed")
+        self._executor, inputs = executor, (*TOKEN_INPUTS, "rows", *DRAW_INPUTS, *_LISTS)
         self._arrays = {name: executor.array(name) for name in inputs}
-        self._write = stager()(self._arrays).write
+        self._edits = len(self._arrays["edit_ids"]) // len(executor.array("pages"))
 
     def stage(self, parts: Sequence[Part]) -> tuple[int, int]:
         """Write the inputs of a step; return its tokens and output rows."""
-        start = row = masks = 0
-        for request, count in parts:
-            written = 0
+        start = row = masks = edits = 0
+        columns: dict[str, list[float]] = {name: [] for name in self._arrays if name not in _LISTS}
+        shown = []
+        for number, (request, count) in enumerate(parts, 1):
+            written = size = lists = 0
             if request.constraint is not None and request.rows(count):
                 written = request.restrict(self._arrays["allowed"][masks:])
+            if request.edits is not None and request.rows(count):
+                size, lists = self._edit(request, edits, number * self._edits)
             cells, draft, sampling = request.cells, request.draft, request.sampling
             masks_behind = request.masks if count == request.waiting_tokens else ()
             drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
-            self._write(
-                (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
-                range(-1, drafted - 1),
-                start,
-                count,
-                drafted,
-                row,
-                rows,
-                request.slot,
-                cells,
-                request.made,
-                masks + 1 if written else 0,
-                sampling.top_k,
-                sampling.seed,
-                0.0 if sampling.on_host else sampling.temperature,
-                sampling.top_p,
-            )
+            total, first = count + drafted, request.made + drafted + 1 - rows
+            begin = [edits + size * min(i, lists - 1) for i in range(rows)]
+            added: dict[str, Sequence[float]] = {
+                "ids": (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
+                "slots": [request.slot] * total,
+                "positions": range(cells, cells + total),
+                "ends": range(cells + 1, cells + total + 1),
+                "ancestors": [0] * total,
+                "rows": range(start + total - rows, start + total),
+                "masked": range(masks + 1, masks + 1 + rows) if written else [0] * rows,
+                "edit_begin": begin,
+                "edit_end": [each + size for each in begin],
+                "temperature": [0.0 if request.on_host else sampling.temperature] * rows,
+                "top_k": [sampling.top_k] * rows,
+                "top_p": [sampling.top_p] * rows,
+                "min_p": [sampling.min_p] * rows,
+                "seeds": [sampling.seed] * rows,
+                "draws": range(first, first + rows) if drafted else [request.made] * rows,
+            }
+            for name, values in added.items():
+                columns[name] += values
             if masks_behind or request.denoises:
-                self._show(request, start, count, drafted, row)
-            start, row, masks = start + count + drafted, row + rows, masks + written
-        self._executor.upload(masks)
+                shown.append((request, start, count, drafted, row))
+            start, row, masks = start + total, row + rows, masks + written
+            edits += size * lists
+        for name, column in columns.items():
+            self._arrays[name][: len(column)] = column
+        for each in shown:
+            self._show(*each)
+        self._executor.upload(masks, edits)
         return start, row
+
+    def _edit(self, request: Request, at: int, end: int) -> tuple[int, int]:
+        """Write the edits of a request at a place, and cut its draft to what fits before `end`.
+
+        Return the edits of a list, and how many lists there are.
+        """
+        edits, sampling, draft = request.edits, request.sampling, request.draft
+        if edits is None or not self._edits or request.on_host or request.denoises:
+            return 0, 0
+        drafted = draft.tokens if sampling.penalises else ()
+        while drafted and at + (1 + len(drafted)) * (edits.count + len(drafted)) > end:
+            drafted = drafted[:-1]
+            request.draft = draft.first(len(drafted))
+        size = edits.write(self._arrays["edit_ids"], self._arrays["edits"], at, drafted)
+        return size, 1 + len(drafted)
 
     def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
         """Let the masks of a request, and the tokens of its block where needed, see each other."""
@@ -234,8 +263,8 @@ class Forwards:
         if alone and self._staged == requests and not self._pages.changed:
             return len(parts), len(parts)
         size = self.stage(parts)
-        # Constraints change after each token, which only the host knows.
-        goes_on = alone and all(r.constraint is None for r in requests)
+        # Constraints and penalties change after each token, which only the host knows.
+        goes_on = alone and all(r.constraint is None and not r.sampling.penalises for r in requests)
         self._staged = requests if goes_on else []
         return size
 
@@ -257,7 +286,7 @@ class Forwards:
                 continue
             self.decoded += request.forwards > 0
             request.forwards += 1
-            if request.sampling.on_host:
+            if request.on_host:
                 self._staged = []  # the device went on with its own token
             began = drafts and request.made > 0
             tokens = request.advance(drawn, None if logits is None else logits[rows])

@@ -8,14 +8,17 @@ from typing import ClassVar, Literal, NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.ops.sampling import NO_TOKEN, allows, sample, tokens_of, words_for
+from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED, allows, choose, edited, words_for
 from clocher_runtime.config.values import shown
-from clocher_runtime.engine.arguments import Constraint, Sampling
+from clocher_runtime.engine.arguments import Constraint, Edits, Sampling
 from clocher_runtime.engine.pages import Sequence as Cached
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.speculation.draft import NO_DRAFT, Draft, Track
 
 Finish = Literal["", "stop", "length"]
+_NONE_LEFT = (
+    "biases or logits processors left no token that is allowed; leave at least one above -inf"
+)
 
 
 @dataclass(slots=True)
@@ -79,7 +82,7 @@ class Request(Cached):
     `index`: of its prompt; `budget`: tokens to generate, of which the `made` last of `ids` exist;
     `track`: its speculation; `found`: cached tokens, None before it first ran; `draft`: tokens to
     verify, of which `kept` were accepted; `masks`: after the draft, see each other; `is_faulty`:
-    its logits were not finite.
+    its logits were not finite; `on_host`: the host draws.
     """
 
     reuses_cache: ClassVar[bool] = True
@@ -102,6 +105,15 @@ class Request(Cached):
     kept: int = 0
     masks: Sequence[int] = ()
     is_faulty: bool = False
+    edits: Edits | None = None
+    on_host: bool = False
+
+    def __post_init__(self) -> None:
+        sampling = self.sampling
+        if sampling.penalises or sampling.logit_bias:
+            self.edits = Edits(sampling, self.ids, len(self.ids) - self.made)
+        # What edits would change is wanted as it is.
+        self.on_host = sampling.on_host or (self.edits is not None and self.queue.logits)
 
     @property
     def block(self) -> int:
@@ -130,7 +142,7 @@ class Request(Cached):
     @property
     def wants_logits(self) -> bool:
         """Whether its logits are needed on the host."""
-        return self.queue.logits or self.sampling.on_host
+        return self.queue.logits or self.on_host
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -193,7 +205,7 @@ class Request(Cached):
             mask = np.zeros(words_for(logits.size), np.uint32)
             self.constraint.fill(mask)
         prompt = len(self.ids) - self.made
-        return sample_on_host(logits, self.ids, prompt, self.made, self.sampling, mask)
+        return sample_on_host(logits, self.ids, prompt, self.made, self.sampling, mask, self.edits)
 
     def advance(self, sampled: Sequence[int], logits: np.ndarray | None) -> list[Token]:
         """Take the drawn tokens as far as the draft was right; return them.
@@ -208,7 +220,7 @@ class Request(Cached):
                 break
             row = None if logits is None else logits[place]
             try:
-                if self.sampling.on_host and token >= 0:
+                if self.on_host and token >= 0:
                     assert row is not None
                     token = self.sample(row)
                 wanted = row.copy() if row is not None and self.queue.logits else None
@@ -223,6 +235,8 @@ class Request(Cached):
 
     def take(self, token: int, logits: np.ndarray | None) -> Token:
         """Append a token that was drawn. Raises UsageError."""
+        if token < 0 and self.constraint is None:
+            raise UsageError(_NONE_LEFT)
         if token < 0:
             raise UsageError(
                 f"after {self.made} tokens the constraint allows no token of this model; it has to "
@@ -230,6 +244,8 @@ class Request(Cached):
             )
         self.ids.append(token)
         self.made += 1
+        if self.edits is not None:
+            self.edits.take(token)
         if self.constraint is not None:
             self.constraint.take(token)
         finish: Finish = ""
@@ -293,57 +309,24 @@ def sample_on_host(
     made: int,
     sampling: Sampling,
     mask: np.ndarray | None = None,
+    edits: Edits | None = None,
 ) -> int:
-    """Return a token drawn from logits, [V] fp32. Raises UsageError.
+    """Return a token drawn from logits, [V] fp32; `edits`: those of the ids. Raises UsageError.
 
-    Order: penalties (CTRL, OpenAI), biases, processors, `mask` [W] u32; then, unless greedy, min_p
-    (Nguyen et al. 2024) and the sampling op's steps. Deterministic in seed, `made` and logits.
+    Processors act after the edits and before the other steps of the sampling op. Deterministic in
+    seed, `made` and logits.
     """
-    row = logits.astype(np.float32, copy=True)
-    if sampling.repetition_penalty != 1:
-        seen = np.unique(ids)
-        strength = np.float32(sampling.repetition_penalty)
-        row[seen] = np.where(row[seen] > 0, row[seen] / strength, row[seen] * strength)
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        seen, counts = np.unique(ids[prompt:], return_counts=True)
-        row[seen.astype(np.int64)] -= np.float32(sampling.presence_penalty) + np.float32(
-            sampling.frequency_penalty
-        ) * counts.astype(np.float32)
-    for token, bias in sampling.logit_bias.items():
-        row[token] += np.float32(bias)
+    edits = edits or Edits(sampling, ids, prompt)
+    row = edited(logits, edits.ids[: edits.count], edits.values[: edits.count])
     for process in sampling.processors:
         row = _processed(process(list(ids), row), row.shape)
-    if mask is not None:
-        among = tokens_of(mask, row.size)
-        forbidden = np.full_like(row, -np.inf)
-        forbidden[among] = row[among]
-        row = forbidden
-    best = int(row.argmax())
-    if not row[best] > -np.inf:
-        raise UsageError(
-            "biases or logits processors left no token that is allowed; leave at least one above "
-            "-inf"
-        )
-    if sampling.temperature == 0:
-        return best
-    temperature = np.float64(sampling.temperature)
-    least = row[best] + temperature * np.log(sampling.min_p) if sampling.min_p else -np.inf
-    kept = np.flatnonzero((row >= least) & (row > -np.inf))
-    out = np.zeros(1, np.int32)
-    sample(
-        logits=row[kept][None],
-        allowed=np.zeros((1, 1), np.uint32),
-        masked=np.zeros(1, np.int32),  # what is kept is allowed
-        temperature=np.array([sampling.temperature], np.float32),
-        top_k=np.array([sampling.top_k], np.int32),
-        top_p=np.array([sampling.top_p], np.float32),
-        seeds=np.array([sampling.seed], np.uint64),
-        draws=np.array([made], np.int32),
-        ids=out,
-    )
-    if out[0] < 0:
+    cuts = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+    token = choose(row, mask, *cuts, sampling.seed, made)
+    if token == NO_TOKEN:
         raise UsageError("logits processors made infinite logits; only -inf is allowed")
-    return int(kept[out[0]])
+    if token == NONE_ALLOWED:
+        raise UsageError(_NONE_LEFT)
+    return token
 
 
 def _processed(row: object, shape: tuple[int, ...]) -> np.ndarray:

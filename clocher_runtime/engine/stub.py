@@ -66,7 +66,9 @@ class StubExecutor(ReferenceExecutor):
     def __init__(self, plan: Plan) -> None:
         inputs = {name: each for name, each in plan.buffers.items() if each.role == "input"}
         inputs["pages"] = replace(inputs["pages"], shape=(inputs["pages"].shape[0], 1))
-        inputs["allowed"] = replace(inputs["allowed"], shape=(0, 0))
+        for name in ("allowed", "edit_ids", "edits"):
+            shape = (0,) * len(inputs[name].shape)
+            inputs[name] = replace(inputs[name], shape=shape)
         super().__init__(replace(plan, buffers=inputs, consts={}, weights=()), {})
         self._sampled = np.zeros(plan.rows, np.int32)
         self._vocab_size = min(plan.buffers["logits"].shape[1], VOCAB_SIZE)

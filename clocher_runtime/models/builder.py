@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.sampling import words_for
-from clocher_kernels.plan import ROW_INPUTS, TOKEN_INPUTS, Attr, Buffer, Call, Plan, Role, Rows
+from clocher_kernels.plan import DRAW_INPUTS, TOKEN_INPUTS, Attr, Buffer, Call, Plan, Role, Rows
 from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
 from clocher_runtime.models.spec import (
     PAGE_CELLS,
@@ -19,6 +19,8 @@ from clocher_runtime.models.spec import (
 
 DRAWN = 8
 """Tokens drawn per sequence and forward: one, and one after each draft token."""
+MOST_BIASES = 1024
+"""Biases of a sequence that are added where tokens are drawn; with more, the host draws."""
 COUNTS = "selected"
 """Counters of pages read and pages available, where attention is sparse."""
 ONES = "norm.ones"
@@ -107,8 +109,7 @@ class Builder:
             self._linear(*head, activation="tanh", cap=spec.logit_softcap)
         else:
             self._linear(*head)
-        settings = ("temperature", "top_k", "top_p", "seeds", "draws")
-        draw = {n: n for n in ("logits", "allowed", "masked", *settings)}
+        draw = {n: n for n in ("logits", "allowed", "edit_ids", "edits", *DRAW_INPUTS)}
         self._call("sample", {**draw, "ids": "sampled"})
         step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
         self._call("advance", step)
@@ -121,9 +122,12 @@ class Builder:
         self._buffer("pages", (self.sizes.slots, self.sizes.blocks), "i32", "", "input")
         if self.sizes.window_pages:
             self._buffer("window_pages", (self.sizes.slots, self.sizes.blocks), "i32", "", "input")
-        for name, dtype in ROW_INPUTS.items():
+        for name, dtype in {"rows": "i32", **DRAW_INPUTS}.items():
             self._buffer(name, (self.rows,), dtype, "R", "input")
-        # The last input: only its new part is sent. Rows that score need none.
+        # Of these, only what is new is sent. Rows that score need no masks.
+        edits = self.sizes.slots * min(self.spec.vocab_size, self.sizes.context + MOST_BIASES)
+        self._buffer("edit_ids", (edits,), "i32", "", "input")
+        self._buffer("edits", (edits, 3), "f32", "", "input")
         masks = min(self.rows, DRAWN * self.sizes.slots)
         self._buffer("allowed", (masks, words_for(self.spec.vocab_size)), "u32", "", "input")
 

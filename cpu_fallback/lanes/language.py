@@ -282,6 +282,7 @@ highest_bit = op(i64, i64)(  # its index, -1 if no bit is set
     lambda b, mask: b.sub(number(63), call(b, "llvm.ctlz.i64", INT64, mask, _TRUE_ZERO))
 )
 mask_bits = op(i64, MASK)(lambda b, mask: b.zext(b.bitcast(mask, INT16), INT64))
+mask_of = op(MASK, i64)(lambda b, bits: b.bitcast(b.trunc(bits, INT16), MASK.llvm))
 read_f64 = op(f64, i64)(lambda b, address: emit_load(b, DOUBLE, address))
 write_f64 = op(void, i64, f64)(lambda b, address, value: emit_store(b, value, address))
 store_f64 = op(void, i64, F64)(lambda b, address, value: emit_store(b, value, address))

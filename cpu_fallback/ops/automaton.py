@@ -284,32 +284,11 @@ class SuffixAutomaton:
         self._make_room(max(room, _LEAST_ROOM))
         self._calls["begin"](self._address)
 
-    def __len__(self) -> int:
-        """Return the tokens of the text, marks among them."""
-        return self._size
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array.nbytes for array in (self._text, self._states, self._edges, self._table))
-
-    def extend(self, ids: Sequence[int] | np.ndarray) -> None:
-        """Add tokens to the text, ids of 32 bits; a negative one is a mark, which matches nothing.
-
-        Raises:
-            OutOfMemory: there is no memory for more.
-        """
-        self.follow(ids, 0)
-
-    def propose(self, most: int) -> tuple[list[int], int]:
-        """Return what may come next, as `follow` does, without adding anything."""
-        return self.follow((), most)
-
     def follow(self, ids: Sequence[int] | np.ndarray, most: int) -> tuple[list[int], int]:
         """Add tokens to the text, and return what followed its end where that occurred before.
 
         Args:
-            ids: as for `extend`.
+            ids: of 32 bits; a negative one is a mark, which matches nothing.
             most: ids to return, at most `MOST_DRAFTED`.
 
         Returns:

@@ -1,24 +1,28 @@
 """Choose the next tokens, and step the token inputs on.
 
 A row of logits belongs to one thread. Sampling narrows a list of candidates, kept in ascending
-order of id: all that are allowed, then the top_k largest, then the shortest descending run that has
-top_p of the mass, then one of them. The narrowing is a radix selection on the bits of the logits,
-so nothing is sorted, and masses are fp64, so the choice is that of the reference.
+order of id: those above a bound that top_k or min_p sets, then the top_k largest, then the shortest
+descending run that has top_p of the mass, then one of them. The narrowing is a radix selection on
+the bits of the logits, so nothing is sorted, and masses are fp64, so the choice is that of the
+reference.
 """
 
 from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.ops.sampling import NO_TOKEN, NONE_ALLOWED
+from clocher_kernels.ops.sampling import FORBIDDEN, NO_TOKEN, NONE_ALLOWED
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes, reader
 from cpu_fallback.ops.bind import share, within
 
-_LOWEST = np.float32(-np.inf)
+_FORBIDDEN = np.float32(FORBIDDEN)
+_LEAST_ALLOWED = np.nextafter(_FORBIDDEN, np.float32(0))
+_LN2 = np.float32(np.log(2))
 _SIGN = 1 << 31
 _BINS = 256
+_GROUP = 64  # Logits of which the largest stands for all, to bound the top_k largest from below
 
 # Scratch: the record of the candidates; the bins of the selection, fp64; then the three arrays.
 _ARRAYS = 64 + 8 * _BINS
@@ -36,38 +40,50 @@ class Candidates(NamedTuple):
 candidates_at = reader(Candidates)  # Read the record at an address
 
 
+_present = device(lambda count: (1 << min(16, count)) - 1)  # a bit for each of the first lanes
+
+
 @device
-def _largest(row, count):
-    """Return the largest of count values, NaN if one of them is NaN or infinite."""
-    lowest = v.splat(_LOWEST)
-    a, b, c, d = lowest, lowest, lowest, lowest
-    e, f = v.zero(), v.zero()
-    for i in range(0, count - 63, 64):
-        at = row + 4 * i
-        p, q, r, s = v.load_f32(at), v.load_f32(at + 64), v.load_f32(at + 128), v.load_f32(at + 192)
-        a, b, c, d = v.maximum(p, a), v.maximum(q, b), v.maximum(r, c), v.maximum(s, d)
+def _allowed(i, count, mask):
+    """Return which of the 16 tokens from i on are there and allowed by a mask, if there is one."""
+    lanes = _present(count - i)
+    if mask:
+        lanes &= v.read_u16(mask + (i >> 3))
+    return lanes
+
+
+@device
+def _values(row, i, count):
+    """Return the logits of the 16 tokens from i on, zeros beyond the last."""
+    if i + 16 <= count:
+        return v.load_f32(row + 4 * i)
+    return v.load_f32_n(row + 4 * i, count - i)
+
+
+@device
+def _largest(row, begin, end, count, mask):
+    """Return the largest allowed logit of tokens begin .. end - 1, `FORBIDDEN` if there is none.
+
+    NaN if one of them, allowed or not, is NaN or infinite.
+    """
+    top, odd = v.splat(_FORBIDDEN), v.zero()
+    for i in range(begin, end, 16):
+        x = _values(row, i, count)
         # Zero times what is not finite is NaN, which no sum loses.
-        e, f = v.fma(r, v.zero(), v.fma(p, v.zero(), e)), v.fma(s, v.zero(), v.fma(q, v.zero(), f))
-    i = count & -64
-    while i < count:
-        n = min(16, count - i)
-        p = v.load_f32_n(row + 4 * i, n)
-        a, e = v.maximum(v.select(v.first(n), p, lowest), a), v.fma(p, v.zero(), e)
-        i += 16
-    return v.hmax(v.maximum(v.maximum(a, b), v.maximum(c, d))) + v.hsum(v.add(e, f))
+        odd = v.fma(x, v.zero(), odd)
+        top = v.maximum(v.select(v.mask_of(_allowed(i, count, mask)), x, top), top)
+    return v.hmax(top) + v.hsum(odd)
 
 
 @device
-def _greedy(row, count, top):
-    """Return the index of the first value that is the largest."""
-    for i in range(0, count - 15, 16):
-        found = v.mask_bits(v.eq(v.load_f32(row + 4 * i), v.splat(top)))
+def _greedy(row, count, mask, top):
+    """Return the first allowed token whose logit is `top`."""
+    for i in range(0, count, 16):
+        x = _values(row, i, count)
+        found = v.mask_bits(v.eq(x, v.splat(top))) & _allowed(i, count, mask)
         if found:
             return i + v.lowest_bit(found)
-    for i in range(count & -16, count):
-        if v.read_f32(row + 4 * i) == top:
-            return i
-    return 0
+    return np.int64(0)
 
 
 @device
@@ -101,34 +117,50 @@ def _arrays(count, scratch):
     return candidates_at(scratch)
 
 
-_present = device(lambda count: (1 << min(16, count)) - 1)  # a bit for each of the first lanes
-
-
 @device
-def _candidates(row, count, mask, scratch):
-    """Make the tokens that a mask allows, if there is one, candidates; return how many these are.
-
-    Each weighs 1.
-    """
-    x, ids, weights = _arrays(count, scratch)
+def _candidates(row, count, mask, least, scratch):
+    """Make the allowed tokens with logits of at least `least` candidates; return how many."""
+    x, ids, _ = candidates_at(scratch)
     n = np.int64(0)
     for i in range(0, count, 16):
-        lanes = _present(count - i)
-        if mask:
-            lanes &= v.read_u16(mask + (i >> 3))
+        values = _values(row, i, count)
+        lanes = v.mask_bits(v.le(v.splat(least), values)) & _allowed(i, count, mask)
         if lanes == 0xFFFF:
-            v.store_f32(x + 4 * n, v.load_f32(row + 4 * i))
+            v.store_f32(x + 4 * n, values)
             v.store_i32(ids + 4 * n, v.iadd(v.iota(), v.isplat(i)))
-            v.store_f64(weights + 8 * n, v.ones64())
             n, lanes = n + 16, 0
         while lanes:
             j = i + v.lowest_bit(lanes)
             lanes &= lanes - 1
             v.write_i32(x + 4 * n, v.read_i32(row + 4 * j))
             v.write_i32(ids + 4 * n, j)
-            v.write_f64(weights + 8 * n, np.float64(1))
             n += 1
     return n
+
+
+@device
+def _equal(scratch, n):
+    """Give each of n candidates the weight 1."""
+    weights = candidates_at(scratch).weights
+    for i in range(0, n, 16):
+        v.store_f64(weights + 8 * i, v.ones64())
+
+
+@device
+def _bound(row, count, mask, k, scratch):
+    """Return a lower bound of the k-th largest allowed logit: that of the largest of groups."""
+    groups = count // _GROUP
+    if not 0 < k < groups:
+        return _LEAST_ALLOWED
+    x = candidates_at(scratch).x
+    for g in range(groups):
+        begin = _GROUP * g
+        v.write_f32(x + 4 * g, _largest(row, begin, begin + _GROUP, count, mask))
+    _equal(scratch, groups)
+    least = np.float32(np.inf)
+    for i in range(_gather(scratch, groups, np.float64(k))):
+        least = min(least, v.read_f32(x + 4 * i))
+    return max(least, _LEAST_ALLOWED)
 
 
 @device
@@ -166,22 +198,27 @@ def _gather(scratch, n, target):
 
 
 @device
+def _move(listed, source, to):
+    """Copy a candidate to an earlier place."""
+    v.write_i32(listed.x + 4 * to, v.read_i32(listed.x + 4 * source))
+    v.write_i32(listed.ids + 4 * to, v.read_i32(listed.ids + 4 * source))
+    v.write_f64(listed.weights + 8 * to, v.read_f64(listed.weights + 8 * source))
+
+
+@device
 def _keep(scratch, n, last, above, target):
     """Keep the candidates above the key `last`, and those at it until they weigh `target`."""
     listed = candidates_at(scratch)
-    x, ids, weights = listed.x, listed.ids, listed.weights
-    kept = np.int64(0)
+    x, kept = listed.x, np.int64(0)
     for i in range(0, n, 16):
         below = v.mask_bits(v.ilt(_keys(v.load_f32(x + 4 * i)), v.isplat(last - _SIGN)))
         lanes = ~below & _present(n - i)
         while lanes:
             j = i + v.lowest_bit(lanes)
             lanes &= lanes - 1
-            weight, tie = v.read_f64(weights + 8 * j), _key(x + 4 * j) == last
+            weight, tie = v.read_f64(listed.weights + 8 * j), _key(x + 4 * j) == last
             if not tie or above < target:
-                v.write_i32(ids + 4 * kept, v.read_i32(ids + 4 * j))
-                v.write_f64(weights + 8 * kept, weight)
-                v.write_i32(x + 4 * kept, v.read_i32(x + 4 * j))
+                _move(listed, j, kept)
                 kept += 1
             if tie:
                 above += weight
@@ -199,19 +236,46 @@ def _accumulate(scratch, n):
 
 
 @device
-def _drawn(a, r, n, top, temperature, scratch):
-    """Return the id of one of n candidates of row r; `top` is the largest logit."""
-    x, ids, weights = candidates_at(scratch)
+def _heavy(scratch, n, least):
+    """Keep the candidates that weigh at least `least`; return how many."""
+    listed, kept = candidates_at(scratch), np.int64(0)
+    for i in range(n):
+        if v.read_f64(listed.weights + 8 * i) >= least:
+            _move(listed, i, kept)
+            kept += 1
+    return kept
+
+
+@device
+def _drawn(a, r, row, mask, top, temperature, scratch):
+    """Return the id drawn for row r; `top` is the largest allowed logit."""
     top_k, top_p = v.read_i32(a.top_k + 4 * r), v.read_f32(a.top_p + 4 * r)
+    min_p = v.read_f32(a.min_p + 4 * r)
+    _, ids, weights = _arrays(a.V, scratch)
+    least = _bound(row, a.V, mask, top_k, scratch)
+    if min_p > 0:
+        # Of its power of two; half of that, for the product is rounded.
+        power = (v.read_i32(a.min_p + 4 * r) >> 23) - 128
+        least = max(least, top + temperature * (np.float32(power) * _LN2))
+    n = _candidates(row, a.V, mask, least, scratch)
     if 0 < top_k < n:
+        _equal(scratch, n)
         n = _gather(scratch, n, np.float64(top_k))
+    x = candidates_at(scratch).x
     for i in range(0, n, 16):
         v.store_f64(weights + 8 * i, v.boltzmann(v.load_f32(x + 4 * i), top, temperature))
+    if min_p > 0:
+        n = _heavy(scratch, n, np.float64(min_p))
     if top_p < np.float32(1):
         total = np.float64(0)
         for i in range(n):
             total += v.read_f64(weights + 8 * i)
-        n = _gather(scratch, n, max(np.float64(top_p) * total, _LEAST))
+        target = max(np.float64(top_p) * total, _LEAST)
+        # All that are lighter have, together, less than the run leaves out.
+        n = _heavy(scratch, n, (total - target) / np.float64(2 * n + 1))
+        n = _gather(scratch, n, target)
+    if n == 0:  # of settings that are none
+        return _greedy(row, a.V, mask, top)
     number = v.uniform(v.read_i64(a.seeds + 8 * r), v.read_i32(a.draws + 4 * r))
     target = number * _accumulate(scratch, n)
     low, high = np.int64(0), n - 1
@@ -221,21 +285,19 @@ def _drawn(a, r, n, top, temperature, scratch):
             high = middle
         else:
             low = middle + 1
-    return v.read_i32(ids + 4 * low)
+    return np.int64(v.read_i32(ids + 4 * low))
 
 
 @device
-def _allowed(a, r, mask, temperature, scratch):
-    """Return the token chosen for row r, of those that a mask allows."""
-    row, mask = a.logits + 4 * r * a.V, a.allowed + 4 * a.W * within(mask - 1, a.C)
-    n = _candidates(row, a.V, mask, scratch)
-    if n == 0:
-        return np.int64(NONE_ALLOWED)
-    x, ids, _ = candidates_at(scratch)
-    top = _largest(x, n)
-    if temperature == np.float32(0):
-        return np.int64(v.read_i32(ids + 4 * _greedy(x, n, top)))
-    return np.int64(_drawn(a, r, n, top, temperature, scratch))
+def _edit(a, row, begin, end):
+    """Edit the logits of a row."""
+    for i in range(begin, end):
+        token, edit = v.read_i32(a.edit_ids + 4 * i), a.edits + 12 * i
+        if 0 <= token < a.V:
+            x, strength = v.read_f32(row + 4 * token), v.read_f32(edit)
+            x = x / strength if x > 0 else x * strength
+            x = (x - v.read_f32(edit + 4)) + v.read_f32(edit + 8)
+            v.write_f32(row + 4 * token, max(x, _FORBIDDEN))
 
 
 @executes("sample")
@@ -243,17 +305,24 @@ def sample(a, rank, size, scratch):
     """Choose a token per row, none where a logit is not finite; each thread has a range of rows."""
     begin, end = share(a.R, rank, size)
     for r in range(begin, end):
-        row, temperature = a.logits + 4 * r * a.V, v.read_f32(a.temperature + 4 * r)
-        mask, top = v.read_i32(a.masked + 4 * r), _largest(row, a.V)
+        row, mask = a.logits + 4 * r * a.V, v.read_i32(a.masked + 4 * r)
+        mask = a.allowed + 4 * a.W * within(mask - 1, a.C) if mask > 0 else np.int64(0)
+        first = within(v.read_i32(a.edit_begin + 4 * r), a.E + 1)
+        last = min(v.read_i32(a.edit_end + 4 * r), min(a.E, first + a.V))
+        top = _largest(row, np.int64(0), a.V, a.V, mask)
+        if first < last:
+            _edit(a, row, first, last)
+            # It stays NaN if it was.
+            top = (top - top) + _largest(row, np.int64(0), a.V, a.V, mask)
+        temperature = v.read_f32(a.temperature + 4 * r)
         if top != top:
             chosen = np.int64(NO_TOKEN)
-        elif mask > 0:
-            chosen = _allowed(a, r, mask, temperature, scratch)
+        elif top < _LEAST_ALLOWED:
+            chosen = np.int64(NONE_ALLOWED)
         elif temperature == np.float32(0):
-            chosen = _greedy(row, a.V, top)
+            chosen = _greedy(row, a.V, mask, top)
         else:
-            _candidates(row, a.V, np.int64(0), scratch)
-            chosen = _drawn(a, r, a.V, top, temperature, scratch)
+            chosen = _drawn(a, r, row, mask, top, temperature, scratch)
         v.write_i32(a.ids + 4 * r, chosen)
 
 
