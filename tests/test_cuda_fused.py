@@ -35,7 +35,7 @@ SMALL |= {"intermediate_size": 64}
 MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     # preset, changes to its config, formats of linears and experts, dtype of the cache
     "int4": ("llama-8b", {}, "int4_sym_g128_f16", "", "bf16"),
-    "int8": ("llama-8b", {"model_type": "qwen3", "attention_bias": True}, "int8_row_f32", "", "i8"),
+    "int8": ("llama-8b", {"model_type": "qwen3", "attention_bias": True}, "int8_g64_f16", "", "i8"),
     "experts": ("gpt-oss-20b", {"num_local_experts": 8}, "bf16", "mxfp4", "e4m3"),
     "ternary": ("bitnet-2b", {"intermediate_size": HIDDEN}, "ternary", "", "f16"),
 }
