@@ -118,9 +118,12 @@ _LIMITS = {"LIMIT": 127.0, "FLOOR": 0.0, "LOWEST": 0.0}
 
 
 def row_warps(k: int) -> int:
-    """Return the warps that make a row; they set the order of a norm's sum."""
+    """Return the warps that make a row; they set the order of a norm's sum.
+
+    Up to 4096 values are no more than the warps of a matmul make beside its weights.
+    """
     block = triton.next_power_of_2(k)
-    return max(min(max(block // 256, 1), 4), min(block // 2048, 32))
+    return min(max(block // 256, 1), 4 if block <= 4096 else 32)
 
 
 @dataclass(frozen=True, slots=True)
