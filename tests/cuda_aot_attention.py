@@ -13,7 +13,7 @@ from sass_ratchet import print_or_record
 
 from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops.sampling import words_for
 

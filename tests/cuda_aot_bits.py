@@ -19,9 +19,8 @@ from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import rearrange
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
 from clocher_kernels.cuda.scalar import Tail
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS
 

@@ -13,8 +13,7 @@ from aot import compile_code
 from cuda_cases import meta, meta_device
 
 from clocher_kernels.cuda.executor import LOWER
-from clocher_kernels.cuda.prepack import rearrange
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
 from clocher_kernels.formats import parse_format
 
 FP16, FP32, I32 = torch.float16, torch.float32, torch.int32

@@ -18,8 +18,7 @@ from op_cases import Arrays, OpRun
 
 from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
-from clocher_kernels.cuda.prepack import prepack
-from clocher_kernels.cuda.tensors import as_torch
+from clocher_kernels.cuda.prepack import as_torch, prepack
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.quant_tensor import QuantTensor
 

@@ -20,8 +20,7 @@ from clocher_kernels.cuda.gemv_bits import _DOT16, _LESS16, gemv_bits, gemv_tile
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down
-from clocher_kernels.cuda.prepack import vectors_of
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format

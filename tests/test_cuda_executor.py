@@ -19,6 +19,7 @@ from clocher_kernels.cuda import executor as executor_module
 from clocher_kernels.cuda import prepack, step
 from clocher_kernels.cuda.executor import LOWER, CudaExecutor
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch
+from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.cuda.step import (
     activation_types,
     bucket,
@@ -27,7 +28,6 @@ from clocher_kernels.cuda.step import (
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Executor, Plan
@@ -96,6 +96,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
 
     for table in ("LOWER", "LOWER_GREEDY"):
         monkeypatch.setattr(executor_module, table, {op: lower(op) for op in OPS})
+    monkeypatch.setattr(executor_module, "FUSED", {})
     monkeypatch.setattr(prepack, "REARRANGE", {})
     monkeypatch.setattr(step, "CONTEXT_CELLS", (64,))
     monkeypatch.setattr(binding, "make_executor", make)
@@ -315,6 +316,31 @@ def test_steps_after_running_out_of_memory_say_so(
     session.close()
 
 
+def test_a_step_succeeds_after_a_capture_failed(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launches ran once by then, and stepped the inputs on."""
+    kept = executor_module.capture
+
+    def fails(launches: Sequence[Launch], stream: object) -> Callable[[], None]:
+        kept(launches, None)()
+        raise RuntimeError("capture failed")
+
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
+    executor = session.executor
+    assert isinstance(executor, CudaExecutor)
+    monkeypatch.setattr(executor_module, "capture", fails)
+    executor.array("ends")[:1] = 1
+    executor.upload()
+    with pytest.raises(RuntimeError, match="capture failed"):
+        executor.step(1, 1)
+    assert executor._values["positions"][0] == 0
+    monkeypatch.setattr(executor_module, "capture", kept)
+    executor.step(1, 1)
+    assert executor._values["positions"][0] == 1
+    session.close()
+
+
 def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) -> None:
     session = make_session(model(), backend="cuda", context=96, chunk=32)
     log.clear()
@@ -409,9 +435,12 @@ def test_activations_are_narrow_and_the_residual_stream_is_not() -> None:
 
 
 def test_memory_is_checked_before_it_is_taken() -> None:
-    check_memory(10 << 30, 1 << 30, 12 << 30)
+    check_memory(10 << 30, 1 << 30, 0, 12 << 30)
+    check_memory(10 << 30, 1 << 30, 1 << 17, 12 << 30)
+    with pytest.raises(OutOfMemory, match="the runtime 1536 MiB"):
+        check_memory(10 << 30, 1 << 30, 1 << 18, 12 << 30)
     with pytest.raises(OutOfMemory, match=r"11776 MiB free; weights need 10240 MiB"):
-        check_memory(10 << 30, 2 << 30, 11776 << 20)
+        check_memory(10 << 30, 2 << 30, 0, 11776 << 20)
 
 
 def test_a_step_beyond_the_capacity_is_refused(log: list[tuple[str, int]]) -> None:

@@ -16,8 +16,7 @@ from op_cases import error
 from clocher_kernels.cuda import codes
 from clocher_kernels.cuda.launch import INTERPRETER, Launch, execute
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import prepack, rearrange
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -156,7 +155,8 @@ def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
     for m in range(1, 9):
         x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
         (launch,) = linear(x=x, w=w, y=y, device=meta_device(90))
-        given = {c: v for c, v in launch.constants.items() if c not in ("M", "BM", "R", "ROWS")}
+        tokens = ("M", "TOKENS", "BM", "R", "ROWS")
+        given = {c: v for c, v in launch.constants.items() if c not in tokens}
         found.add((str(sorted(given.items())), launch.num_warps, launch.kernel.fn.__name__))
     assert len(found) == 1, found
 
@@ -192,10 +192,10 @@ def test_sixteen_tokens_keep_enough_bytes_in_flight(fmt: str, n: int, k: int) ->
     planes = held.planes((n, k)).items()
     w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
     x_type = torch.bfloat16 if fmt == "bf16" and n != 128256 else torch.float16
-    launches = linear(x=meta((16, k), x_type), w=w, y=meta((16, n), x_type), device=meta_device(90))
-    assert [launch.constants["M"] for launch in launches] == [8, 8]
-    for launch in launches:
-        assert bytes_in_flight(launch) >= 40 << 10, (launch.grid, launch.num_warps)
+    (launch,) = linear(
+        x=meta((16, k), x_type), w=w, y=meta((16, n), x_type), device=meta_device(90)
+    )
+    assert bytes_in_flight(launch) >= 40 << 10, (launch.grid, launch.num_warps)
 
 
 def bytes_in_flight(launch: Launch, sms: int = 132) -> float:

@@ -10,8 +10,7 @@ from op_cases import error
 
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
-from clocher_kernels.cuda.prepack import prepack, rearrange
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe
 from clocher_kernels.quant_tensor import encode

@@ -51,3 +51,20 @@ def test_a_device_that_is_not_there(
     lines = [line for line in err.splitlines() if "error" in line]
     assert code == 5, err
     assert len(lines) == 1 and "cuda" in lines[0] and "Traceback" not in out + err
+
+
+@pytest.mark.parametrize(("capability", "version"), [((10, 0), "3.6.0"), ((7, 5), "3.7.1")])
+def test_a_gpu_that_would_miscompute_is_refused(
+    capability: tuple[int, int], version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    import triton
+
+    monkeypatch.setattr(probe, "no_driver", lambda: "")
+    monkeypatch.setattr(triton, "__version__", version)
+    found = {"is_available": True, "get_device_capability": capability, "get_device_name": "GPU"}
+    for name, value in found.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert "needed" in probe.unusable() or "3.7 or newer" in probe.unusable()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert probe.unusable() == ""

@@ -23,10 +23,10 @@ from bench.gpu import parity
 from bench.gpu.setting import Row, Setting, Timer, make_setting, run_item
 from bench.gpu_suite import note, rows_of
 from bench.ops import judge
-from clocher_kernels.cuda import prepack
+from clocher_kernels.cuda import executor, prepack
 from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 from clocher_kernels.cuda.launch import Device, Launch
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import EXACT
 from clocher_kernels.quant_tensor import QuantTensor
@@ -93,6 +93,7 @@ def references(monkeypatch: pytest.MonkeyPatch) -> None:
     for op in OPS:
         for table in (LOWER, LOWER_GREEDY):
             monkeypatch.setitem(table, op, lower(op))
+    monkeypatch.setattr(executor, "FUSED", {})
     monkeypatch.setattr(prepack, "REARRANGE", {})
 
 

@@ -18,7 +18,7 @@ from op_cases import OpRun, error
 import clocher_kernels
 from clocher_kernels import linear, quantize
 from clocher_kernels.cuda.launch import INTERPRETER
-from clocher_kernels.cuda.tensors import as_torch
+from clocher_kernels.cuda.prepack import as_torch
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedOp, UsageError
 from clocher_kernels.library.host import LIBRARY, facts
 from clocher_kernels.ops import OPS as CONTRACTS

@@ -22,7 +22,7 @@ from bench.gpu.parity import Trial
 from bench.gpu.setting import Call, Item, Prepare, Row, Setting
 from bench.ops import real_cases
 from clocher_kernels.cuda.launch import execute
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.ops.contract import Case, OpSpec

@@ -21,6 +21,7 @@ from clocher_kernels.cuda.attention_block import (
     cells_at,
     count_bits,
     in_table,
+    in_two,
     load_query,
     load_words,
     lowest,
@@ -30,7 +31,7 @@ from clocher_kernels.cuda.attention_block import (
     write_heads,
 )
 from clocher_kernels.cuda.codes import unit
-from clocher_kernels.cuda.kv import cache_sizes, tree_length
+from clocher_kernels.cuda.kv import cache_sizes, enter_heads, tree_length
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
@@ -44,8 +45,10 @@ _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
 @triton.jit
 def _decode(
-    q, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale, sinks, listed,
-    y, partial, tops, totals, arrivals,
+    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors, pages,
+    k_cache, v_cache, k_scale, v_scale, sinks, listed, y, partial, tops, totals, arrivals,
+    K_ROW: tl.constexpr, V_ROW: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
+    EPS: tl.constexpr, LARGEST: tl.constexpr,
     Q_ROW: tl.constexpr, Y_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr,
     CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
@@ -54,7 +57,10 @@ def _decode(
     CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
     KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one token to one of at most RUNS runs of its keys; the last to end combines."""
+    """Attend from one token to one of at most RUNS runs of its keys; the last to end combines.
+
+    With `k` it is the only token, and its heads are entered first, by all programs alike.
+    """
     start(PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = within(tl.load(ends + token), CELLS + 1)
@@ -95,8 +101,18 @@ def _decode(
     mine = live[:, None]
     branch = tl.where(tree != 0, end, NEVER)
     slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
-    heads_at = token * Q_ROW + (head * GROUP + row) * DIM
-    query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
+    if k is not None:
+        entered = enter_heads(
+            q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors,
+            pages, k_cache, v_cache, k_scale, v_scale, head, token,
+            Q_ROW, K_ROW, V_ROW, PAGES_ROW, SLOTS, CELLS, POOL, HEADS, PAGE, DIM, WIDTH, GROUP,
+            ROWS, HALF, ANGLES, EPS, KV, LARGEST,
+        )  # fmt: skip
+        query, rest = in_two(entered, WORK)
+        tl.debug_barrier()
+    else:
+        heads_at = token * Q_ROW + (head * GROUP + row) * DIM
+        query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -190,9 +206,15 @@ def _combine(
 
 
 def few_tokens(
-    tensors: Mapping[str, Any], constants: Mapping[str, Any], device: Device
+    tensors: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    device: Device,
+    heads_of: Mapping[str, Any] | None = None,
 ) -> list[Launch]:
-    """Return the launches for few tokens; UnsupportedOp if listed pages are not whole blocks."""
+    """Return the launches for few tokens; UnsupportedOp if listed pages are not whole blocks.
+
+    `heads_of`: the arguments of `enter_heads`, for a single token.
+    """
     heads, page, lanes, width = (constants[name] for name in ("HEADS", "PAGE", "LANES", "WIDTH"))
     listed, words = tensors.get("listed"), 0
     splits, block = _splits(heads), _block(width, constants["KV"])
@@ -207,6 +229,8 @@ def few_tokens(
     least = min((keys for keys in (constants["WINDOW"], constants["CHUNK"]) if keys), default=0)
     runs = min(splits, triton.cdiv(least + 64 + block - 1, block)) if least else splits
     own = {
+        **_ENTERED,
+        **(heads_of or {}),
         **constants,
         "ROWS": max(16, lanes),
         "BLOCK": block,
@@ -232,8 +256,11 @@ def few_tokens(
             for name, value in tensors.items()
         }
         grid = (reach, heads, len(some["q"]))
-        launches.append(launch(_decode, grid, device, **some, **partial, **own))
+        launches.append(launch(_decode, grid, device, **{**own, **some, **partial}))
     return launches
+
+
+_ENTERED = dict.fromkeys(("K_ROW", "V_ROW", "HALF", "ANGLES", "EPS", "LARGEST"), 0)
 
 
 def _splits(heads: int) -> int:
@@ -258,6 +285,7 @@ def attention(
     device: Device,
     chunk: int = 0,
     softcap: float = 0.0,
+    heads_of: Mapping[str, Any] | None = None,
     **tensors: Tensor,
 ) -> list[Launch]:
     """Lower `ops.attention.attention`; `pages` may be cut to the blocks that the step can reach."""
@@ -283,7 +311,7 @@ def attention(
     tensors |= {"q": q, "y": y}
     # Adjacent tokens list different pages; an fp32 cache needs more registers than a tile has.
     if "listed" in tensors or len(q) <= DECODE_TOKENS or cache_dtype == "f32":
-        return few_tokens(tensors, constants, device)
+        return few_tokens(tensors, constants, device, heads_of)
     tokens, lanes = len(q), constants["LANES"]
     rows, block, warps = _tile(constants["WIDTH"])
     rows = max(rows, lanes)

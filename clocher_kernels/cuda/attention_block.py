@@ -25,11 +25,11 @@ def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr, WORK: tl.con
     """Load rows of the query [ROWS, WIDTH] as two numbers of the type WORK."""
     dim = tl.arange(0, WIDTH)
     inside = live[:, None] & (dim < DIM)[None, :]
-    return _in_two(tl.load(q + at[:, None] + dim[None, :], inside, other=0.0).to(tl.float32), WORK)
+    return in_two(tl.load(q + at[:, None] + dim[None, :], inside, other=0.0).to(tl.float32), WORK)
 
 
 @triton.jit
-def _in_two(x, WORK: tl.constexpr):
+def in_two(x, WORK: tl.constexpr):
     """Split fp32 into WORK and the remainder."""
     high = x.to(WORK)
     return high, (x - high.to(tl.float32)).to(WORK)
@@ -117,7 +117,7 @@ def attend_block(
     total = total * fade + tl.sum(weight, 1)
     if KV == "i8":
         weight *= tl.load(v_scale + at, seen, other=0.0)[None, :]
-    high, low = _in_two(weight, WORK)
+    high, low = in_two(weight, WORK)
     values = _widen(v_stored, KV, WORK, ASM)
     return higher, total, _product(high, low, values, acc * fade[:, None])
 

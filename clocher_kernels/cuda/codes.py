@@ -80,6 +80,53 @@ def to_f32(code, CODE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the codes of fp32 values: nearest even, saturating, as in `dtypes`."""
+    BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
+    MAGIC: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    nan = magnitude > 0x7F800000
+    value = tl.minimum(tl.where(nan, 0, magnitude).to(tl.float32, bitcast=True), LARGEST)
+    rounded = value.to(tl.int32, bitcast=True)
+    rounded += ((rounded >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
+    normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
+    # The sum rounds at the subnormal step, and its last bits are the code.
+    subnormal = (value + MAGIC).to(tl.int32, bitcast=True) & ((1 << (MANTISSA + 1)) - 1)
+    code = tl.where(value < SMALLEST_NORMAL, subnormal, normal)
+    code = tl.where(nan, (1 << (EXPONENT + MANTISSA)) - 1, code)
+    return code | ((bits >> 24) & 0x80)
+
+
+@triton.jit
+def narrow(x, KV: tl.constexpr):
+    """Round fp32 values to a KV dtype; fp8 as bytes.
+
+    Integer arithmetic on fp32 bits: exact on every architecture and in the interpreter, equal to
+    `dtypes.from_f32`, but f16 saturates (see `ops.attention`).
+    """
+    if KV == "e4m3":
+        return _minifloat(x, 4, 3, 448.0).to(tl.uint8)
+    elif KV == "e5m2":
+        return _minifloat(x, 5, 2, 57344.0).to(tl.uint8)
+    elif KV == "bf16":
+        bits = x.to(tl.int32, bitcast=True)
+        rounded = bits + ((bits >> 16) & 1) + 0x7FFF
+        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
+        return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    elif KV == "f16":
+        # Finite values stay finite; infinity and NaN are kept.
+        largest = tl.where(x < 0, -65504.0, 65504.0)
+        magnitude = tl.abs(x)
+        over = (magnitude > 65504.0) & (magnitude < float("inf"))
+        return tl.where(over, largest, x).to(tl.float16)
+    else:
+        return x
+
+
+@triton.jit
 def _as_pair(low, high):
     """Pack two fp16 tensors into int32 registers, the first one low."""
     low_bits = low.to(tl.int16, bitcast=True).to(tl.int32)

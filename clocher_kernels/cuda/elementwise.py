@@ -1,4 +1,4 @@
-"""Norms, embedding, RoPE, copies of rows and heads, and the on-device advance of inputs."""
+"""Embedding, RoPE, copies of rows and heads, and the on-device advance of inputs."""
 
 from typing import Any
 
@@ -9,54 +9,13 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.prepack import stored
-from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.prepack import DeviceTensor, stored
+from clocher_kernels.cuda.scalar import or_nan, start, within
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int4, Int8
 
 _BLOCK = 1024
-
-
-@triton.jit
-def _rms_norm(
-    x, weight, residual, y,
-    SIZE: tl.constexpr, GROUPS: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr, EPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
-    at = tl.arange(0, BLOCK)
-    inside = at < SIZE
-    factor = tl.load(weight + at, inside, other=0.0)
-    start(PDL)
-    value = tl.load(x + row * X_ROW + group * SIZE + at, inside, other=0.0).to(tl.float32)
-    mean_square = tl.sum(value * value) / SIZE
-    # Squares that overflow must not become zeros.
-    value = value * (1.0 / tl.sqrt(or_nan(mean_square) + EPS)) * factor
-    if residual is not None:
-        before = residual + row * RESIDUAL_ROW + group * SIZE + at
-        value += tl.load(before, inside, other=0.0).to(tl.float32)
-    tl.store(y + row * Y_ROW + group * SIZE + at, as_activation(value, y), inside)
-
-
-def rms_norm(
-    *,
-    x: Tensor,
-    weight: Tensor,
-    y: Tensor,
-    eps: float,
-    residual: Tensor | None = None,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.elementwise.rms_norm`; one program per group."""
-    size = len(weight)
-    groups, block = x.shape[1] // size, triton.next_power_of_2(size)
-    rows = {"X_ROW": x.stride(0), "Y_ROW": y.stride(0)}
-    rows["RESIDUAL_ROW"] = 0 if residual is None else residual.stride(0)
-    given = {"x": x, "weight": weight, "residual": residual, "y": y, "EPS": eps, **rows}
-    grid, warps = (len(x) * groups,), min(max(block // 256, 1), 32)
-    return [launch(_rms_norm, grid, device, warps, **given, SIZE=size, GROUPS=groups, BLOCK=block)]
 
 
 @triton.jit
@@ -202,6 +161,40 @@ def rope(
     sizes = {"PAIRS": pairs, "HALF": half, "HEAD": head, "ANGLES": len(cos), "X_ROW": x.stride(0)}
     grid = (triton.cdiv(pairs, block), len(x))
     return [launch(_rope, grid, device, x=x, cos=cos, **tables, **sizes, BLOCK=block)]
+
+
+@triton.jit
+def turned(
+    x, heads, live, gain, positions, cos, sin,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
+    EPS: tl.constexpr,
+):  # fmt: skip
+    """Return heads [R, WIDTH] at x + `heads` [R] of the token at `positions`: normed, rotated.
+
+    `gain` and `cos` may be None: no norm, no rotation. Products are rounded one by one, so every
+    kernel that calls this gets the same bits.
+    """
+    dim = tl.arange(0, WIDTH)[None, :]
+    inside = live[:, None] & (dim < DIM)
+    value = tl.load(x + heads[:, None] + dim, inside, other=0.0).to(tl.float32)
+    factor = 1.0
+    if gain is not None:
+        mean_square = tl.sum(value * value, axis=1, keep_dims=True) / DIM
+        factor = 1.0 / tl.sqrt(or_nan(mean_square) + EPS)
+        value = value * factor * tl.load(gain + dim, dim < DIM, other=0.0)
+    if cos is not None:
+        rotates = dim < 2 * HALF
+        other = tl.where(dim < HALF, dim + HALF, dim - HALF)
+        angle = within(tl.load(positions), ANGLES) * HALF + dim % HALF
+        partner = tl.load(x + heads[:, None] + other, live[:, None] & rotates, other=0.0)
+        partner = partner.to(tl.float32)
+        if gain is not None:
+            partner = partner * factor * tl.load(gain + other, rotates, other=0.0)
+        c = tl.load(cos + angle, rotates, other=1.0)
+        s = tl.load(sin + angle, rotates, other=0.0)
+        across = or_nan(partner) * tl.where(dim < HALF, -s, s)
+        value = tl.where(rotates, tl.fma(or_nan(value), c + tl.zeros_like(value), across), value)
+    return value
 
 
 @triton.jit

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,9 @@ import triton
 from torch import Tensor
 
 from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, quantize, sampling
+from clocher_kernels.cuda.fused import FUSED, stacked
 from clocher_kernels.cuda.launch import Device, Launch, current_device, execute, options
+from clocher_kernels.cuda.prepack import DeviceTensor, as_torch
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.step import (
     InputBlock,
@@ -31,9 +34,9 @@ from clocher_kernels.cuda.step import (
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.cuda.tensors import DeviceTensor, as_torch
 from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, UnsupportedOp
 from clocher_kernels.guards import refuse_in_window
+from clocher_kernels.ops.rewrite import runs
 from clocher_kernels.plan import Call, Plan
 
 LOWER: dict[str, Callable[..., list[Launch]]] = {
@@ -52,7 +55,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
         moe.moe_gate_up,
         kv.page_bounds,
         quantize.quantize,
-        elementwise.rms_norm,
+        quantize.rms_norm,
         elementwise.rope,
         moe.route,
         sampling.sample,
@@ -117,7 +120,8 @@ class CudaExecutor:
         needed = {name: weights[name] for name in plan.weights}
         if on_gpu:
             free, _ = torch.cuda.mem_get_info()
-            check_memory(host_bytes(needed), buffer_bytes(plan, types), free)
+            nodes = 2 * len(self.buckets()) * len(plan.calls)
+            check_memory(host_bytes(needed), buffer_bytes(plan, types), nodes, free)
         with self._out_of_memory(), self._on_stream():
             self._inputs = InputBlock(plan, self.device)
             self._values = {
@@ -129,6 +133,10 @@ class CudaExecutor:
                 },
                 **place(needed, self.device, progress),
             }
+            fusing = [(run, run.kind in FUSED) for run in runs(plan)]
+            self._runs = [
+                (run, stacked(run, self._values) if fused else None) for run, fused in fusing
+            ]
             self._pinned = {
                 name: torch.empty(b.shape, dtype=self._values[name].dtype, pin_memory=on_gpu)
                 for name, b in plan.buffers.items()
@@ -155,7 +163,7 @@ class CudaExecutor:
 
     def walk(self, tokens: int, rows: int) -> Generator[Call, None, None]:
         """Execute a step call by call without a graph, yielding each executed call."""
-        lowered = self._lowered(*self._key(tokens, rows))
+        lowered = self._lowered(*self._key(tokens, rows), alone=True)
         while True:
             with self._on_stream():  # lowering initialises memory that the launches use
                 call, launches = next(lowered, (None, []))
@@ -247,28 +255,43 @@ class CudaExecutor:
         """Return the launches of a step; `greedy` needs fewer."""
         return [launch for _, launches in self._lowered(key, greedy) for launch in launches]
 
-    def _lowered(self, key: Key, greedy: bool) -> Generator[tuple[Call, list[Launch]], None, None]:
-        tokens, rows, cells = key
+    def _lowered(
+        self, key: Key, greedy: bool, alone: bool = False
+    ) -> Generator[tuple[Call, list[Launch]], None, None]:
+        """Yield calls and their launches; of a run that is fused the last one, unless `alone`."""
         table, buffers = LOWER_GREEDY if greedy else LOWER, self.plan.buffers
-        for call in self.plan.calls:
-            given = [buffers[name].rows for name in call.args.values() if name in buffers]
-            if rows == 0 and "R" in given:
+        for run, whole in self._runs:
+            rows_of = [buffers[n].rows for c in run.calls for n in c.args.values() if n in buffers]
+            if key[1] == 0 and "R" in rows_of:
                 continue
-            if call.op not in LOWER:
-                raise UnsupportedOp(
-                    f"the CUDA back end has no kernel for {call.op!r}; it has "
-                    f"{', '.join(sorted(LOWER))}"
-                )
-            arguments = {}
-            for param, name in call.args.items():
-                value = self._values[name]
-                follows = buffers[name].rows if name in buffers else ""
-                if follows:
-                    value = value[: tokens if follows == "M" else rows]
-                elif param == "pages":
-                    value = value[:, : -(-cells // self._page_cells)]
-                arguments[param] = value
-            yield call, table[call.op](**arguments, **call.attrs, device=self.device)
+            given = [self._arguments(call, key) for call in run.calls]
+            if run.kind in FUSED and not alone:
+                launches = FUSED[run.kind](run, given, whole, self.device)
+                if launches:
+                    yield run.calls[-1], launches
+                    continue
+            for call, arguments in zip(run.calls, given, strict=True):
+                if call.op not in LOWER:
+                    raise UnsupportedOp(
+                        f"the CUDA back end has no kernel for {call.op!r}; it has "
+                        f"{', '.join(sorted(LOWER))}"
+                    )
+                yield call, table[call.op](**arguments, device=self.device)
+
+    def _arguments(self, call: Call, key: Key) -> dict[str, Any]:
+        """Return the arguments of a call, cut to the step, and its attributes."""
+        tokens, rows, cells = key
+        arguments = {}
+        for param, name in call.args.items():
+            value, follows = self._values[name], ""
+            if name in self.plan.buffers:
+                follows = self.plan.buffers[name].rows
+            if follows:
+                value = value[: tokens if follows == "M" else rows]
+            elif param == "pages":
+                value = value[:, : -(-cells // self._page_cells)]
+            arguments[param] = value
+        return {**arguments, **call.attrs}
 
     def forsake(self) -> None:
         """Detach a forked child from the device: no step finds a graph there."""
@@ -293,9 +316,11 @@ class CudaExecutor:
             launches = self.lower(key, greedy)
             if self._stream is not None:
                 compile_side_by_side(launches)
-            self._graphs[key, greedy] = capture(launches, self._stream)
-            for name, tensor in kept.items():
-                self._values[name].copy_(tensor)
+            try:
+                self._graphs[key, greedy] = capture(launches, self._stream)
+            finally:
+                for name, tensor in kept.items():
+                    self._values[name].copy_(tensor)
 
     def _fill_up(self, tokens: int, wide: int, rows: int, high: int) -> None:
         """Fill the step up to its bucket with copies of its last token and row.

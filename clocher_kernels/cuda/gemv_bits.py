@@ -5,7 +5,7 @@ are bit-identical to the reference: products are kept apart from later sums, whi
 would fuse into one rounding.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
@@ -14,16 +14,21 @@ from torch import Tensor
 from clocher_kernels.cuda.codes import ternary_digit
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.prepack import vectors_of
-from clocher_kernels.cuda.quantize import rounded_product
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, start
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
+from clocher_kernels.cuda.quantize import ALONE, Source, enter, rounded_product
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of
+
+MAX_TOKENS = 8
+"""Tokens of a program."""
 
 _RESIDENT_WARPS = 12
 """Warps per multiprocessor (16 would fit), each with 2 x 8 loads of 512 bytes in flight."""
 
 _LANES = (16, 8, 32, 64, 128)
 """Vectors read side by side, at least 128 bytes of a row; fewer reuse activations more."""
+
+_MOST_LANES = 512
+"""Lanes of a program; twice as many would leave a thread too few registers."""
 
 _WORTH = {8: 1.0, 4: 0.9, 2: 0.75}
 """Rows of a lane -> relative value: more rows reuse loaded activations more."""
@@ -51,20 +56,37 @@ class GemvTile:
         """The kernels' names of its lanes, vectors and rows of a lane."""
         return {"L": 32 * self.warps, "BV": self.vectors, "R": self.rows_of_lane}
 
+    def grid(self, rows: int, tokens: int) -> tuple[int]:
+        """Return the programs for a matrix of some rows and for some tokens."""
+        return (triton.cdiv(rows, self.rows) * triton.cdiv(tokens, self.tokens),)
+
+    def wider(self, warps: int) -> "GemvTile":
+        """Return the tile with at least some warps: more rows of W; no sum changes its order."""
+        return replace(self, warps=max(self.warps, warps))
+
 
 def gemv_tile(
-    *, rows: int, vectors: int, tokens: int, copies: int, device: Device, most: int = 8
+    *,
+    rows: int,
+    vectors: int,
+    tokens: int,
+    copies: int,
+    device: Device,
+    most: int = 8,
+    beside: int = 1,
 ) -> GemvTile:
     """Choose the tile of y = x W^T for 1 to 8 tokens.
 
     The tile's `vectors` set the summation order and do not depend on `tokens`. A row of W has
-    `vectors` 16-byte vectors; `copies` matrices (experts) meet one token at a time; `most` limits
-    rows of a lane.
+    `vectors` 16-byte vectors; `copies` matrices (experts) meet one token at a time, `beside` of
+    them in a program; `most` limits rows of a lane.
     """
     together = 1 << (tokens - 1).bit_length()
     if device.capability == 0:
         # Triton's interpreter costs time per program, whatever its size.
         return GemvTile(1, 8, together, 16)
+
+    few = [lanes for lanes in _LANES if lanes * beside <= _MOST_LANES or lanes == min(_LANES)]
 
     def score(cut: tuple[int, int]) -> float:
         lanes, of_lane = cut
@@ -74,7 +96,7 @@ def gemv_tile(
         warps = rows * copies * lanes / (32 * of_lane) * min(turns, 2) / 2
         return busy * min(1.0, warps / (device.sms * _RESIDENT_WARPS)) * _WORTH[of_lane]
 
-    lanes, of_lane = max(((b, r) for b in _LANES for r in _WORTH), key=score)
+    lanes, of_lane = max(((b, r) for b in few for r in _WORTH), key=score)
     of_lane = min(of_lane, _MOST_ROWS[together], most)
     return GemvTile(max(1, lanes // 32), lanes, together, of_lane)
 
@@ -93,11 +115,12 @@ def stream_rows(
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
+    h=None, gain=None, made=None, BLOCK: tl.constexpr = 0, EPS: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
     BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
-    whole tensors; the other arguments are those of `vector_dot`.
+    whole tensors; the first arguments are those of `vector_dot`, the last ones those of `enter`.
     """
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -113,7 +136,7 @@ def stream_rows(
     total = tl.zeros((L, BM, R), tl.float32)
     # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
-    start(PDL)
+    enter(h, gain, made, None, K, BLOCK, EPS, "", 0.0, 0.0, ASM, PDL)
     for first in range(0, V, BV):
         v = first + lane
         words = split4(ahead)
@@ -143,49 +166,87 @@ def add_lanes(total, BV: tl.constexpr):
 
 @triton.jit
 def _gemv_bits(
-    x, w, scales, zeros, bias, times, residual, y,
+    x, w, scales, zeros, bias, times, residual, y, second, third, h, gain,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
-    first = tl.program_id(0) * BN
+    part, token0 = part_of(M, BM)
+    first = part * BN
     m = tl.arange(0, BM)[None, :, None]
+    there = m < M - token0 if M % BM > 0 else m < BM
     # 64-bit row numbers share one address; with eight tokens ptxas would spill.
     row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
-    row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
+    row = paired(row if N % BN == 0 else tl.minimum(row, N - 1), HALF).to(tl.int64)
     total = stream_rows(
-        x + m * K, m < M, row, w, scales, zeros,
-        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R,
+        x + token0 * K + m * K, there, row, w, scales, zeros,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R, h, gain, x, BLOCK, EPS,
     )  # fmt: skip
 
     total = add_lanes(total, BV)
     n = rows_of(first, L // BV, 1, R)[:, None, :]
     rows = n < N
     if GROUP == 0:
-        total *= to_scale(tl.load(scales + n * SCALE_ROWS, rows, other=0), FORMAT)
-    finish(total, bias, times, residual, y, m, n, (m < M) & rows, N, F, ACT, CAP)
+        scale = tl.load(scales + paired(n, HALF) * SCALE_ROWS, rows, other=0)
+        total *= to_scale(scale, FORMAT)
+    _end(
+        total, bias, times, residual, y, second, third, first, token0 + m, n, there & rows,
+        M, N, F, ACT, CAP, N1, N2, HALF,
+    )  # fmt: skip
+
+
+@triton.jit
+def _end(
+    total, bias, times, residual, y, second, third, first, m, n, kept,
+    M: tl.constexpr, N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Write sums [S, BM, R] of the rows from `first` on, gated if there is a HALF."""
+    if HALF > 0:
+        S: tl.constexpr = total.shape[0]
+        R: tl.constexpr = total.shape[2]
+        up, gate = tl.split(total.reshape(S, total.shape[1], R // 2, 2))
+        i = rows_of(first // 2, S, 1, R // 2)[:, None, :]
+        finish_gated(up, gate, bias, y, m, i, (m < M) & (i < HALF), HALF, ACT, CAP)
+    else:
+        finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP, second, third, N1, N2)
 
 
 def gemv_bits(
-    *, x: Tensor, w: DeviceTensor, y: Tensor, tail: Tail = PLAIN, device: Device
+    *,
+    x: Tensor,
+    w: DeviceTensor,
+    y: Tensor,
+    tail: Tail = PLAIN,
+    source: Source = ALONE,
+    warps: int = 1,
+    device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear` for up to 8 tokens and int4, mxfp4 or ternary weights."""
+    """Lower `ops.linear.linear` for few tokens and int4, mxfp4 or ternary weights.
+
+    A program has at least so many `warps`.
+    """
     (m, k), n = x.shape, w.shape[0]
     held = vectors_of(w)
-    vectors = -(-k // held.vector)
-    tile = gemv_tile(rows=n, vectors=vectors, tokens=m, copies=1, device=device)
+    tile = gemv_tile(
+        rows=n,
+        vectors=-(-k // held.vector),
+        tokens=min(m, MAX_TOKENS),
+        copies=1,
+        device=device,
+    ).wider(warps)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
-    grid, weights = (triton.cdiv(n, tile.rows),), tile.rows_of_lane * held.vector
-    return [launch(_gemv_bits, grid, device, tile.warps, weights, **sizes, **given)]
+    given |= {**tail.outputs(y, n), **source.given(x)}
+    weights = tile.rows_of_lane * held.vector
+    return [launch(_gemv_bits, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]
 
-
-MAX_TOKENS = 8
-"""Tokens of a program."""
 
 _WEIGHTS = 64
 
@@ -251,25 +312,29 @@ def _add_word(total, less, word, xs, ASM: tl.constexpr):
 
 @triton.jit
 def _linear_ternary(
-    x, x_scale, w, multiplier, bias, times, residual, y,
+    x, x_scale, w, multiplier, bias, times, residual, y, second, third, h, gain,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, EPS: tl.constexpr,
+    FLOOR: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
     V: tl.constexpr = (K + 63) // 64
-    first = tl.program_id(0) * BN
-    m = (tl.program_id(1) * BM + tl.arange(0, BM))[None, :, None]
+    part, token0 = part_of(M, BM)
+    first = part * BN
+    m = token0 + tl.arange(0, BM)[None, :, None]
     lane = (tl.arange(0, L) % BV)[:, None, None]
     row = rows_of(first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = (row if N % BN == 0 else tl.minimum(row, N - 1)).to(tl.int64)
+    row = paired(row if N % BN == 0 else tl.minimum(row, N - 1), HALF).to(tl.int64)
     total = tl.zeros((L, BM, R), tl.int32)
     less = tl.zeros((L, BM, 1), tl.int32)
     w += row * (V * 4)
     ahead = load_vectors(w, lane, V)
-    start(PDL)
+    enter(h, gain, x, x_scale, K, BLOCK, EPS, "i8", FLOOR, LOWEST, ASM, PDL)
     for turn in range(0, V, BV):
         v = turn + lane
         words = split4(ahead)
@@ -280,15 +345,29 @@ def _linear_ternary(
             total, less = _add_word(total, less, words[c], xs, ASM)
 
     total = add_lanes(total + less, BV).to(tl.float32)
-    factor = tl.load(x_scale + m, m < M, other=0.0) * tl.load(multiplier)
-    total = rounded_product(total, factor, ASM)
     n = rows_of(first, L // BV, 1, R)[:, None, :]
-    inside = (m < M) & (n < N)
-    finish(total, bias, times, residual, y, m.to(tl.int64), n, inside, N, F, ACT, CAP)
+    factor = tl.load(x_scale + m, m < M, other=0.0)
+    if SCALE_ROWS:
+        factor *= tl.load(multiplier + paired(n, HALF), n < N, other=0.0)
+    else:
+        factor *= tl.load(multiplier)
+    total = rounded_product(total, factor, ASM)
+    _end(
+        total, bias, times, residual, y, second, third, first, m.to(tl.int64), n,
+        (m < M) & (n < N), M, N, F, ACT, CAP, N1, N2, HALF,
+    )  # fmt: skip
 
 
 def linear_ternary(
-    *, x: Tensor, x_scale: Tensor, w: DeviceTensor, y: Tensor, tail: Tail = PLAIN, device: Device
+    *,
+    x: Tensor,
+    x_scale: Tensor,
+    w: DeviceTensor,
+    y: Tensor,
+    tail: Tail = PLAIN,
+    source: Source = ALONE,
+    warps: int = 1,
+    device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for ternary weights and int8 activations with a scale per token."""
     (m, k), n = x.shape, w.shape[0]
@@ -299,10 +378,13 @@ def linear_ternary(
         copies=1,
         device=device,
         most=8 if m <= 2 else 2,  # limited by registers
-    )
+    ).wider(warps)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    stored = {"w": w.planes["codes"], "multiplier": w.planes["scale"]}
+    scale = w.planes["scale"]
+    stored = {"w": w.planes["codes"], "multiplier": scale, "SCALE_ROWS": scale.numel() > 1}
     given = {"x": x, "x_scale": x_scale, **stored, **tail.given("linear", y, n)}
-    grid = (triton.cdiv(n, tile.rows), triton.cdiv(m, tile.tokens))
+    given |= {**tail.outputs(y, n), **source.given(x)}
+    given |= {"FLOOR": source.floor, "LOWEST": source.lowest}
     weights = tile.rows_of_lane * _WEIGHTS
+    grid = tile.grid(n, m)
     return [launch(_linear_ternary, grid, device, tile.warps, weights, **sizes, **given)]

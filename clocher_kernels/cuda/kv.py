@@ -1,16 +1,18 @@
-"""The KV cache: a token's cell, narrowing to the cache's type, bounds and lists of pages.
+"""The KV cache: a token's cell, its heads on their way in, bounds and lists of pages.
 
-Narrowing is integer arithmetic on fp32 bits: exact on every architecture and in the interpreter,
-equal to `dtypes.from_f32`, but f16 saturates (see `ops.attention`). A list of pages depends on its
-own query alone; the best ones are found by bisecting the scores.
+A list of pages depends on its own query alone; the best ones are found by bisecting the scores.
 """
+
+from collections.abc import Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor, float32
 
 from clocher_kernels.cuda.attention_block import pages_seen
-from clocher_kernels.cuda.codes import to_f32, unit
+from clocher_kernels.cuda.codes import narrow, to_f32, unit
+from clocher_kernels.cuda.elementwise import turned
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import or_nan, saturated, start, within
 from clocher_kernels.dtypes import LARGEST
@@ -47,52 +49,12 @@ def own_cell(
 
 
 @triton.jit
-def _minifloat(x, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LARGEST: tl.constexpr):
-    """Return the codes of fp32 values: nearest even, saturating, as in `dtypes`."""
-    BIAS: tl.constexpr = (1 << (EXPONENT - 1)) - 1
-    SHIFT: tl.constexpr = 23 - MANTISSA
-    SMALLEST_NORMAL: tl.constexpr = 2.0 ** (1 - BIAS)
-    MAGIC: tl.constexpr = 2.0 ** (1 - BIAS - MANTISSA + 23)
-    bits = x.to(tl.int32, bitcast=True)
-    magnitude = bits & 0x7FFFFFFF
-    nan = magnitude > 0x7F800000
-    value = tl.minimum(tl.where(nan, 0, magnitude).to(tl.float32, bitcast=True), LARGEST)
-    rounded = value.to(tl.int32, bitcast=True)
-    rounded += ((rounded >> SHIFT) & 1) + ((1 << (SHIFT - 1)) - 1)
-    normal = (rounded >> SHIFT) - ((127 - BIAS) << MANTISSA)
-    # The sum rounds at the subnormal step, and its last bits are the code.
-    subnormal = (value + MAGIC).to(tl.int32, bitcast=True) & ((1 << (MANTISSA + 1)) - 1)
-    code = tl.where(value < SMALLEST_NORMAL, subnormal, normal)
-    code = tl.where(nan, (1 << (EXPONENT + MANTISSA)) - 1, code)
-    return code | ((bits >> 24) & 0x80)
-
-
-@triton.jit
-def narrow(x, KV: tl.constexpr):
-    """Round fp32 values to a KV dtype; fp8 as bytes."""
-    if KV == "e4m3":
-        return _minifloat(x, 4, 3, 448.0).to(tl.uint8)
-    elif KV == "e5m2":
-        return _minifloat(x, 5, 2, 57344.0).to(tl.uint8)
-    elif KV == "bf16":
-        bits = x.to(tl.int32, bitcast=True)
-        rounded = bits + ((bits >> 16) & 1) + 0x7FFF
-        rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, bits | 0x400000, rounded)
-        return (rounded >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    elif KV == "f16":
-        # Finite values stay finite; infinity and NaN are kept.
-        largest = tl.where(x < 0, -65504.0, 65504.0)
-        magnitude = tl.abs(x)
-        over = (magnitude > 65504.0) & (magnitude < float("inf"))
-        return tl.where(over, largest, x).to(tl.float16)
-    else:
-        return x
-
-
-@triton.jit
-def _append(x, cache, scale, cell, dim, KV: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr):
-    """Write one head of one token into its cell."""
-    value = tl.load(x + dim, dim < DIM, other=0.0).to(tl.float32)
+def _append(
+    value, cache, scale, cell,
+    KV: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Write one head [1, WIDTH] of one token into its cell."""
+    dim = tl.arange(0, WIDTH)[None, :]
     if KV == "i8":
         odd = tl.max((or_nan(value) != value).to(tl.int32)) > 0
         value = tl.where(odd, 0.0, value)
@@ -109,24 +71,68 @@ def _append(x, cache, scale, cell, dim, KV: tl.constexpr, LARGEST: tl.constexpr,
 
 
 @triton.jit
-def _kv_append(
-    k, v, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr,
-    CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, KV: tl.constexpr, LARGEST: tl.constexpr,
-    PDL: tl.constexpr,
+def enter_heads(
+    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors, pages,
+    k_cache, v_cache, k_scale, v_scale, head, token,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr, EPS: tl.constexpr,
+    KV: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    start(PDL)
-    head, token = tl.program_id(0), tl.program_id(1)
+    """Norm, rotate and append one key/value head of a token; return its query heads [ROWS, WIDTH].
+
+    Without `q` there are none.
+    """
+    at = positions + token
+    one = tl.zeros((1,), tl.int32)
     page, cell = own_cell(
         slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
     )
-    if (page < 0) | (page >= POOL):
-        return
-    at = (page * HEADS + head) * PAGE + cell % PAGE
-    dim = tl.arange(0, BLOCK)
-    _append(k + token * K_ROW + head * DIM, k_cache, k_scale, at, dim, KV, LARGEST, DIM)
-    _append(v + token * V_ROW + head * DIM, v_cache, v_scale, at, dim, KV, LARGEST, DIM)
+    key = turned(
+        k + token * K_ROW + head * DIM, one, one == 0, k_gain, at, k_cos, k_sin,
+        DIM, WIDTH, HALF, ANGLES, EPS,
+    )  # fmt: skip
+    value = turned(
+        v + token * V_ROW + head * DIM, one, one == 0, None, at, None, None,
+        DIM, WIDTH, HALF, ANGLES, EPS,
+    )  # fmt: skip
+    if (page >= 0) & (page < POOL):
+        to = (page * HEADS + head) * PAGE + cell % PAGE
+        _append(key, k_cache, k_scale, to, KV, LARGEST, DIM, WIDTH)
+        _append(value, v_cache, v_scale, to, KV, LARGEST, DIM, WIDTH)
+    if q is not None:
+        row = tl.arange(0, ROWS)
+        key = turned(
+            q + token * Q_ROW + head * GROUP * DIM, row * DIM, row < GROUP, q_gain, at,
+            q_cos, q_sin, DIM, WIDTH, HALF, ANGLES, EPS,
+        )  # fmt: skip
+    return key
+
+
+@triton.jit
+def _heads(
+    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors, pages,
+    k_cache, v_cache, k_scale, v_scale,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
+    SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
+    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr, EPS: tl.constexpr,
+    KV: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    start(PDL)
+    head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    query = enter_heads(
+        q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors,
+        pages, k_cache, v_cache, k_scale, v_scale, head, token,
+        Q_ROW, K_ROW, V_ROW, PAGES_ROW, SLOTS, CELLS, POOL, HEADS, PAGE, DIM, WIDTH, GROUP, ROWS,
+        HALF, ANGLES, EPS, KV, LARGEST,
+    )  # fmt: skip
+    if q is not None:
+        row, dim = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+        to = q + token * Q_ROW + (head * GROUP + row) * DIM + dim
+        tl.debug_barrier()  # other threads read what this overwrites
+        tl.store(to, query, (row < GROUP) & (dim < DIM))
 
 
 def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
@@ -137,16 +143,30 @@ def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
     return sizes
 
 
+def heads_given(
+    k: Tensor, v: Tensor, cells: Mapping[str, Tensor], cache_dtype: str, q: Tensor | None = None
+) -> dict[str, Any]:
+    """Return the arguments of `enter_heads` without norms and rotation."""
+    sizes = cache_sizes(cells["pages"], cells["k_cache"])
+    group = 0 if q is None else q.shape[1] // (sizes["HEADS"] * sizes["DIM"])
+    sizes |= {"GROUP": group, "ROWS": max(16, triton.next_power_of_2(max(group, 1)))}
+    sizes |= {"WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16), "K_ROW": k.stride(0)}
+    sizes |= {"V_ROW": v.stride(0), "Q_ROW": 0 if q is None else q.stride(0)}
+    turns = {"HALF": 1, "ANGLES": 1, "EPS": 0.0}
+    kind = {"KV": cache_dtype, "LARGEST": LARGEST.get(cache_dtype, 0.0)}
+    return {"q": q, "k": k, "v": v, **cells, **sizes, **turns, **kind}
+
+
+def enter_all(given: Mapping[str, Any], device: Device) -> list[Launch]:
+    """Return the launch of `enter_heads`: one program per token and key/value head."""
+    return [launch(_heads, (given["HEADS"], len(given["k"])), device, 4, **given)]
+
+
 def kv_append(
     *, k: Tensor, v: Tensor, cache_dtype: str, device: Device, **cells: Tensor
 ) -> list[Launch]:
-    """Lower `ops.attention.kv_append`; one program per token and key/value head."""
-    sizes = cache_sizes(cells["pages"], cells["k_cache"])
-    rows = {"K_ROW": k.stride(0), "V_ROW": v.stride(0)}
-    kind = {"KV": cache_dtype, "LARGEST": LARGEST.get(cache_dtype, 0.0)}
-    given = {"k": k, "v": v, **cells, **sizes, **rows, **kind}
-    grid, block = (sizes["HEADS"], len(k)), triton.next_power_of_2(sizes["DIM"])
-    return [launch(_kv_append, grid, device, 1, **given, BLOCK=block)]
+    """Lower `ops.attention.kv_append`."""
+    return enter_all(heads_given(k, v, cells, cache_dtype), device)
 
 
 _LARGEST = tl.constexpr(3.4028234663852886e38)

@@ -14,11 +14,10 @@ from torch import Tensor
 from clocher_kernels.cuda.codes import decode_words, to_f16, unit
 from clocher_kernels.cuda.dots import to_scale
 from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
-from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, gemv_bytes
+from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, gemv_bytes
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.prepack import stored
+from clocher_kernels.cuda.prepack import DeviceTensor, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, start
-from clocher_kernels.cuda.tensors import DeviceTensor
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8
@@ -158,18 +157,19 @@ def linear(
     Up to `MOST_SLICED` tokens a result is bit-identical in any batch. UnsupportedOp for int8
     activations with group scales or non-ternary weights, and for unknown activation functions.
     """
-    tail = Tail(**after)
+    given = {"x": x, "w": w, "y": y, "tail": Tail(**after), "device": device}
     if x_scale is not None:
         if not sums_exactly(w.format, group):
             raise no_codes("linear", w)
-        return linear_ternary(x=x, x_scale=x_scale, w=w, y=y, tail=tail, device=device)
-    if len(x) > MOST_SLICED:
-        return gemm(x=x, w=w, y=y, tail=tail, device=device)
-    lower = gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits
-    launches = []
-    for tokens, own in tail.parts(len(x), MAX_TOKENS):
-        launches += lower(x=x[tokens], w=w, y=y[tokens], tail=own, device=device)
-    return launches
+        return linear_ternary(**given, x_scale=x_scale)
+    return (few if len(x) <= MOST_SLICED else gemm)(**given)
+
+
+def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
+    """Lower a product for few tokens, see `gemv_bits` and `gemv_bytes`."""
+    if "x_scale" in given:
+        return linear_ternary(w=w, **given)
+    return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)
 
 
 def no_codes(op: str, w: DeviceTensor) -> UnsupportedOp:

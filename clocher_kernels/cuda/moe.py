@@ -4,19 +4,30 @@ A program multiplies some rows of one token's experts: no gather, sort or reduct
 token's result does not depend on the batch. Expert ids come from `route` and are not checked.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from clocher_kernels.cuda.dots import to_scale
 from clocher_kernels.cuda.gemv_bits import add_lanes, gemv_tile, rows_of, stream_rows
+from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, bytes_tile, multiply_rows, row_sums
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import no_codes
-from clocher_kernels.cuda.prepack import vectors_of
-from clocher_kernels.cuda.scalar import activate, as_activation, or_nan, start
-from clocher_kernels.cuda.tensors import DeviceTensor
+from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
+from clocher_kernels.cuda.quantize import Source
+from clocher_kernels.cuda.scalar import (
+    Tail,
+    activate,
+    as_activation,
+    finish,
+    or_nan,
+    part_of,
+    start,
+)
 from clocher_kernels.errors import UnsupportedOp
 
 
@@ -118,13 +129,20 @@ def _launch(
     """Return the launch for the chosen experts' rows; tokens come first to share reads."""
     held = vectors_of(w)
     (n, k), chosen = w.shape[1:], ids.shape[1]
-    tile = gemv_tile(rows=n, vectors=-(-k // held.vector), tokens=1, copies=chosen, device=device)
+    together = given.get("BA", 1)  # experts that a program multiplies side by side
+    tile = gemv_tile(
+        rows=n,
+        vectors=-(-k // held.vector),
+        tokens=1,
+        copies=chosen,
+        device=device,
+        beside=together,
+    )
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
-    together = given.get("BA")  # experts that a program multiplies side by side
-    grid = (ids.shape[0] if together else ids.numel(), triton.cdiv(n, tile.rows))
+    grid = (ids.shape[0] if "BA" in given else ids.numel(), triton.cdiv(n, tile.rows))
     given |= {"x": x, "ids": ids, **sizes, **held.given(x, device, alone=True)}
     weights = tile.rows_of_lane * held.vector
-    return [launch(kernel, grid, device, tile.warps * (together or 1), weights, **given)]
+    return [launch(kernel, grid, device, tile.warps * together, weights, **given)]
 
 
 def moe_gate_up(
@@ -203,17 +221,65 @@ def _open_experts(
 
 @triton.jit
 def _route(
-    logits, bias, ids, weights,
+    logits, choice_bias, ids, weights,
     SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
     GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
     E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0)
+    start(PDL)
+    _choose(
+        logits, choice_bias, ids, weights, tl.program_id(0),
+        SCORE, NORMAL, FACTOR, GROUPS, TOP, BEST, BG, E, A, BE, BA,
+    )  # fmt: skip
+
+
+@triton.jit
+def _router(
+    x, w, scales, bias, times, residual, y, h, gain, choice_bias, ids, weights, arrivals,
+    M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
+    CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
+    SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
+    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """Score the experts of M tokens; the last program to end chooses, from scores in L2."""
+    part, token0 = part_of(TOKENS, M)
+    n0, arrival = part * ROWS, arrivals + token0 // M
+    totals = multiply_rows(
+        x, w, scales, n0, token0, h, gain,
+        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, 0, WIDTH, EPS, ASM, PDL,
+    )  # fmt: skip
+    n = n0 + tl.arange(0, ROWS)
+    for m in tl.static_range(M):
+        total = row_sums(totals, scales, n, n < N, m, ROWS, UNIT, SPAN, SCALE_ROWS)
+        kept = n < tl.where(token0 + m < TOKENS, N, 0)
+        finish(total, bias, times, residual, y, token0 + m, n, kept, N, F, ACT, CAP)
+    tl.debug_barrier()
+    if tl.atomic_add(arrival, 1, sem="acq_rel") == (N + ROWS - 1) // ROWS - 1:
+        tl.store(arrival, 0)
+        for token in range(token0, tl.minimum(token0 + M, TOKENS)):
+            _choose(
+                y, choice_bias, ids, weights, token,
+                SCORE, NORMAL, FACTOR, GROUPS, TOP, BEST, BG, E, A, BE, BA,
+            )  # fmt: skip
+
+
+@triton.jit
+def _choose(
+    logits, bias, ids, weights, m,
+    SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
+    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
+    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr,
+):  # fmt: skip
+    """Choose the experts of token m and their weights."""
     expert = tl.arange(0, BE)
     choice = tl.arange(0, BA)
     there = expert < E
-    start(PDL)
-    scores = tl.load(logits + m * E + expert, there, other=0.0).to(tl.float32)
+    scores = tl.load(logits + m * E + expert, there, other=0.0, cache_modifier=".cg")
+    scores = scores.to(tl.float32)
     odd = tl.where(scores < float("inf"), 0, 1)
     scores = tl.where(there, scores, float("-inf"))
     if SCORE == "softmax":
@@ -250,25 +316,51 @@ def _route(
 
 
 def route(
+    *, logits: Tensor, ids: Tensor, bias: Tensor | None = None, device: Device, **given: Any
+) -> list[Launch]:
+    """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score."""
+    weights, settings = given.pop("weights"), route_settings(logits.shape[1], ids.shape[1], **given)
+    tensors = {"logits": logits, "ids": ids, "weights": weights, "choice_bias": bias}
+    return [launch(_route, (len(logits),), device, 1, **tensors, **settings)]
+
+
+def router(
+    product: Mapping[str, Any],
+    choice: Mapping[str, Any],
+    source: Source,
+    warps: int,
+    device: Device,
+) -> list[Launch]:
+    """Lower a linear, with weights of whole bytes, and the `route` that reads its result."""
+    choice = dict(choice)
+    logits, ids, weights = (choice.pop(name) for name in ("logits", "ids", "weights"))
+    x, w = product["x"], product["w"]
+    given, grid, warps, streamed = bytes_tile(x, w, source, warps, device)
+    given |= Tail(product.get("bias")).given("linear", logits, w.shape[0])
+    given |= {"choice_bias": choice.pop("bias", None), "ids": ids, "weights": weights}
+    given |= route_settings(logits.shape[1], ids.shape[1], **choice)
+    given["arrivals"] = device.scratch("router_arrivals", (MOST_SLICED,), torch.int32)
+    return [launch(_router, grid, device, warps, streamed, **given)]
+
+
+def route_settings(
+    experts: int,
+    chosen: int,
     *,
-    logits: Tensor,
-    ids: Tensor,
     score: str = "chosen",
     normalise: bool = False,
     factor: float = 1.0,
     groups: int = 0,
     group_top: int = 0,
     group_best: int = 1,
-    device: Device,
-    **given: Any,
-) -> list[Launch]:
-    """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score."""
+) -> dict[str, Any]:
+    """Return the constants of `_choose`; UnsupportedOp for an unknown score."""
     if score not in _SCORES:
         raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
-    (m, experts), chosen = logits.shape, ids.shape[1]
-    chosen_from = {"GROUPS": groups, "TOP": group_top, "BEST": group_best}
-    chosen_from |= {"SCORE": score, "NORMAL": normalise or score == "chosen"}
-    widths = {"E": experts, "BE": triton.next_power_of_2(experts), "A": chosen}
-    widths |= {"BA": triton.next_power_of_2(chosen), "BG": triton.next_power_of_2(max(groups, 1))}
-    given |= {"logits": logits, "ids": ids, "FACTOR": float(factor), **chosen_from, **widths}
-    return [launch(_route, (m,), device, 1, **given)]
+    given = {"GROUPS": groups, "TOP": group_top, "BEST": group_best, "FACTOR": float(factor)}
+    given |= {"SCORE": score, "NORMAL": normalise or score == "chosen"}
+    given |= {"E": experts, "BE": triton.next_power_of_2(experts), "A": chosen}
+    return given | {
+        "BA": triton.next_power_of_2(chosen),
+        "BG": triton.next_power_of_2(max(groups, 1)),
+    }

@@ -20,15 +20,15 @@ Only a row that is no whole number of vectors grows, by zeros; everything else s
 Planes that are not named here are as stored.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from clocher_kernels.cuda.launch import Device
-from clocher_kernels.cuda.tensors import DeviceTensor, planes_as_torch
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
@@ -37,6 +37,61 @@ from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.integers import Int4, Int8
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
+
+if TYPE_CHECKING:  # its Triton is not needed here
+    from clocher_kernels.cuda.launch import Device
+
+# fp8 and e8m0 codes travel as bytes: what they mean is the kernel's business, on every
+# architecture alike.
+TORCH_DTYPES = {
+    "f32": torch.float32,
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "i8": torch.int8,
+    "u8": torch.uint8,
+    "e4m3": torch.uint8,
+    "e5m2": torch.uint8,
+    "e8m0": torch.uint8,
+    "i32": torch.int32,
+    "u32": torch.int32,
+    "u64": torch.int64,
+    "i64": torch.int64,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeviceTensor:
+    """A QuantTensor on the device; planes that `prepack` rearranges have the kernels' layout."""
+
+    shape: tuple[int, ...]
+    format: Format
+    planes: Mapping[str, Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all planes."""
+        return sum(plane.nbytes for plane in self.planes.values())
+
+
+def as_torch(array: np.ndarray, dtype: str) -> Tensor:
+    """View a NumPy array as torch type `dtype`, on the CPU, without a copy."""
+    array = np.ascontiguousarray(array)
+    if dtype in ("bf16", "f16"):
+        array = array.view(np.int16)
+    elif dtype in ("u32", "u64"):
+        array = array.view(f"i{array.itemsize}")
+    with warnings.catch_warnings():
+        # torch has no read-only tensors; the view of a mapped file is never written.
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        tensor = torch.from_numpy(array)
+    return tensor.view(TORCH_DTYPES[dtype])
+
+
+def planes_as_torch(tensor: QuantTensor) -> dict[str, Tensor]:
+    """View a tensor's planes as torch tensors on the CPU, without a copy."""
+    expected = tensor.format.planes(tensor.shape)
+    return {name: as_torch(tensor.planes[name], p.dtype) for name, p in expected.items()}
+
 
 Planes = dict[str, Tensor]
 
@@ -47,7 +102,7 @@ VECTOR = 16
 _PIECE = 1 << 21
 
 
-def prepack(tensor: QuantTensor, device: Device) -> DeviceTensor:
+def prepack(tensor: QuantTensor, device: "Device") -> DeviceTensor:
     """Copy a stored tensor to the device and rearrange its planes there."""
     planes = {
         name: plane.to(device.torch_device, copy=True)
@@ -164,6 +219,30 @@ def _fp16_bits(words: Tensor) -> Tensor:
     return out
 
 
+def stack(tensors: Sequence[DeviceTensor]) -> DeviceTensor | None:
+    """Return matrices of one format as one, row by row; None if a plane has no row for each."""
+    (fmt, width), planes = (tensors[0].format, tensors[0].shape[1:]), dict[str, Tensor]()
+    if any((w.format, w.shape[1:]) != (fmt, width) for w in tensors) or len(width) != 1:
+        return None
+    for name in tensors[0].planes:
+        parts = [w.planes[name] for w in tensors]
+        if isinstance(fmt, Ternary) and name == "scale":
+            parts = [p.expand(w.shape[0]) for p, w in zip(parts, tensors, strict=True)]
+        if any(p.shape[:1] != w.shape[:1] for p, w in zip(parts, tensors, strict=True)):
+            return None
+        planes[name] = torch.cat(parts)
+    return DeviceTensor((sum(w.shape[0] for w in tensors), *width), fmt, planes)
+
+
+def cut(stacked: DeviceTensor, rows: Sequence[int]) -> list[DeviceTensor]:
+    """Return the matrices, of some `rows` each, that `stack` put together: views."""
+    planes = {name: plane.split(list(rows)) for name, plane in stacked.planes.items()}
+    return [
+        DeviceTensor((n, stacked.shape[1]), stacked.format, {k: p[i] for k, p in planes.items()})
+        for i, n in enumerate(rows)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A matrix [N, K] as kernels see it, or experts [E, N, K].
@@ -187,7 +266,7 @@ class Stored:
         """Weights that a lane loads at once."""
         return VECTOR // self.data.itemsize * self.per
 
-    def pairs(self, x: Tensor, device: Device, *, alone: bool = False) -> str:
+    def pairs(self, x: Tensor, device: "Device", *, alone: bool = False) -> str:
         """Return how weights meet fp16 activations in pairs, "" if they do not.
 
         "words": exact word by word. "blocks": a block's activations are scaled (`dots.vector_dot`);
@@ -198,7 +277,7 @@ class Stored:
             return ""
         return "blocks" if alone and self.code == "mxfp4" else "words"
 
-    def given(self, x: Tensor, device: Device, *, alone: bool = False) -> dict[str, Any]:
+    def given(self, x: Tensor, device: "Device", *, alone: bool = False) -> dict[str, Any]:
         """Return the arguments of `stream_rows`, of what `vectors_of` returns; see `pairs`."""
         format_ = {"FORMAT": self.code, "WEIGHTS": self.vector, "GROUP": self.span}
         format_ |= {"SCALE_ROWS": self.scale_rows, "PAIRS": self.pairs(x, device, alone=alone)}
@@ -211,7 +290,8 @@ def stored(w: DeviceTensor) -> Stored:
     if isinstance(fmt, Float):
         return Stored("float", planes["data"], 1, None)
     if isinstance(fmt, Ternary):
-        return Stored("ternary", planes["codes"], 16, planes["scale"])
+        scale = planes["scale"]  # that of each row where matrices are stacked
+        return Stored("ternary", planes["codes"], 16, scale, 0, int(scale.numel() > 1))
     if isinstance(fmt, Mxfp4):
         return Stored("mxfp4", planes["blocks"], 8, planes["scales"], MXFP4_BLOCK, 1)
     codes, scales = planes["codes"], planes["scales"]

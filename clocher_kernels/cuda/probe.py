@@ -12,7 +12,7 @@ def unusable() -> str:
         return reason
     try:
         import torch
-        import triton  # noqa: F401  asked for here, so that its absence is explained
+        import triton
     except ImportError as error:
         name = error.name or error
         return f"{name} is not installed; pip install '.[cuda]' in a clone of Clocher"
@@ -22,6 +22,9 @@ def unusable() -> str:
     if major * 10 + minor < LOWEST_CAPABILITY:
         name = torch.cuda.get_device_name()
         return f"{name} is sm_{major}{minor}; sm_{LOWEST_CAPABILITY} or newer is needed"
+    # Releases before 3.7 leave out a barrier in matmuls of loops there (triton-lang/triton#9871).
+    if major in (10, 11) and tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
+        return f"Triton {triton.__version__} miscomputes on sm_{major}{minor}; install 3.7 or newer"
     return ""
 
 

@@ -23,6 +23,23 @@ def start(PDL: tl.constexpr):
 
 
 @triton.jit
+def part_of(M: tl.constexpr, BM: tl.constexpr):
+    """Return which rows a program has, by number, and its first token of M.
+
+    Programs with the same rows are neighbours, so that weights are read once.
+    """
+    program = tl.program_id(0)
+    SLICES: tl.constexpr = (M + BM - 1) // BM
+    return (program // SLICES, program % SLICES * BM) if SLICES > 1 else (program, 0)
+
+
+@triton.jit
+def paired(row, HALF: tl.constexpr):
+    """Return which row of two stacked matrices of HALF rows each, taken in turns, comes where."""
+    return row // 2 + row % 2 * HALF if HALF > 0 else row
+
+
+@triton.jit
 def within(index, COUNT: tl.constexpr):
     """Clamp indices to 0 .. COUNT - 1 (`ops.contract`)."""
     return tl.minimum(tl.maximum(index, 0), COUNT - 1)
@@ -144,10 +161,12 @@ def activate(x, ACT: tl.constexpr, CAP: tl.constexpr = 1.0):
 def finish(
     total, bias, times, residual, y, m, n, kept,
     N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+    second=None, third=None, N1: tl.constexpr = 0, N2: tl.constexpr = 0,
 ):  # fmt: skip
     """Write y[m, n] where `kept`; m (tokens) and n (of N rows) broadcast to `total`, fp32.
 
     `bias` [N], `times` [tokens, F] (F is N or 1) and `residual` may be None; CAP is for "tanh".
+    Rows from N1 on belong to the output `second`, from N2 on to `third`, if there are any.
     """
     at = m * N + n
     if bias is not None:
@@ -159,21 +178,49 @@ def finish(
         total *= tl.load(times + factor, kept, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + at, kept, other=0.0).to(tl.float32)
-    if times is not None:
+    if second is not None:
+        here, there = kept & (n < N1), kept & (n >= N1) & (n < N2)
+        tl.store(y + m * N1 + n, total.to(y.dtype.element_ty), here)
+        to = second + m * (N2 - N1) + (n - N1)
+        tl.store(to, total.to(second.dtype.element_ty), there)
+        if third is not None:
+            to = third + m * (N - N2) + (n - N2)
+            tl.store(to, total.to(third.dtype.element_ty), kept & (n >= N2))
+    elif times is not None:
         tl.store(y + at, as_activation(total, y), kept)
     else:
         tl.store(y + at, total.to(y.dtype.element_ty), kept)
 
 
+@triton.jit
+def finish_gated(
+    up, gate, bias, y, m, n, kept,
+    HALF: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
+    """Write y[m, n] = activation(gate) * up, both with their `bias` [2 HALF]."""
+    if bias is not None:
+        up += tl.load(bias + n, n < HALF, other=0.0)
+        gate += tl.load(bias + HALF + n, n < HALF, other=0.0)
+    # What overflows y's type must not become finite again.
+    value = activate(or_nan(gate), ACT, CAP) * up.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + m * HALF + n, as_activation(value, y), kept)
+
+
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The epilogue of a matmul, by the names of `ops.linear.linear`."""
+    """The epilogue of a matmul, by the names of `ops.linear.linear`.
+
+    `more` are outputs of the rows behind y's own. `gated`: rows are those of up, then those of
+    gate, and y is activation(gate) * up.
+    """
 
     bias: Tensor | None = None
     times: Tensor | None = None
     residual: Tensor | None = None
     activation: str = "none"
     cap: float = 1.0
+    more: tuple[Tensor, ...] = ()
+    gated: bool = False
 
     def parts(self, count: int, step: int) -> Iterator[tuple[slice, "Tail"]]:
         """Yield at most `step` of `count` tokens, and their epilogue."""
@@ -194,6 +241,13 @@ class Tail:
             )
         tensors = {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
         return {**tensors, "F": wide, "ACT": self.activation, "CAP": float(self.cap)}
+
+    def outputs(self, y: Tensor, rows: int) -> dict[str, Any]:
+        """Return the arguments of `finish` for several outputs, and of `finish_gated`."""
+        ends = [y.shape[1], y.shape[1] + sum(t.shape[1] for t in self.more[:1])]
+        second, third = (*self.more, None, None)[:2]
+        parts = {"second": second, "third": third, "N1": ends[0], "N2": ends[1]}
+        return {**parts, "HALF": rows // 2 if self.gated else 0}
 
 
 PLAIN = Tail()

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from clocher_kernels.cuda.launch import Device, Launch, execute
-from clocher_kernels.cuda.prepack import rearrange
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor, as_torch, planes_as_torch
+from clocher_kernels.cuda.prepack import (
+    TORCH_DTYPES,
+    DeviceTensor,
+    as_torch,
+    planes_as_torch,
+    rearrange,
+)
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import OutOfMemory
 from clocher_kernels.ops import OPS
@@ -21,8 +26,10 @@ Placed = DeviceTensor | Tensor
 Progress = Callable[[int, int], None]
 
 _STAGING_BYTES = 32 << 20
-# Reserved for Triton's modules, the CUDA context and rearrangement temporaries.
+# Reserved for Triton's modules, the CUDA context, scratch and rearrangement temporaries.
 _RESERVE_BYTES = 512 << 20
+_NODE_BYTES = 4 << 10
+"""Device memory of a kernel in a CUDA graph, an estimate."""
 
 
 def host_bytes(weights: Mapping[str, Weight]) -> int:
@@ -30,13 +37,14 @@ def host_bytes(weights: Mapping[str, Weight]) -> int:
     return sum(w.nbytes for w in weights.values() if isinstance(w, np.ndarray | QuantTensor))
 
 
-def check_memory(weights: int, buffers: int, free: int) -> None:
-    """Raise OutOfMemory if a model does not fit; sizes in bytes."""
-    needed = weights + buffers + _RESERVE_BYTES
+def check_memory(weights: int, buffers: int, nodes: int, free: int) -> None:
+    """Raise OutOfMemory if a model does not fit; bytes, and the launches of all graphs."""
+    runtime = _RESERVE_BYTES + nodes * _NODE_BYTES
+    needed = weights + buffers + runtime
     if needed > free:
         raise OutOfMemory(
             f"the GPU has {free >> 20} MiB free; weights need {weights >> 20} MiB, KV cache and "
-            f"buffers {buffers >> 20} MiB, the runtime {_RESERVE_BYTES >> 20} MiB; lower "
+            f"buffers {buffers >> 20} MiB, the runtime {runtime >> 20} MiB; lower "
             "--context or --batch, or choose a smaller --kv-dtype or --precision"
         )
 

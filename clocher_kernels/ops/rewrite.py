@@ -1,7 +1,7 @@
-"""Rewrites of a Plan: the same model, activations stored in fewer bits, or zeros left out."""
+"""Rewrites of a Plan: activations in fewer bits, zeros left out, calls that may be one launch."""
 
-from collections.abc import Callable, Mapping, Set
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Format
@@ -25,6 +25,8 @@ _KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}
 """Op -> what it writes that is zero where what it reads is."""
 _UNIT = 32
 _GROUP = 128
+_MOST_SIDE_BY_SIDE = 3
+"""Matrices that a run multiplies the same activations by."""
 
 
 def act_group(fmt: Format) -> int:
@@ -162,3 +164,98 @@ def _keeps_zeros(call: Call, sparse: Set[str]) -> set[str]:
         kept = _KEEPS_ZEROS.get(call.op)
         return {call.args[kept]} if kept else set()
     return set()
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Calls of a Plan, one after the other, that a back end may execute as one; kind "": one call.
+
+    "products": matrices that multiply the same x, first its norm or its codes, if they are made for
+    them alone; of two the second may be a gate that is multiplied by the first. "router": the same
+    with one matrix, and the choice of experts. "heads": norms and rotations of queries and keys,
+    their way into the cache, and attention if that follows.
+    """
+
+    kind: str
+    calls: tuple[Call, ...]
+
+
+def runs(plan: Plan) -> tuple[Run, ...]:
+    """Return a Plan's calls, in order, as runs. What a back end declines is executed call by call.
+
+    What a run leaves unwritten (a norm in place before codes are made of it, rotated queries and
+    keys) no later call reads.
+    """
+    found: list[Run] = []
+    calls = plan.calls
+    while calls:
+        run = _heads(calls) or _products(calls) or Run("", calls[:1])
+        found.append(run)
+        calls = calls[len(run.calls) :]
+    return tuple(found)
+
+
+def _products(calls: Sequence[Call]) -> Run | None:
+    end, x, unwritten = 0, calls[0].args.get("x", ""), ""
+    if calls[0].op == "rms_norm" and "residual" not in calls[0].args:
+        end, x = 1, calls[0].args["y"]
+        unwritten = x if calls[0].args["x"] == x else ""
+    codes = [c for c in calls[end : end + 1] if c.op == "quantize" and not c.attrs["group"]]
+    if codes and codes[0].args["x"] == x:
+        unwritten = x if end else ""
+        x, end = codes[0].args["q"], end + 1
+    elif unwritten:
+        return None
+    first = end
+    while end < len(calls) and calls[end].op == "linear" and calls[end].args["x"] == x:
+        y = calls[first].args["y"]
+        gates = end == first + 1 and (calls[end].args.get("times"), calls[end].args["y"]) == (y, y)
+        if end > first and not (gates or _plain(calls[end])):
+            break
+        end += 1
+        if gates or not _plain(calls[end - 1]) or end - first == _MOST_SIDE_BY_SIDE:
+            break
+    made = {y for call in calls[first:end] for y in written(call)}
+    over = made & {x, calls[0].args.get("x", "")}
+    if end == first or over or (unwritten and _is_read(calls[end:], unwritten)):
+        return None
+    scores = calls[first].args["y"] if end == first + 1 and _plain(calls[first]) else ""
+    if calls[end : end + 1] and calls[end].op == "route" and calls[end].args["logits"] == scores:
+        return Run("router", tuple(calls[: end + 1]))
+    return Run("products", tuple(calls[:end])) if end > 1 else None
+
+
+def _plain(call: Call) -> bool:
+    """Return whether a linear does no more than multiply and add a bias."""
+    return {"times", "residual"}.isdisjoint(call.args) and "activation" not in call.attrs
+
+
+def _heads(calls: Sequence[Call]) -> Run | None:
+    end = next((i for i, call in enumerate(calls[:5]) if call.op == "kv_append"), None)
+    if end is None:
+        return None
+    attends = end + 1 < len(calls) and calls[end + 1].op == "attention"
+    key, turned = calls[end].args["k"], dict[str, list[str]]()
+    for call in calls[:end]:
+        x = call.args.get("x", "")
+        if call.op not in ("rms_norm", "rope") or call.args.get("y", x) != x:
+            return None
+        turned.setdefault(x, []).append(call.op)
+    query = {calls[end + 1].args["q"]} if attends else turned.keys() - {key}
+    rest = calls[end + 1 + attends :]
+    if any(ops not in (["rms_norm"], ["rope"], ["rms_norm", "rope"]) for ops in turned.values()):
+        return None
+    if len(turned.keys() | query | {key}) > 2 or _is_read(rest, key):
+        return None
+    if attends and any(_is_read(rest, name) for name in query):
+        return None
+    return Run("heads", tuple(calls[: end + 1 + attends])) if end or attends else None
+
+
+def _is_read(calls: Sequence[Call], name: str) -> bool:
+    """Return whether calls read a buffer before they write all of it."""
+    for call in calls:
+        kinds = {p.kind for p in OPS[call.op].params if call.args.get(p.name) == name}
+        if kinds:
+            return not kinds <= {"out"}
+    return False

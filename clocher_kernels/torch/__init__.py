@@ -5,7 +5,7 @@ from typing import Self
 
 import torch
 
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, as_torch
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, as_torch
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.formats.bsr import Bsr

@@ -8,8 +8,7 @@ import torch
 
 from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Device, current_device, execute
-from clocher_kernels.cuda.prepack import rearrange
-from clocher_kernels.cuda.tensors import TORCH_DTYPES, DeviceTensor
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
 from clocher_kernels.formats import Format
 from clocher_kernels.library.host import checked_attributes, facts, op_plan
 from clocher_kernels.ops import OPS

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from clocher_kernels.cuda.tensors import TORCH_DTYPES as TYPES
+from clocher_kernels.cuda.prepack import TORCH_DTYPES as TYPES
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import Format, Plane, parse_format

@@ -1,0 +1,154 @@
+"""Runs of calls (`ops.rewrite.runs`) as one launch each, or two: what a step needs fewer of.
+
+A function of `FUSED` gets a run, the arguments and attributes of each call, and what `stacked` made
+of their weights; it returns no launch where it does not fit, and the calls are
+lowered one by one. For a single token, norms and codes are made in the matmul's own launch, by
+every program alike, and attention enters the token's keys itself.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from clocher_kernels.cuda import kv
+from clocher_kernels.cuda.attention import attention
+from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
+from clocher_kernels.cuda.launch import Device, Launch
+from clocher_kernels.cuda.linear import few
+from clocher_kernels.cuda.moe import router
+from clocher_kernels.cuda.prepack import DeviceTensor, cut, stack
+from clocher_kernels.cuda.quantize import ALONE, Source, quantize, rms_norm, row_warps
+from clocher_kernels.cuda.scalar import Tail
+from clocher_kernels.formats.floats import Float, Fp8
+from clocher_kernels.formats.integers import Int8
+from clocher_kernels.ops.linear import sums_exactly
+from clocher_kernels.ops.rewrite import Run
+
+Given = Mapping[str, Any]
+Stacked = tuple[DeviceTensor, torch.Tensor | None]
+"""Weights of a run as one, row by row, and their biases."""
+
+_WARPS = 4
+"""Warps of a program that makes a row: in its own launch as many, so that sums have one order."""
+_MOST_ROWS = 1 << 16
+"""Rows of a weight whose programs each make the row that they multiply."""
+
+
+def stacked(run: Run, values: dict[str, Any]) -> Stacked | None:
+    """Stack the weights of a run; `values` then has views of it. None if they do not fit."""
+    calls = [call for call in run.calls if call.op == "linear"]
+    if not calls:
+        return None
+    if len(calls) == 1:
+        own = values[calls[0].args["w"]]
+        return own, values.get(calls[0].args.get("bias", ""))
+    biases = [call.args["bias"] for call in calls if "bias" in call.args]
+    whole = stack([values[call.args["w"]] for call in calls])
+    if whole is None or len(biases) not in (0, len(calls)):
+        return None
+    rows = [values[call.args["w"]].shape[0] for call in calls]
+    for call, part in zip(calls, cut(whole, rows), strict=True):
+        values[call.args["w"]] = part
+    return whole, torch.cat([values[name] for name in biases]) if biases else None
+
+
+def _with_rows(
+    calls: Sequence[Given],
+    w: DeviceTensor,
+    device: Device,
+    lower: Callable[[Source, int], list[Launch]],
+) -> list[Launch]:
+    """Return the launches of a matmul after those that make its x, if it does not do so itself.
+
+    `lower` gets what x is made of, and the least warps of a program.
+    """
+    first, codes = calls[0], next((call for call in calls[:2] if "q" in call), None)
+    norm = first if "eps" in first else None
+    if norm is None and codes is None:
+        return lower(ALONE, 1)
+    h, gain, eps = first["x"], None if norm is None else norm["weight"], first.get("eps", 0.0)
+    warps = min(row_warps(h.shape[1]), _WARPS)
+    if len(h) == 1 and row_warps(h.shape[1]) == _WARPS and w.shape[0] <= _MOST_ROWS:
+        limits = {} if codes is None else {n: float(codes[n]) for n in ("floor", "lowest")}
+        launches = lower(Source(h, gain, eps, **limits), warps)
+        if launches[0].num_warps == _WARPS:
+            return launches
+    if codes is not None:
+        made = quantize(**{**codes, "x": h}, gain=gain, eps=eps, device=device)
+    else:
+        made = rms_norm(**first, device=device)
+    return [*made, *lower(ALONE, warps)]
+
+
+def _products(
+    run: Run, calls: Sequence[Given], whole: Stacked | None, device: Device
+) -> list[Launch]:
+    linears = [call for call in calls if "w" in call]
+    last = linears[-1]
+    if whole is None or len(last["x"]) > MOST_SLICED or not _fits(calls, whole[0]):
+        return []
+    w, bias = whole
+    y, *more = [call["y"] for call in linears]
+    after = {n: last[n] for n in ("activation", "cap", "times", "residual") if n in last}
+    gated = len(linears) == 2 and "times" in last
+    if gated:
+        del after["times"]
+    tail = Tail(bias, **after, gated=gated, more=() if gated else tuple(more))
+    given = {n: last[n] for n in ("x", "x_scale") if n in last}
+    given |= {"w": w, "y": y, "tail": tail, "device": device}
+    return _with_rows(calls, w, device, lambda s, n: few(**given, source=s, warps=n))
+
+
+def _routers(
+    run: Run, calls: Sequence[Given], whole: Stacked | None, device: Device
+) -> list[Launch]:
+    *_, product, choice = calls
+    if whole is None or len(product["x"]) > MOST_SLICED or not _fits(calls, whole[0]):
+        return []
+    if not isinstance(product["w"].format, Float | Int8 | Fp8):
+        return []
+    return _with_rows(
+        calls, product["w"], device, lambda s, n: router(product, choice, s, n, device)
+    )
+
+
+def _fits(calls: Sequence[Given], w: DeviceTensor) -> bool:
+    """Return whether a norm is one of whole rows, and codes are those that the weight takes."""
+    whole = "eps" not in calls[0] or len(calls[0]["weight"]) == w.shape[1]
+    coded = any("x_scale" in call for call in calls)
+    return whole and (not coded or sums_exactly(w.format, 0))
+
+
+def _heads(run: Run, calls: Sequence[Given], whole: Stacked | None, device: Device) -> list[Launch]:
+    """Norm and rotate queries and keys, append, and attend if that comes next."""
+    at = next(i for i, call in enumerate(run.calls) if call.op == "kv_append")
+    append, last = calls[at], calls[at + 1] if at + 1 < len(calls) else None
+    key, dim = run.calls[at].args["k"], append["k_cache"].shape[3]
+    q, turns = None if last is None else last["q"], dict[str, Any]()
+    for own, call in zip(run.calls[:at], calls, strict=False):
+        who = "k" if own.args["x"] == key else "q"
+        q = call["x"] if who == "q" else q
+        if own.op == "rope":
+            angles, half = call["cos"].shape
+            if call["head"] not in (0, dim) or turns.get("HALF", half) != half or 2 * half > dim:
+                return []
+            turns |= {f"{who}_cos": call["cos"], f"{who}_sin": call["sin"]}
+            turns |= {"HALF": half, "ANGLES": min(angles, turns.get("ANGLES", angles))}
+        else:
+            if len(call["weight"]) != dim or turns.get("EPS", call["eps"]) != call["eps"]:
+                return []
+            turns |= {f"{who}_gain": call["weight"], "EPS": call["eps"]}
+    cells = {n: v for n, v in append.items() if n not in ("k", "v", "cache_dtype")}
+    given = kv.heads_given(append["k"], append["v"], cells, append["cache_dtype"], q) | turns
+    if last is not None and len(append["k"]) == 1:
+        return attention(**last, heads_of=given, device=device)
+    return kv.enter_all(given, device) + ([] if last is None else attention(**last, device=device))
+
+
+FUSED: dict[str, Callable[[Run, Sequence[Given], Stacked | None, Device], list[Launch]]] = {
+    "products": _products,
+    "router": _routers,
+    "heads": _heads,
+}
+"""Kind of a run -> function that lowers it."""
