@@ -21,11 +21,13 @@ from clocher_runtime.config.commands import CHAT_TEMPERATURE, ServeConfig, is_lo
 from clocher_runtime.engine.arguments import check_biases
 from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
+from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest, MessageStream
 from clocher_runtime.serve.edge import (
     PUBLIC,
     SMALL_BODY_BYTES,
     Bodies,
     Disconnected,
+    EventAnswer,
     EventStream,
     Gate,
     Named,
@@ -47,7 +49,7 @@ from clocher_runtime.serve.requests import (
     SamplingFields,
     TokenizeRequest,
 )
-from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest
+from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
 from clocher_runtime.serve.schemas import Schema
 from clocher_runtime.text.answers import StopStrings, opens_thoughts
 from clocher_runtime.text.grammar import Grammars
@@ -99,18 +101,36 @@ class Server:
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
         asked = await self.parse(request, ChatRequest)
-        return await _answered(request, await self.begin(asked, "chatcmpl"), asked.stream)
+        return await _answered(request, await self.begin(asked, "chatcmpl-"), asked.stream)
 
     async def complete(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
         asked = await self.parse(request, CompletionRequest)
-        return await _answered(request, await self.begin(asked, "cmpl"), asked.stream)
+        return await _answered(request, await self.begin(asked, "cmpl-"), asked.stream)
 
     async def respond(self, request: Request) -> ASGIApp:
         """POST /v1/responses."""
         asked = await self.parse(request, ResponsesRequest)
-        chat = await self.begin(await self.prompts.apart(asked.chat), "resp")
-        return await _answered(request, ResponsesAnswer(asked, chat), asked.stream)
+        chat = await self.begin(await self.prompts.apart(asked.chat), "resp_")
+        told = ResponseStream(asked, chat.answer)
+        return await _answered(request, EventAnswer(chat, told), asked.stream)
+
+    async def message(self, request: Request) -> ASGIApp:
+        """POST /v1/messages."""
+        asked = await self.parse(request, MessagesRequest)
+        chat = await self.begin(await self._translated(asked), "msg_")
+        told = MessageStream(chat.answer)
+        return await _answered(request, EventAnswer(chat, told), asked.stream)
+
+    async def count(self, request: Request) -> ASGIApp:
+        """POST /v1/messages/count_tokens."""
+        asked = await self.parse(request, CountTokensRequest)
+        chat = await self._translated(asked)
+        ids, _ = await self._conversation(chat, self.engine.serving().longest)
+        return json_response({"input_tokens": len(ids)})
+
+    async def _translated(self, asked: CountTokensRequest) -> ChatRequest:
+        return await self.prompts.apart(lambda: asked.chat(self.prompts.template))
 
     async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
         """Submit a request to the engine; raises ApiError if it cannot be answered now."""
@@ -148,8 +168,9 @@ class Server:
     async def _conversation(
         self, asked: ChatRequest | TokenizeRequest, longest: int
     ) -> tuple[list[int], str]:
-        variables = asked.template_variables
-        return await self.prompts.chat(asked.dialogue(), asked.functions, variables, longest)
+        variables, continues = asked.template_variables, bool(asked.continue_final_message)
+        messages = asked.dialogue()
+        return await self.prompts.chat(messages, asked.functions, variables, longest, continues)
 
     def _choice(
         self, asked: ChatRequest | CompletionRequest, ask: Submit, tail: str
@@ -336,7 +357,7 @@ class Server:
             except (Disconnected, ClientDisconnect):
                 response = Response(status_code=_CLOSED)
             except Exception as error:
-                response = error_response(error)
+                response = error_response(error, path)
             status = response.status_code if isinstance(response, Response) else 200
             self.metrics.response(path, status)
             return response
@@ -345,21 +366,21 @@ class Server:
 
 
 async def _answered(
-    request: Request, answer: Pipeline | ResponsesAnswer, stream: bool | None
+    request: Request, answer: Pipeline | EventAnswer, stream: bool | None
 ) -> ASGIApp:
     if stream:
-        return EventStream(answer.events())
+        return EventStream(answer.events(), answer.failed)
     return json_response(await unless_gone(request.receive, answer.whole()))
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code != 405:
-        return error_response(failure("unknown_url", got=request.url.path))
+        return error_response(failure("unknown_url", got=request.url.path), request.url.path)
     allowed = (error.headers or {}).get("Allow", "GET").split(", ")
     wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
     wrong.headers["allow"] = ", ".join(allowed)
-    return error_response(wrong)
+    return error_response(wrong, request.url.path)
 
 
 def denoised(ready: Ready, asked: str | None) -> Diffusing | None:

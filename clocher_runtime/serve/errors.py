@@ -15,7 +15,8 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
     "invalid_api_key": (
         401,
         "authentication_error",
-        "No valid API key; expected the header `Authorization: Bearer KEY` with the server's key",
+        "No valid API key; expected the header `Authorization: Bearer KEY` (or `x-api-key: KEY`) "
+        "with the server's key",
     ),
     "forbidden": (
         403,
@@ -55,6 +56,19 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
     "timeout": (504, _SERVER, "The answer was not complete after {seconds:g} s; ask for less"),
 }
 """Code -> status, OpenAI's error type, message."""
+MESSAGES_PATH = "/v1/messages"
+"""Where errors have Anthropic's shape."""
+_ANTHROPIC = {
+    400: _INVALID,
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Status -> Anthropic's error type; other 4xx are invalid requests, other 5xx api_error."""
 _SHOWN_CHARS = 80
 _RETRY_STATUS = (429, 503)
 # Hints about flags are for the operator, not for clients.
@@ -79,6 +93,14 @@ class ApiError(ClocherError):
         """The JSON body, also the last event of a failed stream."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """Return the JSON body for clients of a route."""
+        if not path.startswith(MESSAGES_PATH):
+            return self.body
+        usual = _INVALID if self.status < 500 else "api_error"
+        kind = _ANTHROPIC.get(self.status, usual)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def failure(code: str, *, param: str | None = None, retry_after: int = 1, **facts: Any) -> ApiError:

@@ -1,12 +1,13 @@
 """The routes of the server, and its OpenAPI 3.1 document."""
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from clocher_runtime.serve.errors import codes_by_status
+from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest
+from clocher_runtime.serve.errors import MESSAGES_PATH, codes_by_status
 from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -31,11 +32,18 @@ class Described(NamedTuple):
     asks: type[Schema] | None = None
     answers: tuple[str, ...] = (_JSON,)
 
+    @property
+    def fault(self) -> "type[BaseModel]":
+        """The schema of its errors."""
+        return MessagesError if self.path.startswith(MESSAGES_PATH) else Error
+
 
 ROUTES = (
     Described("chat", "post", "/v1/chat/completions", "Answer a conversation", ChatRequest, _BOTH),
     Described("complete", "post", "/v1/completions", "Continue texts", CompletionRequest, _BOTH),
     Described("respond", "post", "/v1/responses", "Answer in items", ResponsesRequest, _BOTH),
+    Described("message", "post", "/v1/messages", "Answer as Anthropic", MessagesRequest, _BOTH),
+    Described("count", "post", "/v1/messages/count_tokens", "Only count", CountTokensRequest),
     Described("models", "get", "/v1/models", "The model that is served"),
     Described("model", "get", "/v1/models/{model}", "The model that is served, by its name"),
     Described("tokenize", "post", "/tokenize", "The tokens of a prompt", TokenizeRequest),
@@ -62,11 +70,18 @@ class Error(BaseModel):
     error: Fault
 
 
+class MessagesError(BaseModel):
+    """An error response to /v1/messages, with a type and a message."""
+
+    type: Literal["error"]
+    error: dict[Literal["type", "message"], str]
+
+
 @cache
 def document(version: str) -> dict[str, Any]:
     """Return the OpenAPI document."""
     models: list[type[BaseModel]] = [route.asks for route in ROUTES if route.asks is not None]
-    models.append(Error)
+    models += [Error, MessagesError]
     _, defined = models_json_schema([(each, "validation") for each in models], ref_template=_REF)
     paths: dict[str, Any] = {}
     for route in ROUTES:
@@ -90,7 +105,7 @@ def _operation(route: Described) -> dict[str, Any]:
     kinds: dict[str, Any] = {_JSON: {"type": "object"}, "text/event-stream": {}}
     answer = {kind: {"schema": kinds.get(kind, {"type": "string"})} for kind in route.answers}
     responses: dict[str, Any] = {
-        status: {"description": f"Error: {codes}", "content": body(Error)}
+        status: {"description": f"Error: {codes}", "content": body(route.fault)}
         for status, codes in codes_by_status().items()
     }
     responses["200"] = {"description": "The answer", "content": answer}

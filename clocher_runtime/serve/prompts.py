@@ -27,7 +27,8 @@ class PromptRoom:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
-        self.style: AnswerStyle = answer_style(self.tokenizer, self.tokenizer.chat_template)
+        self.template = self.tokenizer.chat_template
+        self.style: AnswerStyle = answer_style(self.tokenizer, self.template)
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
@@ -50,17 +51,28 @@ class PromptRoom:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         context: int,
+        continues: bool = False,
     ) -> tuple[list[int], str]:
-        """Return the ids of a conversation and the end of its text; raises UsageError."""
+        """Return the ids of a conversation and the end of its text; raises UsageError.
+
+        `continues`: the answer goes on with the last message.
+        """
         if not self.tokenizer.chat_template:
             raise UsageError("this model has no chat template; send plain text to /v1/completions")
 
         def work() -> tuple[list[int], str]:
+            conversation = conversation_of(messages, self.style)
             text = self.tokenizer.apply_chat_template(
-                conversation_of(messages, self.style), tools=tools or None, variables=variables
+                conversation,
+                tools=tools or None,
+                add_generation_prompt=variables.get("add_generation_prompt", not continues),
+                variables=variables,
             )
-            ids = self.tokenizer.encode(text, special=False, room=context)
-            return ids, text[-_TAIL_CHARS:]
+            tail = _TAIL_CHARS
+            if continues:
+                text = _until_end_of(conversation[-1]["content"], text)
+                tail += len(conversation[-1]["content"])  # with what opened the message
+            return self.tokenizer.encode(text, special=False, room=context), text[-tail:]
 
         return await self.apart(work)
 
@@ -79,6 +91,18 @@ class PromptRoom:
     async def apart(self, work: Callable[[], T]) -> T:
         """Run `work` in the text thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+
+
+def _until_end_of(content: str, text: str) -> str:
+    """Return a conversation's text up to the end of its last message, as transformers cuts it."""
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise UsageError(
+            "continue_final_message: the chat template of this model does not write the last "
+            "message as it is; leave it out"
+        )
+    kept = content.lstrip() if text.startswith(content.lstrip(), at) else content.strip()
+    return text[: at + len(kept)]
 
 
 def room_for(

@@ -12,12 +12,14 @@ from clocher_runtime.serve.schemas import (
     MAX_PROMPT_TOKENS,
     MAX_TOKENS,
     MAX_TOOLS,
+    AssistantMessage,
     Biases,
     Diffusion,
     GuidedChoice,
     GuidedGrammar,
     GuidedRegex,
     GuidedSchema,
+    Message,
     Messages,
     NamedChoice,
     PlainFormat,
@@ -32,6 +34,7 @@ from clocher_runtime.serve.schemas import (
     TemplateVariables,
     TokenId,
     Tool,
+    joined,
     plain_messages,
     text_of,
 )
@@ -171,7 +174,6 @@ class ChatFields(Schema):
 
     unsupported: ClassVar = {
         "chat_template": ((), "the model's own template is used"),
-        "continue_final_message": ((False,), "use /v1/completions"),
         "documents": (([],), "put their text into a message"),
         "functions": (([],), "use tools"),
         "function_call": (("none",), "use tool_choice"),
@@ -179,7 +181,28 @@ class ChatFields(Schema):
 
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="the answer goes on with the last message, an assistant's"
+    )
     chat_template_kwargs: TemplateVariables | None = None
+
+    def check_continuation(self, messages: Sequence[Message]) -> None:
+        """Raise Refused if the last message is to be continued and cannot be."""
+        if not self.continue_final_message:
+            return
+        last = messages[-1] if messages else None
+        text = joined(last.content or "") if isinstance(last, AssistantMessage) else ""
+        if not text.strip() or getattr(last, "tool_calls", None):
+            raise Refused(
+                "continue_final_message: the last message has to be an assistant's with text and "
+                "no tool_calls",
+                "continue_final_message",
+            )
+        if self.add_generation_prompt:
+            raise Refused(
+                "add_generation_prompt and continue_final_message are both set; set one of them",
+                "continue_final_message",
+            )
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -222,6 +245,7 @@ class ChatRequest(ChatFields, GenerationFields):
     def model_post_init(self, context: Any) -> None:
         """Validate combinations of fields."""
         super().model_post_init(context)
+        self.check_continuation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs is given without logprobs; set logprobs", "top_logprobs")
         names = [tool.function.name for tool in self.tools or ()]
@@ -327,6 +351,7 @@ class TokenizeRequest(ChatFields):
         if (self.prompt is None) == (self.messages is None):
             both = "neither" if self.prompt is None else "both"
             raise Refused(f"{both} of prompt and messages are given; expected one", "prompt")
+        self.check_continuation(self.messages or ())
 
     def dialogue(self) -> list[dict[str, Any]]:
         """Return the messages as chat templates read them; [] if there is a prompt."""

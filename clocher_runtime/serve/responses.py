@@ -3,14 +3,15 @@
 Nothing is stored; `store` is ignored.
 """
 
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from clocher_runtime.serve.answers import Answer, Pipeline
-from clocher_runtime.serve.errors import ApiError, Refused, to_json
+from clocher_runtime.serve.answers import Answer
+from clocher_runtime.serve.edge import Event
+from clocher_runtime.serve.errors import ApiError, Refused
 from clocher_runtime.serve.requests import ChatRequest, SamplingFields
 from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
@@ -185,7 +186,6 @@ class ResponsesRequest(SamplingFields):
         return messages
 
 
-Event = dict[str, Any]
 _KINDS: Mapping[str, tuple[str, str, str]] = {
     "content": ("message", "msg", "response.output_text"),
     "reasoning": ("reasoning", "rs", "response.reasoning_text"),
@@ -237,7 +237,7 @@ class ResponseStream:
         self.reasoning_tokens += self.open is not None and self.open["type"] == "reasoning"
         return events
 
-    def finish(self, finish: str) -> list[Event]:
+    def finish(self, finish: str, stop: str | None = None) -> list[Event]:
         """Return the last events; `finish` is "stop", "length" or "tool_calls"."""
         if finish == "length":
             events = self._close("incomplete")
@@ -297,7 +297,7 @@ class ResponseStream:
         }
 
     def _id(self, prefix: str) -> str:
-        return f"{prefix}_{self.answer.id.partition('-')[2]}"
+        return f"{prefix}_{self.answer.id.partition('_')[2]}"
 
     def _place(self, kind: str) -> dict[str, Any]:
         """Return the id and index of the open item, as events have them."""
@@ -346,39 +346,3 @@ class ResponseStream:
         event = {"type": kind, "sequence_number": self.sequence, **fields}
         self.sequence += 1
         return event
-
-
-class ResponsesAnswer:
-    """The response to one request: a chat with one choice, reported in items."""
-
-    def __init__(self, request: ResponsesRequest, chat: Pipeline) -> None:
-        self._chat, self._stream = chat, ResponseStream(request, chat.answer)
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the response of a request without `stream`; raises ApiError."""
-        async for _ in self._steps():
-            pass
-        return self._stream.response()
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a streamed response; the last one has the final status."""
-        yield _sent(self._stream.start())
-        try:
-            async for events in self._steps():
-                if events:
-                    yield _sent(events)
-        except ApiError as error:
-            yield _sent(self._stream.fail(error))
-
-    async def _steps(self) -> AsyncIterator[list[Event]]:
-        (choice,) = self._chat.choices
-        async for step in self._chat.steps():
-            pushed = [self._stream.push(deltas, choice.calls) for _, deltas, _ in step]
-            yield [event for events in pushed for event in events]
-        yield self._stream.finish(choice.finish)
-
-
-def _sent(events: Sequence[Event]) -> bytes:
-    return b"".join(
-        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events
-    )

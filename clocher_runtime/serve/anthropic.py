@@ -1,0 +1,318 @@
+"""POST /v1/messages and its count_tokens: a chat in Anthropic's shapes (Anthropic API reference).
+
+Prefixes are cached without being asked, so `cache_control` needs no reading. Signatures of
+thinking are empty, and nothing is signed.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import Field
+from pydantic_core import from_json
+
+from clocher_runtime.serve.answers import Answer
+from clocher_runtime.serve.edge import Event
+from clocher_runtime.serve.errors import MESSAGES_PATH, ApiError, to_json
+from clocher_runtime.serve.requests import ChatRequest, SamplingFields
+from clocher_runtime.serve.schemas import (
+    MAX_MESSAGES,
+    MAX_TOKENS,
+    MAX_TOOLS,
+    FunctionName,
+    JsonSchema,
+    Schema,
+    ShortText,
+    Stops,
+    TextPart,
+    checked,
+    joined,
+    list_of,
+)
+from clocher_runtime.text.answers import Delta
+
+_MAX_BLOCKS = 4096
+B = TypeVar("B", bound=Schema)
+
+
+class ThinkingBlock(Schema):
+    """What the model thought in an earlier turn; its signature is not read."""
+
+    type: Literal["thinking"]
+    thinking: str
+
+
+class ToolUseBlock(Schema):
+    """A call that the model made in an earlier turn."""
+
+    type: Literal["tool_use"]
+    id: ShortText
+    name: FunctionName
+    input: dict[str, Any]
+
+
+class ToolResultBlock(Schema):
+    """What a call gave; the text of an error begins with that word. Images are refused."""
+
+    type: Literal["tool_result"]
+    tool_use_id: ShortText
+    content: str | list[TextPart] | None = None
+    is_error: bool | None = None
+
+    @property
+    def text(self) -> str:
+        """What the model reads."""
+        return ("Error: " if self.is_error else "") + joined(self.content or "")
+
+
+_Given = Annotated[TextPart | ToolResultBlock, Field(discriminator="type")]
+_Made = Annotated[TextPart | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
+
+
+def _of(kind: type[B], content: str | Sequence[Schema]) -> list[B]:
+    blocks = [TextPart(type="text", text=content)] if isinstance(content, str) else content
+    return [block for block in blocks if isinstance(block, kind)]
+
+
+def _function(**fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": fields}
+
+
+class UserTurn(Schema):
+    """What a user says and tools gave, or instructions within the conversation."""
+
+    role: Literal["user", "system"]
+    content: str | Annotated[list[_Given], list_of(_MAX_BLOCKS)]
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Return the messages of a chat: the results of tools, then the text."""
+        found = [
+            {"role": "tool", "tool_call_id": result.tool_use_id, "content": result.text}
+            for result in _of(ToolResultBlock, self.content)
+        ]
+        if (texts := _of(TextPart, self.content)) or not found:
+            found.append({"role": self.role, "content": joined(texts)})
+        return found
+
+
+class AssistantTurn(Schema):
+    """What the model said; the answer continues the last message if that is text."""
+
+    role: Literal["assistant"]
+    content: str | Annotated[list[_Made], list_of(_MAX_BLOCKS)]
+
+    def plain(self) -> list[dict[str, Any]]:
+        """Return the message of a chat."""
+        thoughts = "\n".join(block.thinking for block in _of(ThinkingBlock, self.content))
+        turn = {"role": self.role, "content": joined(_of(TextPart, self.content))}
+        calls = [
+            {"id": b.id, **_function(name=b.name, arguments=to_json(b.input).decode())}
+            for b in _of(ToolUseBlock, self.content)
+        ]
+        return [turn | {"reasoning_content": thoughts or None, "tool_calls": calls or None}]
+
+
+class ClientTool(Schema):
+    """A tool that the client runs; those of Anthropic's servers are refused."""
+
+    type: Literal["custom"] | None = None
+    name: FunctionName
+    description: str | None = None
+    input_schema: JsonSchema
+
+
+class ToolChoice(Schema):
+    """Whether tools have to be called, and which one."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: FunctionName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingSettings(Schema):
+    """Whether the model thinks, where its template reads that; budgets are not kept to."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
+
+
+class OutputFormat(Schema):
+    """JSON that a schema describes."""
+
+    type: Literal["json_schema"]
+    schema_: JsonSchema = Field(alias="schema")
+
+
+class OutputConfig(Schema):
+    """The format of the answer, and how much the model thinks where its template reads that."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Schema):
+    """POST /v1/messages/count_tokens."""
+
+    unsupported: ClassVar = {
+        "mcp_servers": (([],), "call their tools in your program"),
+        "container": ((), "nothing runs on the server"),
+    }
+
+    model: ShortText | None = None
+    messages: Annotated[
+        list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]],
+        list_of(MAX_MESSAGES, 1),
+    ]
+    system: str | Annotated[list[TextPart], list_of(_MAX_BLOCKS)] | None = None
+    tools: list[ClientTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
+    tool_choice: ToolChoice | None = None
+    thinking: ThinkingSettings | None = None
+    output_config: OutputConfig | None = None
+
+    def chat(self, template: str) -> ChatRequest:
+        """Return the equivalent chat request for a model's chat template; raises ApiError."""
+        return checked(ChatRequest, self._fields() | {"chat_template_kwargs": self._kept(template)})
+
+    def _fields(self) -> dict[str, Any]:
+        messages = [{"role": "system", "content": joined(self.system)}] if self.system else []
+        for turn in self.messages:
+            for message in turn.plain():
+                if message["role"] == "user" and messages and messages[-1]["role"] == "user":
+                    messages[-1]["content"] += f"\n{message['content']}"
+                else:
+                    messages.append(message)
+        last, choice = messages[-1], self.tool_choice or ToolChoice(type="auto")
+        prefills = (
+            last["role"] == "assistant" and not last["tool_calls"] and last["content"].strip()
+        )
+        named = {"any": "required", "tool": _function(name=choice.name)}
+        wanted = self.output_config and self.output_config.format
+        form = wanted and {"name": "answer", "schema": wanted.schema_}
+        return {
+            "messages": messages,
+            "tools": [
+                _function(name=t.name, description=t.description, parameters=t.input_schema)
+                for t in self.tools or ()
+            ],
+            "tool_choice": named.get(choice.type, choice.type),
+            "parallel_tool_calls": not choice.disable_parallel_tool_use,
+            "continue_final_message": bool(prefills),
+            "response_format": form and {"type": "json_schema", "json_schema": form},
+        }
+
+    def _kept(self, template: str) -> dict[str, Any]:
+        """Return what is asked about thinking and the template reads."""
+        thinks = self.thinking and {"enabled": True, "disabled": False}.get(self.thinking.type)
+        effort = self.output_config and self.output_config.effort
+        effort = "high" if effort in ("xhigh", "max") else effort
+        found = {"enable_thinking": thinks, "reasoning_effort": effort}
+        return {name: value for name, value in found.items() if name in template}
+
+
+class MessagesRequest(CountTokensRequest, SamplingFields):
+    """POST /v1/messages."""
+
+    unsupported: ClassVar = {**SamplingFields.unsupported, **CountTokensRequest.unsupported}
+
+    max_tokens: int = Field(ge=1, le=MAX_TOKENS)
+    stop_sequences: Stops | None = None
+
+    def _fields(self) -> dict[str, Any]:
+        more = {"max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+        same = {name: getattr(self, name) for name in SamplingFields.model_fields}
+        return {**same, **super()._fields(), **more}
+
+
+_BLOCKS: Mapping[str, tuple[str, str, str]] = {
+    "content": ("text", "text_delta", "text"),
+    "reasoning": ("thinking", "thinking_delta", "thinking"),
+    "tool_call": ("tool_use", "", ""),
+    "arguments": ("tool_use", "input_json_delta", "partial_json"),
+}
+"""Kind of a delta -> type of its block, type of the block's delta, field of that."""
+_STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+
+
+@dataclass(slots=True)
+class MessageStream:
+    """The events of a message, and the object that they add up to; see `Told`."""
+
+    answer: Answer
+    blocks: list[dict[str, Any]] = field(default_factory=list)
+    text: str = ""  # of the last block
+    is_open: bool = False  # whether that grows
+    stopped: dict[str, str | None] = field(
+        default_factory=lambda: {"stop_reason": None, "stop_sequence": None}
+    )
+
+    def start(self) -> list[Event]:
+        """Return the first event."""
+        return [{"type": "message_start", "message": self.response()}]
+
+    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str]) -> list[Event]:
+        """Return the events of a token's deltas; `calls`: ids of the calls so far."""
+        events: list[Event] = []
+        for delta in deltas:
+            kind, grows, name = _BLOCKS[delta.kind]
+            if delta.kind == "tool_call":
+                call = {"id": calls[delta.index], "name": delta.text, "input": {}}
+                events += self._begin(kind, **call)
+                continue
+            if not self.is_open or self.blocks[-1]["type"] != kind:
+                more = {"signature": ""} if kind == "thinking" else {}
+                events += self._begin(kind, **{kind: ""}, **more)
+            self.text += delta.text
+            events.append(self._event("delta", delta={"type": grows, name: delta.text}))
+        return events
+
+    def finish(self, finish: str, stop: str | None) -> list[Event]:
+        """Return the last events; `finish`: "stop", "length", "tool_calls"; `stop`: its text."""
+        # Clients that expect a block get an empty one.
+        events = self._close() if self.blocks else self._begin("text", text="") + self._close()
+        reason = _STOP_REASONS[finish] if stop is None else "stop_sequence"
+        self.stopped = {"stop_reason": reason, "stop_sequence": stop}
+        last = {"type": "message_delta", "delta": self.stopped, "usage": self._usage()}
+        return [*events, last, {"type": "message_stop"}]
+
+    def fail(self, error: ApiError) -> list[Event]:
+        """Return the last event of a failed response."""
+        return [error.body_at(MESSAGES_PATH)]
+
+    def response(self) -> dict[str, Any]:
+        """Return the message so far."""
+        return {
+            "id": self.answer.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self.answer.model,
+            "content": self.blocks,
+            **self.stopped,
+            "usage": self._usage(),
+        }
+
+    def _begin(self, kind: str, **fields: Any) -> list[Event]:
+        events = self._close()
+        self.blocks.append({"type": kind, **fields})
+        self.text, self.is_open = "", True
+        return [*events, self._event("start", content_block=dict(self.blocks[-1]))]
+
+    def _close(self) -> list[Event]:
+        if not self.is_open:
+            return []
+        self.is_open, block = False, self.blocks[-1]
+        if block["type"] == "tool_use":  # of one that was cut off, what is complete
+            block["input"] = from_json(self.text or "{}", allow_partial=True)
+        else:
+            block[block["type"]] = self.text
+        return [self._event("stop")]
+
+    def _event(self, what: str, **fields: Any) -> Event:
+        return {"type": f"content_block_{what}", "index": len(self.blocks) - 1, **fields}
+
+    def _usage(self) -> dict[str, Any]:
+        return {
+            "input_tokens": self.answer.prompt_tokens - self.answer.cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": self.answer.cached,
+            "output_tokens": self.answer.made,
+            **self.answer.denoised(),
+        }
