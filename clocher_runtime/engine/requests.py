@@ -251,7 +251,7 @@ class Request(Cached):
 
 
 Take = Callable[[int, np.ndarray], None]
-"""Takes a position and the logits after it, [V] fp32, valid during the call."""
+"""Takes a position and a row (the logits after it, [V] fp32), valid during the call."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -275,15 +275,35 @@ class Score(Request):
     def piece(self, room: int, rows: int) -> int | None:
         return min(self.waiting_tokens, room, rows) or None
 
-    def score(self, logits: np.ndarray) -> bool:
-        """Deliver the logits [T, V] of the last tokens computed; return whether all are done."""
+    def score(self, found: np.ndarray) -> bool:
+        """Deliver the rows [T, V] of the last tokens computed; return whether all are done."""
         try:
-            for position, row in enumerate(logits, self.cells - len(logits)):
+            for position, row in enumerate(found, self.cells - len(found)):
                 self.scored(position, row)
         except Exception as error:
             self.queue.error = error
             return False
         return self.cells == len(self.ids)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Embed(Score):
+    """A sequence whose hidden states, before the final norm, are delivered by position.
+
+    `last_only`: that of the last token alone, so that long pieces need a single output row.
+    """
+
+    last_only: bool
+
+    @property
+    def wants_logits(self) -> bool:
+        return False
+
+    def rows(self, count: int) -> int:
+        return Request.rows(self, count) if self.last_only else count
+
+    def piece(self, room: int, rows: int) -> int | None:
+        return min(self.waiting_tokens, room, room if self.last_only else rows) or None
 
 
 def sample_on_host(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from clocher_kernels.errors import ModelChanged, UsageError
+from clocher_kernels.ops.elementwise import rms_norm
 from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import (
@@ -25,9 +26,10 @@ from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
+from clocher_runtime.engine.requests import Embed, OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.draft import SuffixDrafter, Track, first_class
 from clocher_runtime.speculation.gate import DraftModelGate
@@ -224,6 +226,29 @@ class Session:
             request = Score(ids=usable, queue=OutputQueue(1), scored=take)
             self._submit("logits", [request])
             return request.queue
+
+        return Generation(begin, self._lock, self._check_files)
+
+    def states(self, ids: Sequence[int], take: Take, last_only: bool = False) -> Generation:
+        """Call `take` with each position, or the last, and its final hidden state [D] fp32.
+
+        The final norm is applied (Granite's is scaled). The generation yields no tokens.
+        """
+        (usable,) = self._usable([ids])
+        weight, spec = np.asarray(self.model.weights[NORM]), self.model.spec
+        eps = spec.norm_eps / spec.residual_scale**2  # as `Builder` has it
+
+        def normed(position: int, row: np.ndarray) -> None:
+            y = np.empty((1, row.size), np.float32)
+            rms_norm(x=row[None], weight=weight, y=y, eps=eps)
+            take(position, y[0])
+
+        def begin() -> OutputQueue:
+            queue = OutputQueue(1)
+            self._submit(
+                "states", [Embed(ids=usable, queue=queue, scored=normed, last_only=last_only)]
+            )
+            return queue
 
         return Generation(begin, self._lock, self._check_files)
 

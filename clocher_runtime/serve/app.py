@@ -19,7 +19,7 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.commands import CHAT_TEMPERATURE, ServeConfig, is_local
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing, among, of_call
+from clocher_runtime.engine.diffusing import Diffusing
 from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
 from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest, MessageStream
 from clocher_runtime.serve.edge import (
@@ -36,12 +36,13 @@ from clocher_runtime.serve.edge import (
     read_page,
     unless_gone,
 )
+from clocher_runtime.serve.embeddings import EmbeddingsRequest, embed
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import failure, invalid
-from clocher_runtime.serve.messages import Ready, Submit
+from clocher_runtime.serve.messages import Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, document
-from clocher_runtime.serve.prompts import PromptRoom, room_for
+from clocher_runtime.serve.prompts import PromptRoom, denoised, room_for
 from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -238,6 +239,13 @@ class Server:
             for drawn in sampling
         ]
 
+    async def embed(self, request: Request) -> ASGIApp:
+        """POST /v1/embeddings."""
+        asked, config = await self.parse(request, EmbeddingsRequest), self.config
+        work = embed(asked, self.engine, self.prompts, config.batch, config.timeout)
+        body = await unless_gone(request.receive, work) | {"model": self.name}
+        return await self.prompts.apart(lambda: json_response(body))
+
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
         return json_response({"object": "list", "data": [self._model()]})
@@ -381,14 +389,3 @@ async def _unrouted(request: Request, error: Exception) -> Response:
     wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
     wrong.headers["allow"] = ", ".join(allowed)
     return error_response(wrong, request.url.path)
-
-
-def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
-    """Return how a request's blocks are denoised; None: one token at a time. Raises ApiError."""
-    own = None
-    try:
-        if ready.blocks is not None:
-            own = among(ready.blocks, ready.about["diffusion"])
-        return of_call(own, asked)
-    except UsageError as error:
-        raise invalid(str(error), "diffusion") from None

@@ -7,6 +7,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest
+from clocher_runtime.serve.embeddings import EmbeddingsRequest
 from clocher_runtime.serve.errors import MESSAGES_PATH, codes_by_status
 from clocher_runtime.serve.requests import (
     ChatRequest,
@@ -44,6 +45,7 @@ ROUTES = (
     Described("respond", "post", "/v1/responses", "Answer in items", ResponsesRequest, _BOTH),
     Described("message", "post", "/v1/messages", "Answer as Anthropic", MessagesRequest, _BOTH),
     Described("count", "post", "/v1/messages/count_tokens", "Only count", CountTokensRequest),
+    Described("embed", "post", "/v1/embeddings", "Vectors of texts", EmbeddingsRequest),
     Described("models", "get", "/v1/models", "The model that is served"),
     Described("model", "get", "/v1/models/{model}", "The model that is served, by its name"),
     Described("tokenize", "post", "/tokenize", "The tokens of a prompt", TokenizeRequest),

@@ -8,8 +8,10 @@ from typing import Any, TypeVar
 
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
+from clocher_runtime.serve.messages import Ready
 from clocher_runtime.text.answers import AnswerReader, AnswerStyle, answer_style, make_reader
 from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
@@ -31,6 +33,7 @@ class PromptRoom:
         self.style: AnswerStyle = answer_style(self.tokenizer, self.template)
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
+        self.pooling = checkpoint.pooling or "last"
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
         self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
         self._thread = ThreadPoolExecutor(1, "text")
@@ -120,7 +123,7 @@ def room_for(
         )
     if len(ids) + (wanted or 0) > longest or (wanted is None and len(ids) >= longest):
         asked = f"{len(ids)} tokens in the {param}"
-        asked += f" and {wanted} in the answer" if wanted is not None else ""
+        asked += f" and {wanted} in the answer" if wanted else ""
         raise invalid(
             f"This model's maximum context length is {longest} tokens, but the request has {asked};"
             " shorten one of them",
@@ -128,3 +131,14 @@ def room_for(
             "context_length_exceeded",
         )
     return longest - len(ids) if wanted is None else wanted
+
+
+def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
+    """Return how a request's blocks are denoised; None: one token at a time. Raises ApiError."""
+    own = None
+    try:
+        if ready.blocks is not None:
+            own = among(ready.blocks, ready.about["diffusion"])
+        return of_call(own, asked)
+    except UsageError as error:
+        raise invalid(str(error), "diffusion") from None
