@@ -11,7 +11,7 @@ from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_kernels.plan import Executor
 from clocher_runtime.engine.backends import stager
 from clocher_runtime.engine.pages import KvPages
-from clocher_runtime.engine.requests import Embed, OutputQueue, Request, Score, Token
+from clocher_runtime.engine.requests import OutputQueue, Request, Score, Token
 from clocher_runtime.engine.timing import SpanKind, StepSums, StepTimes, Tally
 from clocher_runtime.speculation.draft import MAX_DRAFT, NO_DRAFT, Pending
 from clocher_runtime.speculation.gate import ForwardCosts, Trial
@@ -173,7 +173,7 @@ class Forwards:
             self._executor.step(tokens, rows)
             sampled = self._executor.fetch("sampled", rows).tolist() if rows else []
             wanted, logits, hidden = list(_rows(parts)), None, None
-            if any(isinstance(request, Embed) for request, _ in parts):
+            if any(isinstance(request, Score) and request.hidden for request, _ in parts):
                 hidden = self._executor.peek("last", rows)
             if any(request.wants_logits for request, _ in parts):
                 logits = self._executor.fetch("logits", rows)

@@ -251,29 +251,35 @@ class Request(Cached):
 
 
 Take = Callable[[int, np.ndarray], None]
-"""Takes a position and a row (the logits after it, [V] fp32), valid during the call."""
+"""Takes a position and its row (the logits after it, [V] fp32), valid during the call."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Score(Request):
-    """A sequence whose logits are delivered by position; nothing is generated."""
+    """A sequence whose logits are delivered by position; nothing is generated.
+
+    `hidden`: the states before the final norm instead; `last_only`: those of the last token, so
+    that long pieces need a single output row.
+    """
 
     reuses_cache: ClassVar[bool] = False
 
     scored: Take
+    hidden: bool = False
+    last_only: bool = False
 
     @property
     def wants_logits(self) -> bool:
-        return True
+        return not self.hidden
 
     def rows(self, count: int) -> int:
-        return count
+        return int(count == self.waiting_tokens) if self.last_only else count
 
     def least_rows(self, count: int) -> int:
-        return count
+        return 1 if self.last_only else count
 
     def piece(self, room: int, rows: int) -> int | None:
-        return min(self.waiting_tokens, room, rows) or None
+        return min(self.waiting_tokens, room, room if self.last_only else rows) or None
 
     def score(self, found: np.ndarray) -> bool:
         """Deliver the rows [T, V] of the last tokens computed; return whether all are done."""
@@ -284,26 +290,6 @@ class Score(Request):
             self.queue.error = error
             return False
         return self.cells == len(self.ids)
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class Embed(Score):
-    """A sequence whose hidden states, before the final norm, are delivered by position.
-
-    `last_only`: that of the last token alone, so that long pieces need a single output row.
-    """
-
-    last_only: bool
-
-    @property
-    def wants_logits(self) -> bool:
-        return False
-
-    def rows(self, count: int) -> int:
-        return Request.rows(self, count) if self.last_only else count
-
-    def piece(self, room: int, rows: int) -> int | None:
-        return min(self.waiting_tokens, room, room if self.last_only else rows) or None
 
 
 def sample_on_host(

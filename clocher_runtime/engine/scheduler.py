@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Done, Forwards, Part
-from clocher_runtime.engine.requests import Embed, Request, Score
+from clocher_runtime.engine.requests import Request, Score
 from clocher_runtime.speculation.speculator import Speculator
 
 _WITH_PROMPTS = 1.5  # of the time of a step without prompts, a step with some may take
@@ -188,7 +188,7 @@ class Scheduler:
             if request.queue.is_over or request.is_faulty:
                 continue
             if isinstance(request, Score):
-                found = done.hidden if isinstance(request, Embed) else done.logits
+                found = done.hidden if request.hidden else done.logits
                 assert found is not None
                 ended = request.score(found[rows])
             else:

@@ -26,7 +26,7 @@ from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
-from clocher_runtime.engine.requests import Embed, OutputQueue, Request, Score, Take
+from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.inventory import NORM
@@ -220,21 +220,13 @@ class Session:
         """
         if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")
-        (usable,) = self._usable([ids])
-
-        def begin() -> OutputQueue:
-            request = Score(ids=usable, queue=OutputQueue(1), scored=take)
-            self._submit("logits", [request])
-            return request.queue
-
-        return Generation(begin, self._lock, self._check_files)
+        return self._delivering(ids, take)
 
     def states(self, ids: Sequence[int], take: Take, last_only: bool = False) -> Generation:
         """Call `take` with each position, or the last, and its final hidden state [D] fp32.
 
         The final norm is applied (Granite's is scaled). The generation yields no tokens.
         """
-        (usable,) = self._usable([ids])
         weight, spec = np.asarray(self.model.weights[NORM]), self.model.spec
         eps = spec.norm_eps / spec.residual_scale**2  # as `Builder` has it
 
@@ -243,12 +235,15 @@ class Session:
             rms_norm(x=row[None], weight=weight, y=y, eps=eps)
             take(position, y[0])
 
+        return self._delivering(ids, normed, hidden=True, last_only=last_only)
+
+    def _delivering(self, ids: Sequence[int], take: Take, **options: bool) -> Generation:
+        (usable,) = self._usable([ids])
+
         def begin() -> OutputQueue:
-            queue = OutputQueue(1)
-            self._submit(
-                "states", [Embed(ids=usable, queue=queue, scored=normed, last_only=last_only)]
-            )
-            return queue
+            request = Score(ids=usable, queue=OutputQueue(1), scored=take, **options)
+            self._submit("logits", [request])
+            return request.queue
 
         return Generation(begin, self._lock, self._check_files)
 

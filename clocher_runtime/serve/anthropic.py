@@ -240,15 +240,13 @@ class MessageStream:
     blocks: list[dict[str, Any]] = field(default_factory=list)
     text: str = ""  # of the last block
     is_open: bool = False  # whether that grows
-    stopped: dict[str, str | None] = field(
-        default_factory=lambda: {"stop_reason": None, "stop_sequence": None}
-    )
+    stopped: dict[str, str | None] = field(default_factory=dict)
 
     def start(self) -> list[Event]:
         """Return the first event."""
         return [{"type": "message_start", "message": self.response()}]
 
-    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str]) -> list[Event]:
+    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str], *_: Any) -> list[Event]:
         """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         for delta in deltas:
@@ -285,6 +283,8 @@ class MessageStream:
             "role": "assistant",
             "model": self.answer.model,
             "content": self.blocks,
+            "stop_reason": None,
+            "stop_sequence": None,
             **self.stopped,
             "usage": self._usage(),
         }

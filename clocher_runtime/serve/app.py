@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -42,7 +43,7 @@ from clocher_runtime.serve.errors import failure, invalid
 from clocher_runtime.serve.messages import Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, document
-from clocher_runtime.serve.prompts import PromptRoom, denoised, room_for
+from clocher_runtime.serve.prompts import PromptRoom, denoised, grammar_of, room_for
 from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -50,9 +51,10 @@ from clocher_runtime.serve.requests import (
     SamplingFields,
     TokenizeRequest,
 )
+from clocher_runtime.serve.response_store import ResponseStore
 from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
 from clocher_runtime.serve.schemas import Schema
-from clocher_runtime.text.answers import StopStrings, opens_thoughts
+from clocher_runtime.text.answers import StopStrings
 from clocher_runtime.text.grammar import Grammars
 
 _CLOSED = 499  # nginx's: the client disconnected before the response
@@ -72,6 +74,7 @@ class Server:
     created: int  # in seconds since 1970
     chats: bool = False  # whether the model was made for conversations
     sampling: Mapping[str, float] = field(default_factory=dict)  # the model's defaults
+    stored: ResponseStore = field(default_factory=ResponseStore)
     _bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -101,37 +104,57 @@ class Server:
 
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
-        asked = await self.parse(request, ChatRequest)
-        return await _answered(request, await self.begin(asked, "chatcmpl-"), asked.stream)
+        return await self._answer(request, await self.parse(request, ChatRequest), "chatcmpl-")
 
     async def complete(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
-        asked = await self.parse(request, CompletionRequest)
-        return await _answered(request, await self.begin(asked, "cmpl-"), asked.stream)
+        return await self._answer(request, await self.parse(request, CompletionRequest), "cmpl-")
 
     async def respond(self, request: Request) -> ASGIApp:
         """POST /v1/responses."""
         asked = await self.parse(request, ResponsesRequest)
-        chat = await self.begin(await self.prompts.apart(asked.chat), "resp_")
-        told = ResponseStream(asked, chat.answer)
-        return await _answered(request, EventAnswer(chat, told), asked.stream)
+        if before := asked.previous_response_id:
+            found = self.stored.read(before, "previous_response_not_found")
+            asked = await self.prompts.apart(partial(asked.after, found["items"]))
+        chat = await self.prompts.apart(asked.chat)
+        told = partial(ResponseStream, asked, self.stored)
+        return await self._answer(request, chat, "resp_", told)
+
+    async def stored_response(self, request: Request) -> ASGIApp:
+        """GET /v1/responses/{response}."""
+        return json_response(self.stored.read(request.path_params["response"])["response"])
+
+    async def drop_response(self, request: Request) -> ASGIApp:
+        """DELETE /v1/responses/{response}."""
+        self.stored.drop(name := request.path_params["response"])
+        return json_response({"id": name, "object": "response", "deleted": True})
 
     async def message(self, request: Request) -> ASGIApp:
         """POST /v1/messages."""
         asked = await self.parse(request, MessagesRequest)
-        chat = await self.begin(await self._translated(asked), "msg_")
-        told = MessageStream(chat.answer)
-        return await _answered(request, EventAnswer(chat, told), asked.stream)
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
+        return await self._answer(request, chat, "msg_", MessageStream)
 
     async def count(self, request: Request) -> ASGIApp:
         """POST /v1/messages/count_tokens."""
         asked = await self.parse(request, CountTokensRequest)
-        chat = await self._translated(asked)
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
         ids, _ = await self._conversation(chat, self.engine.serving().longest)
         return json_response({"input_tokens": len(ids)})
 
-    async def _translated(self, asked: CountTokensRequest) -> ChatRequest:
-        return await self.prompts.apart(lambda: asked.chat(self.prompts.template))
+    async def _answer(
+        self,
+        request: Request,
+        asked: ChatRequest | CompletionRequest,
+        kind: str,
+        told: Callable[[Answer], Any] | None = None,
+    ) -> ASGIApp:
+        """Answer a request, as `told` makes the events of it or as OpenAI's first APIs do."""
+        chat = await self.begin(asked, kind)
+        answer = chat if told is None else EventAnswer(chat, told(chat.answer))
+        if asked.stream:
+            return EventStream(answer.events(), answer.failed)
+        return json_response(await unless_gone(request.receive, answer.whole()))
 
     async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
         """Submit a request to the engine; raises ApiError if it cannot be answered now."""
@@ -202,20 +225,8 @@ class Server:
         longest = blocks.longest(ready.longest) if blocks else ready.longest
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
-        spec = None
-        if asked.must_call or asked.constraint is not None:
-            ((kind, value),) = (asked.constraint or {"tools": None}).items()
-            if asked.must_call:
-                kind, value = "tools", [each["function"] for each in asked.functions]
-            style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
-            spec = {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}
-            if blocks is not None and blocks.rule is not None:
-                raise invalid(
-                    f"diffusion is {blocks.name}, which does not generate tokens in order, so the "
-                    "answer cannot be constrained; use lossless or off where the model has them, "
-                    "or leave response_format, guided_... and tool_choice out",
-                    "diffusion",
-                )
+        style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
+        if spec := grammar_of(asked, style, tail, blocks):
             await asyncio.wrap_future(self.grammars.checked(spec))
         sampling = [asked.sampling(choice) for choice in range(asked.choices)]
         try:
@@ -293,6 +304,10 @@ class Server:
         text = await self.prompts.apart(lambda: self.prompts.tokenizer.decode(asked.tokens))
         return json_response({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> ASGIApp:
+        """GET /tokenizer_info."""
+        return json_response(self.prompts.info)
+
     async def health(self, request: Request) -> ASGIApp:
         """GET /health: 200 while requests are served, else 503."""
         engine = self.engine
@@ -340,7 +355,7 @@ class Server:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -371,14 +386,6 @@ class Server:
             return response
 
         return guarded
-
-
-async def _answered(
-    request: Request, answer: Pipeline | EventAnswer, stream: bool | None
-) -> ASGIApp:
-    if stream:
-        return EventStream(answer.events(), answer.failed)
-    return json_response(await unless_gone(request.receive, answer.whole()))
 
 
 async def _unrouted(request: Request, error: Exception) -> Response:

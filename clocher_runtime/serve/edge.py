@@ -12,14 +12,7 @@ import os
 import re
 import secrets
 import traceback
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Collection,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -279,12 +272,15 @@ class EventAnswer:
     async def _steps(self) -> AsyncIterator[list[Event]]:
         (choice,) = self._chat.choices
         async for step in self._chat.steps():
-            pushed = [self._told.push(deltas, choice.calls) for _, deltas, _ in step]
-            yield [event for events in pushed for event in events]
+            events: list[Event] = []
+            for _, deltas, _ in step:
+                events += self._told.push(deltas, choice.calls, choice.logprobs)
+                choice.logprobs = []
+            yield events
         yield self._told.finish(choice.finish, choice.stops.found)
 
 
-def _sent(events: Sequence[Event]) -> bytes:
+def _sent(events: list[Event]) -> bytes:
     return b"".join(
         b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events
     )

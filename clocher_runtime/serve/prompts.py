@@ -12,7 +12,14 @@ from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
 from clocher_runtime.serve.messages import Ready
-from clocher_runtime.text.answers import AnswerReader, AnswerStyle, answer_style, make_reader
+from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
+from clocher_runtime.text.answers import (
+    AnswerReader,
+    AnswerStyle,
+    answer_style,
+    make_reader,
+    opens_thoughts,
+)
 from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -33,6 +40,12 @@ class PromptRoom:
         self.style: AnswerStyle = answer_style(self.tokenizer, self.template)
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
+        # With the names of special tokens as text, where files may have their settings too.
+        told = {"eos_token": None, **config, "chat_template": self.template or None}
+        self.info = {
+            name: value["content"] if isinstance(value, dict) and "content" in value else value
+            for name, value in told.items()
+        }
         self.pooling = checkpoint.pooling or "last"
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
         self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
@@ -142,3 +155,22 @@ def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
         return of_call(own, asked)
     except UsageError as error:
         raise invalid(str(error), "diffusion") from None
+
+
+def grammar_of(
+    asked: ChatRequest | CompletionRequest, style: AnswerStyle, tail: str, blocks: Diffusing | None
+) -> dict[str, Any] | None:
+    """Return what the answer has to follow, for `Grammars`; raises ApiError if it cannot be."""
+    if not asked.must_call and asked.constraint is None:
+        return None
+    ((kind, value),) = (asked.constraint or {"tools": None}).items()
+    if asked.must_call:
+        kind, value = "tools", [each["function"] for each in asked.functions]
+    if blocks is not None and blocks.rule is not None:
+        raise invalid(
+            f"diffusion is {blocks.name}, which does not generate tokens in order, so the "
+            "answer cannot be constrained; use lossless or off where the model has them, "
+            "or leave response_format, guided_... and tool_choice out",
+            "diffusion",
+        )
+    return {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}

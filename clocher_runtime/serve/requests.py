@@ -19,7 +19,6 @@ from clocher_runtime.serve.schemas import (
     GuidedGrammar,
     GuidedRegex,
     GuidedSchema,
-    Message,
     Messages,
     NamedChoice,
     PlainFormat,
@@ -179,6 +178,7 @@ class ChatFields(Schema):
         "function_call": (("none",), "use tool_choice"),
     }
 
+    messages: Messages | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
@@ -186,23 +186,22 @@ class ChatFields(Schema):
     )
     chat_template_kwargs: TemplateVariables | None = None
 
-    def check_continuation(self, messages: Sequence[Message]) -> None:
-        """Raise Refused if the last message is to be continued and cannot be."""
-        if not self.continue_final_message:
-            return
-        last = messages[-1] if messages else None
-        text = joined(last.content or "") if isinstance(last, AssistantMessage) else ""
-        if not text.strip() or getattr(last, "tool_calls", None):
+    def model_post_init(self, context: Any) -> None:
+        """Validate combinations of fields."""
+        super().model_post_init(context)
+        last = self.messages[-1] if self.messages else None
+        has_text = last is not None and joined(last.content or "").strip()
+        is_open = isinstance(last, AssistantMessage) and not last.tool_calls and has_text
+        if self.continue_final_message and (not is_open or self.add_generation_prompt):
             raise Refused(
-                "continue_final_message: the last message has to be an assistant's with text and "
-                "no tool_calls",
+                "continue_final_message: expected a last message of the assistant, with text and "
+                "without tool_calls, and no add_generation_prompt",
                 "continue_final_message",
             )
-        if self.add_generation_prompt:
-            raise Refused(
-                "add_generation_prompt and continue_final_message are both set; set one of them",
-                "continue_final_message",
-            )
+
+    def dialogue(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates read them; [] if there is a prompt."""
+        return plain_messages(self.messages or [])
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -245,7 +244,6 @@ class ChatRequest(ChatFields, GenerationFields):
     def model_post_init(self, context: Any) -> None:
         """Validate combinations of fields."""
         super().model_post_init(context)
-        self.check_continuation(self.messages)
         if self.top_logprobs and not self.logprobs:
             raise Refused("top_logprobs is given without logprobs; set logprobs", "top_logprobs")
         names = [tool.function.name for tool in self.tools or ()]
@@ -256,10 +254,6 @@ class ChatRequest(ChatFields, GenerationFields):
         effort = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if effort and self.reasoning_effort not in (None, effort):
             raise Refused("reasoning_effort is given twice, with two values", "reasoning_effort")
-
-    def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them."""
-        return plain_messages(self.messages)
 
     @property
     def budget(self) -> int | None:
@@ -343,19 +337,14 @@ class TokenizeRequest(ChatFields):
 
     model: ShortText | None = None
     prompt: str | None = None
-    messages: Messages | None = None
     add_special_tokens: bool | None = None
 
-    def model_post_init(self, _: Any) -> None:
+    def model_post_init(self, context: Any) -> None:
         """Validate combinations of fields."""
+        super().model_post_init(context)
         if (self.prompt is None) == (self.messages is None):
             both = "neither" if self.prompt is None else "both"
             raise Refused(f"{both} of prompt and messages are given; expected one", "prompt")
-        self.check_continuation(self.messages or ())
-
-    def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them; [] if there is a prompt."""
-        return plain_messages(self.messages or [])
 
 
 class DetokenizeRequest(Schema):
