@@ -237,7 +237,7 @@ class Session:
 
         return self._delivering(ids, normed, hidden=True, last_only=last_only)
 
-    def _delivering(self, ids: Sequence[int], take: Take, **options: bool) -> Generation:
+    def _delivering(self, ids: Sequence[int], take: Take, **options: Any) -> Generation:
         (usable,) = self._usable([ids])
 
         def begin() -> OutputQueue:

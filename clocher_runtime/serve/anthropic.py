@@ -1,16 +1,13 @@
-"""POST /v1/messages and its count_tokens: a chat in Anthropic's shapes (Anthropic API reference).
-
-Prefixes are cached without being asked, so `cache_control` needs no reading. Signatures of
-thinking are empty, and nothing is signed.
-"""
+"""POST /v1/messages and count_tokens: a chat in Anthropic's shapes (Anthropic API reference)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
-from pydantic_core import from_json
 
+from clocher_kernels.errors import FormatError
+from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.edge import Event
 from clocher_runtime.serve.errors import MESSAGES_PATH, ApiError, to_json
@@ -19,6 +16,7 @@ from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
     MAX_TOKENS,
     MAX_TOOLS,
+    FlatSchemaFormat,
     FunctionName,
     JsonSchema,
     Schema,
@@ -30,9 +28,6 @@ from clocher_runtime.serve.schemas import (
     list_of,
 )
 from clocher_runtime.text.answers import Delta
-
-_MAX_BLOCKS = 4096
-B = TypeVar("B", bound=Schema)
 
 
 class ThinkingBlock(Schema):
@@ -69,7 +64,7 @@ _Given = Annotated[TextPart | ToolResultBlock, Field(discriminator="type")]
 _Made = Annotated[TextPart | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
 
 
-def _of(kind: type[B], content: str | Sequence[Schema]) -> list[B]:
+def _of(kind: type[Any], content: str | Sequence[Schema]) -> list[Any]:
     blocks = [TextPart(type="text", text=content)] if isinstance(content, str) else content
     return [block for block in blocks if isinstance(block, kind)]
 
@@ -82,7 +77,7 @@ class UserTurn(Schema):
     """What a user says and tools gave, or instructions within the conversation."""
 
     role: Literal["user", "system"]
-    content: str | Annotated[list[_Given], list_of(_MAX_BLOCKS)]
+    content: str | Annotated[list[_Given], list_of(MAX_MESSAGES)]
 
     def plain(self) -> list[dict[str, Any]]:
         """Return the messages of a chat: the results of tools, then the text."""
@@ -99,7 +94,7 @@ class AssistantTurn(Schema):
     """What the model said; the answer continues the last message if that is text."""
 
     role: Literal["assistant"]
-    content: str | Annotated[list[_Made], list_of(_MAX_BLOCKS)]
+    content: str | Annotated[list[_Made], list_of(MAX_MESSAGES)]
 
     def plain(self) -> list[dict[str, Any]]:
         """Return the message of a chat."""
@@ -110,6 +105,9 @@ class AssistantTurn(Schema):
             for b in _of(ToolUseBlock, self.content)
         ]
         return [turn | {"reasoning_content": thoughts or None, "tool_calls": calls or None}]
+
+
+_Turn = Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]
 
 
 class ClientTool(Schema):
@@ -135,11 +133,10 @@ class ThinkingSettings(Schema):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
 
 
-class OutputFormat(Schema):
+class OutputFormat(FlatSchemaFormat):
     """JSON that a schema describes."""
 
-    type: Literal["json_schema"]
-    schema_: JsonSchema = Field(alias="schema")
+    name: FunctionName = "answer"
 
 
 class OutputConfig(Schema):
@@ -152,17 +149,11 @@ class OutputConfig(Schema):
 class CountTokensRequest(Schema):
     """POST /v1/messages/count_tokens."""
 
-    unsupported: ClassVar = {
-        "mcp_servers": (([],), "call their tools in your program"),
-        "container": ((), "nothing runs on the server"),
-    }
+    unsupported: ClassVar = {"mcp_servers": (([],), "call their tools in your program")}
 
     model: ShortText | None = None
-    messages: Annotated[
-        list[Annotated[UserTurn | AssistantTurn, Field(discriminator="role")]],
-        list_of(MAX_MESSAGES, 1),
-    ]
-    system: str | Annotated[list[TextPart], list_of(_MAX_BLOCKS)] | None = None
+    messages: Annotated[list[_Turn], list_of(MAX_MESSAGES, 1)]
+    system: str | Annotated[list[TextPart], list_of(MAX_MESSAGES)] | None = None
     tools: list[ClientTool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     tool_choice: ToolChoice | None = None
     thinking: ThinkingSettings | None = None
@@ -175,18 +166,12 @@ class CountTokensRequest(Schema):
     def _fields(self) -> dict[str, Any]:
         messages = [{"role": "system", "content": joined(self.system)}] if self.system else []
         for turn in self.messages:
-            for message in turn.plain():
-                if message["role"] == "user" and messages and messages[-1]["role"] == "user":
-                    messages[-1]["content"] += f"\n{message['content']}"
-                else:
-                    messages.append(message)
+            messages += turn.plain()
         last, choice = messages[-1], self.tool_choice or ToolChoice(type="auto")
-        prefills = (
-            last["role"] == "assistant" and not last["tool_calls"] and last["content"].strip()
-        )
+        is_open = last["role"] == "assistant" and not last["tool_calls"]
         named = {"any": "required", "tool": _function(name=choice.name)}
         wanted = self.output_config and self.output_config.format
-        form = wanted and {"name": "answer", "schema": wanted.schema_}
+        form = wanted and wanted.model_dump(by_alias=True)
         return {
             "messages": messages,
             "tools": [
@@ -195,7 +180,7 @@ class CountTokensRequest(Schema):
             ],
             "tool_choice": named.get(choice.type, choice.type),
             "parallel_tool_calls": not choice.disable_parallel_tool_use,
-            "continue_final_message": bool(prefills),
+            "continue_final_message": is_open and bool(last["content"].strip()),
             "response_format": form and {"type": "json_schema", "json_schema": form},
         }
 
@@ -238,8 +223,7 @@ class MessageStream:
 
     answer: Answer
     blocks: list[dict[str, Any]] = field(default_factory=list)
-    text: str = ""  # of the last block
-    is_open: bool = False  # whether that grows
+    arguments: str = ""  # of the last block, if it is a call
     stopped: dict[str, str | None] = field(default_factory=dict)
 
     def start(self) -> list[Event]:
@@ -255,20 +239,23 @@ class MessageStream:
                 call = {"id": calls[delta.index], "name": delta.text, "input": {}}
                 events += self._begin(kind, **call)
                 continue
-            if not self.is_open or self.blocks[-1]["type"] != kind:
+            if not self.blocks or self.blocks[-1]["type"] != kind:
                 more = {"signature": ""} if kind == "thinking" else {}
                 events += self._begin(kind, **{kind: ""}, **more)
-            self.text += delta.text
+            if delta.kind == "arguments":
+                self.arguments += delta.text
+            else:
+                self.blocks[-1][kind] += delta.text
             events.append(self._event("delta", delta={"type": grows, name: delta.text}))
         return events
 
     def finish(self, finish: str, stop: str | None) -> list[Event]:
         """Return the last events; `finish`: "stop", "length", "tool_calls"; `stop`: its text."""
         # Clients that expect a block get an empty one.
-        events = self._close() if self.blocks else self._begin("text", text="") + self._close()
+        events = ([] if self.blocks else self._begin("text", text="")) + self._close()
         reason = _STOP_REASONS[finish] if stop is None else "stop_sequence"
         self.stopped = {"stop_reason": reason, "stop_sequence": stop}
-        last = {"type": "message_delta", "delta": self.stopped, "usage": self._usage()}
+        last = {"type": "message_delta", "delta": self.stopped, "usage": self.response()["usage"]}
         return [*events, last, {"type": "message_stop"}]
 
     def fail(self, error: ApiError) -> list[Event]:
@@ -277,42 +264,36 @@ class MessageStream:
 
     def response(self) -> dict[str, Any]:
         """Return the message so far."""
+        answer = self.answer
         return {
-            "id": self.answer.id,
+            "id": answer.id,
             "type": "message",
             "role": "assistant",
-            "model": self.answer.model,
+            "model": answer.model,
             "content": self.blocks,
-            "stop_reason": None,
-            "stop_sequence": None,
-            **self.stopped,
-            "usage": self._usage(),
+            **(self.stopped or dict.fromkeys(("stop_reason", "stop_sequence"))),
+            "usage": {
+                "input_tokens": answer.prompt_tokens - answer.cached,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": answer.cached,
+                "output_tokens": answer.made,
+                **answer.denoised(),
+            },
         }
 
     def _begin(self, kind: str, **fields: Any) -> list[Event]:
-        events = self._close()
+        events = self._close() if self.blocks else []
         self.blocks.append({"type": kind, **fields})
-        self.text, self.is_open = "", True
         return [*events, self._event("start", content_block=dict(self.blocks[-1]))]
 
     def _close(self) -> list[Event]:
-        if not self.is_open:
-            return []
-        self.is_open, block = False, self.blocks[-1]
-        if block["type"] == "tool_use":  # of one that was cut off, what is complete
-            block["input"] = from_json(self.text or "{}", allow_partial=True)
-        else:
-            block[block["type"]] = self.text
+        said, self.arguments = self.arguments, ""
+        if said:
+            try:
+                self.blocks[-1]["input"] = parse_object(said.encode(), "input")
+            except FormatError:  # the call was cut off, or is no JSON object
+                self.blocks[-1]["input"] = {"arguments": said}
         return [self._event("stop")]
 
     def _event(self, what: str, **fields: Any) -> Event:
         return {"type": f"content_block_{what}", "index": len(self.blocks) - 1, **fields}
-
-    def _usage(self) -> dict[str, Any]:
-        return {
-            "input_tokens": self.answer.prompt_tokens - self.answer.cached,
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": self.answer.cached,
-            "output_tokens": self.answer.made,
-            **self.answer.denoised(),
-        }
