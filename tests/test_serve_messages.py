@@ -345,6 +345,19 @@ def test_the_sdk_speaks_with_it(server: Served) -> None:
         client.messages.create(**{**fields, "model": "other"})
 
 
+# -- the tokenizer, as lm-eval's remote one reads it --
+
+
+def test_the_tokenizer_is_told(server: Served) -> None:
+    info = server.client.get("/tokenizer_info").json()
+    for name in ("bos_token", "eos_token"):
+        ids = server.ask("/tokenize", prompt=info[name], add_special_tokens=False).json()["tokens"]
+        assert (
+            len(ids) == 1 and server.ask("/detokenize", tokens=ids).json()["prompt"] == info[name]
+        )
+    assert info["chat_template"] == TEMPLATE and info["tokenizer_class"]
+
+
 # -- continued turns --
 
 
