@@ -12,8 +12,9 @@ import numpy as np
 import openai
 import pytest
 import torch
+from commands import python
 from random_models import make, prompt_of
-from serving import Served, serving, settled
+from serving import Served, example_of, serving, settled
 from sessions import make_session
 from transformers import PreTrainedModel
 
@@ -222,6 +223,8 @@ def test_openai_python(server: Served) -> None:
 
 def test_langchain(server: Served) -> None:
     package = pytest.importorskip("langchain_openai")
+    done = python("-c", example_of("serving-clients.md", "import langchain_openai", server))
+    assert done.returncode == 0 and int(done.stdout) == len(embedded(server, "x")[0]), done.stderr
     client = package.OpenAIEmbeddings(
         base_url=f"{server.url}/v1",
         api_key="none",

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from serving import Served, model_with_template, serving
+from commands import python
+from serving import Served, example_of, model_with_template, serving
 from test_serve_responses import CALLS, TEMPLATE
 
 from clocher_runtime.checkpoints.locate import embedded_model
@@ -340,7 +341,12 @@ def test_the_sdk_speaks_with_it(server: Served) -> None:
     greedy = {"extra_body": {"temperature": 0, "ignore_eos": True}}
     whole = client.messages.create(**fields, **greedy)
     with client.messages.stream(**fields, **greedy) as stream:
-        assert stream.get_final_message().content == whole.content
+        streamed = stream.get_final_message()
+    assert [block.text for block in streamed.content] == [block.text for block in whole.content]
+    assert streamed.usage.output_tokens == whole.usage.output_tokens == 16
+    shown = example_of("serving-clients.md", "import anthropic", server)
+    done = python("-c", shown.replace('"none"', repr(KEY)))
+    assert done.returncode == 0, done.stderr
     with pytest.raises(anthropic.NotFoundError):
         client.messages.create(**{**fields, "model": "other"})
 
