@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import httpx
 import openai
 from commands import clean_environment
+from weight_files import ROOT
 
 T = TypeVar("T")
 
@@ -130,6 +132,14 @@ def that_ends(ask: Callable[[int], T | None]) -> T:
             if (answer := ask(seed)) is not None:
                 return answer
     raise AssertionError("no answer came to its end")
+
+
+def example_of(page: str, first: str, server: Served) -> str:
+    """Return a block of Python of a page by its first line, for a server and its model."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    (block,) = re.findall(rf"^```python\n({re.escape(first)}\n.*?)^```$", text, re.M | re.S)
+    block = block.replace("http://127.0.0.1:8000", server.url)
+    return str(block.replace("clocher-tiny-gptoss", server.facts["model"]))
 
 
 def model_with_template(directory: Path, source: Path, template: str) -> Path:

@@ -51,6 +51,8 @@ ELSEWHERE = {
     "from openai import OpenAI": "needs a server: test_serve runs it",
     "import ray": "needs the extra ray, and half a minute: test_ray_cluster runs one",
     "from langchain_openai import ChatOpenAI": "needs a server: test_serve_clients runs it",
+    "import langchain_openai": "needs a server: test_embeddings runs it",
+    "import anthropic": "needs a server: test_serve_messages runs it where the package is",
 }
 
 SMALLER = {

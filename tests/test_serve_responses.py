@@ -16,8 +16,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from serving import Served, model_with_template, serving, that_ends
 
 from clocher_runtime.checkpoints.locate import embedded_model
+from clocher_runtime.serve import response_store
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.errors import ApiError, failure, invalid, to_json
+from clocher_runtime.serve.response_store import ResponseStore
 from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
 from clocher_runtime.text.answers import Delta
 
@@ -148,13 +150,14 @@ def test_what_asks_for_nothing_that_is_missing_is_read() -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": 1}, "previous_response_id"),
+        ({"store": "yes"}, "store"),
+        ({"stop": [""]}, "stop[0]"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
@@ -195,8 +198,8 @@ def test_what_cannot_be_obeyed_is_refused(fields: dict[str, object], param: str 
 
 def streamed(tokens: list[list[Delta]], finish: str, **fields: object) -> list[dict[str, Any]]:
     """Return the events of an answer as a client gets them, each checked by OpenAI's own types."""
-    answer = Answer("resp", "m", prompt_tokens=5)
-    stream = ResponseStream(asked(**fields), answer)
+    answer = Answer("resp_", "m", prompt_tokens=5)
+    stream = ResponseStream(asked(**fields), ResponseStore(), answer)
     events = stream.start()
     for deltas in tokens:
         answer.made += 1
@@ -317,13 +320,66 @@ def test_an_answer_without_a_word_has_an_empty_message(tokens: list[list[Delta]]
     ("error", "code"), [(failure("internal_error"), "server_error"), (invalid("x"), None)]
 )
 def test_an_answer_that_fails_says_so(error: ApiError, code: str | None) -> None:
-    stream = ResponseStream(asked(), Answer("resp", "m", 5))
+    stream = ResponseStream(asked(), ResponseStore(), Answer("resp_", "m", 5))
     events = stream.start() + stream.push([Delta("content", "x")], {}) + stream.fail(error)
     last = checked(events)[-1]
     response = Response.model_validate(last["response"])
     assert last["type"] == "response.failed" and response.status == "failed"
     assert response.error is not None and response.error.code == (code or "invalid_prompt")
     assert response.output[0].status == "incomplete"
+
+
+def test_log_probabilities_belong_to_the_text() -> None:
+    def told(token: str) -> dict[str, Any]:
+        top = [{"token": token, "logprob": -0.5, "bytes": list(token.encode())}]
+        return {**top[0], "top_logprobs": top}
+
+    stream = ResponseStream(asked(), ResponseStore(), Answer("resp_", "m", 5))
+    events = stream.start()
+    events += stream.push([Delta("reasoning", "hm")], CALLS, [told("hm")])
+    events += stream.push([], CALLS, [told("He")])  # held back
+    events += stream.push([Delta("content", "Hello")], CALLS, [told("llo")])
+    events += stream.push([Delta("content", "!")], CALLS, [told("!")])
+    events += stream.push([], CALLS, [told("<|end|>")])
+    events = checked([*events, *stream.finish("stop")])
+    part = Response.model_validate(events[-1]["response"]).output[-1].content[0]
+    assert [each.token for each in part.logprobs] == ["He", "llo", "!"]
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert [[each["token"] for each in d["logprobs"]] for d in deltas] == [["He", "llo"], ["!"]]
+
+
+def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ResponseStore()
+    monkeypatch.setattr(response_store, "MAX_STORED", 3)
+    for number in range(5):
+        store.keep([], {"id": f"r{number}"})
+    assert [store.read(f"r{number}")["response"]["id"] for number in (2, 3, 4)] == [
+        "r2",
+        "r3",
+        "r4",
+    ]
+    for gone in ("r0", "r1"):
+        with pytest.raises(ApiError) as raised:
+            store.read(gone)
+        assert raised.value.status == 404
+    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 2000)
+    store.keep([{"role": "user", "content": "x" * 1500}], {"id": "big"})
+    store.keep([{"role": "user", "content": "x" * 1500}], {"id": "more"})
+    store.keep([{"role": "user", "content": "x" * 2500}], {"id": "huge"})
+    for gone in ("r4", "big", "more", "huge"):
+        with pytest.raises(ApiError):
+            store.read(gone)
+    store.keep([], {"id": "r9"})
+    store.drop("r9")
+    with pytest.raises(ApiError):
+        store.drop("r9")
+
+
+def test_a_call_that_nobody_can_name_is_a_refusal_later() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "no name", "arguments": "{}"}
+    with pytest.raises(ApiError) as raised:
+        asked().after([item])
+    assert raised.value.status == 400
 
 
 def test_an_answer_repeats_what_was_asked() -> None:
@@ -443,11 +499,51 @@ def test_openai_client_streams(server, client):
 
 
 def test_openai_client_is_told_what_cannot_be_obeyed(server, client):
-    with pytest.raises(openai.BadRequestError, match="previous_response_id") as raised:
+    with pytest.raises(openai.BadRequestError, match="not stored") as raised:
         client.responses.create(model=server.facts["model"], input="Hi", previous_response_id="x")
     assert raised.value.param == "previous_response_id"
     with pytest.raises(openai.NotFoundError):
         client.responses.create(model="other", input="Hi")
+
+
+def test_a_conversation_goes_on_from_a_stored_response(server, client):
+    body = {"model": server.facts["model"], "max_output_tokens": 12, "extra_body": {"seed": 7}}
+    first = client.responses.create(**body, input="Hi", instructions="Be brief.")
+    assert first.store and client.responses.retrieve(first.id) == first
+    more = client.responses.create(**body, input="And?", previous_response_id=first.id)
+    assert more.previous_response_id == first.id
+    items = [{"role": "user", "content": "Hi"}, *(i.model_dump() for i in first.output)]
+    whole = client.responses.create(**body, input=[*items, {"role": "user", "content": "And?"}])
+    assert more.output_text == whole.output_text
+    assert more.usage.input_tokens == whole.usage.input_tokens
+    with client.responses.stream(**body, input="So?", previous_response_id=more.id) as stream:
+        last = list(stream)[-1].response
+    assert last.usage.input_tokens > more.usage.input_tokens
+    assert client.responses.retrieve(last.id).output_text == last.output_text
+    client.responses.delete(first.id)
+    for call in (client.responses.retrieve, client.responses.delete):
+        with pytest.raises(openai.NotFoundError):
+            call(first.id)
+    kept_out = client.responses.create(**body, input="Hi", store=False)
+    with pytest.raises(openai.BadRequestError) as raised:
+        client.responses.create(**body, input="x", previous_response_id=kept_out.id)
+    assert raised.value.code == "previous_response_not_found"
+
+
+def test_log_probabilities_and_stop(server, client):
+    body = {"model": server.facts["model"], "input": "Hi", "max_output_tokens": 12}
+    fields = {"temperature": 0, "ignore_eos": True}
+    plain = client.responses.create(
+        **body, include=["message.output_text.logprobs"], top_logprobs=2, extra_body=fields
+    )
+    part = plain.output[-1].content[0]
+    assert plain.output[-1].type == "message"
+    assert "".join(each.token for each in part.logprobs) == plain.output_text
+    assert all(len(each.top_logprobs) == 2 for each in part.logprobs)
+    stop = plain.output_text[3:6]
+    cut = client.responses.create(**body, extra_body={**fields, "stop": stop})
+    assert cut.status == "completed" and cut.output_text == plain.output_text.partition(stop)[0]
+    assert cut.output[-1].content[0].logprobs == []
 
 
 def test_a_client_that_goes_leaves_nothing_behind(server, client):

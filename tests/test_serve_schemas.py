@@ -284,7 +284,6 @@ def test_of_two_limits_both_hold() -> None:
         (ChatRequest, "audio", {"voice": "x"}),
         (ChatRequest, "chat_template", "{{ 1 }}"),
         (ChatRequest, "chat_template", ""),
-        (ChatRequest, "continue_final_message", True),
         (ChatRequest, "echo", True),
         (ChatRequest, "min_tokens", 3),
         (ChatRequest, "stop_token_ids", [1]),

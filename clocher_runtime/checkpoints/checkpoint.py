@@ -68,7 +68,8 @@ class Checkpoint:
     the contents of their files, {} without one; "chat_template" is that of chat_template.jinja
     where that file exists. `tensors` are views of mapped files, not necessarily aligned, or lazy.
     `notes` tells people what was left out. `hashes` are SHA-256 by tensor and plane, where the
-    container has them. `make_tokenizer` makes tokenizer.json where that is no file (GGUF).
+    container has them. `pooling` of embeddings: "mean", "cls", "last", the name of another one,
+    "" if nothing says it. `make_tokenizer` makes tokenizer.json where that is no file (GGUF).
     """
 
     path: Path
@@ -82,6 +83,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     hashes: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     make_tokenizer: Callable[[], MadeTokenizer] | None = None
+    pooling: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -111,12 +111,17 @@ _BARE_EVERY = 32
 
 
 class Done(NamedTuple):
-    """Result of a forward; `logits` [R, V] fp32, if wanted, are valid until the next one."""
+    """Result of a forward.
+
+    `logits` [R, V] and `hidden` [R, D] (before the final norm), fp32, are valid until the next one;
+    None if nobody wants them.
+    """
 
     tokens: int
     rows: list[Rows]
     made: dict[Request, list[Token]]
     logits: np.ndarray | None
+    hidden: np.ndarray | None
     is_faulty: bool
 
 
@@ -192,7 +197,9 @@ class Forwards:
             tokens, rows = self._begin(parts, only_decodes)
             self._executor.step(tokens, rows)
             sampled = self._executor.fetch("sampled", rows).tolist() if rows else []
-            wanted, logits = list(_rows(parts)), None
+            wanted, logits, hidden = list(_rows(parts)), None, None
+            if any(isinstance(request, Score) and request.hidden for request, _ in parts):
+                hidden = self._executor.peek("last", rows)
             if any(request.wants_logits for request, _ in parts):
                 logits = self._executor.fetch("logits", rows)
             made = self._verify(wanted, sampled, logits, drafts)
@@ -209,7 +216,7 @@ class Forwards:
                     self._judge(decodes, decoded, ended - began)
             if not prompt:
                 tally.tokens, tally.sequences = decoded, decodes
-        return Done(tokens, wanted, made, logits, NO_TOKEN in sampled)
+        return Done(tokens, wanted, made, logits, hidden, NO_TOKEN in sampled)
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
         """Return the tokens of a step without drafts, and how many draft tokens fit."""

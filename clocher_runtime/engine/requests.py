@@ -267,34 +267,40 @@ class Request(Cached):
 
 
 Take = Callable[[int, np.ndarray], None]
-"""Takes a position and the logits after it, [V] fp32, valid during the call."""
+"""Takes a position and its row (the logits after it, [V] fp32), valid during the call."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Score(Request):
-    """A sequence whose logits are delivered by position; nothing is generated."""
+    """A sequence whose logits are delivered by position; nothing is generated.
+
+    `hidden`: the states before the final norm instead; `last_only`: those of the last token, so
+    that long pieces need a single output row.
+    """
 
     reuses_cache: ClassVar[bool] = False
 
     scored: Take
+    hidden: bool = False
+    last_only: bool = False
 
     @property
     def wants_logits(self) -> bool:
-        return True
+        return not self.hidden
 
     def rows(self, count: int) -> int:
-        return count
+        return int(count == self.waiting_tokens) if self.last_only else count
 
     def least_rows(self, count: int) -> int:
-        return count
+        return 1 if self.last_only else count
 
     def piece(self, room: int, rows: int) -> int | None:
-        return min(self.waiting_tokens, room, rows) or None
+        return min(self.waiting_tokens, room, room if self.last_only else rows) or None
 
-    def score(self, logits: np.ndarray) -> bool:
-        """Deliver the logits [T, V] of the last tokens computed; return whether all are done."""
+    def score(self, found: np.ndarray) -> bool:
+        """Deliver the rows [T, V] of the last tokens computed; return whether all are done."""
         try:
-            for position, row in enumerate(logits, self.cells - len(logits)):
+            for position, row in enumerate(found, self.cells - len(found)):
                 self.scored(position, row)
         except Exception as error:
             self.queue.error = error

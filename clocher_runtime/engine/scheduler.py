@@ -188,8 +188,9 @@ class Scheduler:
             if request.queue.is_over or request.is_faulty:
                 continue
             if isinstance(request, Score):
-                assert done.logits is not None
-                ended = request.score(done.logits[rows])
+                found = done.hidden if request.hidden else done.logits
+                assert found is not None
+                ended = request.score(found[rows])
             else:
                 ended = bool(made := done.made[request]) and made[-1].last
             if ended:

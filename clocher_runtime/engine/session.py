@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from clocher_kernels.errors import ModelChanged, UsageError
+from clocher_kernels.ops.elementwise import rms_norm
 from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine import arguments
@@ -20,6 +21,7 @@ from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.draft import SuffixDrafter, Track, first_class
 from clocher_runtime.speculation.gate import DraftModelGate
@@ -210,10 +212,28 @@ class Session:
         """
         if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")
+        return self._delivering(ids, take)
+
+    def states(self, ids: Sequence[int], take: Take, last_only: bool = False) -> Generation:
+        """Call `take` with each position, or the last, and its final hidden state [D] fp32.
+
+        The final norm is applied (Granite's is scaled). The generation yields no tokens.
+        """
+        weight, spec = np.asarray(self.model.weights[NORM]), self.model.spec
+        eps = spec.norm_eps / spec.residual_scale**2  # as `Builder` has it
+
+        def normed(position: int, row: np.ndarray) -> None:
+            y = np.empty((1, row.size), np.float32)
+            rms_norm(x=row[None], weight=weight, y=y, eps=eps)
+            take(position, y[0])
+
+        return self._delivering(ids, normed, hidden=True, last_only=last_only)
+
+    def _delivering(self, ids: Sequence[int], take: Take, **options: Any) -> Generation:
         (usable,) = self._usable([ids])
 
         def begin() -> OutputQueue:
-            request = Score(ids=usable, queue=OutputQueue(1), scored=take)
+            request = Score(ids=usable, queue=OutputQueue(1), scored=take, **options)
             self._submit("logits", [request])
             return request.queue
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clocher_runtime.serve.engine_process import Job, News
-from clocher_runtime.serve.errors import to_json
+from clocher_runtime.serve.errors import ApiError, to_json
 from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
 from clocher_runtime.serve.schemas import StreamOptions
 from clocher_runtime.text.answers import AnswerReader, Delta, StopStrings, message_of
@@ -33,7 +33,7 @@ def now_s() -> int:
 class Answer:
     """The identity and the usage of a response."""
 
-    kind: str  # begins its id
+    kind: str  # begins its id, as "chatcmpl-"
     model: str  # as clients call it
     prompt_tokens: int  # tokens of all prompts
     made: int = 0  # tokens of all choices
@@ -44,7 +44,7 @@ class Answer:
     created: int = field(default_factory=now_s)
 
     def __post_init__(self) -> None:
-        self.id = f"{self.kind}-{secrets.token_hex(12)}"
+        self.id = self.kind + secrets.token_hex(12)
 
     def count(self, made: Made, is_first: bool) -> None:
         """Count a token; the first choice of a prompt also reports its cached tokens."""
@@ -365,6 +365,10 @@ class Pipeline:
             if events:
                 yield b"".join(events)
         yield event() + DONE if include_usage else DONE
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last events of a failed stream."""
+        return b"data: " + to_json(error.body) + b"\n\n" + DONE
 
     def _head(self, kind: str) -> dict[str, Any]:
         answer, name = self.answer, getattr(self.choices[0], kind)

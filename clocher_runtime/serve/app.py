@@ -4,6 +4,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -19,13 +20,15 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.commands import CHAT_TEMPERATURE, ServeConfig, is_local
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing, among, of_call
+from clocher_runtime.engine.diffusing import Diffusing
 from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
+from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest, MessageStream
 from clocher_runtime.serve.edge import (
     PUBLIC,
     SMALL_BODY_BYTES,
     Bodies,
     Disconnected,
+    EventAnswer,
     EventStream,
     Gate,
     Named,
@@ -34,12 +37,13 @@ from clocher_runtime.serve.edge import (
     read_page,
     unless_gone,
 )
+from clocher_runtime.serve.embeddings import EmbeddingsRequest, embed
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import failure, invalid
-from clocher_runtime.serve.messages import Ready, Submit
+from clocher_runtime.serve.messages import Submit
 from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, document
-from clocher_runtime.serve.prompts import PromptRoom, room_for
+from clocher_runtime.serve.prompts import PromptRoom, denoised, grammar_of, room_for
 from clocher_runtime.serve.requests import (
     ChatRequest,
     CompletionRequest,
@@ -47,9 +51,10 @@ from clocher_runtime.serve.requests import (
     SamplingFields,
     TokenizeRequest,
 )
-from clocher_runtime.serve.responses import ResponsesAnswer, ResponsesRequest
+from clocher_runtime.serve.response_store import ResponseStore
+from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
 from clocher_runtime.serve.schemas import Schema
-from clocher_runtime.text.answers import StopStrings, opens_thoughts
+from clocher_runtime.text.answers import StopStrings
 from clocher_runtime.text.grammar import Grammars
 
 _CLOSED = 499  # nginx's: the client disconnected before the response
@@ -69,6 +74,7 @@ class Server:
     created: int  # in seconds since 1970
     chats: bool = False  # whether the model was made for conversations
     sampling: Mapping[str, float] = field(default_factory=dict)  # the model's defaults
+    stored: ResponseStore = field(default_factory=ResponseStore)
     _bodies: Bodies = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,19 +104,57 @@ class Server:
 
     async def chat(self, request: Request) -> ASGIApp:
         """POST /v1/chat/completions."""
-        asked = await self.parse(request, ChatRequest)
-        return await _answered(request, await self.begin(asked, "chatcmpl"), asked.stream)
+        return await self._answer(request, await self.parse(request, ChatRequest), "chatcmpl-")
 
     async def complete(self, request: Request) -> ASGIApp:
         """POST /v1/completions."""
-        asked = await self.parse(request, CompletionRequest)
-        return await _answered(request, await self.begin(asked, "cmpl"), asked.stream)
+        return await self._answer(request, await self.parse(request, CompletionRequest), "cmpl-")
 
     async def respond(self, request: Request) -> ASGIApp:
         """POST /v1/responses."""
         asked = await self.parse(request, ResponsesRequest)
-        chat = await self.begin(await self.prompts.apart(asked.chat), "resp")
-        return await _answered(request, ResponsesAnswer(asked, chat), asked.stream)
+        if before := asked.previous_response_id:
+            found = self.stored.read(before, "previous_response_not_found")
+            asked = await self.prompts.apart(partial(asked.after, found["items"]))
+        chat = await self.prompts.apart(asked.chat)
+        told = partial(ResponseStream, asked, self.stored)
+        return await self._answer(request, chat, "resp_", told)
+
+    async def stored_response(self, request: Request) -> ASGIApp:
+        """GET /v1/responses/{response}."""
+        return json_response(self.stored.read(request.path_params["response"])["response"])
+
+    async def drop_response(self, request: Request) -> ASGIApp:
+        """DELETE /v1/responses/{response}."""
+        self.stored.drop(name := request.path_params["response"])
+        return json_response({"id": name, "object": "response", "deleted": True})
+
+    async def message(self, request: Request) -> ASGIApp:
+        """POST /v1/messages."""
+        asked = await self.parse(request, MessagesRequest)
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
+        return await self._answer(request, chat, "msg_", MessageStream)
+
+    async def count(self, request: Request) -> ASGIApp:
+        """POST /v1/messages/count_tokens."""
+        asked = await self.parse(request, CountTokensRequest)
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
+        ids, _ = await self._conversation(chat, self.engine.serving().longest)
+        return json_response({"input_tokens": len(ids)})
+
+    async def _answer(
+        self,
+        request: Request,
+        asked: ChatRequest | CompletionRequest,
+        kind: str,
+        told: Callable[[Answer], Any] | None = None,
+    ) -> ASGIApp:
+        """Answer a request, as `told` makes the events of it or as OpenAI's first APIs do."""
+        chat = await self.begin(asked, kind)
+        answer = chat if told is None else EventAnswer(chat, told(chat.answer))
+        if asked.stream:
+            return EventStream(answer.events(), answer.failed)
+        return json_response(await unless_gone(request.receive, answer.whole()))
 
     async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
         """Submit a request to the engine; raises ApiError if it cannot be answered now."""
@@ -148,8 +192,9 @@ class Server:
     async def _conversation(
         self, asked: ChatRequest | TokenizeRequest, longest: int
     ) -> tuple[list[int], str]:
-        variables = asked.template_variables
-        return await self.prompts.chat(asked.dialogue(), asked.functions, variables, longest)
+        variables, continues = asked.template_variables, bool(asked.continue_final_message)
+        messages = asked.dialogue()
+        return await self.prompts.chat(messages, asked.functions, variables, longest, continues)
 
     def _choice(
         self, asked: ChatRequest | CompletionRequest, ask: Submit, tail: str
@@ -180,20 +225,8 @@ class Server:
         longest = blocks.longest(ready.longest) if blocks else ready.longest
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
-        spec = None
-        if asked.must_call or asked.constraint is not None:
-            ((kind, value),) = (asked.constraint or {"tools": None}).items()
-            if asked.must_call:
-                kind, value = "tools", [each["function"] for each in asked.functions]
-            style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
-            spec = {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}
-            if blocks is not None and blocks.rule is not None:
-                raise invalid(
-                    f"diffusion is {blocks.name}, which does not generate tokens in order, so the "
-                    "answer cannot be constrained; use lossless or off where the model has them, "
-                    "or leave response_format, guided_... and tool_choice out",
-                    "diffusion",
-                )
+        style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
+        if spec := grammar_of(asked, style, tail, blocks):
             await asyncio.wrap_future(self.grammars.checked(spec))
         sampling = [asked.sampling(choice) for choice in range(asked.choices)]
         try:
@@ -216,6 +249,13 @@ class Server:
             for ids, budget in zip(prompts, budgets, strict=True)
             for drawn in sampling
         ]
+
+    async def embed(self, request: Request) -> ASGIApp:
+        """POST /v1/embeddings."""
+        asked, config = await self.parse(request, EmbeddingsRequest), self.config
+        work = embed(asked, self.engine, self.prompts, config.batch, config.timeout)
+        body = await unless_gone(request.receive, work) | {"model": self.name}
+        return await self.prompts.apart(lambda: json_response(body))
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
@@ -264,6 +304,10 @@ class Server:
         text = await self.prompts.apart(lambda: self.prompts.tokenizer.decode(asked.tokens))
         return json_response({"prompt": text})
 
+    async def tokenizer_info(self, request: Request) -> ASGIApp:
+        """GET /tokenizer_info."""
+        return json_response(self.prompts.info)
+
     async def health(self, request: Request) -> ASGIApp:
         """GET /health: 200 while requests are served, else 503."""
         engine = self.engine
@@ -311,7 +355,7 @@ class Server:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
@@ -336,7 +380,7 @@ class Server:
             except (Disconnected, ClientDisconnect):
                 response = Response(status_code=_CLOSED)
             except Exception as error:
-                response = error_response(error)
+                response = error_response(error, path)
             status = response.status_code if isinstance(response, Response) else 200
             self.metrics.response(path, status)
             return response
@@ -344,30 +388,11 @@ class Server:
         return guarded
 
 
-async def _answered(
-    request: Request, answer: Pipeline | ResponsesAnswer, stream: bool | None
-) -> ASGIApp:
-    if stream:
-        return EventStream(answer.events())
-    return json_response(await unless_gone(request.receive, answer.whole()))
-
-
 async def _unrouted(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code != 405:
-        return error_response(failure("unknown_url", got=request.url.path))
+        return error_response(failure("unknown_url", got=request.url.path), request.url.path)
     allowed = (error.headers or {}).get("Allow", "GET").split(", ")
     wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
     wrong.headers["allow"] = ", ".join(allowed)
-    return error_response(wrong)
-
-
-def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
-    """Return how a request's blocks are denoised; None: one token at a time. Raises ApiError."""
-    own = None
-    try:
-        if ready.blocks is not None:
-            own = among(ready.blocks, ready.about["diffusion"])
-        return of_call(own, asked)
-    except UsageError as error:
-        raise invalid(str(error), "diffusion") from None
+    return error_response(wrong, request.url.path)

@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,7 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from clocher_runtime.config.commands import is_local
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.serve.answers import DONE
+from clocher_runtime.serve.answers import Pipeline
 from clocher_runtime.serve.errors import ApiError, failure, from_exception, invalid, to_json
 
 PUBLIC = frozenset({"/health"})
@@ -70,9 +70,8 @@ class Named:
 
         app = self._app
         if headers.keys() >= {b"content-length", b"transfer-encoding"}:
-            app = error_response(
-                invalid("The headers Content-Length and Transfer-Encoding came together; send one")
-            )
+            wrong = "The headers Content-Length and Transfer-Encoding came together; send one"
+            app = error_response(invalid(wrong), scope["path"])
             app.headers["connection"] = "close"
         await app(scope, receive, named)
 
@@ -100,7 +99,7 @@ class Gate:
         """Forward a request, or refuse it."""
         app = self._app
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            app = error_response(refusal)
+            app = error_response(refusal, scope["path"])
         await app(scope, receive, send)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
@@ -114,9 +113,10 @@ class Gate:
             return failure("forbidden", header="Origin", got=origin)
         if self._key is None or scope["path"] in self._public:
             return None
-        scheme, _, key = headers.get(b"authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.encode("latin-1"), self._key):
-            return None
+        scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
+        for key in (bearer if scheme.lower() == "bearer" else "", headers.get(b"x-api-key", "")):
+            if hmac.compare_digest(key.encode("latin-1"), self._key):
+                return None
         return failure("invalid_api_key")
 
 
@@ -151,12 +151,12 @@ class Bodies:
             self._held -= held
 
 
-def error_response(error: BaseException) -> Response:
-    """Return the response for an error; log an unexpected one without the request's content."""
+def error_response(error: BaseException, path: str) -> Response:
+    """Return a route's response for an error; log an unexpected one, but nothing of the request."""
     told = from_exception(error)
     if told.status >= 500 and not isinstance(error, ApiError):
         _log_defect(error)
-    return json_response(told.body, told.status, told.headers)
+    return json_response(told.body_at(path), told.status, told.headers)
 
 
 def _log_defect(error: BaseException) -> None:
@@ -192,10 +192,10 @@ async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
 
 
 class EventStream:
-    """A response of complete server-sent events; an error becomes the last event."""
+    """A response of complete server-sent events; `failed` makes the last ones of an error."""
 
-    def __init__(self, events: AsyncIterator[bytes]) -> None:
-        self._events, self._sent = events, 0.0
+    def __init__(self, events: AsyncIterator[bytes], failed: Callable[[ApiError], bytes]) -> None:
+        self._events, self._failed, self._sent = events, failed, 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events."""
@@ -226,7 +226,7 @@ class EventStream:
         except Exception as error:
             if not isinstance(error, ApiError | OSError):
                 _log_defect(error)
-            last = b"data: " + to_json(from_exception(error).body) + b"\n\n" + DONE
+            last = self._failed(from_exception(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
     async def _keep_alive(self, send: Send) -> None:
@@ -236,6 +236,54 @@ class EventStream:
             if clock() - self._sent >= KEEP_ALIVE_S:
                 await send(_COMMENT)
                 self._sent = clock()
+
+
+Event = dict[str, Any]
+"""A server-sent event that names its `type`."""
+
+
+class EventAnswer:
+    """The response to one request: a chat with one choice, told as another API does.
+
+    `told` makes the events (`start`, `push`, `finish`, `fail`) and their sum (`response`).
+    """
+
+    def __init__(self, chat: Pipeline, told: Any) -> None:
+        self._chat, self._told = chat, told
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the response of a request without `stream`; raises ApiError."""
+        async for _ in self._steps():
+            pass
+        response: dict[str, Any] = self._told.response()
+        return response
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Yield the events of a streamed response; the last one has the final status."""
+        yield _sent(self._told.start())
+        async for events in self._steps():
+            if events:
+                yield _sent(events)
+
+    def failed(self, error: ApiError) -> bytes:
+        """Return the last events of a failed stream."""
+        return _sent(self._told.fail(error))
+
+    async def _steps(self) -> AsyncIterator[list[Event]]:
+        (choice,) = self._chat.choices
+        async for step in self._chat.steps():
+            events: list[Event] = []
+            for _, deltas, _ in step:
+                events += self._told.push(deltas, choice.calls, choice.logprobs)
+                choice.logprobs = []
+            yield events
+        yield self._told.finish(choice.finish, choice.stops.found)
+
+
+def _sent(events: list[Event]) -> bytes:
+    return b"".join(
+        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events
+    )
 
 
 class Page(NamedTuple):

@@ -61,6 +61,7 @@ class _Work:
     constraint: Constraint | None
     generation: Generation
     scores: list[tuple[float, Top]] | None  # of the prompt; None once reported, or not wanted
+    pooled: np.ndarray | None = None  # the sum of the hidden states of an embedding, [D]
     passes: int = 0  # forwards of its denoised sequence reported with its tokens
     shown: int = 0  # the same, at the last report of uncommitted tokens
 
@@ -121,9 +122,14 @@ class EngineLoop:
         self._failed.append(Failed(number, type(error).__name__, str(error)))
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
-        scores: list[tuple[float, Top]] | None = [] if request.scores else None
+        scores: list[tuple[float, Top]] | None = None
+        pooled = None
         try:
-            if scores is not None:
+            if request.pooling:
+                scores, pooled = [], np.zeros(self._session.model.spec.hidden_size)
+                generation = self._pooling(request, pooled)
+            elif request.scores:
+                scores = []
                 generation = self._scoring(request, scores)
             else:
                 generation = self._generate(request, constraint)
@@ -131,7 +137,7 @@ class EngineLoop:
         except _OF_REQUEST as error:
             self._fail(request.id, error)
         else:
-            self._work[request.id] = _Work(request, constraint, generation, scores)
+            self._work[request.id] = _Work(request, constraint, generation, scores, pooled)
 
     def _scoring(self, request: Submit, scores: list[tuple[float, Top]]) -> Generation:
         ids, count = request.ids, max(request.logprobs, 0)
@@ -142,6 +148,13 @@ class EngineLoop:
                 scores.append((found.logprob, found.top))
 
         return self._session.scoring(ids, take)
+
+    def _pooling(self, request: Submit, pooled: np.ndarray) -> Generation:
+        def take(position: int, state: np.ndarray) -> None:
+            if request.pooling != "cls" or position == 0:
+                np.add(pooled, state, out=pooled)
+
+        return self._session.states(request.ids, take, last_only=request.pooling == "last")
 
     def _generate(self, request: Submit, constraint: Constraint | None) -> Generation:
         return self._session.generate(
@@ -185,7 +198,8 @@ class EngineLoop:
         """Report the scores of a prompt; return whether generation follows."""
         if work.scores is None:
             return False
-        step.scored.append(Scored(work.request.id, work.scores))
+        pooled = b"" if work.pooled is None else work.pooled.astype("<f4").tobytes()
+        step.scored.append(Scored(work.request.id, work.scores, pooled))
         work.scores = None
         if not work.request.max_new:
             return False

@@ -11,11 +11,13 @@ from clocher_kernels.errors import ClocherError, OutOfMemory, SessionBusy, Usage
 from clocher_runtime.config.values import shown
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
+_GONE = "The response {got} is not stored, or no longer"
 _TABLE: Mapping[str, tuple[int, str, str]] = {
     "invalid_api_key": (
         401,
         "authentication_error",
-        "No valid API key; expected the header `Authorization: Bearer KEY` with the server's key",
+        "No valid API key; expected the header `Authorization: Bearer KEY` (or `x-api-key: KEY`) "
+        "with the server's key",
     ),
     "forbidden": (
         403,
@@ -24,6 +26,8 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
         "origins, and with a key any host",
     ),
     "model_not_found": (404, _INVALID, "The model {got} does not exist; this server has {served}"),
+    "previous_response_not_found": (400, _INVALID, _GONE + "; send the whole conversation"),
+    "response_not_found": (404, _INVALID, _GONE),
     "unknown_url": (404, _INVALID, "Unknown path {got}; /openapi.json lists the known ones"),
     "method_not_allowed": (405, _INVALID, "Method {got} is not allowed here; expected {allowed}"),
     "slow_reader": (408, _INVALID, "The answer was not read as fast as it was made; read faster"),
@@ -55,6 +59,14 @@ _TABLE: Mapping[str, tuple[int, str, str]] = {
     "timeout": (504, _SERVER, "The answer was not complete after {seconds:g} s; ask for less"),
 }
 """Code -> status, OpenAI's error type, message."""
+MESSAGES_PATH = "/v1/messages"
+"""Where errors have Anthropic's shape."""
+_ANTHROPIC = {
+    **{401: "authentication_error", 403: "permission_error", 404: "not_found_error"},
+    **{413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"},
+    **{500: "api_error", 504: "timeout_error"},
+}
+"""Status -> Anthropic's error type; others are invalid requests."""
 _SHOWN_CHARS = 80
 _RETRY_STATUS = (429, 503)
 # Hints about flags are for the operator, not for clients.
@@ -79,6 +91,13 @@ class ApiError(ClocherError):
         """The JSON body, also the last event of a failed stream."""
         error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return {"error": error}
+
+    def body_at(self, path: str) -> dict[str, Any]:
+        """Return the JSON body for clients of a route."""
+        if not path.startswith(MESSAGES_PATH):
+            return self.body
+        kind = _ANTHROPIC.get(self.status, _INVALID)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
 
 
 def failure(code: str, *, param: str | None = None, retry_after: int = 1, **facts: Any) -> ApiError:

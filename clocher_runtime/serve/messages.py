@@ -28,11 +28,12 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
 
     id: int = 0  # id of its results
     ids: list[int]  # the prompt
-    max_new: int  # tokens to generate; 0 only scores the prompt
+    max_new: int  # tokens to generate; 0 only scores or embeds the prompt
     sampling: Mapping[str, Any]  # arguments of `Sampling`
     stop_ids: tuple[int, ...] = ()
     logprobs: int = -1  # number of top tokens to report per token; -1: no log probabilities
     scores: bool = False  # whether to report them for prompt tokens too
+    pooling: str = ""  # "mean", "cls" or "last": embed the prompt
     salt: str = ""  # cached prefixes are shared only within the same salt
     constraint: Mapping[str, Any] | None = None  # as `GrammarMaker.compile` takes it
     diffusion: str | None = None  # how blocks are denoised; None: the session's way
@@ -66,10 +67,14 @@ class Unsure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Scored(msgspec.Struct, array_like=True, frozen=True):
-    """The log probability of each prompt token but the first, and the top tokens there."""
+    """The log probability of each prompt token but the first, and the top tokens there.
+
+    `pooled`: the embedding instead, [D] little-endian fp32, not normalised.
+    """
 
     request: int
     tokens: list[tuple[float, Top]]
+    pooled: bytes = b""
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):

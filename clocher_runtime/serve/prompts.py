@@ -8,9 +8,18 @@ from typing import Any, TypeVar
 
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.checkpoints import Checkpoint
+from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
-from clocher_runtime.text.answers import AnswerReader, AnswerStyle, answer_style, make_reader
+from clocher_runtime.serve.messages import Ready
+from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
+from clocher_runtime.text.answers import (
+    AnswerReader,
+    AnswerStyle,
+    answer_style,
+    make_reader,
+    opens_thoughts,
+)
 from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -27,9 +36,17 @@ class PromptRoom:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
-        self.style: AnswerStyle = answer_style(self.tokenizer, self.tokenizer.chat_template)
+        self.template = self.tokenizer.chat_template
+        self.style: AnswerStyle = answer_style(self.tokenizer, self.template)
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
+        # With the names of special tokens as text, where files may have their settings too.
+        told = {"eos_token": None, **config, "chat_template": self.template or None}
+        self.info = {
+            name: value["content"] if isinstance(value, dict) and "content" in value else value
+            for name, value in told.items()
+        }
+        self.pooling = checkpoint.pooling or "last"
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
         self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
         self._thread = ThreadPoolExecutor(1, "text")
@@ -50,17 +67,28 @@ class PromptRoom:
         tools: Sequence[Mapping[str, Any]],
         variables: Mapping[str, Any],
         context: int,
+        continues: bool = False,
     ) -> tuple[list[int], str]:
-        """Return the ids of a conversation and the end of its text; raises UsageError."""
+        """Return the ids of a conversation and the end of its text; raises UsageError.
+
+        `continues`: the answer goes on with the last message.
+        """
         if not self.tokenizer.chat_template:
             raise UsageError("this model has no chat template; send plain text to /v1/completions")
 
         def work() -> tuple[list[int], str]:
+            conversation = conversation_of(messages, self.style)
             text = self.tokenizer.apply_chat_template(
-                conversation_of(messages, self.style), tools=tools or None, variables=variables
+                conversation,
+                tools=tools or None,
+                add_generation_prompt=variables.get("add_generation_prompt", not continues),
+                variables=variables,
             )
-            ids = self.tokenizer.encode(text, special=False, room=context)
-            return ids, text[-_TAIL_CHARS:]
+            tail = _TAIL_CHARS
+            if continues:
+                text = _until_end_of(conversation[-1]["content"], text)
+                tail += len(conversation[-1]["content"])  # with what opened the message
+            return self.tokenizer.encode(text, special=False, room=context), text[-tail:]
 
         return await self.apart(work)
 
@@ -81,6 +109,18 @@ class PromptRoom:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
+def _until_end_of(content: str, text: str) -> str:
+    """Return a conversation's text up to the end of its last message, as transformers cuts it."""
+    at = text.rfind(content.strip())
+    if at < 0:
+        raise UsageError(
+            "continue_final_message: the chat template of this model does not write the last "
+            "message as it is; leave it out"
+        )
+    kept = content.lstrip() if text.startswith(content.lstrip(), at) else content.strip()
+    return text[: at + len(kept)]
+
+
 def room_for(
     ids: Sequence[int], wanted: int | None, longest: int, vocab_size: int, param: str
 ) -> int:
@@ -96,7 +136,7 @@ def room_for(
         )
     if len(ids) + (wanted or 0) > longest or (wanted is None and len(ids) >= longest):
         asked = f"{len(ids)} tokens in the {param}"
-        asked += f" and {wanted} in the answer" if wanted is not None else ""
+        asked += f" and {wanted} in the answer" if wanted else ""
         raise invalid(
             f"This model's maximum context length is {longest} tokens, but the request has {asked};"
             " shorten one of them",
@@ -104,3 +144,33 @@ def room_for(
             "context_length_exceeded",
         )
     return longest - len(ids) if wanted is None else wanted
+
+
+def denoised(ready: Ready, asked: str | None) -> Diffusing | None:
+    """Return how a request's blocks are denoised; None: one token at a time. Raises ApiError."""
+    own = None
+    try:
+        if ready.blocks is not None:
+            own = among(ready.blocks, ready.about["diffusion"])
+        return of_call(own, asked)
+    except UsageError as error:
+        raise invalid(str(error), "diffusion") from None
+
+
+def grammar_of(
+    asked: ChatRequest | CompletionRequest, style: AnswerStyle, tail: str, blocks: Diffusing | None
+) -> dict[str, Any] | None:
+    """Return what the answer has to follow, for `Grammars`; raises ApiError if it cannot be."""
+    if not asked.must_call and asked.constraint is None:
+        return None
+    ((kind, value),) = (asked.constraint or {"tools": None}).items()
+    if asked.must_call:
+        kind, value = "tools", [each["function"] for each in asked.functions]
+    if blocks is not None and blocks.rule is not None:
+        raise invalid(
+            f"diffusion is {blocks.name}, which does not generate tokens in order, so the "
+            "answer cannot be constrained; use lossless or off where the model has them, "
+            "or leave response_format, guided_... and tool_choice out",
+            "diffusion",
+        )
+    return {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}

@@ -12,6 +12,7 @@ from clocher_runtime.serve.schemas import (
     MAX_PROMPT_TOKENS,
     MAX_TOKENS,
     MAX_TOOLS,
+    AssistantMessage,
     Biases,
     Diffusion,
     GuidedChoice,
@@ -32,6 +33,7 @@ from clocher_runtime.serve.schemas import (
     TemplateVariables,
     TokenId,
     Tool,
+    joined,
     plain_messages,
     text_of,
 )
@@ -171,15 +173,35 @@ class ChatFields(Schema):
 
     unsupported: ClassVar = {
         "chat_template": ((), "the model's own template is used"),
-        "continue_final_message": ((False,), "use /v1/completions"),
         "documents": (([],), "put their text into a message"),
         "functions": (([],), "use tools"),
         "function_call": (("none",), "use tool_choice"),
     }
 
+    messages: Messages | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        None, description="the answer goes on with the last message, an assistant's"
+    )
     chat_template_kwargs: TemplateVariables | None = None
+
+    def model_post_init(self, context: Any) -> None:
+        """Validate combinations of fields."""
+        super().model_post_init(context)
+        last = self.messages[-1] if self.messages else None
+        has_text = last is not None and joined(last.content or "").strip()
+        is_open = isinstance(last, AssistantMessage) and not last.tool_calls and has_text
+        if self.continue_final_message and (not is_open or self.add_generation_prompt):
+            raise Refused(
+                "continue_final_message: expected a last message of the assistant, with text and "
+                "without tool_calls, and no add_generation_prompt",
+                "continue_final_message",
+            )
+
+    def dialogue(self) -> list[dict[str, Any]]:
+        """Return the messages as chat templates read them; [] if there is a prompt."""
+        return plain_messages(self.messages or [])
 
     @property
     def functions(self) -> list[dict[str, Any]]:
@@ -232,10 +254,6 @@ class ChatRequest(ChatFields, GenerationFields):
         effort = self.chat_template_kwargs and self.chat_template_kwargs.reasoning_effort
         if effort and self.reasoning_effort not in (None, effort):
             raise Refused("reasoning_effort is given twice, with two values", "reasoning_effort")
-
-    def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them."""
-        return plain_messages(self.messages)
 
     @property
     def budget(self) -> int | None:
@@ -319,18 +337,14 @@ class TokenizeRequest(ChatFields):
 
     model: ShortText | None = None
     prompt: str | None = None
-    messages: Messages | None = None
     add_special_tokens: bool | None = None
 
-    def model_post_init(self, _: Any) -> None:
+    def model_post_init(self, context: Any) -> None:
         """Validate combinations of fields."""
+        super().model_post_init(context)
         if (self.prompt is None) == (self.messages is None):
             both = "neither" if self.prompt is None else "both"
             raise Refused(f"{both} of prompt and messages are given; expected one", "prompt")
-
-    def dialogue(self) -> list[dict[str, Any]]:
-        """Return the messages as chat templates read them; [] if there is a prompt."""
-        return plain_messages(self.messages or [])
 
 
 class DetokenizeRequest(Schema):

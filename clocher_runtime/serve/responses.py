@@ -1,17 +1,16 @@
-"""POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference).
+"""POST /v1/responses: a chat, reported in items, one open at a time (OpenAI API reference)."""
 
-Nothing is stored; `store` is ignored.
-"""
-
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
 
-from clocher_runtime.serve.answers import Answer, Pipeline
-from clocher_runtime.serve.errors import ApiError, Refused, to_json
-from clocher_runtime.serve.requests import ChatRequest, SamplingFields
+from clocher_runtime.serve.answers import Answer
+from clocher_runtime.serve.edge import Event
+from clocher_runtime.serve.errors import ApiError, from_validation
+from clocher_runtime.serve.requests import MAX_LOGPROBS, ChatRequest, SamplingFields
+from clocher_runtime.serve.response_store import ResponseStore
 from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
     MAX_TOKENS,
@@ -23,6 +22,7 @@ from clocher_runtime.serve.schemas import (
     ReasoningSettings,
     Schema,
     ShortText,
+    Stops,
     TextSettings,
     checked,
     joined,
@@ -93,6 +93,7 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
     Discriminator(_kind),
 ]
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=ConfigDict(strict=True))
 Metadata = Annotated[
     dict[Annotated[str, text_of(0, 64)], Annotated[str, text_of(0, 512)]], Field(max_length=16)
 ]
@@ -107,15 +108,12 @@ class ResponsesRequest(SamplingFields):
 
     unsupported: ClassVar = {
         **SamplingFields.unsupported,
-        "previous_response_id": ((), "nothing is stored: send the whole conversation"),
-        "conversation": ((), "nothing is stored: send the whole conversation"),
-        "background": ((False,), "nothing is stored: use stream"),
-        "prompt": ((), "nothing is stored: use input"),
+        "conversation": ((), "use previous_response_id"),
+        "background": ((False,), "use stream"),
+        "prompt": ((), "use input"),
         "context_management": (([],), "shorten the input"),
         "truncation": (("disabled",), "shorten the input"),
-        "top_logprobs": ((0,), "use /v1/chat/completions"),
         "moderation": ((), "leave it out"),
-        "stop": (([],), "use /v1/chat/completions"),
         "n": ((1,), "use /v1/chat/completions"),
         "chat_template": ((), "the model's own template is used"),
     }
@@ -130,11 +128,25 @@ class ResponsesRequest(SamplingFields):
     reasoning: ReasoningSettings | None = None
     include: list[ShortText] | None = Field(None, max_length=16)
     metadata: Metadata | None = None
+    previous_response_id: ShortText | None = None
+    store: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
+    stop: Stops | None = None
 
-    def model_post_init(self, _: Any) -> None:
-        """Validate lists of allowed words."""
-        if "message.output_text.logprobs" in (self.include or ()):
-            raise Refused("include asks for logprobs; use /v1/chat/completions for them", "include")
+    @property
+    def items(self) -> list[Item]:
+        """The input as items."""
+        if isinstance(self.input, str):
+            return [InputMessage(role="user", content=self.input)]
+        return self.input
+
+    def after(self, before: object) -> Self:
+        """Return the request with stored items before its own; raises ApiError."""
+        try:
+            items = _ITEMS.validate_python(before)
+        except ValidationError as error:  # the model may call what nobody can name
+            raise from_validation(error, before) from None
+        return self.model_copy(update={"input": [*items, *self.items]})
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request; raises ApiError if there is none."""
@@ -150,6 +162,10 @@ class ResponsesRequest(SamplingFields):
             "tool_choice": _wrapped(choice) if isinstance(choice, NamedFunction) else choice,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": form,
+            "stop": self.stop,
+            "logprobs": "message.output_text.logprobs" in (self.include or ())
+            or bool(self.top_logprobs),
+            "top_logprobs": self.top_logprobs or None,
         }
         return checked(ChatRequest, {name: getattr(self, name) for name in same} | fields)
 
@@ -157,8 +173,6 @@ class ResponsesRequest(SamplingFields):
         messages: list[dict[str, Any]] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
 
         def assistant(*before: str) -> dict[str, Any]:
             last = messages[-1] if messages else {}
@@ -166,7 +180,7 @@ class ResponsesRequest(SamplingFields):
                 messages.append({"role": "assistant"})
             return messages[-1]
 
-        for item in self.input:
+        for item in self.items:
             match item:
                 case InputMessage(role="assistant"):
                     assistant("content", "tool_calls")["content"] = joined(item.content)
@@ -185,7 +199,6 @@ class ResponsesRequest(SamplingFields):
         return messages
 
 
-Event = dict[str, Any]
 _KINDS: Mapping[str, tuple[str, str, str]] = {
     "content": ("message", "msg", "response.output_text"),
     "reasoning": ("reasoning", "rs", "response.reasoning_text"),
@@ -195,10 +208,11 @@ _KINDS: Mapping[str, tuple[str, str, str]] = {
 """Kind of a delta -> type of its item, prefix of the item's id, prefix of its events."""
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
     """Return the single content part of a message or of reasoning."""
     if kind == "message":
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+        told = list(logprobs)
+        return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
     return {"type": "reasoning_text", "text": text}
 
 
@@ -207,10 +221,13 @@ class ResponseStream:
     """The events of a response, and the object that they add up to."""
 
     request: ResponsesRequest
+    store: ResponseStore
     answer: Answer
     output: list[dict[str, Any]] = field(default_factory=list)  # finished items
     open: dict[str, Any] | None = None  # the item that grows, as it was added
     text: str = ""  # of it
+    logprobs: list[Any] = field(default_factory=list)  # of it
+    pending: list[Any] = field(default_factory=list)  # log probabilities before the next text
     status: str = "in_progress"
     reason: str = ""  # why it is incomplete
     error: dict[str, Any] | None = None
@@ -222,22 +239,27 @@ class ResponseStream:
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self.response()) for kind in kinds]
 
-    def push(self, deltas: Iterable[Delta], calls: Mapping[int, str]) -> list[Event]:
+    def push(
+        self, deltas: Iterable[Delta], calls: Mapping[int, str], logprobs: Sequence[Any] = ()
+    ) -> list[Event]:
         """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
+        self.pending += logprobs
         for delta in deltas:
             kind, _, grows = _KINDS[delta.kind]
             if self.open is None or self.open["type"] != kind or delta.kind == "tool_call":
                 events += self._close("completed") + self._begin(delta, calls)
             if delta.kind != "tool_call" and delta.text:
                 self.text += delta.text
-                more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+                self.logprobs += self.pending
+                more = {"logprobs": self.pending} if kind == "message" else {}
                 grown = {**self._place(kind), "delta": delta.text, **more}
                 events.append(self._event(f"{grows}.delta", **grown))
+            self.pending = []
         self.reasoning_tokens += self.open is not None and self.open["type"] == "reasoning"
         return events
 
-    def finish(self, finish: str) -> list[Event]:
+    def finish(self, finish: str, stop: str | None = None) -> list[Event]:
         """Return the last events; `finish` is "stop", "length" or "tool_calls"."""
         if finish == "length":
             events = self._close("incomplete")
@@ -248,6 +270,9 @@ class ResponseStream:
                 # Clients that expect a message get an empty one.
                 events += self._begin(Delta("content", ""), {}) + self._close("completed")
             self.status = "completed"
+        if self.request.store is not False:
+            given = [item.model_dump(exclude_none=True) for item in self.request.items]
+            self.store.keep([*given, *self.output], self.response())
         return [*events, self._event(f"response.{self.status}", response=self.response())]
 
     def fail(self, error: ApiError) -> list[Event]:
@@ -281,8 +306,8 @@ class ResponseStream:
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
             "background": False,
-            "store": False,
-            "previous_response_id": None,
+            "store": asked.store is not False,
+            "previous_response_id": asked.previous_response_id,
             "truncation": "disabled",
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
@@ -297,7 +322,7 @@ class ResponseStream:
         }
 
     def _id(self, prefix: str) -> str:
-        return f"{prefix}_{self.answer.id.partition('-')[2]}"
+        return f"{prefix}_{self.answer.id.partition('_')[2]}"
 
     def _place(self, kind: str) -> dict[str, Any]:
         """Return the id and index of the open item, as events have them."""
@@ -313,14 +338,14 @@ class ResponseStream:
         if kind == "function_call":
             own = {"call_id": calls[delta.index], "name": delta.text, "arguments": ""}
         item = {"id": f"{self._id(prefix)}_{index}", "type": kind, "status": "in_progress", **own}
-        self.open, self.text = item, ""
+        self.open, self.text, self.logprobs = item, "", []
         added = self._event("response.output_item.added", output_index=index, item=item)
         return [added, *self._part("added", kind)]
 
     def _part(self, what: str, kind: str) -> list[Event]:
         if kind == "function_call":
             return []
-        place, part = self._place(kind), _part(kind, self.text)
+        place, part = self._place(kind), _part(kind, self.text, self.logprobs)
         return [self._event(f"response.content_part.{what}", **place, part=part)]
 
     def _close(self, status: str) -> list[Event]:
@@ -330,12 +355,14 @@ class ResponseStream:
         grows = next(each for of, _, each in _KINDS.values() if of == kind)
         whole: dict[str, Any] = {"text": text}
         if kind == "message":
-            whole |= {"logprobs": []}
+            whole |= {"logprobs": self.logprobs}
         elif kind == "function_call":
             whole = {"arguments": text, "name": self.open["name"]}
         grown = self._event(f"{grows}.done", **self._place(kind), **whole)
         parts = self._part("done", kind)
-        own = {"arguments": text} if kind == "function_call" else {"content": [_part(kind, text)]}
+        own: dict[str, Any] = {"arguments": text}
+        if kind != "function_call":
+            own = {"content": [_part(kind, text, self.logprobs)]}
         done = {**self.open, "status": status, **own}
         item = self._event("response.output_item.done", output_index=len(self.output), item=done)
         self.output.append(done)
@@ -346,39 +373,3 @@ class ResponseStream:
         event = {"type": kind, "sequence_number": self.sequence, **fields}
         self.sequence += 1
         return event
-
-
-class ResponsesAnswer:
-    """The response to one request: a chat with one choice, reported in items."""
-
-    def __init__(self, request: ResponsesRequest, chat: Pipeline) -> None:
-        self._chat, self._stream = chat, ResponseStream(request, chat.answer)
-
-    async def whole(self) -> dict[str, Any]:
-        """Return the response of a request without `stream`; raises ApiError."""
-        async for _ in self._steps():
-            pass
-        return self._stream.response()
-
-    async def events(self) -> AsyncIterator[bytes]:
-        """Yield the events of a streamed response; the last one has the final status."""
-        yield _sent(self._stream.start())
-        try:
-            async for events in self._steps():
-                if events:
-                    yield _sent(events)
-        except ApiError as error:
-            yield _sent(self._stream.fail(error))
-
-    async def _steps(self) -> AsyncIterator[list[Event]]:
-        (choice,) = self._chat.choices
-        async for step in self._chat.steps():
-            pushed = [self._stream.push(deltas, choice.calls) for _, deltas, _ in step]
-            yield [event for events in pushed for event in events]
-        yield self._stream.finish(choice.finish)
-
-
-def _sent(events: Sequence[Event]) -> bytes:
-    return b"".join(
-        b"event: %s\ndata: %s\n\n" % (event["type"].encode(), to_json(event)) for event in events
-    )

@@ -18,6 +18,7 @@ from pydantic import (
     StringConstraints,
     TypeAdapter,
     ValidationError,
+    ValidationInfo,
     WithJsonSchema,
     model_validator,
 )
@@ -31,7 +32,7 @@ MAX_TOKENS = (1 << 31) - 1
 MAX_SCHEMA_CHARS = 64 << 10
 MAX_MESSAGES, MAX_TOOLS = 4096, 128
 MAX_STOPS, MAX_STOP_CHARS = 16, 256
-MAX_PROMPTS, MAX_PROMPT_TOKENS = 64, 1 << 20
+MAX_PROMPTS, MAX_INPUTS, MAX_PROMPT_TOKENS = 64, 2048, 1 << 20
 S = TypeVar("S", bound="Schema")
 Unsupported = Mapping[str, tuple[tuple[object, ...], str]]
 """Field of other servers -> values without effect, and what to use instead."""
@@ -88,14 +89,15 @@ def _parsed(value: object) -> object:
         raise Refused(str(error)) from None
 
 
-def _prompts(value: object) -> list[str | list[int]]:
+def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
+    most, adapter = _TEXTS[info.field_name or ""]
     try:
-        given = _PROMPTS.validate_python(value)
+        given = adapter.validate_python(value)
     except ValidationError:
         raise Refused(
-            f"prompt is {described(value)}; expected text, up to {MAX_PROMPTS} texts, a list of "
-            f"token ids (1 to {MAX_PROMPT_TOKENS} of them, from 0 to {MAX_TOKENS}), or up to "
-            f"{MAX_PROMPTS} such lists"
+            f"{info.field_name} is {described(value)}; expected text, up to {most} texts, a list "
+            f"of token ids (1 to {MAX_PROMPT_TOKENS} of them, from 0 to {MAX_TOKENS}), or up to "
+            f"{most} such lists"
         ) from None
     return given if isinstance(given, list) and type(given[0]) is not int else [given]
 
@@ -116,15 +118,24 @@ ShortText = Annotated[str, text_of(0, 256)]
 ReasoningEffort = Literal["low", "medium", "high"]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _TokenIds = Annotated[list[TokenId], list_of(MAX_PROMPT_TOKENS, 1)]
-_Prompts = (
-    str
-    | _TokenIds
-    | Annotated[list[str], list_of(MAX_PROMPTS, 1)]
-    | Annotated[list[_TokenIds], list_of(MAX_PROMPTS, 1)]
-)
-_PROMPTS: TypeAdapter[Any] = TypeAdapter(_Prompts, config=ConfigDict(strict=True))
+
+
+def _texts(most: int) -> tuple[int, TypeAdapter[Any]]:
+    many = list_of(most, 1)
+    kinds: Any = str | _TokenIds | Annotated[list[str], many] | Annotated[list[_TokenIds], many]
+    return most, TypeAdapter(kinds, config=ConfigDict(strict=True))
+
+
+_TEXTS = {"prompt": _texts(MAX_PROMPTS), "input": _texts(MAX_INPUTS)}
 Prompts = Annotated[
-    list[str | list[int]], PlainValidator(_prompts), WithJsonSchema(_PROMPTS.json_schema())
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(_TEXTS["prompt"][1].json_schema()),
+]
+Inputs = Annotated[
+    list[str | list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(_TEXTS["input"][1].json_schema()),
 ]
 _StopText = Annotated[str, text_of(1, MAX_STOP_CHARS)]
 Stops = Annotated[

@@ -34,6 +34,8 @@ _NEUTRAL: dict[str, tuple[float, ...]] = {
     "attention.causal": (1,),
     "rope.scaling.yarn_ext_factor": (-1, 1),
 }
+_POOLINGS = {1: "mean", 2: "cls", 3: "last", 4: "rank"}
+"""Of llama.cpp's `llama_pooling_type`; 0 is none."""
 _ON_ARM = (
     "i2_s codes are read in the order of bitnet.cpp on x86; a file made on Arm has another, which "
     "the file does not record; the output is then nonsense"
@@ -218,4 +220,5 @@ def open_gguf(path: Path) -> Checkpoint:
         make_tokenizer=(lambda: tokenizer.tokenizer_json(file))
         if tokenizer.has_vocabulary(file)
         else None,
+        pooling=_POOLINGS.get(Metadata(file).value("pooling_type"), ""),
     )

@@ -26,6 +26,8 @@ from clocher_runtime.disk.strict_json import read_as, unknown
 from clocher_runtime.models.families import family_of, text_config
 
 _MAX_TEMPLATE_BYTES = 1_000_000
+_MODE = "pooling_mode_"
+_POOLINGS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls"}
 # transformers multiplies float experts from the right and stores them [E, K, N]; here, and in MXFP4
 # checkpoints, they are [E, N, K].
 _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
@@ -66,6 +68,7 @@ def read_folder(
         tensors=tensors,
         files=files,
         notes=(*notes, *more),
+        pooling=_pooling(folder.optional_json("1_Pooling/config.json")),
     )
 
 
@@ -98,6 +101,14 @@ def _tokenizer_config(folder: shards.HfFolder) -> dict[str, Any]:
         except UnicodeDecodeError as error:
             raise FormatError(f"{path}: not UTF-8: {error}") from None
     return config
+
+
+def _pooling(config: Mapping[str, Any]) -> str:
+    """Return the pooling of sentence-transformers' config."""
+    told = config.get("pooling_mode", [])
+    told = [told] if isinstance(told, str) else [str(mode) for mode in told]
+    told += [name.removeprefix(_MODE) for name in config if config[name] is True and _MODE in name]
+    return "+".join(_POOLINGS.get(name, name) for name in told)
 
 
 def logical_tensors(

@@ -1,0 +1,86 @@
+"""POST /v1/embeddings: pooled hidden states of unit length (OpenAI API reference)."""
+
+import asyncio
+import base64
+from contextlib import nullcontext
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from clocher_runtime.serve.engine_process import EngineProcess
+from clocher_runtime.serve.errors import invalid
+from clocher_runtime.serve.messages import Scored, Submit
+from clocher_runtime.serve.prompts import PromptRoom, room_for
+from clocher_runtime.serve.schemas import MAX_TOKENS, Inputs, Schema, ShortText
+
+POOLINGS = ("mean", "cls", "last")
+
+
+class EmbeddingsRequest(Schema):
+    """POST /v1/embeddings."""
+
+    model: ShortText | None = None
+    input: Inputs
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(
+        None, ge=1, le=MAX_TOKENS, description="of the vectors: the first ones, at unit length"
+    )
+
+
+async def embed(
+    asked: EmbeddingsRequest, engine: EngineProcess, prompts: PromptRoom, side: int, seconds: float
+) -> dict[str, Any]:
+    """Return the response to a request, but for the model's name; raises ApiError.
+
+    `side` inputs are with the engine at a time, `seconds` are for all.
+    """
+    if prompts.pooling not in POOLINGS:
+        raise invalid(
+            f"the embeddings of this model are pooled by {prompts.pooling}; only "
+            f"{', '.join(POOLINGS)} are supported",
+            "model",
+        )
+    ready, loop = engine.serving(), asyncio.get_running_loop()
+    inputs = [await prompts.ids(each, True, ready.longest) for each in asked.input]
+    for ids in inputs:
+        room_for(ids, 0, ready.longest, ready.vocab_size, "input")
+    end, found = loop.time() + seconds, [b""] * len(inputs)
+    for begin in range(0, len(inputs), side):
+        part = inputs[begin : begin + side]
+        # What was let in is not refused halfway.
+        with nullcontext() if begin else engine.reserve(len(part)):
+            asks = [Submit(ids=i, max_new=0, sampling={}, pooling=prompts.pooling) for i in part]
+            job = engine.submit(asks)
+        job.expire(end - loop.time())
+        try:
+            while news := await job.read():
+                for at, what in news:
+                    assert isinstance(what, Scored)
+                    found[begin + at] = what.pooled
+        finally:
+            job.close()
+    vectors = await prompts.apart(lambda: [_finished(asked, pooled) for pooled in found])
+    named = enumerate(vectors)
+    data = [{"object": "embedding", "index": at, "embedding": vector} for at, vector in named]
+    count = sum(map(len, inputs))
+    return {
+        "object": "list",
+        "data": data,
+        "usage": {"prompt_tokens": count, "total_tokens": count},
+    }
+
+
+def _finished(asked: EmbeddingsRequest, pooled: bytes) -> str | list[float]:
+    vector = np.frombuffer(pooled, "<f4").astype(np.float64)
+    if (wanted := asked.dimensions or vector.size) > vector.size:
+        raise invalid(
+            f"dimensions is {wanted}; the embeddings of this model have {vector.size}", "dimensions"
+        )
+    vector = vector[:wanted]
+    vector /= max(float(np.linalg.norm(vector)), 1e-12)
+    unit = vector.astype("<f4")
+    if asked.encoding_format == "base64":
+        return base64.b64encode(unit.tobytes()).decode()
+    values: list[float] = unit.tolist()
+    return values
