@@ -39,7 +39,19 @@ SPECIAL = byte_tokenizer("<tool_call>", "</tool_call>", "<think>", "</think>", "
         (byte_tokenizer("<|python_tag|>"), LLAMA, "llama3"),
         (byte_tokenizer("<|python_tag|>"), "", "plain"),
         (PLAIN, LLAMA, "plain"),
-        (SPECIAL, QWEN + "<function=f>", "plain"),  # Qwen3-Coder
+        (SPECIAL, QWEN + "<function=f><parameter=a>", "qwen3_coder"),
+        (PLAIN, "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
+        (PLAIN, "{{ '[TOOL_CALLS][' }}", "mistral_list"),
+        (
+            PLAIN,
+            "'<｜tool▁call▁begin｜>' + type + '<｜tool▁sep｜>' + name + '```json'",
+            "deepseek_r1",
+        ),
+        (PLAIN, "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "deepseek"),
+        (PLAIN, "'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4"),
+        (PLAIN, "respond only with <|tool_call|> followed by a JSON list", "granite"),
+        (PLAIN, "'<start_of_turn>' + '<start_function_call>call:'", "function_gemma"),
+        (PLAIN, "'<start_of_turn>' + role", "gemma"),
     ],
 )
 def test_the_style_of_a_model(tokenizer: Tokenizer, template: str, style: AnswerStyle) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from answer_texts import read_tokens
 from json_schemas import schema_of
 from serving import model_with_template, without_harmony
 
@@ -21,6 +22,8 @@ from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.text import grammar
+from clocher_runtime.text.answers import make_reader
+from clocher_runtime.text.call_styles import STYLES
 from clocher_runtime.text.grammar import GrammarMaker
 
 DATA = Path(__file__).parent / "data"
@@ -232,6 +235,99 @@ def test_styles(
     assert accepts(maker, model, {"kind": kind, "value": value, "style": style}, text) == whole
 
 
+MIXED = {
+    "name": "search",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "text": {"type": "string"},
+            "most": {"type": "integer"},
+            "tags": {"type": "array", "items": {"$ref": "#/$defs/tag"}},
+            "sort": {"type": "string", "enum": ["up", "down"]},
+        },
+        "required": ["text"],
+        "$defs": {"tag": {"type": "string", "maxLength": 3}},
+    },
+}
+XML = "<parameter={}>\n{}\n</parameter>\n"
+ROME = {"city": "Rome"}
+
+
+@pytest.mark.parametrize("style", [name for name in STYLES if name != "harmony"])
+def test_calls_of_every_style(maker: GrammarMaker, model: LanguageModel, style: str) -> None:
+    """Only calls of known functions, one or several; what is accepted is read as calls."""
+    form = STYLES[style]
+    arguments, empty = json.dumps(ROME), "{}"
+    if form.parameter[1]:
+        before, middle, after = form.parameter
+        arguments = f"{before}city{middle}{form.quote}Rome{form.quote}{after}"
+        empty = ""
+    one, two = form.written([("get_weather", arguments)]), [("now", empty), ("now", empty)]
+    spec = {"kind": "tools", "value": FUNCTIONS, "style": style}
+    assert accepts(maker, model, spec, one)
+    assert not accepts(maker, model, spec, form.written(two))
+    assert accepts(maker, model, {**spec, "several": True}, form.written(two))
+    for wrong in ([("then", empty)], [("get_weather", empty)], []):
+        assert not accepts(maker, model, spec, form.written(wrong))
+    parts = make_reader(model.tokenizer, style, tools=True)
+    read = read_tokens(parts, model.tokenizer.encode(form.written(two), special=False))
+    assert [(kind, text) for kind, text, _ in read] == [
+        ("tool_call", "now"),
+        ("arguments", "{}"),
+    ] * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        (XML.format("text", "a\n<b> 7"), True),
+        (XML.format("text", "7") + XML.format("most", 3) + XML.format("sort", "up"), True),
+        (XML.format("text", "") + XML.format("tags", '["a"]'), True),
+        (XML.format("most", "3"), False),
+        (XML.format("text", "x") + XML.format("most", "three"), False),
+        (XML.format("text", "x") + XML.format("sort", "side"), False),
+        (XML.format("text", "x") + XML.format("tags", '["long"]'), False),
+    ],
+)
+def test_arguments_in_xml(
+    maker: GrammarMaker, model: LanguageModel, arguments: str, whole: bool
+) -> None:
+    spec = {"kind": "tools", "value": [MIXED], "style": "qwen3_coder"}
+    text = STYLES["qwen3_coder"].written([("search", arguments)])
+    assert accepts(maker, model, spec, text) == whole
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        ("text:<escape>a, {b}<escape>", True),
+        ('text:<escape>7<escape>,most:3,tags:["a"],sort:<escape>up<escape>', True),
+        ("most:3", False),
+        ("text:<escape>x<escape>,", False),
+    ],
+)
+def test_arguments_of_function_gemma(
+    maker: GrammarMaker, model: LanguageModel, arguments: str, whole: bool
+) -> None:
+    spec = {"kind": "tools", "value": [MIXED], "style": "function_gemma"}
+    text = STYLES["function_gemma"].written([("search", arguments)])
+    assert accepts(maker, model, spec, text) == whole
+
+
+def test_marks_that_are_tokens_are_made_as_tokens(maker: GrammarMaker) -> None:
+    tokenizer = json.loads(TOKENIZER)
+    for name in ("[TOOL_CALLS]", "[ARGS]"):
+        token = {**tokenizer["added_tokens"][0], "id": VOCABULARY + len(name), "content": name}
+        tokenizer["added_tokens"].append(token)
+    marked = GrammarMaker(json.dumps(tokenizer).encode(), VOCABULARY + 100, [0])
+    spec = {"kind": "tools", "value": FUNCTIONS, "style": "mistral"}
+    marked.check(spec)
+    constraint = marked.compile(spec)
+    assert VOCABULARY + len("[TOOL_CALLS]") in steps(constraint)
+    constraint.take(VOCABULARY + len("[TOOL_CALLS]"))
+    assert VOCABULARY + len("[TOOL_CALLS]") not in steps(constraint)
+
+
 def test_a_thought_that_the_prompt_began_goes_on(maker: GrammarMaker, model: LanguageModel) -> None:
     spec = {"kind": "tools", "value": FUNCTIONS, "style": "hermes", "opened": True}
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -321,7 +417,6 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "surrogate": ("choice", ["\ud800"]),
     "false": ("json_object", False),
     "kind": ("xml", "<a>"),
-    "plain tools": ("tools", FUNCTIONS),
 }
 
 

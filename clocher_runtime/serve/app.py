@@ -157,7 +157,7 @@ class Server:
         stops, tokenizer = StopStrings(asked.stop or ()), self.prompts.tokenizer
         texts = TokenTexts(tokenizer) if asked.top >= 0 else None
         if isinstance(asked, ChatRequest):
-            reader = self.prompts.reader(bool(asked.functions), tail, ask.stop_ids)
+            reader = self.prompts.reader(asked.functions, tail, ask.stop_ids)
             one_call = asked.parallel_tool_calls is False
             return ChatChoice(stops=stops, texts=texts, reader=reader, one_call=one_call)
         return TextChoice(
@@ -187,6 +187,8 @@ class Server:
                 kind, value = "tools", [each["function"] for each in asked.functions]
             style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
             spec = {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}
+            if isinstance(asked, ChatRequest):
+                spec["several"] = asked.may_call_again
             if blocks is not None and blocks.rule is not None:
                 raise invalid(
                     f"diffusion is {blocks.name}, which does not generate tokens in order, so the "

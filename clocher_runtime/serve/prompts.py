@@ -72,7 +72,9 @@ class PromptRoom:
         more = {} if special else {"special": False}
         return await self.apart(lambda: encode(prompt, room=context, **more))
 
-    def reader(self, tools: bool, tail: str, ends: Collection[int]) -> AnswerReader:
+    def reader(
+        self, tools: Sequence[Mapping[str, Any]], tail: str, ends: Collection[int]
+    ) -> AnswerReader:
         """Return a reader for the answer to a prompt that ends with `tail`."""
         return make_reader(self.tokenizer, self.style, tools=tools, prompt_tail=tail, ends=ends)
 

@@ -1,12 +1,16 @@
 """Conversations in OpenAI's format, and chat templates: Jinja programs of models, run apart."""
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import ClocherError, FormatError, UsageError
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.text import Refused, template_text
-from clocher_runtime.text.answers import AnswerStyle
+from clocher_runtime.text.call_styles import STYLES, AnswerStyle, CallStyle
 from clocher_runtime.text.text_process import PROCESS
 
 MAX_TEMPLATE_BYTES = 64 << 10
@@ -14,6 +18,54 @@ MAX_SECONDS = 1.0
 MAX_MEMORY_BYTES = 256 << 20
 
 Message = dict[str, Any]
+_TOOLS = """# Tools
+
+You may call functions to answer. These are the functions, with JSON Schemas of their parameters:
+<tools>
+{tools}
+</tools>
+
+To call functions, answer with one of these for each call:
+{call}"""
+_DUMPED = re.compile(r"arguments['\"]?\]?\s*\|\s*tojson")
+_IN_MESSAGES = re.compile(r"message(\.tools\b|\[.tools.\])")
+"""Phi-4-mini's template reads the tools of the system message."""
+
+_BUFFERED = """{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}
+{%- if m.role == 'system' %}{% set ns.system = m.content ~ '\n\n' %}{% else %}"""
+NAMED: Mapping[str, str] = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}"
+    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "gemma": _BUFFERED + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else 'user') }}"
+    "{{ '\n' ~ (ns.system ~ m.content) | trim ~ '<end_of_turn>\n' }}{% set ns.system = '' %}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}"
+    "{{ '<|start_header_id|>' ~ m.role ~ '<|end_header_id|>\n\n' ~ m.content | trim }}<|eot_id|>"
+    "{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "mistral": _BUFFERED + "{% if m.role == 'assistant' %}{{ ' ' ~ m.content ~ eos_token }}"
+    "{% else %}{{ '[INST] ' ~ ns.system ~ m.content ~ ' [/INST]' }}{% set ns.system = '' %}"
+    "{% endif %}{% endif %}{% endfor %}",
+}
+"""Templates that `--chat-template` knows by name; none reads tools."""
+
+
+def chosen_template(given: str, source: str) -> str:
+    """Return the template that a name or a path stands for; raises UsageError about `source`."""
+    if given in NAMED:
+        return NAMED[given]
+    try:
+        text = read_bytes(Path(given), MAX_TEMPLATE_BYTES).decode("utf-8")
+        ChatTemplate(text)
+    except (ClocherError, OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        raise UsageError(
+            f"{source} {given}: {reason.removeprefix(f'{given}: ')}; expected a Jinja file, or one "
+            f"of {', '.join(NAMED)}"
+        ) from None
+    return text
 
 
 def conversation_of(messages: Sequence[Message], style: AnswerStyle = "plain") -> list[Message]:
@@ -37,6 +89,33 @@ def _readable(message: Message) -> Message:
     calls = [(call, call["function"]) for call in message["tool_calls"]]
     read = [{**c, "function": {**f, "arguments": _arguments(f["arguments"])}} for c, f in calls]
     return {**found, "tool_calls": read}
+
+
+def _short(name: object) -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", str(name))[-9:].rjust(9, "0")
+
+
+def _for_mistral(message: Message) -> Message:
+    """Return a message whose ids of calls have nine letters or digits, as the templates want."""
+    found = dict(message)
+    if "tool_call_id" in found:
+        found["tool_call_id"] = _short(found["tool_call_id"])
+    if calls := found.get("tool_calls"):
+        found["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
+    return found
+
+
+def _for_deepseek(message: Message, is_text: bool) -> Message:
+    """Return a message with calls as the templates read it; `is_text`: they add text to text."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = call["function"]["arguments"]
+        if is_text and not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "content": message.get("content") or None, "tool_calls": calls}
 
 
 def _arguments(text: str) -> Mapping[str, Any] | str:
@@ -95,6 +174,51 @@ def _for_harmony(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
+def _as_text(messages: Sequence[Message], style: CallStyle) -> list[Message]:
+    """Return messages with calls as text of the assistant, and results as turns of the user."""
+    found: list[Message] = []
+    was_result = False
+    for message in messages:
+        is_result, content = message["role"] == "tool", message.get("content") or ""
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            given = [(each["name"], each["arguments"]) for each in functions]
+            text = style.written((n, a if isinstance(a, str) else json.dumps(a)) for n, a in given)
+            message = {**message, "content": _joined(content, text)}
+            del message["tool_calls"]
+        elif is_result:
+            result = _joined("<tool_response>", content, "</tool_response>", between="\n")
+            message = {"role": "user", "content": result}
+        if (is_result or was_result) and message["role"] == found[-1]["role"]:
+            # Templates want the turns of user and assistant in turn.
+            message = {**message, "content": _joined(found.pop()["content"], message["content"])}
+        found.append(message)
+        was_result = is_result
+    return found
+
+
+def _joined(*contents: Any, between: str = "\n\n") -> Any:
+    """Return contents of messages as one: texts, or lists of parts."""
+    contents = tuple(filter(None, contents))
+    if all(isinstance(each, str) for each in contents):
+        return between.join(contents)
+    texts = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in contents)
+    return [part for parts in texts for part in parts]
+
+
+def _with_tools(messages: Sequence[Message], role: str, told: Message) -> list[Message]:
+    """Return messages that tell of tools, in the system message or the first one of the user."""
+    found = list(messages)
+    roles = [message["role"] for message in found]
+    if role not in roles or (role == "system" and roles[0] != role):
+        return [{"role": role, **told}, *found]
+    at = roles.index(role)
+    contents = [found[at].get("content"), told["content"]]
+    content = _joined(*(contents if role == "system" else contents[::-1]))
+    found[at] = {**found[at], **told, "content": content}
+    return found
+
+
 class ChatTemplate:
     """A template (or a list with a "default") with transformers' functions; raises FormatError."""
 
@@ -122,11 +246,52 @@ class ChatTemplate:
             raise FormatError(f"chat template stopped: {error}") from None
         return text
 
+    def converse(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        style: AnswerStyle,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a conversation with tools; raises as `render`.
+
+        What the template does not read becomes text: earlier calls and results, and the tools, in
+        the system message or, where that is refused or lost, in the first one of the user. So do
+        tools that would be called in an unknown style.
+        """
+        form, is_known = STYLES[style], style != "plain"
+        if style.startswith("mistral"):
+            messages = [_for_mistral(message) for message in messages]
+        elif style.startswith("deepseek"):
+            is_text = _DUMPED.search(self._text) is None
+            messages = [_for_deepseek(message, is_text) for message in messages]
+        if style != "harmony" and ("tool_calls" not in self._text or (tools and not is_known)):
+            messages = _as_text(messages, form)
+        if not tools or ("tools" in self._reads and is_known):
+            return self.render(**{**variables, "messages": messages, "tools": tools or None})
+        try:
+            listed = [json.dumps(each.get("function", each), ensure_ascii=False) for each in tools]
+        except (AttributeError, TypeError, ValueError):
+            raise UsageError("tools are not JSON values; expected a list of objects") from None
+        call = form.written([("<name of the function>", "<arguments as a JSON object>")])
+        shown = _TOOLS.format(tools="\n".join(listed), call=call)
+        told: Message = {"content": shown}
+        if _IN_MESSAGES.search(self._text):
+            shown = f"[{', '.join(listed)}]"
+            told = {"content": "You are a helpful assistant with some tools.", "tools": shown}
+        try:
+            said = _with_tools(messages, "system", told)
+            text = self.render(**{**variables, "messages": said, "tools": None})
+            if shown in text:
+                return text
+        except UsageError:
+            pass
+        said = _with_tools(messages, "user", told)
+        return self.render(**{**variables, "messages": said, "tools": None})
+
     def refuse_unread(self, variables: Iterable[str]) -> None:
         """Raise UsageError if the template does not read one of the variables."""
         if unread := sorted(set(variables) - self._reads):
-            if "tools" in unread:
-                raise UsageError("the chat template of this model has no tools; ask without them")
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "
                 f"reads {', '.join(sorted(self._reads))}"
