@@ -30,6 +30,7 @@ READERS: dict[str, Callable[[], TextReader]] = {
         if name not in ("harmony", "hermes", "llama3")
     },
     "hermes": lambda: MarkedCalls(STYLES["hermes"]),
+    "hermes_xml": partial(MarkedCalls, STYLES["hermes"], FUNCTIONS),
     "llama": LlamaCalls,
     "thinking": lambda: Thinking(PlainText(), opened=False),
     "opened": lambda: Thinking(MarkedCalls(STYLES["hermes"]), opened=True),
@@ -99,7 +100,7 @@ CASES: list[tuple[str, str, Parts]] = [
     ("llama", f'{{"type": "function", {BARE[1:]}', call("get_weather", ARGUMENTS)),
     # Qwen3-Coder: what is text by the schema stays text.
     (
-        "qwen3_coder",
+        "hermes_xml",
         'Well.\n<tool_call>\n<function=f>\n<parameter=code>\nif a:\n    b("</i>")\n</parameter>\n'
         "<parameter=some>\n12\n</parameter>\n<parameter=count>\n12\n</parameter>\n"
         '<parameter=all>\nTrue\n</parameter>\n<parameter=other>\n{"a": [1]}\n'
@@ -111,8 +112,8 @@ CASES: list[tuple[str, str, Parts]] = [
             '"other": {"a": [1]}}',
         ),
     ),
-    ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>", call("f", "{}")),
-    ("qwen3_coder", f"<tool_call>\n{WEATHER}\n</tool_call>", call("get_weather", ARGUMENTS)),
+    ("hermes_xml", "<tool_call>\n<function=f>\n</function>\n</tool_call>", call("f", "{}")),
+    ("hermes_xml", f"<tool_call>\n{WEATHER}\n</tool_call>", call("get_weather", ARGUMENTS)),
     # Mistral: a list, or names before the arguments.
     (
         "mistral_list",
@@ -127,7 +128,7 @@ CASES: list[tuple[str, str, Parts]] = [
     ("mistral", '[TOOL_CALLS]f{"a": 1}\nDone {it}', call("f", '{"a": 1}') + content("Done {it}")),
     # DeepSeek R1 and V3, then V3.1.
     (
-        "deepseek_r1",
+        "deepseek",
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n"
         '{"a": 1}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n'
         "{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",

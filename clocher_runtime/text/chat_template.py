@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ MAX_SECONDS = 1.0
 MAX_MEMORY_BYTES = 256 << 20
 
 Message = dict[str, Any]
+_dumped = partial(json.dumps, ensure_ascii=False)
 _TOOLS = """# Tools
 
 You may call functions to answer. These are the functions, with JSON Schemas of their parameters:
@@ -27,9 +29,6 @@ You may call functions to answer. These are the functions, with JSON Schemas of 
 
 To call functions, answer with one of these for each call:
 {call}"""
-_DUMPED = re.compile(r"arguments['\"]?\]?\s*\|\s*tojson")
-_IN_MESSAGES = re.compile(r"message(\.tools\b|\[.tools.\])")
-"""Phi-4-mini's template reads the tools of the system message."""
 
 _BUFFERED = """{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}
 {%- if m.role == 'system' %}{% set ns.system = m.content ~ '\n\n' %}{% else %}"""
@@ -74,48 +73,33 @@ def conversation_of(messages: Sequence[Message], style: AnswerStyle = "plain") -
     "developer" becomes "system", and arguments of calls become objects where they are JSON objects.
     The templates of gpt-oss and Llama 3 take one call per message, so parallel calls become
     successive ones, each with its result. gpt-oss reads a system message at the start only, and
-    either text or reasoning of a message with a call.
+    either text or reasoning of a message with a call. Mistral's take ids of nine letters or digits,
+    DeepSeek's arguments as text and no content beside calls.
     """
-    found = [_readable(message) for message in messages]
+    found = [_readable(message, style) for message in messages]
     if style in ("harmony", "llama3"):
         found = _one_call_each(found)
     return _for_harmony(found) if style == "harmony" else found
 
 
-def _readable(message: Message) -> Message:
+def _readable(message: Message, style: AnswerStyle) -> Message:
+    def named(call: str) -> str:
+        short = re.sub(r"[^A-Za-z0-9]", "", call)[-9:].rjust(9, "0")
+        return short if style.startswith("mistral") else call
+
     found = {**message, "role": "system"} if message["role"] == "developer" else message
+    if "tool_call_id" in message:
+        return {**found, "tool_call_id": named(message["tool_call_id"])}
     if "tool_calls" not in message:
         return found
-    calls = [(call, call["function"]) for call in message["tool_calls"]]
-    read = [{**c, "function": {**f, "arguments": _arguments(f["arguments"])}} for c, f in calls]
-    return {**found, "tool_calls": read}
-
-
-def _short(name: object) -> str:
-    return re.sub(r"[^A-Za-z0-9]", "", str(name))[-9:].rjust(9, "0")
-
-
-def _for_mistral(message: Message) -> Message:
-    """Return a message whose ids of calls have nine letters or digits, as the templates want."""
-    found = dict(message)
-    if "tool_call_id" in found:
-        found["tool_call_id"] = _short(found["tool_call_id"])
-    if calls := found.get("tool_calls"):
-        found["tool_calls"] = [{**call, "id": _short(call.get("id"))} for call in calls]
-    return found
-
-
-def _for_deepseek(message: Message, is_text: bool) -> Message:
-    """Return a message with calls as the templates read it; `is_text`: they add text to text."""
-    if not message.get("tool_calls"):
-        return message
     calls = []
     for call in message["tool_calls"]:
-        arguments = call["function"]["arguments"]
-        if is_text and not isinstance(arguments, str):
-            arguments = json.dumps(arguments, ensure_ascii=False)
-        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "content": message.get("content") or None, "tool_calls": calls}
+        function = dict(call["function"])
+        if style != "deepseek":
+            function["arguments"] = _arguments(function["arguments"])
+        calls.append({**call, "id": named(call["id"]), "function": function})
+    content = message.get("content") or (None if style == "deepseek" else "")
+    return {**found, "content": content, "tool_calls": calls}
 
 
 def _arguments(text: str) -> Mapping[str, Any] | str:
@@ -183,40 +167,30 @@ def _as_text(messages: Sequence[Message], style: CallStyle) -> list[Message]:
         if calls := message.get("tool_calls"):
             functions = [call["function"] for call in calls]
             given = [(each["name"], each["arguments"]) for each in functions]
-            text = style.written((n, a if isinstance(a, str) else json.dumps(a)) for n, a in given)
-            message = {**message, "content": _joined(content, text)}
-            del message["tool_calls"]
+            text = style.written((n, a if isinstance(a, str) else _dumped(a)) for n, a in given)
+            message = {name: value for name, value in message.items() if name != "tool_calls"}
+            message["content"] = f"{content}\n\n{text}".lstrip()
         elif is_result:
-            result = _joined("<tool_response>", content, "</tool_response>", between="\n")
+            result = f"<tool_response>\n{content}\n</tool_response>"
             message = {"role": "user", "content": result}
-        if (is_result or was_result) and message["role"] == found[-1]["role"]:
-            # Templates want the turns of user and assistant in turn.
-            message = {**message, "content": _joined(found.pop()["content"], message["content"])}
+        if (is_result or was_result) and found and message["role"] == found[-1]["role"]:
+            # Templates want turns of the user and of the assistant to alternate.
+            content = f"{found.pop()['content']}\n\n{message['content']}"
+            message = {**message, "content": content}
         found.append(message)
         was_result = is_result
     return found
 
 
-def _joined(*contents: Any, between: str = "\n\n") -> Any:
-    """Return contents of messages as one: texts, or lists of parts."""
-    contents = tuple(filter(None, contents))
-    if all(isinstance(each, str) for each in contents):
-        return between.join(contents)
-    texts = ([{"type": "text", "text": e}] if isinstance(e, str) else e for e in contents)
-    return [part for parts in texts for part in parts]
-
-
-def _with_tools(messages: Sequence[Message], role: str, told: Message) -> list[Message]:
+def _with_tools(messages: Sequence[Message], role: str, told: str) -> list[Message]:
     """Return messages that tell of tools, in the system message or the first one of the user."""
-    found = list(messages)
-    roles = [message["role"] for message in found]
+    roles = [message["role"] for message in messages]
     if role not in roles or (role == "system" and roles[0] != role):
-        return [{"role": role, **told}, *found]
+        return [{"role": role, "content": told}, *messages]
     at = roles.index(role)
-    contents = [found[at].get("content"), told["content"]]
-    content = _joined(*(contents if role == "system" else contents[::-1]))
-    found[at] = {**found[at], **told, "content": content}
-    return found
+    both = [str(messages[at].get("content")), told]
+    content = "\n\n".join(both if role == "system" else both[::-1])
+    return [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
 
 
 class ChatTemplate:
@@ -259,35 +233,28 @@ class ChatTemplate:
         the system message or, where that is refused or lost, in the first one of the user. So do
         tools that would be called in an unknown style.
         """
-        form, is_known = STYLES[style], style != "plain"
-        if style.startswith("mistral"):
-            messages = [_for_mistral(message) for message in messages]
-        elif style.startswith("deepseek"):
-            is_text = _DUMPED.search(self._text) is None
-            messages = [_for_deepseek(message, is_text) for message in messages]
+        is_known = style != "plain"
         if style != "harmony" and ("tool_calls" not in self._text or (tools and not is_known)):
-            messages = _as_text(messages, form)
+            messages = _as_text(messages, STYLES[style])
         if not tools or ("tools" in self._reads and is_known):
             return self.render(**{**variables, "messages": messages, "tools": tools or None})
         try:
-            listed = [json.dumps(each.get("function", each), ensure_ascii=False) for each in tools]
+            listed = [_dumped(each.get("function", each)) for each in tools]
         except (AttributeError, TypeError, ValueError):
             raise UsageError("tools are not JSON values; expected a list of objects") from None
-        call = form.written([("<name of the function>", "<arguments as a JSON object>")])
-        shown = _TOOLS.format(tools="\n".join(listed), call=call)
-        told: Message = {"content": shown}
-        if _IN_MESSAGES.search(self._text):
-            shown = f"[{', '.join(listed)}]"
-            told = {"content": "You are a helpful assistant with some tools.", "tools": shown}
-        try:
-            said = _with_tools(messages, "system", told)
-            text = self.render(**{**variables, "messages": said, "tools": None})
-            if shown in text:
-                return text
-        except UsageError:
-            pass
-        said = _with_tools(messages, "user", told)
-        return self.render(**{**variables, "messages": said, "tools": None})
+        call = STYLES[style].written([("<name>", "<arguments as a JSON object>")])
+        told = _TOOLS.format(tools="\n".join(listed), call=call)
+        for role in ("system", "user"):
+            said = {**variables, "messages": _with_tools(messages, role, told), "tools": None}
+            try:
+                text = self.render(**said)
+            except UsageError:
+                if role == "user":
+                    raise
+                continue
+            if told in text:
+                break
+        return text
 
     def refuse_unread(self, variables: Iterable[str]) -> None:
         """Raise UsageError if the template does not read one of the variables."""

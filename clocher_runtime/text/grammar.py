@@ -20,7 +20,7 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import Constraint, listed, one_of
 from clocher_runtime.text import Refused
-from clocher_runtime.text.call_styles import STYLES, CallStyle, properties_of, takes_text
+from clocher_runtime.text.call_styles import STYLES, CallStyle
 from clocher_runtime.text.text_process import TextProcess
 from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect, loading_limits
 
@@ -71,14 +71,12 @@ class GrammarMaker:
             )
         self._text, self._vocab_size, self._eos_ids = found.text, vocab_size, list(eos_ids)
         added: list[dict[str, Any]] = found.document.get("added_tokens") or []
-        named = [(t, _BRACKETED.fullmatch(t["content"]) is not None) for t in added]
-        self._special = {
-            t["content"]: t["content"] if bracketed else f"<[{t['id']}]>"
-            for t, bracketed in named
-            if bracketed or t.get("special") is True
-        }
+        control = {t["content"] for t in added if t.get("special") is True}
+        ids = {t["content"]: f"<[{t['id']}]>" for t in added if t["content"] in control}
+        bracketed = [t["content"] for t in added if _BRACKETED.fullmatch(t["content"])]
+        self._special = ids | {name: name for name in bracketed}
         # Forced text is tokenized, and becomes such a token where the text is one's name.
-        self._no_forcing = any(each and t.get("special") is not True for t, each in named)
+        self._no_forcing = self._special.keys() != control
         self._checked = ""
 
     def check(self, spec: Mapping[str, Any]) -> None:
@@ -143,8 +141,8 @@ def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bo
     texts), "tools" (functions `{"name", "parameters"}`, one of which is called; "several": up to
     `MAX_CALLS`). "style" is one of `STYLES`: of "harmony" the last message is constrained, of
     those that think the text after the reasoning; "opened": the prompt ends within reasoning.
-    `special`: the tokens that llguidance does not take for text -> how its rules name them.
-    `no_forcing`: the model chooses the tokens of a text that must follow, instead of the tokenizer.
+    `special`: the tokens that are no text for llguidance -> how its rules name them. `no_forcing`:
+    the model chooses the tokens of a text that must follow, instead of the tokenizer.
     """
     kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
     style = one_of("style", spec.get("style", "plain"), tuple(STYLES))
@@ -155,17 +153,14 @@ def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bo
             raise UsageError(f"the tokenizer has no special token {name}, which harmony needs")
         return special.get(name) or json.dumps(name)
 
-    rules: list[str] = []
     if kind == "tools":
         functions = _functions(value)
+        parts = {f"tool{number}": each for number, each in enumerate(functions.values())}
         if style == "harmony":
-            parts = {f"tool{n}": _schema(each) for n, each in enumerate(functions.values())}
             calls = (_call(name, f"@tool{n}", mark) for n, name in enumerate(functions))
             harmony = f'"commentary to=functions." ({" | ".join(calls)})'
         else:
-            spelled = _Spelled(STYLES[style], special)
-            answer = spelled.calls(functions, spec.get("several") is True)
-            parts, rules = spelled.parts, spelled.rules
+            answer = _calls(STYLES[style], list(functions), special, spec.get("several") is True)
     else:
         parts, answer, constrain = {"answer": _PARTS[kind](value)}, "@answer", ""
         if style == "harmony" and kind in ("json_schema", "json_object"):
@@ -177,7 +172,6 @@ def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bo
         start = _after_thoughts(answer, mark, spec.get("opened") is True)
     else:
         start = f"start: {answer}"
-    start = "\n".join([start, *rules])
     if no_forcing:
         start = f'%llguidance {{"no_forcing": true}}\n{start}'
     named = [{"name": name, **part} for name, part in parts.items()]
@@ -197,13 +191,10 @@ def _after_thoughts(start: str, mark: Mark, opened: bool) -> str:
     end = mark("</think>")
     rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
     rules += [] if opened else [f"think: {mark('<think>')} rest"]
-    return "\n".join([*rules, "blank: /\\s{0,32}/", _until("rest", end)])
-
-
-def _until(rule: str, end: str) -> str:
-    """Return a rule for any text up to `end`: a token, or a text in quotes."""
     # Without a terminator the expression would match everything that follows.
-    return f"{rule}: /(.|\\n)*/ {end}" if end[0] == "<" else f"{rule}[suffix={end}]: /(.|\\n)*/"
+    special = end.startswith("<")
+    rest = f"rest: /(.|\\n)*/ {end}" if special else f"rest[suffix={end}]: /(.|\\n)*/"
+    return "\n".join([*rules, "blank: /\\s{0,32}/", rest])
 
 
 def _call(name: str, arguments: str, mark: Mark) -> str:
@@ -211,70 +202,24 @@ def _call(name: str, arguments: str, mark: Mark) -> str:
     return f'{json.dumps(name)} " " {constrain} {arguments}'
 
 
-class _Spelled:
-    """The calls of a style in the notation of rules, which refer to `rules` and `parts`."""
+def _calls(style: CallStyle, names: list[str], special: Mapping[str, str], several: bool) -> str:
+    """Return an answer that calls one of some functions, or `several` of them."""
 
-    def __init__(self, style: CallStyle, special: Mapping[str, str]) -> None:
-        self._style, self._special = style, special
-        self.parts: dict[str, Part] = {}
-        self.rules: list[str] = []
-
-    def calls(self, functions: Mapping[str, Mapping[str, Any]], several: bool) -> str:
-        """Return an answer that calls one of some functions, or `several` times."""
-        style = self._style
-        head, middle, tail = style.pieces
-        spelled = self._parameters if style.parameter[1] else self._value
-        middle = self._text(middle)
-        named = [f"{json.dumps(name)} {middle} {spelled(each)}" for name, each in functions.items()]
-        self.rules.append(f"call: ({' | '.join(named)}) {self._text(tail)}")
-        more = f"({self._text(style.between + head)} call){{0,{MAX_CALLS - 1}}}" if several else ""
-        return f"{self._text(style.begin + head, first=True)} call {more} {self._text(style.end)}"
-
-    def _text(self, text: str, first: bool = False) -> str:
-        names = sorted((name for name in self._special if name in text), key=len, reverse=True)
-        pieces = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
-        made = [self._special.get(each) or json.dumps(each) for each in filter(None, pieces)]
-        if first and pieces[0] == "":
+    def spelled(text: str, first: bool = False) -> str:
+        marks = sorted((mark for mark in special if mark in text), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        pieces = list(filter(None, pieces))
+        made = [special.get(each) or json.dumps(each) for each in pieces]
+        if first and pieces[0] in special:
             # As text too: a model that begins with "<" must not be left with only "<think>".
-            made[0] = f"({made[0]} | {json.dumps(pieces[1])})"
+            made[0] = f"({made[0]} | {json.dumps(pieces[0])})"
         return " ".join(made)
 
-    def _value(self, schema: object) -> str:
-        name = f"value{len(self.parts)}"
-        self.parts[name] = _schema(schema if isinstance(schema, Mapping) else {})
-        return f"@{name}"
-
-    def _parameters(self, schema: Mapping[str, Any]) -> str:
-        """Return arguments that are not JSON, those that are required first."""
-        style, given, properties = self._style, schema.get("required"), properties_of(schema)
-        wanted = [key for key in properties if isinstance(given, list) and key in given]
-        before, middle, after = style.parameter
-        shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-        made = list[str]()
-        for key in [*wanted, *(key for key in properties if key not in wanted)]:
-            of = properties[key] if isinstance(properties[key], Mapping) else {}
-            end, texts = style.quote or after, _texts(of.get("enum"))
-            if texts:
-                value = f"{self._text(style.quote)} {texts} {self._text(end)}"
-            elif takes_text(of):
-                # A token ends a text; what stands before it is text.
-                end = end.lstrip() if any(each in end for each in self._special) else end
-                value = f"{self._text(style.quote)} text{len(self.rules)}"
-                self.rules.append(_until(f"text{len(self.rules)}", self._text(end)))
-            else:
-                value = f"{self._value({**of, **shared})} {self._text(after)}"
-            comma = json.dumps(style.comma) if style.comma and made else ""
-            one = f"{comma} {self._text(before)} {json.dumps(key)} {self._text(middle)} {value}"
-            made.append(one if key in wanted or (style.comma and not made) else f"({one})?")
-        found = " ".join(made)
-        return f"({found})?" if style.comma and made and not wanted else found
-
-
-def _texts(values: object) -> str:
-    """Return an expression of one of some texts, "" if they are none."""
-    if not isinstance(values, list) or not all(isinstance(each, str) for each in values):
-        return ""
-    return f"({' | '.join(map(json.dumps, values))})"
+    before, middle, after = style.call
+    begin, middle, after = spelled(style.begin + before, True), spelled(middle), spelled(after)
+    either = " | ".join(f"{json.dumps(name)} {middle} @tool{n}" for n, name in enumerate(names))
+    again = f"({spelled(style.between + before)} ({either}) {after}){{0,{MAX_CALLS - 1}}}"
+    return f"{begin} ({either}) {after} {again if several else ''} {spelled(style.end)}"
 
 
 def _schema(source: object) -> Part:
@@ -380,8 +325,7 @@ def _check_length(what: str, text: str, most: int) -> None:
         raise UsageError(f"{what} has {len(text)} characters; the limit is {most}")
 
 
-def _functions(tools: Any) -> dict[str, Mapping[str, Any]]:
-    found = {each["name"]: each.get("parameters") or {"type": "object"} for each in tools}
-    whole = json.dumps({name: _schema(each) for name, each in found.items()})
-    _check_length("the schemas of the functions", whole, MAX_SCHEMA_CHARS)
+def _functions(tools: Any) -> dict[str, Part]:
+    found = {each["name"]: _schema(each.get("parameters") or {"type": "object"}) for each in tools}
+    _check_length("the schemas of the functions", json.dumps(found), MAX_SCHEMA_CHARS)
     return found

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from clocher_runtime.text.answers import Delta, split_at
-from clocher_runtime.text.call_styles import CallStyle, properties_of, takes_text
+from clocher_runtime.text.call_styles import CallStyle
 
 Call = tuple[str, str]
 """The name of a function, and the JSON text of its arguments."""
@@ -79,18 +79,6 @@ def _after(text: str, end: int) -> int:
     return between.end()
 
 
-def _json_calls(text: str, bare: bool) -> tuple[list[Call], str]:
-    """Return calls in JSON, one or a list, and the text after them."""
-    calls, at = list[Call](), _after(text, 0)
-    while text.startswith("{", at):
-        value, end = _object(text, at)
-        if not (call := _call(text[at:end], value, bare=bare)):
-            break
-        calls += call
-        at = _after(text, end)
-    return calls, text[at:]
-
-
 _HEAD = re.compile(
     r"(?:call:|function(?=<))?(?:<｜tool▁sep｜>)?(?P<name>[A-Za-z0-9_.-]{1,256})"
     r"(?:\[CALL_ID\]\w{0,64})?(?:\[ARGS\]|<｜tool▁sep｜>)?\s*(?:```json\s*)?(?=[{(])"
@@ -124,25 +112,42 @@ def _as_json(text: str, at: int) -> tuple[str, int]:
     return "", 0
 
 
-def _named_calls(text: str) -> tuple[list[Call], str]:
-    """Return calls that are a name and its arguments, and the text after them."""
+def _calls(text: str, bare: bool, named: bool) -> tuple[list[Call], str]:
+    """Return calls, [] if the text does not begin with one, and the text after them.
+
+    They are objects in JSON, one or a list, or if `named` names before their arguments.
+    """
     calls, at = list[Call](), _after(text, 0)
-    while head := _HEAD.match(text, at):
-        value, end = _object(text, head.end())
-        arguments = text[head.end() : end]
-        if not isinstance(value, dict):
-            arguments, end = _as_json(text, head.end())
-            if not isinstance(_object(arguments)[0], dict):
-                break
-        calls.append((head["name"], arguments))
+    while True:
+        made, end = list[Call](), at
+        if text.startswith("{", at):
+            value, end = _object(text, at)
+            made = _call(text[at:end], value, bare=bare)
+        elif named and (head := _HEAD.match(text, at)):
+            value, end = _object(text, head.end())
+            arguments = text[head.end() : end]
+            if not isinstance(value, dict):
+                arguments, end = _as_json(text, head.end())
+                value = _object(arguments)[0]
+            made = [(head["name"], arguments)] if isinstance(value, dict) else []
+        if not made:
+            return calls, text[at:]
+        calls += made
         at = _after(text, end)
-    return calls, text[at:]
 
 
 _XML = re.compile(r"<function=([^<>\s]+)>(.*)</function>", re.DOTALL)
 _PARAMETER = re.compile(
     r"\s*<parameter=([^<>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL
 )
+
+
+def _takes_text(schema: Any) -> bool:
+    """Return whether the JSON schema of an argument allows text."""
+    either = schema.get("anyOf") or schema.get("oneOf") if isinstance(schema, Mapping) else None
+    schemas = [schema, *(either if isinstance(either, list) else [])]
+    kinds = [each.get("type") for each in schemas if isinstance(each, Mapping)]
+    return any("string" in (kind if isinstance(kind, list) else [kind]) for kind in kinds)
 
 
 class MarkedCalls:
@@ -153,11 +158,8 @@ class MarkedCalls:
 
     def __init__(self, style: CallStyle, functions: Sequence[Mapping[str, Any]] = ()) -> None:
         self._marks, self._named = style.marks, style.named
-        self._texts = {
-            (tool["function"]["name"], key)
-            for tool in functions
-            for key, schema in properties_of(tool["function"].get("parameters")).items()
-            if takes_text(schema)
+        self._schemas = {
+            tool["function"]["name"]: tool["function"].get("parameters") for tool in functions
         }
         self._held, self._calls = "", 0
         self._mark = ""  # the mark of the call that is open
@@ -206,13 +208,9 @@ class MarkedCalls:
         """Return calls, [] if there is none, and the text after them."""
         if body.startswith("<function="):
             return self._xml_call(body), ""
-        bare = opening.startswith("`")
-        for calls, rest in (
-            _json_calls(body, bare),
-            # Models omit the last brace.
-            _json_calls(f"{body}}}" if body.startswith("{") else "", bare),
-            _named_calls(body if self._named else ""),
-        ):
+        # Models omit the last brace.
+        for text in (body, f"{body}}}")[: 1 + body.startswith("{")]:
+            calls, rest = _calls(text, opening.startswith("`"), self._named)
             if calls and not (closing and rest):
                 return calls, rest
         return [], ""
@@ -221,12 +219,14 @@ class MarkedCalls:
         whole = _XML.fullmatch(body)
         if whole is None or not _NAME.fullmatch(whole[1]):
             return []
+        properties = (self._schemas.get(whole[1]) or {}).get("properties")
         arguments, at = dict[str, Any](), 0
         while found := _PARAMETER.match(whole[2], at):
-            text, at = found[2], found.end()
-            value, end = _object(_WORDS.get(text, text))
-            is_text = (whole[1], found[1]) in self._texts or end < len(_WORDS.get(text, text))
-            arguments[found[1]] = text if is_text else value
+            (key, text), at = found.groups(), found.end()
+            spelled = _WORDS.get(text, text)
+            value, end = _object(spelled)
+            schema = properties.get(key) if isinstance(properties, Mapping) else None
+            arguments[key] = text if _takes_text(schema) or end < len(spelled) else value
         try:
             made = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         except (ValueError, RecursionError):
