@@ -4,7 +4,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
-from clocher_runtime.text.call_styles import STYLES, AnswerStyle, style_of
+from clocher_runtime.text.call_styles import STYLES, AnswerStyle
 
 if TYPE_CHECKING:
     from clocher_runtime.text.tokenizer import Tokenizer
@@ -197,11 +197,6 @@ def message_of(deltas: Sequence[Delta], calls: Mapping[int, str]) -> dict[str, A
             for n, call in calls.items()
         ]
     return message
-
-
-def answer_style(tokenizer: "Tokenizer", template: str) -> AnswerStyle:
-    """Return how a model marks up its answers, by its tokens and chat template."""
-    return style_of(template, lambda name: tokenizer.token_id(name) is not None)
 
 
 def make_reader(

@@ -30,21 +30,22 @@ You may call functions to answer. These are the functions, with JSON Schemas of 
 To call functions, answer with one of these for each call:
 {call}"""
 
-_BUFFERED = """{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}
-{%- if m.role == 'system' %}{% set ns.system = m.content ~ '\n\n' %}{% else %}"""
+_FOLDED = (
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content ~ '\n\n' %}{% else %}"
+)
+_ASKED = "{% endfor %}{% if add_generation_prompt %}"
 NAMED: Mapping[str, str] = {
     "chatml": "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}"
-    "{{ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "gemma": _BUFFERED + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else 'user') }}"
+    "{{ '<|im_end|>\n' }}" + _ASKED + "{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "gemma": _FOLDED + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else 'user') }}"
     "{{ '\n' ~ (ns.system ~ m.content) | trim ~ '<end_of_turn>\n' }}{% set ns.system = '' %}"
-    "{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
-    "llama3": "{{ bos_token }}{% for m in messages %}"
-    "{{ '<|start_header_id|>' ~ m.role ~ '<|end_header_id|>\n\n' ~ m.content | trim }}<|eot_id|>"
-    "{% endfor %}{% if add_generation_prompt %}"
-    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
-    "mistral": _BUFFERED + "{% if m.role == 'assistant' %}{{ ' ' ~ m.content ~ eos_token }}"
+    "{% endif %}" + _ASKED + "{{ '<start_of_turn>model\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' ~ m.role }}"
+    "{{ '<|end_header_id|>\n\n' ~ m.content | trim }}<|eot_id|>"
+    + _ASKED
+    + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "mistral": _FOLDED + "{% if m.role == 'assistant' %}{{ ' ' ~ m.content ~ eos_token }}"
     "{% else %}{{ '[INST] ' ~ ns.system ~ m.content ~ ' [/INST]' }}{% set ns.system = '' %}"
     "{% endif %}{% endif %}{% endfor %}",
 }

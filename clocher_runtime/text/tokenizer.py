@@ -13,7 +13,7 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
 from clocher_runtime.text import Refused, template_text
-from clocher_runtime.text.call_styles import AnswerStyle
+from clocher_runtime.text.call_styles import AnswerStyle, style_of
 from clocher_runtime.text.tokenizer_library import (
     MAX_FILE_BYTES,
     LibraryTokenizer,
@@ -91,10 +91,8 @@ class Tokenizer:
 
     @cached_property
     def style(self) -> AnswerStyle:
-        """How the model marks up its answers."""
-        from clocher_runtime.text.answers import answer_style
-
-        return answer_style(self, self.chat_template)
+        """How the model marks up its answers, by its tokens and chat template."""
+        return style_of(self.chat_template, lambda name: self.token_id(name) is not None)
 
     def encode(self, text: str, special: bool = True, *, room: int | None = None) -> list[int]:
         """Return the ids of a text; special tokens spelled out in it become their ids.
