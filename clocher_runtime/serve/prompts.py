@@ -11,7 +11,6 @@ from clocher_runtime.checkpoints import Checkpoint
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
 from clocher_runtime.text.answers import AnswerReader, make_reader
-from clocher_runtime.text.call_styles import AnswerStyle
 from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -28,7 +27,7 @@ class PromptRoom:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
-        self.style: AnswerStyle = self.tokenizer.style
+        self.style = self.tokenizer.style
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
