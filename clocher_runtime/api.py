@@ -29,7 +29,7 @@ from clocher_runtime.engine.footprint import KVCacheConfig as KVCacheConfig
 from clocher_runtime.engine.footprint import with_kv_cache
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.session import Session
-from clocher_runtime.text.answers import answer_style, opens_thoughts
+from clocher_runtime.text.answers import opens_thoughts
 from clocher_runtime.text.completion import (
     MAX_NEW,
     OPTIONS,
@@ -160,8 +160,8 @@ class LanguageModel:
         text = self.tokenizer.apply_chat_template(messages, tools=tools, variables=variables)
         ids = self.tokenizer.encode(text, special=False, room=self.session.context)
         chosen = {name: options[name] for name in options if name in OPTIONS}
-        style = answer_style(self.tokenizer, self.tokenizer.chat_template)
-        return self._begin(ids, chosen, {"style": style, "opened": opens_thoughts(text)})
+        form = {"style": self.tokenizer.style, "opened": opens_thoughts(text)}
+        return self._begin(ids, chosen, form)
 
     async def agenerate(self, prompt: Prompt, max_new: int = MAX_NEW, **options: Any) -> str:
         """Run `generate` without blocking the event loop; cancelling ends it."""

@@ -6,7 +6,8 @@ import pytest
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers import decoders, models
 
-from clocher_runtime.text.answers import AnswerStyle, answer_style, make_reader
+from clocher_runtime.text.answers import make_reader
+from clocher_runtime.text.call_styles import AnswerStyle, style_of
 from clocher_runtime.text.tokenizer import Tokenizer
 from tests.answer_texts import TOKENIZER, read_tokens
 
@@ -39,11 +40,18 @@ SPECIAL = byte_tokenizer("<tool_call>", "</tool_call>", "<think>", "</think>", "
         (byte_tokenizer("<|python_tag|>"), LLAMA, "llama3"),
         (byte_tokenizer("<|python_tag|>"), "", "plain"),
         (PLAIN, LLAMA, "plain"),
-        (SPECIAL, QWEN + "<function=f>", "plain"),  # Qwen3-Coder
+        (SPECIAL, QWEN + "<function=f><parameter=a>", "hermes"),
+        (PLAIN, "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "mistral"),
+        (PLAIN, "{{ '[TOOL_CALLS][' }}", "mistral_list"),
+        (PLAIN, "'<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>'", "deepseek"),
+        (PLAIN, "'<|tool|>' + message['tools'] + '<|/tool|>'", "phi4"),
+        (PLAIN, "respond only with <|tool_call|> followed by a JSON list", "granite"),
+        (PLAIN, "'<start_of_turn>' + '<start_function_call>call:'", "function_gemma"),
+        (PLAIN, "'<start_of_turn>' + role", "gemma"),
     ],
 )
 def test_the_style_of_a_model(tokenizer: Tokenizer, template: str, style: AnswerStyle) -> None:
-    assert answer_style(tokenizer, template) == style
+    assert style_of(template, lambda name: tokenizer.token_id(name) is not None) == style
 
 
 def test_the_template_of_a_model_is_known() -> None:
@@ -51,6 +59,7 @@ def test_the_template_of_a_model_is_known() -> None:
     assert PLAIN.chat_template == ""
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": QWEN}]
     assert byte_tokenizer(chat_template=several).chat_template == QWEN
+    assert byte_tokenizer(chat_template=several).style == "hermes"
 
 
 @pytest.mark.parametrize("tokenizer", [PLAIN, SPECIAL, TOKENIZER])

@@ -478,6 +478,10 @@ def test_a_seed_gives_the_answer_of_the_api(
         (b"x", ["--reasoning-effort", "huge"], 2, "expected one of low, medium, high"),
         (b"x", ["no-such-directory"], 3, "no-such-directory"),
         (b"x", ["--config", "no-such-file"], 2, "no-such-file"),
+        (
+            *(b"x", ["--chat-template", "vicuna"], 2),
+            "--chat-template vicuna: no such file; expected a Jinja file, or one of chatml, ",
+        ),
     ],
 )
 def test_mistakes_are_one_line(
@@ -515,6 +519,21 @@ def test_a_template_that_is_none_is_code_3(pipe: Pipe, talker: Path, tmp_path: P
     code, out, err = pipe("x", broken)
     assert (code, out, err.count("\n")) == (3, "", 1)
     assert "chat template" in err
+
+
+def test_a_template_may_be_given(
+    pipe: Pipe, talker: Path, loaded: LanguageModel, tmp_path: Path
+) -> None:
+    (tmp_path / "own.jinja").write_text("{% for m in messages %}{{ m.content }}!{% endfor %}")
+    flags = ("--chat-template", tmp_path / "own.jinja", "--temperature", 0, "--max-new", 8)
+    expected = loaded.generate("def f!", max_new=8).rstrip("\n")
+    for model in (talker, "--no-stats"):  # the second one is the embedded model
+        assert pipe("def f", model, *flags, CLOCHER_EMBEDDED="1")[1].rstrip("\n") == expected
+    (tmp_path / "bad.jinja").write_text("{% for %}")
+    code, out, err = pipe("x", talker, "--chat-template", tmp_path / "bad.jinja")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "bad.jinja: chat template: " in err and "; expected a Jinja file, or one of" in err
+    assert "variable" not in pipe("x", talker, *flags[2:], CLOCHER_CHAT_TEMPLATE="chatml")[2]
 
 
 def test_a_file_of_settings(pipe: Pipe, talker: Path, tmp_path: Path) -> None:

@@ -103,11 +103,13 @@ def test_an_option_that_nothing_reads_is_refused(model: LanguageModel) -> None:
         model.chat(CHAT, temprature=0.5)
 
 
-def test_tools_that_a_template_does_not_read_are_refused(model: LanguageModel) -> None:
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+def test_tools_that_a_template_does_not_read_are_told_as_text() -> None:
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}"
     tokenizer = Tokenizer(LLAMA / "tokenizer.json", {"chat_template": template})
-    with pytest.raises(UsageError, match="chat template of this model has no tools"):
-        tokenizer.apply_chat_template(CHAT, tools=[{"type": "function"}], variables={})
+    text = tokenizer.apply_chat_template(CHAT, tools=[{"name": "f"}], variables={})
+    assert text.startswith("system: # Tools") and '<tools>\n{"name": "f"}\n</tools>' in text
+    with pytest.raises(UsageError, match="tools are not JSON values"):
+        tokenizer.apply_chat_template(CHAT, tools=[{"name": object()}], variables={})
 
 
 def test_the_error_of_one_prompt_ends_its_batch(model: LanguageModel) -> None:

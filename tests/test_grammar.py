@@ -11,6 +11,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from answer_texts import read_tokens
 from json_schemas import schema_of
 from serving import model_with_template, without_harmony
 
@@ -21,6 +22,8 @@ from clocher_runtime.api import LanguageModel
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.text import grammar
+from clocher_runtime.text.answers import make_reader
+from clocher_runtime.text.call_styles import STYLES
 from clocher_runtime.text.grammar import GrammarMaker
 
 DATA = Path(__file__).parent / "data"
@@ -232,6 +235,40 @@ def test_styles(
     assert accepts(maker, model, {"kind": kind, "value": value, "style": style}, text) == whole
 
 
+@pytest.mark.parametrize("style", [name for name in STYLES if name != "harmony"])
+def test_calls_of_every_style(maker: GrammarMaker, model: LanguageModel, style: str) -> None:
+    """Only calls of known functions, one or several; what is accepted is read as calls."""
+    form = STYLES[style]
+    one = form.written([("get_weather", '{"city": "Rome"}')])
+    two = form.written([("now", "{}"), ("now", "{}")])
+    spec = {"kind": "tools", "value": FUNCTIONS, "style": style}
+    assert accepts(maker, model, spec, one)
+    assert not accepts(maker, model, spec, two)
+    assert accepts(maker, model, {**spec, "several": True}, two)
+    for wrong in ([("then", "{}")], [("get_weather", "{}")], []):
+        assert not accepts(maker, model, spec, form.written(wrong))
+    parts = make_reader(model.tokenizer, style, tools=True)
+    read = read_tokens(parts, model.tokenizer.encode(two, special=False))
+    assert [(kind, text) for kind, text, _ in read] == [
+        ("tool_call", "now"),
+        ("arguments", "{}"),
+    ] * 2
+
+
+def test_marks_that_are_tokens_are_made_as_tokens(maker: GrammarMaker) -> None:
+    tokenizer = json.loads(TOKENIZER)
+    for name in ("[TOOL_CALLS]", "[ARGS]"):
+        token = {**tokenizer["added_tokens"][0], "id": VOCABULARY + len(name), "content": name}
+        tokenizer["added_tokens"].append(token)
+    marked = GrammarMaker(json.dumps(tokenizer).encode(), VOCABULARY + 100, [0])
+    spec = {"kind": "tools", "value": FUNCTIONS, "style": "mistral"}
+    marked.check(spec)
+    constraint = marked.compile(spec)
+    assert VOCABULARY + len("[TOOL_CALLS]") in steps(constraint)
+    constraint.take(VOCABULARY + len("[TOOL_CALLS]"))
+    assert VOCABULARY + len("[TOOL_CALLS]") not in steps(constraint)
+
+
 def test_a_thought_that_the_prompt_began_goes_on(maker: GrammarMaker, model: LanguageModel) -> None:
     spec = {"kind": "tools", "value": FUNCTIONS, "style": "hermes", "opened": True}
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
@@ -321,7 +358,6 @@ HOSTILE: dict[str, tuple[str, Any]] = {
     "surrogate": ("choice", ["\ud800"]),
     "false": ("json_object", False),
     "kind": ("xml", "<a>"),
-    "plain tools": ("tools", FUNCTIONS),
 }
 
 

@@ -141,11 +141,15 @@ def test_a_chat_in_a_pipe(smollm2: Path) -> None:
     assert "Paris" in said
 
 
-def test_tools_a_template_does_not_know_are_refused(server: Served) -> None:
-    tool = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
-    answer = server.ask("/v1/chat/completions", messages=ASK, tools=[tool])
-    assert answer.status_code == 400
-    assert "tools" in answer.json()["error"]["message"]
+def test_tools_that_a_template_does_not_know_are_called(server: Served) -> None:
+    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
+    messages = [{"role": "user", "content": "What is the weather in Paris?"}]
+    body: dict[str, Any] = {"tools": [tool], "temperature": 0, "max_tokens": 60}
+    body |= {"tool_choice": "required", "parallel_tool_calls": False}
+    answer = server.ask("/v1/chat/completions", messages=messages, **body)
+    (call,) = answer.json()["choices"][0]["message"]["tool_calls"]
+    assert "Paris" in json.loads(call["function"]["arguments"])["city"]
 
 
 def test_four_bits_of_it_still_predict_text(smollm2: Path, tmp_path: Path) -> None:

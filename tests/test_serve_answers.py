@@ -234,7 +234,7 @@ def test_what_cannot_be_followed_is_refused_and_harms_nobody(server, body):
 
 
 def test_a_fresh_server():
-    """What ends a text does not depend on who asked first; a template without tools says so."""
+    """What ends a text does not depend on who asked first."""
     with serving() as fresh:
         body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"regex": "a*"}}
         assert fresh.ask("/v1/completions", ignore_eos=True, **body).status_code == 200
@@ -243,9 +243,6 @@ def test_a_fresh_server():
         (choice,) = answer["choices"]
         assert choice["logprobs"]["tokens"] == ["<|return|>"]
         assert choice["text"] == "" and choice["finish_reason"] == "stop"
-        response = fresh.ask("/v1/chat/completions", messages=MESSAGES, tools=TOOLS)
-        assert response.status_code == 400
-        assert "tools" in response.json()["error"]["message"]
 
 
 def test_the_models_of_others_have_their_own_marks(tmp_path: Path):
@@ -264,7 +261,59 @@ def test_the_models_of_others_have_their_own_marks(tmp_path: Path):
         for said in whole:
             assert said["calls"] == [{"name": "measure", "arguments": '{"count": 3}'}]
             assert not said["content"].strip()
-        forced, streamed = ended(hermes, tools=TOOLS, tool_choice="required")
+        body = {"tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False}
+        forced, streamed = ended(hermes, **body)
         (call,) = forced["message"]["tool_calls"]
         assert call["function"]["name"] in ("measure", "geo.measure-2")
         assert streamed["calls"] == [call["function"]]
+
+
+def test_tools_with_a_template_that_knows_none(tmp_path: Path):
+    """They are told in the prompt, called when they must be, and their results come back."""
+    directory = model_with_template(tmp_path / "plain", embedded_model(), "{{ messages }}")
+    without_harmony(directory)
+    template = tmp_path / "template.jinja"
+    template.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    with serving("--model-dir", directory, "--chat-template", template) as plain:
+        call = {
+            "id": "call_1",
+            "type": "function",
+            "function": {"name": "measure", "arguments": '{"count": 1, "unit": "m"}'},
+        }
+        history = [
+            *MESSAGES,
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "1 m"},
+        ]
+        tokens = plain.ask("/tokenize", messages=history, tools=TOOLS).json()["tokens"]
+        text = plain.ask("/detokenize", tokens=tokens).json()["prompt"]
+        assert text.startswith("system: # Tools") and '"name": "geo.measure-2"' in text
+        assert '<tool_call>\n{"name": "measure", "arguments": {"count": 1, "unit": "m"}}' in text
+        assert text.endswith("user: <tool_response>\n1 m\n</tool_response>\n")
+        written = r'"<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>"'
+        auto, streamed = ended(plain, guided_grammar=f"start: {written} {written}", tools=TOOLS)
+        assert [each["function"]["name"] for each in auto["message"]["tool_calls"]] == ["f", "f"]
+        assert streamed["calls"] == [{"name": "f", "arguments": "{}"}] * 2
+        one, streamed = ended(
+            plain, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, temperature=0.5
+        )
+        (made,) = one["message"]["tool_calls"]
+        assert streamed["calls"] == [made["function"]]
+        jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
+        for seed in range(20):
+            several = chat(plain, tools=TOOLS, tool_choice="required", seed=seed, max_tokens=200)
+            calls = several["message"].get("tool_calls", [])
+            for made in calls:
+                jsonschema.validate(json.loads(made["function"]["arguments"]), SCHEMA)
+            if len(calls) > 1:
+                break
+        assert len(calls) > 1
+        named = {"type": "function", "name": "measure"}
+        tools = [{"type": "function", "strict": True, **each["function"]} for each in TOOLS]
+        output = plain.ask(
+            "/v1/responses",
+            **{"input": "How far?", "tools": tools, "tool_choice": named, "temperature": 0.5},
+        ).json()["output"]
+        assert [item["name"] for item in output if item["type"] == "function_call"] == ["measure"]
+        refused = plain.ask("/v1/chat/completions", messages=MESSAGES, chat_template="x")
+        assert refused.status_code == 400

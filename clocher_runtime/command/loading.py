@@ -67,7 +67,9 @@ class ModelChoice:
         return open_checkpoint(self.path)
 
     def open_for(self, config: EngineConfig) -> tuple[Checkpoint, Set[str]]:
-        """Open it, with deduplicated weights and LoRA if set; raises ModelError, UsageError.
+        """Open it, with what is set: deduplicated weights, LoRA, a chat template.
+
+        Raises ModelError, UsageError.
 
         Returns also the settings without effect.
         """
@@ -81,6 +83,13 @@ class ModelChoice:
 
             checkpoint, ignored = open_weights(config, directory)
         checkpoint = checkpoint or self.open()
+        if config.chat_template is not None:
+            from clocher_runtime.text.chat_template import chosen_template
+
+            how = config.given.get("chat_template", Given("chat_template", config.chat_template))
+            template = {"chat_template": chosen_template(config.chat_template, how.source)}
+            settings = {**checkpoint.tokenizer_config, **template}
+            checkpoint = replace(checkpoint, tokenizer_config=settings)
         if config.lora is None:
             return checkpoint, ignored
         from clocher_runtime.checkpoints.hf.lora import with_lora

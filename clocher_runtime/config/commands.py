@@ -228,13 +228,16 @@ def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> ServeConfig:
 
 def of_engine(config: ServeConfig) -> ServeConfig:
     """Return the configuration of a server's engine, which has no key."""
-    given = {name: how for name, how in config.given.items() if name != "api_key"}
+    given = {
+        name: how for name, how in config.given.items() if name not in ("api_key", "chat_template")
+    }
     return replace(
         config,
         prefix_cache=not config.no_prefix_cache,
         score_rows=SCORE_ROWS,
         keep_mapped=True,
         api_key=None,
+        chat_template=None,  # prompts are not made there
         given=given,
     )
 

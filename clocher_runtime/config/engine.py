@@ -85,6 +85,12 @@ class EngineConfig:
         "draft model: a small model of the same vocabulary, named like --model-dir; used with "
         "--speculate auto or draft",
     )
+    chat_template: str | None = _model(
+        text("FILE|NAME"),
+        "Jinja file of a chat template to use instead of the model's, or one of chatml, gemma, "
+        "llama3, mistral",
+        only=("chat", "serve"),
+    )
     require_model: bool = variable(
         SWITCH,
         "1: exit 3 unless a model is named or lies in the current directory",

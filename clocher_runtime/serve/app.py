@@ -202,7 +202,7 @@ class Server:
         stops, tokenizer = StopStrings(asked.stop or ()), self.prompts.tokenizer
         texts = TokenTexts(tokenizer) if asked.top >= 0 else None
         if isinstance(asked, ChatRequest):
-            reader = self.prompts.reader(bool(asked.functions), tail, ask.stop_ids)
+            reader = self.prompts.reader(asked.functions, tail, ask.stop_ids)
             one_call = asked.parallel_tool_calls is False
             return ChatChoice(stops=stops, texts=texts, reader=reader, one_call=one_call)
         return TextChoice(

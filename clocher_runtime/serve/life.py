@@ -273,7 +273,8 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     engine = EngineProcess(config, prompts.stop_ids, note, metrics)
     metrics.watch(engine)
     grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
-    chats = converses(choice.path, prompts.tokenizer.chat_template)
+    given = config.chat_template is not None
+    chats = given or converses(choice.path, prompts.tokenizer.chat_template)
     sampling = defaults_of(config, checkpoint)
     if said := told(sampling):
         note(said)

@@ -13,13 +13,8 @@ from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
 from clocher_runtime.serve.messages import Ready
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
-from clocher_runtime.text.answers import (
-    AnswerReader,
-    AnswerStyle,
-    answer_style,
-    make_reader,
-    opens_thoughts,
-)
+from clocher_runtime.text.answers import AnswerReader, make_reader, opens_thoughts
+from clocher_runtime.text.call_styles import AnswerStyle
 from clocher_runtime.text.chat_template import conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -37,7 +32,7 @@ class PromptRoom:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
         self.template = self.tokenizer.chat_template
-        self.style: AnswerStyle = answer_style(self.tokenizer, self.template)
+        self.style = self.tokenizer.style
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
         # With the names of special tokens as text, where files may have their settings too.
@@ -100,7 +95,9 @@ class PromptRoom:
         more = {} if special else {"special": False}
         return await self.apart(lambda: encode(prompt, room=context, **more))
 
-    def reader(self, tools: bool, tail: str, ends: Collection[int]) -> AnswerReader:
+    def reader(
+        self, tools: Sequence[Mapping[str, Any]], tail: str, ends: Collection[int]
+    ) -> AnswerReader:
         """Return a reader for the answer to a prompt that ends with `tail`."""
         return make_reader(self.tokenizer, self.style, tools=tools, prompt_tail=tail, ends=ends)
 
@@ -173,4 +170,5 @@ def grammar_of(
             "or leave response_format, guided_... and tool_choice out",
             "diffusion",
         )
-    return {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail)}
+    more = {"several": asked.may_call_again} if isinstance(asked, ChatRequest) else {}
+    return {"kind": kind, "value": value, "style": style, "opened": opens_thoughts(tail), **more}

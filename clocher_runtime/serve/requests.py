@@ -283,6 +283,11 @@ class ChatRequest(ChatFields, GenerationFields):
         return self.tool_choice not in (None, "none", "auto")
 
     @property
+    def may_call_again(self) -> bool:
+        """Whether the answer that has to be a tool call may be several."""
+        return self.tool_choice == "required" and self.parallel_tool_calls is not False
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """The chat template variables that the request sets."""
         effort = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort else {}

@@ -122,7 +122,8 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
             )
         assert isinstance(tokenizer, Tokenizer)  # only the stub has another
         template = tokenizer.chat_template
-        by_template = converses(choose_model(config).path, template)
+        given = config.chat_template is not None
+        by_template = given or converses(choose_model(config).path, template)
         effort = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
         model = ChatModel(engine.session, tokenizer, by_template=by_template, variables=effort)
         if by_template:

@@ -4,10 +4,11 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
 
+from clocher_runtime.text.call_styles import STYLES, AnswerStyle
+
 if TYPE_CHECKING:
     from clocher_runtime.text.tokenizer import Tokenizer
 
-AnswerStyle = Literal["harmony", "hermes", "llama3", "plain"]
 DeltaKind = Literal["content", "reasoning", "tool_call", "arguments"]
 
 
@@ -66,14 +67,15 @@ def open_length(text: str, strings: Collection[str]) -> int:
     return len(text) - start
 
 
-def split_at(text: str, mark: str) -> tuple[str, str, str | None]:
+def split_at(text: str, *marks: str) -> tuple[str, str, str | None]:
     """Return the text before a mark, the mark with up to two line breaks before, the text after.
 
-    Without the mark: the text, what may become the mark, None.
+    Without any of the marks: the text, what may become one, None.
     """
-    at = text.find(mark)
+    at, mark = min(((at, mark) for mark in marks if (at := text.find(mark)) >= 0), default=(-1, ""))
     if at < 0:
-        end = len(text) - open_length(text, (mark, f"\n{mark}", f"\n\n{mark}"))
+        starts = [f"{breaks}{each}" for each in marks for breaks in ("", "\n", "\n\n")]
+        end = len(text) - open_length(text, starts)
         return text[:end], text[end:], None
     end, after = max(len(text[:at].rstrip("\n")), at - 2), at + len(mark)
     return text[:end], text[end:after], text[after:]
@@ -197,45 +199,31 @@ def message_of(deltas: Sequence[Delta], calls: Mapping[int, str]) -> dict[str, A
     return message
 
 
-_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
-
-
-def answer_style(tokenizer: "Tokenizer", template: str) -> AnswerStyle:
-    """Return how a model marks up its answers, by its tokens and chat template."""
-    if all(tokenizer.token_id(name) is not None for name in _HARMONY):
-        return "harmony"
-    # Qwen3-Coder writes <function=NAME> between the same marks, which is not JSON.
-    if "<tool_call>" in template and "<function=" not in template:
-        return "hermes"
-    if tokenizer.token_id("<|python_tag|>") is not None and '"parameters"' in template:
-        return "llama3"
-    return "plain"
-
-
 def make_reader(
     tokenizer: "Tokenizer",
     style: AnswerStyle,
     *,
-    tools: bool,
+    tools: Sequence[Mapping[str, Any]] | bool,
     prompt_tail: str = "",
     ends: Collection[int] = (),
 ) -> AnswerReader:
     """Return a reader for one answer.
 
-    Without `tools`, what looks like a call is text. `prompt_tail` is the end of the prompt, at
-    least from the start of the answer's message; `ends` are ids that end generation and have no
-    text.
+    `tools` are the functions that may be called, or True; without any, what looks like a call is
+    text. `prompt_tail` is the end of the prompt, at least from the start of the answer's message;
+    `ends` are ids that end generation and have no text.
     """
     # Late imports: most answers need neither.
     if style == "harmony":
         from clocher_runtime.text.harmony import HarmonyReader
 
-        return HarmonyReader(tokenizer, tools=tools, prompt_tail=prompt_tail, ends=ends)
+        return HarmonyReader(tokenizer, tools=bool(tools), prompt_tail=prompt_tail, ends=ends)
     answer: TextReader = PlainText()
-    if tools and style != "plain":
-        from clocher_runtime.text.tool_calls import HermesCalls, LlamaCalls
+    if tools:
+        from clocher_runtime.text.tool_calls import LlamaCalls, MarkedCalls
 
-        answer = HermesCalls() if style == "hermes" else LlamaCalls()
+        functions = () if isinstance(tools, bool) else tools
+        answer = LlamaCalls() if style == "llama3" else MarkedCalls(STYLES[style], functions)
     thinking = Thinking(answer, opened=opens_thoughts(prompt_tail))
     return _AnswerInText(tokenizer, thinking, ends)
 

@@ -1,12 +1,17 @@
 """Conversations in OpenAI's format, and chat templates: Jinja programs of models, run apart."""
 
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import ClocherError, FormatError, UsageError
+from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.text import Refused, template_text
-from clocher_runtime.text.answers import AnswerStyle
+from clocher_runtime.text.call_styles import STYLES, AnswerStyle, CallStyle
 from clocher_runtime.text.text_process import PROCESS
 
 MAX_TEMPLATE_BYTES = 64 << 10
@@ -14,6 +19,53 @@ MAX_SECONDS = 1.0
 MAX_MEMORY_BYTES = 256 << 20
 
 Message = dict[str, Any]
+_dumped = partial(json.dumps, ensure_ascii=False)
+_TOOLS = """# Tools
+
+You may call functions to answer. These are the functions, with JSON Schemas of their parameters:
+<tools>
+{tools}
+</tools>
+
+To call functions, answer with one of these for each call:
+{call}"""
+
+_FOLDED = (
+    "{{ bos_token }}{% set ns = namespace(system='') %}{% for m in messages %}"
+    "{% if m.role == 'system' %}{% set ns.system = m.content ~ '\n\n' %}{% else %}"
+)
+_ASKED = "{% endfor %}{% if add_generation_prompt %}"
+NAMED: Mapping[str, str] = {
+    "chatml": "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content }}"
+    "{{ '<|im_end|>\n' }}" + _ASKED + "{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "gemma": _FOLDED + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else 'user') }}"
+    "{{ '\n' ~ (ns.system ~ m.content) | trim ~ '<end_of_turn>\n' }}{% set ns.system = '' %}"
+    "{% endif %}" + _ASKED + "{{ '<start_of_turn>model\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' ~ m.role }}"
+    "{{ '<|end_header_id|>\n\n' ~ m.content | trim }}<|eot_id|>"
+    + _ASKED
+    + "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+    "mistral": _FOLDED + "{% if m.role == 'assistant' %}{{ ' ' ~ m.content ~ eos_token }}"
+    "{% else %}{{ '[INST] ' ~ ns.system ~ m.content ~ ' [/INST]' }}{% set ns.system = '' %}"
+    "{% endif %}{% endif %}{% endfor %}",
+}
+"""Templates that `--chat-template` knows by name; none reads tools."""
+
+
+def chosen_template(given: str, source: str) -> str:
+    """Return the template that a name or a path stands for; raises UsageError about `source`."""
+    if given in NAMED:
+        return NAMED[given]
+    try:
+        text = read_bytes(Path(given), MAX_TEMPLATE_BYTES).decode("utf-8")
+        ChatTemplate(text)
+    except (ClocherError, OSError, ValueError) as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        raise UsageError(
+            f"{source} {given}: {reason.removeprefix(f'{given}: ')}; expected a Jinja file, or one "
+            f"of {', '.join(NAMED)}"
+        ) from None
+    return text
 
 
 def conversation_of(messages: Sequence[Message], style: AnswerStyle = "plain") -> list[Message]:
@@ -22,21 +74,33 @@ def conversation_of(messages: Sequence[Message], style: AnswerStyle = "plain") -
     "developer" becomes "system", and arguments of calls become objects where they are JSON objects.
     The templates of gpt-oss and Llama 3 take one call per message, so parallel calls become
     successive ones, each with its result. gpt-oss reads a system message at the start only, and
-    either text or reasoning of a message with a call.
+    either text or reasoning of a message with a call. Mistral's take ids of nine letters or digits,
+    DeepSeek's arguments as text and no content beside calls.
     """
-    found = [_readable(message) for message in messages]
+    found = [_readable(message, style) for message in messages]
     if style in ("harmony", "llama3"):
         found = _one_call_each(found)
     return _for_harmony(found) if style == "harmony" else found
 
 
-def _readable(message: Message) -> Message:
+def _readable(message: Message, style: AnswerStyle) -> Message:
+    def named(call: str) -> str:
+        short = re.sub(r"[^A-Za-z0-9]", "", call)[-9:].rjust(9, "0")
+        return short if style.startswith("mistral") else call
+
     found = {**message, "role": "system"} if message["role"] == "developer" else message
+    if "tool_call_id" in message:
+        return {**found, "tool_call_id": named(message["tool_call_id"])}
     if "tool_calls" not in message:
         return found
-    calls = [(call, call["function"]) for call in message["tool_calls"]]
-    read = [{**c, "function": {**f, "arguments": _arguments(f["arguments"])}} for c, f in calls]
-    return {**found, "tool_calls": read}
+    calls = []
+    for call in message["tool_calls"]:
+        function = dict(call["function"])
+        if style != "deepseek":
+            function["arguments"] = _arguments(function["arguments"])
+        calls.append({**call, "id": named(call["id"]), "function": function})
+    content = message.get("content") or (None if style == "deepseek" else "")
+    return {**found, "content": content, "tool_calls": calls}
 
 
 def _arguments(text: str) -> Mapping[str, Any] | str:
@@ -95,6 +159,41 @@ def _for_harmony(messages: Sequence[Message]) -> list[Message]:
     return found
 
 
+def _as_text(messages: Sequence[Message], style: CallStyle) -> list[Message]:
+    """Return messages with calls as text of the assistant, and results as turns of the user."""
+    found: list[Message] = []
+    was_result = False
+    for message in messages:
+        is_result, content = message["role"] == "tool", message.get("content") or ""
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            given = [(each["name"], each["arguments"]) for each in functions]
+            text = style.written((n, a if isinstance(a, str) else _dumped(a)) for n, a in given)
+            message = {name: value for name, value in message.items() if name != "tool_calls"}
+            message["content"] = f"{content}\n\n{text}".lstrip()
+        elif is_result:
+            result = f"<tool_response>\n{content}\n</tool_response>"
+            message = {"role": "user", "content": result}
+        if (is_result or was_result) and found and message["role"] == found[-1]["role"]:
+            # Templates want turns of the user and of the assistant to alternate.
+            content = f"{found.pop()['content']}\n\n{message['content']}"
+            message = {**message, "content": content}
+        found.append(message)
+        was_result = is_result
+    return found
+
+
+def _with_tools(messages: Sequence[Message], role: str, told: str) -> list[Message]:
+    """Return messages that tell of tools, in the system message or the first one of the user."""
+    roles = [message["role"] for message in messages]
+    if role not in roles or (role == "system" and roles[0] != role):
+        return [{"role": role, "content": told}, *messages]
+    at = roles.index(role)
+    both = [str(messages[at].get("content")), told]
+    content = "\n\n".join(both if role == "system" else both[::-1])
+    return [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
+
+
 class ChatTemplate:
     """A template (or a list with a "default") with transformers' functions; raises FormatError."""
 
@@ -122,11 +221,45 @@ class ChatTemplate:
             raise FormatError(f"chat template stopped: {error}") from None
         return text
 
+    def converse(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        style: AnswerStyle,
+        variables: Mapping[str, Any],
+    ) -> str:
+        """Return the text of a conversation with tools; raises as `render`.
+
+        What the template does not read becomes text: earlier calls and results, and the tools, in
+        the system message or, where that is refused or lost, in the first one of the user. So do
+        tools that would be called in an unknown style.
+        """
+        is_known = style != "plain"
+        if style != "harmony" and ("tool_calls" not in self._text or (tools and not is_known)):
+            messages = _as_text(messages, STYLES[style])
+        if not tools or ("tools" in self._reads and is_known):
+            return self.render(**{**variables, "messages": messages, "tools": tools or None})
+        try:
+            listed = [_dumped(each.get("function", each)) for each in tools]
+        except (AttributeError, TypeError, ValueError):
+            raise UsageError("tools are not JSON values; expected a list of objects") from None
+        call = STYLES[style].written([("<name>", "<arguments as a JSON object>")])
+        told = _TOOLS.format(tools="\n".join(listed), call=call)
+        for role in ("system", "user"):
+            said = {**variables, "messages": _with_tools(messages, role, told), "tools": None}
+            try:
+                text = self.render(**said)
+            except UsageError:
+                if role == "user":
+                    raise
+                continue
+            if told in text:
+                break
+        return text
+
     def refuse_unread(self, variables: Iterable[str]) -> None:
         """Raise UsageError if the template does not read one of the variables."""
         if unread := sorted(set(variables) - self._reads):
-            if "tools" in unread:
-                raise UsageError("the chat template of this model has no tools; ask without them")
             raise UsageError(
                 f"{unread[0]!r} is neither an option nor a variable of the chat template, which "
                 f"reads {', '.join(sorted(self._reads))}"

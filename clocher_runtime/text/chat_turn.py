@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
-from clocher_runtime.text.answers import AnswerReader, Delta, answer_style, make_reader, message_of
+from clocher_runtime.text.answers import AnswerReader, Delta, make_reader, message_of
 from clocher_runtime.text.chat_template import Message, conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
@@ -47,8 +47,7 @@ class ChatModel:
     ) -> None:
         self.session, self.by_template = session, by_template
         self._tokenizer, self._variables = tokenizer, variables or {}
-        template = tokenizer.chat_template if by_template else ""
-        self.style = answer_style(tokenizer, template) if by_template else "plain"
+        self.style = tokenizer.style if by_template else "plain"
         self._ends = frozenset(session.model.spec.eos_ids)
         if self.style == "harmony":
             self._ends |= harmony_stop_ids(tokenizer)

@@ -6,7 +6,7 @@ A constraint becomes llguidance rules, one string, that a process with limits tr
 import json
 import re
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from hashlib import sha256
@@ -20,6 +20,7 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import Constraint, listed, one_of
 from clocher_runtime.text import Refused
+from clocher_runtime.text.call_styles import STYLES, CallStyle
 from clocher_runtime.text.text_process import TextProcess
 from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect, loading_limits
 
@@ -31,8 +32,8 @@ CHECK_SECONDS, CHECK_BYTES = 2.0, 512 << 20
 _PROCESS = TextProcess()
 """Separate from the prompts' process: hostile rules must not delay prompts."""
 _turn = threading.Lock()
-STYLES = ("plain", "harmony", "hermes", "llama3")
-"""Markup of a model's answers: gpt-oss; Hermes and Qwen; Llama 3."""
+MAX_CALLS = 16
+"""Calls of one answer that has to call: a small model may never stop."""
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
 _SPACE = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 """Whitespace within JSON, bounded so that a model cannot emit blanks forever."""
@@ -71,11 +72,11 @@ class GrammarMaker:
         self._text, self._vocab_size, self._eos_ids = found.text, vocab_size, list(eos_ids)
         added: list[dict[str, Any]] = found.document.get("added_tokens") or []
         control = {t["content"] for t in added if t.get("special") is True}
-        self._special = control | {
-            t["content"] for t in added if _BRACKETED.fullmatch(t["content"])
-        }
+        ids = {t["content"]: f"<[{t['id']}]>" for t in added if t["content"] in control}
+        bracketed = [t["content"] for t in added if _BRACKETED.fullmatch(t["content"])]
+        self._special = ids | {name: name for name in bracketed}
         # Forced text is tokenized, and becomes such a token where the text is one's name.
-        self._no_forcing = self._special != control
+        self._no_forcing = self._special.keys() != control
         self._checked = ""
 
     def check(self, spec: Mapping[str, Any]) -> None:
@@ -132,44 +133,45 @@ class Grammars:
         return self._thread.submit(lambda: self._maker.compile(spec))
 
 
-def rules_of(spec: Mapping[str, Any], special: Collection[str], no_forcing: bool = False) -> str:
+def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bool = False) -> str:
     """Return the rules of an answer; raises UsageError.
 
     "kind" and "value" of a spec: "json_schema" (an object), "json_object" (True), "regex" (matches
     the whole answer), "grammar" (Lark's notation of llguidance, or GBNF), "choice" (a list of
-    texts), "tools" (functions `{"name", "parameters"}`, one of which is called). "style" is one of
-    `STYLES`: of "harmony" the last message is constrained, of "hermes" the text after the
-    reasoning; "opened": the prompt ends within reasoning. `special` are the tokens
-    that llguidance knows by name only. `no_forcing`: the model chooses the tokens of a text that
-    must follow, instead of the tokenizer.
+    texts), "tools" (functions `{"name", "parameters"}`, one of which is called; "several": up to
+    `MAX_CALLS`). "style" is one of `STYLES`: of "harmony" the last message is constrained, of
+    those that think the text after the reasoning; "opened": the prompt ends within reasoning.
+    `special`: the tokens that are no text for llguidance -> how its rules name them. `no_forcing`:
+    the model chooses the tokens of a text that must follow, instead of the tokenizer.
     """
     kind = one_of("structured output", spec.get("kind"), (*_PARTS, "tools"))
-    style = one_of("style", spec.get("style", "plain"), STYLES)
+    style = one_of("style", spec.get("style", "plain"), tuple(STYLES))
     value = spec.get("value")
 
     def mark(name: str) -> str:
         if name not in special and style == "harmony":
             raise UsageError(f"the tokenizer has no special token {name}, which harmony needs")
-        return name if name in special else json.dumps(name)
+        return special.get(name) or json.dumps(name)
 
     if kind == "tools":
-        if style == "plain":
-            raise UsageError("this model has no known form of tool calls; leave tool_choice out")
         functions = _functions(value)
         parts = {f"tool{number}": each for number, each in enumerate(functions.values())}
-        calls = (_call(style, name, f"@tool{n}", mark) for n, name in enumerate(functions))
-        answer = f"({' | '.join(calls)})"
-        harmony = f'"commentary to=functions." {answer}'
+        if style == "harmony":
+            calls = (_call(name, f"@tool{n}", mark) for n, name in enumerate(functions))
+            harmony = f'"commentary to=functions." ({" | ".join(calls)})'
+        else:
+            answer = _calls(STYLES[style], list(functions), special, spec.get("several") is True)
     else:
         parts, answer, constrain = {"answer": _PARTS[kind](value)}, "@answer", ""
         if style == "harmony" and kind in ("json_schema", "json_object"):
             constrain = f'(" "? {mark("<|constrain|>")} "json")?'
         harmony = f'"final" {constrain} {mark("<|message|>")} @answer' if style == "harmony" else ""
-    start = f"start: {answer}"
     if style == "harmony":
         start = _harmony(harmony, mark)
-    elif style == "hermes":
-        start = _hermes(answer, mark, spec.get("opened") is True)
+    elif STYLES[style].thinks or spec.get("opened") is True:
+        start = _after_thoughts(answer, mark, spec.get("opened") is True)
+    else:
+        start = f"start: {answer}"
     if no_forcing:
         start = f'%llguidance {{"no_forcing": true}}\n{start}'
     named = [{"name": name, **part} for name, part in parts.items()]
@@ -185,7 +187,7 @@ def _harmony(start: str, mark: Mark) -> str:
     )
 
 
-def _hermes(start: str, mark: Mark, opened: bool) -> str:
+def _after_thoughts(start: str, mark: Mark, opened: bool) -> str:
     end = mark("</think>")
     rules = [f"start: rest blank {start}"] if opened else [f"start: (think blank)? {start}"]
     rules += [] if opened else [f"think: {mark('<think>')} rest"]
@@ -195,17 +197,29 @@ def _hermes(start: str, mark: Mark, opened: bool) -> str:
     return "\n".join([*rules, "blank: /\\s{0,32}/", rest])
 
 
-def _call(style: str, name: str, arguments: str, mark: Mark) -> str:
-    if style == "harmony":
-        constrain = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
-        return f'{json.dumps(name)} " " {constrain} {arguments}'
-    if style == "llama3":
-        opened = json.dumps(f'{{"name": "{name}", "parameters": ')
-        return f'{opened} {arguments} "}}"'
-    opened = json.dumps(f'\n{{"name": "{name}", "arguments": ')
-    # As text too: a model that begins with "<" must not be left with only "<think>".
-    begin = f'({mark("<tool_call>")} | "<tool_call>")'
-    return f'{begin} {opened} {arguments} "}}\\n" {mark("</tool_call>")}'
+def _call(name: str, arguments: str, mark: Mark) -> str:
+    constrain = f'{mark("<|constrain|>")} "json" {mark("<|message|>")}'
+    return f'{json.dumps(name)} " " {constrain} {arguments}'
+
+
+def _calls(style: CallStyle, names: list[str], special: Mapping[str, str], several: bool) -> str:
+    """Return an answer that calls one of some functions, or `several` of them."""
+
+    def spelled(text: str, first: bool = False) -> str:
+        marks = sorted((mark for mark in special if mark in text), key=len, reverse=True)
+        pieces = re.split(f"({'|'.join(map(re.escape, marks))})", text) if marks else [text]
+        pieces = list(filter(None, pieces))
+        made = [special.get(each) or json.dumps(each) for each in pieces]
+        if first and pieces[0] in special:
+            # As text too: a model that begins with "<" must not be left with only "<think>".
+            made[0] = f"({made[0]} | {json.dumps(pieces[0])})"
+        return " ".join(made)
+
+    before, middle, after = style.call
+    begin, middle, after = spelled(style.begin + before, True), spelled(middle), spelled(after)
+    either = " | ".join(f"{json.dumps(name)} {middle} @tool{n}" for n, name in enumerate(names))
+    again = f"({spelled(style.between + before)} ({either}) {after}){{0,{MAX_CALLS - 1}}}"
+    return f"{begin} ({either}) {after} {again if several else ''} {spelled(style.end)}"
 
 
 def _schema(source: object) -> Part:

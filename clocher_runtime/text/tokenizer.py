@@ -13,6 +13,7 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
 from clocher_runtime.text import Refused, template_text
+from clocher_runtime.text.call_styles import AnswerStyle, style_of
 from clocher_runtime.text.tokenizer_library import (
     MAX_FILE_BYTES,
     LibraryTokenizer,
@@ -88,6 +89,11 @@ class Tokenizer:
         """The chat template, "" if there is none; raises FormatError if it is unusable."""
         return "" if self._template is None else template_text(self._template)
 
+    @cached_property
+    def style(self) -> AnswerStyle:
+        """How the model marks up its answers, by its tokens and chat template."""
+        return style_of(self.chat_template, lambda name: self.token_id(name) is not None)
+
     def encode(self, text: str, special: bool = True, *, room: int | None = None) -> list[int]:
         """Return the ids of a text; special tokens spelled out in it become their ids.
 
@@ -161,8 +167,8 @@ class Tokenizer:
     ) -> str:
         """Return the text of a conversation, to be encoded with `special=False`.
 
-        Variables that the template does not read are refused, and so are `tools`, unless
-        `variables` is None. Raises UsageError: no template, or it rejects the messages.
+        Variables that the template does not read are refused. `tools` and calls become text where
+        the template does not read them. Raises UsageError: no template, or it rejects the messages.
         FormatError: unusable template.
         """
         if self._template is None:
@@ -172,17 +178,15 @@ class Tokenizer:
 
         template = ChatTemplate(self._template)
         if variables is not None:
-            template.refuse_unread([*variables, *(["tools"] if tools else [])])
-        return template.render(
-            **{
-                **self._special,
-                "documents": None,  # which transformers always passes
-                **(variables or {}),
-                "messages": [_with_reasoning(m) for m in _conversation(messages)],
-                "tools": tools,
-                "add_generation_prompt": add_generation_prompt,
-            }
-        )
+            template.refuse_unread(variables)
+        given = {
+            **self._special,
+            "documents": None,  # which transformers always passes
+            **(variables or {}),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        turns = [_with_reasoning(dict(message)) for message in _conversation(messages)]
+        return template.converse(turns, tools, self.style, given)
 
     def _ids_of(self, name: str) -> list[int]:
         found = self._inner.token_to_id(self._special.get(name, ""))
@@ -268,7 +272,7 @@ def _conversation(messages: object) -> list[Mapping[str, Any]]:
     return found
 
 
-def _with_reasoning(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     found = [message[name] for name in _REASONING if message.get(name) is not None]
     if not found:
         return message
