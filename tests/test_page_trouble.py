@@ -24,7 +24,7 @@ def test_an_engine_that_dies_is_told_of_and_comes_back(browser: Browser, speaker
     browser.set(temperature=0)  # the longest answer: until the context is full
     engine = speaker.health()["engine_pid"]
     browser.send("Write a loop.")
-    browser.wait("view?.turn.role === 'assistant' && view.body.innerText.length > 0")
+    browser.wait("turns[1]?.content.length + turns[1]?.reasoning.length > 20")
     os.kill(engine, signal.SIGKILL)
     browser.wait("!running")
     assert "The engine ended" in browser.text(".fault") and "started again" in browser.text(
