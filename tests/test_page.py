@@ -34,8 +34,8 @@ def server() -> Iterator[Served]:
 
 def test_it_is_small_and_parses_no_markup() -> None:
     sizes = {file.name: file.stat().st_size for file in OWN}
-    assert sum(sizes.values()) <= 96_000, sizes
-    assert sum(len(file.read_text("utf-8").splitlines()) for file in OWN) <= 2_000
+    assert sum(sizes.values()) <= 80_000, sizes
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in OWN) <= 1_900
     assert sum(file.stat().st_size for file in VENDOR) <= 420_000
     for file in OWN:
         text = file.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def test_it_is_small_and_parses_no_markup() -> None:
 
 
 def test_third_party_files_are_those_of_their_packages() -> None:
-    notice = (FOLDER / "vendor" / "NOTICE.md").read_text(encoding="utf-8")
+    notice = (FOLDER / "vendor" / "NOTICE").read_text(encoding="utf-8")
     told = dict(re.findall(r"^\| (\S+) \|.* ([0-9a-f]{64}) \|$", notice, re.M))
     assert told == {
         file.relative_to(FOLDER / "vendor").as_posix(): sha256(file.read_bytes()).hexdigest()
@@ -97,7 +97,7 @@ def test_every_file_is_served_with_its_type_and_a_strict_policy(client: TestClie
         assert response.headers["x-dns-prefetch-control"] == "off"
         cache = "max-age=31536000, immutable" if "vendor" in name else "no-cache"
         assert response.headers["cache-control"] == cache
-    for name in ("vendor/NOTICE.md", "nothing.js", "../presets.json", "%2e%2e/presets.json", ""):
+    for name in ("vendor/NOTICE", "nothing.js", "../presets.json", "%2e%2e/presets.json", ""):
         assert client.get(f"/page/{name}").status_code == 404, name
 
 

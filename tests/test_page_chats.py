@@ -230,7 +230,17 @@ def test_an_answer_goes_on_while_another_chat_is_read(browser: Browser, three: S
     assert browser.js("return input.value") == "a draft"
     browser.wait("!running")
     assert browser.text(".text").strip() == ("slow " * 30).strip()
-    assert browser.js("return document.querySelectorAll('#list .writes').length") == 0
+    browser.wait("!document.querySelector('#list .writes')")
+    browser.send("More?")
+    browser.wait("running && turns[3].content.length > 10")
+    browser.click("#more")
+    browser.click("#delete")
+    browser.wait("document.querySelectorAll('#list li').length === 3 && !turns.length")
+    browser.run("setTimeout(done, 400)")
+    assert sorted(browser.js(TITLES)) == ["Apples?", "Pears?", "Plums?"], "it stays deleted"
+    browser.wait("document.activeElement.innerText === 'Undo'")
+    browser.keys(Keys.ENTER)
+    browser.wait("turns[3]?.note === 'Stopped.'")
 
 
 def test_another_tab_sees_what_changed(browser: Browser, three: Script) -> None:

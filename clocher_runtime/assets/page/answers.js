@@ -43,6 +43,7 @@ export async function answer(chat, page) {
     if (job.stop.signal.aborted) turn.note = 'Stopped.';
     else turn.fault = [error.message, error.advice ?? 'The page failed: reload it, then try again.'];
   }
+  if (jobs.get(chat.id) !== job) return; // the chat was deleted
   jobs.delete(chat.id);
   page.ended(job);
 }

@@ -38,7 +38,7 @@ async function open() {
   showFiles();
   list.draw();
   if (isNarrow()) showSide(false);
-  state.follows = true;
+  state.follows = $('down').hidden = true;
   toEnd();
 }
 

@@ -17,8 +17,10 @@ async function rename(id, title) {
 }
 
 async function discard(id) {
-  jobs.get(id)?.stop.abort();
-  const chat = id === state.chat.id ? state.chat : await load(id);
+  const job = jobs.get(id);
+  job?.stop.abort();
+  jobs.delete(id);
+  const chat = id === state.chat.id ? state.chat : job?.chat ?? await load(id);
   await remove(id);
   if (id === state.chat.id) page.restart();
   await list.refresh();
