@@ -73,6 +73,7 @@ function draw(count = Math.max(AT_ONCE, state.views.length)) {
 }
 
 function showTitle() {
+  if (!state.chat) return;
   const title = state.chat.turns.length ? visible(talk.titleOf(state.chat)) : state.model.id;
   $('name').textContent = title;
   document.title = `${title} – Clocher`;
@@ -236,7 +237,7 @@ input.onkeydown = (event) => {
 };
 document.onkeydown = (event) => {
   if (!state.chat || document.querySelector('dialog[open]')) return;
-  const {key} = event;
+  const key = event.altKey ? event.code.replace('Key', '').toLowerCase() : event.key; // Alt+N writes ñ on a Mac
   const isTyping = event.target.matches('textarea, input');
   const command = event.ctrlKey || event.metaKey;
   const does = {

@@ -8,8 +8,11 @@ import * as talk from './talk.js';
 
 let page; // what the page does: `keep`, `restart`, `showTitle`
 
+// A chat that is open or written to is the one in memory.
+const chatOf = async (id) => (id === state.chat?.id ? state.chat : jobs.get(id)?.chat ?? load(id));
+
 async function rename(id, title) {
-  const chat = id === state.chat.id ? state.chat : await load(id);
+  const chat = await chatOf(id);
   chat.title = title;
   await page.keep(chat);
   await list.refresh();
@@ -17,12 +20,11 @@ async function rename(id, title) {
 }
 
 async function discard(id) {
-  const job = jobs.get(id);
-  job?.stop.abort();
+  const chat = await chatOf(id);
+  jobs.get(id)?.stop.abort();
   jobs.delete(id);
-  const chat = id === state.chat.id ? state.chat : job?.chat ?? await load(id);
   await remove(id);
-  if (id === state.chat.id) page.restart();
+  if (chat === state.chat) page.restart();
   await list.refresh();
   toast(`Deleted “${visible(talk.titleOf(chat))}”`, async () => {
     await save(talk.headOf(chat), chat);
@@ -114,8 +116,9 @@ $('usual').onclick = () => {
   store(localStorage, 'settings', fields());
   toast('New chats begin with these settings');
 };
-$('settings').onchange = () => { state.chat.settings = fields(); };
+$('settings').onchange = () => { if (state.chat) state.chat.settings = fields(); };
 $('settings').onclose = () => {
+  if (!state.chat) return; // the model is not known yet
   state.chat.settings = fields();
   if (state.chat.turns.length) page.keep(state.chat);
 };
