@@ -12,8 +12,8 @@ CHATS = (
     ("What is a mutex? One sentence.",),
     ("Write a regular expression that finds dates like 2026-11-26.",),
     (
-        "Write a short Python function that returns the n-th Fibonacci number, without comments.",
-        "List its time and its memory in a small Markdown table.",
+        "Write a Python function for the n-th Fibonacci number.",
+        "List its time and memory in a small Markdown table.",
     ),
 )
 
@@ -24,7 +24,7 @@ def main() -> int:
     try:
         with serving(*sys.argv[1:2], env={"CLOCHER_EMBEDDED": "0"}) as server:
             browser.open(server.url)
-            browser.size(1100, 720, scale=1.5)
+            browser.size(1100, 760, scale=1.5)
             for questions in CHATS:
                 browser.js("$('new').click()")
                 browser.wait("!turns.length")
@@ -35,8 +35,9 @@ def main() -> int:
                     browser.wait("running || turns.length")
                     browser.wait("!running", 120)
             browser.run("setTimeout(done, 300)")
-            browser.js("log.scrollTop = log.scrollHeight; input.blur()")
+            browser.js("log.scrollTop = 0; input.blur()")
             browser.run("setTimeout(done, 300)")
+            browser.js("$('down').hidden = true")
             browser.driver.save_screenshot(str(PICTURE))
     finally:
         browser.driver.quit()

@@ -40,7 +40,8 @@ export function drop(chat, turn) {
 export function titleOf(chat) {
   const first = chat.turns.find((turn) => turn.role === 'user');
   const text = chat.title || first?.content.trim() || first?.files?.[0].name || 'New chat';
-  return text.split('\n')[0].slice(0, 80);
+  const [line] = text.split('\n');
+  return line.length > 80 ? `${line.slice(0, 79).trimEnd()}…` : line;
 }
 
 export const headOf = (chat) => ({id: chat.id, title: titleOf(chat), changed: chat.changed});

@@ -55,7 +55,7 @@ class View {
     const parts = [];
     if (tokens) parts.push(tokens === 1 ? '1 token' : `${tokens.toLocaleString()} tokens`);
     if (rate) parts.push(`${short(rate)} tok/s`);
-    if (run > 1) parts.push(`${short(run)} a pass`);
+    if (run > 1.05) parts.push(`${short(run)} a pass`);
     if (rate && bytes && gbps && this.writes) {
       const passes = rate / (run || 1), share = Math.round(passes * bytes / gbps / 1e7);
       parts.push(`${share} % of bandwidth${share > 100 ? ': from caches' : ''}`);
