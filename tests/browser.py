@@ -17,6 +17,19 @@ MISSING = f"chromium: {CHROMIUM or 'missing'}, chromedriver: {DRIVER or 'missing
 _FLAGS = """--headless=new --no-sandbox --disable-gpu --hide-scrollbars
     --disable-background-networking --disable-component-update --disable-dev-shm-usage"""
 
+_NAMES = """
+Promise.all(['state', 'dom', 'answers', 'talk', 'store', 'markdown'].map(
+  (name) => import(`/page/${name}.js`))).then(([held, dom, answers, talk, store, markdown]) => {
+  Object.assign(window, {$: dom.$, state: held.state, answers, talk, store, markdown});
+  Object.assign(window, {input: dom.$('input'), log: dom.$('log')});
+  const now = {turns: () => state.chat ? held.turns() : [], view: () => state.views.at(-1),
+    running: () => state.chat && held.running(), model: () => state.model};
+  for (const [name, get] of Object.entries(now))
+    Object.defineProperty(window, name, {get, configurable: true});
+  done();
+})
+"""
+
 
 class Browser:
     """A Chromium of its own.
@@ -37,9 +50,12 @@ class Browser:
         self.url = ""
 
     def open(self, url: str, size: tuple[int, int] = (1200, 800), scheme: str = "light") -> None:
-        """Open the page in a tab that remembers nothing."""
+        """Open the page in a tab of a browser that remembers nothing."""
         self.driver.get(f"{url}/health")  # of the same origin, and without scripts
         self.js("localStorage.clear(); sessionStorage.clear()")
+        self.run(
+            "const gone = indexedDB.deleteDatabase('clocher'); gone.onsuccess = gone.onerror = done"
+        )
         self.size(*size)
         self.prefer(scheme)
         self.console()
@@ -49,8 +65,15 @@ class Browser:
         self.ready()
 
     def ready(self) -> None:
-        """Wait until the page knows its model."""
-        self.wait("model?.meta && $('model').textContent")
+        """Wait until the page knows its model; give scripts of tests the parts of its modules."""
+        self.run(_NAMES)
+        self.wait("state.chat && $('model').textContent")
+
+    def reload(self) -> None:
+        """Load the page again, once what it keeps is on disk."""
+        self.run("setTimeout(done, 100)")
+        self.driver.refresh()
+        self.ready()
 
     def size(self, width: int, height: int, scale: float = 1) -> None:
         """Have a window of so many CSS pixels."""
@@ -66,6 +89,12 @@ class Browser:
         """Run a function's body in the page; return what it returns."""
         return self.driver.execute_script(code, *given)
 
+    def run(self, code: str, *given: Any) -> Any:
+        """Run a function's body in the page until it calls `done`; return what that is given."""
+        return self.driver.execute_async_script(
+            f"const done = [...arguments].at(-1); {code}", *given
+        )
+
     def wait(self, condition: str, seconds: float = 20) -> Any:
         """Wait until an expression holds in the page; return its value."""
         end = time.monotonic() + seconds
@@ -73,6 +102,21 @@ class Browser:
             assert time.monotonic() < end, f"{condition}; the page says: {self.text()[-500:]}"
             time.sleep(0.03)
         return value
+
+    def write(self, text: str) -> None:
+        """Put a text into the composer."""
+        self.js("input.value = arguments[0]; input.dispatchEvent(new Event('input'))", text)
+
+    def set(self, **values: object) -> None:
+        """Change settings of the open chat."""
+        for name, value in values.items():
+            self.js(
+                "const field = $(arguments[0]); field.value = arguments[1];"
+                "for (const kind of ['input', 'change']) "
+                "field.dispatchEvent(new Event(kind, {bubbles: true}))",
+                name,
+                str(value),
+            )
 
     def text(self, selector: str = "body") -> str:
         """Return the text of an element as a reader sees it."""

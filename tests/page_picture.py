@@ -1,4 +1,4 @@
-"""Write docs/plots/chat-page.png: the chat page after a conversation with the default model."""
+"""Write docs/plots/chat-page.png: the chat page after some chats with a model."""
 
 import sys
 from pathlib import Path
@@ -7,23 +7,37 @@ from browser import Browser
 from serving import serving
 
 PICTURE = Path(__file__).parents[1] / "docs" / "plots" / "chat-page.png"
-QUESTIONS = ("Name the capital of France.", "Name three fruits and their colours.")
-SETTINGS = {"temperature": "0.2", "seed": "1", "max_tokens": "200"}
+CHATS = (
+    ("Translate \u201cgood morning\u201d into French.",),
+    ("What is a mutex? One sentence.",),
+    ("Write a regular expression that finds dates like 2026-11-26.",),
+    (
+        "Write a Python function for the n-th Fibonacci number.",
+        "List its time and memory in a small Markdown table.",
+    ),
+)
 
 
 def main() -> int:
     """Talk with the model and write the picture."""
     browser = Browser()
     try:
-        with serving(env={"CLOCHER_EMBEDDED": "0"}) as server:
+        with serving(*sys.argv[1:2], env={"CLOCHER_EMBEDDED": "0"}) as server:
             browser.open(server.url)
-            browser.size(960, 600, scale=1.5)
-            for name, value in SETTINGS.items():
-                browser.js("$(arguments[0]).value = arguments[1]", name, value)
-            for turn, question in enumerate(QUESTIONS, 1):
-                browser.js("input.value = arguments[0]; expect(); submit()", question)
-                browser.wait(f"!running && turns.length === {2 * turn}")
-            browser.js("log.scrollTop = log.scrollHeight; $('down').hidden = true; input.blur()")
+            browser.size(1100, 760, scale=1.5)
+            for questions in CHATS:
+                browser.js("$('new').click()")
+                browser.wait("!turns.length")
+                browser.set(temperature=0, seed=1, max_tokens=200)
+                for question in questions:
+                    browser.write(question)
+                    browser.js("$('send').click()")
+                    browser.wait("running || turns.length")
+                    browser.wait("!running", 120)
+            browser.run("setTimeout(done, 300)")
+            browser.js("log.scrollTop = 0; input.blur()")
+            browser.run("setTimeout(done, 300)")
+            browser.js("$('down').hidden = true")
             browser.driver.save_screenshot(str(PICTURE))
     finally:
         browser.driver.quit()

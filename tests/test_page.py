@@ -1,9 +1,8 @@
 """The chat page as it is served: its size, its headers, who may have it; what it is told."""
 
-import base64
-import hashlib
 import re
 from collections.abc import Iterator
+from hashlib import sha256
 
 import pytest
 from scripted import scripted_app
@@ -13,9 +12,11 @@ from test_serve_answers import TEMPLATE
 
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.config.commands import CHAT_TEMPERATURE
-from clocher_runtime.serve.edge import FILE, MAX_BYTES, read_page
+from clocher_runtime.serve.edge import FOLDER, read_page
 
-TEXT = FILE.read_text(encoding="utf-8")
+TEXT = (FOLDER / "index.html").read_text(encoding="utf-8")
+OWN = [file for file in FOLDER.glob("*.*") if file.is_file()]
+VENDOR = [file for file in FOLDER.glob("vendor/*/*") if file.suffix]
 TALK = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -31,60 +32,78 @@ def server() -> Iterator[Served]:
         yield running
 
 
-def test_it_is_one_small_file_that_parses_no_markup() -> None:
-    assert len(TEXT.encode()) <= MAX_BYTES == 41_000
-    for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser"):
-        assert word not in TEXT
-    for word in (
-        "eval(",
-        "Function(",
-        "console.",
-        "import(",
-        '<link rel="style',
-        " style=",
-        'onclick="',
-    ):
-        assert word not in TEXT
-    assert not re.search(r"<(script|style|img|iframe)[^>]* (src|href)", TEXT)
+def test_it_is_small_and_parses_no_markup() -> None:
+    sizes = {file.name: file.stat().st_size for file in OWN}
+    assert sum(sizes.values()) <= 80_000, sizes
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in OWN) <= 1_900
+    assert sum(file.stat().st_size for file in VENDOR) <= 420_000
+    for file in OWN:
+        text = file.read_text(encoding="utf-8")
+        for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser"):
+            assert word not in text, file.name
+        for word in ("eval(", "Function(", "console.", " import(", "setHTML", "srcdoc"):
+            assert word not in text, file.name
+    assert not re.search(r" style=| on[a-z]+=|<style|<script>|https?://", TEXT)
 
 
-def test_its_headers_name_what_is_in_the_file(client: TestClient) -> None:
-    response = client.get("/")
-    assert response.status_code == 200 and response.text == TEXT
-    assert response.headers["content-type"] == "text/html; charset=utf-8"
-    policy = dict(
-        part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
-    )
-
-    def digest(tag: str) -> str:
-        inside = TEXT.split(f"<{tag}>")[1].split(f"</{tag}>")[0]
-        return base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()
-
-    assert policy == {
-        "default-src": "'none'",
-        "script-src": f"'sha256-{digest('script')}'",
-        "style-src": f"'sha256-{digest('style')}'",
-        "connect-src": "'self'",
-        "img-src": "data:",
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
+def test_third_party_files_are_those_of_their_packages() -> None:
+    notice = (FOLDER / "vendor" / "NOTICE").read_text(encoding="utf-8")
+    told = dict(re.findall(r"^\| (\S+) \|.* ([0-9a-f]{64}) \|$", notice, re.M))
+    assert told == {
+        file.relative_to(FOLDER / "vendor").as_posix(): sha256(file.read_bytes()).hexdigest()
+        for file in VENDOR
     }
-    assert response.headers["x-content-type-options"] == "nosniff"
-    assert response.headers["referrer-policy"] == "no-referrer"
-    assert response.headers["x-dns-prefetch-control"] == "off"
-    assert response.headers["cache-control"] == "no-cache"
+    for folder in {file.parent for file in VENDOR}:
+        assert "Permission is hereby granted" in (text := (folder / "LICENSE").read_text()) or (
+            "Redistribution and use" in text
+        )
+    found = set(re.findall(r'(?:src|href)="(page/[^"]+)"', TEXT))
+    assert found <= {f"page/{file.relative_to(FOLDER).as_posix()}" for file in OWN + VENDOR}
 
 
-def test_another_file_has_other_hashes(tmp_path) -> None:
-    other = tmp_path / "page.html"
-    other.write_text("<style>p{}</style><script>1</script><script>2</script>", encoding="utf-8")
-    policy = read_page(other).headers["content-security-policy"]
-    assert policy.count("'sha256-") == 3
-    assert base64.b64encode(hashlib.sha256(b"2").digest()).decode() in policy
-    assert read_page(other).headers["etag"] != read_page().headers["etag"]
+def test_every_file_is_served_with_its_type_and_a_strict_policy(client: TestClient) -> None:
+    types = {
+        ".html": "text/html; charset=utf-8",
+        ".css": "text/css; charset=utf-8",
+        ".js": "text/javascript; charset=utf-8",
+        ".svg": "image/svg+xml",
+        ".woff2": "font/woff2",
+    }
+    pages = read_page()
+    assert len(pages) == len(OWN) + len(VENDOR)
+    for file in OWN + VENDOR:
+        name = file.relative_to(FOLDER).as_posix()
+        response = client.get("/" if name == "index.html" else f"/page/{name}")
+        assert response.status_code == 200 and response.content == file.read_bytes(), name
+        assert response.headers["content-type"] == types[file.suffix]
+        policy = dict(
+            part.split(" ", 1) for part in response.headers["content-security-policy"].split("; ")
+        )
+        assert policy == {
+            "default-src": "'none'",
+            "script-src": "'self'",
+            "style-src": "'self'",
+            "font-src": "'self'",
+            "img-src": "'self' data:",
+            "connect-src": "'self'",
+            "base-uri": "'none'",
+            "form-action": "'none'",
+            "frame-ancestors": "'none'",
+            "require-trusted-types-for": "'script'",
+            "trusted-types": "'none'",
+        }
+        assert response.headers["x-content-type-options"] == "nosniff"
+        assert response.headers["referrer-policy"] == "no-referrer"
+        assert response.headers["x-dns-prefetch-control"] == "off"
+        cache = "max-age=31536000, immutable" if "vendor" in name else "no-cache"
+        assert response.headers["cache-control"] == cache
+    for name in ("vendor/NOTICE", "nothing.js", "../presets.json", "%2e%2e/presets.json", ""):
+        assert client.get(f"/page/{name}").status_code == 404, name
+
+
+def test_another_file_has_another_tag(tmp_path) -> None:
+    (tmp_path / "index.html").write_text("<p>", encoding="utf-8")
+    assert read_page(tmp_path)["/"].headers["etag"] != read_page()["/"].headers["etag"]
 
 
 def test_who_has_it_is_told_so(client: TestClient) -> None:
@@ -99,8 +118,8 @@ def test_who_has_it_is_told_so(client: TestClient) -> None:
 def test_it_needs_no_key_but_what_it_asks_for_does() -> None:
     with scripted_app(host="0.0.0.0", api_key="secret") as (app, _):
         client = TestClient(app, base_url="http://box.example:8000")
-        assert client.get("/").status_code == 200
-        assert client.get("/v1/models").status_code == 401
+        assert client.get("/").status_code == client.get("/page/app.js").status_code == 200
+        assert client.get("/v1/models").status_code == client.get("/page/x").status_code == 401
         assert client.get("/nowhere").status_code == 401
         right = {"authorization": "Bearer secret"}
         assert client.get("/v1/models", headers=right).status_code == 200
@@ -109,7 +128,7 @@ def test_it_needs_no_key_but_what_it_asks_for_does() -> None:
 def test_without_the_page_the_server_says_what_it_is_to_those_with_the_key() -> None:
     with scripted_app(no_page=True, api_key="secret") as (app, _):
         client = TestClient(app, base_url="http://127.0.0.1")
-        assert client.get("/").status_code == 401
+        assert client.get("/").status_code == client.get("/page/app.js").status_code == 401
         told = client.get("/", headers={"authorization": "Bearer secret"}).json()
         assert told["name"] == "clocher-serve" and "/v1/models" in told["routes"]
 

@@ -1,5 +1,7 @@
 """The chat page in a real Chromium: talk, stop, reload, keys, small windows, errors."""
 
+import unicodedata
+
 import pytest
 from browser import CHROMIUM, DRIVER, MISSING, Browser
 from scripted import Script, ScriptedEngine, scripted_server, words
@@ -21,14 +23,14 @@ CODE = "Look:\n\n```python\nprint('1 < 2')\n```\n\nand *so* **on**."
 
 def test_a_conversation_with_a_real_model(browser: Browser, speaker: Served) -> None:
     browser.open(speaker.url)
-    browser.js("$('seed').value = '3'; $('max_tokens').value = '600'")
+    browser.set(seed=3, max_tokens=600)
     browser.js(
         "window.lengths = []; new MutationObserver(() => lengths.push(document.body.innerText."
         "length)).observe(document.body, {subtree: true, childList: true, characterData: true})"
     )
     browser.send("Write a loop.")
     browser.wait("turns[1]?.content.length + turns[1]?.reasoning.length")
-    browser.wait("running === null")
+    browser.wait("!running")
     # The page notes each growth itself: asking it from here is slower than a small model.
     assert browser.js("return new Set(lengths).size") >= 3, "it did not grow while it was written"
     figures = browser.text(".figures")
@@ -38,8 +40,7 @@ def test_a_conversation_with_a_real_model(browser: Browser, speaker: Served) -> 
     browser.ask("Another one.")
     assert browser.js("return turns[3].context") > used + 600, "the first turn was not sent"
     before = browser.text("#turns")
-    browser.driver.refresh()
-    browser.ready()
+    browser.reload()
     assert browser.text("#turns") == before and len(browser.js("return turns")) == 4
     browser.click("#new")
     assert browser.text("#turns") == "" and browser.text("#model") == "speaker"
@@ -50,9 +51,11 @@ def test_a_conversation_with_a_real_model(browser: Browser, speaker: Served) -> 
 def test_stop_frees_the_server(browser: Browser, speaker: Served) -> None:
     browser.open(speaker.url)
     # The page stops at its first growth: from here a small model might be done before the click.
+    browser.set(temperature=0)
     browser.js(
-        "$('temperature').value = '0'; new MutationObserver(() => {"
-        " if (running && view?.body.innerText.length > 40) $('send').click()"
+        "new MutationObserver(() => {"
+        " if (running && view?.turn === running.turn && view.body.innerText.length > 40)"
+        " $('send').click()"
         "}).observe(document.body, {subtree: true, childList: true, characterData: true})"
     )
     browser.send("Write a loop.")
@@ -68,11 +71,9 @@ def test_a_model_that_cannot_chat_goes_on_with_a_text(browser: Browser) -> None:
         browser.open(server.url)
         assert browser.js("return $('plain').checkVisibility()")
         assert "not made for chat" in browser.text("#plain")
-        browser.js(
-            "$('seed').value = '3'; $('max_tokens').value = '24'; $('temperature').value = 0.5"
-        )
+        browser.set(seed=3, max_tokens=24, temperature=0.5)
         given = "def area(width):\n    return"
-        browser.js("input.value = arguments[0]; expect()", given)
+        browser.write(given)
         browser.click("#send")
         browser.wait("!running && turns.length === 2")
         wanted = server.ask(
@@ -91,8 +92,7 @@ def test_a_model_that_cannot_chat_goes_on_with_a_text(browser: Browser) -> None:
         browser.wait("!running && turns.length === 3")
         text = browser.js("return view.source()")
         assert text.startswith(given + wanted) and len(text) > len(given + wanted)
-        browser.driver.refresh()
-        browser.ready()
+        browser.reload()
         assert browser.js("return document.querySelector('.document').textContent") == text
         browser.kept_to_itself()
 
@@ -105,7 +105,7 @@ def test_the_block_that_is_denoised_stands_behind_the_text(
 ) -> None:
     """Masks are places that fill in; nothing of them stays."""
     browser.js(
-        "window.seen = []; new MutationObserver(() => { if (view.canvas.isConnected) seen.push(["
+        "window.seen = []; new MutationObserver(() => { if (view?.canvas.isConnected) seen.push(["
         "turns.at(-1).content, view.canvas.parentNode.localName, [...view.canvas.childNodes].map("
         "(node) => node.localName ?? node.data)]) }).observe(document.body, {subtree: true, "
         "childList: true})"
@@ -117,11 +117,11 @@ def test_the_block_that_is_denoised_stands_behind_the_text(
     for wanted in (
         ["One ", "p", ["i", "i", "Z"]],
         ["One two\n", "p", ["i", "Z"]],
-        ["One two\n\n```\nfour\n``", "div", ["i", "["]],
+        ["One two\n\n```\nfour\n``", "code", ["i", "["]],
     ):
         assert wanted in seen, seen
     assert browser.js("return document.querySelector('.canvas')") is None
-    assert browser.text(".answer code").strip() == "four"
+    assert browser.text(".assistant code").strip() == "four"
 
 
 def test_history_settings_thoughts_and_calls_go_where_they_belong(
@@ -130,10 +130,7 @@ def test_history_settings_thoughts_and_calls_go_where_they_belong(
     tools = '[{"type": "function", "function": {"name": "weather"}}]'
     browser.click("#set")
     browser.keys("Be brief.")
-    browser.js("$('tools').value = arguments[0]; $('tools').oninput()", tools)
-    browser.js(
-        "$('temperature').value = '0.5'; $('top_p').value = '0.9'; $('max_tokens').value = 400"
-    )
+    browser.set(tools=tools, temperature=0.5, top_p=0.9, max_tokens=400)
     browser.click("#settings .main")
     call = [[Delta("tool_call", "weather", 0)], *words('{"city": "Oslo"}', "arguments")]
     script.steps = [*words("It is about Oslo.", "reasoning"), *words("I look."), *call]
@@ -161,8 +158,7 @@ def test_history_settings_thoughts_and_calls_go_where_they_belong(
     sampling = script.sampled[-1]
     assert (sampling["temperature"], sampling["top_p"]) == (0.5, 0.9)
     before = browser.text("#turns")
-    browser.driver.refresh()
-    browser.ready()
+    browser.reload()
     assert browser.text("#turns") == before
     assert browser.js("return [$('system').value, $('tools').value]") == ["Be brief.", tools]
 
@@ -170,13 +166,16 @@ def test_history_settings_thoughts_and_calls_go_where_they_belong(
 def test_a_setting_that_cannot_be_sent_is_shown_in_its_place(
     browser: Browser, script: Script
 ) -> None:
-    browser.js("$('tools').value = '{bad'; $('tools').oninput()")
-    browser.js("input.value = 'Hello'; expect(); submit()")
+    browser.set(tools="{bad")
+    browser.write("Hello")
+    browser.click("#send")
     assert browser.js("return $('settings').open && document.activeElement.id") == "tools"
     why = browser.js("return $('tools').validationMessage")
     assert why.startswith("Functions is not a JSON list, such as [{") and "JSON at position" in why
     assert script.asked == [] and browser.js("return input.value") == "Hello"
-    browser.js("$('settings').close(); $('tools').value = '[]'; $('tools').oninput(); submit()")
+    browser.js("$('settings').close()")
+    browser.set(tools="[]")
+    browser.click("#send")
     browser.wait("!running && turns.length === 2")
     assert len(script.asked) == 1
 
@@ -207,9 +206,10 @@ def test_markdown_is_shown_while_it_is_written(browser: Browser, script: Script)
     shown = browser.js(
         "const tags = (n) => [...n.children].map((c) => c.localName + (c.localName === 'li' || "
         "c.localName === 'ol' || c.localName === 'ul' ? '(' + tags(c) + ')' : ''));"
+        "const last = document.querySelector('.text .last'); last.replaceWith(...last.childNodes);"
         "return tags(document.querySelector('.text')).join(' ')"
     )
-    assert shown == "h3 p ol(li(p,ul(li(p))),li(p)) blockquote hr div p figure p"
+    assert shown == "h3 p ol(li(ul(li())),li()) blockquote hr div p figure p"
     links = browser.js(
         "return [...document.querySelectorAll('.text a')].map((a) => [a.href, a.rel])"
     )
@@ -220,6 +220,59 @@ def test_markdown_is_shown_while_it_is_written(browser: Browser, script: Script)
     assert browser.text(".text em") == "slanted" and browser.text(".text strong") == "strong"
     assert browser.text(".text td") == "1" and browser.text(".text pre") == "<b>bold</b>\n"
     assert browser.text(".text p") == "One slanted and strong code.\nNext line."
+
+
+def test_tasks_strikes_math_and_code_have_elements_of_their_own(
+    browser: Browser, script: Script
+) -> None:
+    script.steps = words(
+        "- [x] done\n- [ ] open\n- [link](https://example.org)\n\n~~gone~~ $5 and $10, $e^x$ and "
+        "\\(y\\), `$z$`\n\n$$\n\\frac{1}{2}\n$$\n\n\\[ a = b \\]\n\n| a |\n|--:|\n| 1 |\n\n"
+        "```python\ndef f(): return '<b>'\n```\n\n```nonsense\nx\n```\n\n![a](https://e.example/a.png)",
+        piece=9,
+    )
+    browser.ask("Show me.")
+    boxes = "return [...document.querySelectorAll('.task input')].map((each) => each.checked)"
+    assert browser.js(boxes) == [True, False]
+    assert browser.text(".text li") == "done" and browser.text(".text s") == "gone"
+    assert "$5 and $10" in browser.text(".text p")
+    assert browser.text(".text p code") == "$z$"
+    shown = browser.js(
+        "return [...document.querySelectorAll('.text math')].map((each) => [each.textContent,"
+        " each.namespaceURI.endsWith('MathML'), each.display])"
+    )
+    assert [unicodedata.normalize("NFKC", text) for text, _, _ in shown] == ["ex", "y", "12", "a=b"]
+    assert all(is_math for _, is_math, _ in shown)
+    assert len(browser.js("return [...document.querySelectorAll('div.math')]")) == 2
+    assert browser.js("return document.querySelector('.text td').style.textAlign") == "right"
+    assert browser.text(".text pre .hl-keyword") == "def"
+    assert browser.text(".text pre .hl-string") == "'<b>'"
+    assert browser.text(".text figure:last-of-type pre") == "x\n"
+    assert browser.js("return document.querySelectorAll('img').length") == 0
+    assert "image: a (e.example)" in browser.text(".text")
+
+
+def test_a_text_reads_the_same_however_it_comes(browser: Browser, script: Script) -> None:
+    """Blocks that are final while the text grows are those of the whole text."""
+    text = (
+        "Para\n# Head\n#tag\nmore\n- a\n\n  b\n- c\ntail\n1. x\n2. y\n> q\nlazy\n| a |\n|---|\n"
+        "| b |\nend\n---\n~~~\n```\n~~~\n$$\nx\n- y\n$$\n$$ a\n\nb\n***\n**b**\n```js\n1"
+    )
+    made = browser.js(
+        "const tree = (node) => node.nodeType === 3 ? node.data : [node.localName,"
+        " ...[...node.childNodes].map(tree)];"
+        "return arguments[0].map((step) => {"
+        "  const text = arguments[1], root = document.createElement('div');"
+        "  const one = new markdown.Markdown(root);"
+        "  for (let at = step; at < text.length + step; at += step) one.update(text.slice(0, at));"
+        "  const last = root.querySelector('.last');"
+        "  last.replaceWith(...last.childNodes);"
+        "  return JSON.stringify(tree(root)); })",
+        [1, 3, 7, 1000],
+        text,
+    )
+    assert len(set(made)) == 1, made
+    browser.ask("?")
 
 
 @pytest.mark.parametrize("has_clipboard", [True, False])
@@ -235,7 +288,7 @@ def test_answers_and_code_can_be_copied(
     browser.ask("Show me.")
     for button, wanted in (
         ("figure button", "print('1 < 2')\n"),
-        (".foot button:first-child", CODE),
+        (".assistant .foot .copy", CODE),
     ):
         browser.js("document.querySelector(arguments[0]).scrollIntoView()", button)
         browser.driver.find_element("css selector", button).click()
@@ -248,22 +301,51 @@ def test_answers_and_code_can_be_copied(
         browser.js("input.value = ''")
 
 
-def test_the_last_turn_can_be_made_again_or_rewritten(browser: Browser, script: Script) -> None:
-    script.steps = words("First.")
-    browser.ask("One?")
-    script.steps = words("Second.")
-    browser.click(".again")
-    browser.wait("!running && turns.length === 2 && turns[1].content === 'Second.'")
-    assert script.asked[-1] == script.asked[-2]
-    browser.ask("Two?")
-    browser.click(".foot button.last-only:not(.again)")
-    assert browser.js("return [input.value, turns.length]") == ["Two?", 2]
-    browser.keys(Keys.ESCAPE)
-    assert browser.js("return [input.value, turns.length]") == ["", 4]
-    browser.click(".foot button.last-only:not(.again)")
+def contents(browser: Browser) -> list[str]:
+    """Return the contents of the branch that is shown, as the page has them."""
+    return browser.js("return turns.map((turn) => turn.content)")
+
+
+def test_any_turn_can_be_made_again_or_edited_and_both_branches_stay(
+    browser: Browser, script: Script
+) -> None:
+    for question, answer in (("One?", "First."), ("Two?", "Second.")):
+        script.steps = words(answer)
+        browser.ask(question)
+    script.steps = words("Other.")
+    browser.driver.find_elements("css selector", ".again")[0].click()
+    browser.wait("!running && turns.length === 2")
+    assert contents(browser) == ["One?", "Other."]
+    assert script.asked[-1] == script.asked[0], "the same question is asked again"
+    assert "2 / 2" in browser.text(".assistant .branch")
+    browser.click("[title='Previous branch']")
+    assert contents(browser) == ["One?", "First.", "Two?", "Second."]
+    assert browser.text("#turns").startswith("One?") and "Second." in browser.text("#turns")
+
+    script.steps = words("Third.")
+    browser.driver.find_elements("css selector", ".user .change")[0].click()
+    browser.keys("!", Keys.ESCAPE)
+    assert contents(browser)[0] == "One?", "Escape leaves the turn as it was"
+    browser.driver.find_elements("css selector", ".user .change")[0].click()
     browser.keys("!", Keys.ENTER)
-    browser.wait("!running && turns.length === 4")
-    assert script.asked[-1]["messages"][-1]["content"] == "Two?!"
+    browser.wait("!running && turns.length === 2")
+    assert contents(browser) == ["One?!", "Third."]
+    assert [each["content"] for each in script.asked[-1]["messages"]] == ["One?!"]
+
+    browser.driver.find_elements("css selector", ".assistant .change")[0].click()
+    browser.keys(" And more.")
+    browser.chord(Keys.CONTROL, Keys.ENTER)
+    browser.wait("turns[1].content === 'Third. And more.'")
+    browser.ask("Five?")
+    assert [each["content"] for each in script.asked[-1]["messages"]] == [
+        "One?!",
+        "Third. And more.",
+        "Five?",
+    ], "the model is told the edited answer"
+    browser.reload()
+    assert contents(browser)[:2] == ["One?!", "Third. And more."]
+    browser.driver.find_elements("css selector", "[title='Previous branch']")[0].click()
+    assert contents(browser) == ["One?", "Other."], "the newest of the branches below"
 
 
 def test_figures_say_what_part_of_the_bandwidth_is_used(
@@ -281,7 +363,7 @@ def test_figures_say_what_part_of_the_bandwidth_is_used(
     assert browser.text(".turn:last-child .figures").endswith("% of bandwidth: from caches")
     browser.js("model.meta.read_gbps = null; view.showFoot()")
     assert browser.text(".turn:last-child .figures").endswith(" tok/s")
-    untold = "const turn = {tokens: 3}; count(turn, {choices: [{}]}, {}); return turn.tokens"
+    untold = "const turn = {tokens: 3}; answers.count({turn}, {choices: [{}]}); return turn.tokens"
     assert browser.js(untold) == 4, "pieces are counted"
 
 
@@ -294,12 +376,12 @@ def test_scrolling_follows_until_the_reader_scrolls_up(browser: Browser, script:
     browser.wait("log.scrollHeight > log.clientHeight + 300")
     browser.wait("log.scrollHeight - log.scrollTop - log.clientHeight < 60")
     browser.js("log.scrollTop -= 250")
-    at = browser.wait("!follows && log.scrollTop")
+    at = browser.wait("!state.follows && log.scrollTop")
     height = browser.js("return log.scrollHeight")
     browser.wait(f"log.scrollHeight > {height} + 200")
     assert browser.js("return log.scrollTop") == at and not browser.js("return $('down').hidden")
     browser.click("#down")
-    browser.wait("follows && running")
+    browser.wait("state.follows && running")
     browser.wait("!running")
     assert browser.js("return log.scrollHeight - log.scrollTop - log.clientHeight") < 2
 
@@ -317,7 +399,7 @@ def test_everything_can_be_done_with_keys(browser: Browser, script: Script) -> N
     browser.wait("!running")
     assert browser.text("#status") == "Stopped." and browser.js("return log.ariaBusy") == "false"
     seen = []
-    for _ in range(12):
+    for _ in range(16):
         browser.keys(Keys.TAB)
         name = browser.js(
             "const a = document.activeElement, s = getComputedStyle(a);"
@@ -327,10 +409,22 @@ def test_everything_can_be_done_with_keys(browser: Browser, script: Script) -> N
             "return (a.ariaLabel || a.innerText || a.title) + (seen ? '' : ' UNSEEN')"
         )
         seen.append(name)
-    for wanted in ("New chat", "Settings", "Dark or light", "Conversation", "Copy", "Regenerate"):
+    for wanted in (
+        "New chat",
+        "Search chats",
+        "List of chats",
+        "Settings of this chat",
+        "More",
+        "Conversation",
+        "Copy",
+        "Regenerate",
+        "Edit",
+        "Attach text files",
+        "Message",
+    ):
         assert wanted in seen, seen
     assert not [name for name in seen if "UNSEEN" in name]
-    browser.js("$('theme').focus()")
+    browser.js("$('more').focus()")
     browser.keys("/")
     assert browser.js("return [document.activeElement.id, input.value]") == ["input", ""]
     browser.keys("a/b")
@@ -389,11 +483,12 @@ def test_dark_and_light_can_be_read(browser: Browser, script: Script) -> None:
         contrasts = browser.js(CONTRAST)
         assert len(contrasts) > 15 and contrasts[0][0] >= 4.5, contrasts[:3]
     assert papers[0] != papers[1]
+    browser.click("#more")
     browser.click("#theme")
     assert browser.js(paper) == papers[0], "the switch turns the dark page light"
-    browser.driver.refresh()
-    browser.ready()
+    browser.reload()
     assert browser.js(paper) == papers[0]
+    browser.click("#more")
     browser.click("#theme")
     assert browser.js(paper) == papers[1]
 

@@ -21,10 +21,10 @@ pytestmark = pytest.mark.skipif(not (CHROMIUM and DRIVER), reason=MISSING)
 
 def test_an_engine_that_dies_is_told_of_and_comes_back(browser: Browser, speaker: Served) -> None:
     browser.open(speaker.url)
-    browser.js("$('temperature').value = '0'")  # the longest answer: until the context is full
+    browser.set(temperature=0)  # the longest answer: until the context is full
     engine = speaker.health()["engine_pid"]
     browser.send("Write a loop.")
-    browser.wait("view?.body.innerText.length > 0")
+    browser.wait("turns[1]?.content.length + turns[1]?.reasoning.length > 20")
     os.kill(engine, signal.SIGKILL)
     browser.wait("!running")
     assert "The engine ended" in browser.text(".fault") and "started again" in browser.text(
@@ -35,7 +35,7 @@ def test_an_engine_that_dies_is_told_of_and_comes_back(browser: Browser, speaker
     browser.wait("turns.at(-1).fault?.[0].includes('being loaded')")
     while speaker.client.get("/health").status_code == 503:
         pass
-    browser.js("$('max_tokens').value = '5'")
+    browser.set(max_tokens=5)
     browser.click(".again")
     browser.wait("!running && turns.at(-1).tokens === 5")
     browser.kept_to_itself("503 (Service Unavailable)")
@@ -43,7 +43,7 @@ def test_an_engine_that_dies_is_told_of_and_comes_back(browser: Browser, speaker
 
 def test_a_text_that_is_too_long_is_told_what_to_do(browser: Browser, speaker: Served) -> None:
     browser.open(speaker.url)
-    browser.js("input.value = 'word '.repeat(5000); expect()")
+    browser.write("word " * 5000)
     browser.click("#send")
     browser.wait("turns.at(-1).fault")
     assert "maximum context length is 4096 tokens" in browser.text(".fault")
@@ -78,8 +78,8 @@ def test_a_model_that_is_loaded_is_waited_for(browser: Browser) -> None:
     with scripted_server() as (url, engine):
         ready, engine.ready = engine.ready, None
         browser.driver.get(url)
-        browser.wait("$('wait').textContent.includes('being loaded')")
-        assert browser.js("return $('send').disabled")
+        browser.wait("document.getElementById('wait').textContent.includes('being loaded')")
+        assert browser.js("return document.getElementById('send').disabled")
         engine.ready = ready
         browser.ready()
         browser.ask("One?")
@@ -92,15 +92,16 @@ def test_the_key_is_asked_for_and_kept_in_the_tab_only(browser: Browser) -> None
         browser.url = url
         browser.console(), browser.requested()
         browser.driver.get(url)
-        browser.wait("$('ask').open")
+        browser.wait("document.getElementById('ask').open")
         browser.keys("wrong", Keys.ENTER)
-        browser.wait("$('ask').open && $('why').textContent.includes('refused')")
+        refused = "document.getElementById('why').textContent.includes('refused')"
+        browser.wait(f"document.getElementById('ask').open && {refused}")
         browser.keys("secret", Keys.ENTER)
         browser.ready()
         assert browser.ask("One?") == "Yes."
-        browser.driver.refresh()
-        browser.ready()
-        assert "secret" not in browser.js("return JSON.stringify(localStorage) + document.cookie")
+        browser.reload()
+        kept = browser.js("return JSON.stringify({...localStorage}) + document.cookie")
+        assert "secret" not in kept
         assert not browser.js("return $('ask').open")
         browser.kept_to_itself("401 (Unauthorized)")
 
@@ -114,6 +115,9 @@ HOSTILE = """<script>document.title = 'taken'</script><img src=x onerror="docume
 <a href="https://evil.example">x</a> ![image](https://evil.example/secret.png)
 \x1b[31mred\x1b]0;title\x07 \x9b31m \u202egnp.exe\u202c \u2066hidden\u2069 \x00
 \u05e9\u05dc\u05d5\u05dd
+
+$\\href{javascript:alert(1)}{x}$ $\\text{<b>}\\label{input}$ $$\\includegraphics{https://evil.example/y.png}$$
+&#x202e;evil&#0; <a id=input>
 
 {{constructor.constructor('alert(1)')()}} ${alert(1)} <!-- --> ]]> &lt;b&gt; &#60;
 
@@ -129,10 +133,11 @@ SHOWN = (
     "[data](data:text/html,<script>alert(1)</script>)",
     "\u241b[31mred\u241b]0;title\u2407 \u27e6U+009B\u27e731m",
     "\u27e6U+202E\u27e7gnp.exe\u27e6U+202C\u27e7 \u27e6U+2066\u27e7hidden\u27e6U+2069\u27e7 \u2400",
-    "&lt;b&gt; &#60;",
+    '<a href="https://evil.example">x</a>',
     "</code></pre><script>document.title = 'taken'</script>",
     "<script>alert(1)</script>",
 )
+DECODED = "\u27e6U+202E\u27e7evil"
 
 
 def test_the_policy_holds_and_the_console_tells(browser: Browser, scripted) -> None:
@@ -162,19 +167,23 @@ def test_what_is_hostile_is_shown_and_does_nothing(
     browser.click(".thought summary")
     for part in (".text", ".thought", ".call"):
         text = browser.text(part)
-        assert not [shown for shown in SHOWN if shown not in text], part
+        raw = (*SHOWN[:-1], "&#x202e;evil") if part == ".call" else (*SHOWN, DECODED)
+        assert not [shown for shown in raw if shown not in text], part
     assert browser.text(".call b") == "<b>call</b>"
-    assert browser.text(".asked") == "<img src=x onerror=alert(1)>"
+    assert browser.text(".user .said") == "<img src=x onerror=alert(1)>"
     elements = "return [...document.querySelectorAll('#turns *')].map((node) => node.localName)"
     assert not {"script", "img", "iframe", "svg", "style"} & set(browser.js(elements))
+    assert browser.js("return document.querySelectorAll('#turns [id]').length") == 0
+    assert browser.js("return document.querySelectorAll('#turns math [href]').length") == 0
     links = browser.js("return [...document.querySelectorAll('#turns a')].map((a) => a.href)")
     assert all(link.startswith("https://evil.example") for link in links)
     before = browser.text("#turns")
-    assert "evil.example" in before and browser.driver.title == "scripted-8b \u2013 Clocher"
-    browser.click(".thought summary")
+    title = "<img src=x onerror=alert(1)> \u2013 Clocher"
+    assert "evil.example" in before and browser.driver.title == title
+    browser.js("for (const fold of document.querySelectorAll('details')) fold.open = false")
     before = browser.text("#turns")
-    browser.driver.refresh()
-    browser.ready()
+    browser.reload()
+    browser.js("for (const fold of document.querySelectorAll('details')) fold.open = false")
     assert browser.text("#turns") == before
 
 
@@ -198,18 +207,15 @@ def test_an_endless_line_wraps_and_what_is_finished_is_left_alone(
     )
     assert browser.js("return document.documentElement.scrollWidth") <= 1200
     assert browser.js("return log.scrollWidth - log.clientWidth") == 0
-    nodes = browser.js("return document.querySelectorAll('.text p')[1].childNodes.length")
-    assert nodes <= 100_000 // 1000, "text is laid out in pieces of some thousand characters"
 
 
-def test_what_is_kept_has_a_bound(browser: Browser, script: Script) -> None:
+def test_long_answers_are_kept_whole(browser: Browser, script: Script) -> None:
     script.steps = words("y" * 600_000, piece=100_000)
     for _ in range(3):
         browser.ask("Much.")
-    browser.driver.refresh()
-    browser.ready()
+    browser.reload()
     kept = browser.js("return turns.map((turn) => [turn.role, turn.content.length])")
-    assert kept == [["user", 5], ["assistant", 600_000]]
+    assert kept == [["user", 5], ["assistant", 600_000]] * 3
 
 
 @pytest.mark.slow

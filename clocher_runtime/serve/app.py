@@ -341,13 +341,13 @@ class Server:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
-        page = None if self.config.no_page else read_page()
+        page = {} if self.config.no_page else read_page()
         origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
         origins = list(filter(None, origins))
         gate = Middleware(
             Gate,
             key=self.config.api_key,
-            public=PUBLIC if page is None else PUBLIC | {"/"},  # the page asks for the key
+            public=PUBLIC | page.keys(),  # the page asks for the key
             origins=origins,
             only_local=is_local(self.config.host) and self.config.api_key is None,
         )
@@ -359,10 +359,10 @@ class Server:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-        routes = []
+        routes = [Route(at, self._guarded("/", page[at].show)) for at in page if at != "/"]
         for each in ROUTES:
             path = each.path.replace("{model}", "{model:path}")
-            handler = page.show if page and path == "/" else getattr(self, each.handler)
+            handler = page[path].show if path in page else getattr(self, each.handler)
             endpoint = self._guarded(path, handler)
             routes.append(Route(path, endpoint, methods=[each.method.upper()]))
         return Starlette(

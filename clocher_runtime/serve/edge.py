@@ -1,10 +1,9 @@
-"""Access, bodies, errors, server-sent events, the chat page.
+"""Access, bodies, errors, server-sent events, files of the chat page.
 
 Sources: RFC 9112, 6.1; HTML standard, 9.2; Content Security Policy Level 3 (W3C).
 """
 
 import asyncio
-import base64
 import hashlib
 import hmac
 import logging
@@ -40,9 +39,26 @@ _EVENT_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would buffer them
 ]
-FILE = Path(__file__).parents[1] / "assets" / "chat.html"
-MAX_BYTES = 41_000
-_INLINE = re.compile(rb"<(style|script)>(.*?)</\1>", re.S)
+FOLDER = Path(__file__).parents[1] / "assets" / "page"
+_MAX_BYTES = 1 << 18
+_MEDIA = {
+    ".html": "text/html",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
+_PAGE_HEADERS = {
+    # Only files of this server run or are asked: model output can run nothing.
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "font-src 'self'; img-src 'self' data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    # Browsers prefetch DNS of links, and model output may name any host.
+    "x-dns-prefetch-control": "off",
+}
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -286,53 +302,34 @@ def _sent(events: list[Event]) -> bytes:
     )
 
 
-class Page(NamedTuple):
-    """The page and its headers."""
+class PageFile(NamedTuple):
+    """A file of the page, its media type and headers."""
 
     body: bytes
+    media_type: str
     headers: Mapping[str, str]
 
     async def show(self, request: Request) -> ASGIApp:
-        """GET /: the page, or 304 if the browser has it."""
+        """GET: the file, or 304 if the browser has it."""
         known = request.headers.get("if-none-match", "").split(",")
         if self.headers["etag"] in (each.strip().removeprefix("W/") for each in known):
             return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers, media_type="text/html")
+        return Response(self.body, headers=self.headers, media_type=self.media_type)
 
 
-def _digest(data: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(data).digest()).decode()
+def read_page(folder: Path = FOLDER) -> dict[str, PageFile]:
+    """Read the page's files, by the paths that they are served under.
 
-
-def read_page(file: Path = FILE) -> Page:
-    """Read the page, whose `<style>` and `<script>` have no attributes.
-
-    Only those run, by their hashes, and only this server is reachable: model output can run
-    nothing.
+    The names in `vendor` have versions, so browsers keep those files without asking again.
     """
-    body = read_bytes(file, MAX_BYTES)
-    inline: dict[bytes, list[str]] = {b"script": [], b"style": []}
-    for tag, text in _INLINE.findall(body):
-        inline[tag].append(f"'sha256-{_digest(text)}'")
-    policy = {
-        "default-src": "'none'",
-        "script-src": " ".join(inline[b"script"]),
-        "style-src": " ".join(inline[b"style"]),
-        "connect-src": "'self'",
-        "img-src": "data:",  # an inline icon; without one browsers request a file
-        "base-uri": "'none'",
-        "form-action": "'none'",
-        "frame-ancestors": "'none'",
-        "require-trusted-types-for": "'script'",
-        "trusted-types": "'none'",
-    }
-    headers = {
-        "content-security-policy": "; ".join(f"{name} {to}" for name, to in policy.items()),
-        "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
-        # Browsers prefetch DNS of links, and model output may name any host.
-        "x-dns-prefetch-control": "off",
-        "cache-control": "no-cache",
-        "etag": f'"{_digest(body)}"',
-    }
-    return Page(body, headers)
+    files = {}
+    for file in folder.rglob("*.*"):
+        if file.suffix not in _MEDIA:  # licences
+            continue
+        body, name = read_bytes(file, _MAX_BYTES), file.relative_to(folder).as_posix()
+        cache = "max-age=31536000, immutable" if name.startswith("vendor/") else "no-cache"
+        tag = f'"{hashlib.sha256(body).hexdigest()}"'
+        headers = _PAGE_HEADERS | {"cache-control": cache, "etag": tag}
+        path = "/" if name == "index.html" else f"/page/{name}"
+        files[path] = PageFile(body, _MEDIA[file.suffix], headers)
+    return files
