@@ -371,10 +371,9 @@ def sample(*, logits: Tensor, allowed: Tensor, device: Device, **given: Any) -> 
     programs, bins = triton.cdiv(vocabulary, _BLOCK), BINS.value
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
     sizes = {"V": vocabulary, "C": allowed.shape[0], "W": allowed.shape[1]}
-    sizes["E"] = len(given["edit_ids"])
-    sizes |= {"ROW": logits.stride(0), "BLOCK": _BLOCK, "PROGRAMS": programs}
+    sizes |= {"E": len(given["edit_ids"]), "ROW": logits.stride(0)}
+    sizes |= {"BLOCK": _BLOCK, "PROGRAMS": programs}
     sizes |= {"WIDTH": triton.next_power_of_2(programs), "UNIT": unit_for(vocabulary)}
-
     columns = {
         "largest": (1, f32),
         "state": (STATE.value, i64),
