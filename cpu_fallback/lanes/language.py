@@ -105,6 +105,10 @@ def _nibbles(b: Any, packed: Any) -> Any:
     return b.zext(b.bitcast(pairs, _U8), I32.llvm)
 
 
+def _u4(b: Any, packed: Any) -> Any:
+    return b.sitofp(_nibbles(b, packed), F32.llvm)
+
+
 def _i4(b: Any, packed: Any) -> Any:
     return b.sitofp(b.sub(_nibbles(b, packed), constant(I32, 8)), F32.llvm)
 
@@ -123,10 +127,11 @@ WIDEN = {
     "e5m2": Widen(8, _U8, _e5m2),
     "e8m0": Widen(8, _U8, _e8m0),
     "i8": Widen(8, _U8, _i8),
+    "u4": Widen(4, _PAIRS, _u4),
     "i4": Widen(4, _PAIRS, _i4),
     "e2m1": Widen(4, _PAIRS, _e2m1),
 }
-"""Kind of number -> how it is loaded; i4 is a code of 0 .. 15 minus 8, e8m0 is finite."""
+"""Kind of number -> how it is loaded; i4 is u4 minus 8, e8m0 is finite."""
 
 
 def loads_of(kind: str) -> tuple[Any, Any]:

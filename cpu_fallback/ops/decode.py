@@ -49,12 +49,12 @@ def _f32(weight, expert, row, count, k0, k1, panel):
 
 
 def _numbers(kind: str) -> Callable[..., int]:
-    """Return the decoder of a kind of number, by runs that share scale and zero point."""
-    bits, (get, get_n) = WIDEN[kind].bits, loads_of(kind)
+    """Return the decoder of a kind of number, by runs that share scale and, of u4, zero point."""
+    bits, (get, get_n), has_zero = WIDEN[kind].bits, loads_of(kind), kind == "u4"
 
     def decoder(weight, expert, row, count, k0, k1, panel):
         w = weight_at(weight)
-        group, zero = w.group, v.zero()
+        group, zero = w.group, v.splat(np.float32(8))
         for r in range(row, row + count):
             line = w.codes + (expert * w.n + r) * w.stride
             out = panel + (r - row) * PITCH - 4 * k0
@@ -63,15 +63,19 @@ def _numbers(kind: str) -> Callable[..., int]:
             while k < k1:
                 end = min(end + group, k1)
                 scale = v.splat(v.lane(scales_at(weight, index, 1), 0))
-                if w.zeros:  # of codes that count from 8
-                    zero = v.splat(np.float32(v.read_u8(w.zeros + index) - 8))
+                if w.zeros:
+                    zero = v.splat(np.float32(v.read_u8(w.zeros + index)))
                 index += 1
                 while k + 16 <= end:
-                    value = v.sub(get(line + (bits * k >> 3)), zero)
+                    value = get(line + (bits * k >> 3))
+                    if has_zero:
+                        value = v.sub(value, zero)
                     v.store_f32(out + 4 * k, v.mul(value, scale))
                     k += 16
                 if k < end:
-                    value = v.sub(get_n(line + (bits * k >> 3), end - k), zero)
+                    value = get_n(line + (bits * k >> 3), end - k)
+                    if has_zero:
+                        value = v.sub(value, zero)
                     v.store_f32_n(out + 4 * k, v.mul(value, scale), end - k)
                     k = end
         return panel
@@ -105,7 +109,7 @@ DECODERS = {
         "f32": _f32,
         **{kind: _numbers(kind) for kind in ("bf16", "f16", "e4m3", "e5m2")},
         "int8": _numbers("i8"),
-        "int4": _numbers("i4"),
+        "int4": _numbers("u4"),
         "mxfp4": _numbers("e2m1"),
         "ternary": _ternary,
     }.items()

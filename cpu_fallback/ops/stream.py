@@ -61,7 +61,7 @@ def _looked_up(b: Any, load: Load, address: Any, table: Any) -> Any:
 
 
 def _int4_table(b: Any, scale: Any, zero: Any) -> Any:
-    codes = v.constant(v.F32, [float(i - 8) for i in range(v.LANES)])
+    codes = v.constant(v.F32, [float(i) for i in range(v.LANES)])
     return b.fmul(b.fsub(codes, zero), scale)
 
 
@@ -76,7 +76,7 @@ def _scaled(decode: Callable[[Any, Load, Any], Any]) -> Decode:
 
 
 def _int4(b: Any, load: Load, address: Any, own: tuple[Any, Any]) -> Any:
-    return b.fmul(b.fsub(_plain("i4")(b, load, address), own[1]), own[0])
+    return b.fmul(b.fsub(_plain("u4")(b, load, address), own[1]), own[0])
 
 
 class Kind(NamedTuple):
@@ -267,17 +267,16 @@ def _tiles(kind: str, tall: int, wide: int) -> Any:
 
 @device
 def _fill_runs(weight, index, count, factor, out):
-    """Write the scales of `count` runs of a row, times a factor, and their zero points minus 8."""
+    """Write the scales of `count` runs of a row, times a factor, and their zero points."""
     w = product.weight_at(weight)
     for i in range(0, count, v.LANES):
         n, at = min(v.LANES, count - i), out + 4 * i
         scales = scales_at(weight, index + i, n)
         v.store_f32_n(at, v.mul(scales, v.splat(factor)), n)
         if w.zeros:
-            zeros = v.to_f32(v.isub(v.load_u8_n(w.zeros + index + i, n), v.isplat(8)))
-            v.store_f32_n(at + _ZEROS, zeros, n)
+            v.store_f32_n(at + _ZEROS, v.to_f32(v.load_u8_n(w.zeros + index + i, n)), n)
         else:
-            v.store_f32_n(at + _ZEROS, v.zero(), n)
+            v.store_f32_n(at + _ZEROS, v.splat(np.float32(8)), n)
 
 
 def _stream(kind: str) -> Kernel:
