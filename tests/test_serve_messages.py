@@ -41,6 +41,7 @@ def test_the_request_of_an_agent_is_a_chat() -> None:
         "{{ enable_thinking }}",
         system=[text("You are an agent.", **cached), text("Be brief.", **cached)],
         messages=[
+            {"role": "system", "content": "It is June."},
             {"role": "user", "content": [text("<reminder>"), text("Where is it warm?", **cached)]},
             {
                 "role": "assistant",
@@ -64,6 +65,7 @@ def test_the_request_of_an_agent_is_a_chat() -> None:
                     text("And?"),
                 ],
             },
+            {"role": "system", "content": [text("Now.")]},
             {"role": "user", "content": "Quick."},
         ],
         tools=[WEATHER | cached, {"name": "none", "input_schema": {"type": "object"}}],
@@ -78,7 +80,7 @@ def test_the_request_of_an_agent_is_a_chat() -> None:
     )
     call = {"type": "function", "function": {"name": "weather", "arguments": '{"city":"Oslo"}'}}
     assert chat.dialogue() == [
-        {"role": "system", "content": "You are an agent.\nBe brief."},
+        {"role": "system", "content": "You are an agent.\nBe brief.\nIt is June."},
         {"role": "user", "content": "<reminder>\nWhere is it warm?"},
         {
             "role": "assistant",
@@ -88,8 +90,7 @@ def test_the_request_of_an_agent_is_a_chat() -> None:
         },
         {"role": "tool", "content": "sun", "tool_call_id": "toolu_1", "name": "weather"},
         {"role": "tool", "content": "Error: none", "tool_call_id": "toolu_2", "name": "weather"},
-        {"role": "user", "content": "And?"},
-        {"role": "user", "content": "Quick."},
+        {"role": "user", "content": "And?\nNow.\nQuick."},
     ]
     assert [tool["function"]["name"] for tool in chat.functions] == ["weather", "none"]
     assert chat.functions[0]["function"]["parameters"] == SCHEMA

@@ -54,11 +54,6 @@ class ToolResultBlock(Schema):
     content: str | list[TextPart] | None = None
     is_error: bool | None = None
 
-    @property
-    def text(self) -> str:
-        """What the model reads."""
-        return ("Error: " if self.is_error else "") + joined(self.content or "")
-
 
 _Given = Annotated[TextPart | ToolResultBlock, Field(discriminator="type")]
 _Made = Annotated[TextPart | ThinkingBlock | ToolUseBlock, Field(discriminator="type")]
@@ -81,10 +76,10 @@ class UserTurn(Schema):
 
     def plain(self) -> list[dict[str, Any]]:
         """Return the messages of a chat: the results of tools, then the text."""
-        found = [
-            {"role": "tool", "tool_call_id": result.tool_use_id, "content": result.text}
-            for result in _of(ToolResultBlock, self.content)
-        ]
+        found: list[dict[str, Any]] = []
+        for block in _of(ToolResultBlock, self.content):
+            text = ("Error: " if block.is_error else "") + joined(block.content or "")
+            found.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
         if (texts := _of(TextPart, self.content)) or not found:
             found.append({"role": self.role, "content": joined(texts)})
         return found
@@ -165,8 +160,14 @@ class CountTokensRequest(Schema):
 
     def _fields(self) -> dict[str, Any]:
         messages = [{"role": "system", "content": joined(self.system)}] if self.system else []
-        for turn in self.messages:
-            messages += turn.plain()
+        for message in (message for turn in self.messages for message in turn.plain()):
+            before = messages[-1]["role"] if messages else "system"
+            if message["role"] == "system" != before:  # few templates read it there
+                message["role"] = "user"
+            if messages and message["role"] == before and before in ("user", "system"):
+                messages[-1]["content"] += f"\n{message['content']}"
+            else:
+                messages.append(message)
         last, choice = messages[-1], self.tool_choice or ToolChoice(type="auto")
         is_open = last["role"] == "assistant" and not last["tool_calls"]
         named = {"any": "required", "tool": _function(name=choice.name)}
