@@ -28,15 +28,16 @@ export function visible(text) {
 // Makes `old` like `made` and leaves alone what is equal: selections and scroll positions stay.
 export function patch(old, made) {
   const [before, after] = [[...old.childNodes], [...made.childNodes]];
-  after.forEach((node, at) => {
-    const had = before[at];
-    if (!had) old.append(node);
+  const fits = (had, node) => had.cloneNode().isEqualNode(node.cloneNode()) && node.childNodes.length < had.childNodes.length + 100;
+  before.forEach((had, at) => {
+    const node = after[at];
+    if (!node) had.remove();
     else if (had.isEqualNode(node)) return;
     else if (had instanceof Text && node instanceof Text && node.data.startsWith(had.data)) had.appendData(node.data.slice(had.length));
-    else if (had.cloneNode().isEqualNode(node.cloneNode()) && node instanceof Element) patch(had, node);
+    else if (node instanceof Element && fits(had, node)) patch(had, node);
     else had.replaceWith(node);
   });
-  before.slice(after.length).forEach((node) => node.remove());
+  old.append(...after.slice(before.length));
 }
 
 export async function copy(button, text) {

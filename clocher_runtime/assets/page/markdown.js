@@ -105,6 +105,7 @@ const BOXES = {
   paragraph: 'p', blockquote: 'blockquote', bullet_list: 'ul', ordered_list: 'ol', list_item: 'li',
   thead: 'thead', tbody: 'tbody', tr: 'tr', th: 'th', td: 'td', em: 'em', strong: 'strong', s: 's',
 };
+const DIRECTED = /^(p|h\d|li|t[dh]|blockquote|[uo]l)$/;
 const LEAVES = {
   text: ({content}) => visible(content),
   code_inline: ({content}) => el('code', {}, content),
@@ -121,8 +122,8 @@ function box(token) {
   const attrs = Object.fromEntries(token.attrs ?? []);
   const type = token.type.slice(0, -'_open'.length);
   if (type === 'link') return anchor(attrs.href);
-  if (type === 'heading') return el(`h${Math.min(Number(token.tag[1]) + 2, 6)}`, {dir: 'auto'});
-  const node = el(BOXES[type], {dir: 'auto'});
+  if (type === 'heading') return el(`h${Math.min(Number(token.tag[1]) + 2, 6)}`);
+  const node = el(BOXES[type]);
   if (attrs.start) node.start = attrs.start;
   if (attrs.style) node.style.textAlign = attrs.style.split(':')[1];
   return node;
@@ -148,7 +149,8 @@ function build(tokens, root) {
     } else if (token.nesting === 0) {
       parent.append(LEAVES[token.type](token));
     } else if (token.nesting < 0) {
-      open.pop();
+      const node = open.pop();
+      if (DIRECTED.test(token.tag)) node.dir = 'auto'; // once its text is there: each addition would look again
       if (token.type === 'link_close') parent.after(host(parent));
     } else if (token.hidden) {
       open.push(parent); // the paragraph of a tight list

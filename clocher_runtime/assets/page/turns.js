@@ -23,7 +23,7 @@ class View {
   constructor(turn, acts) {
     this.turn = turn;
     this.acts = acts;
-    this.body = el('div', {className: 'body', dir: 'auto'});
+    this.body = el('div', {className: 'body'});
     this.canvas = el('span', {className: 'canvas', ariaHidden: true});
     this.note = el('div', {className: 'note quiet'});
     this.foot = el('div', {className: 'foot'});
@@ -193,6 +193,7 @@ export class TextView extends View {
     this.turns = turns;
     this.writes = true;
     this.body.classList.add('document');
+    this.body.dir = 'auto';
     this.body.append(...turns.map(({role, content}) => el('span', {className: role === 'user' ? 'given' : 'made'}, visible(content))));
     this.end();
   }
