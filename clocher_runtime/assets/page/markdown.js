@@ -173,6 +173,8 @@ export class Markdown {
   }
 
   update(text) {
+    if (text === this.text) return;
+    this.text = text;
     const rest = visible(text).slice(this.done);
     const tokens = md.parse(rest, {});
     const blocks = tokens.filter((token) => token.level === 0 && token.nesting >= 0);
