@@ -72,7 +72,9 @@ class ScriptedPrompts(PromptRoom):
         self._engine = engine
         self.style = "plain"
 
-    async def chat(self, messages: Any, tools: Any, variables: Any, context: int) -> Any:
+    async def chat(
+        self, messages: Any, tools: Any, variables: Any, context: int, continues: bool = False
+    ) -> Any:
         """Note what is asked."""
         self._engine.script.asked.append({"messages": list(messages), "tools": list(tools)})
         return list(range(1, 40)), ""
