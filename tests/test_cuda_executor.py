@@ -405,15 +405,13 @@ def test_inputs_go_in_one_copy(log: list[tuple[str, int]], monkeypatch: pytest.M
     session = make_session(model(), backend="cuda", batch=4, context=64, chunk=8)
     executor = session.executor
     assert isinstance(executor, CudaExecutor)
-    sent: list[int | None] = []
+    sent: list[tuple[int | None, ...]] = []
     upload = executor._inputs.upload
-    monkeypatch.setattr(
-        executor._inputs, "upload", lambda masks: (sent.append(masks), upload(masks))
-    )
+    monkeypatch.setattr(executor._inputs, "upload", lambda *new: (sent.append(new), upload(*new)))
     made = session.generate([[5], [6, 7], [9]], 6, stop_ids=frozenset())
     list(made)
     session.close()
-    assert sent == [0, 0]  # the prompts, and three sequences in a bucket of four
+    assert sent == [(0, 0), (0, 0)]  # the prompts, and three sequences in a bucket of four
 
 
 def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:

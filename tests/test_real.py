@@ -142,7 +142,12 @@ def test_a_chat_in_a_pipe(smollm2: Path) -> None:
 
 
 def test_tools_that_a_template_does_not_know_are_called(server: Served) -> None:
-    city = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    city: dict[str, Any] = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}},
+        "required": ["city"],
+    }
+    city["additionalProperties"] = False  # such a small model would go on inventing some
     tool = {"type": "function", "function": {"name": "weather", "parameters": city}}
     messages = [{"role": "user", "content": "What is the weather in Paris?"}]
     body: dict[str, Any] = {"tools": [tool], "temperature": 0, "max_tokens": 60}
