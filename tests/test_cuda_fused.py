@@ -151,7 +151,7 @@ def test_launches_of_a_step(shape: tuple[str, str, str, int, int, int]) -> None:
 
 @pytest.mark.slow
 def test_machine_code() -> None:
-    """No kernel spills; a norm has one order of its sum, whoever makes it."""
+    """No kernel spills; the sum of a norm has one order, in every kernel."""
     sums: dict[tuple[str, int], set[str]] = {}
     for name, used in aot_report("cuda_aot_fused.py").items():
         # Sixteen tokens: the number of the first one, kept through the loop of two kernels.

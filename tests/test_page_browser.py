@@ -341,7 +341,7 @@ def test_any_turn_can_be_made_again_or_edited_and_both_branches_stay(
         "One?!",
         "Third. And more.",
         "Five?",
-    ], "the model is told the edited answer"
+    ], "the prompt has the edited answer"
     browser.reload()
     assert contents(browser)[:2] == ["One?!", "Third. And more."]
     browser.driver.find_elements("css selector", "[title='Previous branch']")[0].click()

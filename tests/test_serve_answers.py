@@ -269,7 +269,7 @@ def test_the_models_of_others_have_their_own_marks(tmp_path: Path):
 
 
 def test_tools_with_a_template_that_knows_none(tmp_path: Path):
-    """They are told in the prompt, called when they must be, and their results come back."""
+    """The prompt lists them, a required call is made, and results reach the prompt."""
     directory = model_with_template(tmp_path / "plain", embedded_model(), "{{ messages }}")
     without_harmony(directory)
     template = tmp_path / "template.jinja"

@@ -114,7 +114,7 @@ class Done(NamedTuple):
     """Result of a forward.
 
     `logits` [R, V] and `hidden` [R, D] (before the final norm), fp32, are valid until the next one;
-    None if nobody wants them.
+    None where no request wants them.
     """
 
     tokens: int

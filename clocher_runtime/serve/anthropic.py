@@ -220,7 +220,7 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 
 @dataclass(slots=True)
 class MessageStream:
-    """The events of a message, and the object that they add up to; see `Told`."""
+    """The events of a message, and the object that they add up to; see `edge.EventAnswer`."""
 
     answer: Answer
     blocks: list[dict[str, Any]] = field(default_factory=list)

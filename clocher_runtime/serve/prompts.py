@@ -66,7 +66,7 @@ class PromptRoom:
     ) -> tuple[list[int], str]:
         """Return the ids of a conversation and the end of its text; raises UsageError.
 
-        `continues`: the answer goes on with the last message.
+        `continues`: the answer continues the last message.
         """
         if not self.tokenizer.chat_template:
             raise UsageError("this model has no chat template; send plain text to /v1/completions")

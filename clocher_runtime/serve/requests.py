@@ -182,7 +182,7 @@ class ChatFields(Schema):
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS, fail_fast=True)
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
-        None, description="the answer goes on with the last message, an assistant's"
+        None, description="continue the last message, an assistant's"
     )
     chat_template_kwargs: TemplateVariables | None = None
 

@@ -144,7 +144,7 @@ class ResponsesRequest(SamplingFields):
         """Return the request with stored items before its own; raises ApiError."""
         try:
             items = _ITEMS.validate_python(before)
-        except ValidationError as error:  # the model may call what nobody can name
+        except ValidationError as error:  # a call with a name that requests may not have
             raise from_validation(error, before) from None
         return self.model_copy(update={"input": [*items, *self.items]})
 
