@@ -133,9 +133,9 @@ class CudaExecutor:
                 },
                 **place(needed, self.device, progress),
             }
-            fusing = [(run, run.kind in FUSED) for run in runs(plan)]
             self._runs = [
-                (run, stacked(run, self._values) if fused else None) for run, fused in fusing
+                (run, stacked(run, self._values) if run.kind in FUSED else None)
+                for run in runs(plan)
             ]
             self._pinned = {
                 name: torch.empty(b.shape, dtype=self._values[name].dtype, pin_memory=on_gpu)

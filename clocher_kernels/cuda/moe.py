@@ -24,6 +24,7 @@ from clocher_kernels.cuda.scalar import (
     activate,
     as_activation,
     finish,
+    is_last,
     or_nan,
     part_of,
     start,
@@ -257,9 +258,7 @@ def _router(
         total = row_sums(totals, scales, n, n < N, m, ROWS, UNIT, SPAN, SCALE_ROWS)
         kept = n < tl.where(token0 + m < TOKENS, N, 0)
         finish(total, bias, times, residual, y, token0 + m, n, kept, N, F, ACT, CAP)
-    tl.debug_barrier()
-    if tl.atomic_add(arrival, 1, sem="acq_rel") == (N + ROWS - 1) // ROWS - 1:
-        tl.store(arrival, 0)
+    if is_last(arrival, (N + ROWS - 1) // ROWS):
         for token in range(token0, tl.minimum(token0 + M, TOKENS)):
             _choose(
                 y, choice_bias, ids, weights, token,
