@@ -189,7 +189,7 @@ def _with_tools(messages: Sequence[Message], role: str, told: str) -> list[Messa
     if role not in roles or (role == "system" and roles[0] != role):
         return [{"role": role, "content": told}, *messages]
     at = roles.index(role)
-    both = [str(messages[at].get("content")), told]
+    both = [str(messages[at].get("content") or ""), told]
     content = "\n\n".join(both if role == "system" else both[::-1])
     return [*messages[:at], {**messages[at], "content": content}, *messages[at + 1 :]]
 
