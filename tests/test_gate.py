@@ -9,10 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+from ggml_encode import encode as encode_ggml
 from weight_files import DATA, LLAMA, rng
 
 from clocher_kernels.errors import ModelError, UsageError
-from clocher_kernels.formats import parse_format
+from clocher_kernels.formats import Ggml, parse_format
+from clocher_kernels.formats.ggml import TRIED_KINDS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
@@ -366,6 +368,18 @@ def test_limits_by_format_and_by_flag() -> None:
 )
 def test_expected_error_of_heavy_tailed_weights(name: str, columns: int, known: float) -> None:
     assert expected_rms(name, (4096, columns)) == pytest.approx(known, rel=0.03)
+
+
+@pytest.mark.parametrize("kind", TRIED_KINDS)
+def test_expected_error_of_types_of_ggml_is_that_of_rounding(kind: str) -> None:
+    values = np.random.default_rng(0).standard_t(5, (64, 1024)).astype(np.float32)
+    error = encode_ggml(values, Ggml(kind)).decode() - values
+    found = float(np.sqrt(np.square(error).mean() / np.square(values).mean()))
+    assert expected_rms(kind, values.shape) == pytest.approx(found, rel=0.05)
+
+
+def test_no_error_is_expected_of_types_that_nothing_encodes() -> None:
+    assert expected_rms("iq2_xs", (64, 1024)) is None
 
 
 @pytest.mark.parametrize(
