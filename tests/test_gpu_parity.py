@@ -95,7 +95,8 @@ def executed(spec: OpSpec, case: Case, device: Device) -> None:
                 executor._values[name].copy_(tensor_like(executor._values[name], run.values[name]))
             else:
                 parity.poison(executor._values[name])
-        executor.synchronize()
+        if device.torch_device == "cuda":
+            torch.cuda.synchronize()  # the executor's stream does not wait for this one
         executor.upload()
         executor.step(plan.tokens, plan.rows)
         executor.synchronize()

@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
+from math import inf
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -150,14 +151,20 @@ def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
         formats[name] = parse_format(kind)
         weights[name] = _random(setting, formats[name], need.shape)
     setting.timer.synchronize()  # a session's stream does not wait for the default one
-    runs, new, chunk = (_DRY_RUNS, _DRY_NEW, _DRY_CHUNK) if dry else (_RUNS, _NEW, _CHUNK)
+    runs, new, chunk = _runs(spec, dry), *((_DRY_NEW, _DRY_CHUNK) if dry else (_NEW, _CHUNK))
     batch, context = max(run[0] for run in runs), max(run[1] for run in runs) + new
-    config = EngineConfig(
-        backend="cuda", kv_dtype=_KV, speculate="off", chunk=chunk, batch=batch, context=context
-    )
+    # Prompts enter in whole chunks: their steps may take long.
+    own: dict[str, Any] = {"backend": "cuda", "kv_dtype": _KV, "itl_ms": inf}
+    config = EngineConfig(speculate="off", chunk=chunk, batch=batch, context=context, **own)
     made = Made(spec, formats, weights)
     with patch.object(executor, "current_device", lambda: setting.device):
         return Session(made, config), made  # type: ignore[arg-type]
+
+
+def _runs(spec: ModelSpec, dry: bool) -> list[tuple[int, int]]:
+    """Return the runs that fit the model's context."""
+    runs, new = (_DRY_RUNS, _DRY_NEW) if dry else (_RUNS, _NEW)
+    return [(batch, length) for batch, length in runs if length + new <= spec.max_positions]
 
 
 def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTensor:
@@ -177,7 +184,7 @@ def _measure(setting: Setting, shape: Shape) -> list[Row]:
     session, made = _session(setting, shape, setting.dry)
     rows, salt = list[Row](), count(1)
     try:
-        for batch, length in _DRY_RUNS if setting.dry else _RUNS:
+        for batch, length in _runs(made.spec, setting.dry):
             new = _DRY_NEW if setting.dry else _NEW
             times = [
                 _generate(session, batch, length, new, next(salt))
@@ -199,11 +206,22 @@ def _measure(setting: Setting, shape: Shape) -> list[Row]:
 def _generate(
     session: Session, batch: int, length: int, new: int, salt: int
 ) -> tuple[float, float]:
-    """Return microseconds until every prompt has a token, and of a step after that."""
+    """Return microseconds until every prompt has a token, and of a step of all of them after that.
+
+    Prompts enter in turns, so the first has more tokens by then: what counts are the steps until
+    it ends.
+    """
     size = session.model.spec.vocab_size
     prompts = [[(7919 * i + 31 * salt + 7 * b) % size for i in range(length)] for b in range(batch)]
-    began, first = time.perf_counter(), 0.0
-    for index, _ in enumerate(session.generate(prompts, new, stop_ids=frozenset())):
-        if index + 1 == batch:
+    began, first, waiting, counted = time.perf_counter(), 0.0, set(range(batch)), 0
+    generation = session.generate(prompts, new, stop_ids=frozenset())
+    for token in generation:
+        counted += not waiting
+        waiting.discard(token.sequence)
+        if not (waiting or first):
             first = time.perf_counter()
-    return (first - began) * 1e6, (time.perf_counter() - first) * 1e6 / (new - 1)
+        if token.last:
+            break
+    generation.close()
+    steps = counted / batch
+    return (first - began) * 1e6, (time.perf_counter() - first) * 1e6 / steps

@@ -202,6 +202,17 @@ def token_factors(x, LANES: tl.constexpr, MATH: tl.constexpr):
 
 
 @triton.jit
+def rounded_product(a, b, ASM: tl.constexpr):
+    """Multiply in fp32; the product is rounded before any addition."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1
+        )
+    else:
+        return a * b
+
+
+@triton.jit
 def dot(
     w, x, at: tl.constexpr,
     LANES: tl.constexpr, LANE: tl.constexpr, MATH: tl.constexpr, ASM: tl.constexpr,
@@ -214,6 +225,9 @@ def dot(
             total = fma_pairs(w[at + i], x[i], total, ASM)
         low, high = halves(total)
         return low + high
+    elif LANE == 2:
+        # Which of two products is rounded before their sum differs from token to token otherwise.
+        return tl.sum(tl.reshape(rounded_product(w[at], x[0], ASM), (LANES, LANE)), 1)
     else:
         return tl.sum(tl.reshape(w[at] * x[0], (LANES, LANE)), 1)
 

@@ -2,20 +2,17 @@
 
 import os
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import copy_context
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, quantize, sampling
 from clocher_kernels.cuda.fused import FUSED, stacked
-from clocher_kernels.cuda.launch import Device, Launch, current_device, execute, options
+from clocher_kernels.cuda.launch import Device, Launch, current_device, execute
 from clocher_kernels.cuda.prepack import DeviceTensor, as_torch
 from clocher_kernels.cuda.raw_module import DeviceWorkTouch
 from clocher_kernels.cuda.step import (
@@ -28,6 +25,7 @@ from clocher_kernels.cuda.step import (
     buffer_bytes,
     capture,
     check_memory,
+    compile_side_by_side,
     context_buckets,
     host_bytes,
     place,
@@ -68,7 +66,6 @@ LOWER_GREEDY = {**LOWER, "sample": sampling.sample_greedy}
 
 Key = tuple[int, int, int]
 """Tokens, output rows and cache cells of a captured step."""
-_MOST_COMPILERS = 16
 _executors: "weakref.WeakSet[CudaExecutor]" = weakref.WeakSet()
 
 
@@ -365,22 +362,6 @@ def _forked() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-
-
-def compile_side_by_side(launches: Sequence[Launch]) -> None:
-    """Compile kernels in threads, or load them from Triton's cache; run nothing."""
-
-    def compile_all() -> None:
-        with (
-            ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool,
-            triton.AsyncCompileMode(pool),
-        ):
-            for launch in launches:
-                arguments = {**launch.args, **launch.constants, **options(launch)}
-                launch.kernel.warmup(grid=launch.grid, **arguments)
-
-    # A kernel that fails to compile leaves the mode on in its context, so use a copy.
-    copy_context().run(compile_all)
 
 
 def _cache_cells(plan: Plan) -> tuple[int, int]:

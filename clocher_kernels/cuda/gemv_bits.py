@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import ternary_digit
+from clocher_kernels.cuda.codes import rounded_product, ternary_digit
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
-from clocher_kernels.cuda.quantize import ALONE, Source, enter, rounded_product
+from clocher_kernels.cuda.quantize import ALONE, Source, enter
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of
 
 MAX_TOKENS = 8

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import narrow, to_f32
+from clocher_kernels.cuda.codes import narrow, rounded_product, to_f32
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import as_activation, or_nan, start
 from clocher_kernels.dtypes import LARGEST
@@ -15,17 +15,6 @@ from clocher_kernels.errors import UnsupportedOp
 
 # Adding and subtracting 1.5 * 2^23 rounds an fp32 number to an integer, ties to even.
 _ROUND = tl.constexpr(12582912.0)
-
-
-@triton.jit
-def rounded_product(a, b, ASM: tl.constexpr):
-    """Multiply in fp32; the product is rounded before any addition."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], tl.float32, True, 1
-        )
-    else:
-        return a * b
 
 
 @triton.jit

@@ -1,13 +1,18 @@
 """What a step runs on: weights and buffers in device memory, the sizes and graphs of steps."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
-from clocher_kernels.cuda.launch import Device, Launch, execute
+from clocher_kernels.cuda.launch import Device, Launch, execute, options
 from clocher_kernels.cuda.prepack import (
     TORCH_DTYPES,
     DeviceTensor,
@@ -78,6 +83,8 @@ def place(
     def copied(source: Tensor) -> Tensor:
         nonlocal done
         target = torch.empty(source.shape, dtype=source.dtype, device=device.torch_device)
+        if not source.numel():  # its strides may be 0, which are no bytes
+            return target
         # Planes may be scalar or of odd size: bytes fit all.
         pieces = (
             each.reshape(-1).view(torch.uint8).split(_STAGING_BYTES) for each in (source, target)
@@ -216,6 +223,35 @@ def row_buckets(tokens: int, rows: int, most: int) -> tuple[int, ...]:
 def context_buckets(cells: int) -> tuple[int, ...]:
     """Return the cache cell counts that steps are captured for, ascending."""
     return (*(c for c in CONTEXT_CELLS if c < cells), cells)
+
+
+_MOST_COMPILERS = 16
+
+
+def compile_side_by_side(launches: Sequence[Launch]) -> None:
+    """Compile kernels and what launches them, in threads, or load them from Triton's cache.
+
+    Nothing runs.
+    """
+
+    def compile_all(pool: ThreadPoolExecutor) -> list[Any]:
+        with triton.AsyncCompileMode(pool):
+            return [
+                each.kernel.warmup(grid=each.grid, **each.args, **each.constants, **options(each))
+                for each in launches
+            ]
+
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, _MOST_COMPILERS)) as pool:
+        # A kernel that fails to compile leaves the mode on in its context, so use a copy.
+        made = copy_context().run(compile_all, pool)
+        # A C compiler makes the launcher of each new signature.
+        list(pool.map(_load, {id(kernel): kernel for kernel in made}.values()))
+
+
+def _load(kernel: Any) -> None:
+    """Make the launcher of a kernel, or of the future of one, and load it."""
+    kernel = getattr(kernel, "result", lambda: kernel)()
+    kernel.run  # noqa: B018  loads when it is first asked for
 
 
 def capture(launches: Sequence[Launch], stream: "torch.cuda.Stream | None") -> Callable[[], None]:
