@@ -367,8 +367,8 @@ if hasattr(os, "register_at_fork"):
 def _cache_cells(plan: Plan) -> tuple[int, int]:
     """Return the cells of a page and of a sequence; (1, 1) without a cache."""
     for call in plan.calls:
-        if call.op == "attention":
-            page = plan.buffers[call.args["k_cache"]].shape[2]
+        if "pages" in call.args:
+            page = call.attrs.get("cells") or plan.buffers[call.args["k_cache"]].shape[2]
             return page, page * plan.buffers[call.args["pages"]].shape[1]
     return 1, 1
 
