@@ -20,6 +20,7 @@ from clocher_kernels.cuda.attention_block import (
     attend_block,
     cells_at,
     count_bits,
+    fetch_cells,
     in_table,
     in_two,
     load_query,
@@ -61,7 +62,8 @@ def _decode(
 
     With `k` it is the only token, and its heads are entered first, by all programs alike.
     """
-    start(PDL)
+    if listed is not None:
+        start(PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     end = within(tl.load(ends + token), CELLS + 1)
     position = within(tl.load(positions + token), CELLS)
@@ -101,6 +103,18 @@ def _decode(
     mine = live[:, None]
     branch = tl.where(tree != 0, end, NEVER)
     slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
+    begin = (first_block + split * per_split) * BLOCK
+    stop = tl.minimum(begin + per_split * BLOCK, last)
+    if listed is None:
+        # Inputs and earlier tokens' cells are older than the predecessor: they are fetched before
+        # it is waited for.
+        place = begin + tl.arange(0, BLOCK)
+        seen = (place >= first) & (place < last)
+        at = cells_at(slot_pages, begin, place, seen, head, POOL, HEADS, PAGE, ONE_PAGE)
+        if ASM:
+            fetch_cells(k_cache, at, DIM, WIDTH)
+            fetch_cells(v_cache, at, DIM, WIDTH)
+        start(PDL)
     if k is not None:
         entered = enter_heads(
             q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors,
@@ -117,8 +131,6 @@ def _decode(
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
 
-    begin = (first_block + split * per_split) * BLOCK
-    stop = tl.minimum(begin + per_split * BLOCK, last)
     if listed is not None:
         begin = split * per_split
         stop = tl.minimum(begin + per_split, listed_blocks)
@@ -269,7 +281,8 @@ def _splits(heads: int) -> int:
 
 
 def _block(width: int, kv: str) -> int:
-    return min(64, max(16, (4096 if kv == "f32" else 8192) // width))
+    """Return the keys of a block: fewer splits are combined where there are more."""
+    return min(128, max(16, (4096 if kv == "f32" else 16384) // width))
 
 
 _LOG2_E = 1.4426950408889634

@@ -59,6 +59,18 @@ def cells_at(
 
 
 @triton.jit
+def fetch_cells(cache, at, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Bring cells of a cache into L2."""
+    LINE: tl.constexpr = 128 // (cache.dtype.element_ty.primitive_bitwidth // 8)
+    COUNT: tl.constexpr = WIDTH // LINE if WIDTH > LINE else 1
+    line = tl.minimum(tl.arange(0, COUNT) * LINE, DIM - 1)
+    to = (cache + at[:, None] * DIM + line[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [to], tl.int32, False, 1
+    )
+
+
+@triton.jit
 def path_cells(place, end, tree, length):
     """Return cells in position order: committed ones, then the path's nodes in `length` bits."""
     cell, node = place, end

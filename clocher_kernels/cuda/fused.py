@@ -1,9 +1,9 @@
 """Runs of calls (`ops.rewrite.runs`) as one launch each, or two: what a step needs fewer of.
 
 A function of `FUSED` gets a run, the arguments and attributes of each call, and what `stacked` made
-of their weights; it returns no launch where it does not fit, and the calls are
-lowered one by one. For a single token, norms and codes are made in the matmul's own launch, by
-every program alike, and attention enters the token's keys itself.
+of their weights; it returns no launch where it does not fit, and the calls are lowered one by one.
+For a single token attention enters the token's keys itself. A norm is a launch of its own: made by
+every program of the matmul alike it cost a fifth of a step (bench/results, 26 November 2026, H200).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.linear import few
 from clocher_kernels.cuda.moe import router
 from clocher_kernels.cuda.prepack import DeviceTensor, cut, stack
-from clocher_kernels.cuda.quantize import ALONE, Source, quantize, rms_norm, row_warps
+from clocher_kernels.cuda.quantize import quantize, rms_norm
 from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8
@@ -28,11 +28,6 @@ from clocher_kernels.ops.rewrite import Run
 Given = Mapping[str, Any]
 Stacked = tuple[DeviceTensor, torch.Tensor | None]
 """Weights of a run as one, row by row, and their biases."""
-
-_WARPS = 4
-"""Warps of a program that makes a row: in its own launch as many, so that sums have one order."""
-_MOST_ROWS = 1 << 16
-"""Rows of a weight whose programs each make the row that they multiply."""
 
 
 def stacked(run: Run, values: dict[str, Any]) -> Stacked | None:
@@ -53,32 +48,14 @@ def stacked(run: Run, values: dict[str, Any]) -> Stacked | None:
     return whole, torch.cat([values[name] for name in biases]) if biases else None
 
 
-def _with_rows(
-    calls: Sequence[Given],
-    w: DeviceTensor,
-    device: Device,
-    lower: Callable[[Source, int], list[Launch]],
-) -> list[Launch]:
-    """Return the launches of a matmul after those that make its x, if it does not do so itself.
-
-    `lower` gets what x is made of, and the least warps of a program.
-    """
+def _rows(calls: Sequence[Given], device: Device) -> list[Launch]:
+    """Return the launch of a norm and codes that the first calls of a run make, if they do."""
     first, codes = calls[0], next((call for call in calls[:2] if "q" in call), None)
     norm = first if "eps" in first else None
-    if norm is None and codes is None:
-        return lower(ALONE, 1)
-    h, gain, eps = first["x"], None if norm is None else norm["weight"], first.get("eps", 0.0)
-    warps = min(row_warps(h.shape[1]), _WARPS)
-    if len(h) == 1 and row_warps(h.shape[1]) == _WARPS and w.shape[0] <= _MOST_ROWS:
-        limits = {} if codes is None else {n: float(codes[n]) for n in ("floor", "lowest")}
-        launches = lower(Source(h, gain, eps, **limits), warps)
-        if launches[0].num_warps == _WARPS:
-            return launches
     if codes is not None:
-        made = quantize(**{**codes, "x": h}, gain=gain, eps=eps, device=device)
-    else:
-        made = rms_norm(**first, device=device)
-    return [*made, *lower(ALONE, warps)]
+        own = {} if norm is None else {"gain": norm["weight"], "eps": norm["eps"]}
+        return quantize(**{**codes, "x": first["x"]}, **own, device=device)
+    return [] if norm is None else rms_norm(**norm, device=device)
 
 
 def _products(
@@ -97,7 +74,7 @@ def _products(
     tail = Tail(bias, **after, gated=gated, more=() if gated else tuple(more))
     given = {n: last[n] for n in ("x", "x_scale") if n in last}
     given |= {"w": w, "y": y, "tail": tail, "device": device}
-    return _with_rows(calls, w, device, lambda s, n: few(**given, source=s, warps=n))
+    return _rows(calls, device) + few(**given)
 
 
 def _routers(
@@ -108,9 +85,7 @@ def _routers(
         return []
     if not isinstance(product["w"].format, Float | Int8 | Fp8):
         return []
-    return _with_rows(
-        calls, product["w"], device, lambda s, n: router(product, choice, s, n, device)
-    )
+    return _rows(calls, device) + router(product, choice, device)
 
 
 def _fits(calls: Sequence[Given], w: DeviceTensor) -> bool:

@@ -5,7 +5,7 @@ are bit-identical to the reference: products are kept apart from later sums, whi
 would fuse into one rounding.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
@@ -15,8 +15,7 @@ from clocher_kernels.cuda.codes import rounded_product, ternary_digit
 from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
-from clocher_kernels.cuda.quantize import ALONE, Source, enter
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
 
 MAX_TOKENS = 8
 """Tokens of a program."""
@@ -59,10 +58,6 @@ class GemvTile:
     def grid(self, rows: int, tokens: int) -> tuple[int]:
         """Return the programs for a matrix of some rows and for some tokens."""
         return (triton.cdiv(rows, self.rows) * triton.cdiv(tokens, self.tokens),)
-
-    def wider(self, warps: int) -> "GemvTile":
-        """Return the tile with at least some warps: more rows of W; no sum changes its order."""
-        return replace(self, warps=max(self.warps, warps))
 
 
 def gemv_tile(
@@ -115,12 +110,11 @@ def stream_rows(
     K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    h=None, gain=None, made=None, BLOCK: tl.constexpr = 0, EPS: tl.constexpr = 0.0,
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
     BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
-    whole tensors; the first arguments are those of `vector_dot`, the last ones those of `enter`.
+    whole tensors; the first arguments are those of `vector_dot`.
     """
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
@@ -136,7 +130,7 @@ def stream_rows(
     total = tl.zeros((L, BM, R), tl.float32)
     # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
-    enter(h, gain, made, None, K, BLOCK, EPS, "", 0.0, 0.0, ASM, PDL)
+    start(PDL)
     for first in range(0, V, BV):
         v = first + lane
         words = split4(ahead)
@@ -166,14 +160,13 @@ def add_lanes(total, BV: tl.constexpr):
 
 @triton.jit
 def _gemv_bits(
-    x, w, scales, zeros, bias, times, residual, y, second, third, h, gain,
+    x, w, scales, zeros, bias, times, residual, y, second, third,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
     PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
     N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
     part, token0 = part_of(M, BM)
@@ -186,7 +179,7 @@ def _gemv_bits(
     row = paired(row if N % BN == 0 else tl.minimum(row, N - 1), HALF).to(tl.int64)
     total = stream_rows(
         x + token0 * K + m * K, there, row, w, scales, zeros,
-        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R, h, gain, x, BLOCK, EPS,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R,
     )  # fmt: skip
 
     total = add_lanes(total, BV)
@@ -224,14 +217,9 @@ def gemv_bits(
     w: DeviceTensor,
     y: Tensor,
     tail: Tail = PLAIN,
-    source: Source = ALONE,
-    warps: int = 1,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear` for few tokens and int4, mxfp4 or ternary weights.
-
-    A program has at least so many `warps`.
-    """
+    """Lower `ops.linear.linear` for few tokens and int4, mxfp4 or ternary weights."""
     (m, k), n = x.shape, w.shape[0]
     held = vectors_of(w)
     tile = gemv_tile(
@@ -240,10 +228,10 @@ def gemv_bits(
         tokens=min(m, MAX_TOKENS),
         copies=1,
         device=device,
-    ).wider(warps)
+    )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
-    given |= {**tail.outputs(y, n), **source.given(x)}
+    given |= tail.outputs(y, n)
     weights = tile.rows_of_lane * held.vector
     return [launch(_gemv_bits, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]
 
@@ -312,14 +300,12 @@ def _add_word(total, less, word, xs, ASM: tl.constexpr):
 
 @triton.jit
 def _linear_ternary(
-    x, x_scale, w, multiplier, bias, times, residual, y, second, third, h, gain,
+    x, x_scale, w, multiplier, bias, times, residual, y, second, third,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
     SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
     N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, EPS: tl.constexpr,
-    FLOOR: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     BN: tl.constexpr = L // BV * R
     V: tl.constexpr = (K + 63) // 64
@@ -334,7 +320,7 @@ def _linear_ternary(
     less = tl.zeros((L, BM, 1), tl.int32)
     w += row * (V * 4)
     ahead = load_vectors(w, lane, V)
-    enter(h, gain, x, x_scale, K, BLOCK, EPS, "i8", FLOOR, LOWEST, ASM, PDL)
+    start(PDL)
     for turn in range(0, V, BV):
         v = turn + lane
         words = split4(ahead)
@@ -365,8 +351,6 @@ def linear_ternary(
     w: DeviceTensor,
     y: Tensor,
     tail: Tail = PLAIN,
-    source: Source = ALONE,
-    warps: int = 1,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for ternary weights and int8 activations with a scale per token."""
@@ -378,13 +362,12 @@ def linear_ternary(
         copies=1,
         device=device,
         most=8 if m <= 2 else 2,  # limited by registers
-    ).wider(warps)
+    )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     scale = w.planes["scale"]
     stored = {"w": w.planes["codes"], "multiplier": scale, "SCALE_ROWS": scale.numel() > 1}
     given = {"x": x, "x_scale": x_scale, **stored, **tail.given("linear", y, n)}
-    given |= {**tail.outputs(y, n), **source.given(x)}
-    given |= {"FLOOR": source.floor, "LOWEST": source.lowest}
+    given |= tail.outputs(y, n)
     weights = tile.rows_of_lane * _WEIGHTS
     grid = tile.grid(n, m)
     return [launch(_linear_ternary, grid, device, tile.warps, weights, **sizes, **given)]

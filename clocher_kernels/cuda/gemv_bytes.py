@@ -15,8 +15,7 @@ from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
-from clocher_kernels.cuda.quantize import ALONE, Source, enter
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
 
 MOST_SLICED = 32
 """Tokens multiplied in slices of 8: faster than tensor-core tiles that leave most SMs idle."""
@@ -105,17 +104,15 @@ def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
 
 @triton.jit
 def multiply_rows(
-    x, w, scales, n0, token0, h, gain,
+    x, w, scales, n0, token0,
     M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, MATH: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Multiply M tokens by ROWS rows of W: lanes' sums, not scaled, for each token and row.
 
-    K, LANE, BLOCK and SPAN count loaded elements: weights, or words of four. `h`, `gain`, EPS and
-    the WIDTH of a block that holds a row are those of `enter`.
+    K, LANE, BLOCK and SPAN count loaded elements: weights, or words of four.
     """
     TURNS: tl.constexpr = K // BLOCK
 
@@ -126,11 +123,7 @@ def multiply_rows(
     # Weights never depend on the predecessor: they are on their way before x is waited for. Eight
     # tokens leave registers for few warps, so they also load the next turn's ahead.
     rows = load_rows(w, n0, tl.arange(0, BLOCK), N, K, ROWS, HALF, TURNS == 0)
-    if MATH == "pairs":
-        made = x.to(tl.pointer_type(tl.float16), bitcast=True)
-        enter(h, gain, made, None, K * 4, WIDTH, EPS, "", 0.0, 0.0, ASM, PDL)
-    else:
-        enter(h, gain, x, None, K, WIDTH, EPS, "", 0.0, 0.0, ASM, PDL)
+    start(PDL)
     if M == 8 and CODE == "float":
         for turn in range(1, TURNS):
             ahead = load_rows(w, n0, turn * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, HALF, False)
@@ -190,21 +183,19 @@ def row_sums(
 
 @triton.jit
 def _gemv(
-    x, w, scales, bias, times, residual, y, second, third, h, gain,
+    x, w, scales, bias, times, residual, y, second, third,
     M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
     N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-    WIDTH: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     part, token0 = part_of(TOKENS, M)
     n0 = part * ROWS
     totals = multiply_rows(
-        x, w, scales, n0, token0, h, gain,
-        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, HALF, WIDTH, EPS,
-        ASM, PDL,
+        x, w, scales, n0, token0,
+        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, HALF, ASM, PDL,
     )  # fmt: skip
     n = n0 + tl.arange(0, ROWS)
     inside = n < N
@@ -228,13 +219,13 @@ _ROWS = 4
 """Rows of W of a program."""
 
 
-def _tile(held: Stored, n: int, k: int, device: Device, least: int = 1) -> tuple[int, int]:
+def _tile(held: Stored, n: int, k: int, device: Device) -> tuple[int, int]:
     """Return how many weights a thread reads at once, and the warps on each row."""
     # 16 bytes, or less to keep rows aligned and chunks within a group.
     lane, warps = 16 // held.data.element_size(), 1
     while k % lane or held.span % lane:
         lane //= 2
-    while warps < 4 and (warps < least or n * warps < 12 * _ROWS * device.sms):
+    while warps < 4 and n * warps < 12 * _ROWS * device.sms:
         wider = 2 * warps * 32 * lane
         # The last turn of a row leaves threads idle.
         if -(-k // wider) * wider > 1.15 * k:
@@ -249,21 +240,20 @@ def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
 
 
 def bytes_tile(
-    x: Tensor, w: DeviceTensor, source: Source, warps: int, device: Device
+    x: Tensor, w: DeviceTensor, device: Device
 ) -> tuple[dict[str, Any], tuple[int], int, int]:
     """Return the arguments of `multiply_rows`, and a launch's grid, warps and weights."""
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
-    lane, warps = _tile(held, n, k, device, warps)
+    lane, warps = _tile(held, n, k, device)
     math = arithmetic(held.code, x.dtype, lane == 16)
     per = 4 if math == "pairs" else 1
     few = min(m, MAX_TOKENS)
     sizes = {"M": few, "TOKENS": m, "N": n, "K": k // per, "ROWS": _ROWS, "LANE": lane // per}
-    own = source.given(x)
-    sizes |= {"BLOCK": lane * 32 * warps // per, "WIDTH": own.pop("BLOCK")}
+    sizes["BLOCK"] = lane * 32 * warps // per
     stored_as = {"CODE": held.code, "MATH": math, "UNIT": unit(held.code, math)}
     stored_as |= {"SPAN": held.span // per, "SCALE_ROWS": held.scale_rows}
-    given = {"x": x, "w": held.data, "scales": held.scales, **sizes, **stored_as, **own}
+    given = {"x": x, "w": held.data, "scales": held.scales, **sizes, **stored_as}
     if per == 4:
         given |= {"x": x.view(torch.int64), "w": held.data.view(torch.int32)}
     return given, (triton.cdiv(n, _ROWS) * triton.cdiv(m, few),), warps, _ROWS * lane
@@ -275,11 +265,9 @@ def gemv_bytes(
     w: DeviceTensor,
     y: Tensor,
     tail: Tail = PLAIN,
-    source: Source = ALONE,
-    warps: int = 1,
     device: Device,
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for few tokens and weights of whole bytes."""
-    given, grid, warps, weights = bytes_tile(x, w, source, warps, device)
+    given, grid, warps, weights = bytes_tile(x, w, device)
     given |= {**tail.given("linear", y, w.shape[0]), **tail.outputs(y, w.shape[0])}
     return [launch(_gemv, grid, device, warps, weights, **given)]

@@ -18,7 +18,6 @@ from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, bytes_tile, multiply_ro
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import no_codes
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
-from clocher_kernels.cuda.quantize import Source
 from clocher_kernels.cuda.scalar import (
     Tail,
     activate,
@@ -236,12 +235,12 @@ def _route(
 
 @triton.jit
 def _router(
-    x, w, scales, bias, times, residual, y, h, gain, choice_bias, ids, weights, arrivals,
+    x, w, scales, bias, times, residual, y, choice_bias, ids, weights, arrivals,
     M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
     CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
     SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
     GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
     E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr,
@@ -250,8 +249,8 @@ def _router(
     part, token0 = part_of(TOKENS, M)
     n0, arrival = part * ROWS, arrivals + token0 // M
     totals = multiply_rows(
-        x, w, scales, n0, token0, h, gain,
-        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, 0, WIDTH, EPS, ASM, PDL,
+        x, w, scales, n0, token0,
+        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, 0, ASM, PDL,
     )  # fmt: skip
     n = n0 + tl.arange(0, ROWS)
     for m in tl.static_range(M):
@@ -323,18 +322,12 @@ def route(
     return [launch(_route, (len(logits),), device, 1, **tensors, **settings)]
 
 
-def router(
-    product: Mapping[str, Any],
-    choice: Mapping[str, Any],
-    source: Source,
-    warps: int,
-    device: Device,
-) -> list[Launch]:
+def router(product: Mapping[str, Any], choice: Mapping[str, Any], device: Device) -> list[Launch]:
     """Lower a linear, with weights of whole bytes, and the `route` that reads its result."""
     choice = dict(choice)
     logits, ids, weights = (choice.pop(name) for name in ("logits", "ids", "weights"))
     x, w = product["x"], product["w"]
-    given, grid, warps, streamed = bytes_tile(x, w, source, warps, device)
+    given, grid, warps, streamed = bytes_tile(x, w, device)
     given |= Tail(product.get("bias")).given("linear", logits, w.shape[0])
     given |= {"choice_bias": choice.pop("bias", None), "ids": ids, "weights": weights}
     given |= route_settings(logits.shape[1], ids.shape[1], **choice)

@@ -1,6 +1,5 @@
 """What is made of whole rows: norms, int8 codes with a scale per token, values of fp8."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import triton
@@ -54,26 +53,6 @@ def make_row(
 
 
 @triton.jit
-def enter(
-    h, gain, x, scale,
-    K: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, CODE: tl.constexpr,
-    FLOOR: tl.constexpr, LOWEST: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Start a matmul; with `h` first make the only token's activations x of it.
-
-    Every program makes and reads all of them, and all write the same.
-    """
-    if h is None:
-        start(PDL)
-    else:
-        make_row(
-            h, gain, None, x, scale,
-            K, BLOCK, EPS, CODE, 127.0, FLOOR, LOWEST, ASM, PDL,
-        )  # fmt: skip
-        tl.debug_barrier()
-
-
-@triton.jit
 def _rows(
     x, gain, residual, y, scale,
     K: tl.constexpr, GROUPS: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
@@ -100,41 +79,15 @@ def _by_row(
     sizes = {"K": k, "GROUPS": groups, "BLOCK": block, "X_ROW": x.stride(0), "Y_ROW": y.stride(0)}
     sizes["RESIDUAL_ROW"] = 0 if residual is None else residual.stride(0)
     given = {"x": x, "y": y, "scale": scale, **sizes, "EPS": 0.0, "CODE": "", **_LIMITS, **given}
-    return [launch(_rows, (len(x) * groups,), device, row_warps(k), **given)]
+    return [launch(_rows, (len(x) * groups,), device, _row_warps(k), **given)]
 
 
 _LIMITS = {"LIMIT": 127.0, "FLOOR": 0.0, "LOWEST": 0.0}
 
 
-def row_warps(k: int) -> int:
-    """Return the warps that make a row; they set the order of a norm's sum.
-
-    Up to 4096 values are no more than the warps of a matmul make beside its weights.
-    """
-    block = triton.next_power_of_2(k)
-    return min(max(block // 256, 1), 4 if block <= 4096 else 32)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """What the only token's activations of a matmul are made of, in the matmul's own launch."""
-
-    h: Tensor | None = None
-    gain: Tensor | None = None
-    eps: float = 0.0
-    floor: float = 0.0
-    lowest: float = 0.0
-
-    def given(self, x: Tensor) -> dict[str, Any]:
-        """Return the arguments of `enter`, for the activations or codes x."""
-        if self.h is None:
-            return {"BLOCK": 0, "EPS": 0.0}
-        block = triton.next_power_of_2(x.shape[1])
-        return {"h": self.h, "gain": self.gain, "EPS": self.eps, "BLOCK": block}
-
-
-ALONE = Source()
-"""Activations are there."""
+def _row_warps(k: int) -> int:
+    """Return the warps that make a row; they set the order of a norm's sum."""
+    return min(max(triton.next_power_of_2(k) // 256, 1), 32)
 
 
 def rms_norm(
