@@ -8,7 +8,7 @@ Source: Dao et al. 2022 (arXiv 2205.14135); split keys: Dao et al. 2023, "Flash-
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from clocher_kernels.cuda.attention_block import (
     load_query,
     load_words,
     lowest,
+    needs_two,
     path_cells,
     sees_tree,
     work_type,
@@ -282,18 +283,12 @@ def attention(
     if "listed" in tensors or len(q) <= DECODE_TOKENS or cache_dtype == "f32":
         return few_tokens(tensors, constants, device, heads_of)
     lanes = constants["LANES"]
-    tile = _tile(constants["WIDTH"], device)
-    rows = max(tile.rows, lanes)
-    constants |= {"TOKENS": len(q), "ROWS": rows, "BLOCK": tile.block, "TWO": _two(constants, y)}
+    rows, block, warps, stages = _tile(constants["WIDTH"], cache_dtype, device)
+    rows = max(rows, lanes)
+    constants |= {"TOKENS": len(q), "ROWS": rows, "BLOCK": block}
+    constants |= {"TWO": needs_two(y.dtype, constants["WORK"])}
     grid = (triton.cdiv(len(q), rows // lanes), constants["HEADS"])
-    return [launch(_prefill, grid, device, tile.warps, 0, tile.stages, **tensors, **constants)]
-
-
-def _two(constants: Mapping[str, Any], y: Tensor) -> bool:
-    """Return whether queries and weights need two numbers to be as exact as y's type."""
-    if y.dtype == torch.bfloat16 or constants["WORK"] == tl.float32:
-        return False
-    return y.dtype == torch.float32 or constants["WORK"] == tl.bfloat16
+    return [launch(_prefill, grid, device, warps, 0, stages, **tensors, **constants)]
 
 
 @triton.jit
@@ -342,18 +337,22 @@ def _prefill(
     while current < NEVER:
         mine = slot == current
         slot_pages = pages + current * PAGES_ROW
+        lowest = tl.min(tl.where(mine, first, NEVER))
+        if LOCAL:
+            # Tokens whose windows overlap the first one; beyond these there may be any cells.
+            reach = tl.max(tl.where(mine & (first == lowest), end, 0))
+            mine = mine & ((first < reach) | (first == lowest))
         stop = tl.where(mine, end, 0)
-        lowest = tl.min(tl.where(mine, first, NEVER)) // BLOCK * BLOCK
         highest = tl.max(stop)
-        page = tl.load(slot_pages + tl.minimum(lowest, CELLS - 1) // PAGE)
-        for cell0 in range(lowest, highest, BLOCK):
+        begin = lowest // BLOCK * BLOCK
+        page = tl.load(slot_pages + tl.minimum(begin, CELLS - 1) // PAGE)
+        for cell0 in range(begin, highest, BLOCK):
             cell = cell0 + tl.arange(0, BLOCK)
             visible = cell[None, :] < stop[:, None]
             seen = cell < highest
             if LOCAL:
-                # Between the windows of distant tokens there may be any cells.
                 visible = visible & (cell[None, :] >= first[:, None])
-                seen = tl.max(visible.to(tl.int32), 0) > 0
+                seen = seen & (cell >= lowest)
             if ONE_PAGE:
                 at = (within(page, POOL).to(tl.int64) * HEADS + head) * PAGE + cell % PAGE
                 # The next page's number is on its way while this one's keys are multiplied.
@@ -379,25 +378,17 @@ def _prefill(
                 k_cache, v_cache, k_scale, v_scale,
                 DIM, WIDTH, FEW, SCALE, SOFTCAP, KV, WORK, ASM,
             )  # fmt: skip
-        current = tl.min(tl.where(slot > current, slot, NEVER))
+        slot = tl.where(mine, NEVER, slot)
+        current = tl.min(slot)
 
     out = y + token * Y_ROW + (head * GROUP + lane) * DIM
     write_heads(out, top, total, acc, sinks, head * GROUP + lane, live, DIM, UNIT)
 
 
-class Tile(NamedTuple):
-    """Rows and keys of a block, the program's warps, and blocks in flight."""
-
-    rows: int
-    block: int
-    warps: int
-    stages: int
-
-
-def _tile(width: int, device: Device) -> Tile:
-    """Return the tile of a chunk: what fits in registers and shared memory."""
+def _tile(width: int, kv: str, device: Device) -> tuple[int, int, int, int]:
+    """Return (rows, keys per block, warps, stages) for a chunk: what fits in 255 registers."""
     if width > 128:
-        return Tile(32, 32, 8, 1)
+        return 32, 32, 8, 1
     if device.capability in (90, 100):
-        return Tile(128, 64, 8, 3)
-    return Tile(64, 32, 4, 2) if width <= 64 else Tile(64, 16, 8, 2)
+        return 128, 64 if kv in ("bf16", "f16") else 32, 8, 2 if kv == "i8" else 3
+    return (64, 32, 4, 1) if width <= 64 else (64, 16, 8, 1)

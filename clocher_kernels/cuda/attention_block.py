@@ -4,6 +4,7 @@ Keys and values are multiplied as exact bf16 or fp16; the fp32 operand is split 
 rounded to one where activations are no more exact.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -19,6 +20,13 @@ def work_type(kv: str, device: Device) -> tl.dtype:
     if kv in ("f16", "e4m3", "e5m2"):
         return tl.float16
     return tl.bfloat16 if kv in ("bf16", "i8") and device.asm else tl.float32
+
+
+def needs_two(y: torch.dtype, work: tl.dtype) -> bool:
+    """Return whether queries and weights must be two numbers to be as exact as y's type."""
+    if y == torch.bfloat16 or work == tl.float32:
+        return False
+    return y == torch.float32 or work == tl.bfloat16
 
 
 @triton.jit

@@ -85,7 +85,7 @@ def _scaled_words(w, scale, zero, CODE: tl.constexpr):
     if scale.dtype == tl.bfloat16:
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             _INT4_BF16,
-            "=r,=r,=r,=r,r,r,r",
+            "=&r,=&r,=&r,=&r,r,r,r",
             [w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)],
             (tl.int32, tl.int32, tl.int32, tl.int32),
             True,
