@@ -19,7 +19,7 @@ from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, gemv_bytes
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.quantize import rounded_product
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, start
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8
@@ -161,9 +161,9 @@ def _scaled(
 
 @triton.jit
 def _gemm(
-    x, x_scale, w, scales, zeros, bias, times, residual, y,
+    x, x_scale, w, scales, zeros, bias, times, residual, y, partial, arrivals,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, GRAIN: tl.constexpr, FACTOR: tl.constexpr,
     OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
@@ -175,23 +175,28 @@ def _gemm(
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     # Rows and tokens beyond the last repeat it and are not stored: loads need no mask for them.
     row = tl.minimum(n, N - 1)
+    COLUMNS: tl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK
+    split = tl.program_id(2)
+    begin = split * COLUMNS if SPLITS > 1 else 0
+    stop = tl.minimum(begin + COLUMNS, K) if SPLITS > 1 else K
     element, k = tl.arange(0, BK // PER), tl.arange(0, BK)
-    w_at = w + row.to(tl.int64)[:, None] * STRIDE + element[None, :]
-    x_at = x + tl.minimum(m, M - 1)[None, :] * K + k[:, None]
+    w_at = w + row.to(tl.int64)[:, None] * STRIDE + (begin // PER + element)[None, :]
+    x_at = x + tl.minimum(m, M - 1)[None, :] * K + (begin + k)[:, None]
     zero = tl.full((1, 1), 8, tl.int32)
     if SPAN > 0:
         # Scales of the next step are on their way while this one's weights are multiplied.
         PARTS: tl.constexpr = 1 if SPAN % BK == 0 else BK // GRAIN
         part = tl.arange(0, PARTS)[None, :] * GRAIN
         group = (row // SCALE_ROWS).to(tl.int64)[:, None] * tl.cdiv(K, SPAN)
-        scale = tl.load(scales + group + tl.minimum(part, K - 1) // SPAN)
+        own = group + tl.minimum(begin + part, K - 1) // SPAN
+        scale = tl.load(scales + own)
         if zeros is not None:
-            zero = tl.load(zeros + group + tl.minimum(part, K - 1) // SPAN).to(tl.int32)
+            zero = tl.load(zeros + own).to(tl.int32)
     elif zeros is not None:
         zero = tl.load(zeros + row * SCALE_ROWS)[:, None].to(tl.int32)
 
     total = tl.zeros((BN, BM), tl.float32 if x_scale is None else tl.int32)
-    for k0 in range(0, K, BK):
+    for k0 in range(begin, stop, BK):
         if K % BK == 0:
             held, xt = tl.load(w_at), tl.load(x_at)
         else:
@@ -215,6 +220,18 @@ def _gemm(
         else:
             total = tl.dot(wt, xt, total, out_dtype=tl.int32)
 
+    if SPLITS > 1:
+        # The last program to end adds up the sums of all, in their order.
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        at = partial + tile * (SPLITS * BN * BM) + inside
+        tl.store(at + split * (BN * BM), total)
+        if not is_last(arrivals + tile, SPLITS):
+            return
+        total = tl.load(at, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            total += tl.load(at + other * (BN * BM), cache_modifier=".cg")
+
     factor = tl.full((1, 1), UNIT, tl.float32)
     if SPAN == 0 and scales is not None:
         factor *= tl.load(scales + row * SCALE_ROWS).to(tl.float32)[:, None]
@@ -230,8 +247,7 @@ def _gemm(
 class Tile:
     """Rows of W and tokens of a program, its warps, and how fast it is, relative, an estimate.
 
-    A `step` has so many columns of W whatever the other sizes, so that a token's sum has one order
-    for any number of tokens.
+    `splits` programs share the columns of a tile; `step` columns are multiplied at a time.
     """
 
     rows: int
@@ -240,6 +256,7 @@ class Tile:
     speed: float
     step: int = 64
     stages: int = 3
+    splits: int = 1
 
 
 _TILES = (
@@ -249,20 +266,29 @@ _TILES = (
     Tile(64, 64, 4, 0.5),
     Tile(64, 32, 4, 0.35),
 )
+_LARGEST = 128 * 256
+_SPLITS = (1, 2, 4, 8)
+_LEAST_COLUMNS = 1024
+"""Columns of a split, at least."""
+_ADDING = 550
+"""What adding up the sums of a split costs, in columns, an estimate."""
 
 
-def _tile(operand: torch.dtype, m: int, n: int, device: Device) -> Tile:
+def _tile(operand: torch.dtype, m: int, n: int, k: int, device: Device) -> Tile:
     """Return the tile of a program: for tensor cores that with which the last one ends first."""
     if operand == torch.float32:
         return Tile(64, min(max(16, triton.next_power_of_2(m)), 32), 4, 1.0, 32, 1)
 
     def cost(tile: Tile) -> float:
-        programs = triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.rows)
-        return triton.cdiv(programs, device.sms) * tile.rows * tile.tokens / tile.speed
+        programs = triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.rows) * tile.splits
+        if tile.splits > 1 and (k < tile.splits * _LEAST_COLUMNS or programs > device.sms):
+            return float("inf")
+        columns = k / tile.splits / tile.speed + (_ADDING if tile.splits > 1 else 0)
+        return triton.cdiv(programs, device.sms) * tile.rows * tile.tokens * columns
 
     # Other architectures have too little shared memory for the first one.
     known = _TILES if device.capability in (90, 100) else _TILES[1:]
-    best = min(known, key=cost)
+    best = min((replace(t, splits=s) for t in known for s in _SPLITS), key=cost)
     return replace(best, step=128) if operand == torch.int8 else best
 
 
@@ -309,8 +335,9 @@ def gemm(
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
     operand = operand_type(x.dtype, device)
-    tile = _tile(operand, m, n, device)
+    tile = _tile(operand, m, n, k, device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, "BN": tile.rows, "BK": tile.step}
+    sizes |= {"SPLITS": tile.splits}
     code = held.code if x_scale is None else "digits"
     stored_as = {"CODE": code, "PER": held.per, "STRIDE": held.data.shape[-1]}
     stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
@@ -318,7 +345,11 @@ def gemm(
     stored_as |= _units(held, operand, device)
     given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
     given |= {"zeros": held.zeros, **sizes, **stored_as, **tail.given("linear", y, n)}
-    grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows))
+    grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
+    if tile.splits > 1:
+        partial = device.scratch("gemm_partial", (device.sms * _LARGEST,), torch.float32)
+        given["partial"] = partial if x_scale is None else partial.view(torch.int32)
+        given["arrivals"] = device.scratch("gemm_arrivals", (device.sms,), torch.int32)
     return [launch(_gemm, grid, device, tile.warps, 0, tile.stages, **given)]
 
 
