@@ -1,7 +1,8 @@
 """The `linear` op: GEMV kernels for up to 32 tokens; here, tiles for more, decoded in the kernel.
 
-Steps along K do not depend on M. Weights are the left operand, which tensor cores take from
-registers. Operands have the activations' type, sums are fp32.
+Weights are the left operand, which tensor cores take from registers: decoded to the activations'
+type, scales of groups included, while earlier columns are multiplied. Sums are fp32; those of
+ternary weights and int8 activations are exact.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import decode_words, int4_code, mxfp4_value, to_f16, unit
+from clocher_kernels.cuda.codes import decode_words, in_order, int4_code, mxfp4_value, to_f16, unit
 from clocher_kernels.cuda.dots import times_pair, to_scale, word_pairs, zero_pairs
 from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, gemv_bytes
@@ -71,15 +72,6 @@ def _halves(pair, like):
 
 
 @triton.jit
-def _in_order(v):
-    """Join elements 0 .. 7 of words [BN, BW] to [BN, BW * 8]."""
-    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
-    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
-    # The dimensions of the join are (BN, BW, j // 4, j // 2 % 2, j % 2) of element j.
-    return tl.join(even, odd).reshape(v[0].shape[0], v[0].shape[1] * 8)
-
-
-@triton.jit
 def _scaled_words(w, scale, zero, CODE: tl.constexpr):
     """Decode 4-bit words to the 16-bit type of `scale`; mxfp4's are 2^14 times too small."""
     if scale.dtype == tl.bfloat16:
@@ -98,7 +90,7 @@ def _scaled_words(w, scale, zero, CODE: tl.constexpr):
         p0, p1 = times_pair(p0, factor), times_pair(p1, factor)
         p2, p3 = times_pair(p2, factor), times_pair(p3, factor)
     lower = _halves(p0, scale) + _halves(p1, scale)
-    return _in_order(lower + _halves(p2, scale) + _halves(p3, scale))
+    return in_order(lower + _halves(p2, scale) + _halves(p3, scale))
 
 
 @triton.jit
@@ -151,12 +143,20 @@ def _scaled(
                 v = v + ((int4_code(held, j) - zero).to(OPERAND) * scale,)
             else:
                 v = v + (mxfp4_value(held, j).to(OPERAND) * scale,)
-        return _in_order(v)
+        return in_order(v)
     else:
         wt = decoded(held, CODE, OPERAND, ASM)
         if CODE == "int4":
             wt -= zero.to(OPERAND)
         return wt * scale
+
+
+@triton.jit
+def _each(groups, COUNT: tl.constexpr):
+    """Repeat what groups of columns have, [BN, G], for each of their COUNT elements."""
+    BN: tl.constexpr = groups.shape[0]
+    G: tl.constexpr = groups.shape[1]
+    return tl.broadcast_to(groups[:, :, None], (BN, G, COUNT)).reshape(BN, G * COUNT)
 
 
 @triton.jit
@@ -185,8 +185,9 @@ def _gemm(
     zero = tl.full((1, 1), 8, tl.int32)
     if SPAN > 0:
         # Scales of the next step are on their way while this one's weights are multiplied.
-        PARTS: tl.constexpr = 1 if SPAN % BK == 0 else BK // GRAIN
-        part = tl.arange(0, PARTS)[None, :] * GRAIN
+        WHOLE: tl.constexpr = BK % SPAN == 0 and SPAN % GRAIN == 0
+        PARTS: tl.constexpr = 1 if SPAN % BK == 0 else (BK // SPAN if WHOLE else BK // GRAIN)
+        part = tl.arange(0, PARTS)[None, :] * (BK // PARTS)
         group = (row // SCALE_ROWS).to(tl.int64)[:, None] * tl.cdiv(K, SPAN)
         own = group + tl.minimum(begin + part, K - 1) // SPAN
         scale = tl.load(scales + own)
@@ -205,7 +206,12 @@ def _gemm(
         w_at += BK // PER
         x_at += BK
         if SPAN > 0:
-            wt = _scaled(held, scale, zero, CODE, OPERAND, GRAIN, FACTOR, ASM)
+            if WHOLE and PARTS > 1:
+                each = _each(scale, SPAN // GRAIN)
+                zeros_of = zero if zeros is None else _each(zero, SPAN // GRAIN)
+                wt = _scaled(held, each, zeros_of, CODE, OPERAND, GRAIN, FACTOR, ASM)
+            else:
+                wt = _scaled(held, scale, zero, CODE, OPERAND, GRAIN, FACTOR, ASM)
             ahead = group + tl.minimum(k0 + BK + part, K - 1) // SPAN
             scale = tl.load(scales + ahead)
             if zeros is not None:
