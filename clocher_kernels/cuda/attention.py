@@ -283,7 +283,8 @@ def attention(
     if "listed" in tensors or len(q) <= DECODE_TOKENS or cache_dtype == "f32":
         return few_tokens(tensors, constants, device, heads_of)
     lanes = constants["LANES"]
-    rows, block, warps, stages = _tile(constants["WIDTH"], cache_dtype, device)
+    heads = len(q) * lanes * constants["HEADS"]
+    rows, block, warps, stages = _tile(constants["WIDTH"], cache_dtype, heads, device)
     rows = max(rows, lanes)
     constants |= {"TOKENS": len(q), "ROWS": rows, "BLOCK": block}
     constants |= {"TWO": needs_two(y.dtype, constants["WORK"])}
@@ -385,10 +386,14 @@ def _prefill(
     write_heads(out, top, total, acc, sinks, head * GROUP + lane, live, DIM, UNIT)
 
 
-def _tile(width: int, kv: str, device: Device) -> tuple[int, int, int, int]:
-    """Return (rows, keys per block, warps, stages) for a chunk: what fits in 255 registers."""
+def _tile(width: int, kv: str, heads: int, device: Device) -> tuple[int, int, int, int]:
+    """Return (rows, keys per block, warps, stages) for a chunk: what fits in 255 registers.
+
+    `heads`: query heads of all tokens. If they are few, programs are smaller.
+    """
     if width > 128:
         return 32, 32, 8, 1
     if device.capability in (90, 100):
-        return 128, 64 if kv in ("bf16", "f16") else 32, 8, 2 if kv == "i8" else 3
+        warps, block = (4 if heads < 64 * device.sms else 8), 64 if kv in ("bf16", "f16") else 32
+        return 16 * warps, block, warps, 2 if kv == "i8" else 3
     return (64, 32, 4, 1) if width <= 64 else (64, 16, 8, 1)

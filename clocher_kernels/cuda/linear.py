@@ -184,7 +184,7 @@ def _gemm(
     x_at = x + tl.minimum(m, M - 1)[None, :] * K + (begin + k)[:, None]
     zero = tl.full((1, 1), 8, tl.int32)
     if SPAN > 0:
-        # Scales of the next step are on their way while this one's weights are multiplied.
+        # The next step's scales are on their way while this one's weights are multiplied.
         WHOLE: tl.constexpr = BK % SPAN == 0 and SPAN % GRAIN == 0
         PARTS: tl.constexpr = 1 if SPAN % BK == 0 else (BK // SPAN if WHOLE else BK // GRAIN)
         part = tl.arange(0, PARTS)[None, :] * (BK // PARTS)
@@ -244,8 +244,14 @@ def _gemm(
     if x_scale is not None:
         factor *= tl.load(x_scale + tl.minimum(m, M - 1))[None, :]
     total = rounded_product(total.to(tl.float32), factor, ASM)
-    m = m.to(tl.int64)[None, :]
     n = n[:, None]
+    if BM > 128:
+        # In two halves: what the epilogue reads must fit in registers beside the sums.
+        total, second = tl.split(total.reshape(BN, 2, BM // 2).permute(0, 2, 1))
+        m = tl.program_id(0) * BM + tl.arange(0, BM // 2)
+        late = m.to(tl.int64)[None, :] + BM // 2
+        finish(second, bias, times, residual, y, late, n, (n < N) & (late < M), N, F, ACT, CAP)
+    m = m.to(tl.int64)[None, :]
     finish(total, bias, times, residual, y, m, n, (n < N) & (m < M), N, F, ACT, CAP)
 
 
@@ -272,12 +278,8 @@ _TILES = (
     Tile(64, 64, 4, 0.5),
     Tile(64, 32, 4, 0.35),
 )
-_LARGEST = 128 * 256
-_SPLITS = (1, 2, 4, 8)
-_LEAST_COLUMNS = 1024
-"""Columns of a split, at least."""
-_ADDING = 550
-"""What adding up the sums of a split costs, in columns, an estimate."""
+_LEAST_COLUMNS = 1024  # of a split
+_ADDING = 550  # columns: what adding up the sums of a split costs, an estimate
 
 
 def _tile(operand: torch.dtype, m: int, n: int, k: int, device: Device) -> Tile:
@@ -294,7 +296,7 @@ def _tile(operand: torch.dtype, m: int, n: int, k: int, device: Device) -> Tile:
 
     # Other architectures have too little shared memory for the first one.
     known = _TILES if device.capability in (90, 100) else _TILES[1:]
-    best = min((replace(t, splits=s) for t in known for s in _SPLITS), key=cost)
+    best = min((replace(t, splits=s) for t in known for s in (1, 2, 4, 8)), key=cost)
     return replace(best, step=128) if operand == torch.int8 else best
 
 
@@ -353,7 +355,8 @@ def gemm(
     given |= {"zeros": held.zeros, **sizes, **stored_as, **tail.given("linear", y, n)}
     grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     if tile.splits > 1:
-        partial = device.scratch("gemm_partial", (device.sms * _LARGEST,), torch.float32)
+        largest = _TILES[0].rows * _TILES[0].tokens
+        partial = device.scratch("gemm_partial", (device.sms * largest,), torch.float32)
         given["partial"] = partial if x_scale is None else partial.view(torch.int32)
         given["arrivals"] = device.scratch("gemm_arrivals", (device.sms,), torch.int32)
     return [launch(_gemm, grid, device, tile.warps, 0, tile.stages, **given)]
