@@ -104,6 +104,9 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
         ("int4_asym_g128_f16", 512, 89),
         ("mxfp4", 64, 90),
         ("ternary", 128, 80),
+        ("int4_sym_g128_f16", 128, 90),
+        ("int4_sym_g128_f16", 2048, 90),
+        ("f16", 2048, 90),
     ):
         yield f"gemm-{fmt}-f16-m{m}-n{N}-k{K}", cc, product(fmt, m, cc)
     yield f"gemm-f32-f32-m64-n{N}-k{K}", 80, product("f32", 64, 80, torch.float32)

@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 from triton.runtime import interpreter
 
+from clocher_kernels.dtypes import from_f32
+
 Array = np.ndarray
 
 _MNEMONIC = re.compile(r"[a-z0-9.]+")
@@ -120,6 +122,20 @@ def _packed(function: Callable[..., Array]) -> Callable[..., Array]:
     return apply
 
 
+def bf16_halves(word: Array) -> tuple[Array, Array]:
+    """Return the two bf16 numbers of each word, fp32."""
+    word = np.asarray(word, np.uint32)
+    return (word << np.uint32(16)).view(np.float32), (word & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+def _fma_bf16(*words: Array) -> Array:
+    low, high = (
+        from_f32((a.astype(np.float64) * b + c).astype(np.float32), "bf16").astype(np.uint32)
+        for a, b, c in zip(*map(bf16_halves, np.broadcast_arrays(*words)), strict=True)
+    )
+    return low | high << np.uint32(16)
+
+
 def _dp4a(a: Array, b: Array, c: Array) -> Array:
     a, b, c = np.broadcast_arrays(*(np.asarray(v, np.uint32) for v in (a, b, c)))
     bytes_of = [np.ascontiguousarray(v).view(np.int8).reshape(*v.shape, 4) for v in (a, b)]
@@ -158,6 +174,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "add.f16x2": _packed(lambda a, b: a + b),
     "mul.f16x2": _packed(lambda a, b: a * b),
     "fma.rn.f16x2": _packed(lambda a, b, c: a * b + c),
+    "fma.rn.bf16x2": _fma_bf16,
     "cvt.f32.f16": lambda a: a.astype(np.float32),
     "add.f32": lambda a, b: a + b,
     "mul.rn.f32": lambda a, b: a * b,

@@ -258,7 +258,6 @@ def test_narrow_activations() -> None:
 def test_machine_code_stays_within_its_budget() -> None:
     report = aot_report("cuda_aot_attention.py")["code"]
     sass_ratchet.hold("attention", report)
-    assert all(got["shared"] <= 99 << 10 for archs in report.values() for got in archs.values())
 
 
 @pytest.mark.slow
@@ -266,4 +265,5 @@ def test_machine_code_stays_within_its_budget() -> None:
 def test_no_kv_dtype_spills_on_any_architecture() -> None:
     for name, architectures in aot_report("cuda_aot_attention_all.py")["code"].items():
         for architecture, used in architectures.items():
-            assert used["local"] == 0 and used["shared"] <= 99 << 10, (name, architecture, used)
+            most = sass_ratchet.SHARED.get(architecture, sass_ratchet.MOST_SHARED)
+            assert used["local"] == 0 and used["shared"] <= most, (name, architecture, used)

@@ -18,10 +18,10 @@ from op_cases import OpRun, error
 from clocher_kernels.cuda import codes, dots, prepack
 from clocher_kernels.cuda.gemv_bits import _DOT16, _LESS16, gemv_bits, gemv_tile
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
-from clocher_kernels.cuda.linear import linear
+from clocher_kernels.cuda.linear import _INT4_BF16, linear
 from clocher_kernels.cuda.moe import moe_down
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
-from clocher_kernels.dtypes import E2M1_VALUES
+from clocher_kernels.dtypes import E2M1_VALUES, from_f32
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.ternary import Ternary
@@ -337,6 +337,34 @@ def test_packed_products_are_the_same_in_any_batch(fmt: str, size: float) -> Non
     assert rms <= 1e-3 and largest <= 4e-3, (rms, largest)
     for first, count in ((31, 1), (7, 2), (3, 17)):
         np.testing.assert_array_equal(multiply(first, count), together[first : first + count])
+
+
+@pytest.mark.usefixtures("assembly")
+@pytest.mark.parametrize(
+    "fmt",
+    ["int4_asym_g32_f16", "int4_sym_g128_f16", "int4_asym_row_f16", "int4_asym_g34_f32", "mxfp4"],
+)
+def test_tiles_with_the_inline_assembly_that_a_gpu_runs(fmt: str) -> None:
+    weight = _weights(fmt, 70, 288)
+    x = torch.from_numpy(_normal(fmt, 40, 288).astype(np.float16))
+    y = torch.full((40, 70), float("nan"))
+    execute(linear(x=x, w=prepack.prepack(weight, ASSEMBLY), y=y, device=ASSEMBLY))
+    rms, largest = error(y.numpy(), x.double().numpy() @ weight.decode().astype(np.float64).T)
+    assert rms <= 5e-4 and largest <= 3e-3, (rms, largest)
+
+
+@pytest.mark.parametrize("zero", [0, 8, 15])
+def test_assembly_decodes_and_scales_int4_in_bf16(zero: int) -> None:
+    codes = np.arange(16).repeat(2).reshape(1, -1)
+    planes = {
+        "codes": (codes[:, 0::2] | codes[:, 1::2] << 4).astype(np.uint8),
+        "scales": np.ones(1, np.float32),
+    }
+    words = _words(QuantTensor((1, 32), parse_format("int4_sym_row_f32"), planes))
+    less, scale = from_f32(np.float32([-128 - zero, 0.0625]), "bf16").astype(np.uint32) * 0x10001
+    pairs = ptx_emulator.run(_INT4_BF16.value, 4, words, less, scale)
+    got = np.stack([half for p in pairs for half in ptx_emulator.bf16_halves(p)], -1)
+    np.testing.assert_array_equal(got.reshape(-1), (codes[0] - zero) / 16)
 
 
 def test_assembly_adds_ternary_products() -> None:

@@ -350,7 +350,7 @@ def test_prefill_without_output_rows_skips_the_head(log: list[tuple[str, int]]) 
 
 
 def test_buckets() -> None:
-    assert token_buckets(512, 1) == (1, 16, 32, 64, 128, 256, 512)
+    assert token_buckets(2048, 1) == (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
     assert token_buckets(128, 6) == (1, 2, 4, 6, 16, 32, 64, 128)
     assert token_buckets(300, 1) == (1, 16, 32, 64, 128, 256, 300)
     assert token_buckets(8, 8) == (1, 2, 4, 8)
@@ -366,7 +366,7 @@ def test_buckets() -> None:
     assert [bucket(n, (1, 4, 16)) for n in (1, 2, 4, 5, 16)] == [1, 4, 4, 16, 16]
 
 
-@pytest.mark.parametrize(("batch", "plain", "guessing"), [(1, 8, 11), (4, 10, 17), (32, 17, 17)])
+@pytest.mark.parametrize(("batch", "plain", "guessing"), [(1, 10, 13), (4, 12, 21), (32, 21, 21)])
 def test_guesses_need_few_more_graphs(
     log: list[tuple[str, int]], batch: int, plain: int, guessing: int
 ) -> None:
@@ -415,7 +415,7 @@ def test_inputs_go_in_one_copy(log: list[tuple[str, int]], monkeypatch: pytest.M
 
 
 def test_the_back_end_chooses_the_chunk(log: list[tuple[str, int]]) -> None:
-    for chunk, tokens in ((None, 512), (40, 40)):
+    for chunk, tokens in ((None, 2048), (40, 40)):
         session = make_session(model(), backend="cuda", context=64, chunk=chunk)
         assert session.executor.plan.tokens == tokens
         session.close()

@@ -14,7 +14,7 @@ from cuda_cases import aot_report, meta, meta_device
 from op_cases import error
 
 from clocher_kernels.cuda import codes
-from clocher_kernels.cuda.launch import INTERPRETER, Launch, execute
+from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
 from clocher_kernels.dtypes import to_f32
@@ -170,6 +170,21 @@ def test_up_to_32_tokens_have_the_order_of_one(fmt: str) -> None:
         part.w, part.bias = whole.w, whole.bias
         part.x.copy_(whole.x[first : first + m])
         np.testing.assert_array_equal(part.run(), together[first : first + m])
+
+
+@pytest.mark.parametrize("fmt", ["int4_asym_g32_f16", "bf16", "ternary"])
+def test_programs_that_share_columns_add_up(fmt: str) -> None:
+    """128 tokens are few tiles: the last one of each to end adds the sums of all, twice alike."""
+    device = Device("cpu", 0, 64)
+    whole = Product(fmt, 100, 132, 4100 // 32 * 32, "f16")
+    (launch,) = linear(x=whole.x, w=whole.w, y=whole.y, bias=whole.bias, device=device)
+    assert launch.constants["SPLITS"] == launch.grid[2] > 1
+    execute([launch])
+    first = whole.y.clone()
+    errors = error(first.float().numpy(), whole.expected)
+    assert errors[0] <= 1e-3 and errors[1] <= 1e-2, errors
+    execute([launch])
+    assert torch.equal(whole.y, first)
 
 
 @pytest.mark.slow

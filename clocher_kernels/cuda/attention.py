@@ -19,6 +19,7 @@ from clocher_kernels.cuda.attention_block import (
     NEVER,
     attend_block,
     cells_at,
+    combine_splits,
     count_bits,
     fetch_cells,
     in_table,
@@ -26,8 +27,9 @@ from clocher_kernels.cuda.attention_block import (
     load_query,
     load_words,
     lowest,
+    needs_two,
     path_cells,
-    visible_cells,
+    sees_tree,
     work_type,
     write_heads,
 )
@@ -126,7 +128,7 @@ def _decode(
         tl.debug_barrier()
     else:
         heads_at = token * Q_ROW + (head * GROUP + row) * DIM
-        query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
+        query, rest = in_two(load_query(q, heads_at, live, DIM, WIDTH), WORK)
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -179,42 +181,10 @@ def _decode(
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == splits - 1:
         tl.store(arrivals + pair, 0)
-        _combine(
+        combine_splits(
             pair * SPLITS * LANES, splits, partial, tops, totals, sinks, head * GROUP, out,
             GROUP, LANES, DIM, WIDTH, SPLITS, TAKE, UNIT,
         )  # fmt: skip
-
-
-@triton.jit
-def _combine(
-    base, splits, partial, tops, totals, sinks, head0, out,
-    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
-    """Combine the splits' partial results, read from L2, and write the heads of a group."""
-    lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
-    live = lane < GROUP
-    split = tl.arange(0, SPLITS)[:, None]
-    at, done = base + split * LANES + lane[None, :], (split < splits) & live[None, :]
-    top = tl.load(tops + at, done, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(totals + at, done, other=0.0, cache_modifier=".cg")
-    highest = tl.max(top, 0)
-    anchor = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(total * tl.exp2(top - anchor[None, :]), 0)
-    acc = tl.zeros((LANES, WIDTH), tl.float32)
-    for split0 in tl.static_range(0, SPLITS, TAKE):
-        if split0 < splits:
-            part = split0 + tl.arange(0, TAKE)[:, None]
-            cell, inside = base + part * LANES + lane[None, :], (part < splits) & live[None, :]
-            weight = tl.load(tops + cell, inside, other=float("-inf"), cache_modifier=".cg")
-            values = tl.load(
-                partial + cell[:, :, None] * WIDTH + dim[None, None, :],
-                inside[:, :, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
-    write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
 
 
 def few_tokens(
@@ -325,12 +295,14 @@ def attention(
     # Adjacent tokens list different pages; an fp32 cache needs more registers than a tile has.
     if "listed" in tensors or len(q) <= DECODE_TOKENS or cache_dtype == "f32":
         return few_tokens(tensors, constants, device, heads_of)
-    tokens, lanes = len(q), constants["LANES"]
-    rows, block, warps = _tile(constants["WIDTH"])
+    lanes = constants["LANES"]
+    heads = len(q) * lanes * constants["HEADS"]
+    rows, block, warps, stages = _tile(constants["WIDTH"], cache_dtype, heads, device)
     rows = max(rows, lanes)
-    constants |= {"TOKENS": tokens, "ROWS": rows, "BLOCK": block}
-    grid = (triton.cdiv(tokens, rows // lanes), constants["HEADS"])
-    return [launch(_prefill, grid, device, warps, **tensors, **constants)]
+    constants |= {"TOKENS": len(q), "ROWS": rows, "BLOCK": block}
+    constants |= {"TWO": needs_two(y.dtype, constants["WORK"])}
+    grid = (triton.cdiv(len(q), rows // lanes), constants["HEADS"])
+    return [launch(_prefill, grid, device, warps, 0, stages, **tensors, **constants)]
 
 
 @triton.jit
@@ -341,11 +313,14 @@ def _prefill(
     GROUP: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
     ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
-    KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    KV: tl.constexpr, WORK: tl.constexpr, TWO: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of tokens, slot by slot; blocks that a token does not see add nothing."""
     start(PDL)
     ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
+    LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    FEW: tl.constexpr = 16
     # The last tokens of a chunk see the most keys, so they go first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     row = tl.arange(0, ROWS)
@@ -362,7 +337,11 @@ def _prefill(
         first = tl.maximum(first, position - position % CHUNK)
 
     heads_at = token * Q_ROW + (head * GROUP + lane) * DIM
-    query, rest = load_query(q, heads_at, live, DIM, WIDTH, WORK)
+    given = load_query(q, heads_at, live, DIM, WIDTH)
+    if TWO:
+        query, rest = in_two(given, WORK)
+    else:
+        query, rest = given.to(WORK), None
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, WIDTH), tl.float32)
@@ -373,31 +352,61 @@ def _prefill(
         mine = slot == current
         slot_pages = pages + current * PAGES_ROW
         lowest = tl.min(tl.where(mine, first, NEVER))
-        highest = tl.max(tl.where(mine, end, 0))
-        branch = tl.min(tl.where(mine & (tree != 0), end, NEVER))
-        for cell0 in range(lowest // BLOCK * BLOCK, tl.max(tl.where(mine, last, 0)), BLOCK):
-            visible, seen = visible_cells(
-                cell0, mine[:, None], first[:, None], end[:, None], tree[:, None],
-                position[:, None], lowest, highest, branch, BLOCK, WINDOW, CHUNK,
-            )  # fmt: skip
-            # Between the windows of distant tokens there may be any cells.
-            if WINDOW > 0 or CHUNK > 0:
-                seen = tl.max(visible.to(tl.int32), 0) > 0
+        if LOCAL:
+            # Tokens whose windows overlap the first one; beyond these there may be any cells.
+            reach = tl.max(tl.where(mine & (first == lowest), end, 0))
+            mine = mine & ((first < reach) | (first == lowest))
+        stop = tl.where(mine, end, 0)
+        highest = tl.max(stop)
+        begin = lowest // BLOCK * BLOCK
+        page = tl.load(slot_pages + tl.minimum(begin, CELLS - 1) // PAGE)
+        for cell0 in range(begin, highest, BLOCK):
             cell = cell0 + tl.arange(0, BLOCK)
-            at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, ONE_PAGE)
+            visible = cell[None, :] < stop[:, None]
+            seen = cell < highest
+            if LOCAL:
+                visible = visible & (cell[None, :] >= first[:, None])
+                seen = seen & (cell >= lowest)
+            if ONE_PAGE:
+                at = (within(page, POOL).to(tl.int64) * HEADS + head) * PAGE + cell % PAGE
+                # The next page's number is on its way while this one's keys are multiplied.
+                page = tl.load(slot_pages + tl.minimum(cell0 + BLOCK, CELLS - 1) // PAGE)
+            else:
+                at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, False)
             top, total, acc = attend_block(
                 top, total, acc, query, rest, at, seen, visible,
                 k_cache, v_cache, k_scale, v_scale,
                 DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
             )  # fmt: skip
-        current = tl.min(tl.where(slot > current, slot, NEVER))
+        # Nodes of draft trees come behind the committed cells.
+        branch = tl.min(tl.where(mine & (tree != 0), end, NEVER))
+        for cell0 in range(branch // FEW * FEW, tl.max(tl.where(mine, last, 0)), FEW):
+            cell = cell0 + tl.arange(0, FEW)
+            visible = mine[:, None] & sees_tree(
+                cell[None, :], end[:, None], tree[:, None], position[:, None], WINDOW, CHUNK
+            )
+            seen = tl.max(visible.to(tl.int32), 0) > 0
+            at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, PAGE % FEW == 0)
+            top, total, acc = attend_block(
+                top, total, acc, query, rest, at, seen, visible,
+                k_cache, v_cache, k_scale, v_scale,
+                DIM, WIDTH, FEW, SCALE, SOFTCAP, KV, WORK, ASM,
+            )  # fmt: skip
+        slot = tl.where(mine, NEVER, slot)
+        current = tl.min(slot)
 
     out = y + token * Y_ROW + (head * GROUP + lane) * DIM
     write_heads(out, top, total, acc, sinks, head * GROUP + lane, live, DIM, UNIT)
 
 
-def _tile(width: int) -> tuple[int, int, int]:
-    """Return (rows, keys per block, warps) for a chunk: what fits in 255 registers."""
+def _tile(width: int, kv: str, heads: int, device: Device) -> tuple[int, int, int, int]:
+    """Return (rows, keys per block, warps, stages) for a chunk: what fits in 255 registers.
+
+    `heads`: query heads of all tokens. If they are few, programs are smaller.
+    """
     if width > 128:
-        return 32, 32, 8
-    return (64, 32, 4) if width <= 64 else (64, 16, 8)
+        return 32, 32, 8, 1
+    if device.capability in (90, 100):
+        warps, block = (4 if heads < 64 * device.sms else 8), 64 if kv in ("bf16", "f16") else 32
+        return 16 * warps, block, warps, 2 if kv == "i8" else 3
+    return (64, 32, 4, 1) if width <= 64 else (64, 16, 8, 1)

@@ -1,8 +1,10 @@
 """One block of keys and values for a tile of rows: the step of online softmax.
 
-Keys and values are multiplied as exact bf16 or fp16; the fp32 operand is split in two of these.
+Keys and values are multiplied as exact bf16 or fp16; the fp32 operand is split in two of these, or
+rounded to one where activations are no more exact.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -20,19 +22,31 @@ def work_type(kv: str, device: Device) -> tl.dtype:
     return tl.bfloat16 if kv in ("bf16", "i8") and device.asm else tl.float32
 
 
+def needs_two(y: torch.dtype, work: tl.dtype) -> bool:
+    """Return whether queries and weights must be two numbers to be as exact as y's type."""
+    if y == torch.bfloat16 or work == tl.float32:
+        return False
+    return y == torch.float32 or work == tl.bfloat16
+
+
 @triton.jit
-def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr, WORK: tl.constexpr):
-    """Load rows of the query [ROWS, WIDTH] as two numbers of the type WORK."""
+def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows of the query [ROWS, WIDTH], fp32."""
     dim = tl.arange(0, WIDTH)
     inside = live[:, None] & (dim < DIM)[None, :]
-    return in_two(tl.load(q + at[:, None] + dim[None, :], inside, other=0.0).to(tl.float32), WORK)
+    return tl.load(q + at[:, None] + dim[None, :], inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
 def in_two(x, WORK: tl.constexpr):
     """Split fp32 into WORK and the remainder."""
-    high = x.to(WORK)
-    return high, (x - high.to(tl.float32)).to(WORK)
+    if tl.constexpr(tl.bfloat16) == WORK:
+        # Cut, not rounded: the remainder has what is missing, and both convert in pairs.
+        cut = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+        return cut.to(WORK), (x - cut).to(WORK)
+    else:
+        high = x.to(WORK)
+        return high, (x - high.to(tl.float32)).to(WORK)
 
 
 @triton.jit
@@ -40,6 +54,8 @@ def _product(high, rest, b, acc):
     """Return (high + rest) @ b + acc in fp32."""
     if high.dtype == tl.float32:
         return tl.dot(high, b, acc, input_precision="tf32x3")
+    elif rest is None:
+        return tl.dot(high, b, acc)
     else:
         return tl.dot(high, b, tl.dot(rest, b, acc))
 
@@ -129,9 +145,11 @@ def attend_block(
     total = total * fade + tl.sum(weight, 1)
     if KV == "i8":
         weight *= tl.load(v_scale + at, seen, other=0.0)[None, :]
+    values, acc = _widen(v_stored, KV, WORK, ASM), acc * fade[:, None]
+    if rest is None:
+        return higher, total, _product(weight.to(WORK), None, values, acc)
     high, low = in_two(weight, WORK)
-    values = _widen(v_stored, KV, WORK, ASM)
-    return higher, total, _product(high, low, values, acc * fade[:, None])
+    return higher, total, _product(high, low, values, acc)
 
 
 @triton.jit
@@ -142,27 +160,7 @@ def in_table(tree, end, CELLS: tl.constexpr):
 
 
 @triton.jit
-def visible_cells(
-    cell0, mine, first, end, tree, position, lowest, highest, branch,
-    BLOCK: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Return which rows see which cells [ROWS, BLOCK], and which may be read [BLOCK].
-
-    An active row (`mine`) sees the committed cells first .. end - 1 and those of its ancestor mask.
-    `lowest`, `highest`, `branch`: over all rows, the least first, the greatest end, and the least
-    end of rows with ancestors.
-    """
-    cell = cell0 + tl.arange(0, BLOCK)
-    seen = (cell >= lowest) & (cell < highest)
-    visible = mine & (cell[None, :] >= first) & (cell[None, :] < end)
-    if cell0 + BLOCK > branch:
-        visible = visible | (mine & _sees_tree(cell[None, :], end, tree, position, WINDOW, CHUNK))
-        seen = seen | (tl.max(visible.to(tl.int32), 0) > 0)
-    return visible, seen
-
-
-@triton.jit
-def _sees_tree(cell, end, tree, position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def sees_tree(cell, end, tree, position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """Return whether a row sees cells by its ancestor mask; later bits count as distance."""
     bit = cell - end
     inside = (bit >= 0) & (bit < 64)
@@ -199,6 +197,38 @@ def write_heads(
     dim = tl.arange(0, acc.shape[1])
     inside = live[:, None] & (dim < DIM)[None, :]
     tl.store(out[:, None] + dim[None, :], acc.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def combine_splits(
+    base, splits, partial, tops, totals, sinks, head0, out,
+    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits' partial results, read from L2, and write the heads of a group."""
+    lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
+    live = lane < GROUP
+    split = tl.arange(0, SPLITS)[:, None]
+    at, done = base + split * LANES + lane[None, :], (split < splits) & live[None, :]
+    top = tl.load(tops + at, done, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(totals + at, done, other=0.0, cache_modifier=".cg")
+    highest = tl.max(top, 0)
+    anchor = tl.where(highest == float("-inf"), 0.0, highest)
+    total = tl.sum(total * tl.exp2(top - anchor[None, :]), 0)
+    acc = tl.zeros((LANES, WIDTH), tl.float32)
+    for split0 in tl.static_range(0, SPLITS, TAKE):
+        if split0 < splits:
+            part = split0 + tl.arange(0, TAKE)[:, None]
+            cell, inside = base + part * LANES + lane[None, :], (part < splits) & live[None, :]
+            weight = tl.load(tops + cell, inside, other=float("-inf"), cache_modifier=".cg")
+            values = tl.load(
+                partial + cell[:, :, None] * WIDTH + dim[None, None, :],
+                inside[:, :, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
+    write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
 
 
 @triton.jit

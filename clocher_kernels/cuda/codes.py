@@ -256,6 +256,15 @@ def ternary_digit(w, J: tl.constexpr):
 
 
 @triton.jit
+def in_order(v):
+    """Join elements 0 .. 7 of words [BN, BW], a tuple, to [BN, BW * 8]."""
+    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
+    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
+    # The dimensions of the join are (BN, BW, j // 4, j // 2 % 2, j % 2) of element j.
+    return tl.join(even, odd).reshape(v[0].shape[0], v[0].shape[1] * 8)
+
+
+@triton.jit
 def _eight(w, first: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr, DTYPE: tl.constexpr):
     """Return elements first, first + step, ... of words [BN, BW], joined to [BN, BW * 8]."""
     v = ()
@@ -266,10 +275,7 @@ def _eight(w, first: tl.constexpr, step: tl.constexpr, CODE: tl.constexpr, DTYPE
             v = v + (mxfp4_value(w, first + j * step).to(DTYPE),)
         else:
             v = v + (ternary_digit(w, first + j * step).to(DTYPE),)
-    even = tl.join(tl.join(v[0], v[4]), tl.join(v[2], v[6]))
-    odd = tl.join(tl.join(v[1], v[5]), tl.join(v[3], v[7]))
-    # The dimensions of the join are (BN, BW, j // 4, j // 2 % 2, j % 2) of element j.
-    return tl.join(even, odd).reshape(w.shape[0], w.shape[1] * 8)
+    return in_order(v)
 
 
 @triton.jit

@@ -107,7 +107,8 @@ def _load8(x, k, inside, K: tl.constexpr):
 
 
 @triton.jit
-def _times(pair, factor):
+def times_pair(pair, factor):
+    """Multiply pairs of fp16."""
     return tl.inline_asm_elementwise(
         "mul.f16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
     )
@@ -126,7 +127,7 @@ def _unpack(pair):
 
 
 @triton.jit
-def _pairs(w, low, high, FORMAT: tl.constexpr):
+def word_pairs(w, low, high, FORMAT: tl.constexpr):
     """Return the four pairs of 4-bit words, for mxfp4 2^14 times too small."""
     # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
     if FORMAT == "int4":
@@ -159,11 +160,12 @@ def _load_pairs(x, k, inside, K: tl.constexpr):
 @triton.jit
 def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
     """Add a 4-bit word times four pairs of activations; mxfp4 is 2^14 times too small, or HALF."""
-    low, high = _zero_pairs(zero)
-    p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
+    low, high = zero_pairs(zero)
+    p0, p1, p2, p3 = word_pairs(word, low, high, FORMAT)
     if FORMAT == "mxfp4" and HALF:
         up = tl.full((1, 1, 1), 0x70007000, tl.int32)
-        p0, p1, p2, p3 = _times(p0, up), _times(p1, up), _times(p2, up), _times(p3, up)
+        p0, p1 = times_pair(p0, up), times_pair(p1, up)
+        p2, p3 = times_pair(p2, up), times_pair(p3, up)
     return tl.inline_asm_elementwise(
         _FMA_PAIRS,
         "=r,r,r,r,r,r,r,r,r,r",
@@ -196,7 +198,7 @@ def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
     for c in tl.static_range(0, 4):
         four = ()
         for i in tl.static_range(0, 4):
-            four = four + (_times(xs[c * 4 + i], up),)
+            four = four + (times_pair(xs[c * 4 + i], up),)
         sums = _fma_word(four, words[c], zero, sums, "mxfp4", False)
         if c % 2 == 1:
             chains = chains + (sums,)
@@ -238,8 +240,8 @@ def _element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
 @triton.jit
 def _eight(word, zero, FORMAT: tl.constexpr):
     """Return the weights of 4-bit words, fp32, unscaled; mxfp4 is 2^14 times too small."""
-    low, high = _zero_pairs(zero)
-    p0, p1, p2, p3 = _pairs(word, low, high, FORMAT)
+    low, high = zero_pairs(zero)
+    p0, p1, p2, p3 = word_pairs(word, low, high, FORMAT)
     v0, v1 = _unpack(p0)
     v2, v3 = _unpack(p1)
     v4, v5 = _unpack(p2)
@@ -248,7 +250,7 @@ def _eight(word, zero, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _zero_pairs(zero):
+def zero_pairs(zero):
     """Return the pairs 1024 + zero and -(64 + zero) of zero points 0..15."""
     return zero * 0x00010001 + 0x64006400, zero * 0x00100010 - 0x2BFF2C00
 

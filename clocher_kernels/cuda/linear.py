@@ -1,9 +1,11 @@
 """The `linear` op: GEMV kernels for up to 32 tokens; here, tiles for more, decoded in the kernel.
 
-Steps along K do not depend on M. Weights are the left operand, which tensor cores take from
-registers. Operands have the activations' type, sums are fp32.
+Weights are the left operand, which tensor cores take from registers: decoded to the activations'
+type, scales of groups included, while earlier columns are multiplied. Sums are fp32; those of
+ternary weights and int8 activations are exact.
 """
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,23 +13,107 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import decode_words, to_f16, unit
-from clocher_kernels.cuda.dots import to_scale
+from clocher_kernels.cuda.codes import decode_words, in_order, int4_code, mxfp4_value, to_f16, unit
+from clocher_kernels.cuda.dots import times_pair, to_scale, word_pairs, zero_pairs
 from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, gemv_bytes
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.prepack import DeviceTensor, stored
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, start
+from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
+from clocher_kernels.cuda.quantize import rounded_product
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8
 from clocher_kernels.ops.linear import sums_exactly
 
+# A word of int4 -> four pairs of (code - zero) * scale in bf16. A nibble becomes the last bits of a
+# number between 128 and 256. $5 = -(128 + zero), $6 = scale, in both halves.
+_INT4_BF16 = tl.constexpr("""{
+.reg .b32 a, b, c, d, u, v, w, o, z;
+mov.b32 o, 0x3f803f80;
+mov.b32 z, 0x80008000;
+shr.u32 u, $4, 4;
+shr.u32 v, $4, 8;
+shr.u32 w, $4, 12;
+lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 b, u, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 c, v, 0x000f000f, 0x43004300, 0xea;
+lop3.b32 d, w, 0x000f000f, 0x43004300, 0xea;
+fma.rn.bf16x2 a, a, o, $5;
+fma.rn.bf16x2 b, b, o, $5;
+fma.rn.bf16x2 c, c, o, $5;
+fma.rn.bf16x2 d, d, o, $5;
+fma.rn.bf16x2 $0, a, $6, z;
+fma.rn.bf16x2 $1, b, $6, z;
+fma.rn.bf16x2 $2, c, $6, z;
+fma.rn.bf16x2 $3, d, $6, z;
+}""")
+
+
+@triton.jit
+def _twice(x):
+    """Return 16-bit values in both halves of int32 registers."""
+    bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    return bits | (bits << 16)
+
+
+@triton.jit
+def _halves(pair, like):
+    """Return the halves of int32 registers, of the 16-bit type of `like`."""
+    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
+    if like.dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.float16, tl.float16), True, 1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.bfloat16, tl.bfloat16), True, 1
+        )
+
+
+@triton.jit
+def _scaled_words(w, scale, zero, CODE: tl.constexpr):
+    """Decode 4-bit words to the 16-bit type of `scale`; mxfp4's are 2^14 times too small."""
+    if scale.dtype == tl.bfloat16:
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            _INT4_BF16,
+            "=&r,=&r,=&r,=&r,r,r,r",
+            [w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)],
+            (tl.int32, tl.int32, tl.int32, tl.int32),
+            True,
+            1,
+        )
+    else:
+        low, high = zero_pairs(zero)
+        factor = _twice(scale)
+        p0, p1, p2, p3 = word_pairs(w, low, high, CODE)
+        p0, p1 = times_pair(p0, factor), times_pair(p1, factor)
+        p2, p3 = times_pair(p2, factor), times_pair(p3, factor)
+    lower = _halves(p0, scale) + _halves(p1, scale)
+    return in_order(lower + _halves(p2, scale) + _halves(p3, scale))
+
+
+@triton.jit
+def _digits(w):
+    """Decode ternary words [BN, BW] to int8 [BN, BW * 16]."""
+    fours = ()
+    for g in tl.static_range(4):
+        # Four bytes -1, 0 or 1; the sign bit keeps them from borrowing.
+        t = (((w >> 2 * g) & 0x03030303 | -2139062144) - 0x01010101) ^ -2139062144
+        even = tl.join(t.to(tl.int8), (t >> 16).to(tl.int8))
+        odd = tl.join((t >> 8).to(tl.int8), (t >> 24).to(tl.int8))
+        fours = fours + (tl.join(even, odd),)
+    # (BN, BW, b // 2, b % 2, g % 2, g // 2) of element 4g + b
+    both = tl.join(tl.join(fours[0], fours[1]), tl.join(fours[2], fours[3]))
+    return both.permute(0, 1, 5, 4, 2, 3).reshape(w.shape[0], w.shape[1] * 16)
+
 
 @triton.jit
 def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
     """Decode loaded weights to [BN, BK] in the operands' type, without scale and zero point."""
-    if CODE == "int4" or CODE == "mxfp4" or CODE == "ternary":
+    if CODE == "digits":
+        return _digits(held)
+    elif CODE == "int4" or CODE == "mxfp4" or CODE == "ternary":
         return decode_words(held, CODE, OPERAND)
     elif CODE == "float":
         return held.to(OPERAND)
@@ -36,85 +122,190 @@ def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
+def _scaled(
+    held, scale, zero,
+    CODE: tl.constexpr, OPERAND: tl.constexpr, GRAIN: tl.constexpr, FACTOR: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Decode loaded weights to [BN, BK].
+
+    Scales and zero points are [BN, 1], or those of each GRAIN columns.
+    """
+    scale = (to_scale(scale, CODE) * FACTOR).to(OPERAND)
+    INT4: tl.constexpr = CODE == "int4" and scale.dtype == tl.bfloat16
+    if ASM and GRAIN == 8 and (INT4 or scale.dtype == tl.float16):
+        return _scaled_words(held, scale, zero, CODE)
+    elif GRAIN == 8:
+        # Words without inline assembly.
+        v = ()
+        for j in tl.static_range(8):
+            if CODE == "int4":
+                v = v + ((int4_code(held, j) - zero).to(OPERAND) * scale,)
+            else:
+                v = v + (mxfp4_value(held, j).to(OPERAND) * scale,)
+        return in_order(v)
+    else:
+        wt = decoded(held, CODE, OPERAND, ASM)
+        if CODE == "int4":
+            wt -= zero.to(OPERAND)
+        return wt * scale
+
+
+@triton.jit
+def _each(groups, COUNT: tl.constexpr):
+    """Repeat what groups of columns have, [BN, G], for each of their COUNT elements."""
+    BN: tl.constexpr = groups.shape[0]
+    G: tl.constexpr = groups.shape[1]
+    return tl.broadcast_to(groups[:, :, None], (BN, G, COUNT)).reshape(BN, G * COUNT)
+
+
+@triton.jit
 def _gemm(
-    x, w, scales, zeros, bias, times, residual, y,
+    x, x_scale, w, scales, zeros, bias, times, residual, y, partial, arrivals,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    OPERAND: tl.constexpr, ONCE: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, GRAIN: tl.constexpr, FACTOR: tl.constexpr,
+    OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
+    # Programs that run together share rows of W; the tokens are in L2.
     m = tl.program_id(0) * BM + tl.arange(0, BM)
     n = tl.program_id(1) * BN + tl.arange(0, BN)
     # Rows and tokens beyond the last repeat it and are not stored: loads need no mask for them.
     row = tl.minimum(n, N - 1)
-    w_rows = w + row.to(tl.int64)[:, None] * STRIDE
-    x_rows = x + tl.minimum(m, M - 1)[None, :] * K
+    COLUMNS: tl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK
+    split = tl.program_id(2)
+    begin = split * COLUMNS if SPLITS > 1 else 0
+    stop = tl.minimum(begin + COLUMNS, K) if SPLITS > 1 else K
+    element, k = tl.arange(0, BK // PER), tl.arange(0, BK)
+    w_at = w + row.to(tl.int64)[:, None] * STRIDE + (begin // PER + element)[None, :]
+    x_at = x + tl.minimum(m, M - 1)[None, :] * K + (begin + k)[:, None]
+    zero = tl.full((1, 1), 8, tl.int32)
     if SPAN > 0:
-        first_scale = (row // SCALE_ROWS).to(tl.int64) * tl.cdiv(K, SPAN)
-    else:
-        first_scale = row * SCALE_ROWS
-
-    total = tl.zeros((BN, BM), tl.float32)
-    for k0 in range(0, K, BK):
-        k = k0 + tl.arange(0, BK)
-        inside = k < K
-        element = k0 // PER + tl.arange(0, BK // PER)
-        at = w_rows + element[None, :]
-        stored = (element < STRIDE)[None, :]
-        if ONCE:
-            held = tl.load(at, stored, 0, eviction_policy="evict_first")
-        else:
-            held = tl.load(at, stored, 0)
-        xt = tl.load(x_rows + k[:, None], inside[:, None], 0).to(OPERAND)
-        wt = decoded(held, CODE, OPERAND, ASM)
-
-        if SPAN % BK == 0:
-            # The step lies in one group of columns.
-            group = first_scale[:, None] + (k0 // SPAN if SPAN > 0 else 0)
-            grouped = (row < N)[:, None]
-        else:
-            group = first_scale[:, None] + (k // SPAN)[None, :]
-            grouped = inside[None, :]
+        # The next step's scales are on their way while this one's weights are multiplied.
+        WHOLE: tl.constexpr = BK % SPAN == 0 and SPAN % GRAIN == 0
+        PARTS: tl.constexpr = 1 if SPAN % BK == 0 else (BK // SPAN if WHOLE else BK // GRAIN)
+        part = tl.arange(0, PARTS)[None, :] * (BK // PARTS)
+        group = (row // SCALE_ROWS).to(tl.int64)[:, None] * tl.cdiv(K, SPAN)
+        own = group + tl.minimum(begin + part, K - 1) // SPAN
+        scale = tl.load(scales + own)
         if zeros is not None:
-            wt -= tl.load(zeros + group, grouped, 0).to(OPERAND)
-        elif CODE == "int4":
-            wt -= 8
-        if SPAN == 0:
-            total = tl.dot(wt, xt, total, input_precision="ieee")
-        elif SPAN % BK == 0:
-            # Codes are exact in the operands' type; the sum is scaled.
-            part = tl.dot(wt, xt, input_precision="ieee")
-            total += part * to_scale(tl.load(scales + group, grouped, 0), CODE)
-        else:
-            wt *= to_scale(tl.load(scales + group, grouped, 0), CODE)
-            total = tl.dot(wt, xt, total, input_precision="ieee")
+            zero = tl.load(zeros + own).to(tl.int32)
+    elif zeros is not None:
+        zero = tl.load(zeros + row * SCALE_ROWS)[:, None].to(tl.int32)
 
-    total *= UNIT
+    total = tl.zeros((BN, BM), tl.float32 if x_scale is None else tl.int32)
+    for k0 in range(begin, stop, BK):
+        if K % BK == 0:
+            held, xt = tl.load(w_at), tl.load(x_at)
+        else:
+            held = tl.load(w_at, (element < STRIDE - k0 // PER)[None, :], 0)
+            xt = tl.load(x_at, (k < K - k0)[:, None], 0)
+        w_at += BK // PER
+        x_at += BK
+        if SPAN > 0:
+            if WHOLE and PARTS > 1:
+                each = _each(scale, SPAN // GRAIN)
+                zeros_of = zero if zeros is None else _each(zero, SPAN // GRAIN)
+                wt = _scaled(held, each, zeros_of, CODE, OPERAND, GRAIN, FACTOR, ASM)
+            else:
+                wt = _scaled(held, scale, zero, CODE, OPERAND, GRAIN, FACTOR, ASM)
+            ahead = group + tl.minimum(k0 + BK + part, K - 1) // SPAN
+            scale = tl.load(scales + ahead)
+            if zeros is not None:
+                zero = tl.load(zeros + ahead).to(tl.int32)
+        elif CODE == "int4":
+            one = tl.full((1, 1), 1.0, tl.float32)
+            wt = _scaled(held, one, zero, CODE, OPERAND, PER, 1.0, ASM)
+        else:
+            wt = decoded(held, CODE, OPERAND, ASM)
+        if x_scale is None:
+            total = tl.dot(wt, xt.to(OPERAND), total, input_precision="ieee")
+        else:
+            total = tl.dot(wt, xt, total, out_dtype=tl.int32)
+
+    if SPLITS > 1:
+        # The last program to end adds up the sums of all, in their order.
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
+        at = partial + tile * (SPLITS * BN * BM) + inside
+        tl.store(at + split * (BN * BM), total)
+        if not is_last(arrivals + tile, SPLITS):
+            return
+        total = tl.load(at, cache_modifier=".cg")
+        for other in range(1, SPLITS):
+            total += tl.load(at + other * (BN * BM), cache_modifier=".cg")
+
+    factor = tl.full((1, 1), UNIT, tl.float32)
     if SPAN == 0 and scales is not None:
-        total *= tl.load(scales + first_scale).to(tl.float32)[:, None]
-    m = m.to(tl.int64)[None, :]
+        factor *= tl.load(scales + row * SCALE_ROWS).to(tl.float32)[:, None]
+    if x_scale is not None:
+        factor *= tl.load(x_scale + tl.minimum(m, M - 1))[None, :]
+    total = rounded_product(total.to(tl.float32), factor, ASM)
     n = n[:, None]
+    if BM > 128:
+        # In two halves: what the epilogue reads must fit in registers beside the sums.
+        total, second = tl.split(total.reshape(BN, 2, BM // 2).permute(0, 2, 1))
+        m = tl.program_id(0) * BM + tl.arange(0, BM // 2)
+        late = m.to(tl.int64)[None, :] + BM // 2
+        finish(second, bias, times, residual, y, late, n, (n < N) & (late < M), N, F, ACT, CAP)
+    m = m.to(tl.int64)[None, :]
     finish(total, bias, times, residual, y, m, n, (n < N) & (m < M), N, F, ACT, CAP)
 
 
-def _tile(
-    operand: torch.dtype, span: int, m: int, n: int, device: Device
-) -> tuple[int, int, int, int]:
-    """Return rows of W, tokens, columns of a step (whatever M), and warps of a program."""
-    bm = min(max(16, triton.next_power_of_2(m)), 32 if operand == torch.float32 else 128)
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Rows of W and tokens of a program, its warps, and how fast it is, relative, an estimate.
+
+    `splits` programs share the columns of a tile; `step` columns are multiplied at a time.
+    """
+
+    rows: int
+    tokens: int
+    warps: int
+    speed: float
+    step: int = 64
+    stages: int = 3
+    splits: int = 1
+
+
+_TILES = (
+    Tile(128, 256, 8, 1.0),
+    Tile(128, 128, 8, 0.9),
+    Tile(64, 128, 4, 0.7),
+    Tile(64, 64, 4, 0.5),
+    Tile(64, 32, 4, 0.35),
+)
+_LEAST_COLUMNS = 1024  # of a split
+_ADDING = 550  # columns: what adding up the sums of a split costs, an estimate
+
+
+def _tile(operand: torch.dtype, m: int, n: int, k: int, device: Device) -> Tile:
+    """Return the tile of a program: for tensor cores that with which the last one ends first."""
     if operand == torch.float32:
-        return 64, bm, 32, 4
-    bn = 128 if triton.cdiv(m, bm) * triton.cdiv(n, 128) >= device.sms else 64
-    bk = 64
-    while span % bk:
-        bk //= 2
-    return bn, bm, bk, 8 if bn * bm > 64 * 64 else 4
+        return Tile(64, min(max(16, triton.next_power_of_2(m)), 32), 4, 1.0, 32, 1)
+
+    def cost(tile: Tile) -> float:
+        programs = triton.cdiv(m, tile.tokens) * triton.cdiv(n, tile.rows) * tile.splits
+        if tile.splits > 1 and (k < tile.splits * _LEAST_COLUMNS or programs > device.sms):
+            return float("inf")
+        columns = k / tile.splits / tile.speed + (_ADDING if tile.splits > 1 else 0)
+        return triton.cdiv(programs, device.sms) * tile.rows * tile.tokens * columns
+
+    # Other architectures have too little shared memory for the first one.
+    known = _TILES if device.capability in (90, 100) else _TILES[1:]
+    best = min((replace(t, splits=s) for t in known for s in (1, 2, 4, 8)), key=cost)
+    return replace(best, step=128) if operand == torch.int8 else best
 
 
-TL_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+TL_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+}
 
 
 def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
@@ -123,23 +314,52 @@ def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
     return torch.float32 if x_dtype == torch.bfloat16 and not device.asm else x_dtype
 
 
+def _units(held: Stored, operand: torch.dtype, device: Device) -> dict[str, float]:
+    """Return FACTOR, which the scales of groups are multiplied by, and UNIT, which sums are.
+
+    They keep scaled fp16 weights in range: normal from 2^-20 to 1023, or for mxfp4 to 2^22 and
+    exact from 2^-18.
+    """
+    own = unit(held.code, "pairs")
+    if not held.span:
+        return {"FACTOR": 1.0, "UNIT": own}
+    if operand != torch.float16:
+        return {"FACTOR": own, "UNIT": 1.0}
+    if held.code == "mxfp4":
+        return {"FACTOR": 2.0**8 if device.asm else 2.0**-6, "UNIT": 2.0**6}
+    return {"FACTOR": own * 2.0**6, "UNIT": 2.0**-6}
+
+
 def gemm(
-    *, x: Tensor, w: DeviceTensor, y: Tensor, tail: Tail = PLAIN, device: Device
+    *,
+    x: Tensor,
+    w: DeviceTensor,
+    y: Tensor,
+    x_scale: Tensor | None = None,
+    tail: Tail = PLAIN,
+    device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear` for any number of tokens."""
+    """Lower `ops.linear.linear` for any number of tokens; int8 ones meet ternary weights."""
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
-    # Groups that fit no step of 16 columns are scaled before the matmul, which needs fp32.
-    operand = torch.float32 if held.span % 16 else operand_type(x.dtype, device)
-    bn, bm, bk, warps = _tile(operand, held.span, m, n, device)
-    sizes = {"M": m, "N": n, "K": k, "BM": bm, "BN": bn, "BK": bk}
-    stored_as = {"CODE": held.code, "PER": held.per, "STRIDE": held.data.shape[-1]}
-    stored_as |= {"UNIT": unit(held.code, "pairs"), "SPAN": held.span}
-    stored_as |= {"SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
-    given = {"x": x, "w": held.data, "scales": held.scales, "zeros": held.zeros}
-    given |= {"ONCE": m <= bm, **sizes, **stored_as, **tail.given("linear", y, n)}
-    grid = (triton.cdiv(m, bm), triton.cdiv(n, bn))
-    return [launch(_gemm, grid, device, warps, **given)]
+    operand = operand_type(x.dtype, device)
+    tile = _tile(operand, m, n, k, device)
+    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, "BN": tile.rows, "BK": tile.step}
+    sizes |= {"SPLITS": tile.splits}
+    code = held.code if x_scale is None else "digits"
+    stored_as = {"CODE": code, "PER": held.per, "STRIDE": held.data.shape[-1]}
+    stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
+    stored_as |= {"GRAIN": held.per if held.span % held.per == 0 else 1}
+    stored_as |= _units(held, operand, device)
+    given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
+    given |= {"zeros": held.zeros, **sizes, **stored_as, **tail.given("linear", y, n)}
+    grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
+    if tile.splits > 1:
+        largest = _TILES[0].rows * _TILES[0].tokens
+        partial = device.scratch("gemm_partial", (device.sms * largest,), torch.float32)
+        given["partial"] = partial if x_scale is None else partial.view(torch.int32)
+        given["arrivals"] = device.scratch("gemm_arrivals", (device.sms,), torch.int32)
+    return [launch(_gemm, grid, device, tile.warps, 0, tile.stages, **given)]
 
 
 def linear(
@@ -161,7 +381,7 @@ def linear(
     if x_scale is not None:
         if not sums_exactly(w.format, group):
             raise no_codes("linear", w)
-        return linear_ternary(**given, x_scale=x_scale)
+        given["x_scale"] = x_scale
     return (few if len(x) <= MOST_SLICED else gemm)(**given)
 
 

@@ -102,7 +102,7 @@ BACK_ENDS: Mapping[str, BackEnd] = {
     "cuda": BackEnd(
         activations={"fp16": "f16", "bf16": "bf16", "fp32": "f32", "fp8": "f16"},
         cache_dtype="bf16",
-        chunk=512,
+        chunk=2048,
         on_host=False,
         rounds=frozenset({"fp8"}),
     ),
