@@ -71,7 +71,8 @@ class Launch:
 
     `args` are run-time arguments (None: absent tensor), `constants` constexprs. `pdl`: the kernel
     waits for its predecessor itself (`gdc_wait`). `weights` read per thread and turn of the main
-    loop bound instruction budgets; 0: not a weight-streaming kernel.
+    loop bound instruction budgets; 0: not a weight-streaming kernel. `stages`: turns of loops with
+    a `tl.dot` whose loads are in flight.
     """
 
     kernel: Any
@@ -81,6 +82,7 @@ class Launch:
     num_warps: int = 4
     pdl: bool = False
     weights: int = 0
+    stages: int = 1
 
 
 def launch(
@@ -89,6 +91,7 @@ def launch(
     device: Device,
     num_warps: int = 4,
     weights: int = 0,
+    stages: int = 1,
     /,
     **given: Any,
 ) -> Launch:
@@ -99,18 +102,18 @@ def launch(
     given |= {"ASM": device.asm, "PDL": device.pdl}
     args = {name: given.get(name) for name in names if not name.isupper()}
     constants = {name: given[name] for name in names if name.isupper()}
-    return Launch(kernel, grid, args, constants, num_warps, device.pdl, weights)
+    return Launch(kernel, grid, args, constants, num_warps, device.pdl, weights, stages)
 
 
 def options(launch: Launch) -> dict[str, Any]:
     """Return the compiler options of a launch, the same at run time and ahead of time.
 
-    Two stages or more would turn 16-byte streaming loads into cp.async and lose their eviction
-    policy. The budgets need a * b + c fused; Triton 3.10 does not by default.
+    Two stages or more turn 16-byte streaming loads into cp.async, which loses their eviction
+    policy: only for kernels of `tl.dot`. The budgets need a * b + c fused; Triton 3.10 does not by default.
     """
     chosen: dict[str, Any] = {
         "num_warps": launch.num_warps,
-        "num_stages": 1,
+        "num_stages": launch.stages,
         "enable_fp_fusion": True,
     }
     if launch.pdl:
