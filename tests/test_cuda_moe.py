@@ -3,17 +3,26 @@
 import zlib
 
 import numpy as np
+import ptx_emulator
 import pytest
 import torch
 from cuda_cases import meta, meta_device
 from op_cases import error
 
+from clocher_kernels.cuda import moe_gemm
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.prepack import (
+    TORCH_DTYPES,
+    DeviceTensor,
+    _pair_nibbles,
+    prepack,
+    rearrange,
+)
 from clocher_kernels.formats import parse_format
+from clocher_kernels.formats.floats import E2M1_VALUES
 from clocher_kernels.ops import moe
-from clocher_kernels.quant_tensor import encode
+from clocher_kernels.quant_tensor import QuantTensor, encode
 
 
 def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -127,7 +136,114 @@ def test_a_token_is_the_same_in_any_batch(fmt: str) -> None:
             np.testing.assert_array_equal(alone, all_of_them[which])
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 32, 512])
+MANY = 40
+"""Tokens that are multiplied in tiles."""
+
+
+@pytest.mark.parametrize("x_type", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        "mxfp4",
+        "bf16",
+        "int4_sym_g128_f16",
+        "int4_asym_g64_f32",
+        "int4_asym_g32_f16",
+        "int4_asym_row_f16",
+        "int8_row_f32",
+        "int8_tensor_f32",
+        "int8_g48_f16",
+        "int4_asym_g34_f32",
+    ],
+)
+@pytest.mark.one_in(3)
+def test_tiles_of_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
+    experts = Experts(fmt, MANY, 3, x_type)
+    for got, expected in zip(experts.run(), experts.expected(), strict=True):
+        rms, largest = error(got, expected)
+        assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
+
+
+@pytest.mark.parametrize("routing", ["one expert", "last experts", "in turn"])
+def test_tiles_of_any_routing(routing: str) -> None:
+    """Experts without tokens, with more than a tile, and with a part of one."""
+    experts = Experts("mxfp4", 70, 1 if routing == "one expert" else 2, torch.float16)
+    token = np.arange(70, dtype=np.int32)[:, None]
+    if routing == "in turn":
+        experts.ids = np.hstack([token % 5, (token + 1 + token // 5 % 3) % 5])
+    else:
+        experts.ids = experts.ids * 0 + np.array([[4, 3]], np.int32)[:, : experts.ids.shape[1]]
+    for got, expected in zip(experts.run(), experts.expected(), strict=True):
+        rms, largest = error(got, expected)
+        assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
+
+
+def test_tiles_keep_nan_within_a_token() -> None:
+    experts = Experts("mxfp4", MANY, 2, torch.float16)
+    clean = experts.run()
+    experts.x[7, 3] = experts.hidden[7, 0, 5] = float("nan")
+    for got, before in zip(experts.run(), clean, strict=True):
+        assert np.isnan(got[7]).any()
+        others = np.arange(MANY) != 7
+        np.testing.assert_array_equal(got[others], before[others])
+
+
+@pytest.mark.parametrize("scales", [(0, 0), (240, 236), (127, 90), (3, 3)], ids=str)
+def test_tiles_take_scales_of_any_size(scales: tuple[int, int]) -> None:
+    """In a row a block counts down to 2^-24 of the largest one's scale, and nothing overflows."""
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (1, 4, 2, 16), dtype=np.uint8)
+    planes = {"blocks": blocks, "scales": np.zeros((1, 4, 2), np.uint8) + np.uint8(scales)}
+    weight = QuantTensor((1, 4, 64), parse_format("mxfp4"), planes)
+    x = rng.standard_normal((MANY, 64)).astype(np.float16)
+    y = torch.full((MANY, 4), float("nan"))
+    given = {"ids": torch.zeros((MANY, 1), dtype=torch.int32), "device": INTERPRETER}
+    launches = moe_down(x=torch.from_numpy(x)[:, None], w=prepack(weight, INTERPRETER), y=y, **given)
+    execute(launches)
+    expected = x.astype(np.float64) @ weight.decode()[0].astype(np.float64).T
+    kept = np.abs(expected) < np.finfo(np.float32).max
+    assert kept.any()
+    np.testing.assert_allclose(y.numpy()[kept], expected[kept], rtol=2e-5, atol=1e-44)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_assembly_turns_words_into_pairs(part: int) -> None:
+    values = np.random.default_rng(part).integers(0, 16, (64, 8))
+    fmt = parse_format("mxfp4")
+    packed = (values[:, ::2] | values[:, 1::2] << 4).astype(np.uint8).reshape(1, 16, 16)
+    planes = {"blocks": packed, "scales": np.zeros((1, 16), np.uint8)}
+    for code, asm in (
+        ("mxfp4", getattr(moe_gemm, f"_MXFP4_{part}").value),
+        ("int4", getattr(moe_gemm, f"_INT4_{part}").value),
+    ):
+        if code == "mxfp4":
+            held = QuantTensor((1, 512), fmt, {**planes, "blocks": packed.reshape(1, 16, 16)})
+            words = prepack(held, INTERPRETER).planes["blocks"]
+            factor, want = np.float16(2.0**15), E2M1_VALUES[values] * 2
+        else:
+            words = _pair_nibbles(torch.from_numpy(packed.copy()).view(torch.int32))
+            factor, want = np.float16(1024 + 5), values - 5
+        word = words.numpy().reshape(-1).view(np.uint32)
+        pair = np.full(64, factor, np.float16).repeat(2).view(np.uint32)
+        (got,) = ptx_emulator.run(asm, 1, word, word, pair, pair)
+        np.testing.assert_array_equal(
+            got.view(np.float16).reshape(64, 2), want[:, 2 * part : 2 * part + 2]
+        )
+
+
+def test_many_tokens_read_the_weights_of_an_expert_once_for_a_tile() -> None:
+    x, ids = meta((512, 2880), torch.float16), meta((512, 4), torch.int32)
+    y = meta((512, 4, 2880), torch.float16)
+    given = {"limit": 7.0, "alpha": 1.7, "device": meta_device(90)}
+    launches = moe_gate_up(x=x, ids=ids, w=_mxfp4(5760), y=y, **given)
+    assert [e.kernel.fn.__name__ for e in launches] == ["_group", "_reorder", "_gate_up_tiles"]
+    tiles = launches[-1]
+    rows, pairs = tiles.constants["BN"], tiles.constants["BM"]
+    assert tiles.grid == ((2048 + 32 * (pairs - 1)) // pairs, 5760 // rows)
+    assert tiles.stages > 1
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 32])
 def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) -> None:
     """Guesses are verified by the decode kernels, a program for each token and expert.
 

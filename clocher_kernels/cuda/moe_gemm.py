@@ -57,14 +57,18 @@ def _group(ids, order, counts, P: tl.constexpr, BP: tl.constexpr, PDL: tl.conste
 
 
 @triton.jit
-def _reorder(x, y, W: tl.constexpr, WY: tl.constexpr, BW: tl.constexpr, PDL: tl.constexpr):
+def _reorder(
+    x, y, W: tl.constexpr, WY: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Copy rows of W pairs: pair 4w + p of a step of 4 BW becomes pair BW p + w; 0 beyond W."""
     start(PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * 4 * BW + tl.arange(0, 4 * BW)
-    inside = tl.arange(0, 4 * BW)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at % (4 * BW)
     source = at - inside + inside % BW * 4 + inside // BW
-    tl.store(y + row * WY + at, tl.load(x + row * W + source, source < W, other=0))
+    pair = tl.load(x + row * W + source, source < W, other=0)
+    tl.store(y + row * WY + at, pair, at < WY)
 
 
 @triton.jit
@@ -96,20 +100,14 @@ def _largest_code(
 
 @triton.jit
 def _pair(word, adjust, P: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
-    """Return elements 2P and 2P + 1 of words [BN, W] as fp16 [BN, 2 W]; `adjust`: see _MXFP4_0."""
+    """Return elements 2P and 2P + 1 of words [BN, W], fp16 [BN, W, 2]; `adjust`: see _MXFP4_0."""
     if ASM:
         if CODE == "mxfp4":
             ASSEMBLY: tl.constexpr = (_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3)[P]
         else:
             ASSEMBLY: tl.constexpr = (_INT4_0, _INT4_1, _INT4_2, _INT4_3)[P]
-        pair = tl.inline_asm_elementwise(
-            ASSEMBLY,
-            "=r,r,r,r,r",
-            [tl.join(word, word), tl.join(adjust, adjust)],
-            tl.float16,
-            True,
-            2,
-        )
+        both = [tl.join(word, word), tl.join(adjust, adjust)]
+        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", both, tl.float16, True, 2)
     else:
         number = adjust.to(tl.int16).to(tl.float16, bitcast=True)
         if CODE == "mxfp4":
@@ -118,59 +116,72 @@ def _pair(word, adjust, P: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
         else:
             low = (int4_code(word, 2 * P) + 1024).to(tl.float16) - number
             high = (int4_code(word, 2 * P + 1) + 1024).to(tl.float16) - number
-        pair = tl.join(low, high)
-    return pair.reshape(word.shape[0], word.shape[1] * 2)
+        return tl.join(low, high)
+
+
+@triton.jit
+def _pairs(word, adjust, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Return words [BN, W] decoded to fp16 [BN, 8 W], in the order of `_reorder`."""
+    even = tl.join(_pair(word, adjust, 0, CODE, ASM), _pair(word, adjust, 2, CODE, ASM))
+    odd = tl.join(_pair(word, adjust, 1, CODE, ASM), _pair(word, adjust, 3, CODE, ASM))
+    # The dimensions of the join are (row, word, half, p // 2, p % 2).
+    wt = tl.join(even, odd).permute(0, 3, 4, 1, 2)
+    return wt.reshape(word.shape[0], word.shape[1] * 8)
+
+
+@triton.jit
+def _spread(v, WORDS: tl.constexpr):
+    """Repeat values [BN, groups] for the words of each group: [BN, WORDS]."""
+    EACH: tl.constexpr = WORDS // v.shape[1]
+    return tl.broadcast_to(v[:, :, None], v.shape[0], v.shape[1], EACH).reshape(v.shape[0], WORDS)
 
 
 @triton.jit
 def _multiply(
     x, source, expert, row, w, scales, zeros,
     K: tl.constexpr, KX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PARTS: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr,
+    PAIRED: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr,
     UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows [BN] of all experts' by the rows [BM] of x: fp32 [BN, BM]."""
-    # The scales of a row of mxfp4 are exact in fp16 when they are at most 1.
-    INSIDE: tl.constexpr = CODE == "mxfp4" and PARTS == 4
+    # mxfp4's scales, divided by the row's largest, are exact in fp16.
+    SCALED: tl.constexpr = CODE == "mxfp4" and PAIRED
     w_rows = w + row.to(tl.int64)[:, None] * STRIDE
-    x_rows = x + source.to(tl.int64)[None, :] * KX
+    x_rows = x + source[None, :] * KX
     groups = row.to(tl.int64)[:, None] * tl.cdiv(K, SPAN if SPAN > 0 else K)
-    if INSIDE:
+    if SCALED:
         largest = _largest_code(scales, row, K // SPAN, BN, 128)
     total = tl.zeros((BN, BM), tl.float32)
     for k0 in range(0, K, BK):
         element = k0 // PER + tl.arange(0, BK // PER)
         held = tl.load(w_rows + element[None, :], (element < STRIDE)[None, :], 0)
-        if INSIDE:
+        k = k0 + tl.arange(0, BK)
+        xt = tl.load(x_rows + k[:, None], (k < KX)[:, None], 0).to(OPERAND)
+        if CODE == "int4":
+            zero = tl.full((BN, 1), 8, tl.int32)
+            if zeros is not None:
+                zero = tl.load(zeros + groups + (k0 // SPAN if SPAN > 0 else 0)).to(tl.int32)
+        if SCALED:
             block = tl.minimum(k0 // SPAN + tl.arange(0, BK // SPAN), K // SPAN - 1)
             code = tl.load(scales + groups + block[None, :]).to(tl.int32) - largest[:, None]
-            factor = tl.maximum(code + 30, 0) * 0x04000400  # 2^15 for the largest one
-            factor = tl.broadcast_to(factor[:, :, None], BN, BK // SPAN, SPAN // PER)
-            adjust = factor.reshape(BN, BK // PER)
-        elif zeros is not None:
-            zero = tl.load(zeros + groups + (k0 // SPAN if SPAN > 0 else 0)).to(tl.int32)
-            adjust = zero * 0x00010001 + 0x64006400
+            factor = _spread(tl.maximum(code + 30, 0) * 0x04000400, BK // PER)  # at most 2^15
+            wt = _pairs(held, factor, CODE, ASM).to(OPERAND)
+        elif PAIRED:
+            offset = _spread(zero * 0x00010001 + 0x64006400, BK // PER)
+            wt = _pairs(held, offset, CODE, ASM).to(OPERAND)
         else:
-            adjust = tl.full((1, 1), 0x64086408, tl.int32)
-        part = total if INSIDE or SPAN == 0 else tl.zeros((BN, BM), tl.float32)
-        for p in tl.static_range(PARTS):
-            k = k0 + p * (BK // PARTS) + tl.arange(0, BK // PARTS)
-            xt = tl.load(x_rows + k[:, None], (k < KX)[:, None], 0).to(OPERAND)
-            if PARTS == 4:
-                wt = _pair(held, adjust, p, CODE, ASM).to(OPERAND)
-            else:
-                wt = decoded(held, CODE, OPERAND, ASM)
-                if CODE == "int4":
-                    wt -= (adjust & 15).to(OPERAND)
-            part = tl.dot(wt, xt, part, input_precision="ieee")
-        if INSIDE or SPAN == 0:
-            total = part
+            wt = decoded(held, CODE, OPERAND, ASM)
+            if CODE == "int4":
+                wt -= zero.to(OPERAND)
+        if SCALED or SPAN == 0:
+            total = tl.dot(wt, xt, total, input_precision="ieee")
         else:
             # Codes are exact in the operands' type; the sum is scaled.
+            part = tl.dot(wt, xt, input_precision="ieee")
             total += part * to_scale(tl.load(scales + groups + k0 // SPAN), CODE)
     total *= UNIT
-    if INSIDE:
+    if SCALED:
         total *= to_scale(largest, CODE)[:, None] * 0.5
     elif SPAN == 0 and scales is not None:
         own = row if SCALE_ROWS == 1 else row * 0 + expert
@@ -183,7 +194,7 @@ def _gate_up_tiles(
     x, order, counts, factors, w, scales, zeros, bias, y,
     P: tl.constexpr, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, KX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
@@ -201,7 +212,7 @@ def _gate_up_tiles(
         row = expert * N + tl.minimum(n, N - 1)
         h = _multiply(
             x, pair // A, expert, row, w, scales, zeros,
-            K, KX, BM, BN, BK, PARTS, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
+            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
         )  # fmt: skip
         if factors is not None:
             h *= tl.load(factors + pair)[None, :]
@@ -210,9 +221,8 @@ def _gate_up_tiles(
         h = or_nan(h).reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1)
         gate, up = tl.split(h.reshape(BN // 2, BM, 2))
         i = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[:, None]
-        to = y + pair.to(tl.int64)[None, :] * (N // 2) + i
         kept = (i < N // 2) & (place < count)[None, :]
-        tl.store(to, as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y), kept)
+        tl.store(y + (pair[None, :] * (N // 2) + i), as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y), kept)
 
 
 @triton.jit
@@ -220,7 +230,7 @@ def _down_tiles(
     x, order, counts, weights, w, scales, zeros, bias, y,
     P: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, KX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PARTS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
@@ -234,14 +244,14 @@ def _down_tiles(
         row = expert * N + tl.minimum(n, N - 1)
         total = _multiply(
             x, pair, expert, row, w, scales, zeros,
-            K, KX, BM, BN, BK, PARTS, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
+            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
         )  # fmt: skip
         if bias is not None:
             total += tl.load(bias + row)[:, None]
         if weights is not None:
             total *= tl.load(weights + pair)[None, :]
-        to = y + pair.to(tl.int64)[None, :] * N + n[:, None]
-        tl.store(to, total, (n < N)[:, None] & (place < count)[None, :])
+        kept = (n < N)[:, None] & (place < count)[None, :]
+        tl.store(y + (pair[None, :] * N + n[:, None]), total, kept)
 
 
 @triton.jit
@@ -300,22 +310,23 @@ def _tiles(
     """Return the launches that list pairs, reorder the rows of x and multiply them."""
     (experts, n, k), pairs, held = w.shape, ids.numel(), stored(w)
     operand = operand_type(x.dtype, device)
-    parts = _parts(held, k, operand)
-    tile = _tile(held, parts, operand, pairs / experts)
+    paired = _paired(held, k, operand)
+    tile = _tile(held, paired, operand, pairs // experts, device)
     order = device.scratch("moe_order", (experts, pairs), torch.int32)
     counts = device.scratch("moe_counts", (experts,), torch.int32)
     listed = {"ids": ids, "order": order, "counts": counts, "P": pairs, "BP": _BLOCK}
     launches = [launch(_group, (experts,), device, 4, **listed)]
-    if parts == 4:
+    if paired:
         wide = triton.cdiv(k, tile.bk) * tile.bk
         copy = device.scratch("moe_x", (len(x), wide), x.dtype)
         turned = {"x": x.view(torch.int32), "y": copy.view(torch.int32), "BW": tile.bk // 8}
-        turned |= {"W": k // 2, "WY": wide // 2}
-        launches.append(launch(_reorder, (len(x), wide // tile.bk), device, 1, **turned))
+        turned |= {"W": k // 2, "WY": wide // 2, "BLOCK": _BLOCK}
+        grid = (len(x), triton.cdiv(wide // 2, _BLOCK))
+        launches.append(launch(_reorder, grid, device, 4, **turned))
         x = copy
     given |= {"x": x, "order": order, "counts": counts, "P": pairs}
     given |= {"E": experts, "BE": triton.next_power_of_2(experts), "N": n, "K": k}
-    given |= {"KX": x.shape[1], "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PARTS": parts}
+    given |= {"KX": x.shape[1], "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PAIRED": paired}
     given |= {"w": held.data, "scales": held.scales, "zeros": held.zeros}
     given |= {"CODE": held.code, "PER": held.per, "STRIDE": held.data.shape[-1]}
     given |= {"UNIT": unit(held.code, "pairs"), "SPAN": held.span}
@@ -336,20 +347,24 @@ class _Tile:
     stages: int
 
 
-def _parts(held: Stored, k: int, operand: torch.dtype) -> int:
-    """Return the products of a step: 4 where words stay in their threads."""
+def _paired(held: Stored, k: int, operand: torch.dtype) -> bool:
+    """Return whether words are decoded by pairs, see `_pairs`."""
     words = held.code == "mxfp4" or (held.code == "int4" and held.span % 64 == 0)
-    return 4 if words and operand != torch.float32 and k % 8 == 0 else 1
+    return words and operand != torch.float32 and k % 8 == 0
 
 
-def _tile(held: Stored, parts: int, operand: torch.dtype, pairs: float) -> _Tile:
+def _tile(
+    held: Stored, paired: bool, operand: torch.dtype, pairs: int, device: Device
+) -> _Tile:
     """Choose a tile for experts with some `pairs` each on average."""
-    bm = min(max(16, triton.next_power_of_2(int(pairs))), 128)
+    most = 128 if device.capability == 90 else 64
+    bm = min(max(16, triton.next_power_of_2(pairs)), most)
     if operand == torch.float32:
-        return _Tile(min(bm, 32), 64, 32, 4, 1)
-    bk = 128 if parts == 4 else 64
-    while held.code != "mxfp4" and held.span % bk:
+        return _Tile(min(bm, 32), 64, 32 if held.span % 32 == 0 else 16, 4, 1)
+    bk = 128 if paired else 64
+    scaled = paired and held.code == "mxfp4"
+    while held.span % bk and not scaled:
         bk //= 2
-    if parts == 1 and held.code == "mxfp4":
-        bk = 32
-    return _Tile(bm, 128, bk, 8 if bm > 64 else 4, 3)
+    # Where sums are scaled, a program holds two of them.
+    sums = 1 if scaled or held.span == 0 else 2
+    return _Tile(bm, 128, bk, 8 if bm * sums > 64 else 4, 3)
