@@ -9,18 +9,10 @@ import torch
 from cuda_cases import meta, meta_device
 from op_cases import error
 
-from clocher_kernels.cuda import moe_gemm
-from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
-from clocher_kernels.cuda.prepack import (
-    TORCH_DTYPES,
-    DeviceTensor,
-    _pair_nibbles,
-    prepack,
-    rearrange,
-)
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
 from clocher_kernels.formats import parse_format
-from clocher_kernels.formats.floats import E2M1_VALUES
 from clocher_kernels.ops import moe
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
@@ -52,10 +44,12 @@ class Experts:
         self.ids = self.ids.astype(np.int32)
         self.weights = rng.random((tokens, chosen), dtype=np.float32)
 
-    def run(self, which: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, which: slice = slice(None), device: Device = INTERPRETER
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Run both kernels for some of the tokens; return fp32 [M, A, I] and [M, N]."""
         ids = _amid_nan(torch.from_numpy(self.ids[which]))
-        common = {"ids": ids, "device": INTERPRETER}
+        common = {"ids": ids, "device": device}
         y_up = _amid_nan(torch.full((*ids.shape, self.up.shape[1] // 2), float("nan")))
         y_down = _amid_nan(torch.from_numpy(self.residual[which]))
         execute(
@@ -198,7 +192,9 @@ def test_tiles_take_scales_of_any_size(scales: tuple[int, int]) -> None:
     x = rng.standard_normal((MANY, 64)).astype(np.float16)
     y = torch.full((MANY, 4), float("nan"))
     given = {"ids": torch.zeros((MANY, 1), dtype=torch.int32), "device": INTERPRETER}
-    launches = moe_down(x=torch.from_numpy(x)[:, None], w=prepack(weight, INTERPRETER), y=y, **given)
+    launches = moe_down(
+        x=torch.from_numpy(x)[:, None], w=prepack(weight, INTERPRETER), y=y, **given
+    )
     execute(launches)
     expected = x.astype(np.float64) @ weight.decode()[0].astype(np.float64).T
     kept = np.abs(expected) < np.finfo(np.float32).max
@@ -206,29 +202,13 @@ def test_tiles_take_scales_of_any_size(scales: tuple[int, int]) -> None:
     np.testing.assert_allclose(y.numpy()[kept], expected[kept], rtol=2e-5, atol=1e-44)
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_assembly_turns_words_into_pairs(part: int) -> None:
-    values = np.random.default_rng(part).integers(0, 16, (64, 8))
-    fmt = parse_format("mxfp4")
-    packed = (values[:, ::2] | values[:, 1::2] << 4).astype(np.uint8).reshape(1, 16, 16)
-    planes = {"blocks": packed, "scales": np.zeros((1, 16), np.uint8)}
-    for code, asm in (
-        ("mxfp4", getattr(moe_gemm, f"_MXFP4_{part}").value),
-        ("int4", getattr(moe_gemm, f"_INT4_{part}").value),
-    ):
-        if code == "mxfp4":
-            held = QuantTensor((1, 512), fmt, {**planes, "blocks": packed.reshape(1, 16, 16)})
-            words = prepack(held, INTERPRETER).planes["blocks"]
-            factor, want = np.float16(2.0**15), E2M1_VALUES[values] * 2
-        else:
-            words = _pair_nibbles(torch.from_numpy(packed.copy()).view(torch.int32))
-            factor, want = np.float16(1024 + 5), values - 5
-        word = words.numpy().reshape(-1).view(np.uint32)
-        pair = np.full(64, factor, np.float16).repeat(2).view(np.uint32)
-        (got,) = ptx_emulator.run(asm, 1, word, word, pair, pair)
-        np.testing.assert_array_equal(
-            got.view(np.float16).reshape(64, 2), want[:, 2 * part : 2 * part + 2]
-        )
+@pytest.mark.parametrize("fmt", ["mxfp4", "int4_asym_g64_f32"])
+def test_tiles_with_the_assembly_of_a_gpu(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ptx_emulator.emulate_assembly(monkeypatch)
+    experts = Experts(fmt, MANY, 3, torch.float16)
+    plain = experts.run()
+    for got, expected in zip(experts.run(device=Device("cpu", 80, 4)), plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_many_tokens_read_the_weights_of_an_expert_once_for_a_tile() -> None:

@@ -109,7 +109,8 @@ def options(launch: Launch) -> dict[str, Any]:
     """Return the compiler options of a launch, the same at run time and ahead of time.
 
     Two stages or more turn 16-byte streaming loads into cp.async, which loses their eviction
-    policy: only for kernels of `tl.dot`. The budgets need a * b + c fused; Triton 3.10 does not by default.
+    policy: only for kernels of `tl.dot`. The budgets need a * b + c fused; Triton 3.10 does not by
+    default.
     """
     chosen: dict[str, Any] = {
         "num_warps": launch.num_warps,

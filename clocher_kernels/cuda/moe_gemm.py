@@ -25,16 +25,16 @@ from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
 
-# Each turns a word $1 ($2 is the same one) into elements 2p and 2p + 1, an fp16 pair. mxfp4: the
-# bits that fp16 has for the magnitude and the sign, times the pair of factors $3.
-_SHIFTED = "and.b32 t, t, 0x8e008e00; mul.f16x2 $0, t, $3; }"
+# Each turns a word $1 into elements 2p and 2p + 1, an fp16 pair. mxfp4: the bits that fp16 has for
+# the magnitude and the sign, times the pair of factors $2.
+_BITS = "and.b32 t, t, 0x8e008e00; mul.f16x2 $0, t, $2; }"
 _LOWER = "shr.u32 t, $1, 3; shl.b32 u, $1, 7; lop3.b32 t, t, u, 0x0e0e0e0e, 0xe4; "
-_MXFP4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _SHIFTED)
-_MXFP4_1 = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 8; " + _SHIFTED)
-_MXFP4_2 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + _SHIFTED)
-_MXFP4_3 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + "shl.b32 t, t, 8; " + _SHIFTED)
-# int4: 1024 + code, less the pair $3 of 1024 + zero point.
-_CODES = "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, $3; }"
+_MXFP4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _BITS)
+_MXFP4_1 = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 8; " + _BITS)
+_MXFP4_2 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + _BITS)
+_MXFP4_3 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + "shl.b32 t, t, 8; " + _BITS)
+# int4: 1024 + code, less the pair $2 of 1024 + zero point.
+_CODES = "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, $2; }"
 _INT4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _CODES)
 _INT4_1 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 4; " + _CODES)
 _INT4_2 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 8; " + _CODES)
@@ -106,8 +106,9 @@ def _pair(word, adjust, P: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
             ASSEMBLY: tl.constexpr = (_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3)[P]
         else:
             ASSEMBLY: tl.constexpr = (_INT4_0, _INT4_1, _INT4_2, _INT4_3)[P]
-        both = [tl.join(word, word), tl.join(adjust, adjust)]
-        return tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r,r,r", both, tl.float16, True, 2)
+        both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [word, adjust], tl.int32, True, 1)
+        low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
+        return tl.join(low, high).to(tl.float16, bitcast=True)
     else:
         number = adjust.to(tl.int16).to(tl.float16, bitcast=True)
         if CODE == "mxfp4":
@@ -222,7 +223,8 @@ def _gate_up_tiles(
         gate, up = tl.split(h.reshape(BN // 2, BM, 2))
         i = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[:, None]
         kept = (i < N // 2) & (place < count)[None, :]
-        tl.store(y + (pair[None, :] * (N // 2) + i), as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y), kept)
+        hidden = as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y)
+        tl.store(y + (pair[None, :] * (N // 2) + i), hidden, kept)
 
 
 @triton.jit
@@ -353,9 +355,7 @@ def _paired(held: Stored, k: int, operand: torch.dtype) -> bool:
     return words and operand != torch.float32 and k % 8 == 0
 
 
-def _tile(
-    held: Stored, paired: bool, operand: torch.dtype, pairs: int, device: Device
-) -> _Tile:
+def _tile(held: Stored, paired: bool, operand: torch.dtype, pairs: int, device: Device) -> _Tile:
     """Choose a tile for experts with some `pairs` each on average."""
     most = 128 if device.capability == 90 else 64
     bm = min(max(16, triton.next_power_of_2(pairs)), most)
