@@ -6,10 +6,10 @@ import numpy as np
 import ptx_emulator
 import pytest
 import torch
-from cuda_cases import meta, meta_device
+from cuda_cases import aot_report, meta, meta_device
 from op_cases import error
 
-from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
+from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
 from clocher_kernels.formats import parse_format
@@ -211,16 +211,40 @@ def test_tiles_with_the_assembly_of_a_gpu(fmt: str, monkeypatch: pytest.MonkeyPa
         np.testing.assert_array_equal(got, expected)
 
 
+def many(fmt: str, count: int, device: Device) -> list[Launch]:
+    """Return the launches of gpt-oss-20b's experts for some tokens, without memory."""
+    x, ids = meta((count, 2880), torch.float16), meta((count, 4), torch.int32)
+    y = meta((count, 4, 2880), torch.float16)
+    up = {"limit": 7.0, "alpha": 1.7, "bias": meta((32, 5760), torch.float32)}
+    down = {"weights": meta((count, 4), torch.float32), "bias": meta((32, 2880), torch.float32)}
+    down |= {"residual": meta((count, 2880), torch.float32)}
+    given = {"ids": ids, "device": device}
+    return [
+        *moe_gate_up(x=x, w=_experts(fmt, 5760), y=y, **given, **up),
+        *moe_down(
+            x=y, w=_experts(fmt, 2880), y=meta((count, 2880), torch.float32), **given, **down
+        ),
+    ]
+
+
 def test_many_tokens_read_the_weights_of_an_expert_once_for_a_tile() -> None:
-    x, ids = meta((512, 2880), torch.float16), meta((512, 4), torch.int32)
-    y = meta((512, 4, 2880), torch.float16)
-    given = {"limit": 7.0, "alpha": 1.7, "device": meta_device(90)}
-    launches = moe_gate_up(x=x, ids=ids, w=_mxfp4(5760), y=y, **given)
-    assert [e.kernel.fn.__name__ for e in launches] == ["_group", "_reorder", "_gate_up_tiles"]
-    tiles = launches[-1]
+    launches = many("mxfp4", 512, meta_device(90))
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    once = ["_group", "_reorder", "_tile_product"]
+    assert names == [*once, *once, "_sum_choices"]
+    tiles = launches[2]
     rows, pairs = tiles.constants["BN"], tiles.constants["BM"]
     assert tiles.grid == ((2048 + 32 * (pairs - 1)) // pairs, 5760 // rows)
     assert tiles.stages > 1
+
+
+@pytest.mark.slow
+def test_machine_code_of_tiles() -> None:
+    """Nothing spills; loads are under way; decoded weights go to tensor cores from registers."""
+    for name, used in aot_report("cuda_aot_moe.py").items():
+        assert used["local"] == 0 and used["shared"] <= 99 << 10, (name, used)
+        if "_tile_product" in name:
+            assert used["products"] and used["copies"] and used["stores"] <= 4, (name, used)
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 32])
@@ -234,12 +258,18 @@ def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) ->
         x, ids = meta((count, 2880), torch.float16), meta((count, 4), torch.int32)
         y = meta((count, 4, 2880), torch.float16)
         up = moe_gate_up(
-            x=x, ids=ids, w=_mxfp4(5760), y=y, limit=7.0, alpha=1.7, device=meta_device(90)
+            x=x,
+            ids=ids,
+            w=_experts("mxfp4", 5760),
+            y=y,
+            limit=7.0,
+            alpha=1.7,
+            device=meta_device(90),
         )
         down = moe_down(
             x=y,
             ids=ids,
-            w=_mxfp4(2880),
+            w=_experts("mxfp4", 2880),
             y=meta((count, 2880), torch.float32),
             device=meta_device(90),
         )
@@ -250,8 +280,8 @@ def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) ->
         assert many.grid == (m * one.grid[0], one.grid[1])
 
 
-def _mxfp4(rows: int) -> DeviceTensor:
-    held, shape = parse_format("mxfp4"), (32, rows, 2880)
+def _experts(fmt: str, rows: int) -> DeviceTensor:
+    held, shape = parse_format(fmt), (32, rows, 2880)
     planes = held.planes(shape).items()
     return rearrange(held, shape, {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
 

@@ -1,7 +1,7 @@
 """Experts for many tokens: pairs of a token and an expert are grouped, and multiplied in tiles.
 
 Four steps: `_group` lists each expert's pairs; words of 4-bit weights get their activations in
-another order (`_reorder`); a program multiplies BN rows of an expert by BM of its pairs, weights
+another order (`_reorder`); rows of an expert are multiplied by its pairs (`_tile_product`), weights
 decoded in registers; down's results are summed for each token (`_sum_choices`). Grids are as large
 as any routing needs: programs without a tile end at once. Nothing depends on timing.
 
@@ -86,9 +86,7 @@ def _tile_of(counts, tile, BM: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
 
 
 @triton.jit
-def _largest_code(
-    scales, row, BLOCKS: tl.constexpr, BN: tl.constexpr, TURN: tl.constexpr
-):  # fmt: skip
+def _largest_code(scales, row, BLOCKS: tl.constexpr, BN: tl.constexpr, TURN: tl.constexpr):
     """Return the largest of each row's scale codes, int32 [BN]."""
     largest = tl.zeros((BN,), tl.int32)
     for first in range(0, BLOCKS, TURN):
@@ -191,7 +189,7 @@ def _multiply(
 
 
 @triton.jit
-def _gate_up_tiles(
+def _tile_product(
     x, order, counts, factors, w, scales, zeros, bias, y,
     P: tl.constexpr, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr, KX: tl.constexpr,
@@ -201,59 +199,41 @@ def _gate_up_tiles(
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Multiply BN rows of an expert by BM of its pairs; A pairs share a row of x.
+
+    With ACT the factors are of x, and y gets hidden values; without, they are of what y gets.
+    """
     start(PDL)
     expert, first, count = _tile_of(counts, tl.program_id(0), BM, E, BE)
     if expert < E:
         # Pairs and rows beyond the last repeat it and are not stored.
         place = first + tl.arange(0, BM)
         pair = tl.load(order + expert * P + tl.minimum(place, count - 1))
-        # Eight gates, then their eight ups: both are in one thread's part of the sums.
-        at = tl.arange(0, BN)
-        n = tl.program_id(1) * BN + at // 16 * 16 + at % 8 * 2 + at // 8 % 2
+        own = (place < count)[None, :]
+        n = tl.arange(0, BN)
+        if ACT != "":
+            # Eight gates, then their eight ups: both are in one thread's part of the sums.
+            n = n // 16 * 16 + n % 8 * 2 + n // 8 % 2
+        n += tl.program_id(1) * BN
         row = expert * N + tl.minimum(n, N - 1)
-        h = _multiply(
+        total = _multiply(
             x, pair // A, expert, row, w, scales, zeros,
             K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
         )  # fmt: skip
-        if factors is not None:
-            h *= tl.load(factors + pair)[None, :]
-        if bias is not None:
-            h += tl.load(bias + row)[:, None]
-        h = or_nan(h).reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1)
-        gate, up = tl.split(h.reshape(BN // 2, BM, 2))
-        i = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[:, None]
-        kept = (i < N // 2) & (place < count)[None, :]
-        hidden = as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y)
-        tl.store(y + (pair[None, :] * (N // 2) + i), hidden, kept)
-
-
-@triton.jit
-def _down_tiles(
-    x, order, counts, weights, w, scales, zeros, bias, y,
-    P: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, KX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr,
-    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
-    expert, first, count = _tile_of(counts, tl.program_id(0), BM, E, BE)
-    if expert < E:
-        place = first + tl.arange(0, BM)
-        pair = tl.load(order + expert * P + tl.minimum(place, count - 1))
-        n = tl.program_id(1) * BN + tl.arange(0, BN)
-        row = expert * N + tl.minimum(n, N - 1)
-        total = _multiply(
-            x, pair, expert, row, w, scales, zeros,
-            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
-        )  # fmt: skip
+        if ACT != "" and factors is not None:
+            total *= tl.load(factors + pair)[None, :]
         if bias is not None:
             total += tl.load(bias + row)[:, None]
-        if weights is not None:
-            total *= tl.load(weights + pair)[None, :]
-        kept = (n < N)[:, None] & (place < count)[None, :]
-        tl.store(y + (pair[None, :] * N + n[:, None]), total, kept)
+        if ACT != "":
+            h = or_nan(total).reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1)
+            gate, up = tl.split(h.reshape(BN // 2, BM, 2))
+            hidden = as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y)
+            i = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[:, None]
+            tl.store(y + (pair[None, :] * (N // 2) + i), hidden, (i < N // 2) & own)
+        else:
+            if factors is not None:
+                total *= tl.load(factors + pair)[None, :]
+            tl.store(y + (pair[None, :] * N + n[:, None]), total, (n < N)[:, None] & own)
 
 
 @triton.jit
@@ -275,6 +255,8 @@ def _sum_choices(
 _BLOCK = 1024
 """Pairs that are listed together; values that a program copies or sums."""
 
+_NO_GATE = {"ACT": "", "LIMIT": 0.0, "ALPHA": 0.0}
+
 
 def fits(w: DeviceTensor) -> bool:
     """Return whether steps of whole operands lie in groups of columns."""
@@ -285,8 +267,7 @@ def gate_up(
     x: Tensor, ids: Tensor, w: DeviceTensor, y: Tensor, device: Device, **given: Any
 ) -> list[Launch]:
     """Lower `ops.moe.moe_gate_up`; `given` are its factors and bias, and ACT, LIMIT, ALPHA."""
-    given |= {"y": y, "A": ids.shape[1]}
-    return _tiles(_gate_up_tiles, x, ids, w, device, **given)
+    return _tiles(x, ids, w, device, y=y, A=ids.shape[1], **given)
 
 
 def down(
@@ -295,20 +276,20 @@ def down(
     w: DeviceTensor,
     y: Tensor,
     device: Device,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
     residual: Tensor | None = None,
-    **given: Any,
 ) -> list[Launch]:
-    """Lower `ops.moe.moe_down`; `given` are its weights and bias."""
+    """Lower `ops.moe.moe_down`."""
     (m, a), n = ids.shape, w.shape[1]
     parts = device.scratch("moe_down", (m * a, n), torch.float32)
-    launches = _tiles(_down_tiles, x.flatten(0, 1), ids, w, device, y=parts, **given)
+    given = {"factors": weights, "bias": bias, "y": parts, "A": 1, **_NO_GATE}
+    launches = _tiles(x.flatten(0, 1), ids, w, device, **given)
     sums = {"x": parts, "residual": residual, "y": y, "A": a, "N": n, "BN": _BLOCK}
     return [*launches, launch(_sum_choices, (m, triton.cdiv(n, _BLOCK)), device, 4, **sums)]
 
 
-def _tiles(
-    kernel: Any, x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any
-) -> list[Launch]:
+def _tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any) -> list[Launch]:
     """Return the launches that list pairs, reorder the rows of x and multiply them."""
     (experts, n, k), pairs, held = w.shape, ids.numel(), stored(w)
     operand = operand_type(x.dtype, device)
@@ -335,7 +316,7 @@ def _tiles(
     given |= {"SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
     most = min(pairs, (pairs + min(experts, pairs) * (tile.bm - 1)) // tile.bm)
     grid = (most, triton.cdiv(n, tile.bn))
-    return [*launches, launch(kernel, grid, device, tile.warps, 0, tile.stages, **given)]
+    return [*launches, launch(_tile_product, grid, device, tile.warps, 0, tile.stages, **given)]
 
 
 @dataclass(frozen=True, slots=True)
