@@ -3,17 +3,18 @@
 import zlib
 
 import numpy as np
+import ptx_emulator
 import pytest
 import torch
-from cuda_cases import meta, meta_device
+from cuda_cases import aot_report, meta, meta_device
 from op_cases import error
 
-from clocher_kernels.cuda.launch import INTERPRETER, execute
+from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe
-from clocher_kernels.quant_tensor import encode
+from clocher_kernels.quant_tensor import QuantTensor, encode
 
 
 def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -43,10 +44,12 @@ class Experts:
         self.ids = self.ids.astype(np.int32)
         self.weights = rng.random((tokens, chosen), dtype=np.float32)
 
-    def run(self, which: slice = slice(None)) -> tuple[np.ndarray, np.ndarray]:
+    def run(
+        self, which: slice = slice(None), device: Device = INTERPRETER
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Run both kernels for some of the tokens; return fp32 [M, A, I] and [M, N]."""
         ids = _amid_nan(torch.from_numpy(self.ids[which]))
-        common = {"ids": ids, "device": INTERPRETER}
+        common = {"ids": ids, "device": device}
         y_up = _amid_nan(torch.full((*ids.shape, self.up.shape[1] // 2), float("nan")))
         y_down = _amid_nan(torch.from_numpy(self.residual[which]))
         execute(
@@ -127,7 +130,124 @@ def test_a_token_is_the_same_in_any_batch(fmt: str) -> None:
             np.testing.assert_array_equal(alone, all_of_them[which])
 
 
-@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 32, 512])
+MANY = 40
+"""Tokens that are multiplied in tiles."""
+
+
+@pytest.mark.parametrize("x_type", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        "mxfp4",
+        "bf16",
+        "int4_sym_g128_f16",
+        "int4_asym_g64_f32",
+        "int4_asym_g32_f16",
+        "int4_asym_row_f16",
+        "int8_row_f32",
+        "int8_tensor_f32",
+        "int8_g48_f16",
+        "int4_asym_g34_f32",
+    ],
+)
+@pytest.mark.one_in(3)
+def test_tiles_of_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
+    experts = Experts(fmt, MANY, 3, x_type)
+    for got, expected in zip(experts.run(), experts.expected(), strict=True):
+        rms, largest = error(got, expected)
+        assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
+
+
+@pytest.mark.parametrize("routing", ["one expert", "last experts", "in turn"])
+def test_tiles_of_any_routing(routing: str) -> None:
+    """Experts without tokens, with more than a tile, and with a part of one."""
+    experts = Experts("mxfp4", 70, 1 if routing == "one expert" else 2, torch.float16)
+    token = np.arange(70, dtype=np.int32)[:, None]
+    if routing == "in turn":
+        experts.ids = np.hstack([token % 5, (token + 1 + token // 5 % 3) % 5])
+    else:
+        experts.ids = experts.ids * 0 + np.array([[4, 3]], np.int32)[:, : experts.ids.shape[1]]
+    for got, expected in zip(experts.run(), experts.expected(), strict=True):
+        rms, largest = error(got, expected)
+        assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
+
+
+def test_tiles_keep_nan_within_a_token() -> None:
+    experts = Experts("mxfp4", MANY, 2, torch.float16)
+    clean = experts.run()
+    experts.x[7, 3] = experts.hidden[7, 0, 5] = float("nan")
+    for got, before in zip(experts.run(), clean, strict=True):
+        assert np.isnan(got[7]).any()
+        others = np.arange(MANY) != 7
+        np.testing.assert_array_equal(got[others], before[others])
+
+
+@pytest.mark.parametrize("scales", [(0, 0), (240, 236), (127, 90), (3, 3)], ids=str)
+def test_tiles_take_scales_of_any_size(scales: tuple[int, int]) -> None:
+    """In a row a block counts down to 2^-24 of the largest one's scale, and nothing overflows."""
+    rng = np.random.default_rng(1)
+    blocks = rng.integers(0, 256, (1, 4, 2, 16), dtype=np.uint8)
+    planes = {"blocks": blocks, "scales": np.zeros((1, 4, 2), np.uint8) + np.uint8(scales)}
+    weight = QuantTensor((1, 4, 64), parse_format("mxfp4"), planes)
+    x = rng.standard_normal((MANY, 64)).astype(np.float16)
+    y = torch.full((MANY, 4), float("nan"))
+    given = {"ids": torch.zeros((MANY, 1), dtype=torch.int32), "device": INTERPRETER}
+    launches = moe_down(
+        x=torch.from_numpy(x)[:, None], w=prepack(weight, INTERPRETER), y=y, **given
+    )
+    execute(launches)
+    expected = x.astype(np.float64) @ weight.decode()[0].astype(np.float64).T
+    kept = np.abs(expected) < np.finfo(np.float32).max
+    assert kept.any()
+    np.testing.assert_allclose(y.numpy()[kept], expected[kept], rtol=2e-5, atol=1e-44)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "int4_asym_g64_f32"])
+def test_tiles_with_the_assembly_of_a_gpu(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ptx_emulator.emulate_assembly(monkeypatch)
+    experts = Experts(fmt, MANY, 3, torch.float16)
+    plain = experts.run()
+    for got, expected in zip(experts.run(device=Device("cpu", 80, 4)), plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def many(fmt: str, count: int, device: Device) -> list[Launch]:
+    """Return the launches of gpt-oss-20b's experts for some tokens, without memory."""
+    x, ids = meta((count, 2880), torch.float16), meta((count, 4), torch.int32)
+    y = meta((count, 4, 2880), torch.float16)
+    up = {"limit": 7.0, "alpha": 1.7, "bias": meta((32, 5760), torch.float32)}
+    down = {"weights": meta((count, 4), torch.float32), "bias": meta((32, 2880), torch.float32)}
+    down |= {"residual": meta((count, 2880), torch.float32)}
+    given = {"ids": ids, "device": device}
+    return [
+        *moe_gate_up(x=x, w=_experts(fmt, 5760), y=y, **given, **up),
+        *moe_down(
+            x=y, w=_experts(fmt, 2880), y=meta((count, 2880), torch.float32), **given, **down
+        ),
+    ]
+
+
+def test_many_tokens_read_the_weights_of_an_expert_once_for_a_tile() -> None:
+    launches = many("mxfp4", 512, meta_device(90))
+    names = [launch.kernel.fn.__name__ for launch in launches]
+    once = ["_group", "_reorder", "_tile_product"]
+    assert names == [*once, *once, "_sum_choices"]
+    tiles = launches[2]
+    rows, pairs = tiles.constants["BN"], tiles.constants["BM"]
+    assert tiles.grid == ((2048 + 32 * (pairs - 1)) // pairs, 5760 // rows)
+    assert tiles.stages > 1
+
+
+@pytest.mark.slow
+def test_machine_code_of_tiles() -> None:
+    """Nothing spills; loads are under way; decoded weights go to tensor cores from registers."""
+    for name, used in aot_report("cuda_aot_moe.py").items():
+        assert used["local"] == 0 and used["shared"] <= 99 << 10, (name, used)
+        if "_tile_product" in name:
+            assert used["products"] and used["copies"] and used["stores"] <= 4, (name, used)
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 8, 32])
 def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) -> None:
     """Guesses are verified by the decode kernels, a program for each token and expert.
 
@@ -138,12 +258,18 @@ def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) ->
         x, ids = meta((count, 2880), torch.float16), meta((count, 4), torch.int32)
         y = meta((count, 4, 2880), torch.float16)
         up = moe_gate_up(
-            x=x, ids=ids, w=_mxfp4(5760), y=y, limit=7.0, alpha=1.7, device=meta_device(90)
+            x=x,
+            ids=ids,
+            w=_experts("mxfp4", 5760),
+            y=y,
+            limit=7.0,
+            alpha=1.7,
+            device=meta_device(90),
         )
         down = moe_down(
             x=y,
             ids=ids,
-            w=_mxfp4(2880),
+            w=_experts("mxfp4", 2880),
             y=meta((count, 2880), torch.float32),
             device=meta_device(90),
         )
@@ -154,8 +280,8 @@ def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) ->
         assert many.grid == (m * one.grid[0], one.grid[1])
 
 
-def _mxfp4(rows: int) -> DeviceTensor:
-    held, shape = parse_format("mxfp4"), (32, rows, 2880)
+def _experts(fmt: str, rows: int) -> DeviceTensor:
+    held, shape = parse_format(fmt), (32, rows, 2880)
     planes = held.planes(shape).items()
     return rearrange(held, shape, {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
 

@@ -1,7 +1,8 @@
 """Mixture of experts: the router, and two kernels over the weights of the experts it chose.
 
-A program multiplies some rows of one token's experts: no gather, sort or reduction follows, and a
-token's result does not depend on the batch. Expert ids come from `route` and are not checked.
+Up to 32 tokens a program multiplies some rows of one token's experts: no gather, sort or reduction
+follows, and a token's result does not depend on the batch. More are multiplied in tiles
+(`moe_gemm`). Expert ids come from `route` and are not checked.
 """
 
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clocher_kernels.cuda import moe_gemm
 from clocher_kernels.cuda.dots import to_scale
 from clocher_kernels.cuda.gemv_bits import add_lanes, gemv_tile, rows_of, stream_rows
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, bytes_tile, multiply_rows, row_sums
@@ -20,9 +22,9 @@ from clocher_kernels.cuda.linear import no_codes
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
 from clocher_kernels.cuda.scalar import (
     Tail,
-    activate,
     as_activation,
     finish,
+    gated,
     is_last,
     or_nan,
     part_of,
@@ -65,14 +67,7 @@ def _gate_up(
     if bias is not None:
         h += tl.load(bias + expert * N + n, inside, other=0.0)
     gate, up = tl.split(or_nan(h).reshape(L // BV, R // 2, 2))
-    if ACT == "clamped":
-        odd = (gate != gate) | (up != up)
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
-        hidden = tl.where(odd, float("nan"), hidden)  # clamping lost NaN
-    else:
-        hidden = activate(gate, ACT) * up
+    hidden = gated(gate, up, ACT, LIMIT, ALPHA)
     i = rows_of(first // 2, L // BV, 1, R // 2)
     at = pair.to(tl.int64) * (N // 2) + i
     tl.store(y + at, as_activation(hidden, y), i < N // 2)
@@ -164,6 +159,8 @@ def moe_gate_up(
     if act not in ("clamped", "silu"):
         raise UnsupportedOp(f"moe_gate_up: no act={act!r}; there are clamped, silu")
     settings = {"ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
+    if _in_tiles(ids, w):
+        return moe_gemm.gate_up(x, ids, w, device=device, **given, **settings)
     return _launch(_gate_up, x, ids, w, device, **given, **settings)
 
 
@@ -180,7 +177,15 @@ def moe_down(
     """Lower `ops.moe.moe_down`; UnsupportedOp for int8 activations."""
     if x_scale is not None:
         raise no_codes("moe_down", w)
+    if _in_tiles(ids, w):
+        return moe_gemm.down(x, ids, w, device=device, **given)
     return _launch(_down, x, ids, w, device, **given, BA=triton.next_power_of_2(ids.shape[1]))
+
+
+def _in_tiles(ids: Tensor, w: DeviceTensor) -> bool:
+    """Return whether experts read their weights once for many tokens; UnsupportedOp, ShapeError."""
+    vectors_of(w)
+    return len(ids) > MOST_SLICED and moe_gemm.fits(w)
 
 
 _SCORES = ("chosen", "softmax", "sigmoid")

@@ -158,6 +158,19 @@ def activate(x, ACT: tl.constexpr, CAP: tl.constexpr = 1.0):
 
 
 @triton.jit
+def gated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+    """Return an expert's hidden values (`ops.moe.moe_gate_up`), fp32; NaN stays NaN."""
+    if ACT == "clamped":
+        odd = (gate != gate) | (up != up)
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+        hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+        return tl.where(odd, float("nan"), hidden)  # clamping lost NaN
+    else:
+        return activate(gate, ACT) * up
+
+
+@triton.jit
 def finish(
     total, bias, times, residual, y, m, n, kept,
     N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,

@@ -1,0 +1,351 @@
+"""Experts for many tokens: pairs of a token and an expert are grouped, and multiplied in tiles.
+
+Four steps: `_group` lists each expert's pairs; words of 4-bit weights get their activations in
+another order (`_reorder`); rows of an expert are multiplied by its pairs (`_tile_product`), weights
+decoded in registers; down's results are summed for each token (`_sum_choices`). Grids are as large
+as any routing needs: programs without a tile end at once. Nothing depends on timing.
+
+A word holds eight weights. As an operand its columns would lie in four threads, so a step of BK
+columns is four products instead: the p-th takes elements 2p and 2p + 1 of every word, which stay in
+the thread that loaded it. Activations are copied in that order.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from clocher_kernels.cuda.codes import int4_code, mxfp4_value, unit
+from clocher_kernels.cuda.dots import to_scale
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
+from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
+
+# Each turns a word $1 into elements 2p and 2p + 1, an fp16 pair. mxfp4: the bits that fp16 has for
+# the magnitude and the sign, times the pair of factors $2.
+_BITS = "and.b32 t, t, 0x8e008e00; mul.f16x2 $0, t, $2; }"
+_LOWER = "shr.u32 t, $1, 3; shl.b32 u, $1, 7; lop3.b32 t, t, u, 0x0e0e0e0e, 0xe4; "
+_MXFP4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _BITS)
+_MXFP4_1 = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 8; " + _BITS)
+_MXFP4_2 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + _BITS)
+_MXFP4_3 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + "shl.b32 t, t, 8; " + _BITS)
+# int4: 1024 + code, less the pair $2 of 1024 + zero point.
+_CODES = "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, $2; }"
+_INT4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _CODES)
+_INT4_1 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 4; " + _CODES)
+_INT4_2 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 8; " + _CODES)
+_INT4_3 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 12; " + _CODES)
+
+
+@triton.jit
+def _group(ids, order, counts, P: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr):
+    """List the pairs of an expert in order[expert], ascending."""
+    start(PDL)
+    expert = tl.program_id(0)
+    count = 0
+    for first in range(0, P, BP):
+        pair = first + tl.arange(0, BP)
+        own = tl.load(ids + pair, pair < P, other=-1) == expert
+        place = count + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order + expert * P + place, pair, own)
+        count += tl.sum(own.to(tl.int32), 0)
+    tl.store(counts + expert, count)
+
+
+@triton.jit
+def _reorder(
+    x, y, W: tl.constexpr, WY: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Copy rows of W pairs: pair 4w + p of a step of 4 BW becomes pair BW p + w; 0 beyond W."""
+    start(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at % (4 * BW)
+    source = at - inside + inside % BW * 4 + inside // BW
+    pair = tl.load(x + row * W + source, source < W, other=0)
+    tl.store(y + row * WY + at, pair, at < WY)
+
+
+@triton.jit
+def _tile_of(counts, tile, BM: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
+    """Return a tile's expert, at least E if there is none, its first pair, and the expert's pairs.
+
+    Experts have their tiles in turn.
+    """
+    expert = tl.arange(0, BE)
+    count = tl.load(counts + expert, expert < E, other=0)
+    ends = tl.cumsum((count + BM - 1) // BM, 0)
+    own = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)
+    return own, (tile - before) * BM, tl.sum(tl.where(expert == own, count, 0), 0)
+
+
+@triton.jit
+def _largest_code(scales, row, BLOCKS: tl.constexpr, BN: tl.constexpr, TURN: tl.constexpr):
+    """Return the largest of each row's scale codes, int32 [BN]."""
+    largest = tl.zeros((BN,), tl.int32)
+    for first in range(0, BLOCKS, TURN):
+        at = tl.minimum(first + tl.arange(0, TURN), BLOCKS - 1)
+        codes = tl.load(scales + row.to(tl.int64)[:, None] * BLOCKS + at[None, :])
+        largest = tl.maximum(largest, tl.max(codes.to(tl.int32), 1))
+    return largest
+
+
+@triton.jit
+def _pair(word, adjust, P: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Return elements 2P and 2P + 1 of words [BN, W], fp16 [BN, W, 2]; `adjust`: see _MXFP4_0."""
+    if ASM:
+        if CODE == "mxfp4":
+            ASSEMBLY: tl.constexpr = (_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3)[P]
+        else:
+            ASSEMBLY: tl.constexpr = (_INT4_0, _INT4_1, _INT4_2, _INT4_3)[P]
+        both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [word, adjust], tl.int32, True, 1)
+        low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
+        return tl.join(low, high).to(tl.float16, bitcast=True)
+    else:
+        number = adjust.to(tl.int16).to(tl.float16, bitcast=True)
+        if CODE == "mxfp4":
+            low = mxfp4_value(word, 2 * P) * 6.103515625e-05 * number
+            high = mxfp4_value(word, 2 * P + 1) * 6.103515625e-05 * number
+        else:
+            low = (int4_code(word, 2 * P) + 1024).to(tl.float16) - number
+            high = (int4_code(word, 2 * P + 1) + 1024).to(tl.float16) - number
+        return tl.join(low, high)
+
+
+@triton.jit
+def _pairs(word, adjust, CODE: tl.constexpr, ASM: tl.constexpr):
+    """Return words [BN, W] decoded to fp16 [BN, 8 W], in the order of `_reorder`."""
+    even = tl.join(_pair(word, adjust, 0, CODE, ASM), _pair(word, adjust, 2, CODE, ASM))
+    odd = tl.join(_pair(word, adjust, 1, CODE, ASM), _pair(word, adjust, 3, CODE, ASM))
+    # The dimensions of the join are (row, word, half, p // 2, p % 2).
+    wt = tl.join(even, odd).permute(0, 3, 4, 1, 2)
+    return wt.reshape(word.shape[0], word.shape[1] * 8)
+
+
+@triton.jit
+def _spread(v, WORDS: tl.constexpr):
+    """Repeat values [BN, groups] for the words of each group: [BN, WORDS]."""
+    EACH: tl.constexpr = WORDS // v.shape[1]
+    return tl.broadcast_to(v[:, :, None], v.shape[0], v.shape[1], EACH).reshape(v.shape[0], WORDS)
+
+
+@triton.jit
+def _multiply(
+    x, source, expert, row, w, scales, zeros,
+    K: tl.constexpr, KX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PAIRED: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr,
+    UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Multiply rows [BN] of all experts' by the rows [BM] of x: fp32 [BN, BM]."""
+    # mxfp4's scales, divided by the row's largest, are exact in fp16.
+    SCALED: tl.constexpr = CODE == "mxfp4" and PAIRED
+    w_rows = w + row.to(tl.int64)[:, None] * STRIDE
+    x_rows = x + source[None, :] * KX
+    groups = row.to(tl.int64)[:, None] * tl.cdiv(K, SPAN if SPAN > 0 else K)
+    if SCALED:
+        largest = _largest_code(scales, row, K // SPAN, BN, 128)
+    total = tl.zeros((BN, BM), tl.float32)
+    for k0 in range(0, K, BK):
+        element = k0 // PER + tl.arange(0, BK // PER)
+        held = tl.load(w_rows + element[None, :], (element < STRIDE)[None, :], 0)
+        k = k0 + tl.arange(0, BK)
+        xt = tl.load(x_rows + k[:, None], (k < KX)[:, None], 0).to(OPERAND)
+        if CODE == "int4":
+            zero = tl.full((BN, 1), 8, tl.int32)
+            if zeros is not None:
+                zero = tl.load(zeros + groups + (k0 // SPAN if SPAN > 0 else 0)).to(tl.int32)
+        if SCALED:
+            block = tl.minimum(k0 // SPAN + tl.arange(0, BK // SPAN), K // SPAN - 1)
+            code = tl.load(scales + groups + block[None, :]).to(tl.int32) - largest[:, None]
+            factor = _spread(tl.maximum(code + 30, 0) * 0x04000400, BK // PER)  # at most 2^15
+            wt = _pairs(held, factor, CODE, ASM).to(OPERAND)
+        elif PAIRED:
+            offset = _spread(zero * 0x00010001 + 0x64006400, BK // PER)
+            wt = _pairs(held, offset, CODE, ASM).to(OPERAND)
+        else:
+            wt = decoded(held, CODE, OPERAND, ASM)
+            if CODE == "int4":
+                wt -= zero.to(OPERAND)
+        if SCALED or SPAN == 0:
+            total = tl.dot(wt, xt, total, input_precision="ieee")
+        else:
+            # Codes are exact in the operands' type; the sum is scaled.
+            part = tl.dot(wt, xt, input_precision="ieee")
+            total += part * to_scale(tl.load(scales + groups + k0 // SPAN), CODE)
+    total *= UNIT
+    if SCALED:
+        total *= to_scale(largest, CODE)[:, None] * 0.5
+    elif SPAN == 0 and scales is not None:
+        own = row if SCALE_ROWS == 1 else row * 0 + expert
+        total *= to_scale(tl.load(scales + own), CODE)[:, None]
+    return total
+
+
+@triton.jit
+def _tile_product(
+    x, order, counts, factors, w, scales, zeros, bias, y,
+    P: tl.constexpr, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr, KX: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr,
+    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
+    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
+    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Multiply BN rows of an expert by BM of its pairs; A pairs share a row of x.
+
+    With ACT the factors are of x, and y gets hidden values; without, they are of what y gets.
+    """
+    start(PDL)
+    expert, first, count = _tile_of(counts, tl.program_id(0), BM, E, BE)
+    if expert < E:
+        # Pairs and rows beyond the last repeat it and are not stored.
+        place = first + tl.arange(0, BM)
+        pair = tl.load(order + expert * P + tl.minimum(place, count - 1))
+        own = (place < count)[None, :]
+        n = tl.arange(0, BN)
+        if ACT != "":
+            # Eight gates, then their eight ups: both are in one thread's part of the sums.
+            n = n // 16 * 16 + n % 8 * 2 + n // 8 % 2
+        n += tl.program_id(1) * BN
+        row = expert * N + tl.minimum(n, N - 1)
+        total = _multiply(
+            x, pair // A, expert, row, w, scales, zeros,
+            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
+        )  # fmt: skip
+        if ACT != "" and factors is not None:
+            total *= tl.load(factors + pair)[None, :]
+        if bias is not None:
+            total += tl.load(bias + row)[:, None]
+        if ACT != "":
+            h = or_nan(total).reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1)
+            gate, up = tl.split(h.reshape(BN // 2, BM, 2))
+            hidden = as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y)
+            i = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[:, None]
+            tl.store(y + (pair[None, :] * (N // 2) + i), hidden, (i < N // 2) & own)
+        else:
+            if factors is not None:
+                total *= tl.load(factors + pair)[None, :]
+            tl.store(y + (pair[None, :] * N + n[:, None]), total, (n < N)[:, None] & own)
+
+
+@triton.jit
+def _sum_choices(
+    x, residual, y, A: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr
+):
+    """Sum the A rows of a token in order, and its residual."""
+    start(PDL)
+    m = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    total = tl.zeros((BN,), tl.float32)
+    for a in tl.static_range(A):
+        total += tl.load(x + (m * A + a) * N + n, n < N, other=0.0)
+    if residual is not None:
+        total += tl.load(residual + m * N + n, n < N, other=0.0).to(tl.float32)
+    tl.store(y + m * N + n, total.to(y.dtype.element_ty), n < N)
+
+
+_BLOCK = 1024
+"""Pairs that are listed together; values that a program copies or sums."""
+
+_NO_GATE = {"ACT": "", "LIMIT": 0.0, "ALPHA": 0.0}
+
+
+def fits(w: DeviceTensor) -> bool:
+    """Return whether steps of whole operands lie in groups of columns."""
+    return stored(w).span % 16 == 0
+
+
+def gate_up(
+    x: Tensor, ids: Tensor, w: DeviceTensor, y: Tensor, device: Device, **given: Any
+) -> list[Launch]:
+    """Lower `ops.moe.moe_gate_up`; `given` are its factors and bias, and ACT, LIMIT, ALPHA."""
+    return _tiles(x, ids, w, device, y=y, A=ids.shape[1], **given)
+
+
+def down(
+    x: Tensor,
+    ids: Tensor,
+    w: DeviceTensor,
+    y: Tensor,
+    device: Device,
+    weights: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+) -> list[Launch]:
+    """Lower `ops.moe.moe_down`."""
+    (m, a), n = ids.shape, w.shape[1]
+    parts = device.scratch("moe_down", (m * a, n), torch.float32)
+    given = {"factors": weights, "bias": bias, "y": parts, "A": 1, **_NO_GATE}
+    launches = _tiles(x.flatten(0, 1), ids, w, device, **given)
+    sums = {"x": parts, "residual": residual, "y": y, "A": a, "N": n, "BN": _BLOCK}
+    return [*launches, launch(_sum_choices, (m, triton.cdiv(n, _BLOCK)), device, 4, **sums)]
+
+
+def _tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any) -> list[Launch]:
+    """Return the launches that list pairs, reorder the rows of x and multiply them."""
+    (experts, n, k), pairs, held = w.shape, ids.numel(), stored(w)
+    operand = operand_type(x.dtype, device)
+    paired = _paired(held, k, operand)
+    tile = _tile(held, paired, operand, pairs // experts, device)
+    order = device.scratch("moe_order", (experts, pairs), torch.int32)
+    counts = device.scratch("moe_counts", (experts,), torch.int32)
+    listed = {"ids": ids, "order": order, "counts": counts, "P": pairs, "BP": _BLOCK}
+    launches = [launch(_group, (experts,), device, 4, **listed)]
+    if paired:
+        wide = triton.cdiv(k, tile.bk) * tile.bk
+        copy = device.scratch("moe_x", (len(x), wide), x.dtype)
+        turned = {"x": x.view(torch.int32), "y": copy.view(torch.int32), "BW": tile.bk // 8}
+        turned |= {"W": k // 2, "WY": wide // 2, "BLOCK": _BLOCK}
+        grid = (len(x), triton.cdiv(wide // 2, _BLOCK))
+        launches.append(launch(_reorder, grid, device, 4, **turned))
+        x = copy
+    given |= {"x": x, "order": order, "counts": counts, "P": pairs}
+    given |= {"E": experts, "BE": triton.next_power_of_2(experts), "N": n, "K": k}
+    given |= {"KX": x.shape[1], "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PAIRED": paired}
+    given |= {"w": held.data, "scales": held.scales, "zeros": held.zeros}
+    given |= {"CODE": held.code, "PER": held.per, "STRIDE": held.data.shape[-1]}
+    given |= {"UNIT": unit(held.code, "pairs"), "SPAN": held.span}
+    given |= {"SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
+    most = min(pairs, (pairs + min(experts, pairs) * (tile.bm - 1)) // tile.bm)
+    grid = (most, triton.cdiv(n, tile.bn))
+    return [*launches, launch(_tile_product, grid, device, tile.warps, 0, tile.stages, **given)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Pairs, rows and columns of a step, warps and stages of a program."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+def _paired(held: Stored, k: int, operand: torch.dtype) -> bool:
+    """Return whether words are decoded by pairs, see `_pairs`."""
+    words = held.code == "mxfp4" or (held.code == "int4" and held.span % 64 == 0)
+    return words and operand != torch.float32 and k % 8 == 0
+
+
+def _tile(held: Stored, paired: bool, operand: torch.dtype, pairs: int, device: Device) -> _Tile:
+    """Choose a tile for experts with some `pairs` each on average."""
+    most = 128 if device.capability == 90 else 64
+    bm = min(max(16, triton.next_power_of_2(pairs)), most)
+    if operand == torch.float32:
+        return _Tile(min(bm, 32), 64, 32 if held.span % 32 == 0 else 16, 4, 1)
+    bk = 128 if paired else 64
+    scaled = paired and held.code == "mxfp4"
+    while held.span % bk and not scaled:
+        bk //= 2
+    # Where sums are scaled, a program holds two of them.
+    sums = 1 if scaled or held.span == 0 else 2
+    return _Tile(bm, 128, bk, 8 if bm * sums > 64 else 4, 3)
