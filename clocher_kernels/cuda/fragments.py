@@ -120,7 +120,7 @@ def _joined(parts, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _decoded(
+def decoded(
     word, zero, WEIGHTS: tl.constexpr, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr
 ):
     """Decode words [L, E] to weights [L, WEIGHTS E], not scaled."""
@@ -269,7 +269,7 @@ def multiply(
     rows = ()
     for g in tl.static_range(BN // 8):
         own = (zero[g] if len(zero) > 0 else fixed[g]).to(tl.int32)
-        rows = rows + (_decoded(held[g], own, WEIGHTS, CODE, OPERAND, ASM),)
+        rows = rows + (decoded(held[g], own, WEIGHTS, CODE, OPERAND, ASM),)
     wt = operand(rows, BN // 8, WARPS, NEAR)
     part = tl.zeros_like(total) if SPAN > 0 else total
     left = xs
