@@ -19,7 +19,7 @@ FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "bf16", "int8_row_f32", "fp
 FORMATS += ("mxfp4", "ternary")
 
 
-def product(fmt: str, m: int, capability: int, n: int = 28672, k: int = 4096) -> Launch:
+def product(fmt: str, m: int, capability: int, n: int = 28672, k: int = 14336) -> Launch:
     """Return the launch for a matrix of so many rows that no programs share them."""
     codes, held = fmt == "ternary", parse_format(fmt)
     planes = {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in held.planes((n, k)).items()}

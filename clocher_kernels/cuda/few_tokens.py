@@ -215,6 +215,9 @@ _UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
 """Codes -> what weights that inline assembly decodes to fp16 must be multiplied by."""
 
 
+_NARROW = 2 if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6) else 4
+
+
 def near_columns(held: Stored, x: Tensor, tile: FewTile) -> int:
     """Return the columns that Triton puts side by side in a lane (`kWidth` of its layouts).
 
@@ -223,7 +226,7 @@ def near_columns(held: Stored, x: Tensor, tile: FewTile) -> int:
     """
     columns = 4 * tile.words * held.per * tile.warps * tile.parts * tile.turns
     seen = held.zeros is not None and (held.span == 0 or columns >= x.shape[1])
-    return 8 if x.dtype == torch.int8 or seen else 4
+    return _NARROW * (2 if x.dtype == torch.int8 or seen else 1)
 
 
 def few_tokens(
