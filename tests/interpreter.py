@@ -4,7 +4,7 @@ It keeps scalars as arrays of one element, which NumPy 2.4 no longer turns into 
 and before rely on it): `range(first, last)` in a kernel would fail. And at each call of a device
 function it goes through all of `triton.language`, which takes half of its time.
 
-Matrix products are summed in fp64: BLAS has another order for each number of columns, a GPU has one.
+Matrix products are summed in fp64: BLAS has another order for each number of columns, a GPU not.
 """
 
 from typing import Any
