@@ -3,10 +3,13 @@
 It keeps scalars as arrays of one element, which NumPy 2.4 no longer turns into an int (Triton 3.6
 and before rely on it): `range(first, last)` in a kernel would fail. And at each call of a device
 function it goes through all of `triton.language`, which takes half of its time.
+
+Matrix products are summed in fp64: BLAS has another order for each number of columns, a GPU not.
 """
 
 from typing import Any
 
+import numpy as np
 from triton.runtime import interpreter
 
 _patch = getattr(interpreter, "_patch_lang_tensor", None)
@@ -38,3 +41,11 @@ if _patch is not None:
     interpreter._patch_lang_tensor = _patch_with_index
 if hasattr(interpreter, "_LangPatchScope"):  # not in Triton 3.4
     interpreter._patch_lang = _patch_lang_once
+
+
+def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+    total = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64)) + d.data
+    return interpreter.TensorHandle(total.astype(d.data.dtype), d.dtype.scalar)
+
+
+interpreter.InterpreterBuilder.create_dot = _dot

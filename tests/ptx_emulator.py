@@ -17,6 +17,7 @@ from clocher_kernels.dtypes import from_f32
 
 Array = np.ndarray
 
+_DTYPES = {"fp16": np.float16, "fp32": np.float32, "int16": np.int16, "int32": np.int32}
 _MNEMONIC = re.compile(r"[a-z0-9.]+")
 _OPERAND = re.compile(r"\{[^}]*\}|[^,\s]+")
 
@@ -66,7 +67,7 @@ def _create_inline_asm(
         register = registers[number]
         if packed:
             register = np.stack(registers, axis=-1).reshape(-1)
-        dtype = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}[kind.element_ty.name]
+        dtype = _DTYPES[kind.element_ty.name]
         shaped = np.ascontiguousarray(register).view(dtype).reshape(values[0].data.shape)
         out.append(interpreter.TensorHandle(shaped, kind.element_ty))
     return SimpleNamespace(get_result=out.__getitem__)
@@ -167,6 +168,7 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
     "and.b32": lambda a, b: a & b,
+    "sub.u32": lambda a, b: a - b,
     "xor.b32": lambda a, b: a ^ b,
     "lop3.b32": _lop3,
     "prmt.b32": _prmt,

@@ -217,8 +217,8 @@ def _add_halves(pair):
 
 
 @triton.jit
-def _element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
-    """Return weight J of each vector, fp32, unscaled."""
+def element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
+    """Return weight J of each vector, fp32, not scaled."""
     if FORMAT == "int4":
         return (int4_code(words[J // 8], J % 8) - zero).to(tl.float32)
     elif FORMAT == "mxfp4":
@@ -227,6 +227,12 @@ def _element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
         return ternary_digit(words[J // 16], J % 16).to(tl.float32)
     elif FORMAT == "int8":
         return (words[J // 4] << (24 - J % 4 * 8) >> 24).to(tl.float32)
+    elif FORMAT == "e4m3" or FORMAT == "e5m2":
+        bits = ((words[J // 4] >> J % 4 * 8) & 255) << 8
+        if FORMAT == "e4m3":
+            bits = (bits & 0x8000) | ((bits & 0x7F00) >> 1)
+        value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return value * 256.0 if FORMAT == "e4m3" else value
     elif FORMAT == "bf16":
         upper = words[J // 2] & -65536 if J % 2 else words[J // 2] << 16
         return upper.to(tl.float32, bitcast=True)
@@ -344,8 +350,8 @@ def vector_dot(
             xs = _load8(x, at, tokens, K)
             for j in tl.static_range(0, STEP, 2):
                 scale, zero = _group(scales, zeros, zero, at + j, K, GROUP, FORMAT)
-                even = xs[j].to(tl.float32) * _element(words, c * STEP + j, zero, FORMAT)
-                odd = xs[j + 1].to(tl.float32) * _element(words, c * STEP + j + 1, zero, FORMAT)
+                even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, FORMAT)
+                odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, FORMAT)
                 total += (even + odd) * scale
         else:
             xs = _load8(x, at, tokens, K)
@@ -356,7 +362,7 @@ def vector_dot(
                     part += xs[j].to(tl.float32) * values[j]
             else:
                 for j in tl.static_range(0, STEP):
-                    value = _element(words, c * STEP + j, zero, FORMAT)
+                    value = element(words, c * STEP + j, zero, FORMAT)
                     part += xs[j].to(tl.float32) * value
             if EIGHT:
                 part *= scale

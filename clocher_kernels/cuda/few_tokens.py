@@ -1,0 +1,271 @@
+"""The `linear` op for few tokens, on tensor cores: W is streamed once and decoded in registers.
+
+The warps of a program share its rows: each takes every other chunk of columns (`fragments`), and
+their sums are added at the end. Where W has few rows programs share them, too: the last one to
+finish adds what all have written, in order.
+
+A sum's order follows from the shape and format of W alone: a token's result has the same bits
+whatever its neighbours.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
+from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
+from clocher_kernels.cuda.quantize import ALONE, Source, enter, rounded_product
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired
+from clocher_kernels.formats.floats import Float
+
+MOST_TOKENS = 32
+
+
+@triton.jit
+def _few(
+    x, x_scale, w, scales, zeros, bias, times, residual, y, second, third, h, gain, sums, arrivals,
+    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    BN: tl.constexpr, BM: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
+    PARTS: tl.constexpr, E: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
+    NEAR: tl.constexpr,
+    CODE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    OPERAND: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
+    BLOCK: tl.constexpr, EPS: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    OWN: tl.constexpr = E * WEIGHTS
+    ALL: tl.constexpr = (K + 4 * OWN * WARPS - 1) // (4 * OWN * WARPS)
+    EACH: tl.constexpr = (ALL + PARTS - 1) // PARTS
+    SUM: tl.constexpr = tl.int32 if x_scale is not None else tl.float32
+    n0 = tl.program_id(0) * BN
+    begin = tl.program_id(1) * EACH
+    end = tl.minimum((begin + EACH) * (4 * OWN * WARPS), K) if PARTS > 1 else K
+    fixed = fixed_zeros(zeros, n0, N, BN, WARPS, SPAN, HALF)
+    # Weights never depend on the predecessor: they are on their way before x is waited for.
+    ahead = ()
+    for u in tl.static_range(TURNS):
+        ahead = ahead + (
+            load_weights(
+                w, scales, zeros, n0, begin + u, end,
+                N, K, BN, WARPS, E, OWN, STRIDE, CODE, SPAN, SCALE_ROWS, HALF,
+            ),
+        )  # fmt: skip
+    CODES: tl.constexpr = "i8" if x_scale is not None else ""
+    enter(h, gain, x, x_scale, K, BLOCK, EPS, CODES, FLOOR, LOWEST, ASM, PDL)
+    total = tl.zeros((WARPS, BN, BM), SUM)
+    for step in range(0, (EACH + TURNS - 1) // TURNS):
+        turn = begin + step * TURNS
+        loaded = ahead
+        if EACH > TURNS:
+            ahead = ()
+            for u in tl.static_range(TURNS):
+                ahead = ahead + (
+                    load_weights(
+                        w, scales, zeros, n0, turn + TURNS + u, end,
+                        N, K, BN, WARPS, E, OWN, STRIDE, CODE, SPAN, SCALE_ROWS, HALF,
+                    ),
+                )  # fmt: skip
+        for u in tl.static_range(TURNS):
+            xs = load_tokens(x, turn + u, end, M, K, BM, WARPS, OWN)
+            total = multiply(
+                total, loaded[u], xs, fixed,
+                BN, BM, WARPS, NEAR, WEIGHTS, CODE, SPAN, OPERAND, TERMS, ASM,
+            )  # fmt: skip
+
+    total = tl.sum(total, axis=0).to(tl.float32)
+    m = tl.arange(0, BM)[None, :]
+    r = tl.arange(0, BN)[:, None]
+    if PARTS > 1:
+        at = (tl.program_id(0) * PARTS * BN + r) * BM + m
+        tl.store(sums + at + tl.program_id(1) * (BN * BM), total)
+        if is_last(arrivals + tl.program_id(0), PARTS):
+            total = tl.zeros((BN, BM), tl.float32)
+            for p in tl.static_range(PARTS):
+                total += tl.load(sums + at + p * (BN * BM), cache_modifier=".cg")
+            _end(
+                total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r,
+                M, N, UNIT, SPAN, SCALE_ROWS, ASM, F, ACT, CAP, N1, N2, HALF,
+            )  # fmt: skip
+    else:
+        _end(
+            total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r,
+            M, N, UNIT, SPAN, SCALE_ROWS, ASM, F, ACT, CAP, N1, N2, HALF,
+        )  # fmt: skip
+
+
+@triton.jit
+def _end(
+    total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r,
+    M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr,
+    SCALE_ROWS: tl.constexpr, ASM: tl.constexpr,
+    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
+    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """Write sums [BN, BM] of rows n0 + r and tokens m, scaled, gated if there is a HALF."""
+    n = n0 + r
+    there = m < M
+    factor = tl.full((1, 1), UNIT, tl.float32)
+    if SPAN == 0 and scales is not None:
+        factor *= tl.load(scales + paired(n, HALF) * SCALE_ROWS, n < N, other=0).to(tl.float32)
+    if x_scale is not None:
+        factor = tl.load(x_scale + m, there, other=0.0) * factor
+    total = rounded_product(total, tl.broadcast_to(factor, total.shape), ASM)
+    m = m.to(tl.int64)
+    if HALF > 0:
+        BN: tl.constexpr = total.shape[0]
+        BM: tl.constexpr = total.shape[1]
+        up, gate = tl.split(total.reshape(BN // 2, 2, BM).permute(0, 2, 1))
+        i = n0 // 2 + tl.arange(0, BN // 2)[:, None]
+        finish_gated(up, gate, bias, y, m, i, there & (i < HALF), HALF, ACT, CAP)
+    else:
+        kept = there & (n < N)
+        finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP, second, third, N1, N2)
+
+
+@dataclass(frozen=True, slots=True)
+class FewTile:
+    """The tile of a program.
+
+    `words` of a lane's vector, `warps` and the `parts` that programs cut K into set the order of a
+    sum and follow from W alone; `rows` and `turns`, the chunks of a warp that are loaded ahead, do
+    not.
+    """
+
+    rows: int
+    turns: int
+    warps: int
+    parts: int
+    words: int
+
+
+_WARPS = 4
+"""Warps of a program: those that make a row in the same launch (`quantize.row_warps`)."""
+_RESIDENT_WARPS = 12
+"""Warps of a multiprocessor that together have enough bytes in flight."""
+_MOST_PARTS = 8
+_TURNS = {8: (16, 4), 16: (32, 2), 32: (32, 2)}
+"""Tokens -> rows of a program and turns loaded ahead: what fits registers."""
+
+
+def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | None:
+    """Choose the tile for `n` rows, `k` columns and `m` tokens; None if W does not fit any."""
+    # A chunk of four vectors lies in one group of columns, and a vector in one row.
+    words = 4
+    while words > 1 and (held.span % (4 * words * held.per) or held.data.shape[-1] % words):
+        words //= 2
+    if held.span % (4 * words * held.per) or words * held.per < _FEWEST:
+        return None
+    every = triton.cdiv(k, 4 * words * held.per * _WARPS)
+    parts = 1
+    while parts < _MOST_PARTS and every >= 4 * parts:
+        if triton.cdiv(n, 16) * parts * _WARPS >= _RESIDENT_WARPS * device.sms:
+            break
+        parts *= 2
+    rows, turns = _TURNS[tokens_of(m)]
+    return FewTile(rows, min(turns, triton.cdiv(every, parts)), _WARPS, parts, words)
+
+
+_FEWEST = 8
+"""Weights of a lane's vector: two of fp16 are a register of `mma`, which takes two at least."""
+
+
+def tokens_of(m: int) -> int:
+    """Return the tokens of a tile for m tokens: 8, 16 or 32."""
+    return max(8, triton.next_power_of_2(m))
+
+
+def as_words(w: DeviceTensor) -> Stored | None:
+    """Describe weights by 32-bit words; None if rows are not whole ones."""
+    held = stored(w)
+    size = held.data.itemsize
+    if held.data.shape[-1] * size % 4:
+        return None
+    code = w.format.dtype if isinstance(w.format, Float) else held.code
+    return replace(held, code=code, data=held.data.view(torch.int32), per=held.per * 4 // size)
+
+
+def operand_of(held: Stored, x: Tensor, device: Device) -> tuple[torch.dtype, int] | None:
+    """Return the operands' type and how many of them x is the sum of; None if W loses bits.
+
+    bf16 holds all codes, and a third of an fp32 number.
+    """
+    if held.code == "f32" or (held.code == "f16" and x.dtype != torch.float16):
+        return None
+    if x.dtype == torch.int8:
+        return torch.int8, 1
+    if x.dtype == torch.float16 and held.code != "bf16":
+        return torch.float16, 1
+    terms = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}[x.dtype]
+    # Triton's interpreter cannot multiply bf16.
+    return torch.bfloat16 if device.asm else torch.float32, terms
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+}
+_UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
+"""Codes -> what weights that inline assembly decodes to fp16 must be multiplied by."""
+
+
+_NARROW = 2 if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6) else 4
+
+
+def near_columns(held: Stored, x: Tensor, tile: FewTile) -> int:
+    """Return the columns that Triton puts side by side in a lane (`kWidth` of its layouts).
+
+    It follows from the narrowest load that it sees an operand come from, in the same round of a
+    loop. With another number results are the same, but columns change lanes on the way.
+    """
+    columns = 4 * tile.words * held.per * tile.warps * tile.parts * tile.turns
+    seen = held.zeros is not None and (held.span == 0 or columns >= x.shape[1])
+    return _NARROW * (2 if x.dtype == torch.int8 or seen else 1)
+
+
+def few_tokens(
+    *,
+    x: Tensor,
+    w: DeviceTensor,
+    y: Tensor,
+    x_scale: Tensor | None = None,
+    tail: Tail = PLAIN,
+    source: Source = ALONE,
+    warps: int = 1,
+    tile: FewTile | None = None,
+    device: Device,
+) -> list[Launch]:
+    """Lower `ops.linear.linear` for up to 32 tokens; no launch if the weight fits no tile."""
+    (m, k), n = x.shape, w.shape[0]
+    held = as_words(w)
+    operand = None if held is None else operand_of(held, x, device)
+    if held is None or operand is None:
+        return []
+    tile = tile or few_tile(held, n, k, m, device)
+    if tile is None:
+        return []
+    sizes = {"M": m, "N": n, "K": k, "BN": tile.rows, "BM": tokens_of(m), "WARPS": tile.warps}
+    sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "E": tile.words}
+    sizes["NEAR"] = near_columns(held, x, tile)
+    packed = device.asm and operand[0] == torch.float16
+    stored_as = {"WEIGHTS": held.per, "STRIDE": held.data.shape[-1], "CODE": held.code}
+    stored_as |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
+    stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows}
+    stored_as |= {"OPERAND": _TYPES[operand[0]], "TERMS": operand[1]}
+    given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
+    given |= {"zeros": held.zeros, **sizes, **stored_as}
+    given |= {**tail.given("linear", y, n), **tail.outputs(y, n), **source.given(x)}
+    given |= {"FLOOR": source.floor, "LOWEST": source.lowest}
+    tiles = triton.cdiv(n, tile.rows)
+    if tile.parts > 1:
+        size = (tiles * tile.parts * tile.rows * tokens_of(m),)
+        given["sums"] = device.scratch("few tokens", size, torch.float32)
+        given["arrivals"] = device.scratch("few tokens", (tiles,), torch.int32)
+    weights = tile.turns * tile.rows * 4 * tile.words * held.per // 32
+    return [launch(_few, (tiles, tile.parts), device, tile.warps, weights, **given)]

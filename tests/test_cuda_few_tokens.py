@@ -1,0 +1,201 @@
+"""The tensor-core kernel for few tokens: its results, the order of its sums, its machine code."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ptx_emulator
+import pytest
+import torch
+import triton
+import triton.language as tl
+from cuda_cases import aot_report, meta, meta_device
+from op_cases import error
+from test_cuda_linear import Product
+
+from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens
+from clocher_kernels.cuda.fragments import decoded
+from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.quantize import Source, quantize, rms_norm
+from clocher_kernels.cuda.scalar import Tail
+from clocher_kernels.formats import parse_format
+from clocher_kernels.quant_tensor import encode
+
+FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "int4_asym_row_f16", "bf16", "f16", "mxfp4")
+FORMATS += ("int8_row_f32", "int8_tensor_f32", "int8_g64_f16", "fp8_e4m3_row_f32")
+FORMATS += ("fp8_e4m3_b128_f32", "fp8_e5m2_row_f32")
+
+
+def _run(product: Product, **change: int) -> np.ndarray:
+    """Multiply with the tile for few tokens, or a changed one; return fp32 [M, N]."""
+    held = as_words(product.w)
+    assert held is not None
+    tile = few_tile(held, *product.w.shape, len(product.x), INTERPRETER)
+    assert tile is not None
+    tail, device = Tail(bias=product.bias), INTERPRETER
+    given: dict[str, Any] = {"x": product.x, "w": product.w, "y": product.y, "tail": tail}
+    execute(few_tokens(**given, device=device, tile=replace(tile, **change)))
+    return product.y.float().numpy()
+
+
+@pytest.mark.parametrize("x_type", ["f16", "bf16", "f32"])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products(fmt: str, x_type: str) -> None:
+    if fmt == "f16" and x_type != "f16":
+        product = Product(fmt, 2, 5, 64, x_type)
+        given: dict[str, Any] = {"x": product.x, "w": product.w, "y": product.y}
+        assert few_tokens(**given, device=INTERPRETER) == []
+        return
+    product = Product(fmt, 3, 35, 1152 if fmt == "int8_row_f32" else 640, x_type)
+    rms, largest = error(_run(product, parts=2, turns=1), product.expected)
+    limit = 1e-3 if x_type == "f16" else 2e-6
+    assert rms <= limit and largest <= 10 * limit, (rms, largest)
+
+
+@pytest.mark.parametrize("fmt", ["int4_sym_g128_f16", "bf16", "int4_asym_g64_f16", "mxfp4"])
+def test_up_to_32_tokens_have_the_bits_of_one(fmt: str) -> None:
+    whole = Product(fmt, 32, 20, 1152, "f16")
+    together = _run(whole, parts=2)
+    for first, m in ((31, 1), (3, 8), (5, 17)):
+        part = Product(fmt, m, 20, 1152, "f16")
+        part.w, part.bias = whole.w, whole.bias
+        part.x.copy_(whole.x[first : first + m])
+        np.testing.assert_array_equal(_run(part, parts=2), together[first : first + m])
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, "ternary"])
+def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
+    """The interpreter adds up in an order of its own: what a GPU does follows from these."""
+    held, found = parse_format(fmt), set()
+    codes = fmt == "ternary"
+    for n, k in ((4096, 4096), (2560, 6912), (28672, 4096)):
+        planes = held.planes((n, k)).items()
+        w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+        for m in range(1, 33):
+            x = meta((m, k), torch.int8 if codes else torch.float16)
+            given: dict[str, Any] = {"x_scale": meta((m,), torch.float32)} if codes else {}
+            y, device = meta((m, n), torch.float16), meta_device(90)
+            (launch,) = few_tokens(x=x, w=w, y=y, device=device, **given)
+            tokens = ("M", "BM", "BN", "TURNS", "NEAR")
+            constants = {c: v for c, v in launch.constants.items() if c not in tokens}
+            found.add((str(sorted(constants.items())), launch.num_warps, launch.grid[1]))
+    assert len(found) == 3, found
+
+
+def _codes(n: int, k: int) -> tuple[DeviceTensor, torch.Tensor, torch.Tensor]:
+    """Return ternary weights, their digits, and activations that norm to varied codes."""
+    rng = np.random.default_rng(n + k)
+    weights = encode(rng.standard_normal((n, k), dtype=np.float32), parse_format("ternary"))
+    h = torch.from_numpy(rng.standard_normal((3, k), dtype=np.float32))
+    return prepack(weights, INTERPRETER), torch.from_numpy(weights.decode()), h
+
+
+def test_ternary_sums_are_exact() -> None:
+    n, k = 20, 1100
+    w, dense, h = _codes(n, k)
+    x, scale = torch.empty((3, k), dtype=torch.int8), torch.empty(3)
+    limits: dict[str, Any] = {"floor": 1e-5, "lowest": -128, "device": INTERPRETER}
+    execute(quantize(x=h, q=x, scale=scale, group=0, **limits))
+    step = w.planes["scale"][0]
+    want = (x.double() @ (dense / step).round().double().T).float() * (scale[:, None] * step)
+    for parts in (1, 2):
+        y = torch.full((3, n), float("nan"))
+        held = as_words(w)
+        assert held is not None
+        tile = few_tile(held, n, k, 3, INTERPRETER)
+        assert tile is not None
+        tile = replace(tile, parts=parts)
+        execute(few_tokens(x=x, x_scale=scale, w=w, y=y, tile=tile, device=INTERPRETER))
+        torch.testing.assert_close(y, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("fmt", ["int4_sym_g128_f16", "ternary"])
+def test_a_row_made_in_the_launch_is_that_of_its_own(fmt: str) -> None:
+    n, k = 32, 512
+    rng = np.random.default_rng(3)
+    matrix = rng.standard_normal((n, k), dtype=np.float32)
+    w = prepack(encode(matrix, parse_format(fmt)), INTERPRETER)
+    h, gain = (torch.from_numpy(rng.random(size, dtype=np.float32)) for size in ((1, k), k))
+    codes = fmt == "ternary"
+    x = torch.empty((1, k), dtype=torch.int8 if codes else torch.float16)
+    given: dict[str, Any] = {"x": x, "x_scale": torch.empty(1)} if codes else {"x": x}
+    device, results = INTERPRETER, []
+    if codes:
+        limits: dict[str, Any] = {"floor": 1e-5, "lowest": -128}
+        own = {"q": x, "scale": given["x_scale"], "group": 0, **limits, "gain": gain, "eps": 1e-5}
+        before = quantize(x=h, **own, device=device)
+    else:
+        before = rms_norm(x=h, weight=gain, y=x, eps=1e-5, device=device)
+    for source, first in ((Source(), before), (Source(h, gain, 1e-5, 1e-5, -128.0), [])):
+        y = torch.full((1, n // 2), float("nan"))
+        tail = Tail(activation="silu", gated=True)
+        execute([*first, *few_tokens(**given, w=w, y=y, tail=tail, source=source, device=device)])
+        results.append(y)
+        x.zero_()
+    assert results[0].isfinite().all()
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@triton.jit
+def _decode(words, zero, values, WEIGHTS: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
+    at = tl.arange(0, 64)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    OPERAND: tl.constexpr = tl.int8 if CODE == "ternary" else tl.float16
+    held = decoded(tl.load(words + at), tl.load(zero), WEIGHTS, CODE, OPERAND, ASM)
+    to = tl.arange(0, 64)[:, None] * 4 * WEIGHTS + tl.arange(0, 4 * WEIGHTS)[None, :]
+    tl.store(values + to, held.to(tl.float32))
+
+
+@pytest.mark.parametrize(
+    ("code", "weights", "unit"),
+    [("int4", 8, 1), ("mxfp4", 8, 2**14), ("int8", 4, 128), ("e4m3", 4, 256), ("ternary", 16, 1)],
+)
+def test_inline_assembly_decodes_what_plain_triton_does(
+    code: str, weights: int, unit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The emulator also refuses what the constraints let a compiler break."""
+    ptx_emulator.emulate_assembly(monkeypatch)
+    rng = np.random.default_rng(5)
+    words = rng.integers(-(2**31), 2**31, 256).astype(np.int32)
+    if code == "ternary":
+        words &= 0x55555555  # codes 0 and 1
+        words[::2] <<= 1  # and 0 and 2
+    if code == "e4m3":
+        words &= ~0x01010101  # no NaN
+    both = [torch.empty(256 * weights) for _ in range(2)]
+    for asm, values in enumerate(both):
+        zero = torch.tensor([5], dtype=torch.int32)
+        _decode[(1,)](torch.from_numpy(words), zero, values, weights, code, bool(asm))
+    np.testing.assert_array_equal(both[1].numpy() * unit, both[0].numpy())
+
+
+@pytest.mark.parametrize("x_type", [torch.float16, torch.float32])
+def test_weights_that_fit_no_tile_are_left_to_others(x_type: torch.dtype) -> None:
+    for fmt, k in (("f32", 64), ("int8_g40_f16", 80), ("int4_asym_g34_f32", 68), ("bf16", 101)):
+        w = prepack(encode(np.ones((4, k), np.float32), parse_format(fmt)), INTERPRETER)
+        x, y = torch.zeros((1, k), dtype=x_type), torch.zeros((1, 4))
+        assert few_tokens(x=x, w=w, y=y, device=INTERPRETER) == []
+
+
+def test_few_rows_are_shared_by_programs() -> None:
+    """At least eight warps of four vectors a lane each wait for weights on a multiprocessor."""
+    device = Device("meta", 90, 132)
+    for fmt, n, k in (("int4_sym_g128_f16", 4096, 4096), ("bf16", 2880, 4096)):
+        planes = parse_format(fmt).planes((n, k)).items()
+        held = {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes}
+        w = rearrange(parse_format(fmt), (n, k), held)
+        x, y = meta((1, k), torch.float16), meta((1, n), torch.float16)
+        (launch,) = few_tokens(x=x, w=w, y=y, device=device)
+        assert launch.grid[0] * launch.grid[1] * launch.num_warps >= 8 * device.sms, launch.grid
+
+
+@pytest.mark.slow
+def test_machine_code_keeps_its_budgets() -> None:
+    limits = {"int4_sym_g128_f16": 3.0, "bf16": 4.2, "ternary": 3.0, "int8_row_f32": 3.0}
+    for name, got in aot_report("cuda_aot_few.py").items():
+        fmt, m, _ = name.split("-")
+        assert got["local"] == 0 and got["registers"] <= (96 if m == "m8" else 192), (name, got)
+        assert got["tensor_cores"] > 0 and got["streaming_loads"] > 0, (name, got)
+        assert got["moved"] == 0, f"columns change lanes: {name} {got}"
+        if m == "m8":
+            assert 0 < got["per_weight"] <= limits.get(fmt, 4.5), (name, got)
