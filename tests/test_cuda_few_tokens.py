@@ -17,7 +17,7 @@ from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens
 from clocher_kernels.cuda.fragments import decoded
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
-from clocher_kernels.cuda.quantize import Source, quantize, rms_norm
+from clocher_kernels.cuda.quantize import quantize
 from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -108,33 +108,6 @@ def test_ternary_sums_are_exact() -> None:
         tile = replace(tile, parts=parts)
         execute(few_tokens(x=x, x_scale=scale, w=w, y=y, tile=tile, device=INTERPRETER))
         torch.testing.assert_close(y, want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("fmt", ["int4_sym_g128_f16", "ternary"])
-def test_a_row_made_in_the_launch_is_that_of_its_own(fmt: str) -> None:
-    n, k = 32, 512
-    rng = np.random.default_rng(3)
-    matrix = rng.standard_normal((n, k), dtype=np.float32)
-    w = prepack(encode(matrix, parse_format(fmt)), INTERPRETER)
-    h, gain = (torch.from_numpy(rng.random(size, dtype=np.float32)) for size in ((1, k), k))
-    codes = fmt == "ternary"
-    x = torch.empty((1, k), dtype=torch.int8 if codes else torch.float16)
-    given: dict[str, Any] = {"x": x, "x_scale": torch.empty(1)} if codes else {"x": x}
-    device, results = INTERPRETER, []
-    if codes:
-        limits: dict[str, Any] = {"floor": 1e-5, "lowest": -128}
-        own = {"q": x, "scale": given["x_scale"], "group": 0, **limits, "gain": gain, "eps": 1e-5}
-        before = quantize(x=h, **own, device=device)
-    else:
-        before = rms_norm(x=h, weight=gain, y=x, eps=1e-5, device=device)
-    for source, first in ((Source(), before), (Source(h, gain, 1e-5, 1e-5, -128.0), [])):
-        y = torch.full((1, n // 2), float("nan"))
-        tail = Tail(activation="silu", gated=True)
-        execute([*first, *few_tokens(**given, w=w, y=y, tail=tail, source=source, device=device)])
-        results.append(y)
-        x.zero_()
-    assert results[0].isfinite().all()
-    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @triton.jit

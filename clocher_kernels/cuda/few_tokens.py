@@ -15,11 +15,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
-from clocher_kernels.cuda.quantize import ALONE, Source, enter, rounded_product
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired
+from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float
 
 MOST_TOKENS = 32
@@ -27,7 +27,7 @@ MOST_TOKENS = 32
 
 @triton.jit
 def _few(
-    x, x_scale, w, scales, zeros, bias, times, residual, y, second, third, h, gain, sums, arrivals,
+    x, x_scale, w, scales, zeros, bias, times, residual, y, second, third, sums, arrivals,
     M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
     PARTS: tl.constexpr, E: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
@@ -36,7 +36,6 @@ def _few(
     OPERAND: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
     N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-    BLOCK: tl.constexpr, EPS: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
     OWN: tl.constexpr = E * WEIGHTS
     ALL: tl.constexpr = (K + 4 * OWN * WARPS - 1) // (4 * OWN * WARPS)
@@ -55,8 +54,7 @@ def _few(
                 N, K, BN, WARPS, E, OWN, STRIDE, CODE, SPAN, SCALE_ROWS, HALF,
             ),
         )  # fmt: skip
-    CODES: tl.constexpr = "i8" if x_scale is not None else ""
-    enter(h, gain, x, x_scale, K, BLOCK, EPS, CODES, FLOOR, LOWEST, ASM, PDL)
+    start(PDL)
     total = tl.zeros((WARPS, BN, BM), SUM)
     for step in range(0, (EACH + TURNS - 1) // TURNS):
         turn = begin + step * TURNS
@@ -144,7 +142,7 @@ class FewTile:
 
 
 _WARPS = 4
-"""Warps of a program: those that make a row in the same launch (`quantize.row_warps`)."""
+"""Warps of a program."""
 _RESIDENT_WARPS = 12
 """Warps of a multiprocessor that together have enough bytes in flight."""
 _MOST_PARTS = 8
@@ -236,8 +234,6 @@ def few_tokens(
     y: Tensor,
     x_scale: Tensor | None = None,
     tail: Tail = PLAIN,
-    source: Source = ALONE,
-    warps: int = 1,
     tile: FewTile | None = None,
     device: Device,
 ) -> list[Launch]:
@@ -260,8 +256,7 @@ def few_tokens(
     stored_as |= {"OPERAND": _TYPES[operand[0]], "TERMS": operand[1]}
     given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
     given |= {"zeros": held.zeros, **sizes, **stored_as}
-    given |= {**tail.given("linear", y, n), **tail.outputs(y, n), **source.given(x)}
-    given |= {"FLOOR": source.floor, "LOWEST": source.lowest}
+    given |= {**tail.given("linear", y, n), **tail.outputs(y, n)}
     tiles = triton.cdiv(n, tile.rows)
     if tile.parts > 1:
         size = (tiles * tile.parts * tile.rows * tokens_of(m),)
