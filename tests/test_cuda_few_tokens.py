@@ -167,7 +167,7 @@ def test_machine_code_keeps_its_budgets() -> None:
     limits = {"int4_sym_g128_f16": 3.0, "bf16": 4.2, "ternary": 3.0, "int8_row_f32": 3.0}
     for name, got in aot_report("cuda_aot_few.py").items():
         fmt, m, _ = name.split("-")
-        assert got["local"] == 0 and got["registers"] <= (96 if m == "m8" else 192), (name, got)
+        assert got["local"] == 0 and got["registers"] <= (112 if m == "m8" else 192), (name, got)
         assert got["tensor_cores"] > 0 and got["streaming_loads"] > 0, (name, got)
         assert got["moved"] == 0, f"columns change lanes: {name} {got}"
         if m == "m8":
