@@ -62,7 +62,8 @@ SHAPES = (
 )
 _TINY = (Shape("tiny-gpt-oss", "bf16", "mxfp4"),)
 # (sequences, tokens of each prompt), tokens that follow, tokens of a prompt's step.
-_RUNS, _NEW, _CHUNK = ((1, 128), (1, 1024), (1, 8128), (8, 1024)), 64, 512
+_RUNS = ((1, 128), (1, 1024), (1, 2048), (1, 8128), (8, 128), (16, 128), (32, 128))
+_NEW, _CHUNK = 64, 2048
 _DRY_RUNS, _DRY_NEW, _DRY_CHUNK = ((1, 3),), 2, 4
 
 
