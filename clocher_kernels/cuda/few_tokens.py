@@ -9,6 +9,7 @@ whatever its neighbours.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
@@ -17,12 +18,13 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
+from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
+from clocher_kernels.cuda.gemv_bytes import gemv_bytes
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
-from clocher_kernels.formats.floats import Float
-
-MOST_TOKENS = 32
+from clocher_kernels.formats.floats import Float, Fp8
+from clocher_kernels.formats.integers import Int8
 
 
 @triton.jit
@@ -264,3 +266,21 @@ def few_tokens(
         given["arrivals"] = device.scratch("few tokens", (tiles,), torch.int32)
     weights = tile.turns * tile.rows * 4 * tile.words * held.per // 32
     return [launch(_few, (tiles, tile.parts), device, tile.warps, weights, **given)]
+
+
+_SEVERAL = 3
+"""Tokens from which tensor cores are faster, as measured on an H200."""
+
+
+def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
+    """Lower a product for up to 32 tokens.
+
+    Several go to tensor cores if a token's sum may have another order than alone, or is exact.
+    """
+    exact = "x_scale" in given
+    several = len(given["x"]) >= _SEVERAL and (exact or given["device"].fast_batch)
+    if several and (launches := few_tokens(w=w, **given)):
+        return launches
+    if exact:
+        return linear_ternary(w=w, **given)
+    return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)

@@ -23,12 +23,14 @@ class Device:
     """The target of launches.
 
     `torch_device` is "cuda", "cpu" (interpreter) or "meta" (compile only); `capability` is 80, 86,
-    89, 90, 100, 120, or 0 for the interpreter.
+    89, 90, 100, 120, or 0 for the interpreter. `fast_batch`: a token's sums may have another order
+    beside others than alone.
     """
 
     torch_device: str
     capability: int
     sms: int
+    fast_batch: bool = False
     _scratch: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -99,7 +101,7 @@ def launch(
     names = kernel.arg_names
     if unknown := given.keys() - set(names):
         raise TypeError(f"{kernel} has no parameter {', '.join(sorted(unknown))}")
-    given |= {"ASM": device.asm, "PDL": device.pdl}
+    given |= {"ASM": device.asm, "PDL": device.pdl, "WGMMA": device.capability == 90}
     args = {name: given.get(name) for name in names if not name.isupper()}
     constants = {name: given[name] for name in names if name.isupper()}
     return Launch(kernel, grid, args, constants, num_warps, device.pdl, weights, stages)

@@ -1,8 +1,7 @@
 """The `linear` op: GEMV kernels for up to 32 tokens; here, tiles for more, decoded in the kernel.
 
 Weights are the left operand, which tensor cores take from registers: decoded to the activations'
-type, scales of groups included, while earlier columns are multiplied. Sums are fp32; those of
-ternary weights and int8 activations are exact.
+type, scales of groups included. Sums are fp32; ternary weights times int8 activations are exact.
 """
 
 from dataclasses import dataclass, replace
@@ -14,16 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from clocher_kernels.cuda.codes import decode_words, in_order, int4_code, mxfp4_value, to_f16, unit
-from clocher_kernels.cuda.dots import times_pair, to_scale, word_pairs, zero_pairs
-from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
-from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, gemv_bytes
+from clocher_kernels.cuda.dots import await_products, times_pair, to_scale, word_pairs, zero_pairs
+from clocher_kernels.cuda.few_tokens import few
+from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.quantize import rounded_product
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats.floats import Float, Fp8
-from clocher_kernels.formats.integers import Int8
 from clocher_kernels.ops.linear import sums_exactly
 
 # A word of int4 -> four pairs of (code - zero) * scale in bf16. A nibble becomes the last bits of a
@@ -166,7 +163,7 @@ def _gemm(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, GRAIN: tl.constexpr, FACTOR: tl.constexpr,
-    OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, WGMMA: tl.constexpr,
     F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     start(PDL)
@@ -225,6 +222,7 @@ def _gemm(
             total = tl.dot(wt, xt.to(OPERAND), total, input_precision="ieee")
         else:
             total = tl.dot(wt, xt, total, out_dtype=tl.int32)
+        await_products(k0, WGMMA)
 
     if SPLITS > 1:
         # The last program to end adds up the sums of all, in their order.
@@ -383,13 +381,6 @@ def linear(
             raise no_codes("linear", w)
         given["x_scale"] = x_scale
     return (few if len(x) <= MOST_SLICED else gemm)(**given)
-
-
-def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
-    """Lower a product for few tokens, see `gemv_bits` and `gemv_bytes`."""
-    if "x_scale" in given:
-        return linear_ternary(w=w, **given)
-    return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)
 
 
 def no_codes(op: str, w: DeviceTensor) -> UnsupportedOp:

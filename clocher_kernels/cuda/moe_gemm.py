@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clocher_kernels.cuda.codes import int4_code, mxfp4_value, unit
-from clocher_kernels.cuda.dots import to_scale
+from clocher_kernels.cuda.dots import await_products, to_scale
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
@@ -141,7 +141,7 @@ def _multiply(
     K: tl.constexpr, KX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PAIRED: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr,
     UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
-    ASM: tl.constexpr,
+    ASM: tl.constexpr, WGMMA: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows [BN] of all experts' by the rows [BM] of x: fp32 [BN, BM]."""
     # mxfp4's scales, divided by the row's largest, are exact in fp16.
@@ -179,6 +179,7 @@ def _multiply(
             # Codes are exact in the operands' type; the sum is scaled.
             part = tl.dot(wt, xt, input_precision="ieee")
             total += part * to_scale(tl.load(scales + groups + k0 // SPAN), CODE)
+        await_products(k0, WGMMA)
     total *= UNIT
     if SCALED:
         total *= to_scale(largest, CODE)[:, None] * 0.5
@@ -197,7 +198,7 @@ def _tile_product(
     CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
     SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
     ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr, WGMMA: tl.constexpr,
 ):  # fmt: skip
     """Multiply BN rows of an expert by BM of its pairs; A pairs share a row of x.
 
@@ -218,7 +219,8 @@ def _tile_product(
         row = expert * N + tl.minimum(n, N - 1)
         total = _multiply(
             x, pair // A, expert, row, w, scales, zeros,
-            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND, ASM,
+            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND,
+            ASM, WGMMA,
         )  # fmt: skip
         if ACT != "" and factors is not None:
             total *= tl.load(factors + pair)[None, :]

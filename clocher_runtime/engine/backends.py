@@ -141,6 +141,7 @@ def make_executor(
             plan,
             weights,
             activations=cuda.activations[config.act_prec or cuda.default_act_prec],
+            fast_batch=config.fast_batch,
             progress=progress,
             beside=beside if isinstance(beside, CudaExecutor) else None,
         )
