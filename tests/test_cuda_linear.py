@@ -10,6 +10,7 @@ import sass_ratchet
 import torch
 import triton
 import triton.language as tl
+from cuda_aot_wgmma import too_early
 from cuda_cases import aot_report, meta, meta_device
 from op_cases import error
 
@@ -271,3 +272,29 @@ def test_machine_code_keeps_its_budgets() -> None:
                 early = arch == "sm_90" and sass_ratchet.HAS_PDL
                 assert got["waits_after_first_load"] is early, (name, arch)
     assert all(report["ptx"].values())
+
+
+LOOP = """
+/*0010*/ {free} ;
+/*0020*/ HGMMA.64x64x16.F32 R56, R136, gdesc[UR16], R56, gsb0 ;
+/*0030*/ WARPGROUP.DEPBAR.LE gsb0, 0x{left} ;
+/*0040*/ @!P0 BRA 0x10 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("free", "left", "wrong"),
+    [
+        ("IMAD.MOV.U32 R138, RZ, RZ, 0x59", 1, 1),
+        ("IMAD.MOV.U32 R138, RZ, RZ, 0x59", 0, 0),
+        ("IMAD.MOV.U32 R140, RZ, RZ, 0x59", 1, 0),
+    ],
+)
+def test_a_register_written_under_a_product_is_found(free: str, left: int, wrong: int) -> None:
+    assert too_early(LOOP.format(free=free, left=left)) == (1, wrong)
+
+
+@pytest.mark.slow
+def test_products_in_flight_keep_their_registers() -> None:
+    found = aot_report("cuda_aot_wgmma.py")
+    assert all(products and not wrong for products, wrong in found.values()), found

@@ -97,7 +97,9 @@ class CudaExecutor:
         beside: "CudaExecutor | None" = None,
     ) -> None:
         self.plan = plan
-        self.device = replace(current_device() if device is None else device, fast_batch=fast_batch)
+        self.device = current_device() if device is None else device
+        if fast_batch:
+            self.device = replace(self.device, fast_batch=True)
         self.isa = f"sm_{self.device.capability}" if self.device.capability else "interpreter"
         on_gpu = self.device.torch_device == "cuda"
         if beside is not None:
