@@ -15,7 +15,7 @@ import pytest
 
 from bench.experiment import Subject
 from bench.ops import OpRun, Row, judge, real_cases
-from clocher_kernels.cuda.probe import unusable
+from clocher_kernels.cuda import unusable
 from clocher_kernels.ops import OpSpec, ReferenceExecutor
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.ops.contract import Case, Cost

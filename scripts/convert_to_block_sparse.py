@@ -1,5 +1,5 @@
 """Make a model's matrices block-sparse: `clocher sparsify` under its older name."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

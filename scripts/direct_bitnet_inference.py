@@ -1,5 +1,5 @@
 """Measure the matmuls of BitNet's weights, without a server."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

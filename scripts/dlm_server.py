@@ -1,5 +1,5 @@
 """Serve a block-diffusion model at port 30000: `clocher serve`."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

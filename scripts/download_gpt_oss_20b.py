@@ -1,5 +1,5 @@
 """Download gpt-oss-20b from the Hugging Face hub."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

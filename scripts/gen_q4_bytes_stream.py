@@ -1,5 +1,5 @@
 """Write Q4_0 matrices to files of their own."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Convert a checkpoint to IEBIN without quantising: hf_to_iebin.py without --q4-map."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Convert a checkpoint to IEBIN in small pieces."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Convert pytorch_model*.bin weights to IEBIN."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Measure steps with the KV cache in each of its dtypes; --prompts names a long text."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Write a result file as Markdown tables: a baseline to keep, or to paste."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Write model.ie.compat.json."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Make a model of a published shape with random weights."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

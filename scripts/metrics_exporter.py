@@ -1,5 +1,5 @@
 """Serve what runs measured to Prometheus."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

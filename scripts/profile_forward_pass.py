@@ -1,5 +1,5 @@
 """Show where the time of a step goes."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

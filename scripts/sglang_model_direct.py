@@ -1,5 +1,5 @@
 """Time the kernels of a forward pass one by one; there is no SGLang in it."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -1,5 +1,5 @@
 """Check a trace of clocher-run against Hugging Face transformers, step by step."""
 
-from clocher_runtime.command.scripts import start
+from clocher_runtime.command import start
 
 start(__file__)

@@ -22,10 +22,11 @@ import click
 from fuzz.arena import Arena, End
 from fuzz.attacks import Attack, compose
 
+import clocher_kernels.cuda  # noqa: F401
+
 # A run that is forked from here, maybe as another user, must not have to import anything.
 import cpu_fallback.executor  # noqa: F401
 from clocher_kernels import __version__
-from clocher_kernels.cuda import probe  # noqa: F401
 from clocher_runtime import cli
 from clocher_runtime.command import run  # noqa: F401
 from clocher_runtime.exit_codes import ExitCode

@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 from weight_files import ROOT
 
-from clocher_runtime.command.scripts import SCRIPTS as SCRIPT_TARGETS
+from clocher_runtime.command import SCRIPTS as SCRIPT_TARGETS
 from clocher_runtime.config.commands import ALL
 
 SCRIPTS = ROOT / "scripts"

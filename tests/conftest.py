@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     thin(items)
     if not for_a_gpu(config):
         return
-    from clocher_kernels.cuda.probe import unusable
+    from clocher_kernels.cuda import unusable
 
     reason = unusable()
     for item in items:

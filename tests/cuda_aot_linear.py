@@ -16,10 +16,10 @@ from cuda_cases import meta, meta_device
 from sass_ratchet import figures, print_or_record
 
 from clocher_kernels.cuda.bsr import bsr_linear
+from clocher_kernels.cuda.elementwise import rms_norm
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
-from clocher_kernels.cuda.quantize import rms_norm
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr

@@ -13,11 +13,11 @@ from cuda_cases import aot_report, meta, meta_device
 from op_cases import error
 from test_cuda_linear import Product
 
+from clocher_kernels.cuda.elementwise import quantize
 from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens
 from clocher_kernels.cuda.fragments import decoded
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
-from clocher_kernels.cuda.quantize import quantize
 from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clocher_kernels.cuda import probe
+from clocher_kernels import cuda as probe
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.cli import clocher
 

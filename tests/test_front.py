@@ -12,7 +12,7 @@ from commands import clean_environment, clocher, here, only_line, python
 from terminal import in_terminal
 from weight_files import BITNET, ROOT
 
-from clocher_runtime.command.scripts import SCRIPTS
+from clocher_runtime.command import SCRIPTS
 from clocher_runtime.subcommands.table import SUBCOMMANDS, dispatch
 
 DIM, BRIGHT = "\x1b[2m", "\x1b[22m"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, quantize, sampling
+from clocher_kernels.cuda import attention, bsr, elementwise, kv, linear, moe, sampling
 from clocher_kernels.cuda.fused import FUSED, stacked
 from clocher_kernels.cuda.launch import Device, Launch, current_device, execute
 from clocher_kernels.cuda.prepack import DeviceTensor, as_torch
@@ -45,7 +45,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
         attention.attention,
         bsr.bsr_linear,
         elementwise.embed,
-        quantize.fake_quantize,
+        elementwise.fake_quantize,
         elementwise.gather_rows,
         elementwise.join_heads,
         kv.kv_append,
@@ -53,8 +53,8 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
         moe.moe_down,
         moe.moe_gate_up,
         kv.page_bounds,
-        quantize.quantize,
-        quantize.rms_norm,
+        elementwise.quantize,
+        elementwise.rms_norm,
         elementwise.rope,
         moe.route,
         sampling.sample,

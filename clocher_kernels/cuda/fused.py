@@ -13,12 +13,12 @@ import torch
 
 from clocher_kernels.cuda import kv
 from clocher_kernels.cuda.attention import attention
+from clocher_kernels.cuda.elementwise import quantize, rms_norm
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.moe import router
 from clocher_kernels.cuda.prepack import DeviceTensor, cut, stack
-from clocher_kernels.cuda.quantize import quantize, rms_norm
 from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8

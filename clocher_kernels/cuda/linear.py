@@ -14,11 +14,11 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import decode_words, in_order, int4_code, mxfp4_value, to_f16, unit
 from clocher_kernels.cuda.dots import await_products, times_pair, to_scale, word_pairs, zero_pairs
+from clocher_kernels.cuda.elementwise import rounded_product
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
-from clocher_kernels.cuda.quantize import rounded_product
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.ops.linear import sums_exactly

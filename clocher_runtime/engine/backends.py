@@ -29,7 +29,7 @@ def choose(device: str) -> tuple[str, str]:
         )
     reason = no_driver()
     if not reason:
-        from clocher_kernels.cuda.probe import unusable
+        from clocher_kernels.cuda import unusable
 
         reason = unusable()
     if not reason:
@@ -57,7 +57,7 @@ def hand_on(isa: str | None) -> None:
 
 def gpu() -> dict[str, str | int]:
     """Return name, driver, clocks and memory of the current GPU."""
-    from clocher_kernels.cuda.probe import describe
+    from clocher_kernels.cuda import describe
 
     found: dict[str, str | int] = describe()
     return found
