@@ -3,7 +3,7 @@
 A function of `FUSED` gets a run, the arguments and attributes of each call, and what `stacked` made
 of their weights; it returns no launch where it does not fit, and the calls are lowered one by one.
 For a single token attention enters the token's keys itself. A norm is a launch of its own: made by
-every program of the matmul alike it cost a fifth of a step (bench/results, 26 November 2026, H200).
+every program of the matmul alike it cost a sixth of a step (docs/adr/0048).
 """
 
 from collections.abc import Callable, Mapping, Sequence
