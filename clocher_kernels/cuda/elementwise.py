@@ -226,13 +226,17 @@ _ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def make_row(
+def _rows(
     x, gain, residual, y, scale,
-    K: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, CODE: tl.constexpr,
+    K: tl.constexpr, GROUPS: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
+    Y_ROW: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, CODE: tl.constexpr,
     LIMIT: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
     ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Start; write y of K values x: with `gain` their norm, of that codes if there is a CODE."""
+    """Write K values of x: with `gain` their norm, of that codes if there is a CODE."""
+    row, first = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS * K
+    x += row * X_ROW + first
+    y += row * Y_ROW + first
     k = tl.arange(0, BLOCK)
     inside = k < K
     if gain is not None:
@@ -243,7 +247,7 @@ def make_row(
         # Squares that overflow must not become zeros.
         t = t * (1.0 / tl.sqrt(or_nan(tl.sum(t * t) / K) + EPS)) * factor
     if residual is not None:
-        t += tl.load(residual + k, inside, other=0.0).to(tl.float32)
+        t += tl.load(residual + row * RESIDUAL_ROW + first + k, inside, other=0.0).to(tl.float32)
     if CODE == "":
         tl.store(y + k, as_activation(t, y), inside)
     else:
@@ -254,28 +258,11 @@ def make_row(
         t = tl.where(odd, 0.0, rounded_product(t, inverse, ASM))
         if CODE == "i8":
             code = tl.minimum(tl.maximum((t + _ROUND) - _ROUND, LOWEST), LIMIT).to(tl.int8)
-            tl.store(scale, step)
+            tl.store(scale + row, step)
         else:
             # to_f32 divides by the code's unit, 2^8.
             code = to_f32(narrow(t, CODE), CODE, False) * 256.0 * step
         tl.store(y + k, code, inside)
-
-
-@triton.jit
-def _rows(
-    x, gain, residual, y, scale,
-    K: tl.constexpr, GROUPS: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, CODE: tl.constexpr,
-    LIMIT: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, first = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS * K
-    before = residual if residual is None else residual + row * RESIDUAL_ROW + first
-    step = scale if scale is None else scale + row
-    make_row(
-        x + row * X_ROW + first, gain, before, y + row * Y_ROW + first, step,
-        K, BLOCK, EPS, CODE, LIMIT, FLOOR, LOWEST, ASM, PDL,
-    )  # fmt: skip
 
 
 def _by_row(

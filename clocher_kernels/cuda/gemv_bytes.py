@@ -18,7 +18,7 @@ from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
 
 MOST_SLICED = 32
-"""Tokens multiplied in slices of 8: faster than tensor-core tiles that leave most SMs idle."""
+"""Tokens of a step that are multiplied in slices of 8, so that each has the bits it has alone."""
 
 
 @triton.jit

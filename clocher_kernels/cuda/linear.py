@@ -12,9 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import decode_words, in_order, int4_code, mxfp4_value, to_f16, unit
+from clocher_kernels.cuda.codes import (
+    decode_words,
+    in_order,
+    int4_code,
+    mxfp4_value,
+    rounded_product,
+    to_f16,
+    unit,
+)
 from clocher_kernels.cuda.dots import await_products, times_pair, to_scale, word_pairs, zero_pairs
-from clocher_kernels.cuda.elementwise import rounded_product
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch, launch

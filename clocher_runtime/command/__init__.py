@@ -1,4 +1,4 @@
-"""The programs of scripts/: script name -> function or module."""
+"""The commands: settings, a run, its one line; here, what the programs of scripts/ call."""
 
 import os
 import pkgutil
