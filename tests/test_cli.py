@@ -417,6 +417,11 @@ def test_activation_precision_is_acted_on(inside, precision):
     assert (line["act_prec"], line["hints_ignored"]) == (precision, [])
 
 
+def test_a_setting_of_the_gpu_has_no_effect_elsewhere(inside):
+    line = inside("--max-new", "1", "--fast-batch")[1]
+    assert line["hints_ignored"] == ["--fast-batch=1"]
+
+
 def test_prompt_comes_from_flag_stdin_file_or_default(inside, tmp_path, monkeypatch):
     def ids(*flags, **env):
         return [o["token_ids"] for o in inside("--max-new", "4", *flags, **env)[1]["outputs"]]

@@ -41,8 +41,9 @@ _SMALL_CACHE = 4 << 20  # bytes of the keys of a layer
 _PINNED = frozenset({"affinity", "use_affinity", "numa_policy"})
 _REPLICATED = frozenset({"hot_replicate", "hot_repl_limit_mb"})
 _MEMORY = frozenset({"pretranspose", "prefetch_distance", "stream_block_bytes"})
-_NOT_ON: Mapping[str, Set[str]] = {"cuda": {"isa"}}
-"""Device -> settings of the other device."""
+_ON_GPU = frozenset({"fast_batch"})
+_NOT_ON: Mapping[str, Set[str]] = {"cuda": {"isa"}, "cpu": _ON_GPU, "reference": _ON_GPU}
+"""Back end -> settings of another one."""
 
 
 @dataclass(frozen=True, slots=True)
