@@ -224,5 +224,7 @@ def _generate(
         if token.last:
             break
     generation.close()
+    if not counted:
+        raise RuntimeError(f"{new} tokens are over before all {batch} prompts have entered")
     steps = counted / batch
     return (first - began) * 1e6, (time.perf_counter() - first) * 1e6 / steps
