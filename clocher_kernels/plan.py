@@ -14,7 +14,7 @@ end of the block. A node of a speculative tree has end = number of committed key
 ancestor and for itself; its own bit is its highest, and that cell stores its key.
 """
 
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
@@ -109,8 +109,17 @@ class Executor(Protocol):
         """Send changed inputs, with the first masks and edits of logits, or all, to the device."""
         return
 
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer; the next step overwrites them."""
+    def upload_tables(self) -> None:
+        """Send changed page tables only; the other inputs stay as the last step left them."""
+        return
+
+    def fetch(
+        self, name: str, count: int, meanwhile: Callable[[], None] | None = None
+    ) -> np.ndarray:
+        """Return the first rows of an output buffer; the next step overwrites them.
+
+        Where steps are asynchronous `meanwhile` is called first. It may launch the next step.
+        """
         return self.array(name)[:count]
 
     def peek(self, name: str, count: int) -> np.ndarray:

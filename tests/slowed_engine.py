@@ -20,11 +20,11 @@ def slowed(percent: float) -> type[TimedWindow]:
 
     class SlowedWindow(TimedWindow):
         @contextmanager
-        def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
-            with super().span(kind, tokens) as tally:
+        def span(self, kind: SpanKind, tokens: int, launched: bool = False) -> Iterator[Tally]:
+            with super().span(kind, tokens, launched) as tally:
                 start = time.perf_counter_ns()
                 yield tally
-                self._wait()
+                self._synchronize()
                 now = time.perf_counter_ns()
                 until = now + (now - start) * percent / 100
                 while time.perf_counter_ns() < until:

@@ -28,7 +28,13 @@ from clocher_kernels.cuda.step import (
     row_buckets,
     token_buckets,
 )
-from clocher_kernels.errors import DeviceError, OutOfMemory, ShapeError, WindowError
+from clocher_kernels.errors import (
+    DeviceError,
+    NonFinite,
+    OutOfMemory,
+    ShapeError,
+    WindowError,
+)
 from clocher_kernels.ops import OPS
 from clocher_kernels.plan import Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
@@ -39,6 +45,7 @@ from clocher_runtime.engine import binding
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import make_executor
 from clocher_runtime.engine.load import Model, load_model
+from clocher_runtime.engine.session import Session
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.builder import DRAWN
 from clocher_runtime.speculation.draft import MAX_DRAFT
@@ -90,7 +97,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, int]]]:
         return lowered
 
     def make(plan: Plan, weights: Mapping[str, Any], config: EngineConfig, **more: Any) -> Executor:
-        if config.backend == "cpu":
+        if config.backend != "cuda":
             return make_executor(plan, weights, config, **more)
         return CudaExecutor(plan, weights, activations="f32", device=INTERPRETER)
 
@@ -469,4 +476,108 @@ def test_the_child_of_a_fork_is_told_to_load_the_model(log: list[tuple[str, int]
             os._exit(code)
     assert os.waitpid(child, 0)[1] == 0
     assert len(list(stream)) == 2
+    session.close()
+
+
+def ahead_session(
+    monkeypatch: pytest.MonkeyPatch, ahead: bool, backend: str = "cuda", **more: Any
+) -> tuple[Session, list[int]]:
+    """Return a session of three slots, and the tokens of the steps that it launches ahead."""
+    options = {"context": 160, "chunk": 32, "kv_dtype": "bf16", "act_prec": "fp32", "batch": 3}
+    session = make_session(model(), backend=backend, **options, **more)
+    forwards, fetch, launched = session.scheduler.forwards, session.executor.fetch, list[int]()
+
+    def fetched(name: str, count: int, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
+        speculator = forwards.speculator
+        assert meanwhile is None or speculator is None or not speculator.trial.is_on
+        found = fetch(name, count, meanwhile if ahead else None)
+        launched.extend([len(forwards.launched)] if forwards.launched else [])
+        return found
+
+    monkeypatch.setattr(session.executor, "fetch", fetched)
+    return session, launched
+
+
+@pytest.mark.parametrize("speculate", ["off", "auto"])
+def test_ids_are_the_same_where_steps_are_launched_ahead(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, speculate: str
+) -> None:
+    """Three calls with other lengths, stop ids and draws; one joins, one stops, one is left."""
+    found = []
+    for backend, ahead in (("reference", False), ("cuda", False), ("cuda", True)):
+        session, launched = ahead_session(monkeypatch, ahead, backend, speculate=speculate)
+        if (speculator := session.scheduler.forwards.speculator) is not None:
+            speculator.trial.is_on = False  # it pauses, and then drafts
+        drawn = Sampling(temperature=1.0, seed=5)
+        alone = [token.id for token in session.generate(PROMPTS[2:], 30, drawn, frozenset())]
+        stop = frozenset(alone[20:21])
+        first = session.generate(PROMPTS[2:], 30, drawn, stop)
+        second = session.generate(PROMPTS[1:2], 26, stop_ids=frozenset())
+        third = session.generate(PROMPTS[:1], 30, Sampling(temperature=1.0), frozenset())
+        ids = [[next(first).id], [next(second).id], []]
+        for _ in range(3):
+            session.step()
+        ids[2] = [next(third).id, next(third).id]
+        session.step()
+        third.close()
+        ids[0] += [token.id for token in first]
+        ids[1] += [token.id for token in second]
+        for token in session.generate(PROMPTS[:1], 12, stop_ids=frozenset(), logits=True):
+            assert token.logits is not None and token.logits.argmax() == token.id
+        host = Sampling(processors=(lambda ids, row: row - np.eye(len(row))[ids[-1]] * 1e9,))
+        ids.append([token.id for token in session.generate(PROMPTS[:1], 12, host, frozenset())])
+        # How many drafts are sent, and so the forwards, depends on the clock.
+        counted = session.scheduler.sums.decode_tokens, session.scheduler.kv_misses
+        found.append((alone, ids, counted if speculate == "off" else ()))
+        assert ids[0] == alone[: 1 + alone.index(alone[20])]
+        assert len(ids[1]) == 26
+        assert bool(launched) == ahead
+        if ahead and speculate == "off":
+            assert launched.count(1) > 25
+            assert {1, 2} <= set(launched)
+        session.close()
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_fault_drops_the_step_that_was_launched_ahead(
+    log: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, launched = ahead_session(monkeypatch, True)
+    expected = [token.id for token in session.generate(PROMPTS[:1], 30, stop_ids=frozenset())]
+    good = session.generate(PROMPTS[:1], 30, stop_ids=frozenset())
+    bad = session.generate(PROMPTS[1:2], 30, stop_ids=frozenset())
+    ids = [next(good).id]
+    next(bad)
+    for _ in range(3):
+        session.step()
+    launched.clear()
+    fetch, executor = session.executor.fetch, session.executor
+
+    def odd(name: str, count: int, meanwhile: Callable[[], None] | None = None) -> np.ndarray:
+        sampled = fetch(name, count, meanwhile)
+        if count == 2:
+            sampled[1] = -1
+        return sampled
+
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "fetch", odd)
+        session.step()
+    assert launched == [2]
+    with pytest.raises(NonFinite, match="finite when the step was repeated"):
+        list(bad)
+    assert ids + [token.id for token in good] == expected
+    session.close()
+
+
+def test_a_read_gets_the_step_before_the_one_it_launches(log: list[tuple[str, int]]) -> None:
+    session = make_session(model(), backend="cuda", context=64, chunk=8)
+    made = [token.id for token in session.generate(PROMPTS[:1], 4, stop_ids=frozenset())]
+    generation = session.generate(PROMPTS[:1], 9, logits=True, stop_ids=frozenset())
+    assert next(generation).id == made[0]
+    executor, read = session.executor, []
+    session.scheduler.forwards._begin([(session.scheduler._running[0], 1)], True)
+    executor.step(1, 1)
+    for _ in range(3):
+        read.append(int(executor.fetch("sampled", 1, lambda: executor.step(1, 1))[0]))
+    assert read == made[1:4]
     session.close()

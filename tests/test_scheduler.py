@@ -3,6 +3,7 @@
 import hashlib
 import math
 import random
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.pages import KvPages, PagePool, window_pages
 from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.scheduler import Scheduler
-from clocher_runtime.engine.timing import StepTimes
+from clocher_runtime.engine.timing import StepTimes, TimedWindow
 from clocher_runtime.models.build import PAGE_CELLS, Sizes
 
 WINDOW = 100
@@ -32,7 +33,7 @@ def next_id(seen: bytes, near: bytes, seed: int, draw: int) -> int:
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
-def alone(ids: list[int], count: int, seed: int) -> list[int]:
+def alone(ids: list[int], count: int, seed: int, stop: frozenset[int] = frozenset()) -> list[int]:
     """The tokens that a prompt is followed by."""
     ids, made = list(ids), []
     for draw in range(count):
@@ -40,6 +41,8 @@ def alone(ids: list[int], count: int, seed: int) -> list[int]:
         near = seen[max(0, len(ids) - WINDOW) :]
         made.append(next_id(seen.tobytes(), near.tobytes(), seed, draw))
         ids.append(made[-1])
+        if made[-1] in stop:
+            break
     return made
 
 
@@ -83,7 +86,12 @@ class Executor:
     def running(self) -> Any:
         return nullcontext()
 
-    def fetch(self, name: str, count: int) -> np.ndarray:
+    def upload_tables(self) -> None:
+        pass
+
+    def fetch(
+        self, name: str, count: int, meanwhile: Callable[[], None] | None = None
+    ) -> np.ndarray:
         return self.arrays[name][:count]
 
     def read(self, table: str, slot: int, first: int, end: int) -> bytes:
@@ -112,11 +120,47 @@ class Executor:
             a["draws"][row] += 1
 
 
+class Device(Executor):
+    """The same with inputs of its own, as on a GPU, whose next step is launched before a read."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.host, self.ahead = self.arrays, 0
+        self.arrays = {name: array.copy() for name, array in self.host.items()}
+
+    def array(self, name: str) -> np.ndarray:
+        return self.host[name]
+
+    def upload(self, masks: int | None = None, edits: int | None = None) -> None:
+        super().upload(masks, edits)
+        for name, array in self.host.items():
+            self.arrays[name][...] = array
+
+    def upload_tables(self) -> None:
+        for name in self.cells:
+            self.arrays[name][...] = self.host[name]
+
+    def fetch(
+        self, name: str, count: int, meanwhile: Callable[[], None] | None = None
+    ) -> np.ndarray:
+        found, before = self.arrays[name][:count].copy(), len(self.steps)
+        if meanwhile is not None:
+            meanwhile()
+        self.ahead += len(self.steps) - before
+        return found
+
+
 def scheduler_of(
-    slots: int, chunk: int, context: int, pages: int, reuse: bool, itl_ms: float = math.inf
+    slots: int,
+    chunk: int,
+    context: int,
+    pages: int,
+    reuse: bool,
+    itl_ms: float = math.inf,
+    make: type[Executor] = Executor,
 ) -> tuple[Scheduler, Executor]:
     few = window_pages(WINDOW, chunk, slots, context, pages)
-    executor = Executor(slots, chunk, context, pages, few)
+    executor = make(slots, chunk, context, pages, few)
     held = KvPages(
         executor.array("pages"),
         pages,
@@ -142,14 +186,15 @@ def assert_conserved(scheduler: Scheduler, pages: int) -> None:
     assert full.used == few.used == 0, "idle, and somebody holds pages"
 
 
-def play(seed: int) -> int:
-    """Play a random schedule; return how often a sequence was preempted."""
+def play(seed: int, make: type[Executor] = Executor) -> tuple[int, float]:
+    """Play a random schedule; return how many sequences were preempted, how many steps ahead."""
     rng = random.Random(seed)
     slots, context = rng.choice([1, 2, 3, 5]), rng.choice([64, 200, 300])
     chunk = max(slots, rng.choice([1, 7, 64, 100]))
     least = -(-context // PAGE_CELLS)
     pages = least if rng.random() < 0.5 else rng.randint(least, least * slots)
-    scheduler, executor = scheduler_of(slots, chunk, context, pages, rng.random() < 0.8)
+    reuse = rng.random() < 0.8
+    scheduler, executor = scheduler_of(slots, chunk, context, pages, reuse, make=make)
     stems = [[rng.randrange(VOCABULARY) for _ in range(context)] for _ in range(2)]
     pending = []
     for _ in range(rng.randint(1, 8)):
@@ -158,40 +203,44 @@ def play(seed: int) -> int:
         if rng.random() < 0.3:
             ids = [*ids[: length // 2], *(rng.randrange(VOCABULARY) for _ in ids[length // 2 :])]
         budget = rng.randint(1, max(1, min(90, context - length)))
-        pending.append((rng.randint(0, 9), ids, budget, rng.randrange(3)))
+        stop = frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 3])))
+        pending.append((rng.randint(0, 9), ids, budget, rng.randrange(3), stop))
     pending.sort(key=lambda each: each[0], reverse=True)
-    live: list[tuple[Request, list[int], int, int]] = []
+    live: list[tuple[Request, list[int]]] = []
     now = 0
     while pending or not scheduler.is_idle:
         while pending and pending[-1][0] <= now:
-            _, ids, budget, sampling = pending.pop()
+            _, ids, budget, sampling, stop = pending.pop()
             request = request_of(ids, budget, sampling)
+            request.stop = stop
             scheduler.submit([request])
-            live.append((request, ids, budget, sampling))
+            live.append((request, alone(ids, budget, sampling, stop)))
         if live and rng.random() < 0.01:
             rng.choice(live)[0].queue.left = True
         scheduler.step()
         assert len(executor.steps) < 5000, "it does not end"
         now += 1
     scheduler.sweep()
-    for request, ids, budget, sampling in live:
+    for request, expected in live:
         made = [token.id for token in request.queue.tokens]
-        expected = alone(ids, budget, sampling)
         assert request.queue.error is None
         assert made == expected[: len(made)] if request.queue.left else made == expected
     assert_conserved(scheduler, pages)
-    return scheduler.preempted
+    return scheduler.preempted, getattr(executor, "ahead", 0) / max(1, len(executor.steps))
 
 
-def test_random_schedules_change_nothing_and_lose_no_page() -> None:
-    preempted = sum(play(seed) for seed in range(300))
-    assert preempted > 25, "the schedules are too easy"
+@pytest.mark.parametrize("make", [Executor, Device])
+def test_random_schedules_change_nothing_and_lose_no_page(make: type[Executor]) -> None:
+    preempted, ahead = zip(*(play(seed, make) for seed in range(300)), strict=True)
+    assert sum(preempted) > 25, "the schedules are too easy"
+    assert (sum(ahead) > 0.3 * len(ahead)) == (make is Device)
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_schedules() -> None:
     for seed in range(300, 10_000):
         play(seed)
+        play(seed, Device)
 
 
 def finish(scheduler: Scheduler) -> None:
@@ -365,3 +414,78 @@ def test_expected_times_lie_on_a_line_between_what_is_known() -> None:
     assert [times.expected_ms(tokens) for tokens in (2, 8, 20, 32, 99)] == [1, 4, 7, 10, 10]
     times.add(8, 14_000_000)
     assert times.expected_ms(8) == pytest.approx(0.7 * 4 + 0.3 * 14)
+
+
+class Timed(Device):
+    """A device on which a step takes 100 ns; the host takes 1 ns to look at the clock."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes)
+        self.now = self.free = 0
+
+    def clock(self) -> int:
+        self.now += 1
+        return self.now
+
+    def step(self, tokens: int, rows: int) -> None:
+        super().step(tokens, rows)
+        self.free = max(self.now, self.free) + 100
+
+    def synchronize(self) -> None:
+        self.now = max(self.now, self.free)
+
+    def fetch(
+        self, name: str, count: int, meanwhile: Callable[[], None] | None = None
+    ) -> np.ndarray:
+        done = self.free
+        found = super().fetch(name, count, meanwhile)
+        self.now = max(self.now, done)
+        return found
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_no_time_of_the_device_is_lost_between_steps_that_are_launched_ahead(stops: bool) -> None:
+    scheduler, device = scheduler_of(2, 64, 192, 6, reuse=True, make=Timed)
+    assert isinstance(device, Timed)
+    scheduler.forwards.times.now = device.clock
+    window = TimedWindow("test", device.clock, device.synchronize)
+    request = request_of([1, 2], 20, 0)
+    request.queue.window = window
+    expected = alone([1, 2], 20, 0)
+    if stops:
+        request.stop = frozenset(expected[9:10])
+        expected = alone([1, 2], 20, 0, request.stop)
+    scheduler.submit([request])
+    began = device.now
+    while not scheduler.is_idle:
+        scheduler.step()
+        device.now += 40  # what callers do meanwhile
+    assert [token.id for token in request.queue.tokens] == expected
+    assert request.queue.tokens[-1].forwards == len(expected)
+    assert len(window.spans) == len(expected)
+    assert device.ahead == (len(expected) - 1 if stops else 18)
+    # The step whose token came after the end counts, too; the prompt's callers do not.
+    steps = len(device.steps)
+    assert steps == len(expected) + stops
+    assert 100 * steps <= window.total_ns <= device.now - began - 80
+    assert window.total_ns < 100 * steps + 40 * 3
+    assert scheduler.sums.decode_tokens == len(expected) - 1
+    assert scheduler.kv_misses == 2 + len(expected) - 1
+    assert_conserved(scheduler, 6)
+
+
+def test_who_joins_waits_for_the_step_that_was_launched_and_no_other() -> None:
+    scheduler, _ = scheduler_of(2, 64, 192, 6, reuse=True, make=Device)
+    requests = [request_of([1, 2], 20, 0), request_of([3] * 3, 20, 1)]
+    scheduler.submit(requests[:1])
+    for _ in range(5):
+        scheduler.step()
+    scheduler.submit(requests[1:])
+    scheduler.step()
+    assert not requests[1].queue.tokens
+    scheduler.step()
+    assert len(requests[1].queue.tokens) == 1
+    finish(scheduler)
+    for request, ids in zip(requests, ([1, 2], [3] * 3), strict=True):
+        expected = alone(ids, 20, int(request.sampling.seed))
+        assert [token.id for token in request.queue.tokens] == expected

@@ -154,6 +154,12 @@ class CudaExecutor:
         self._refuse_lost()
         self._fresh, self._new = True, (masks, edits)
 
+    def upload_tables(self) -> None:
+        """Copy the page tables now; the other inputs stay as the last step left them."""
+        self._refuse_lost()
+        with self._on_stream():
+            self._inputs.upload_tables()
+
     def step(self, tokens: int, rows: int) -> None:
         """Launch a step for `tokens` tokens and `rows` output rows; ShapeError beyond capacity."""
         key = self._key(tokens, rows)
@@ -199,12 +205,21 @@ class CudaExecutor:
         cells = bucket(self._longest, self._context_buckets)
         return (wide, high, cells), self._greedy or not rows
 
-    def fetch(self, name: str, count: int) -> np.ndarray:
-        """Return the first rows of an output buffer, or of counts; valid until the next fetch."""
+    def fetch(
+        self, name: str, count: int, meanwhile: Callable[[], None] | None = None
+    ) -> np.ndarray:
+        """Return the first rows of an output buffer, or of counts; valid until the next fetch.
+
+        It waits for the steps launched so far, but not for one that `meanwhile` launches.
+        """
         pinned = self._pinned[name][:count]
         with self._on_stream():
             pinned.copy_(self._values[name][:count], non_blocking=True)
-        self.synchronize()
+        copied = None if self._stream is None else self._stream.record_event()
+        if meanwhile is not None:
+            meanwhile()
+        if copied is not None:
+            copied.synchronize()
         return pinned.numpy()
 
     def synchronize(self) -> None:

@@ -109,6 +109,8 @@ def place(
 
 
 _ALIGNMENT = 256
+_TABLES = ("pages", "window_pages")
+"""Inputs that change alone; they come first."""
 _LAST = ("edit_ids", "edits", "allowed")
 """Large inputs, of which few elements are new."""
 
@@ -154,11 +156,13 @@ class InputBlock:
 
     def __init__(self, plan: Plan, device: Device) -> None:
         given = {n: b for n, b in plan.buffers.items() if b.role == "input"}
-        inputs = dict(sorted(given.items(), key=lambda item: item[0] in _LAST))
-        offsets, size = {}, 0
+        names = sorted(given, key=lambda name: (name in _LAST) - (name in _TABLES))
+        inputs = {name: given[name] for name in names}
+        offsets, size, self._tables = {}, 0, 0
         for name, buffer in inputs.items():
             offsets[name] = size
             size += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+            self._tables = size if name in _TABLES else self._tables
         size = max(size, _ALIGNMENT)
         self._last = {name: (offsets[name], inputs[name]) for name in _LAST if name in inputs}
         self._head = min((at for at, _ in self._last.values()), default=size)
@@ -181,6 +185,13 @@ class InputBlock:
             count = masks if name == "allowed" else edits
             part = buffer.nbytes if count is None else buffer.nbytes // buffer.shape[0] * count
             pieces += [(at, at + part)] if part else []
+        self._send(pieces)
+
+    def upload_tables(self) -> None:
+        """Copy the page tables, on the current stream."""
+        self._send([(0, self._tables)])
+
+    def _send(self, pieces: Sequence[tuple[int, int]]) -> None:
         for begin, end in pieces:
             source, target = torch.from_numpy(self._bytes[begin:end]), self._block[begin:end]
             if self._pinned is None:

@@ -144,7 +144,7 @@ def measure(
     """Generate for all prompts in all rounds, inside the strict window.
 
     The window holds prefill, decode, sampling and the work-touch. Tokenising, detokenising, writing
-    text and reading traced logits happen between its spans.
+    text and reading traced logits happen between its spans, unless a GPU is at the next step.
     """
     session, config, console = engine.session, completions.config, completions.console
     window = TimedWindow("generate", synchronize=session.synchronize)

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -142,20 +143,31 @@ class Forwards:
         self._executor, self._pages = executor, pages
         self._inputs = StepInputs(executor)
         self._staged: list[Request] = []  # requests whose inputs the device advances by itself
+        self._launched: list[Rows] = []  # of the step that was launched before its turn
+        self._ended = 0
 
     @property
     def counts(self) -> Counts:
         """Counts of forwards and tokens outside speculation."""
         return Counts(forwards=self.decoded, tokens=self.sums.decode_tokens)
 
+    @property
+    def launched(self) -> list[Part]:
+        """What is left of the step that was launched ahead."""
+        return [(request, 1) for request, _ in self._launched]
+
     def forget(self, request: Request | None = None) -> None:
-        """Rewrite all inputs in the next forward; with a request, if the last one had it."""
+        """Rewrite all inputs in the next forward; with a request, if the last one had it.
+
+        A step that was launched ahead is dropped, or the request's row of it.
+        """
         if request is None or request in self._staged:
             self._staged = []
+        self._launched = [each for each in self._launched if request not in (None, each[0])]
 
     def blank(self, tokens: int = 1) -> int:
         """Execute a step of tokens that belong to no sequence; return nanoseconds."""
-        self._staged = []
+        self.forget()
         logits = self._executor.plan.buffers.get("logits")
         vocabulary = logits.shape[1] if logits else 1
         # Varied ids: equal tokens would all read the same experts.
@@ -178,8 +190,11 @@ class Forwards:
         self._pages.changed = False
         return self._inputs.stage(parts)
 
-    def run(self, parts: list[Part]) -> Done:
-        """Execute a forward and put its tokens into the output queues."""
+    def run(self, parts: list[Part], stays: bool = False) -> Done:
+        """Execute a forward and put its tokens into the output queues.
+
+        `stays`: no other request can be in the next one, which may then be launched ahead.
+        """
         decodes = sum(request.decodes for request, _ in parts)
         prompt = sum(count for request, count in parts if not request.decodes)
         only_decodes, speculator = decodes == len(parts), self.speculator
@@ -187,28 +202,35 @@ class Forwards:
         if speculator is not None and drafts and only_decodes and self._measures_later:
             self._measures_later = False
             speculator.costs.measure(self.blank)
-        with self._span(parts, prompt, decodes) as tally:
-            began = self.times.now()
-            if only_decodes:
-                if drafts:
-                    self._draft(parts)
-                self._look_ahead(parts)
-            drafted = self.times.now()
-            tokens, rows = self._begin(parts, only_decodes)
-            self._executor.step(tokens, rows)
-            sampled = self._executor.fetch("sampled", rows).tolist() if rows else []
-            wanted, logits, hidden = list(_rows(parts)), None, None
+        launched, self._launched = self._launched, []
+        with self._span(parts, prompt, decodes, bool(launched)) as tally:
+            began = drafted = self._ended if launched else self.times.now()
+            if launched:
+                tokens, rows = len(parts), launched[-1][1].stop
+            else:
+                if only_decodes:
+                    if drafts:
+                        self._draft(parts)
+                    self._look_ahead(parts)
+                drafted = self.times.now()
+                tokens, rows = self._begin(parts, only_decodes)
+                self._executor.step(tokens, rows)
+            following = partial(self._launch_next, parts) if stays and not drafts else None
+            sampled = self._executor.fetch("sampled", rows, following).tolist() if rows else []
+            wanted, logits, hidden = launched or list(_rows(parts)), None, None
             if any(isinstance(request, Score) and request.hidden for request, _ in parts):
                 hidden = self._executor.peek("last", rows)
             if any(request.wants_logits for request, _ in parts):
                 logits = self._executor.fetch("logits", rows)
             made = self._verify(wanted, sampled, logits, drafts)
             _notify(made)
-            ended = self.times.now()
+            tally.ahead = any(_goes_on(request, made) for request, _ in self._launched)
+            self._ended = ended = self.times.now()
             decoded = sum(len(of) for request, of in made.items() if request.made > len(of))
             self.sums.add(prompt, decoded, ended - began)
             if rows:  # otherwise a GPU may still be at it
-                self.times.add(tokens, ended - drafted)
+                if not launched:  # callers may have paused while it waited
+                    self.times.add(tokens, ended - drafted)
                 if speculator is not None and not prompt:
                     counts = speculator.costs.note(tokens, ended - drafted)
                     speculator.judge(decodes, decoded, drafted - began + counts)
@@ -267,7 +289,8 @@ class Forwards:
         """Write the inputs of a step, unless the device continues by itself; return its size."""
         requests = [request for request, _ in parts]
         alone = only_decodes and all(not r.behind and r.waiting_tokens == 1 for r in requests)
-        if alone and self._staged == requests and not self._pages.changed:
+        if alone and self._staged == requests:
+            self._send_tables()
             return len(parts), len(parts)
         size = self.stage(parts)
         # Constraints and penalties change after each token, which only the host knows.
@@ -275,11 +298,33 @@ class Forwards:
         self._staged = requests if goes_on else []
         return size
 
-    def _span(self, parts: list[Part], prompt: int, decodes: int) -> AbstractContextManager[Tally]:
+    def _send_tables(self) -> None:
+        if self._pages.changed:
+            self._executor.upload_tables()
+            self._pages.changed = False
+
+    def _launch_next(self, parts: list[Part]) -> None:
+        """Launch the next step, if it is this one again whatever this one draws."""
+        requests = [request for request, _ in parts]
+        if self._staged == requests and all(map(self._repeats, requests)):
+            self._send_tables()
+            self._executor.step(len(parts), len(parts))
+            self._launched = list(_rows(parts))
+
+    def _repeats(self, request: Request) -> bool:
+        return (
+            request.made + 1 < request.budget
+            and not (request.wants_logits or request.looks_ahead or request.queue.is_over)
+            and self._pages.reserve(request, request.cells + 2)
+        )
+
+    def _span(
+        self, parts: list[Part], prompt: int, decodes: int, launched: bool
+    ) -> AbstractContextManager[Tally]:
         for request, _ in parts:
             if request.queue.window is not None:
                 kind: SpanKind = "prefill" if prompt else "decode"
-                return request.queue.window.span(kind, prompt or decodes)
+                return request.queue.window.span(kind, prompt or decodes, launched)
         return nullcontext(Tally(0))
 
     def _verify(
@@ -320,6 +365,11 @@ def _rows(parts: list[Part]) -> Iterator[Rows]:
         if rows := request.rows(count):
             yield request, slice(start, start + rows)
             start += rows
+
+
+def _goes_on(request: Request, made: dict[Request, list[Token]]) -> bool:
+    tokens = made.get(request)
+    return not (request.queue.is_over or (tokens and tokens[-1].last))
 
 
 def _notify(made: dict[Request, list[Token]]) -> None:

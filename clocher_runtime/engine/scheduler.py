@@ -62,7 +62,7 @@ class Scheduler:
         """Do the next step, if there is anything to do."""
         try:
             self.sweep()
-            if parts := self._choose():
+            if parts := self.forwards.launched or self._choose():
                 if not self._is_awake:
                     self._awake.enter_context(self._executor.running())
                     self._is_awake = True
@@ -169,7 +169,8 @@ class Scheduler:
         self.forwards.forget(request)
 
     def _serve(self, parts: list[Part]) -> None:
-        done = self.forwards.run(parts)
+        joins = len(parts) < len(self._running) or (self._waiting and self._slots)
+        done = self.forwards.run(parts, stays=not joins)
         if self.pages.keeps:
             self.kv_misses += done.tokens
             for request, count in parts:

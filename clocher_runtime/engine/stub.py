@@ -1,7 +1,7 @@
 """The stub back end: token ids depend on the prompt only, for tests of tools. Executes no calls."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -89,7 +89,9 @@ class StubExecutor(ReferenceExecutor):
             ends[token] += 1
         draws += 1
 
-    def fetch(self, name: str, count: int) -> np.ndarray:
+    def fetch(
+        self, name: str, count: int, meanwhile: Callable[[], None] | None = None
+    ) -> np.ndarray:
         """Return the tokens of the last step. Raises UsageError."""
         if name != "sampled":
             raise UsageError("the stub has no logits; leave out --trace-topk")

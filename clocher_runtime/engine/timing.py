@@ -31,18 +31,20 @@ class Span:
 
 @dataclass(slots=True)
 class Tally:
-    """What a step did, where known only at its end; see `Span`."""
+    """What a step did, where known only at its end; see `Span`. `ahead`: the next is launched."""
 
     tokens: int
     sequences: int = 0
+    ahead: bool = False
 
 
 class TimedWindow:
-    """A measurement of a run's steps and nothing between them.
+    """A measurement of a run's steps and nothing between them, unless a device worked on the next.
 
     While a span is open, compiling, tuning, loading and reading files raise, with `name` in the
     message. A failed step leaves no span. `clock` returns monotonic ns; `synchronize` waits for the
-    device, at both ends of a span.
+    device, at both ends of a span, but not where the next step is launched `ahead`: the span ends
+    when its own tokens are read, and the next begins there.
     """
 
     def __init__(
@@ -53,21 +55,28 @@ class TimedWindow:
     ) -> None:
         self.name = name
         self.spans: list[Span] = []
-        self.total_ns = 0
+        self.total_ns = self._ended = 0
         self._clock = clock
         self._synchronize = synchronize or (lambda: None)
 
     @contextmanager
-    def span(self, kind: SpanKind, tokens: int) -> Iterator[Tally]:
-        """Measure one step, whose tally may be changed inside. Raises WindowError."""
+    def span(self, kind: SpanKind, tokens: int, launched: bool = False) -> Iterator[Tally]:
+        """Measure one step, whose tally may be changed inside. Raises WindowError.
+
+        `launched`: in the last span, whose tally says `ahead`.
+        """
         open_window(self.name)
         tally = Tally(tokens)
         try:
-            self._synchronize()
-            start = self._clock()
+            if not launched:
+                self._synchronize()
+                self._ended = self._clock()
+            start = self._ended
             yield tally
-            self._synchronize()
-            ns = self._clock() - start
+            if not tally.ahead:
+                self._synchronize()
+            self._ended = self._clock()
+            ns = self._ended - start
         finally:
             close_window()
         self.spans.append(Span(kind, tally.tokens, ns, tally.sequences))
