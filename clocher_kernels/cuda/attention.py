@@ -37,7 +37,7 @@ from clocher_kernels.cuda.attention_block import (
     write_heads,
 )
 from clocher_kernels.cuda.codes import unit
-from clocher_kernels.cuda.kv import cache_sizes, enter_heads, tree_length
+from clocher_kernels.cuda.kv import cache_sizes, enter_heads, own_cell, tree_length
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
@@ -46,6 +46,7 @@ DECODE_TOKENS = 32
 """Steps of up to this many tokens split the keys of each token over programs."""
 
 _LEAST = 16
+_RUN = 3  # blocks of a window that one program reads: combining takes longer than two of them
 _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
 
@@ -59,9 +60,9 @@ def _decode(
     CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr,
-    TAKE: tl.constexpr, WORDS: tl.constexpr, WORDS_WIDTH: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
-    KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    FEW: tl.constexpr, TAKE: tl.constexpr, WORDS: tl.constexpr, WORDS_WIDTH: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
+    UNIT: tl.constexpr, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token to one of at most RUNS runs of its keys; the last to end combines.
 
@@ -111,23 +112,28 @@ def _decode(
     begin = (first_block + split * per_split) * BLOCK
     stop = tl.minimum(begin + per_split * BLOCK, last)
     if listed is None:
-        # Inputs and earlier tokens' cells are older than the predecessor: they are fetched before
-        # it is waited for.
+        # Inputs and earlier tokens' cells are older than the predecessor: they are fetched early.
         place = begin + tl.arange(0, BLOCK)
         seen = (place >= first) & (place < last)
         at = cells_at(slot_pages, begin, place, seen, head, POOL, HEADS, PAGE, ONE_PAGE)
         if ASM:
             fetch_cells(k_cache, at, DIM, WIDTH)
             fetch_cells(v_cache, at, DIM, WIDTH)
+    if k is not None:
+        own_page, own, own_position = own_cell(
+            slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
+        )
+    if listed is None:
         start(PDL)
     if k is not None:
         entered = enter_heads(
-            q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors,
-            pages, k_cache, v_cache, k_scale, v_scale, head, token,
-            Q_ROW, K_ROW, V_ROW, PAGES_ROW, SLOTS, CELLS, POOL, HEADS, PAGE, DIM, WIDTH, GROUP,
-            ROWS, HALF, ANGLES, EPS, KV, LARGEST,
+            q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, own_page, own, own_position,
+            k_cache, v_cache, k_scale, v_scale, head, token, Q_ROW, K_ROW, V_ROW, POOL, HEADS, PAGE,
+            DIM, WIDTH, GROUP, LANES, HALF, ANGLES, EPS, KV, LARGEST,
         )  # fmt: skip
-        query, rest = in_two(entered, WORK)
+        # Rows beyond the group repeat it and are not stored.
+        entered = tl.broadcast_to(entered[None, :, :], ROWS // LANES, LANES, WIDTH)
+        query, rest = in_two(entered.reshape(ROWS, WIDTH), WORK)
         tl.debug_barrier()
     else:
         heads_at = token * Q_ROW + (head * GROUP + row) * DIM
@@ -186,7 +192,7 @@ def _decode(
         tl.store(arrivals + pair, 0)
         combine_splits(
             pair * SPLITS * LANES, splits, partial, tops, totals, sinks, head * GROUP, out,
-            GROUP, LANES, DIM, WIDTH, SPLITS, TAKE, UNIT,
+            GROUP, LANES, DIM, WIDTH, SPLITS, FEW, TAKE, UNIT,
         )  # fmt: skip
 
 
@@ -212,7 +218,7 @@ def few_tokens(
             )
     # A window spans this many blocks, tree cells included; tokens that see more have longer runs.
     least = min((keys for keys in (constants["WINDOW"], constants["CHUNK"]) if keys), default=0)
-    runs = min(splits, triton.cdiv(least + 64 + block - 1, block)) if least else splits
+    runs = min(splits, triton.cdiv(least + 64 + block - 1, _RUN * block)) if least else splits
     own = {
         **_ENTERED,
         **(heads_of or {}),
@@ -221,6 +227,7 @@ def few_tokens(
         "BLOCK": block,
         "RUNS": runs,
         "SPLITS": splits,
+        "FEW": min(max(4096 // (lanes * width), 1), splits),
         "TAKE": min(max(8192 // (lanes * width), 1), splits),
         "WORDS": words,
         "WORDS_WIDTH": triton.next_power_of_2(max(words, 1)),

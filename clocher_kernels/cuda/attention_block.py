@@ -223,12 +223,11 @@ def write_heads(
 
 
 @triton.jit
-def combine_splits(
+def _combine(
     base, splits, partial, tops, totals, sinks, head0, out,
     GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
     SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
-    """Combine the splits' partial results, read from L2, and write the heads of a group."""
     lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
     live = lane < GROUP
     split = tl.arange(0, SPLITS)[:, None]
@@ -252,6 +251,25 @@ def combine_splits(
             )
             acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
     write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
+
+
+@triton.jit
+def combine_splits(
+    base, splits, partial, tops, totals, sinks, head0, out,
+    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr, FEW: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """Combine the splits' partial results, read from L2, and write the heads of a group."""
+    if splits <= FEW:
+        _combine(
+            base, splits, partial, tops, totals, sinks, head0, out,
+            GROUP, LANES, DIM, WIDTH, FEW, FEW, UNIT,
+        )  # fmt: skip
+    else:
+        _combine(
+            base, splits, partial, tops, totals, sinks, head0, out,
+            GROUP, LANES, DIM, WIDTH, SPLITS, TAKE, UNIT,
+        )  # fmt: skip
 
 
 @triton.jit

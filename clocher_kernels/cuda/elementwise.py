@@ -166,11 +166,11 @@ def rope(
 
 @triton.jit
 def turned(
-    x, heads, live, gain, positions, cos, sin,
+    x, heads, live, gain, position, cos, sin,
     DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """Return heads [R, WIDTH] at x + `heads` [R] of the token at `positions`: normed, rotated.
+    """Return heads [R, WIDTH] at x + `heads` [R] of the token at `position`: normed, rotated.
 
     `gain` and `cos` may be None: no norm, no rotation. Products are rounded one by one, so every
     kernel that calls this gets the same bits.
@@ -186,7 +186,7 @@ def turned(
     if cos is not None:
         rotates = dim < 2 * HALF
         other = tl.where(dim < HALF, dim + HALF, dim - HALF)
-        angle = within(tl.load(positions), ANGLES) * HALF + dim % HALF
+        angle = within(position, ANGLES) * HALF + dim % HALF
         partner = tl.load(x + heads[:, None] + other, live[:, None] & rotates, other=0.0)
         partner = partner.to(tl.float32)
         if gain is not None:

@@ -148,8 +148,13 @@ _WARPS = 4
 _RESIDENT_WARPS = 12
 """Warps of a multiprocessor that together have enough bytes in flight."""
 _MOST_PARTS = 8
-_TURNS = {8: (16, 4), 16: (32, 2), 32: (32, 2)}
-"""Tokens -> rows of a program and turns loaded ahead: what fits registers."""
+_TURNS = {
+    8: ((64, 1, 12), (32, 4, 8), (16, 4, 0)),
+    16: ((64, 1, 12), (32, 2, 0)),
+    32: ((64, 1, 5), (32, 2, 0)),
+}
+"""Tokens -> rows of a program, turns loaded ahead (what fits registers), and warps that each
+multiprocessor must then have: with more rows tokens are loaded less often. Measured on an H200."""
 
 
 def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | None:
@@ -166,7 +171,11 @@ def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | 
         if triton.cdiv(n, 16) * parts * _WARPS >= _RESIDENT_WARPS * device.sms:
             break
         parts *= 2
-    rows, turns = _TURNS[tokens_of(m)]
+    rows, turns = next(
+        (rows, turns)
+        for rows, turns, warps in _TURNS[tokens_of(m)]
+        if triton.cdiv(n, rows) * parts * _WARPS >= warps * device.sms
+    )
     return FewTile(rows, min(turns, triton.cdiv(every, parts)), _WARPS, parts, words)
 
 

@@ -240,15 +240,18 @@ def arithmetic(code: str, x_dtype: torch.dtype, words: bool) -> str:
 
 
 def bytes_tile(
-    x: Tensor, w: DeviceTensor, device: Device
+    x: Tensor, w: DeviceTensor, device: Device, tokens: int = MAX_TOKENS
 ) -> tuple[dict[str, Any], tuple[int], int, int]:
-    """Return the arguments of `multiply_rows`, and a launch's grid, warps and weights."""
+    """Return the arguments of `multiply_rows`, and a launch's grid, warps and weights.
+
+    `tokens`: the most of a program.
+    """
     (m, k), n = x.shape, w.shape[0]
     held = stored(w)
     lane, warps = _tile(held, n, k, device)
     math = arithmetic(held.code, x.dtype, lane == 16)
     per = 4 if math == "pairs" else 1
-    few = min(m, MAX_TOKENS)
+    few = min(m, tokens)
     sizes = {"M": few, "TOKENS": m, "N": n, "K": k // per, "ROWS": _ROWS, "LANE": lane // per}
     sizes["BLOCK"] = lane * 32 * warps // per
     stored_as = {"CODE": held.code, "MATH": math, "UNIT": unit(held.code, math)}

@@ -37,15 +37,16 @@ def own_cell(
     slots, positions, ends, ancestors, pages, token,
     PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, CELLS: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Return the page of a token's own cell, int64, -1 if there is none, and the cell."""
+    """Return the page of a token's own cell, int64, -1 if there is none, the cell, the position."""
     # A tree node's own bit is its highest.
     length = tree_length(tl.load(ancestors + token))
     node = tl.load(ends + token) + length - 1
-    cell = tl.where(length > 0, node, tl.load(positions + token))
+    position = tl.load(positions + token)
+    cell = tl.where(length > 0, node, position)
     slot = tl.load(slots + token)
     there = (slot >= 0) & (slot < SLOTS) & (cell >= 0) & (cell < CELLS)
     page = tl.load(pages + slot * PAGES_ROW + cell // PAGE, there, other=-1).to(tl.int64)
-    return page, cell
+    return page, cell, position
 
 
 @triton.jit
@@ -72,29 +73,24 @@ def _append(
 
 @triton.jit
 def enter_heads(
-    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors, pages,
+    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position,
     k_cache, v_cache, k_scale, v_scale, head, token,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr, EPS: tl.constexpr,
-    KV: tl.constexpr, LARGEST: tl.constexpr,
+    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, POOL: tl.constexpr,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, LANES: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
+    EPS: tl.constexpr, KV: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Norm, rotate and append one key/value head of a token; return its query heads [ROWS, WIDTH].
+    """Norm, rotate and append one key/value head of a token; return its query heads [LANES, WIDTH].
 
-    Without `q` there are none.
+    Without `q` there are none. `page`, `cell` and `position` are those of `own_cell`.
     """
-    at = positions + token
     one = tl.zeros((1,), tl.int32)
-    page, cell = own_cell(
-        slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
-    )
     key = turned(
-        k + token * K_ROW + head * DIM, one, one == 0, k_gain, at, k_cos, k_sin,
+        k + token * K_ROW + head * DIM, one, one == 0, k_gain, position, k_cos, k_sin,
         DIM, WIDTH, HALF, ANGLES, EPS,
     )  # fmt: skip
     value = turned(
-        v + token * V_ROW + head * DIM, one, one == 0, None, at, None, None,
+        v + token * V_ROW + head * DIM, one, one == 0, None, position, None, None,
         DIM, WIDTH, HALF, ANGLES, EPS,
     )  # fmt: skip
     if (page >= 0) & (page < POOL):
@@ -102,9 +98,9 @@ def enter_heads(
         _append(key, k_cache, k_scale, to, KV, LARGEST, DIM, WIDTH)
         _append(value, v_cache, v_scale, to, KV, LARGEST, DIM, WIDTH)
     if q is not None:
-        row = tl.arange(0, ROWS)
+        row = tl.arange(0, LANES)
         key = turned(
-            q + token * Q_ROW + head * GROUP * DIM, row * DIM, row < GROUP, q_gain, at,
+            q + token * Q_ROW + head * GROUP * DIM, row * DIM, row < GROUP, q_gain, position,
             q_cos, q_sin, DIM, WIDTH, HALF, ANGLES, EPS,
         )  # fmt: skip
     return key
@@ -117,19 +113,22 @@ def _heads(
     Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
     SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
     PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    ROWS: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr, EPS: tl.constexpr,
+    LANES: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr, EPS: tl.constexpr,
     KV: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    start(PDL)
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    # Inputs are older than the predecessor.
+    page, cell, position = own_cell(
+        slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
+    )
+    start(PDL)
     query = enter_heads(
-        q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors,
-        pages, k_cache, v_cache, k_scale, v_scale, head, token,
-        Q_ROW, K_ROW, V_ROW, PAGES_ROW, SLOTS, CELLS, POOL, HEADS, PAGE, DIM, WIDTH, GROUP, ROWS,
-        HALF, ANGLES, EPS, KV, LARGEST,
+        q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position,
+        k_cache, v_cache, k_scale, v_scale, head, token, Q_ROW, K_ROW, V_ROW, POOL, HEADS, PAGE,
+        DIM, WIDTH, GROUP, LANES, HALF, ANGLES, EPS, KV, LARGEST,
     )  # fmt: skip
     if q is not None:
-        row, dim = tl.arange(0, ROWS)[:, None], tl.arange(0, WIDTH)[None, :]
+        row, dim = tl.arange(0, LANES)[:, None], tl.arange(0, WIDTH)[None, :]
         to = q + token * Q_ROW + (head * GROUP + row) * DIM + dim
         tl.debug_barrier()  # other threads read what this overwrites
         tl.store(to, query, (row < GROUP) & (dim < DIM))
@@ -149,7 +148,7 @@ def heads_given(
     """Return the arguments of `enter_heads` without norms and rotation."""
     sizes = cache_sizes(cells["pages"], cells["k_cache"])
     group = 0 if q is None else q.shape[1] // (sizes["HEADS"] * sizes["DIM"])
-    sizes |= {"GROUP": group, "ROWS": max(16, triton.next_power_of_2(max(group, 1)))}
+    sizes |= {"GROUP": group, "LANES": triton.next_power_of_2(max(group, 1))}
     sizes |= {"WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16), "K_ROW": k.stride(0)}
     sizes |= {"V_ROW": v.stride(0), "Q_ROW": 0 if q is None else q.stride(0)}
     turns = {"HALF": 1, "ANGLES": 1, "EPS": 0.0}
@@ -183,7 +182,7 @@ def _page_bounds(
 ):  # fmt: skip
     start(PDL)
     head, token = tl.program_id(0), tl.program_id(1)
-    page, cell = own_cell(
+    page, cell, _ = own_cell(
         slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
     )
     if (cell % PAGE != PAGE - 1) | (page < 0) | (page >= POOL):

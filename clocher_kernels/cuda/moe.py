@@ -84,8 +84,7 @@ def _down(
     BN: tl.constexpr = L // BV * R
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BN
-    start(PDL)
-    # The chosen experts run in parallel, L lanes each.
+    # The choice is older than the predecessor. The chosen experts run in parallel, L lanes each.
     lane = tl.arange(0, BA * L)[:, None, None]
     chosen = lane // L < A
     at = m * A + lane // L
@@ -99,7 +98,7 @@ def _down(
     row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
     total = stream_rows(
         x + at * K, chosen, row, w, scales, zeros,
-        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, BA * L, BV, 1, R,
+        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, BA * L, BV, 1, R,
     )  # fmt: skip
 
     if GROUP == 0 and scales is not None:
@@ -250,24 +249,20 @@ def _router(
     GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
     E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr,
 ):  # fmt: skip
-    """Score the experts of M tokens; the last program to end chooses, from scores in L2."""
-    part, token0 = part_of(TOKENS, M)
-    n0, arrival = part * ROWS, arrivals + token0 // M
+    """Score the experts of a token; the last program to end chooses, from scores in L2."""
+    part, token = part_of(TOKENS, M)
+    n = part * ROWS + tl.arange(0, ROWS)
     totals = multiply_rows(
-        x, w, scales, n0, token0,
+        x, w, scales, part * ROWS, token,
         M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, 0, ASM, PDL,
     )  # fmt: skip
-    n = n0 + tl.arange(0, ROWS)
-    for m in tl.static_range(M):
-        total = row_sums(totals, scales, n, n < N, m, ROWS, UNIT, SPAN, SCALE_ROWS)
-        kept = n < tl.where(token0 + m < TOKENS, N, 0)
-        finish(total, bias, times, residual, y, token0 + m, n, kept, N, F, ACT, CAP)
-    if is_last(arrival, (N + ROWS - 1) // ROWS):
-        for token in range(token0, tl.minimum(token0 + M, TOKENS)):
-            _choose(
-                y, choice_bias, ids, weights, token,
-                SCORE, NORMAL, FACTOR, GROUPS, TOP, BEST, BG, E, A, BE, BA,
-            )  # fmt: skip
+    total = row_sums(totals, scales, n, n < N, 0, ROWS, UNIT, SPAN, SCALE_ROWS)
+    finish(total, bias, times, residual, y, token, n, n < N, N, F, ACT, CAP)
+    if is_last(arrivals + token, (N + ROWS - 1) // ROWS):
+        _choose(
+            y, choice_bias, ids, weights, token,
+            SCORE, NORMAL, FACTOR, GROUPS, TOP, BEST, BG, E, A, BE, BA,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -332,7 +327,8 @@ def router(product: Mapping[str, Any], choice: Mapping[str, Any], device: Device
     choice = dict(choice)
     logits, ids, weights = (choice.pop(name) for name in ("logits", "ids", "weights"))
     x, w = product["x"], product["w"]
-    given, grid, warps, streamed = bytes_tile(x, w, device)
+    # So few weights are read again for each token.
+    given, grid, warps, streamed = bytes_tile(x, w, device, 1)
     given |= Tail(product.get("bias")).given("linear", logits, w.shape[0])
     given |= {"choice_bias": choice.pop("bias", None), "ids": ids, "weights": weights}
     given |= route_settings(logits.shape[1], ids.shape[1], **choice)
