@@ -143,7 +143,7 @@ class Case:
 
 NO_CODES = {"cuda": "int8 activations are for ternary weights there; others multiply 16-bit ones"}
 """Back end -> why it does not multiply int8 activations by what is not ternary."""
-_NO_BLOCKS = {"cuda": "these blocks of ggml are read by the CPU; convert them to another format"}
+_NO_BLOCKS = {"cuda": "these blocks are read by the CPU; convert them to another format"}
 
 
 def no_blocks(fmt: str) -> Mapping[str, str]:
