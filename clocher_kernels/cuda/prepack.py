@@ -13,17 +13,17 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
                     at 8b + 2g, so one mask leaves the bytes of a 4-way integer dot product.
              scale  f32 [1], what a digit is multiplied by, also where the format stores its
                     inverse.
-    ggml     codes  i32 [..., N, W]: words of the lower four bits of a row's codes, as those of
-                    int4; then words of the bits above, if there are `b`: of 32 codes b, each of
-                    4 / b words of nibbles, the first one's bits lowest; zeros to a whole vector.
-             scales [..., N, S]: of a run of 32 columns its scale f16, or i32, a pair with its
-                    minimum; or of a block of 256 d in two i8 and its runs' i8 factors, or d and
-                    dmin in two i16 and its runs' i16, factors of the scale and, 8 bits up, of the
-                    minimum. Codes are the middle more where there are no minima.
+    ggml     codes  i32 [..., N, W]: int4's words of the codes' lower four bits. Of int5 and int6
+                    words of the bits above follow: where an int4 word has a nibble, one of these
+                    has those bits of four or two words side by side, the first one's lowest.
+             scales [..., N, S]: f16 of a run of 32 columns, or i32, the halves its scale and
+                    minimum; of a block of 256 columns i8, d in two and a factor for each run, or
+                    i16, d, dmin and both factors of each run. A value is scale * code - minimum,
+                    without minima scale * (code - 8, 16 or 32).
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
-Only a row that is no whole number of vectors grows, by zeros; everything else stays in place.
+Only a row that is no whole number of vectors grows, by zeros; all but ggml's blocks stays in place.
 Planes that are not named here are as stored.
 """
 
@@ -148,23 +148,23 @@ def _ggml(fmt: Ggml, planes: Planes, shape: tuple[int, ...]) -> Planes:
             "the model in a format of Clocher: clocher quantize MODEL OUT_DIR --requantize"
         )
     rows, k = planes["blocks"].flatten(0, -2), shape[-1]
-    codes, scales = [], []
-    for piece in rows.split(max(1, 8 * _PIECE // k)):
-        raw = piece.reshape(-1, fmt.block_bytes)
-        numbers = _numbers(kind.codes, raw).view(len(piece), k)
+    out, step = dict[str, Tensor](), max(1, 8 * _PIECE // k)
+    for start in range(0, len(rows), step):
+        raw = rows[start : start + step].reshape(-1, fmt.block_bytes)
+        numbers = _numbers(kind.codes, raw).view(-1, k)
         words = [_words(numbers & 15)]
         if kind.above:
             beside = 4 // kind.above  # words whose upper bits share one
-            parts = _words(numbers >> 4).view(len(piece), -1, beside).unbind(2)
+            parts = _words(numbers >> 4).view(len(numbers), -1, beside).unbind(2)
             shifted = [part << kind.above * i for i, part in enumerate(parts)]
             words.append(reduce(torch.bitwise_or, shifted))
-        codes.append(_whole_vectors(torch.cat(words, 1).view(torch.uint8)))
-        scales.append(_scales(kind, raw).view(len(piece), -1))
-    lead = shape[:-1]
-    return {
-        "codes": torch.cat(codes).unflatten(0, lead),
-        "scales": torch.cat(scales).unflatten(0, lead),
-    }
+        codes = _whole_vectors(torch.cat(words, 1).view(torch.uint8))
+        made = {"codes": codes, "scales": _scales(kind, raw).view(len(codes), -1)}
+        for name, part in made.items():
+            if start == 0:
+                out[name] = part.new_empty((len(rows), part.shape[1]))
+            out[name][start : start + step] = part
+    return {name: plane.unflatten(0, shape[:-1]) for name, plane in out.items()}
 
 
 def _numbers(numbers: Numbers, raw: Tensor) -> Tensor:
