@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from clocher_kernels.formats.ggml import GGML_KINDS, Ggml
 from clocher_kernels.ops import OPS, OpSpec, cases
 from clocher_kernels.ops.contract import EXACT, Case, Real, Tolerance, Value
 from clocher_kernels.ops.quantize import groups_of
@@ -114,8 +115,12 @@ def real_cases() -> list[tuple[OpSpec, Case]]:
 
 
 def resized(spec: OpSpec, case: Case, real: Real) -> Case:
-    """Return a case with other sizes, and the attributes that depend on them."""
+    """Return a case with other sizes, of whole blocks, and the attributes that depend on them."""
     attrs, sizes = dict(case.attrs), dict(real.sizes)
+    fmt = case.formats.get(spec.matrix.name, "") if spec.matrix else ""
+    if spec.matrix and fmt in GGML_KINDS:
+        columns, block = spec.matrix.letters[-1], Ggml(fmt).block
+        sizes[columns] = -(-sizes[columns] // block) * block
     if "group" in attrs:
         sizes["B"] = groups_of(sizes[spec.param("x").letters[-1]], int(attrs["group"]))
     if "cache_dtype" in attrs:
@@ -124,7 +129,7 @@ def resized(spec: OpSpec, case: Case, real: Real) -> Case:
             attrs["scale"] = sizes["D"] ** -0.5
     words = case.id.split("-") if real.label is None else [real.label]
     kept = [word for word in words if word and word not in _KIND and not _is_size(word, case)]
-    spelled = [f"{letter.lower()}{size}" for letter, size in real.sizes.items()]
+    spelled = [f"{letter.lower()}{sizes[letter]}" for letter in real.sizes]
     return replace(case, id="-".join(kept + spelled), sizes=sizes, attrs=attrs)
 
 

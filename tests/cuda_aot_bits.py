@@ -105,6 +105,8 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
             90,
             product("int4_sym_g128_f16", m, 14336, 4096, 90),
         )
+    for fmt, m in (("q4_k", 1), ("q5_k", 2), ("q6_k", 1), ("q6_k", 8)):
+        yield f"{fmt}-m{m}-n14336-k4096", 90, product(fmt, m, 14336, 4096, 90)
     yield "mxfp4-m8-n14336-k4096", 80, product("mxfp4", 8, 14336, 4096, 80)
     yield "mxfp4-bf16-m1-n14336-k4096", 90, product("mxfp4", 1, 14336, 4096, 90, BF16)
     yield "ternary_i8-m8-n13824-k2560", 86, exact(8, 13824, 2560, 86)

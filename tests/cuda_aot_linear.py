@@ -106,6 +106,8 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
         ("ternary", 128, 80),
         ("int4_sym_g128_f16", 128, 90),
         ("int4_sym_g128_f16", 2048, 90),
+        ("q4_k", 2048, 90),
+        ("q6_k", 64, 90),
         ("f16", 2048, 90),
     ):
         yield f"gemm-{fmt}-f16-m{m}-n{N}-k{K}", cc, product(fmt, m, cc)

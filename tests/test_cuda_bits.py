@@ -13,22 +13,31 @@ import torch
 import triton
 import triton.language as tl
 from cuda_cases import aot_report, run_interpreted
+from ggml_encode import encode
 from op_cases import OpRun, error
 
 from clocher_kernels.cuda import codes, dots, prepack
 from clocher_kernels.cuda.gemv_bits import _DOT16, _LESS16, gemv_bits, gemv_tile
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
-from clocher_kernels.cuda.linear import _INT4_BF16, linear
+from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
+from clocher_kernels.cuda.words import (
+    _INT4_BF16,
+    _INT4_PAIRS,
+    _INT5_PAIRS,
+    _INT6_PAIRS,
+    _MXFP4_PAIRS,
+)
 from clocher_kernels.dtypes import E2M1_VALUES, from_f32
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats import parse_format
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.contract import EXACT, Case
-from clocher_kernels.quant_tensor import QuantTensor, encode
+from clocher_kernels.quant_tensor import QuantTensor
 
+BLOCKS = ("q4_k", "q5_k", "q6_k", "q4_1", "q5_0", "q5_1")
 TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -98,6 +107,18 @@ def test_prepacking_keeps_every_code(
         expected = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*shape[:-1], -1)
         expected = expected[..., : shape[-1]]
     np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(("kind", "columns", "bits"), [("q5_k", 512, 5.625), ("q6_k", 256, 6.5625)])
+def test_blocks_become_words_piece_by_piece(
+    kind: str, columns: int, bits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = _weights(kind, 2, 5, columns)
+    whole = prepack.prepack(weight, INTERPRETER)
+    assert whole.nbytes == weight.decode().size * bits / 8
+    monkeypatch.setattr(prepack, "_PIECE", columns // 4)
+    for name, plane in prepack.prepack(weight, INTERPRETER).planes.items():
+        assert plane.shape[:2] == (2, 5) and torch.equal(plane, whole.planes[name])
 
 
 def test_whole_rows_are_rearranged_in_place() -> None:
@@ -179,6 +200,10 @@ def _multiply(weight: QuantTensor, x: torch.Tensor) -> np.ndarray:
         ("int4_asym_g34_f16", 101),
         ("mxfp4", 288),
         ("ternary", 70),
+        ("q4_k", 512),
+        ("q6_k", 256),
+        ("q5_0", 96),
+        ("q4_1", 32),
     ],
 )
 def test_activation_types(fmt: str, k: int, x_type: str) -> None:
@@ -225,12 +250,22 @@ def _halves(words: np.ndarray) -> np.ndarray:
 def _pairs(fmt: str, words: np.ndarray, zero: int = 8) -> list[np.ndarray]:
     """Run the inline assembly that turns words into pairs of fp16."""
     if fmt == "mxfp4":
-        pairs = ptx_emulator.run(dots._MXFP4_PAIRS.value, 4, words)
+        pairs = ptx_emulator.run(_MXFP4_PAIRS.value, 4, words)
         up = "mul.f16x2 $0, $1, $2;"
         return [ptx_emulator.run(up, 1, p, np.uint32(0x74007400))[0] for p in pairs]
     low = np.uint32(zero * 0x00010001 + 0x64006400)
     high = np.uint32((zero * 0x00100010 - 0x2BFF2C00) % 2**32)
-    return ptx_emulator.run(dots._INT4_PAIRS.value, 4, words, low, high)
+    return ptx_emulator.run(_INT4_PAIRS.value, 4, words, low, high)
+
+
+@pytest.mark.parametrize("bits", [1, 2])
+def test_assembly_decodes_five_and_six_bits(bits: int) -> None:
+    codes = np.random.default_rng(bits).permutation(np.arange(512) % (16 << bits)).astype(np.uint8)
+    low, high = (prepack._words(torch.from_numpy(part[None])) for part in (codes & 15, codes >> 4))
+    assembly = (_INT5_PAIRS, _INT6_PAIRS)[bits - 1].value
+    both = (part.numpy().view(np.uint32) for part in (low, high))
+    got = _halves(ptx_emulator.run(assembly, 4, *both)).reshape(-1)
+    np.testing.assert_array_equal(got * (1 << bits), codes.astype(int) - (8 << bits))
 
 
 @pytest.mark.parametrize("zero", [0, 8, 15])
@@ -318,11 +353,12 @@ def test_packed_experts_take_the_same_number_everywhere() -> None:
 
 @pytest.mark.usefixtures("assembly")
 @pytest.mark.parametrize("size", [1e-3, 1.0, 200.0])
-@pytest.mark.parametrize("fmt", ["int4_asym_g32_f16", "int4_sym_row_f32", "mxfp4"])
+@pytest.mark.parametrize("fmt", ["int4_asym_g32_f16", "int4_sym_row_f32", "mxfp4", *BLOCKS])
 def test_packed_products_are_the_same_in_any_batch(fmt: str, size: float) -> None:
     """With the inline assembly that a GPU runs, up to 32 tokens: slices of eight."""
-    weight = _weights(fmt, 3, 288)
-    x = torch.from_numpy((_normal(fmt, 32, 288) * size).astype(np.float16))
+    k = 512 if fmt.endswith("_k") else 288
+    weight = _weights(fmt, 3, k)
+    x = torch.from_numpy((_normal(fmt, 32, k) * size).astype(np.float16))
     w = prepack.prepack(weight, ASSEMBLY)
 
     def multiply(first: int, count: int) -> np.ndarray:
@@ -342,11 +378,15 @@ def test_packed_products_are_the_same_in_any_batch(fmt: str, size: float) -> Non
 @pytest.mark.usefixtures("assembly")
 @pytest.mark.parametrize(
     "fmt",
-    ["int4_asym_g32_f16", "int4_sym_g128_f16", "int4_asym_row_f16", "int4_asym_g34_f32", "mxfp4"],
+    [
+        *("int4_asym_g32_f16", "int4_sym_g128_f16", "int4_asym_row_f16", "int4_asym_g34_f32"),
+        *("mxfp4", *BLOCKS),
+    ],
 )
 def test_tiles_with_the_inline_assembly_that_a_gpu_runs(fmt: str) -> None:
-    weight = _weights(fmt, 70, 288)
-    x = torch.from_numpy(_normal(fmt, 40, 288).astype(np.float16))
+    k = 512 if fmt.endswith("_k") else 288
+    weight = _weights(fmt, 70, k)
+    x = torch.from_numpy(_normal(fmt, 40, k).astype(np.float16))
     y = torch.full((40, 70), float("nan"))
     execute(linear(x=x, w=prepack.prepack(weight, ASSEMBLY), y=y, device=ASSEMBLY))
     rms, largest = error(y.numpy(), x.double().numpy() @ weight.decode().astype(np.float64).T)

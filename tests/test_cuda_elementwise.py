@@ -39,7 +39,7 @@ def test_embed_names_the_formats_that_it_has() -> None:
     values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
     table = prepack(encode(values, parse_format("mxfp4")), INTERPRETER)
     ids, y = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 64)
-    with pytest.raises(UnsupportedOp, match=r"mxfp4.*int8, fp8 and int4"):
+    with pytest.raises(UnsupportedOp, match=r"mxfp4.*int8, fp8, int4 and ggml"):
         LOWER["embed"](ids=ids, table=table, y=y, device=INTERPRETER)
 
 

@@ -233,6 +233,15 @@ def dot(
 
 
 @triton.jit
+def to_scale(stored, FORMAT: tl.constexpr):
+    """Return stored scales in fp32; mxfp4's are powers of two, code 0 a subnormal."""
+    if FORMAT == "mxfp4":
+        return tl.maximum(stored.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
+    else:
+        return stored.to(tl.float32)
+
+
+@triton.jit
 def int4_code(w, J: tl.constexpr):
     """Return code 0..15 of element J of each word."""
     return (w >> (J // 2 * 4 + J % 2 * 16)) & 15

@@ -17,38 +17,15 @@ import triton
 import triton.language as tl
 
 from clocher_kernels.cuda.codes import int4_code, mxfp4_value, ternary_digit
-
-# A word of int4 -> four pairs of code - zero. A nibble becomes the last bits of an fp16 number
-# between 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
-# $5 = 1024 + zero, $6 = -(64 + zero), in both halves.
-_INT4_PAIRS = tl.constexpr("""{
-.reg .b32 u, a, b, c, d, s;
-mov.b32 s, 0x2c002c00;
-shr.u32 u, $4, 8;
-lop3.b32 a, $4, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 b, $4, 0x00f000f0, 0x64006400, 0xea;
-lop3.b32 c, u, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 d, u, 0x00f000f0, 0x64006400, 0xea;
-sub.f16x2 $0, a, $5;
-fma.rn.f16x2 $1, b, s, $6;
-sub.f16x2 $2, c, $5;
-fma.rn.f16x2 $3, d, s, $6;
-}""")
-
-# A word of mxfp4 -> four pairs, 2^14 times too small: three bits of magnitude in bits 11..9 and the
-# sign in bit 15 of an fp16 number. 0.5 becomes a subnormal one.
-_MXFP4_PAIRS = tl.constexpr("""{
-.reg .b32 t, u, v;
-and.b32 $0, $4, 0x8e008e00;
-shl.b32 t, $4, 8;
-and.b32 $1, t, 0x8e008e00;
-shr.u32 t, $4, 3;
-shl.b32 u, $4, 7;
-lop3.b32 v, t, u, 0x0e0e0e0e, 0xe4;
-and.b32 $2, v, 0x8e008e00;
-shl.b32 t, v, 8;
-and.b32 $3, t, 0x8e008e00;
-}""")
+from clocher_kernels.cuda.words import (
+    above_of,
+    scale_of,
+    scale_places,
+    times_pair,
+    word_code,
+    word_pairs,
+    zero_pairs,
+)
 
 # Adds the products of four pairs of weights and four of activations to $9.
 _FMA_PAIRS = tl.constexpr("""{
@@ -107,14 +84,6 @@ def _load8(x, k, inside, K: tl.constexpr):
 
 
 @triton.jit
-def times_pair(pair, factor):
-    """Multiply pairs of fp16."""
-    return tl.inline_asm_elementwise(
-        "mul.f16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
-    )
-
-
-@triton.jit
 def _pack(low, high):
     return tl.inline_asm_elementwise(
         "mov.b32 $0, {$1, $2};", "=r,h,h", [low, high], tl.int32, True, 1
@@ -127,30 +96,6 @@ def _unpack(pair):
 
 
 @triton.jit
-def word_pairs(w, low, high, FORMAT: tl.constexpr):
-    """Return the four pairs of 4-bit words, for mxfp4 2^14 times too small."""
-    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
-    if FORMAT == "int4":
-        return tl.inline_asm_elementwise(
-            _INT4_PAIRS,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [w, low, high],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            _MXFP4_PAIRS,
-            "=&r,=&r,=&r,=&r,r",
-            [w],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
-
-
-@triton.jit
 def _load_pairs(x, k, inside, K: tl.constexpr):
     """Load x[k .. k + 7] in fp16 as four pairs."""
     xs = _load8(x, k, inside, K)
@@ -158,10 +103,10 @@ def _load_pairs(x, k, inside, K: tl.constexpr):
 
 
 @triton.jit
-def _fma_word(xs, word, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
-    """Add a 4-bit word times four pairs of activations; mxfp4 is 2^14 times too small, or HALF."""
+def _fma_word(xs, words, C: tl.constexpr, zero, sums, FORMAT: tl.constexpr, HALF: tl.constexpr):
+    """Add word C times four pairs of activations, as small as `word_pairs`; mxfp4, too, or HALF."""
     low, high = zero_pairs(zero)
-    p0, p1, p2, p3 = word_pairs(word, low, high, FORMAT)
+    p0, p1, p2, p3 = word_pairs(words[C], above_of(words, C, FORMAT), low, high, FORMAT)
     if FORMAT == "mxfp4" and HALF:
         up = tl.full((1, 1, 1), 0x70007000, tl.int32)
         p0, p1 = times_pair(p0, up), times_pair(p1, up)
@@ -199,7 +144,7 @@ def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
         four = ()
         for i in tl.static_range(0, 4):
             four = four + (times_pair(xs[c * 4 + i], up),)
-        sums = _fma_word(four, words[c], zero, sums, "mxfp4", False)
+        sums = _fma_word(four, words, c, zero, sums, "mxfp4", False)
         if c % 2 == 1:
             chains = chains + (sums,)
             sums = tl.zeros((1, 1, 1), tl.int32)
@@ -221,6 +166,9 @@ def element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
     """Return weight J of each vector, fp32, not scaled."""
     if FORMAT == "int4":
         return (int4_code(words[J // 8], J % 8) - zero).to(tl.float32)
+    elif FORMAT == "int5" or FORMAT == "int6":
+        above = above_of(words, J // 8, FORMAT)
+        return (word_code(words[J // 8], above, J % 8, FORMAT) - zero).to(tl.float32)
     elif FORMAT == "mxfp4":
         return mxfp4_value(words[J // 8], J % 8).to(tl.float32)
     elif FORMAT == "ternary":
@@ -244,10 +192,10 @@ def element(words, J: tl.constexpr, zero, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def _eight(word, zero, FORMAT: tl.constexpr):
-    """Return the weights of 4-bit words, fp32, unscaled; mxfp4 is 2^14 times too small."""
+def _eight(words, C: tl.constexpr, zero, FORMAT: tl.constexpr):
+    """Return the weights of word C, fp32, unscaled, as small as `word_pairs`."""
     low, high = zero_pairs(zero)
-    p0, p1, p2, p3 = word_pairs(word, low, high, FORMAT)
+    p0, p1, p2, p3 = word_pairs(words[C], above_of(words, C, FORMAT), low, high, FORMAT)
     v0, v1 = _unpack(p0)
     v2, v3 = _unpack(p1)
     v4, v5 = _unpack(p2)
@@ -256,22 +204,7 @@ def _eight(word, zero, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def zero_pairs(zero):
-    """Return the pairs 1024 + zero and -(64 + zero) of zero points 0..15."""
-    return zero * 0x00010001 + 0x64006400, zero * 0x00100010 - 0x2BFF2C00
-
-
-@triton.jit
-def to_scale(stored, FORMAT: tl.constexpr):
-    """Return stored scales in fp32; mxfp4's are powers of two, code 0 a subnormal."""
-    if FORMAT == "mxfp4":
-        return tl.maximum(stored.to(tl.int32) << 23, 0x00400000).to(tl.float32, bitcast=True)
-    else:
-        return stored.to(tl.float32)
-
-
-@triton.jit
-def _load_each(at, inside):
+def load_each(at, inside):
     """Load single elements [L, 1, R], 0 where not `inside`; one dimension fixes Triton's layout."""
     L: tl.constexpr = at.shape[0]
     R: tl.constexpr = at.shape[2]
@@ -282,12 +215,17 @@ def _load_each(at, inside):
 
 @triton.jit
 def _group(scales, zeros, zero, k, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr):
-    """Return the scale and the zero point of column k of each row."""
+    """Return the scale, what is added (`scale_of`) and the zero point of column k of each row."""
     inside = k < K
-    scale = to_scale(_load_each(scales + k // GROUP, inside), FORMAT)
+    at, head_at = scale_places(scales, k, GROUP)
+    own = load_each(at, inside)
+    head = own
+    if own.dtype == tl.int8 or own.dtype == tl.int16:
+        head = load_each(head_at, inside)
     if zeros is not None:
-        zero = _load_each(zeros + k // GROUP, inside).to(tl.int32)
-    return scale, zero
+        zero = load_each(zeros + k // GROUP, inside).to(tl.int32)
+    scale, added = scale_of(own, head, FORMAT)
+    return scale, added, zero
 
 
 @triton.jit
@@ -298,44 +236,55 @@ def vector_dot(
 ):  # fmt: skip
     """Multiply a vector of weights of each row by each token's activations: fp32 [L, BM, R].
 
-    With PAIRS "words" and mxfp4 it is half of the product.
+    With PAIRS "words" and mxfp4 it is half of the product. Words may be followed by what `above_of`
+    finds there.
 
     Args:
         x: pointers to the tokens' activations [1, BM, 1].
         tokens: valid tokens [1, BM, 1].
         k: the vectors' first columns [L, 1, 1].
-        words: the vectors, four words [L, 1, R]; any values beyond K.
+        words: the vectors, four words [L, 1, R] and more; any values beyond K.
         scales: pointers to the rows' scales [L, 1, R]; unused if GROUP is 0.
         zeros: pointers to zero points; None if all groups have `zero`.
-        zero: int4's zero point of each row, [L, 1, R] or [1, 1, 1].
+        zero: the zero point of each row's codes, [L, 1, R] or [1, 1, 1].
         GROUP: columns that share a scale, even; 0 leaves the scale to the caller.
-        FORMAT: "int4", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
+        FORMAT: "int4" to "int6", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
         WEIGHTS: weights of a vector.
         PAIRS: packed arithmetic, see `Stored.pairs`: "words", "blocks" (mxfp4) or "" for none;
             needs 4-bit weights, fp16 activations and groups of whole words.
         ASM: inline assembly is allowed.
     """
-    # Weights that surely share a scale: a vector, else eight columns, else two.
+    # Weights that surely share a scale: a vector, else 16 or eight columns, else two.
     VECTOR: tl.constexpr = GROUP % WEIGHTS == 0
     EIGHT: tl.constexpr = not VECTOR and GROUP % 8 == 0
     STEP: tl.constexpr = 8 if WEIGHTS > 8 else WEIGHTS
-    PACKED: tl.constexpr = FORMAT == "int4" or FORMAT == "mxfp4"
+    ABOVE: tl.constexpr = FORMAT == "int5" or FORMAT == "int6"
+    PACKED: tl.constexpr = ABOVE or FORMAT == "int4" or FORMAT == "mxfp4"
     scale = tl.full((1, 1, 1), 1.0, tl.float32)
     if VECTOR and GROUP > 0:
-        scale, zero = _group(scales, zeros, zero, k, K, GROUP, FORMAT)
+        scale, added, zero = _group(scales, zeros, zero, k, K, GROUP, FORMAT)
+    if GROUP > 0:
+        HELD: tl.constexpr = scales.dtype.element_ty
+        MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
+    else:
+        MINIMA: tl.constexpr = False
     if PAIRS == "blocks":
         return _mxfp4_block(x, tokens, k, words, zero, K) * scale
     total = tl.zeros((1, 1, 1), tl.float32)
     sums = tl.zeros((1, 1, 1), tl.int32)
     chain = sums
+    alone = total  # the sum of activations, which minima meet
     for c in tl.static_range(0, WEIGHTS // STEP):
         at = k + c * STEP
-        if EIGHT:
-            scale, zero = _group(scales, zeros, zero, at, K, GROUP, FORMAT)
+        if EIGHT and (GROUP != 16 or c % 2 == 0):
+            scale, added, zero = _group(scales, zeros, zero, at, K, GROUP, FORMAT)
         if PAIRS != "":
             xs = _load_pairs(x, at, tokens, K)
-            sums = _fma_word(xs, words[c], zero, sums, FORMAT, True)
-            if EIGHT:
+            sums = _fma_word(xs, words, c, zero, sums, FORMAT, True)
+            if MINIMA:
+                four = _add_pairs(_add_pairs(xs[0], xs[1]), _add_pairs(xs[2], xs[3]))
+                alone += _add_halves(four)
+            if EIGHT and GROUP != 16:
                 total += _add_halves(sums) * scale
                 sums = tl.zeros((1, 1, 1), tl.int32)
             elif FORMAT == "mxfp4" and c == 1:
@@ -344,12 +293,13 @@ def vector_dot(
             elif c % 2 == 1:
                 if FORMAT == "mxfp4":
                     sums = _add_pairs(chain, sums)
-                total += _add_halves(sums)
+                part = _add_halves(sums)
+                total += part * scale if EIGHT else part
                 sums = tl.zeros((1, 1, 1), tl.int32)
         elif not VECTOR and not EIGHT:
             xs = _load8(x, at, tokens, K)
             for j in tl.static_range(0, STEP, 2):
-                scale, zero = _group(scales, zeros, zero, at + j, K, GROUP, FORMAT)
+                scale, added, zero = _group(scales, zeros, zero, at + j, K, GROUP, FORMAT)
                 even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, FORMAT)
                 odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, FORMAT)
                 total += (even + odd) * scale
@@ -357,20 +307,27 @@ def vector_dot(
             xs = _load8(x, at, tokens, K)
             part = tl.zeros((1, 1, 1), tl.float32)
             if ASM and PACKED:
-                values = _eight(words[c], zero, FORMAT)
+                values = _eight(words, c, zero, FORMAT)
                 for j in tl.static_range(0, STEP):
                     part += xs[j].to(tl.float32) * values[j]
             else:
                 for j in tl.static_range(0, STEP):
                     value = element(words, c * STEP + j, zero, FORMAT)
                     part += xs[j].to(tl.float32) * value
+            if MINIMA:
+                for j in tl.static_range(0, STEP):
+                    alone += xs[j].to(tl.float32)
             if EIGHT:
                 part *= scale
             total += part
     if ASM and FORMAT == "mxfp4" and PAIRS == "":
         total *= 16384.0
+    if ASM and ABOVE:
+        total *= 2.0 if FORMAT == "int5" else 4.0
     if VECTOR and GROUP > 0:
         total *= scale
+    if MINIMA:
+        total += alone * added
     return total
 
 

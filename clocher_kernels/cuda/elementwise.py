@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -11,9 +10,11 @@ from clocher_kernels.cuda.codes import narrow, rounded_product, to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, stored
 from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
+from clocher_kernels.cuda.words import load_scales, scale_of, scales_of_row
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
+from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.integers import Int4, Int8
 
 _BLOCK = 1024
@@ -39,25 +40,38 @@ def _embed(
     x, codes, scales, zeros, y,
     SIZE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, X_ROW: tl.constexpr,
     Y_ROW: tl.constexpr, CODE: tl.constexpr, UNIT: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    SCALE_ROW: tl.constexpr, GROUP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    GROUP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, at, inside = _columns(SIZE, BLOCK, PDL)
     token = within(tl.load(x + row * X_ROW), ROWS).to(tl.int64)
-    # Codes 0..15 of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
-    nibble = at // 8 * 8 + at % 2 * 4 + at % 8 // 2
-    if CODE == "int4":
-        byte = tl.load(codes + token * ROW + nibble // 2, inside, other=0).to(tl.int32)
-        value = ((byte >> (nibble % 2 * 4)) & 15).to(tl.float32)
+    WORDS: tl.constexpr = CODE == "int4" or CODE == "int5" or CODE == "int6"
+    ABOVE: tl.constexpr = 1 if CODE == "int5" else (2 if CODE == "int6" else 0)
+    if WORDS:
+        # Codes of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
+        bit = (at % 2 * 4 + at % 8 // 2) * 4
+        word = tl.load(codes + token * ROW + at // 8, inside, other=0)
+        value = (word >> bit) & 15
+        if ABOVE > 0:
+            place = at // 8 * ABOVE
+            above = tl.load(codes + token * ROW + SIZE // 8 + place // 4, inside, other=0)
+            value += ((above >> (bit + place % 4)) & (2 * ABOVE - 1)) << 4
+        value = value.to(tl.float32)
     else:
         value = to_f32(tl.load(codes + token * ROW + at, inside, other=0), CODE, False) * UNIT
     if GROUP > 0:
-        scale = token // SCALE_ROWS * SCALE_ROW + at // GROUP
-        if CODE == "int4":
+        row_at, column = token // SCALE_ROWS, tl.minimum(at, SIZE - 1)
+        if WORDS:
             value -= (
-                8.0 if zeros is None else tl.load(zeros + scale, inside, other=0).to(tl.float32)
+                8 << ABOVE
+                if zeros is None
+                else tl.load(zeros + row_at * tl.cdiv(SIZE, GROUP) + column // GROUP).to(tl.float32)
             )
-        value *= tl.load(scales + scale, inside, other=0.0).to(tl.float32)
+        scales += row_at * scales_of_row(scales, SIZE, GROUP)
+        own, head = load_scales(scales, column, GROUP)
+        factor, added = scale_of(own, head, CODE)
+        value *= factor
+        if own.dtype == tl.int16 or own.dtype == tl.int32:
+            value += added
     if SCALE != 1.0:
         value *= SCALE
     tl.store(y + row * Y_ROW + at, value.to(y.dtype.element_ty), inside)
@@ -66,21 +80,18 @@ def _embed(
 def embed(
     *, ids: Tensor, table: DeviceTensor, y: Tensor, scale: float = 1.0, device: Device
 ) -> list[Launch]:
-    """Lower `ops.elementwise.embed` for floats, int8, fp8 and int4; else UnsupportedOp."""
-    if not isinstance(table.format, Float | Int8 | Fp8 | Int4):
+    """Lower `ops.elementwise.embed`; UnsupportedOp for ternary and mxfp4."""
+    if not isinstance(table.format, Float | Int8 | Fp8 | Int4 | Ggml):
         raise UnsupportedOp(
             f"the CUDA back end has no embed for a {table.format.name} table; it has it for float, "
-            "int8, fp8 and int4 formats; convert the embedding to one of them"
+            "int8, fp8, int4 and ggml's formats; convert the embedding to one of them"
         )
     held, (rows, size) = stored(table), table.shape
-    codes = held.data.view(torch.uint8) if held.code == "int4" else held.data
-    # Scales are [rows / SCALE_ROWS, SCALE_ROW]; a column serves GROUP elements.
     group = 0 if held.scales is None else held.span or size
     kind = {"CODE": held.code, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale)}
     kind |= {"GROUP": group, "SCALE_ROWS": held.scale_rows or rows}
-    kind["SCALE_ROW"] = triton.cdiv(size, group or size)
-    given = {"codes": codes, "scales": held.scales, "zeros": held.zeros, **kind}
-    return _by_columns(_embed, ids, y, device, **given, ROW=codes.shape[-1], ROWS=rows)
+    given = {"codes": held.data, "scales": held.scales, "zeros": held.zeros, **kind}
+    return _by_columns(_embed, ids, y, device, **given, ROW=held.data.shape[-1], ROWS=rows)
 
 
 @triton.jit

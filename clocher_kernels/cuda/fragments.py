@@ -16,7 +16,8 @@ matter if both operands agree (`operand`). So nothing passes through shared memo
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.dots import element, to_scale
+from clocher_kernels.cuda.codes import to_scale
+from clocher_kernels.cuda.dots import element
 from clocher_kernels.cuda.scalar import paired
 
 # A word of int4 -> eight of code - zero. A nibble becomes the last bits of an fp16 number between

@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import rounded_product, ternary_digit
-from clocher_kernels.cuda.dots import split4, to_scale, vector_dot
+from clocher_kernels.cuda.codes import rounded_product, ternary_digit, to_scale
+from clocher_kernels.cuda.dots import load_each, split4, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
+from clocher_kernels.cuda.words import scales_of_row
 
 MAX_TOKENS = 8
 """Tokens of a program."""
@@ -98,9 +99,25 @@ def gemv_tile(
 @triton.jit
 def load_vectors(w, v, V: tl.constexpr):
     """Load vectors v of rows at w: i32 [L, 1, R, 4]; beyond V, where x is 0, the last repeats."""
-    at = tl.minimum(v, V - 1)[:, :, :, None] * 4 + tl.arange(0, 4)[None, None, None, :]
-    to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, 4))
+    return _load_words(w, tl.minimum(v, V - 1), 4)
+
+
+@triton.jit
+def _load_words(w, v, COUNT: tl.constexpr):
+    at = v[:, :, :, None] * COUNT + tl.arange(0, COUNT)[None, None, None, :]
+    to = tl.max_contiguous(w[:, :, :, None] + at, (2, 1, 1, COUNT))
     return tl.load(to, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_above(w, v, V: tl.constexpr, FORMAT: tl.constexpr):
+    """Load the words with the bits above four that vectors v of int5 and int6 have, a tuple."""
+    v = tl.minimum(v, V - 1)
+    if FORMAT == "int6":
+        first, second = tl.split(_load_words(w + V * 4, v, 2))
+        return first, second
+    else:
+        return (load_each(w + V * 4 + v, v < V),)
 
 
 @triton.jit
@@ -117,10 +134,12 @@ def stream_rows(
     """
     V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
-    w += row * (V * 4)
-    zero = tl.full((1, 1, 1), 8, tl.int32)
+    # Words of the bits above four follow those of all vectors.
+    ABOVE: tl.constexpr = 1 if FORMAT == "int5" else (2 if FORMAT == "int6" else 0)
+    w += row * (V * 4 + (V * ABOVE + 3) // 4 * 4)
+    zero = tl.full((1, 1, 1), 8 << ABOVE, tl.int32)
     if GROUP > 0:
-        scales += row * GROUPS
+        scales += row * scales_of_row(scales, K, GROUP)
     if zeros is not None and GROUP > 0:
         zeros += row * GROUPS
     elif zeros is not None:
@@ -129,12 +148,18 @@ def stream_rows(
     total = tl.zeros((L, BM, R), tl.float32)
     # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
+    if ABOVE > 0:
+        above = _load_above(w, lane, V, FORMAT)
     start(PDL)
     for first in range(0, V, BV):
         v = first + lane
         words = split4(ahead)
         if V > BV:
             ahead = load_vectors(w, v + BV, V)
+        if ABOVE > 0:
+            words = words + above
+            if V > BV:
+                above = _load_above(w, v + BV, V, FORMAT)
         total += vector_dot(
             x, tokens, v * WEIGHTS, words, scales, zeros, zero,
             K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM,
@@ -172,8 +197,9 @@ def _gemv_bits(
     first = part * BN
     m = tl.arange(0, BM)[None, :, None]
     there = m < M - token0 if M % BM > 0 else m < BM
-    # 64-bit row numbers share one address; with eight tokens ptxas would spill.
-    row = rows_of(first.to(tl.int64) if BM < 8 else first, L, BV, R)[:, None, :]
+    # 64-bit row numbers share one address; with more tokens ptxas would spill.
+    MORE: tl.constexpr = 2 if FORMAT == "int5" or FORMAT == "int6" else 8
+    row = rows_of(first.to(tl.int64) if BM < MORE else first, L, BV, R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = paired(row if N % BN == 0 else tl.minimum(row, N - 1), HALF).to(tl.int64)
     total = stream_rows(
@@ -227,7 +253,8 @@ def gemv_bits(
         tokens=min(m, MAX_TOKENS),
         copies=1,
         device=device,
-        most=4,  # eight were a sixth slower on an H200
+        # Registers limit six bits; eight rows were a sixth slower on an H200.
+        most=2 if held.code == "int6" and m > 4 else 4,
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}

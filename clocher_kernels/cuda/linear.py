@@ -15,86 +15,26 @@ from torch import Tensor
 from clocher_kernels.cuda.codes import (
     decode_words,
     in_order,
-    int4_code,
     mxfp4_value,
     rounded_product,
     to_f16,
     unit,
 )
-from clocher_kernels.cuda.dots import await_products, times_pair, to_scale, word_pairs, zero_pairs
+from clocher_kernels.cuda.dots import await_products
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
+from clocher_kernels.cuda.words import (
+    load_scales,
+    scale_of,
+    scaled_words,
+    scales_of_row,
+    word_code,
+)
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.ops.linear import sums_exactly
-
-# A word of int4 -> four pairs of (code - zero) * scale in bf16. A nibble becomes the last bits of a
-# number between 128 and 256. $5 = -(128 + zero), $6 = scale, in both halves.
-_INT4_BF16 = tl.constexpr("""{
-.reg .b32 a, b, c, d, u, v, w, o, z;
-mov.b32 o, 0x3f803f80;
-mov.b32 z, 0x80008000;
-shr.u32 u, $4, 4;
-shr.u32 v, $4, 8;
-shr.u32 w, $4, 12;
-lop3.b32 a, $4, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 b, u, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 c, v, 0x000f000f, 0x43004300, 0xea;
-lop3.b32 d, w, 0x000f000f, 0x43004300, 0xea;
-fma.rn.bf16x2 a, a, o, $5;
-fma.rn.bf16x2 b, b, o, $5;
-fma.rn.bf16x2 c, c, o, $5;
-fma.rn.bf16x2 d, d, o, $5;
-fma.rn.bf16x2 $0, a, $6, z;
-fma.rn.bf16x2 $1, b, $6, z;
-fma.rn.bf16x2 $2, c, $6, z;
-fma.rn.bf16x2 $3, d, $6, z;
-}""")
-
-
-@triton.jit
-def _twice(x):
-    """Return 16-bit values in both halves of int32 registers."""
-    bits = x.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    return bits | (bits << 16)
-
-
-@triton.jit
-def _halves(pair, like):
-    """Return the halves of int32 registers, of the 16-bit type of `like`."""
-    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
-    if like.dtype == tl.float16:
-        return tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.float16, tl.float16), True, 1
-        )
-    else:
-        return tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.bfloat16, tl.bfloat16), True, 1
-        )
-
-
-@triton.jit
-def _scaled_words(w, scale, zero, CODE: tl.constexpr):
-    """Decode 4-bit words to the 16-bit type of `scale`; mxfp4's are 2^14 times too small."""
-    if scale.dtype == tl.bfloat16:
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _INT4_BF16,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
-    else:
-        low, high = zero_pairs(zero)
-        factor = _twice(scale)
-        p0, p1, p2, p3 = word_pairs(w, low, high, CODE)
-        p0, p1 = times_pair(p0, factor), times_pair(p1, factor)
-        p2, p3 = times_pair(p2, factor), times_pair(p3, factor)
-    lower = _halves(p0, scale) + _halves(p1, scale)
-    return in_order(lower + _halves(p2, scale) + _halves(p3, scale))
 
 
 @triton.jit
@@ -127,24 +67,30 @@ def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _scaled(
-    held, scale, zero,
-    CODE: tl.constexpr, OPERAND: tl.constexpr, GRAIN: tl.constexpr, FACTOR: tl.constexpr,
+    held, above, scale, added, zero,
+    CODE: tl.constexpr, OPERAND: tl.constexpr, GRAIN: tl.constexpr, MINIMA: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Decode loaded weights to [BN, BK].
+    """Decode loaded weights to [BN, BK], `above` the bits above their words' (`above_of`).
 
-    Scales and zero points are [BN, 1], or those of each GRAIN columns.
+    Scales, what is added if there are MINIMA, and zero points are [BN, 1], or those of each GRAIN
+    columns.
     """
-    scale = (to_scale(scale, CODE) * FACTOR).to(OPERAND)
-    INT4: tl.constexpr = CODE == "int4" and scale.dtype == tl.bfloat16
-    if ASM and GRAIN == 8 and (INT4 or scale.dtype == tl.float16):
-        return _scaled_words(held, scale, zero, CODE)
-    elif GRAIN == 8:
-        # Words without inline assembly.
+    INT4: tl.constexpr = CODE == "int4" and tl.bfloat16 == OPERAND and not MINIMA
+    if ASM and GRAIN == 8 and (INT4 or tl.float16 == OPERAND):
+        scale, added = scale.to(OPERAND), added.to(OPERAND)
+        return scaled_words(held, above, scale, added, zero, CODE, MINIMA)
+    elif GRAIN == 8 and MINIMA:
         v = ()
         for j in tl.static_range(8):
-            if CODE == "int4":
-                v = v + ((int4_code(held, j) - zero).to(OPERAND) * scale,)
+            v = v + ((word_code(held, above, j, CODE) - zero) * scale + added,)
+        return in_order(v).to(OPERAND)
+    elif GRAIN == 8:
+        # Words without inline assembly.
+        scale, v = scale.to(OPERAND), ()
+        for j in tl.static_range(8):
+            if CODE != "mxfp4":
+                v = v + ((word_code(held, above, j, CODE) - zero).to(OPERAND) * scale,)
             else:
                 v = v + (mxfp4_value(held, j).to(OPERAND) * scale,)
         return in_order(v)
@@ -152,7 +98,7 @@ def _scaled(
         wt = decoded(held, CODE, OPERAND, ASM)
         if CODE == "int4":
             wt -= zero.to(OPERAND)
-        return wt * scale
+        return wt * scale.to(OPERAND)
 
 
 @triton.jit
@@ -186,17 +132,27 @@ def _gemm(
     element, k = tl.arange(0, BK // PER), tl.arange(0, BK)
     w_at = w + row.to(tl.int64)[:, None] * STRIDE + (begin // PER + element)[None, :]
     x_at = x + tl.minimum(m, M - 1)[None, :] * K + (begin + k)[:, None]
-    zero = tl.full((1, 1), 8, tl.int32)
+    ABOVE: tl.constexpr = 1 if CODE == "int5" else (2 if CODE == "int6" else 0)
+    zero = tl.full((1, 1), 8 << ABOVE, tl.int32)
+    if ABOVE > 0:
+        # The words with the bits above, each of some words' that lie side by side.
+        SHARED: tl.constexpr = 4 // ABOVE
+        shift = (element % SHARED * ABOVE)[None, :]
+        at = K // PER + (begin // PER + element) // SHARED
+        above_at = w + row.to(tl.int64)[:, None] * STRIDE + at[None, :]
     if SPAN > 0:
         # The next step's scales are on their way while this one's weights are multiplied.
         WHOLE: tl.constexpr = BK % SPAN == 0 and SPAN % GRAIN == 0
         PARTS: tl.constexpr = 1 if SPAN % BK == 0 else (BK // SPAN if WHOLE else BK // GRAIN)
         part = tl.arange(0, PARTS)[None, :] * (BK // PARTS)
-        group = (row // SCALE_ROWS).to(tl.int64)[:, None] * tl.cdiv(K, SPAN)
-        own = group + tl.minimum(begin + part, K - 1) // SPAN
-        scale = tl.load(scales + own)
+        HELD: tl.constexpr = scales.dtype.element_ty
+        MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
+        group = (row // SCALE_ROWS).to(tl.int64)[:, None]
+        scales += group * scales_of_row(scales, K, SPAN)
+        scale, head = load_scales(scales, tl.minimum(begin + part, K - 1), SPAN)
+        group *= tl.cdiv(K, SPAN)
         if zeros is not None:
-            zero = tl.load(zeros + own).to(tl.int32)
+            zero = tl.load(zeros + group + tl.minimum(begin + part, K - 1) // SPAN).to(tl.int32)
     elif zeros is not None:
         zero = tl.load(zeros + row * SCALE_ROWS)[:, None].to(tl.int32)
 
@@ -207,22 +163,26 @@ def _gemm(
         else:
             held = tl.load(w_at, (element < STRIDE - k0 // PER)[None, :], 0)
             xt = tl.load(x_at, (k < K - k0)[:, None], 0)
+        above = held
+        if ABOVE > 0:
+            above = tl.load(above_at, (element < (K - k0) // PER)[None, :], 0) >> shift
+            above_at += BK // PER // SHARED
         w_at += BK // PER
         x_at += BK
         if SPAN > 0:
+            factor, added = scale_of(scale, head, CODE)
+            factor, added, zeros_of = factor * FACTOR, added * FACTOR, zero
             if WHOLE and PARTS > 1:
-                each = _each(scale, SPAN // GRAIN)
+                factor, added = _each(factor, SPAN // GRAIN), _each(added, SPAN // GRAIN)
                 zeros_of = zero if zeros is None else _each(zero, SPAN // GRAIN)
-                wt = _scaled(held, each, zeros_of, CODE, OPERAND, GRAIN, FACTOR, ASM)
-            else:
-                wt = _scaled(held, scale, zero, CODE, OPERAND, GRAIN, FACTOR, ASM)
-            ahead = group + tl.minimum(k0 + BK + part, K - 1) // SPAN
-            scale = tl.load(scales + ahead)
+            wt = _scaled(held, above, factor, added, zeros_of, CODE, OPERAND, GRAIN, MINIMA, ASM)
+            ahead = tl.minimum(k0 + BK + part, K - 1)
+            scale, head = load_scales(scales, ahead, SPAN)
             if zeros is not None:
-                zero = tl.load(zeros + ahead).to(tl.int32)
+                zero = tl.load(zeros + group + ahead // SPAN).to(tl.int32)
         elif CODE == "int4":
             one = tl.full((1, 1), 1.0, tl.float32)
-            wt = _scaled(held, one, zero, CODE, OPERAND, PER, 1.0, ASM)
+            wt = _scaled(held, held, one, one, zero, CODE, OPERAND, PER, False, ASM)
         else:
             wt = decoded(held, CODE, OPERAND, ASM)
         if x_scale is None:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from clocher_kernels.cuda import moe_gemm
-from clocher_kernels.cuda.dots import to_scale
+from clocher_kernels.cuda.codes import to_scale
 from clocher_kernels.cuda.gemv_bits import add_lanes, gemv_tile, rows_of, stream_rows
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, bytes_tile, multiply_rows, row_sums
 from clocher_kernels.cuda.launch import Device, Launch, launch

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import int4_code, mxfp4_value, unit
-from clocher_kernels.cuda.dots import await_products, to_scale
+from clocher_kernels.cuda.codes import int4_code, mxfp4_value, to_scale, unit
+from clocher_kernels.cuda.dots import await_products
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
+from clocher_kernels.formats.ggml import Ggml
 
 # Each turns a word $1 into elements 2p and 2p + 1, an fp16 pair. mxfp4: the bits that fp16 has for
 # the magnitude and the sign, times the pair of factors $2.
@@ -261,8 +262,8 @@ _NO_GATE = {"ACT": "", "LIMIT": 0.0, "ALPHA": 0.0}
 
 
 def fits(w: DeviceTensor) -> bool:
-    """Return whether steps of whole operands lie in groups of columns."""
-    return stored(w).span % 16 == 0
+    """Return whether steps of whole operands lie in groups of columns; never for ggml's blocks."""
+    return stored(w).span % 16 == 0 and not isinstance(w.format, Ggml)
 
 
 def gate_up(

@@ -13,16 +13,24 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
                     at 8b + 2g, so one mask leaves the bytes of a 4-way integer dot product.
              scale  f32 [1], what a digit is multiplied by, also where the format stores its
                     inverse.
+    ggml     codes  i32 [..., N, W]: int4's words of the codes' lower four bits. Of int5 and int6
+                    words of the bits above follow: where an int4 word has a nibble, one of these
+                    has those bits of four or two words side by side, the first one's lowest.
+             scales [..., N, S]: f16 of a run of 32 columns, or i32, the halves its scale and
+                    minimum; of a block of 256 columns i8, d in two and a factor for each run, or
+                    i16, d, dmin and both factors of each run. A value is scale * code - minimum,
+                    without minima scale * (code - 8, 16 or 32).
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
-Only a row that is no whole number of vectors grows, by zeros; everything else stays in place.
+Only a row that is no whole number of vectors grows, by zeros; all but ggml's blocks stays in place.
 Planes that are not named here are as stored.
 """
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,6 +42,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.floats import FP8_BLOCK, MXFP4_BLOCK, Float, Fp8, Mxfp4
 from clocher_kernels.formats.ggml import Ggml
+from clocher_kernels.formats.ggml_blocks import KINDS, Kind, Numbers
 from clocher_kernels.formats.integers import Int4, Int8
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
@@ -132,10 +141,64 @@ def _mxfp4(fmt: Mxfp4, planes: Planes, shape: tuple[int, ...]) -> Planes:
 
 
 def _ggml(fmt: Ggml, planes: Planes, shape: tuple[int, ...]) -> Planes:
-    raise UnsupportedOp(
-        f"no CUDA kernel reads ggml's blocks ({fmt.name}); take the CPU back end, or write the "
-        "model in a format of Clocher: clocher quantize MODEL OUT_DIR --requantize"
-    )
+    kind = KINDS[fmt.kind]
+    if kind.above is None:
+        raise UnsupportedOp(
+            f"no CUDA kernel reads ggml's blocks of {fmt.name}; take the CPU back end, or write "
+            "the model in a format of Clocher: clocher quantize MODEL OUT_DIR --requantize"
+        )
+    rows, k = planes["blocks"].flatten(0, -2), shape[-1]
+    out, step = dict[str, Tensor](), max(1, 8 * _PIECE // k)
+    for start in range(0, len(rows), step):
+        raw = rows[start : start + step].reshape(-1, fmt.block_bytes)
+        numbers = _numbers(kind.codes, raw).view(-1, k)
+        words = [_words(numbers & 15)]
+        if kind.above:
+            beside = 4 // kind.above  # words whose upper bits share one
+            parts = _words(numbers >> 4).view(len(numbers), -1, beside).unbind(2)
+            shifted = [part << kind.above * i for i, part in enumerate(parts)]
+            words.append(reduce(torch.bitwise_or, shifted))
+        codes = _whole_vectors(torch.cat(words, 1).view(torch.uint8))
+        made = {"codes": codes, "scales": _scales(kind, raw).view(len(codes), -1)}
+        for name, part in made.items():
+            if start == 0:
+                out[name] = part.new_empty((len(rows), part.shape[1]))
+            out[name][start : start + step] = part
+    return {name: plane.unflatten(0, shape[:-1]) for name, plane in out.items()}
+
+
+def _numbers(numbers: Numbers, raw: Tensor) -> Tensor:
+    """Return numbers u8 [blocks, count] of blocks u8 [blocks, bytes], as `read_numbers` does."""
+    parts = []
+    for planes in numbers:
+        found = []
+        for p in planes:
+            cells = raw[:, p.at : p.at + p.nbytes].unflatten(1, (-1, p.span or p.nbytes))
+            bits = torch.stack([cells >> shift & p.mask for shift in p.shifts], 2)
+            found.append(bits.flatten(1) << p.to)
+        parts.append(reduce(torch.bitwise_or, found))
+    return torch.cat(parts, 1)
+
+
+def _words(nibbles: Tensor) -> Tensor:
+    """Pack nibbles u8 [rows, K] as int4's words, i32 [rows, K / 8]."""
+    packed = nibbles[:, 0::2] | nibbles[:, 1::2] << 4
+    return _pair_nibbles(packed.contiguous().view(torch.int32))
+
+
+def _scales(kind: Kind, raw: Tensor) -> Tensor:
+    """Return the scales of blocks u8 [blocks, bytes]; see the module's docstring."""
+    names = ["d", kind.low] if kind.low else ["d"]
+    heads = [raw[:, kind.at(name) : kind.at(name) + 2] for name in names]
+    if not kind.scales:
+        if kind.low:
+            heads[1] = heads[1] ^ torch.tensor([0, 0x80], dtype=torch.uint8, device=raw.device)
+        return torch.cat(heads, 1).view(torch.int32 if kind.low else torch.float16)
+    factors = [_numbers(kind.scales, raw) - kind.scale_bias]
+    if kind.low:
+        factors.append(_numbers(kind.minima, raw))
+    both = torch.cat([*heads, torch.stack(factors, 2).flatten(1)], 1)
+    return both.view(torch.int16 if kind.low else torch.int8)
 
 
 def _ternary(fmt: Ternary, planes: Planes, shape: tuple[int, ...]) -> Planes:
@@ -247,10 +310,10 @@ def cut(stacked: DeviceTensor, rows: Sequence[int]) -> list[DeviceTensor]:
 class Stored:
     """A matrix [N, K] as kernels see it, or experts [E, N, K].
 
-    `code` is "float", "int8", "e4m3", "e5m2", "int4", "mxfp4" or "ternary", for `vectors_of` a
-    float's type; `data` [..., N, stride] holds elements of `per` weights. Scales (None for floats)
-    and zero points (None: all are 8) are shared by `span` columns (0: the row) and `scale_rows`
-    rows (if span is 0: 1 for a scale per row, 0 for a single one).
+    `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4" or "ternary", for
+    `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per` weights. Scales
+    (None for floats) and zero points (None: the middle code) are shared by `span` columns (0: the
+    row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single one).
     """
 
     code: str
@@ -295,6 +358,9 @@ def stored(w: DeviceTensor) -> Stored:
     if isinstance(fmt, Mxfp4):
         return Stored("mxfp4", planes["blocks"], 8, planes["scales"], MXFP4_BLOCK, 1)
     codes, scales = planes["codes"], planes["scales"]
+    if isinstance(fmt, Ggml):
+        kind = KINDS[fmt.kind]
+        return Stored(f"int{4 + (kind.above or 0)}", codes, 8, scales, kind.run, 1)
     if isinstance(fmt, Fp8):
         if fmt.scope == "b128":
             return Stored(fmt.code_dtype, codes, 1, scales, FP8_BLOCK, FP8_BLOCK)
@@ -312,10 +378,10 @@ def vectors_of(w: DeviceTensor) -> Stored:
     """Describe prepacked weights as words of whole vectors; UnsupportedOp, ShapeError if none."""
     fmt = w.format
     odd = isinstance(fmt, Int8) and isinstance(fmt.group, int) and fmt.group % 2 == 1
-    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8):
+    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8 | Ggml):
         raise UnsupportedOp(
-            f"experts in {fmt.name} have no CUDA kernel; expected mxfp4, a float type, int4, or "
-            "int8 with even groups; convert them to one of these"
+            f"experts in {fmt.name} have no CUDA kernel; expected mxfp4, a float type, int4, "
+            "ggml's blocks, or int8 with even groups; convert them to one of these"
         )
     held = stored(w)
     size = held.data.itemsize

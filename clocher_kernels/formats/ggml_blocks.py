@@ -147,6 +147,13 @@ class Kind:
         """The field that minima follow from, or ""."""
         return next((name for name in ("dmin", "m") if name in (self.fields.names or ())), "")
 
+    @property
+    def above(self) -> int | None:
+        """Bits of a code beside a plane of four; None without one, or where codes are indices."""
+        if self.table is not None or not self.codes or self.codes[0][0].width != 4:
+            return None
+        return sum(plane.width for plane in self.codes[0][1:])
+
     def at(self, field: str) -> int:
         """Return the first byte of a field."""
         assert self.fields.fields is not None

@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE, from_f32
+from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.plan import Attr, Call, Rows
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -142,8 +143,12 @@ class Case:
 
 NO_CODES = {"cuda": "int8 activations are for ternary weights there; others multiply 16-bit ones"}
 """Back end -> why it does not multiply int8 activations by what is not ternary."""
-NO_BLOCKS = {"cuda": "ggml's blocks are read by the CPU; convert them to another format"}
-"""Back end -> why it does not read the formats of `Ggml`."""
+_NO_BLOCKS = {"cuda": "these blocks are read by the CPU; convert them to another format"}
+
+
+def no_blocks(fmt: str) -> Mapping[str, str]:
+    """Return back end -> why it does not read the format, if it is one of ggml's."""
+    return _NO_BLOCKS if fmt in KINDS and KINDS[fmt].above is None else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats.ggml import GGML_KINDS, TRIED_KINDS
-from clocher_kernels.ops.contract import EXACT, FP32, NO_BLOCKS, Case, OpSpec, Param, Real, nearest
+from clocher_kernels.formats.ggml import TRIED_KINDS
+from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, nearest, no_blocks
 from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
@@ -210,7 +210,7 @@ SPECS = (
                 {"M": m, "V": v, "K": k},
                 {"scale": scale},
                 {"table": fmt},
-                missing=NO_BLOCKS if fmt in GGML_KINDS else {},
+                missing=no_blocks(fmt),
             )
             for fmt, m, v, k, scale in (
                 ("bf16", 1, 128, 256, 1.0),

@@ -8,12 +8,10 @@ import numpy as np
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import known_formats, parse_format
 from clocher_kernels.formats.base import Format
-from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.contract import (
     EXACT,
     FP32,
-    NO_BLOCKS,
     NO_CODES,
     Case,
     Cost,
@@ -21,6 +19,7 @@ from clocher_kernels.ops.contract import (
     Param,
     Real,
     Value,
+    no_blocks,
 )
 from clocher_kernels.ops.elementwise import ACTIVATIONS, activate
 from clocher_kernels.ops.quantize import GROUPS, dequantize, groups_of
@@ -256,7 +255,7 @@ def _cases() -> Iterator[Case]:
     for turn, fmt in enumerate(known_formats()):
         if fmt.startswith("bsr_"):
             continue
-        missing = NO_BLOCKS if isinstance(parse_format(fmt), Ggml) else {}
+        missing = no_blocks(fmt)
         for name, m, n, k, options in _SHAPES:
             n, k = _possible(fmt, n, k)
             sizes = {"M": m, "N": n, "K": k, **wide(options, n)}
@@ -264,7 +263,7 @@ def _cases() -> Iterator[Case]:
             yield Case(case, sizes, bent(options, turn), {"w": fmt}, options, missing=missing)
     for fmt, k in _LARGE:
         sizes = {"M": 70, "N": 148, "K": k}
-        missing = NO_BLOCKS if isinstance(parse_format(fmt), Ggml) else {}
+        missing = no_blocks(fmt)
         case = f"large-{fmt}-m70-n148-k{k}"
         yield Case(case, sizes, {}, {"w": fmt}, {"bias": True}, missing=missing)
     for fmt in _ACTIVATED:

@@ -7,7 +7,6 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.ops.contract import (
-    NO_BLOCKS,
     NO_CODES,
     Case,
     OpSpec,
@@ -16,6 +15,7 @@ from clocher_kernels.ops.contract import (
     Tolerance,
     Value,
     nearest,
+    no_blocks,
 )
 from clocher_kernels.ops.elementwise import activate
 from clocher_kernels.ops.quantize import dequantize, groups_of
@@ -212,8 +212,7 @@ def _case(
     name = f"{'large-' if m == _LARGE[0] else ''}{fmt}-{spelled}"
     options = {"bias": rest, "residual": rest, "weights": True}
     if group is None:
-        missing = NO_BLOCKS if fmt in _BLOCK_FORMATS else {}
-        return Case(name, sizes, attrs, {"w": fmt}, options, missing=missing)
+        return Case(name, sizes, attrs, {"w": fmt}, options, missing=no_blocks(fmt))
     return Case(
         f"{name}-i8-g{group}",
         {**sizes, "B": groups_of(k, group)},
