@@ -89,6 +89,7 @@ def executed(spec: OpSpec, case: Case, device: Device) -> None:
     executor = CudaExecutor(plan, run.weights, activations="f32", device=device)
     try:
         executor.warm()  # launches run before they are captured: what they add to is set afterwards
+        executor.synchronize()  # and this stream does not wait for what they still restore
         for name, buffer in plan.buffers.items():
             if buffer.role == "input":
                 executor.array(name)[...] = run.values[name]
