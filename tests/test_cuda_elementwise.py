@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import sass_ratchet
 import torch
 from cuda_cases import aot_report, run_interpreted
 from op_cases import OpRun, error
@@ -125,5 +126,5 @@ def test_a_kernel_of_each_family_compiles() -> None:
 
 @pytest.mark.slow
 def test_machine_code_does_not_spill() -> None:
-    report = aot_report("cuda_aot_elementwise.py")
-    assert {name: used["local"] for name, used in report.items()} == dict.fromkeys(report, 0)
+    for name, used in aot_report("cuda_aot_elementwise.py").items():
+        assert used["local"] <= sass_ratchet.LOCAL.get((sass_ratchet.VERSION, name), 0), name

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import ptx_emulator
 import pytest
+import sass_ratchet
 import torch
 import triton
 import triton.language as tl
@@ -164,11 +165,14 @@ def test_few_rows_are_shared_by_programs() -> None:
 
 @pytest.mark.slow
 def test_machine_code_keeps_its_budgets() -> None:
-    limits = {"int4_sym_g128_f16": 3.0, "bf16": 4.2, "ternary": 3.0, "int8_row_f32": 3.0}
+    limits = {"int4_sym_g128_f16": 1.85, "bf16": 2.2, "ternary": 1.4, "int8_row_f32": 2.0}
     for name, got in aot_report("cuda_aot_few.py").items():
         fmt, m, _ = name.split("-")
-        assert got["local"] == 0 and got["registers"] <= (112 if m == "m8" else 192), (name, got)
+        # 64 rows of 32 tokens are fastest on an H200, though int4 takes every register.
+        most = 140 if m == "m8" else 255 if fmt == "int4_sym_g128_f16" else 192
+        assert got["registers"] <= most, (name, got)
+        assert got["local"] <= sass_ratchet.LOCAL.get((sass_ratchet.VERSION, name), 0), (name, got)
         assert got["tensor_cores"] > 0 and got["streaming_loads"] > 0, (name, got)
         assert got["moved"] == 0, f"columns change lanes: {name} {got}"
         if m == "m8":
-            assert 0 < got["per_weight"] <= limits.get(fmt, 4.5), (name, got)
+            assert 0 < got["per_weight"] <= limits.get(fmt, 3.4), (name, got)

@@ -225,7 +225,7 @@ def load_weights(
     GROUPS: tl.constexpr = (K + SPAN - 1) // SPAN if SPAN > 0 else 1
     held, scale, zero = (), (), ()
     for g in tl.static_range(BN // 8):
-        row = _row(n0, lane, g, N, BN, HALF).to(tl.int64)
+        row = _row(n0.to(tl.int64), lane, g, N, BN, HALF)  # one address for all
         to = w + row[:, None] * STRIDE + at
         held = held + (tl.load(to, eviction_policy="evict_first"),)
         if SPAN > 0:
