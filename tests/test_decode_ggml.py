@@ -60,6 +60,6 @@ def test_experts_are_found(name: str) -> None:
 
 
 def test_cuda_says_what_to_do() -> None:
-    weight = random_blocks("q4_k", (4, 256), 4)
-    with pytest.raises(UnsupportedOp, match=r"blocks \(q4_k\); take the CPU .* --requantize"):
+    weight = random_blocks("q3_k", (4, 256), 4)
+    with pytest.raises(UnsupportedOp, match=r"blocks of q3_k; take the CPU .* --requantize"):
         prepack(weight, INTERPRETER)
