@@ -253,7 +253,7 @@ def gemv_bits(
         tokens=min(m, MAX_TOKENS),
         copies=1,
         device=device,
-        # Registers limit six bits; eight rows were a sixth slower on an H200.
+        # Registers limit six bits; int4 with eight rows took a seventh longer on an H200.
         most=2 if held.code == "int6" and m > 4 else 4,
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
