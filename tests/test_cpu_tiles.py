@@ -353,7 +353,7 @@ def test_the_distance_that_is_set_holds_for_any_number_of_tokens(name: str) -> N
                 y = executor.array("y")[:tokens].copy()
                 assert np.array_equal(y, found.setdefault(tokens, y))
             asked = executor._team.work.tapes[0].tolist().count(distance)
-            assert asked == (2 if ahead and name != "q4_k" else 0)
+            assert asked == (2 if ahead else 0)
 
 
 def test_products_of_a_plan_share_the_quantised_activations() -> None:

@@ -135,6 +135,11 @@ def host_features() -> Mapping[str, bool]:
     return dict(llvm.get_host_cpu_features())
 
 
+def is_zen() -> bool:
+    """Return whether this processor is one of AMD's Zen."""
+    return llvm.get_host_cpu_name().startswith("znver")
+
+
 def available() -> tuple[str, ...]:
     """Return the names of the ISAs that this host can run, best first."""
     host = host_features()

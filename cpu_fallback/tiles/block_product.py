@@ -29,7 +29,7 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.byte_dots import OPERANDS, Lines, Strip, bits, line_of, look_up
+from cpu_fallback.tiles.byte_dots import OPERANDS, Lines, Strip, ask, bits, line_of, look_up
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
 from cpu_fallback.tiles.tile_product import begin_sums, strip_units
 
@@ -150,7 +150,6 @@ def kind_of(layout: BlockLayout) -> BlockKind:
 
 _BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
 _FEW = 4  # Tokens for which memory is what limits
-_AHEAD = 2  # Blocks ahead of which a product of more than `_BOTH` asks for lines
 
 
 class BlockEmitter:
@@ -166,12 +165,16 @@ class BlockEmitter:
         self.kind = kind_of(layout)
         self.group = group
         self.half: Strip | None = None  # of which half a block is multiplied
-        self.asks = not strip.decoded if strip else CURRENT.in_shorts and tokens > _BOTH
         self.run = min(m.run_length(self.kind.top), self.kind.run // 4)
 
-    def emit(self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any) -> None:
-        """Emit everything, for the tokens of a panel from `first` on; `units` are those of K."""
-        b = self.b
+    def emit(
+        self, tile: Any, panel: Any, out: Any, units: Any, width: Any, first: Any, ahead: Any
+    ) -> None:
+        """Emit everything, for the tokens of a panel from `first` on; `units` are those of K.
+
+        Lines of tiles are asked for so many bytes ahead.
+        """
+        b, self.ahead = self.b, ahead
         self.row, self.line = b.mul(width, v.number(4)), b.mul(width, v.number(UNIT))
         place = b.mul(first, v.number(4))
         sums = b.add(panel, b.mul(units, self.line))
@@ -219,7 +222,7 @@ class BlockEmitter:
             operands = v.emit_at(b, self.block.at, place, self.kind.half_bytes)
             self.half = self.block._replace(at=operands)
         part = self.layout.lines // 2 * LINE
-        self.next = v.behind(b, v.emit_at(b, at, place, part), _AHEAD * self.layout.lines * LINE)
+        self.next = b.add(v.emit_at(b, at, place, part), self.ahead)
         scales = self._of_half(head.scales, half)
         lows = scales if head.minima is None else self._of_half(head.minima, half)
         units = 1 if self.group == UNIT else UNITS
@@ -270,6 +273,8 @@ class BlockEmitter:
                 self._add_run(lines, run, words, index, totals)
                 continue
             columns = range(run * kind.run, (run + 1) * kind.run, 4)
+            for column in columns:
+                self._ask(column)
             codes = [kind.operand(lines, column, kind.parts[0][0]) for column in columns]
             scale = self._byte(scales, run)
             for t in range(self.tokens):
@@ -303,15 +308,19 @@ class BlockEmitter:
     def _operands(self, lines: Lines, column: int, parts: Parts) -> list[Any]:
         """Emit the operands of four columns of a half."""
         b, kind = self.b, self.kind
-        if self.asks and parts[0] == kind.parts[0] and column < 2 * self.layout.lines:
-            level = 2 if self.strip else 1  # it takes a while until they are wanted
-            v.emit_prefetch(b, v.behind(b, self.next, LINE * (column // 4)), level)
+        if parts[0] == kind.parts[0]:
+            self._ask(column)
         found, first = [], kind.first + column // 4 * len(kind.parts)
         for part in parts:
             make = partial(kind.operand, lines, column, part[0])
             place = first + kind.parts.index(part)
             found.append(line_of(b, self.half, place, v.BYTES.llvm, make))
         return found
+
+    def _ask(self, column: int) -> None:
+        """Emit the request for a line ahead, of which four columns of a half have one at most."""
+        if column < 2 * self.layout.lines and not (self.strip and self.strip.decoded):
+            ask(self.b, v.behind(self.b, self.next, LINE * (column // 4)), self.tokens)
 
     def _of_unit(self, dwords: list[Any], unit: int) -> Any:
         """Emit the words of the minima or scales of a unit."""

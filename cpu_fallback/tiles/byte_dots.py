@@ -38,6 +38,14 @@ _QUARTER = 16  # Bytes of a register of NEON
 OPERANDS = 8  # Of a unit: four columns each
 
 
+def ask(b: Any, line: Any, tokens: int) -> None:
+    """Emit a request for a line, into the second cache for one or two tokens, else into the first.
+
+    Few tokens are bound by memory, and the second cache has room for more requests.
+    """
+    v.emit_prefetch(b, line, level=2 if tokens <= 2 else 1)
+
+
 class Strip(NamedTuple):
     """Columns of a tile that are decoded once for several passes."""
 
@@ -143,7 +151,7 @@ class Dots:
         written to a strip, or are there.
         """
         for i in range(0 if strip and strip.decoded else self.lines):
-            v.emit_prefetch(b, b.add(v.behind(b, lines, LINE * i), ahead), level=1)
+            ask(b, b.add(v.behind(b, lines, LINE * i), ahead), len(sums))
 
         def load(line: int) -> Any:
             return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
@@ -263,7 +271,7 @@ class NeonDots(Dots):
         """Emit one unit: add 16 rows times 32 columns of each token to its sum."""
         places = [b.add(lines, v.number(LINE * i)) for i in range(self.lines)]
         for place in places:
-            v.emit_prefetch(b, b.add(place, ahead), level=1)
+            ask(b, b.add(place, ahead), len(sums))
         x = [
             [v.emit_load(b, m.SIXTEEN, b.add(codes, v.number(at))) for at in (i, i + 16)]
             for i in range(0, UNIT * len(sums), UNIT)

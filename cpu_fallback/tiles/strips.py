@@ -52,12 +52,8 @@ def _pass(layout: Layout | BlockLayout, group: int, tokens: int, decoded: bool) 
     @v.op(void, *[i64] * 9)
     def multiply(b, tile, operands, panel, out, units, width, first, start, ahead):
         strip = Strip(operands, start, decoded)
-        if isinstance(layout, BlockLayout):
-            own = BlockEmitter(b, layout, group, tokens, strip)
-            own.emit(tile, panel, out, units, width, first)
-        else:
-            emitter = Emitter(b, layout, group, tokens, strip)
-            emitter.emit(tile, panel, out, units, width, first, ahead)
+        own: Any = BlockEmitter if isinstance(layout, BlockLayout) else Emitter
+        own(b, layout, group, tokens, strip).emit(tile, panel, out, units, width, first, ahead)
 
     return multiply
 

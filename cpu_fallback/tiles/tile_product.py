@@ -9,8 +9,7 @@
         out     fp32 [tokens, 16], written; on a line
         units   K in units of 32 columns, rounded up
         tokens  1, 2, 3, 4, 6, 8 or 16; for 3 and 6 it may read 64 bytes behind the panel
-        ahead   how far ahead of the tile's lines to ask for lines, in bytes; a `BlockLayout`'s
-                product of one or two tokens leaves that to the core's own prefetcher
+        ahead   how far ahead of the tile's lines to ask for lines, in bytes
 
 Columns are summed in int32 over the shorter of the weight's block and the activation's group. Such
 a sum is converted, and scaled and added with one fma; the sums of a longer block or group likewise.
@@ -294,12 +293,10 @@ def begin_sums(b: Any, out: Any, tokens: int, strip: Strip | None) -> list[Any]:
 def _emitter(layout: Layout | BlockLayout, group: int, tokens: int) -> Callable[..., Any]:
     @v.op(void, i64, i64, i64, i64, i64, i64, i64)
     def emit(b, tile, panel, out, units, width, first, ahead):
-        if isinstance(layout, BlockLayout):
-            from cpu_fallback.tiles.block_product import BlockEmitter
+        from cpu_fallback.tiles.block_product import BlockEmitter
 
-            BlockEmitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first)
-            return
-        Emitter(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
+        own: Any = BlockEmitter if isinstance(layout, BlockLayout) else Emitter
+        own(b, layout, group, tokens).emit(tile, panel, out, units, width, first, ahead)
 
     return emit
 
