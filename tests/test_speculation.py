@@ -207,6 +207,16 @@ def test_guesses_obey_a_constraint(sampling: str) -> None:
         assert speculator.counts.accepted > 30
 
 
+def test_passes_count_while_drafts_pause_also_beside_a_prompt() -> None:
+    with session_of("llama", 2, speculate="auto") as session:
+        speculator = session.scheduler.forwards.speculator
+        assert speculator is not None
+        speculator.trial.is_on, speculator.trial._left = False, 10**6
+        texts_of(session, SAMPLINGS["greedy"])
+        made = len(PROMPTS) * (NEW - 1)
+        assert (speculator.counts.forwards, speculator.counts.tokens) == (made, made)
+
+
 def test_passes_count_where_a_constraint_cannot_take_back() -> None:
     class Onward:
         def __init__(self) -> None:

@@ -340,7 +340,7 @@ class Forwards:
             request.forwards += 1
             if request.on_host:
                 self._staged = []  # the device went on with its own token
-            began = drafts and request.made > 0
+            began = request.made > 0
             tokens = request.advance(drawn, None if logits is None else logits[rows])
             made[request] = tokens
             queue.tokens.extend(tokens)
@@ -349,11 +349,11 @@ class Forwards:
                 self.denoising.forwards += 1
                 self.denoising.tokens += len(tokens)
             if began and tokens and self.speculator is not None:
-                if request.track is not None:
+                if drafts and request.track is not None:
                     request.track.sent = request.draft  # without what had no room, or was forbidden
                     ids = [token.id for token in tokens]
                     self.speculator.learn(request.track, ids, len(ids) - 1)
-                else:  # nothing can be drafted for it
+                else:  # nothing can be drafted for it, or drafts pause
                     self.speculator.counts.forwards += 1
                     self.speculator.counts.tokens += len(tokens)
         return made

@@ -157,8 +157,6 @@ class Speculator:
     def judge(self, sequences: int, tokens: int, ns: float) -> None:
         """Record the time that counts of a decode-only forward and its drafts."""
         if not self.trial.is_on:
-            self.counts.forwards += sequences
-            self.counts.tokens += tokens
             self.counts.not_worth += sequences
         known = self.costs.known and sequences < len(self.costs.ns)
         self.trial.note(ns, tokens / sequences, self.costs.ns[sequences] if known else 0.0)
