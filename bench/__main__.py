@@ -16,6 +16,7 @@ CASES = {
     "quantise": ("bench.quantise:main", "loss of each method at its bytes, real weights"),
     "profile": ("bench.profile:main", "where the time of a step goes, flame graph, overhead"),
     "speculation": ("bench.speculation:main", "drafts beside none on texts of several kinds"),
+    "schemas": ("bench.schemas:main", "JSON schemas of a suite: coverage, time of masks"),
     "ptq_calib": ("bench.ptq_calib:main", "cosine of min-max INT8, and a gate"),
 }
 

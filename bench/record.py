@@ -88,6 +88,14 @@ KINDS: Mapping[str, Kind] = {
         "{text} | {setting} | {n} | {off_tok_s:.1f} | {tok_s:.1f} | {over_off:.2f}x | "
         "{tokens_per_pass:.2f} | {correct} | {note}",
     ),
+    "schemas": Kind(
+        "JSON schemas",
+        "suite | schemas | compiled | ms, median | p99 | us a mask, median | p99 | most | "
+        "obeying texts allowed | others stopped | T = 1: asked | ended | obey",
+        "{suite} | {n} | {compiled} | {compile_ms_p50:.1f} | {compile_ms_p99:.0f} | "
+        "{mask_us_p50:.0f} | {mask_us_p99:.0f} | {mask_us_max:.0f} | {accepted} of {accepted_of} | "
+        "{rejected} of {rejected_of} | {asked} | {ended} | {obeying}",
+    ),
     "block_sparse": Kind(
         "Block-sparse weights",
         "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",

@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from bench import __main__ as bench
-from bench import linear, peers, speculation
+from bench import linear, peers, schemas, speculation
 from bench.experiment import experiment, limit_note, ratio, seconds, turns
 from bench.linear import ENGINES, Problem, clocher, exact_product
 from bench.record import KINDS, Kind, Row, write_json
@@ -250,6 +250,31 @@ def test_speculation_by_kind_of_text(tmp_path: Path) -> None:
     keep.write_text("".join(f"{json.dumps(each)}\n" for each in kept))
     result = CliRunner().invoke(speculation.main, words, catch_exceptions=False)
     assert result.exit_code == 1 and not json.loads(out.read_text())[0]["correct"]
+
+
+def test_schemas_of_a_suite(tmp_path: Path) -> None:
+    small = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}}
+    closed = small | {"additionalProperties": False, "required": ["a"]}
+    texts = [({"a": 7}, True), ({"a": 10}, False), ({"a": 1, "b": 2}, False), ({}, False)]
+    tests = [{"valid": valid, "data": data} for data, valid in texts]
+    for name, schema in (("One_1", closed), ("Two---x", {"not": small})):
+        suite = {"schema": schema, "tests": tests}
+        (tmp_path / f"{name}.json").write_text(json.dumps(suite))
+    out = tmp_path / "rows.jsonl"
+    words = ["--data", str(tmp_path), "--texts", "1", "--json", str(out)]
+    result = CliRunner().invoke(schemas.main, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    everything, one, two = json.loads(out.read_text())
+    assert [row["suite"] for row in (everything, one, two)] == ["all", "One", "Two"]
+    assert (everything["n"], everything["compiled"], two["compiled"]) == (2, 1, 0)
+    assert [one[key] for key in ("accepted", "accepted_of", "rejected", "rejected_of")] == [
+        1,
+        1,
+        3,
+        3,
+    ]
+    assert "not" in next(iter(two["refused"])) and 0 < one["mask_us_p50"] <= one["mask_us_max"]
+    assert everything["asked"] == 1 and everything["obeying"] == everything["ended"]
 
 
 def test_openvino_is_a_peer_where_its_wheel_is_installed(
