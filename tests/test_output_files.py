@@ -11,8 +11,9 @@ from weight_files import LLAMA
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME
+from clocher_runtime.checkpoints.hf.checkpoint import open_hf
 from clocher_runtime.checkpoints.iebin import open_iebin
-from clocher_runtime.convert.gguf import write_gguf
+from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.convert.q4_planes import plan_q4
 from clocher_runtime.convert.to_iebin import plan_conversion
 from clocher_runtime.disk.output_file import Journal, JsonlWriter, OutputFile, write_file
@@ -104,7 +105,9 @@ def test_lines_and_gguf(trap: Trap, tmp_path: Path) -> None:
     assert is_untouched(tmp_path)
     (tmp_path / "victim").unlink(missing_ok=True)
     trap(tmp_path / "a.gguf.partial")
-    write_gguf(tmp_path / "a.gguf", {}, [], [])
+    source = open_hf(LLAMA)
+    formats = {name: tensor.format for name, tensor in source.tensors.items()}
+    plan_gguf(source.config, formats, "a").write(source, tmp_path / "a.gguf")
     assert (tmp_path / "a.gguf").read_bytes()[:4] == b"GGUF" and is_untouched(tmp_path)
 
 

@@ -16,13 +16,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import clocher_runtime as clocher
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
+from clocher_runtime.checkpoints.checkpoint import open_arrays
 from clocher_runtime.checkpoints.gguf.blocks import F16, F32, row_blocks, same_type
 from clocher_runtime.convert import PRESETS, synthetic
-from clocher_runtime.convert.gguf import GgufEntry, write_gguf
+from clocher_runtime.convert.gguf import GgufEntry, GgufExport
 from clocher_runtime.convert.synthetic import (
     GGUF_NAME,
     byte_tokenizer,
@@ -172,15 +173,17 @@ def test_no_gguf_of_other_weights_stays(tmp_path: Path) -> None:
 
 def test_a_gguf_file_is_whole_or_absent(tmp_path: Path) -> None:
     path = tmp_path / "a.gguf"
-    entries = [GgufEntry("a", (2, 3), F32), GgufEntry("b", (5,), F32)]
+    entries = GgufEntry("a", (2, 3), F32, "a"), GgufEntry("b", (5,), F32, "b")
     fields = {"general.architecture": "llama", "a.flag": True, "a.size": 7, "a.part": 0.5}
     first, second = np.arange(6, dtype=np.float32), np.arange(5, dtype=np.float32)
-    with pytest.raises(ValueError, match="shorter"):
-        write_gguf(path, fields, entries, [[first]])
+    export = GgufExport(spec_from_config(preset_config("tiny-llama")), fields, entries, ())
+    a = {"a": first.reshape(2, 3)}
+    with pytest.raises(ModelError, match="no tensor 'b'"):
+        export.write(open_arrays(a, "a test"), path)
     with pytest.raises(FormatError, match="24 bytes of b, expected 20"):
-        write_gguf(path, fields, entries, [[first], [first]])
+        export.write(open_arrays({**a, "b": first}, "a test"), path)
     assert list(tmp_path.iterdir()) == []
-    write_gguf(path, fields, entries, [[first[:2], first[2:]], [second]])
+    export.write(open_arrays({**a, "b": second}, "a test"), path)
     assert list(tmp_path.iterdir()) == [path]
     reader = gguf.GGUFReader(path)
     np.testing.assert_array_equal(reader.tensors[0].data, first.reshape(2, 3))

@@ -83,19 +83,32 @@ class GgufExport:
         progress: Progress | None = None,
         check: Callable[[Path], None] | None = None,
     ) -> None:
-        """Write the file; `check` as in `write_gguf`. Raises FormatError, ModelChanged, OSError."""
+        """Write the file, which `check` may refuse before its rename.
 
-        def tensors() -> Iterator[Iterable[np.ndarray]]:
-            done = 0
+        Raises FormatError, ModelChanged, OSError.
+        """
+        done = 0
+        with replacing(path) as file:
+            file.write(_layout(self.fields, self.entries)[1])
             for entry in self.entries:
-                yield self._pieces(entry, checkpoint)
+                start = file.tell()
+                for piece in self._pieces(entry, checkpoint):
+                    file.write(np.ascontiguousarray(piece).data)
+                got = file.tell() - start
+                if got != entry.nbytes:
+                    raise FormatError(
+                        f"{path}: {got} bytes of {entry.name}, expected {entry.nbytes}"
+                    )
+                file.write(bytes(-got % ALIGNMENT))
                 checkpoint.release()
-                done += entry.nbytes if entry.source else 0
-                if progress and entry.source:
-                    progress(done, entry.name)
+                if entry.source:
+                    done += entry.nbytes
+                    if progress:
+                        progress(done, entry.name)
             checkpoint.check_unchanged()
-
-        write_gguf(path, self.fields, self.entries, tensors(), check)
+            if check:
+                file.flush()
+                check(path.with_name(path.name + PARTIAL))
 
     def _pieces(self, entry: GgufEntry, checkpoint: Checkpoint) -> Iterator[np.ndarray]:
         if not entry.source:
@@ -113,32 +126,6 @@ class GgufExport:
         step = max(1, _PIECE_ELEMENTS // tensor.shape[-1])
         for start in range(0, len(order), step):
             yield row_blocks(tensor, order[start : start + step], entry.kind)
-
-
-def write_gguf(
-    path: Path,
-    fields: Mapping[str, Field],
-    entries: Sequence[GgufEntry],
-    tensors: Iterable[Iterable[np.ndarray]],
-    check: Callable[[Path], None] | None = None,
-) -> None:
-    """Write a header and the tensors in pieces; `check` may refuse the file before its rename.
-
-    Integers of `fields` are stored as u32 (in a list as i32), floats as f32.
-    """
-    with replacing(path) as file:
-        file.write(_layout(fields, entries)[1])
-        for entry, pieces in zip(entries, tensors, strict=True):
-            start = file.tell()
-            for piece in pieces:
-                file.write(np.ascontiguousarray(piece).data)
-            got = file.tell() - start
-            if got != entry.nbytes:
-                raise FormatError(f"{path}: {got} bytes of {entry.name}, expected {entry.nbytes}")
-            file.write(bytes(-got % ALIGNMENT))
-        if check:
-            file.flush()
-            check(path.with_name(path.name + PARTIAL))
 
 
 def plan_gguf(
@@ -261,7 +248,10 @@ def spelled_vocabulary(tokens: Iterable[str]) -> dict[str, Field]:
 
 
 def _layout(fields: Mapping[str, Field], entries: Sequence[GgufEntry]) -> tuple[list[int], bytes]:
-    """Return the end of each tensor, counted from the first, and the header."""
+    """Return the end of each tensor, counted from the first, and the header.
+
+    Integers of `fields` are stored as u32 (in a list as i32), floats as f32.
+    """
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(entries), len(fields))]
     parts += [_string(key) + _value(value) for key, value in fields.items()]
     ends: list[int] = []
