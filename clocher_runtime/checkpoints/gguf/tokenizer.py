@@ -131,10 +131,7 @@ def tokenizer_json(file: GgufFile) -> MadeTokenizer:
         vocab = _renamed(texts)
     document = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
         "added_tokens": _added(file, texts),
-        "post_processor": None,
         **_KINDS[kind](file, texts, vocab),
     }
     return MadeTokenizer(document, partial(_check_merges, file, vocab))
@@ -243,9 +240,12 @@ def _byte_level(file: GgufFile, texts: list[str], vocab: dict[str, int]) -> dict
             "pretokenizers": [*splits, {**level, "use_regex": False}],
         },
         "decoder": {**level, "add_prefix_space": True, "use_regex": True},
-        "model": _bpe_model(
-            vocab, list(zip(parts[::2], parts[1::2], strict=True)), ignore_merges=pre.whole
-        ),
+        "model": {
+            "type": "BPE",
+            "ignore_merges": pre.whole,
+            "vocab": vocab,
+            "merges": list(zip(parts[::2], parts[1::2], strict=True)),
+        },
     }
 
 
@@ -260,26 +260,26 @@ def _sentencepiece(file: GgufFile, texts: list[str], vocab: dict[str, int]) -> d
     unknown = token_id(file, "unk")
     if unknown is None and (marked := np.flatnonzero(types == UNKNOWN)).size:
         unknown = int(marked[0])
+    named = texts[unknown] if unknown is not None and 0 <= unknown < len(texts) else None
     prefix = file.get("tokenizer.ggml.add_space_prefix", bool, True)
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
     before = [{"type": "Prepend", "prepend": _SPACE}] if prefix else []
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     back = {"type": "Replace", "pattern": {"String": _SPACE}, "content": " "}
-    model = _bpe_model(
-        vocab,
-        _merges(file, texts, scores.astype(np.float64), types),
-        unk_token=texts[unknown] if unknown is not None and 0 <= unknown < len(texts) else None,
-        fuse_unk=True,
-        byte_fallback=True,
-    )
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*before, replace]},
-        "pre_tokenizer": None,
         "decoder": {
             "type": "Sequence",
             "decoders": [back, {"type": "ByteFallback"}, {"type": "Fuse"}, *strip],
         },
-        "model": model,
+        "model": {
+            "type": "BPE",
+            "unk_token": named,
+            "fuse_unk": True,
+            "byte_fallback": True,
+            "vocab": vocab,
+            "merges": _merges(file, texts, scores.astype(np.float64), types),
+        },
     }
 
 
@@ -319,22 +319,6 @@ def _merges(
         (parts[texts[one][:cut]], parts[texts[one][cut:]])
         for one, cut in zip(whole[order].tolist(), cuts[order].tolist(), strict=True)
     ]
-
-
-def _bpe_model(vocab: dict[str, int], merges: list[Any], **settings: Any) -> dict[str, Any]:
-    return {
-        "type": "BPE",
-        "dropout": None,
-        "unk_token": None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": False,
-        "byte_fallback": False,
-        "ignore_merges": False,
-        **settings,
-        "vocab": vocab,
-        "merges": merges,
-    }
 
 
 _KINDS = {"gpt2": _byte_level, "llama": _sentencepiece}
