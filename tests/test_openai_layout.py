@@ -134,7 +134,7 @@ def test_what_contradicts_itself_is_refused(
     changes: dict[str, Array], config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(FormatError, match=message):
-        open_checkpoint(write(tmp_path, originals() | changes, **config))
+        load_model(open_checkpoint(write(tmp_path, originals() | changes, **config)))
 
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:

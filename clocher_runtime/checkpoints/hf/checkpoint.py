@@ -233,9 +233,6 @@ _METHODS: dict[str, Callable[[shards.Source], shards.Tensors]] = {
 }
 
 
-_Size = Annotated[int, Meta(ge=1, le=1 << 30)]
-_Positive = Annotated[float, Meta(gt=0, le=1e12)]
-
 _EPS = 1e-5
 _HARMONY_VOCABULARY = 201_088
 _HARMONY_ENDS = [200002, 199999, 200012]
@@ -271,28 +268,20 @@ _BLOCK = re.compile(r"block\.([0-9]{1,4})\.(.+)", re.ASCII)
 
 
 class _OpenAi(Struct):
-    num_hidden_layers: Annotated[int, Meta(ge=1, le=4096)]
-    num_experts: _Size
-    experts_per_token: _Size
-    vocab_size: _Size
-    hidden_size: _Size
-    intermediate_size: _Size
-    head_dim: _Size
-    num_attention_heads: _Size
-    num_key_value_heads: _Size
-    sliding_window: _Size
-    initial_context_length: _Size
-    swiglu_limit: _Positive = 7.0
-    rope_theta: _Positive = 150000.0
+    """The fields of OpenAI's config.json that transformers names otherwise; `Family` checks all."""
+
+    num_experts: int
+    experts_per_token: int
+    initial_context_length: Annotated[int, Meta(ge=1, le=1 << 30)]
+    rope_theta: float = 150000.0
     rope_scaling_factor: Annotated[float, Meta(ge=1, le=1 << 20)] = 32.0
-    rope_ntk_alpha: _Positive = 1.0
-    rope_ntk_beta: _Positive = 32.0
+    rope_ntk_alpha: float = 1.0
+    rope_ntk_beta: float = 32.0
 
 
 def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return OpenAI's config.json with transformers' keys; raises FormatError."""
     own = read_as(config, _OpenAi, where)
-    kinds = ("sliding_attention", "full_attention")
     rope: dict[str, Any] = {"rope_theta": own.rope_theta, "rope_type": "default"}
     if own.rope_scaling_factor > 1:
         rope |= {
@@ -306,10 +295,9 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
-        "layer_types": [kinds[layer % 2] for layer in range(own.num_hidden_layers)],
         "num_local_experts": own.num_experts,
         "num_experts_per_tok": own.experts_per_token,
-        **{name: getattr(own, name) for name in _SAME},
+        **{name: config[name] for name in _SAME if name in config},
         "hidden_act": "silu",
         "attention_bias": True,
         "rms_norm_eps": _EPS,
@@ -318,7 +306,7 @@ def canonical_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
         "rope_parameters": rope,
         "quantization_config": {"quant_method": "mxfp4"},
     }
-    if own.vocab_size == _HARMONY_VOCABULARY:
+    if config.get("vocab_size") == _HARMONY_VOCABULARY:
         found["eos_token_id"] = _HARMONY_ENDS
     return found
 
