@@ -34,6 +34,7 @@ from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.engine.load import PRECISIONS, Model
 from clocher_runtime.engine.session import Session
+from clocher_runtime.quality.speed import prompt_ids
 from cpu_fallback.team.bandwidth import Reader
 
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
@@ -109,7 +110,7 @@ class Profiler:
 
     def decode(self, tokens: int, depth: int) -> list[Step]:
         """Generate tokens after a prompt of `depth`; return all steps but the first few."""
-        prompt = self._prompt(depth)
+        prompt = prompt_ids(self.session, depth)
         stream = self.session.generate([prompt], tokens + _WARM_STEPS + 1, stop_ids=frozenset())
         next(stream)
         found = []
@@ -123,18 +124,14 @@ class Profiler:
 
     def prefill(self, tokens: int, times: int) -> list[Step]:
         """Prefill a prompt several times; return the last step of each."""
-        found = []
+        prompt, found = prompt_ids(self.session, tokens), []
         for _ in range(times + 1):
-            stream = self.session.generate([self._prompt(tokens)], 1, stop_ids=frozenset())
+            stream = self.session.generate([prompt], 1, stop_ids=frozenset())
             start = time.perf_counter_ns()
             next(stream)
             found.append((time.perf_counter_ns() - start, self._stamps.times.copy()))
         costs = self._costs(tokens, 1)
         return [self._step(ns, stamps, costs) for ns, stamps in found[1:]]
-
-    def _prompt(self, tokens: int) -> list[int]:
-        rng = np.random.default_rng(0)
-        return [int(i) for i in rng.integers(self.model.spec.vocab_size, size=tokens)]
 
     def _step(self, ns: int, times: np.ndarray, costs: list[int]) -> Step:
         times = times - times[:, 0].min()

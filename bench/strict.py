@@ -44,7 +44,7 @@ from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus, threads_of
 from clocher_runtime.exit_codes import ExitCode, exit_code
-from clocher_runtime.quality.speed import Case
+from clocher_runtime.quality.speed import Case, prompt_ids
 from cpu_fallback.team.bandwidth import Reader
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,11 +117,9 @@ class Process:
     def prompt(self) -> list[int]:
         """Return the longest prompt: the text repeated; fixed random ids without a tokenizer."""
         count = max(self.task["prompt_tokens"], self.task["depth"], 1)
-        session: Any = self.engine.session
         tokenizer = self.engine.loaded.tokenizer
         if tokenizer is None:
-            size = session.model.spec.vocab_size
-            return [int(i) for i in np.random.default_rng(0).integers(size, size=count)]
+            return prompt_ids(self.engine.session, count)
         try:
             text = read_text(Path(self.task["text"]))[: _CHARS_PER_TOKEN * count]
         except OSError as error:
@@ -129,7 +127,7 @@ class Process:
         ids = tokenizer.encode(text)
         if not ids:
             raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
-        return list((ids * (count // len(ids) + 1))[:count])
+        return prompt_ids(self.engine.session, count, ids)
 
     def rounds(self) -> Row:
         """Run all tests in turns."""

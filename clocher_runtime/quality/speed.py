@@ -192,14 +192,16 @@ class Runner:
                 yield token.id
 
     def _ids(self, case: Case, index: int) -> list[int]:
-        """Return a sequence's ids before its first generated token; the same each time."""
-        if self._text:
-            return (self._text * (case.before // len(self._text) + 1))[: case.before]
-        vocabulary = self.session.model.spec.vocab_size
-        ids: list[int] = (
-            np.random.default_rng(index).integers(vocabulary, size=case.before).tolist()
-        )
-        return ids
+        """Return a sequence's ids before its first generated token."""
+        return prompt_ids(self.session, case.before, self._text, index)
+
+
+def prompt_ids(session: Session, count: int, text: Sequence[int] = (), seed: int = 0) -> list[int]:
+    """Return a prompt, the same each time: the ids of a text repeated, else random ones."""
+    if text:
+        return (list(text) * (count // len(text) + 1))[:count]
+    random = np.random.default_rng(seed)
+    return [int(i) for i in random.integers(session.model.spec.vocab_size, size=count)]
 
 
 def _full(spans: Sequence[Span], batch: int) -> list[Span]:
