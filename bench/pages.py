@@ -167,14 +167,9 @@ class Page(NamedTuple):
     text: str
     bars: Sequence[Bar]
 
-    @property
-    def plot(self) -> str:
-        """Return the plot."""
-        return chart(_TITLE, _LABEL, self.bars)
-
     def files(self, page: Path, plots: Path) -> dict[Path, str]:
         """Return what each file should hold."""
-        drawn = {plots / _PLOT: self.plot} if self.bars else {}
+        drawn = {plots / _PLOT: chart(_TITLE, _LABEL, self.bars)} if self.bars else {}
         return {page: self.text, **drawn}
 
     def stale(self, page: Path, plots: Path) -> list[str]:

@@ -10,7 +10,7 @@ from calibration import make_plan, sequences
 from random_models import BITNET as BITNETS
 from random_models import FAMILIES, MORE_FAMILIES, make, make_bitnet, make_mxfp4
 from sessions import make_session
-from weight_files import BITNET, GPTOSS, LLAMA, write_first_layers
+from weight_files import BITNET, GPTOSS, LLAMA, convert, write_first_layers
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float
@@ -19,7 +19,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes
 from clocher_runtime.convert.q4_map import parse_q4_map
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quantize.calibrate import calibrate
 from clocher_runtime.quantize.capture import (

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 from commands import run_subcommand
 from weight_files import BITNET, GPTOSS, LLAMA, copy_model
+from weight_files import convert as convert_plainly
 
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import certificate
-from clocher_runtime.convert.to_iebin import convert as convert_plainly
 from clocher_runtime.disk.plane_index import seal
 
 RULES = {"pattern": r".*mlp.*", "dtype": "int4w", "group": 32}

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import rich.progress
 from commands import clean_environment, only_line
+from weight_files import convert
 
 from clocher_kernels import errors
 from clocher_runtime import cli
@@ -22,7 +23,6 @@ from clocher_runtime.command import loading as engine
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import COMPILING, Console
 from clocher_runtime.config.commands import ALL
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.stub import stub_id
 from clocher_runtime.text.prompts import DEFAULT_PROMPT
 

@@ -23,6 +23,7 @@ from weight_files import (
     TINY,
     Array,
     array,
+    convert,
     copy_model,
     write_hf,
     write_sharded,
@@ -33,7 +34,7 @@ from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.convert import rounding
-from clocher_runtime.convert.to_iebin import convert, plan_conversion
+from clocher_runtime.convert.to_iebin import plan_conversion
 
 to_iebin = partial(run_script, "hf_to_iebin")
 TEMPLATE: dict[str, Any] = {
@@ -319,9 +320,9 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
     path = manifest(tmp_path / "q4.json", {"pattern": r"[0-9]*[02468]\.weight", "dtype": "int4w"})
     code = (
         "import resource, sys; from pathlib import Path;"
-        "from clocher_runtime.convert.to_iebin import convert;"
+        "from clocher_runtime.convert.to_iebin import plan_conversion;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
-        "before = peak(); convert(*map(Path, sys.argv[1:]));"
+        "before = peak(); plan_conversion(*map(Path, sys.argv[1:])).run();"
         "print(peak() - before)"
     )
     done = python("-c", code, model, tmp_path / "out", path, check=True)

@@ -26,6 +26,7 @@ from weight_files import (
     LLAMA,
     Array,
     array,
+    convert,
     copy_model,
     mutants,
     write_hf,
@@ -37,7 +38,7 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.checkpoints.q4 import Q4_0, open_index
 from clocher_runtime.convert.q4_planes import make_index, plan_append, plan_q4
-from clocher_runtime.convert.to_iebin import convert, plan_conversion
+from clocher_runtime.convert.to_iebin import plan_conversion
 from clocher_runtime.disk.output_file import OutputFile
 from clocher_runtime.disk.plane_index import seal
 

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from sessions import make_session
-from weight_files import BITNET, GPTOSS, LLAMA, ROOT, rng
+from weight_files import BITNET, GPTOSS, LLAMA, ROOT, convert, rng
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import (
@@ -57,7 +57,6 @@ from clocher_runtime.convert.dedup_writer import (
     plan_dedup,
     restore,
 )
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.plane_index import seal
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.subcommands import compress as dedup_command
@@ -608,7 +607,7 @@ def opened(directory: Path, **fields: Any) -> tuple[Any, tuple[str, ...]]:
 
 
 def uses_dedup(checkpoint: Any) -> bool:
-    return any("dedup" in path.name for path in checkpoint.data_files)
+    return any("dedup" in file.path.name for file in checkpoint.files)
 
 
 def test_dedup_is_used_when_asked_for_or_alone(gptoss: Path) -> None:

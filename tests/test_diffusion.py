@@ -160,14 +160,14 @@ def context_of(model: Model) -> str:
 def model(request: pytest.FixtureRequest, folder: Path, tmp_path_factory: Any) -> Iterator[Model]:
     found = denoising(folder, request.param, tmp_path_factory.mktemp(request.param))
     yield found
-    found.checkpoint.close()
+    found.checkpoint.release()
 
 
 @pytest.fixture(scope="module")
 def causal(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
     found = denoising(folder, "causal", tmp_path_factory.mktemp("lossless"))
     yield found
-    found.checkpoint.close()
+    found.checkpoint.release()
 
 
 @pytest.fixture(scope="module")
@@ -362,14 +362,14 @@ def test_who_has_no_blocks(folder: Path, causal: Model, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="decodes no blocks"):
         next(session.generate([[1]], 2, diffusion="static:4"))
     session.close()
-    plain.checkpoint.close()
+    plain.checkpoint.release()
     with pytest.raises(UsageError, match="drafted by the model itself"):
         make_session(causal, speculate="suffix")
     block = denoising(folder, "block", tmp_path / "block")
     for asked in ("off", "lossless"):
         with pytest.raises(UsageError, match="see each other"):
             make_session(block, diffusion=asked)
-    block.checkpoint.close()
+    block.checkpoint.release()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from commands import run_subcommand
-from weight_files import BITNET, LLAMA, write_first_layers
+from weight_files import BITNET, LLAMA, convert, write_first_layers
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import parse_format
@@ -16,7 +16,6 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.gguf import plan_gguf
 from clocher_runtime.convert.gguf_model import plan_gguf_model
 from clocher_runtime.convert.to_compressed import plan_compressed
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 from clocher_runtime.text.tokenizer import Tokenizer

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from ggml_encode import encode as encode_ggml
-from weight_files import DATA, LLAMA, rng
+from weight_files import DATA, LLAMA, convert, rng
 
 from clocher_kernels.errors import ModelError, UsageError
 from clocher_kernels.formats import Ggml, parse_format
@@ -20,7 +20,6 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.config.engine import WEIGHTS_ALONE
 from clocher_runtime.convert.q4_map import load_q4_map
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.quality import compare as compare_module
 from clocher_runtime.quality import gate
@@ -237,10 +236,6 @@ def test_summary_equals_its_definition() -> None:
     assert summary.perplexity == pytest.approx(np.exp(scores.nll_model.mean()))
     assert summary.kld.value == pytest.approx(scores.kld.mean())
     assert summary.rms_dp.value == pytest.approx(np.sqrt((scores.delta_p**2).mean()))
-    assert (summary.kld_max, summary.kld_p999) == (
-        scores.kld.max(),
-        np.quantile(scores.kld, 0.999),
-    )
     for estimate in (summary.ppl_ratio, summary.kld, summary.same_top, summary.rms_dp):
         assert estimate.low < estimate.value < estimate.high
     assert summary == summarise(found)
@@ -319,7 +314,6 @@ def test_json_of_a_result_is_json() -> None:
         Estimate(0.1, 0.05, 0.2),
         Estimate(0.9, 0.8, 1.0),
         Estimate(0.1, 0.0, 0.2),
-        *(0.3, 0.4),
     )
     checks = tuple(gate.text_checks(summary, gate.LIMITS["int4"]))
     found = json.loads(

@@ -102,7 +102,7 @@ def test_any_part_opens_the_whole_model(source: Checkpoint, whole: Path, tmp_pat
     for path in (*paths, tmp_path):
         got = open_checkpoint(path, verify=True)
         assert got.config == expected.config and got.names == expected.names
-        assert got.data_files == tuple(paths)
+        assert [file.path for file in got.files] == list(paths)
         for name in got.names:
             assert np.array_equal(got.tensor(name).decode(), expected.tensor(name).decode()), name
     with clocher.load(paths[1]) as model, clocher.load(whole) as other:
@@ -123,7 +123,7 @@ def test_a_directory_of_two_models_is_not_guessed(source: Checkpoint, tmp_path: 
     (tmp_path / "other.gguf").write_bytes(paths[1].read_bytes())
     with pytest.raises(ModelNotFound, match=r"2 GGUF files .*; name one of them"):
         open_checkpoint(tmp_path)
-    assert open_checkpoint(paths[2]).data_files == tuple(paths)
+    assert [file.path for file in open_checkpoint(paths[2]).files] == list(paths)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def test_tiny_checkpoints_have_the_formats_and_shapes_of_their_families() -> Non
     assert llama.kind == "hf" and llama.config["model_type"] == "llama"
     assert llama.generation_config["eos_token_id"] == 0
     assert llama.tokenizer_json.read_bytes().startswith(b"{")
-    assert llama.data_files == (LLAMA / "model.safetensors",)
+    assert [file.path for file in llama.files] == [LLAMA / "model.safetensors"]
     assert llama.nbytes == sum(tensor.nbytes for tensor in llama.tensors.values())
 
 
@@ -173,7 +173,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
     (tmp_path / "sharded" / "stray.safetensors").write_bytes(b"not looked at")
     sharded = open_checkpoint(tmp_path / "sharded", verify=True)
     single = open_checkpoint(write_hf(tmp_path / "single", PLAIN | EXPERTS, config("mxfp4")))
-    assert [path.name for path in sharded.data_files] == [A, B]
+    assert [file.path.name for file in sharded.files] == [A, B]
     assert formats(sharded) == formats(single)
     for name in single.names:
         for key, plane in single.tensors[name].planes.items():
@@ -500,7 +500,7 @@ def test_close_leaves_views_usable(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(copy_model(LLAMA, tmp_path / "m"))
     plane = checkpoint.tensor("model.norm.weight").planes["data"]
     before = plane.tobytes()
-    checkpoint.close()
+    checkpoint.release()
     assert plane.tobytes() == before
 
 
@@ -529,7 +529,7 @@ def test_numbered_shards_need_no_index(numbers: tuple[int, ...], tmp_path: Path)
     found = open_checkpoint(tmp_path)
     single = open_checkpoint(write_hf(tmp_path / "single", PLAIN | EXPERTS, config("mxfp4")))
     assert formats(found) == formats(single)
-    assert [path.name for path in found.data_files] == names
+    assert [file.path.name for file in found.files] == names
 
 
 @pytest.mark.parametrize(

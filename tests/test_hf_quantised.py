@@ -16,13 +16,12 @@ from typing import Any
 import numpy as np
 import pytest
 from sessions import make_session
-from weight_files import Array, rng, write_hf
+from weight_files import Array, convert, rng, write_hf
 
 from clocher_kernels.dtypes import E4M3_VALUES, from_f32, to_f32
 from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import open_iebin
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import load_model
 
 FP32_RMS = 1e-4

@@ -96,7 +96,7 @@ def test_golden_file_reads_back(tmp_path: Path) -> None:
     assert checkpoint.tensor("a").decode().tolist() == [1, -2]
     assert checkpoint.tensor("b").decode().tolist() == [[1.5]]
     assert checkpoint.tokenizer_json == tmp_path / "vocab.json"
-    assert checkpoint.data_files == (tmp_path / "model.ie.bin",)
+    assert [file.path for file in checkpoint.files] == [tmp_path / "model.ie.bin"]
     assert checkpoint.nbytes == 10
 
 
@@ -123,7 +123,8 @@ def test_explicit_paths(model: Path, tmp_path: Path) -> None:
     moved = (model / "model.ie.bin").rename(tmp_path / "weights")
     with pytest.raises(ModelNotFound, match=r"model\.ie\.bin"):
         open_iebin(model / "model.ie.json")
-    assert open_iebin(model / "model.ie.json", moved, verify=True).data_files == (moved,)
+    (file,) = open_iebin(model / "model.ie.json", moved, verify=True).files
+    assert file.path == moved
 
 
 def test_every_changed_byte_of_the_json_is_noticed(model: Path) -> None:

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 from fuzz import seeds
 from serving import Served, serving
-from weight_files import GPTOSS, LLAMA, copy_model, write_iebin
+from weight_files import GPTOSS, LLAMA, convert, copy_model, write_iebin
 
 import clocher_runtime as clocher
 from clocher_kernels.errors import FormatError, ModelChanged
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.convert.gguf import plan_gguf
-from clocher_runtime.convert.to_iebin import convert, plan_conversion
+from clocher_runtime.convert.to_iebin import plan_conversion
 from clocher_runtime.disk.files import MappedFile
 
 ROOT = Path(__file__).parents[1]

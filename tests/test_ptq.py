@@ -21,7 +21,7 @@ from click.testing import CliRunner
 from commands import PYTHON_PATH, SCRIPTS
 from commands import run_script as script
 from safetensors.torch import load_file
-from weight_files import BITNET, GPTOSS, LLAMA, ROOT, copy_model
+from weight_files import BITNET, GPTOSS, LLAMA, ROOT, convert, copy_model
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel, UsageError
 from clocher_kernels.formats import parse_format
@@ -33,7 +33,6 @@ from clocher_runtime.command.ptq import rules_of
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of
 from clocher_runtime.convert.q4_map import load_q4_map, parse_q4_map
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.quantize import job as job_module
 from clocher_runtime.quantize.job import CalibrationText, Job, run_job

@@ -20,6 +20,7 @@ from commands import here, only_line, python
 from gguf_files import add_tokenizer, as_f32, write_gguf
 from test_converters import SMALL, write_pickled
 from weight_files import BITNET, LLAMA, ROOT, copy_model, write_first_layers, write_hf
+from weight_files import convert as convert_model
 
 from clocher_kernels.formats.bsr import INNERS
 from clocher_kernels.ops.attention import KV_DTYPES
@@ -28,7 +29,6 @@ from clocher_runtime.command import console
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import Command
 from clocher_runtime.convert.block_sparse import LINEARS
-from clocher_runtime.convert.to_iebin import convert as convert_model
 from clocher_runtime.engine.load import PRECISIONS
 from clocher_runtime.quality.gate import LIMITS
 from clocher_runtime.subcommands.compress import dedup, sparsify

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from sessions import make_session
+from weight_files import convert
 
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.load import Model, load_model
 from clocher_runtime.engine.session import Session

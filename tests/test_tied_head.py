@@ -10,11 +10,10 @@ import torch
 from random_models import prompt_of, randomize, reference_greedy, reference_logits
 from sessions import make_session
 from transformers import AutoModelForCausalLM, LlamaConfig
-from weight_files import rng
+from weight_files import convert, rng
 
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.iebin import open_iebin
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.engine.load import Model, describe, load_model
 from clocher_runtime.engine.session import Session
 from clocher_runtime.models.inventory import EMBED, HEAD

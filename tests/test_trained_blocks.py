@@ -19,7 +19,7 @@ PROMPT, NEW = 64, 96
 def model() -> Iterator[Model]:
     found = load_model(open_checkpoint(DATA / "clocher-tiny-blocks"))
     yield found
-    found.checkpoint.close()
+    found.checkpoint.release()
 
 
 def decoded(model: Model, texts: int, diffusion: str) -> tuple[list[list[int]], float]:

@@ -15,12 +15,11 @@ from click.testing import CliRunner, Result
 from commands import clocher
 from msgspec.structs import replace
 from tokenizers import Tokenizer, models, pre_tokenizers
-from weight_files import BITNET, GPTOSS, LLAMA, rng
+from weight_files import BITNET, GPTOSS, LLAMA, convert, rng
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.verify_hf import verify_ids
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quality.verify import (
     MAX_FINDINGS,
     Checks,

@@ -100,11 +100,6 @@ class Checkpoint:
         """Bytes of all tensors."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
-    @property
-    def data_files(self) -> tuple[Path, ...]:
-        """Files that hold the weights."""
-        return tuple(file.path for file in self.files)
-
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the logical shape of a tensor."""
         return self._stored(name).shape
@@ -170,10 +165,6 @@ class Checkpoint:
         """Let the kernel drop the resident pages of the weight files."""
         for file in self.files:
             file.release()
-
-    def close(self) -> None:
-        """Close the files; a mapping lasts until its last view is gone."""
-        self.release()
 
     def _stored(self, name: str) -> Stored:
         if name not in self.tensors:

@@ -253,7 +253,7 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     config = replace(config, backend=backend)
     choice = choose_model(config)
     checkpoint, not_deduplicated = choice.open_for(config)
-    read_ahead(checkpoint.data_files)
+    read_ahead([file.path for file in checkpoint.files])
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)

@@ -80,7 +80,7 @@ class GgufConversion:
                         "GGUF has for its kind; --to iebin keeps them"
                     )
         finally:
-            written.close()
+            written.release()
 
 
 def plan_gguf_model(

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Ternary, base
+from clocher_kernels.formats import Float, Format, Int4, Int8, Ternary, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.convert import imx
@@ -70,14 +70,11 @@ def round_tensor(
     planes = {k: np.empty(p.shape, p.storage) for k, p in fmt.planes(tensor.shape).items()}
     count = tensor.shape[-2]
     step = rows or max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
-    whole = isinstance(fmt, Ternary) or "tensor" in (
-        getattr(fmt, "group", ""),
-        getattr(fmt, "scope", ""),
-    )
-    if whole:
+    shared = getattr(fmt, "group", ""), getattr(fmt, "scope", "")
+    if isinstance(fmt, Ternary) or "tensor" in shared:
         step = count
-    elif isinstance(fmt, Fp8) and fmt.scope == "b128":
-        step = -(-step // BLOCK) * BLOCK
+    unit = BLOCK if "b128" in shared else 1  # rows that share scales
+    step = -(-step // unit) * unit
     with ThreadPoolExecutor(threads) as pool:
         for index in np.ndindex(*tensor.shape[:-2]):
             matrix = QuantTensor(
@@ -91,8 +88,7 @@ def round_tensor(
             ) -> None:
                 values = np.ascontiguousarray(look_up(matrix, slice(start, start + step)))
                 for key, plane in _encode(values, fmt, clip).items():
-                    blocks = key == "scales" and isinstance(fmt, Fp8) and fmt.scope == "b128"
-                    first = 0 if whole else start // BLOCK if blocks else start
+                    first = start // unit if key == "scales" else start
                     planes[key][index][first : first + len(plane)] = plane
 
             list(pool.map(one, range(0, count, step)))

@@ -30,6 +30,7 @@ from clocher_runtime.disk.output_file import check_free
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import Need, inventory
 from clocher_runtime.models.spec import ModelSpec
+from clocher_runtime.text.tokenizer import BYTE_OF
 
 _FORMATS: dict[str, Format] = {
     "bf16": Float("bf16"),
@@ -251,10 +252,6 @@ def byte_tokenizer(vocab_size: int) -> bytes:
 def _byte_vocab(vocab_size: int) -> dict[str, int]:
     if vocab_size < _BYTES:
         raise FormatError(f"a vocabulary of {vocab_size}; a byte tokenizer needs {_BYTES}")
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(_BYTES) if byte not in printable)
-    spelled = {byte: chr(byte) for byte in printable}
-    spelled |= {byte: chr(_BYTES + i) for i, byte in enumerate(others)}
+    spelled = sorted(BYTE_OF, key=BYTE_OF.__getitem__)
     words = (f"{spelled[32]}w{token}" for token in range(_BYTES, vocab_size))
-    tokens = (*(spelled[byte] for byte in range(_BYTES)), *words)
-    return {token: index for index, token in enumerate(tokens)}
+    return {token: index for index, token in enumerate((*spelled, *words))}

@@ -130,7 +130,9 @@ def refuse_hf_folder(out_dir: Path) -> None:
 
 def refuse_input(source: Checkpoint, *outputs: Path) -> None:
     """Raise UsageError if an output is the input's directory or one of its files."""
-    taken = {os.path.realpath(path) for path in (source.path, *source.data_files)}
+    taken = {
+        os.path.realpath(path) for path in (source.path, *(file.path for file in source.files))
+    }
     for path in outputs:
         if os.path.realpath(path) in taken:
             raise UsageError(f"{path}: is the input, or a file of it; choose another output")
@@ -167,15 +169,6 @@ def plan_conversion(
     reclaimed = partial.stat().st_size if partial.is_file() else 0
     check_free(partial, nbytes, reclaimed)
     return Conversion(source, out_dir, formats, rules, (*source.notes, *notes), nbytes)
-
-
-def convert(
-    hf_dir: Path, out_dir: Path, q4_map: Path | None = None, progress: iebin.Progress | None = None
-) -> Conversion:
-    """Convert a checkpoint; see `plan_conversion` and `Conversion.run`."""
-    conversion = plan_conversion(hf_dir, out_dir, q4_map)
-    conversion.run(progress)
-    return conversion
 
 
 def vocabulary(source: Checkpoint) -> bytes | None:

@@ -195,7 +195,7 @@ class KVCacheConfig:
             config = EngineConfig(backend=backend, attn=attn, **self.options())
             return kv_cache_bytes(spec, sizes_of(spec, config, width=usual_width(spec))) / (1 << 20)
         finally:
-            checkpoint.close()
+            checkpoint.release()
 
     def options(self) -> dict[str, Any]:
         """Return these settings as fields of `EngineConfig`."""

@@ -213,8 +213,6 @@ class Summary:
     kld: Estimate  # mean KL divergence in nats
     same_top: Estimate  # share of tokens with the same top-1 token
     rms_dp: Estimate  # root mean square change of the true token's probability
-    kld_p999: float
-    kld_max: float
 
 
 def summarise(comparison: Comparison) -> Summary:
@@ -247,6 +245,4 @@ def summarise(comparison: Comparison) -> Summary:
         kld=estimate(1),
         same_top=estimate(2),
         rms_dp=estimate(3, np.sqrt),
-        kld_p999=float(np.quantile(scores.kld, 0.999)),
-        kld_max=float(scores.kld.max()),
     )

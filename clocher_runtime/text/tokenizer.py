@@ -34,7 +34,7 @@ _MOST_BYTES = 4
 _BYTE_FALLBACK = re.compile("<0x([0-9A-F]{2})>")
 _SHOWN = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), 256)]
 _HIDDEN = [byte for byte in range(256) if byte not in _SHOWN]
-_BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
+BYTE_OF = {chr(b): b for b in _SHOWN} | {chr(256 + n): b for n, b in enumerate(_HIDDEN)}
 """Character of a byte-level vocabulary -> its byte, as in GPT-2."""
 
 
@@ -141,7 +141,7 @@ class Tokenizer:
             return b""
         if self._is_byte_level:
             with suppress(KeyError):
-                return bytes(map(_BYTE_OF.__getitem__, spelled))
+                return bytes(map(BYTE_OF.__getitem__, spelled))
             return spelled.encode()  # an added token
         if found := _BYTE_FALLBACK.fullmatch(spelled):
             return bytes.fromhex(found[1])

@@ -122,7 +122,7 @@ def _use(checkpoint: Checkpoint) -> None:
             count *= dim
         if count <= MAX_DECODED:
             tensor.decode()
-    checkpoint.close()
+    checkpoint.release()
 
 
 def _read_safetensors(folder: Path) -> None:
@@ -156,7 +156,7 @@ def _read_config(folder: Path) -> None:
 def _read_iebin(folder: Path) -> None:
     """Use the tensors without hashes, which would stop most mutants, and then with them."""
     _use(open_iebin(folder / JSON_NAME))
-    open_iebin(folder / JSON_NAME, verify=True).close()
+    open_iebin(folder / JSON_NAME, verify=True).release()
 
 
 def _read_dedup(folder: Path) -> None:

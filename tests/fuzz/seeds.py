@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFWriter
 from gguf_files import Kind, gguf_tensors, raw_blocks, write_gguf
-from weight_files import small_tensors, write_iebin
+from weight_files import convert, small_tensors, write_iebin
 
 from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
@@ -24,7 +24,6 @@ from clocher_runtime.checkpoints.q4 import (
     write_overlay,
 )
 from clocher_runtime.convert.dedup_writer import plan_dedup
-from clocher_runtime.convert.to_iebin import convert
 from clocher_runtime.quality.verify import TopLogits, Trace, document
 from fuzz import hf_seeds
 from fuzz.text_seeds import Seed, json_bytes

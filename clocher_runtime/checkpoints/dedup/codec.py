@@ -75,13 +75,8 @@ def pack(symbols: np.ndarray, bits: int) -> np.ndarray:
     """Return symbols of 1 to 8 bits without gaps, u8, the first in the lowest bits."""
     if bits == 8:
         return symbols
-    groups = np.zeros((-(-len(symbols) // 8), 8), np.uint8)
-    groups.reshape(-1)[: len(symbols)] = symbols
-    words = np.zeros(len(groups), np.uint64)
-    for place in range(8):
-        words |= groups[:, place].astype(np.uint64) << np.uint64(place * bits)
-    packed = words.view(np.uint8).reshape(-1, 8)[:, :bits].reshape(-1)
-    return packed[: -(-len(symbols) * bits // 8)]
+    each = np.unpackbits(symbols[:, None], axis=1, count=bits, bitorder="little")
+    return np.packbits(each, bitorder="little")
 
 
 def unpack(data: np.ndarray, bits: int, start: int, count: int) -> np.ndarray:
