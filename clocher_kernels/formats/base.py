@@ -186,6 +186,22 @@ def _all_finite(stored: np.ndarray, exponent: int) -> bool:
     return True
 
 
+def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
+    """Return the codes of 1 to 8 bits in rows of bytes or words, low bits first, u8 [rows, codes].
+
+    A row is whole groups of 8 codes, `bits` bytes each.
+    """
+    packed = np.ascontiguousarray(packed).view(np.uint8).reshape(len(packed), -1, bits)
+    out = np.empty((*packed.shape[:2], 8), np.uint8)
+    for place in range(8):
+        byte, shift = divmod(place * bits, 8)
+        code = packed[..., byte] >> shift
+        if shift + bits > 8:
+            code |= packed[..., byte + 1] << (8 - shift)
+        out[..., place] = code & ((1 << bits) - 1)
+    return out.reshape(len(packed), -1)
+
+
 def check_scale_dtype(name: str, dtype: str) -> None:
     """Raise FormatError unless the name is that of a type that scales may have."""
     if dtype not in SCALE_DTYPES:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from clocher_kernels.errors import FormatError
+from clocher_kernels.formats.base import unpacked
 
 RANK_STRIDE = 4096
 TRITS = 5
@@ -83,16 +84,11 @@ def unpack(data: np.ndarray, bits: int, start: int, count: int) -> np.ndarray:
     """Return packed symbols [start, start + count), u8."""
     if bits == 8:
         return data[start : start + count]
-    first, last = start // 8, -(-(start + count) // 8)
-    piece = data[first * bits : last * bits]
-    padded = np.zeros((last - first, 8), np.uint8)
-    if short := (last - first) * bits - len(piece):
-        piece = np.concatenate([piece, np.zeros(short, np.uint8)])
-    padded[:, :bits] = piece.reshape(-1, bits)
-    words = padded.view(np.uint64)
-    shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
-    symbols = ((words >> shifts) & np.uint64((1 << bits) - 1)).astype(np.uint8).reshape(-1)
-    return symbols[start - first * 8 : start - first * 8 + count]
+    # A group of 8 symbols is `bits` bytes; the last one may be cut short.
+    first, last = start // 8 * bits, -(-(start + count) // 8) * bits
+    piece = data[first:last]
+    groups = np.pad(piece, (0, last - first - len(piece)))[None]
+    return unpacked(groups, bits)[0, start % 8 : start % 8 + count]
 
 
 def pack_trits(places: np.ndarray) -> np.ndarray:
@@ -221,25 +217,19 @@ class Split:
 
 
 def _spread(items: Array, bits: int) -> Array:
-    if bits == 8:
-        return items
-    if bits == 4:
-        words = items.astype(np.uint16)
-        return ((words | words << np.uint16(4)) & np.uint16(0x0F0F)).view(np.uint8)
-    words = items.astype(np.uint32)
-    words = (words | words << np.uint32(12)) & np.uint32(0x000F000F)
-    return ((words | words << np.uint32(6)) & np.uint32(0x03030303)).view(np.uint8)
+    """Return the symbols that bytes hold, `bits` bits each, the first in the lowest."""
+    out = np.empty((len(items), 8 // bits), np.uint8)
+    for place in range(8 // bits):
+        out[:, place] = items >> np.uint8(place * bits) & np.uint8((1 << bits) - 1)
+    return out.reshape(-1)
 
 
 def _gathered(symbols: Array, bits: int) -> Array:
-    if bits == 8:
-        return symbols
-    if bits == 4:
-        words = symbols.view(np.uint16)
-        return (words | words >> np.uint16(4)).astype(np.uint8)
-    words = symbols.view(np.uint32)
-    words = words | words >> np.uint32(6)
-    return (words | words >> np.uint32(12)).astype(np.uint8)
+    places = symbols.reshape(-1, 8 // bits)
+    out = places[:, 0].copy()
+    for place in range(1, 8 // bits):
+        out |= places[:, place] << np.uint8(place * bits)
+    return out
 
 
 def _split(item: str, *parts: tuple[str, int, tuple[tuple[int, int, int], ...]]) -> Split:

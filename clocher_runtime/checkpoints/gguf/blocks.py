@@ -28,7 +28,6 @@ from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_t
 
 _PIECE_BYTES = 1 << 19
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
-_LOW_NIBBLES = np.uint16(0x0F0F)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +231,8 @@ def _halves(codes: np.ndarray) -> np.ndarray:
 
 def _neighbours(halves: np.ndarray) -> np.ndarray:
     """Turn nibbles of elements i and i + 16 into those of 2i and 2i + 1, u8 [..., 16]."""
-    pairs = np.ascontiguousarray(halves.view("V16")).view(np.uint16).reshape(*halves.shape[:-1], 8)
-    out = np.empty((*halves.shape[:-1], 2), np.uint64)
-    for half, nibbles in enumerate((pairs & _LOW_NIBBLES, pairs >> np.uint16(4) & _LOW_NIBBLES)):
-        nibbles |= nibbles >> np.uint16(4)
-        out[..., half] = nibbles.astype(np.uint8).view(np.uint64)[..., 0]
-    return out.view(np.uint8)
+    even, odd = halves[..., 0::2], halves[..., 1::2]
+    return np.concatenate([even & 15 | odd << 4, even >> 4 | odd & 0xF0], axis=-1)
 
 
 def _tq2_0_digits(rows: np.ndarray) -> np.ndarray:

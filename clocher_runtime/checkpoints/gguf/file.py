@@ -9,6 +9,7 @@ import struct
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -75,30 +76,23 @@ class Strings:
         return _decoded(data, f"{self.file.path}: {self.key}[{index}]")
 
     def texts(self) -> list[str]:
-        """Return all strings; raises FormatError if one is not UTF-8."""
-        whole = self._whole()
-        return [self.text(i) for i in range(len(self))] if whole is None else whole.split("\0")
-
-    def _whole(self) -> str | None:
-        """Return all strings, a zero between two; None for none, zeros in them, or no UTF-8."""
+        """Return all strings; raises FormatError if one is not UTF-8, or they are too long."""
         if not len(self):
-            return None
+            return []
         # They follow each other, each after eight bytes with its length.
         first, last = int(self.starts[0]), int(self.starts[-1])
-        length = int.from_bytes(self.file.bytes(last - 8, last).tobytes(), "little")
-        if last + length - first > MAX_STRINGS_BYTES:
+        end = last + int.from_bytes(self.file.bytes(last - 8, last).tobytes(), "little")
+        if end - first > MAX_STRINGS_BYTES:
             raise FormatError(
-                f"{self.file.path}: {self.key} has {last + length - first} bytes; the limit is "
+                f"{self.file.path}: {self.key} has {end - first} bytes; the limit is "
                 f"{MAX_STRINGS_BYTES}"
             )
-        data = self.file.bytes(first, last + length).copy()
-        data[(self.starts[1:, None] - first) - np.arange(1, 9)] = 0
-        if np.count_nonzero(data == 0) != 8 * (len(self) - 1):
-            return None
+        data = self.file.bytes(first, end).tobytes()
+        begins = [*(self.starts - first).tolist(), end - first + 8]
         try:
-            return data.tobytes().replace(b"\0" * 8, b"\0").decode()
+            return [data[begin : after - 8].decode() for begin, after in pairwise(begins)]
         except UnicodeDecodeError:
-            return None
+            return [self.text(i) for i in range(len(self))]  # which says where
 
 
 Value = bool | int | float | str | np.ndarray | Strings

@@ -23,7 +23,7 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Int8, Mxfp4
-from clocher_kernels.formats.base import Group
+from clocher_kernels.formats.base import Group, unpacked
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
@@ -223,7 +223,7 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> pack
         one = zero.array.reshape(1, 1).view(np.uint8)
         return lambda: np.broadcast_to(one + np.uint8(8), (n, 1))
     zero.expect(("I32",), (-(-n // 8), groups))
-    return lambda: packed_words.unpacked(zero.array.T, 4).T[:n]
+    return lambda: unpacked(zero.array.T, 4).T[:n]
 
 
 def _integers(scheme: _Scheme, linear: _Linear) -> Stored:

@@ -20,7 +20,7 @@ import numpy as np
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Int4, Int8
-from clocher_kernels.formats.base import Group, check_scales
+from clocher_kernels.formats.base import Group, check_scales, unpacked
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
 from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.disk.safetensors_file import DTYPES
@@ -132,19 +132,6 @@ def activation_order(
 def row_bytes(words: np.ndarray) -> np.ndarray:
     """Return the bytes of each row of words [A, B], u8 [A, 4B]; of `words.T` for each column."""
     return np.ascontiguousarray(words).view(np.uint8)
-
-
-def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
-    """Return the 2, 3, 4 or 8-bit codes of words or bytes, low bits first, u8 [rows, codes]."""
-    packed = row_bytes(packed).reshape(len(packed), -1, bits)
-    out = np.empty((*packed.shape[:2], 8), np.uint8)  # any `bits` bytes hold 8 codes
-    for place in range(8):
-        byte, shift = divmod(place * bits, 8)
-        code = packed[..., byte] >> shift
-        if shift + bits > 8:
-            code |= packed[..., byte + 1] << (8 - shift)
-        out[..., place] = code & ((1 << bits) - 1)
-    return out.reshape(len(packed), -1)
 
 
 def _awq_nibbles(words: np.ndarray) -> np.ndarray:
