@@ -8,7 +8,7 @@ groups of G, the last of which may be short.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -189,11 +189,13 @@ def _all_finite(stored: np.ndarray, exponent: int) -> bool:
 def unpacked(packed: np.ndarray, bits: int) -> np.ndarray:
     """Return the codes of 1 to 8 bits in rows of bytes or words, low bits first, u8 [rows, codes].
 
-    A row is whole groups of 8 codes, `bits` bytes each.
+    A row is whole groups of codes that fill bytes: 8 of 3 bits, 2 of 4.
     """
-    packed = np.ascontiguousarray(packed).view(np.uint8).reshape(len(packed), -1, bits)
-    out = np.empty((*packed.shape[:2], 8), np.uint8)
-    for place in range(8):
+    count = 8 // gcd(bits, 8)
+    bytes_ = np.ascontiguousarray(packed).view(np.uint8)
+    packed = bytes_.reshape(len(packed), -1, count * bits // 8)
+    out = np.empty((*packed.shape[:2], count), np.uint8)
+    for place in range(count):
         byte, shift = divmod(place * bits, 8)
         code = packed[..., byte] >> shift
         if shift + bits > 8:

@@ -186,7 +186,7 @@ class Part:
     def cut(self, items: Array) -> Array:
         """Return the symbols of items, u8."""
         if self.item == np.uint8:
-            return _spread(items, self.bits)
+            return unpack(items, self.bits, 0, 8 * len(items) // self.bits)
         out = np.zeros(len(items), np.uint8)
         for source, bits, target in self.runs:
             out |= (items >> source).astype(np.uint8) << target & ((1 << bits) - 1 << target)
@@ -214,22 +214,6 @@ class Split:
     item: np.dtype
     per_item: int
     parts: tuple[Part, ...]
-
-
-def _spread(items: Array, bits: int) -> Array:
-    """Return the symbols that bytes hold, `bits` bits each, the first in the lowest."""
-    out = np.empty((len(items), 8 // bits), np.uint8)
-    for place in range(8 // bits):
-        out[:, place] = items >> np.uint8(place * bits) & np.uint8((1 << bits) - 1)
-    return out.reshape(-1)
-
-
-def _gathered(symbols: Array, bits: int) -> Array:
-    places = symbols.reshape(-1, 8 // bits)
-    out = places[:, 0].copy()
-    for place in range(1, 8 // bits):
-        out |= places[:, place] << np.uint8(place * bits)
-    return out
 
 
 def _split(item: str, *parts: tuple[str, int, tuple[tuple[int, int, int], ...]]) -> Split:
@@ -271,7 +255,11 @@ def splits_of(dtype: str) -> tuple[str, ...]:
 def join(split: Split, placed: list[Array]) -> Array:
     """Return the items that placed streams make up; the first one may be written over."""
     if split.per_item > 1:
-        return _gathered(placed[0], 8 // split.per_item)
+        places = placed[0].reshape(-1, split.per_item)
+        whole = places[:, 0].copy()
+        for place in range(1, split.per_item):
+            whole |= places[:, place] << np.uint8(8 // split.per_item * place)
+        return whole
     out = placed[0]
     for other in placed[1:]:
         np.bitwise_or(out, other, out=out)
