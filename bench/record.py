@@ -126,9 +126,9 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
-    def on_terminal(self, title: str = "", **looks: Any) -> rich.table.Table:
-        """Return it for the terminal; `looks` goes to `rich.table.Table`."""
-        made = rich.table.Table(title=title, **looks)
+    def on_terminal(self, title: str = "") -> rich.table.Table:
+        """Return it for the terminal."""
+        made = rich.table.Table(title=title)
         for index, heading in enumerate(self.head):
             figures = all(is_figure(line[index]) or not line[index] for line in self.rows)
             made.add_column(Text(heading), justify="right" if figures else "left", overflow="fold")

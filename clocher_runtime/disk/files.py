@@ -14,7 +14,7 @@ import signal
 import stat
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +61,10 @@ class _Mapped:
             return f"it has {found.st_size} bytes, it had {self.nbytes}"
         return None if found.st_mtime_ns == self.mtime_ns else _WRITTEN
 
+    def check(self) -> None:
+        if change := self.change():
+            raise ModelChanged(f"{self.path}: changed since it was loaded: {change}; {_LEAVE}")
+
     def holds(self, address: int) -> bool:
         end = self.address + self.nbytes + -self.nbytes % mmap.PAGESIZE
         return self.address <= address < end
@@ -81,13 +85,8 @@ def _lost_page(address: int) -> str | None:
 
 def check_all_mapped() -> None:
     """Check every mapped model file; see `MappedFile.check_unchanged`."""
-    _check_unchanged(list(_MAPPED.values()))
-
-
-def _check_unchanged(files: Iterable[_Mapped]) -> None:
-    for mapped in files:
-        if change := mapped.change():
-            raise ModelChanged(f"{mapped.path}: changed since it was loaded: {change}; {_LEAVE}")
+    for mapped in list(_MAPPED.values()):
+        mapped.check()
 
 
 @contextmanager
@@ -189,7 +188,7 @@ class MappedFile:
         """
         if self._digest and self._mapped.change() == _WRITTEN and self._sample() == self._digest:
             self._mapped.mtime_ns = os.stat(self._mapped.absolute).st_mtime_ns
-        _check_unchanged([self._mapped])
+        self._mapped.check()
 
     def _sample(self) -> str:
         pages = -(-self.nbytes // mmap.PAGESIZE)
@@ -228,12 +227,11 @@ def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:
     return (data[start : start + _STEP].data for start in range(0, len(data), _STEP))
 
 
-def sha256_of(*arrays: np.ndarray) -> str:
-    """Return the SHA-256 of arrays, one after the other."""
+def sha256_of(array: np.ndarray) -> str:
+    """Return the SHA-256 of an array's bytes."""
     digest = hashlib.sha256()
-    for array in arrays:
-        for piece in byte_pieces(array):
-            digest.update(piece)
+    for piece in byte_pieces(array):
+        digest.update(piece)
     return digest.hexdigest()
 
 
