@@ -11,6 +11,7 @@ import pytest
 from serving import Served, serving, settled
 from starlette.requests import Request
 
+from clocher_runtime.serve import life
 from clocher_runtime.serve.edge import HELD_BODIES, Bodies
 from clocher_runtime.serve.errors import ApiError
 
@@ -139,6 +140,16 @@ def test_who_has_said_everything_gets_the_answer(server: Served):
         sock.sendall(HEALTH * 3)
         sock.shutdown(socket.SHUT_WR)
         assert all_of(sock).count(b"HTTP/1.1 200 OK") == 3
+
+
+def test_small_writes_do_not_wait_for_acknowledgements():
+    with (
+        life._listen("127.0.0.1", 0) as listening,
+        socket.create_connection(listening.getsockname()),
+    ):
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_who_has_gone_frees_the_engine_at_once(server: Served):

@@ -278,6 +278,8 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     sampling = defaults_of(config, checkpoint)
     if said := told(sampling):
         note(said)
+    for line in checkpoint.notes:
+        note(line)
     note(f"loading {choice.name}; /health says when it is ready")
     return Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, sampling)
 
@@ -314,7 +316,10 @@ def _name_of(choice: ModelChoice) -> str:
 def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        # Connections inherit it. asyncio sets it only where a socket was made with TCP's number.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return listening
     except OSError as error:
         known = error.errno is not None and error.errno > 0
         reason = os.strerror(error.errno or 0) if known else error.strerror
