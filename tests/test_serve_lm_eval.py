@@ -37,13 +37,16 @@ class Both:
         # Over HTTP a window ends one token early: the prompt has what it predicts in it, too.
         self.offline = ClocherLM(str(directory), batch_size=2, context=CONTEXT - 1)
 
-    def http(self, **options: Any) -> LocalCompletionsAPI:
-        """Return what the harness calls `local-completions`."""
+    def http(self, own: bool = False, **options: Any) -> LocalCompletionsAPI:
+        """Return what the harness calls `local-completions`.
+
+        Its tokenizer is the server's, or its `own` one, of the model's directory.
+        """
+        if own:
+            options |= {"tokenizer_backend": "huggingface", "tokenizer": str(self.directory)}
         return LocalCompletionsAPI(
             base_url=f"{self.server.url}/v1/completions",
             model=self.name,
-            tokenizer_backend="huggingface",
-            tokenizer=str(self.directory),
             # The harness takes 2 off: for a token that is made, and for the first of a window.
             max_length=CONTEXT + 1,
             max_retries=1,
@@ -91,8 +94,10 @@ def pairs(both: Both) -> list[tuple[str, str]]:
     return [*halves, *long, *greedy, ("", "class A")]
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 8}, {"num_concurrent": 6}], ids=str)
-def test_scores_are_those_of_the_model(both: Both, options: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "options", [{"batch_size": 8, "own": True}, {"num_concurrent": 6}], ids=str
+)
+def test_scores_are_those_of_the_model(both: Both, options: dict[str, Any]) -> None:
     asked = instances("loglikelihood", *pairs(both))
     expected = both.offline.loglikelihood(asked, disable_tqdm=True)
     found = both.http(**options).loglikelihood(asked, disable_tqdm=True)
@@ -127,7 +132,7 @@ def test_whole_texts_are_scored_window_by_window(both: Both) -> None:
     asked = instances("loglikelihood_rolling", (TEXT[:400],), (TEXT[1000:14000],))
     assert len(both.offline.model.tokenizer.encode(TEXT[1000:14000])) > 2 * CONTEXT
     expected = both.offline.loglikelihood_rolling(asked, True)
-    found = both.http(batch_size=2).loglikelihood_rolling(asked, True)
+    found = both.http(batch_size=2, own=True).loglikelihood_rolling(asked, True)
     assert np.abs(np.subtract(found, expected)).max() <= EXACT
 
 
