@@ -16,6 +16,7 @@ import torch
 from commands import here
 from random_models import prompt_of, randomize
 from safetensors.torch import load_file, save_file
+from serving import serving
 from sessions import make_session
 from transformers import AutoModelForCausalLM, LlamaConfig
 from weight_files import LLAMA, rng
@@ -335,3 +336,14 @@ def test_run_takes_an_adapter(llama_adapter: Path) -> None:
     assert code == 3 and "--lora: no model 'nowhere' here" in err
     code, _, err = here("run", str(llama_adapter), *flags)
     assert code == 3 and "clocher chat own/base --lora" in err
+
+
+def test_the_server_takes_an_adapter_and_a_name_for_the_sum(llama_adapter: Path) -> None:
+    with clocher_runtime.load(LLAMA, device="cpu", lora=llama_adapter) as changed:
+        text = changed.generate("def f(x):", max_new=8)
+    flags = ("--device", "cpu", "--lora", llama_adapter, "--served-model-name", "sum")
+    with serving("--model-dir", LLAMA, *flags) as server:
+        body = {"model": "sum", "prompt": "def f(x):", "max_tokens": 8, "temperature": 0}
+        answer = server.ask("/v1/completions", **body).json()
+        assert answer["choices"][0]["text"] == text
+        assert sum("LoRA, added to" in line for line in server.log) == 1
