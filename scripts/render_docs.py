@@ -122,10 +122,8 @@ def read_docstring(spec: OpSpec) -> tuple[list[str], str, list[str]]:
     """Return a reference's definition, its settings' names, and its source."""
     doc = inspect.cleandoc(spec.reference.__doc__ or "").split("\n\n")
     text = [each for each in doc if not each.startswith(("Args:", "Source:"))]
-    params = {p.name for p in spec.params}
-    names = [n for n in inspect.signature(spec.reference).parameters if n not in params]
     source = [each for each in doc if each.startswith("Source:")]
-    return text, ", ".join(f"`{name}`" for name in names), source
+    return text, ", ".join(f"`{name}`" for name in spec.attributes), source
 
 
 def render_formats() -> str:

@@ -20,7 +20,7 @@ from clocher_kernels import linear, quantize
 from clocher_kernels.cuda.launch import INTERPRETER
 from clocher_kernels.cuda.prepack import as_torch
 from clocher_kernels.errors import FormatError, ShapeError, UnsupportedOp, UsageError
-from clocher_kernels.library.host import LIBRARY, facts
+from clocher_kernels.library.host import LIBRARY, untold
 from clocher_kernels.ops import OPS as CONTRACTS
 from clocher_kernels.ops import ReferenceExecutor
 from clocher_kernels.ops.contract import Case, OpSpec
@@ -57,7 +57,7 @@ def few() -> list[tuple[OpSpec, Case]]:
 def torch_call(run: OpRun, spec: OpSpec) -> dict[str, Any]:
     """Return the arguments of a case as the torch op takes them, by name."""
     case, made = run.case, {}
-    for p in facts(spec.name).given:
+    for p in spec.given:
         value = run.values.get(p.name)
         if isinstance(value, QuantTensor):
             planes = value.format.planes(value.shape)
@@ -66,13 +66,13 @@ def torch_call(run: OpRun, spec: OpSpec) -> dict[str, Any]:
         elif value is not None:
             buffer = run.plan.buffers.get(p.name)
             made[p.name] = as_torch(value.copy(), buffer.dtype if buffer else "f32")
-    made |= {letter: case.sizes[letter] for letter in facts(spec.name).untold}
+    made |= {letter: case.sizes[letter] for letter in untold(spec)}
     return made | dict(case.attrs)
 
 
 def results(spec: OpSpec, made: dict[str, Any], outs: Any) -> dict[str, torch.Tensor]:
     outs = outs if isinstance(outs, tuple | list) else [outs]
-    returned = dict(zip([p.name for p in facts(spec.name).outputs], outs, strict=False))
+    returned = dict(zip([p.name for p in spec.outputs], outs, strict=False))
     return returned | {
         p.name: made[p.name] for p in spec.params if p.kind == "inout" and p.name in made
     }

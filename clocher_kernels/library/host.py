@@ -6,14 +6,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats.base import Format
-from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case, OpSpec, Param, Value, dtype_of, rows_of
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
@@ -31,33 +30,13 @@ _HALF = {"I": "J"}
 """Dimension letter -> the letter of twice its size: gate and up are rows of one matrix."""
 
 
-class Facts(NamedTuple):
-    """Properties of a contract.
-
-    `given` are the caller's arguments, required ones first, `attributes` the scalar ones. `untold`
-    are letters of outputs that no argument has.
-    """
-
-    given: tuple[Param, ...]
-    attributes: Mapping[str, inspect.Parameter]
-    untold: tuple[str, ...]
-    outputs: tuple[Param, ...]
-
-
 @cache
-def facts(name: str) -> Facts:
-    """Return the properties of an op's contract."""
-    spec = OPS[name]
-    params = sorted((p for p in spec.params if p.kind != "out"), key=lambda p: p.optional)
-    outputs = tuple(p for p in spec.params if p.kind == "out")
-    told = {letter for p in params for letter in p.letters}
+def untold(spec: OpSpec) -> tuple[str, ...]:
+    """Return the dimension letters of an op's outputs that no argument has."""
+    told = {letter for p in spec.given for letter in p.letters}
     told |= {half for half, whole in _HALF.items() if whole in told}
-    letters = dict.fromkeys(letter for p in outputs for letter in p.letters)
-    names = {p.name for p in spec.params}
-    taken = inspect.signature(spec.reference).parameters
-    attributes = {name: each for name, each in taken.items() if name not in names}
-    untold = tuple(letter for letter in letters if letter not in told)
-    return Facts(tuple(params), attributes, untold, outputs)
+    letters = dict.fromkeys(letter for p in spec.outputs for letter in p.letters)
+    return tuple(letter for letter in letters if letter not in told)
 
 
 def sizes_of(
@@ -65,7 +44,7 @@ def sizes_of(
 ) -> dict[str, int]:
     """Return the sizes of a call's dimension letters; ShapeError if arguments do not fit."""
     sizes = dict(more)
-    for param in facts(spec.name).given:
+    for param in spec.given:
         shape = shapes.get(param.name)
         if shape is None:
             continue
@@ -111,7 +90,7 @@ def op_plan(
 
 def checked_attributes(spec: OpSpec, attrs: Mapping[str, Attr]) -> dict[str, Attr]:
     """Return all attributes, with defaults; UsageError for a missing or unknown one."""
-    known = facts(spec.name).attributes
+    known = spec.attributes
     for name in attrs.keys() - known:
         raise UsageError(f"{spec.name} has no attribute {name!r}; it has {', '.join(known)}")
     whole = {name: attrs.get(name, each.default) for name, each in known.items()}
@@ -262,7 +241,7 @@ def _require(spec: OpSpec, values: Mapping[str, Value], more: Mapping[str, int])
     for param in spec.params:
         if param.kind != "out" and not param.optional and param.name not in values:
             raise ShapeError(f"{spec.name}: no argument for {param.name!r}")
-    for letter in facts(spec.name).untold:
+    for letter in untold(spec):
         if letter not in more:
             raise UsageError(f"{spec.name}: give the size {letter} of its outputs")
     for name, value in values.items():

@@ -9,6 +9,7 @@ seen.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -230,18 +231,15 @@ def _make_attention(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     return made
 
 
-def _append_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    k = values["k"]
-    assert isinstance(k, np.ndarray)
-    item = STORAGE[str(attrs["cache_dtype"])].itemsize
+def _append_cost(values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
+    k, item = values["k"], STORAGE[str(attrs["cache_dtype"])].itemsize
     return Cost(2 * k.size * (4 + item), 2 * k.size)
 
 
-def _attention_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+def _attention_cost(values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
     q, cache, positions, ends = (values[n] for n in ("q", "k_cache", "positions", "ends"))
-    assert isinstance(q, np.ndarray) and isinstance(cache, np.ndarray)
     window, chunk = int(attrs["window"]), int(attrs.get("chunk", 0))
-    rows: Iterator[tuple[int, int]] = zip(positions, ends, strict=True)  # type: ignore[arg-type]
+    rows = zip(positions, ends, strict=True)
     keys = sum(len(visible_cells(int(p), int(e), 0, window, chunk)) for p, e in rows)
     cell = cache.shape[1] * cache.shape[3] * cache.itemsize
     return Cost(2 * keys * cell + 2 * q.nbytes, 4 * keys * q.shape[1])

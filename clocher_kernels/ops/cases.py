@@ -1,7 +1,7 @@
 """A case of an op as a back end is given it: random inputs, a Plan of one call, what it costs."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -88,7 +88,7 @@ def case_plan(spec: OpSpec, case: Case, values: Mapping[str, Value]) -> Plan:
     return Plan(tokens, rows, buffers, {}, tuple(weights), (call,))
 
 
-def cost(spec: OpSpec, values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+def cost(spec: OpSpec, values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
     """Return what a call costs at least.
 
     If the op does not say: each argument of `values`, outputs too, moves once, "inout" ones twice,
@@ -103,7 +103,7 @@ def cost(spec: OpSpec, values: Mapping[str, Value], attrs: Mapping[str, Attr]) -
     for p in there:
         value = values[p.name]
         nbytes, ids = value.nbytes, selecting.get(p.letters[0])
-        if isinstance(ids, np.ndarray):
+        if ids is not None:
             count = value.shape[0]
             nbytes = nbytes * len(np.unique(nearest(ids, count))) // count
         moved += nbytes * (2 if p.kind == "inout" else 1)
@@ -113,7 +113,5 @@ def cost(spec: OpSpec, values: Mapping[str, Value], attrs: Mapping[str, Attr]) -
         return Cost(moved, 0 if w else spec.flops * max(a.size for a in arrays))
     n, k = values[w.name].shape[-2:]
     chosen = selecting.get(w.letters[0])
-    x = values["x"]
-    assert isinstance(x, np.ndarray)
-    vectors = chosen.size if isinstance(chosen, np.ndarray) else x.size // k
+    vectors = values["x"].size // k if chosen is None else chosen.size
     return Cost(moved, 2 * vectors * n * k)

@@ -13,9 +13,11 @@ over anything. So no op reads or writes beside its arrays, whatever they hold. W
 index out of range is read with the nearest one in range, and what is written with one is dropped.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -166,7 +168,7 @@ class Real:
     label: str | None = None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class OpSpec:
     """The contract of an op.
 
@@ -192,12 +194,30 @@ class OpSpec:
     real: tuple[Real, ...] = ()
     rounds: bool = False
     make: Callable[[Case, "np.random.Generator"], dict[str, Value]] | None = None
-    cost: Callable[[Mapping[str, Value], Mapping[str, Attr]], Cost] | None = None
+    cost: Callable[[Mapping[str, Any], Mapping[str, Attr]], Cost] | None = None
     flops: int = 4
 
     def param(self, name: str) -> Param:
         """Return the parameter with this name."""
         return next(p for p in self.params if p.name == name)
+
+    @cached_property
+    def given(self) -> tuple[Param, ...]:
+        """The arguments of a caller, required ones first."""
+        arguments = (p for p in self.params if p.kind != "out")
+        return tuple(sorted(arguments, key=lambda p: p.optional))
+
+    @cached_property
+    def outputs(self) -> tuple[Param, ...]:
+        """What a caller gets."""
+        return tuple(p for p in self.params if p.kind == "out")
+
+    @cached_property
+    def attributes(self) -> Mapping[str, inspect.Parameter]:
+        """The scalar parameters of the reference, by name."""
+        names = {p.name for p in self.params}
+        taken = inspect.signature(self.reference).parameters
+        return {name: each for name, each in taken.items() if name not in names}
 
     @property
     def matrix(self) -> Param | None:

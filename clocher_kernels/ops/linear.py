@@ -189,14 +189,10 @@ def _make_bsr(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     }
 
 
-def _bsr_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    from clocher_kernels.formats.bsr import Bsr
-
-    x, w = values["x"], values["w"]
-    assert isinstance(x, np.ndarray) and isinstance(w, QuantTensor)
-    assert isinstance(w.format, Bsr)
-    stored = w.format.nnzb * w.format.block[0] * w.format.block[1]
-    return Cost(sum(v.nbytes for v in values.values()), 2 * x.shape[0] * stored)
+def _bsr_cost(values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
+    fmt = values["w"].format
+    stored = fmt.nnzb * fmt.block[0] * fmt.block[1]
+    return Cost(sum(v.nbytes for v in values.values()), 2 * len(values["x"]) * stored)
 
 
 def bent(options: Mapping[str, Any], turn: int = 0) -> dict[str, Attr]:

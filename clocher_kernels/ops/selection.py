@@ -188,19 +188,16 @@ def _make_selection(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     return made
 
 
-def _selection_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
-    q, ends = values["q"], values["ends"]
-    assert isinstance(q, np.ndarray) and isinstance(ends, np.ndarray)
-    bounds = values.get("bounds")
-    if not isinstance(bounds, np.ndarray):
+def _selection_cost(values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
+    q, ends, bounds = values["q"], values["ends"], values.get("bounds")
+    if bounds is None:
         return Cost(q.nbytes, 0)
     pages = int(np.clip(ends // int(attrs["cells"]), 0, None).sum())
     return Cost(q.nbytes + pages * bounds.nbytes // len(bounds), 4 * pages * q.shape[1])
 
 
-def _bounds_cost(values: Mapping[str, Value], attrs: Mapping[str, Attr]) -> Cost:
+def _bounds_cost(values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
     cache, ends = values["k_cache"], values["ends"]
-    assert isinstance(cache, np.ndarray) and isinstance(ends, np.ndarray)
     full = int((ends % cache.shape[2] == 0).sum())
     page = cache.nbytes // len(cache)
     return Cost(full * page, 2 * full * page // cache.itemsize)

@@ -22,10 +22,10 @@ from clocher_kernels.library.host import (
     Bound,
     Host,
     bind,
-    facts,
     host,
     one_of_act_prec,
     stays,
+    untold,
 )
 from clocher_kernels.ops import OPS as CONTRACTS
 from clocher_kernels.ops.contract import OpSpec, Param, dtypes_of
@@ -68,7 +68,7 @@ _SCHEMA_TYPES = {int: "int", float: "float", str: "str", bool: "bool"}
 def schema_of(spec: OpSpec) -> str:
     """Return an op's signature in torch's syntax."""
     mutated, args = 0, []
-    for p in facts(spec.name).given:
+    for p in spec.given:
         if p.kind == "matrix":
             args.append(f"Tensor[] {p.name}")
             continue
@@ -79,18 +79,16 @@ def schema_of(spec: OpSpec) -> str:
     for p in spec.params:
         if p.kind == "matrix":
             args += [f"str {p.name}_format", f"SymInt[] {p.name}_shape"]
-    args += [f"SymInt {letter}" for letter in facts(spec.name).untold]
-    by_default = sorted(
-        facts(spec.name).attributes.items(), key=lambda a: a[1].default is not _EMPTY
-    )
+    args += [f"SymInt {letter}" for letter in untold(spec)]
+    by_default = sorted(spec.attributes.items(), key=lambda a: a[1].default is not _EMPTY)
     for name, each in by_default:
         default = f'"{each.default}"' if each.annotation is str else each.default
         said = "" if each.default is _EMPTY else f"={default}"
         args.append(f"{_SCHEMA_TYPES[each.annotation]} {name}{said}")
     if _takes_codes(spec):
         args.append('str act_prec=""')
-    outs = ", ".join(["Tensor"] * len(facts(spec.name).outputs))
-    return f"({', '.join(args)}) -> {outs if len(facts(spec.name).outputs) == 1 else f'({outs})'}"
+    outs = ", ".join(["Tensor"] * len(spec.outputs))
+    return f"({', '.join(args)}) -> {outs if len(spec.outputs) == 1 else f'({outs})'}"
 
 
 _LIBRARY = torch.library.Library("clocher", "DEF")  # type: ignore[no-untyped-call]
@@ -102,16 +100,16 @@ def _takes_codes(spec: OpSpec) -> bool:
 
 
 def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dict[str, Any]:
-    names = [p.name for p in facts(spec.name).given]
+    names = [p.name for p in spec.given]
     whole = {**dict(zip(names, positional, strict=False)), **named}
     return {name: value for name, value in whole.items() if value is not None}
 
 
 def _fake(spec: OpSpec, found: Arguments) -> list[torch.Tensor]:
-    told, lead = sizes(spec, found), found[facts(spec.name).given[0].name]
+    told, lead = sizes(spec, found), found[spec.given[0].name]
     return [
         lead.new_empty([told[d] for d in p.letters], dtype=type_of(spec, p, found))
-        for p in facts(spec.name).outputs
+        for p in spec.outputs
     ]
 
 
@@ -119,11 +117,11 @@ def _on_cpu(
     spec: OpSpec, found: Arguments, positional: Sequence[Any], named: Arguments
 ) -> list[torch.Tensor]:
     """Execute an op on the CPU, with as many threads as torch has."""
-    attrs = {name: found[name] for name in facts(spec.name).attributes if name in found}
+    attrs = {name: found[name] for name in spec.attributes if name in found}
     values: dict[str, Any] = {}
     types: dict[str, str] = {}
     bound: Bound | None = None
-    for p in facts(spec.name).given:
+    for p in spec.given:
         if p.name not in found:
             continue
         given_value = found[p.name]
@@ -155,10 +153,10 @@ def _on_cpu(
         attrs,
         {} if bound is None else bound,
         team(),
-        more={name: found[name] for name in facts(spec.name).untold},
+        more={name: found[name] for name in untold(spec)},
         act_prec=found.get("act_prec", ""),
     )
-    outs = [(p.name, type_of(spec, p, found)) for p in facts(spec.name).outputs]
+    outs = [(p.name, type_of(spec, p, found)) for p in spec.outputs]
     keep(spec, positional, named, op, types, outs)
     made = op.run(values, sizes(spec, found)["M"])
     return [torch.from_numpy(made[name]).to(dtype) for name, dtype in outs]
@@ -168,14 +166,14 @@ def _run(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> list[torc
     if again := repeat(spec.name, positional, named):
         return again
     found = _arguments(spec, positional, named)
-    lead = found[facts(spec.name).given[0].name]
+    lead = found[spec.given[0].name]
     for name, value in found.items():
         each = value if isinstance(value, list | tuple) else [value]
         for tensor in each:
             if isinstance(tensor, torch.Tensor) and tensor.device != lead.device:
                 raise DeviceError(
                     f"{spec.name}: {name!r} is on {tensor.device} and "
-                    f"{facts(spec.name).given[0].name!r} on {lead.device}; move one of them"
+                    f"{spec.given[0].name!r} on {lead.device}; move one of them"
                 )
     one_of_act_prec(found.get("act_prec", ""))
     if not sizes(spec, found)["M"]:

@@ -10,7 +10,7 @@ from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Device, current_device, execute
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
 from clocher_kernels.formats import Format
-from clocher_kernels.library.host import checked_attributes, facts, op_plan
+from clocher_kernels.library.host import checked_attributes, op_plan
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.contract import OpSpec
 from clocher_kernels.plan import Attr, Plan
@@ -46,12 +46,10 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
     Weights are rearranged on first use, which CUDA graphs cannot capture: call the op once before.
     CPU tensors need the device `launch.INTERPRETER`.
     """
-    attrs = checked_attributes(
-        spec, {n: found[n] for n in facts(spec.name).attributes if n in found}
-    )
+    attrs = checked_attributes(spec, {n: found[n] for n in spec.attributes if n in found})
     values: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
-    for p in facts(spec.name).given:
+    for p in spec.given:
         if p.name not in found:
             continue
         if p.kind == "matrix":
@@ -70,8 +68,8 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
         tuple(attrs.items()),
         found.get("act_prec") or "fp32",
     )
-    own = {p.name: type_of(spec, p, found) for p in facts(spec.name).outputs}
-    lead = values[facts(spec.name).given[0].name]
+    own = {p.name: type_of(spec, p, found) for p in spec.outputs}
+    lead = values[spec.given[0].name]
     for name, buffer in plan.buffers.items():
         if name not in values:
             dtype = own.get(name, TORCH_DTYPES[buffer.dtype])
@@ -82,7 +80,7 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
     for each in plan.calls:
         arguments = {param: values[name] for param, name in each.args.items()}
         execute(LOWER[each.op](**arguments, **each.attrs, device=device))
-    return [values[p.name] for p in facts(spec.name).outputs]
+    return [values[p.name] for p in spec.outputs]
 
 
 def _matrix(found: Mapping[str, Any], name: str) -> DeviceTensor:

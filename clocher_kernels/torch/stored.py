@@ -16,7 +16,7 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import Format, Plane, parse_format
 from clocher_kernels.formats.bsr import Bsr
-from clocher_kernels.library.host import Bound, BoundOp, facts, sizes_of
+from clocher_kernels.library.host import Bound, BoundOp, sizes_of, untold
 from clocher_kernels.ops.contract import OpSpec, Param, dtypes_of
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -106,16 +106,16 @@ def sizes(spec: OpSpec, found: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the dimension letters stand for, checked."""
     shapes = {
         p.name: found[f"{p.name}_shape"] if p.kind == "matrix" else found[p.name].shape
-        for p in facts(spec.name).given
+        for p in spec.given
         if p.name in found
     }
-    told: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in facts(spec.name).untold})
+    told: dict[str, Any] = sizes_of(spec, shapes, {n: found[n] for n in untold(spec)})
     return told
 
 
 def type_of(spec: OpSpec, param: Param, found: Mapping[str, Any]) -> torch.dtype:
     """Return the type of an output."""
-    lead: torch.dtype = found[facts(spec.name).given[0].name].dtype
+    lead: torch.dtype = found[spec.given[0].name].dtype
     own: torch.dtype = TYPES[param.dtypes[0]]
     return lead if param.narrow and lead in _FLOATS else own
 
@@ -218,7 +218,7 @@ def keep(
     if key is None:
         return
     held, rows = [], []
-    for place, (param, value) in enumerate(zip(facts(spec.name).given, positional, strict=False)):
+    for place, (param, value) in enumerate(zip(spec.given, positional, strict=False)):
         if value is None:
             continue
         if param.name in types:

@@ -24,7 +24,6 @@ M and R are the step's numbers by then, `a.rec` and `a.ctl` the addresses of the
 control block.
 """
 
-import inspect
 from collections import namedtuple
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
@@ -67,12 +66,6 @@ def reader(record: type) -> Any:
 
 
 @cache
-def parameters_of(reference: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of the reference of an op."""
-    return inspect.signature(reference).parameters
-
-
-@cache
 def contract_fields(spec: OpSpec) -> dict[str, Any]:
     """Return the fields that the contract of an op gives: name -> kind, or int for an address."""
     fields: dict[str, Any] = {}
@@ -82,10 +75,9 @@ def contract_fields(spec: OpSpec) -> dict[str, Any]:
         if rows_of(param):
             fields[letters[0]] = COUNT
     fields |= {param.name: int for param in spec.params if param.kind != "matrix"}
-    names = {param.name for param in spec.params}
-    for name, parameter in parameters_of(spec.reference).items():
-        if name not in names and parameter.annotation in (int, float):
-            fields[name] = parameter.annotation
+    for name, attribute in spec.attributes.items():
+        if attribute.annotation in (int, float):
+            fields[name] = attribute.annotation
     return fields
 
 

@@ -25,7 +25,7 @@ from clocher_kernels.ops.contract import OpSpec, Param, Value
 from clocher_kernels.plan import Attr, Buffer, Call
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes.jit import Kernel, device
-from cpu_fallback.lanes.record import COUNT, contract_fields, parameters_of, words
+from cpu_fallback.lanes.record import COUNT, contract_fields, words
 from cpu_fallback.lanes.record import Value as Field
 from cpu_fallback.team.placement import Asked
 from cpu_fallback.team.tape import Launch
@@ -89,7 +89,7 @@ class BoundCall:
         """Return an attribute of the call; if it is not there, the reference's default."""
         if name in self._call.attrs:
             return self._call.attrs[name]
-        default = parameters_of(self.spec.reference)[name].default
+        default = self.spec.attributes[name].default
         if default is inspect.Parameter.empty:
             raise ShapeError(f"{self.spec.name}: no attribute {name!r}")
         given: Attr = default
