@@ -58,9 +58,11 @@ def _bf16(b: Any, codes: Any) -> Any:
 
 
 def emit_half(b: Any, codes: Any, by_bits: bool = not CURRENT.f16c) -> Any:
-    """Emit fp32 of fp16, i16 [16]."""
+    """Emit fp32 of fp16, i16 [n], of 16 if by bits."""
     if not by_bits:
-        return b.fpext(b.bitcast(codes, HALF), F32.llvm)
+        count = codes.type.count
+        half = b.bitcast(codes, ir.VectorType(ir.HalfType(), count))
+        return b.fpext(half, ir.VectorType(FLOAT, count))
     wide = b.zext(codes, I32.llvm)
     magnitude = b.shl(b.and_(wide, constant(I32, 0x7FFF)), constant(I32, 13))
     # The exponent is 112 too small; multiplying mends that, for subnormals too.
@@ -73,16 +75,21 @@ def emit_half(b: Any, codes: Any, by_bits: bool = not CURRENT.f16c) -> Any:
 
 
 def _e5m2(b: Any, codes: Any) -> Any:
-    return emit_half(b, b.shl(b.zext(codes, _U16), constant(_U16, 8)))
+    """Emit fp32 of the upper bytes of fp16, i8 [n]."""
+    shorts = ir.VectorType(INT16, codes.type.count)
+    return emit_half(b, b.shl(b.zext(codes, shorts), constant(shorts, 8)))
+
+
+def emit_e4m3_bits(b: Any, codes: Any) -> Any:
+    """Emit fp16 of 2^-8 times e4m3, i8 [n], which makes subnormals come out right; NaN does not."""
+    shorts = ir.VectorType(INT16, codes.type.count)
+    return b.and_(b.shl(b.sext(codes, shorts), constant(shorts, 7)), constant(shorts, 0xBFFF))
 
 
 def _e4m3(b: Any, codes: Any) -> Any:
-    """Emit the code as an fp16 of 2^-8 times its value, which makes subnormals come out right."""
-    wide = b.sext(codes, _U16)
-    bits = b.and_(b.shl(wide, constant(_U16, 7)), constant(_U16, 0xBFFF))
-    magnitude = b.and_(wide, constant(_U16, 0x7F))
+    magnitude = b.and_(b.sext(codes, _U16), constant(_U16, 0x7F))
     nan = b.icmp_signed("==", magnitude, constant(_U16, 0x7F))
-    bits = b.select(nan, constant(_U16, 0x7E00), bits)
+    bits = b.select(nan, constant(_U16, 0x7E00), emit_e4m3_bits(b, codes))
     return b.fmul(emit_half(b, bits), constant(F32, 256.0))
 
 
@@ -182,13 +189,6 @@ to_e5m2 = device(lambda x: _narrow(x, 21, 112, 0x47600000, 0x7F, 7))
 to_f16_bits = device(lambda x: _narrow(x, 13, 112, 143 << 23, 0x7E00, 15))
 _to_f16 = op(I32, F32)(lambda b, x: b.zext(b.bitcast(b.fptrunc(x, HALF), _U16), I32.llvm))
 to_f16 = _to_f16 if CURRENT.f16c else to_f16_bits  # Convert fp32 to fp16 codes
-
-
-@device
-def from_e8m0(codes):
-    """Convert e8m0 codes to fp32: 2^(code - 127), NaN for 255."""
-    bits = v.iselect(v.ieq(codes, v.isplat(0)), v.isplat(0x400000), v.shl(codes, 23))
-    return v.bits_f32(v.iselect(v.ieq(codes, v.isplat(255)), v.isplat(0x7FC00000), bits))
 
 
 F64 = VecT(DOUBLE, LANES)

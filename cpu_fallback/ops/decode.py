@@ -18,6 +18,7 @@ from cpu_fallback.lanes.language import WIDEN, loads_of
 from cpu_fallback.ops.product import PITCH, Weight, weight_at
 
 _SCALES = {"one": 0, "f32": 1, "f16": 2, "bf16": 3, "e8m0": 4}
+_f16, _bf16, _e8m0 = (loads_of(kind)[1] for kind in ("f16", "bf16", "e8m0"))
 
 
 @device
@@ -30,10 +31,10 @@ def scales_at(weight, index, count):
     if kind == 1:
         return v.load_f32_n(scales + 4 * index, count)
     if kind == 2:
-        return v.from_f16(v.load_u16_n(scales + 2 * index, count))
+        return _f16(scales + 2 * index, count)
     if kind == 3:
-        return v.from_bf16(v.load_u16_n(scales + 2 * index, count))
-    return v.from_e8m0(v.load_u8_n(scales + index, count))
+        return _bf16(scales + 2 * index, count)
+    return _e8m0(scales + index, count)
 
 
 @device

@@ -29,27 +29,12 @@ Load = Callable[[Any, ir.VectorType, Any], Any]
 Decode = Callable[..., Any]  # (builder, load, address, what `run` made)
 
 
-def _half(b: Any, bits: Any) -> Any:
-    n = bits.type.count
-    half = b.bitcast(bits, ir.VectorType(ir.HalfType(), n))
-    return b.fpext(half, ir.VectorType(v.FLOAT, n))
-
-
-def _e5m2(b: Any, load: Load, address: Any, n: int = v.LANES) -> Any:
-    """An e5m2 code is the upper byte of an fp16."""
-    shorts = ir.VectorType(v.INT16, n)
-    codes = b.zext(load(b, ir.VectorType(v.INT8, n), address), shorts)
-    return _half(b, b.shl(codes, v.constant(shorts, 8)))
-
-
-def _e4m3(b: Any, load: Load, address: Any, n: int = v.LANES) -> Any:
-    """An e4m3 code shifted into an fp16 is 2^-8 of its value, subnormal ones included.
+def _e4m3(b: Any, codes: Any) -> Any:
+    """Emit 2^-8 of e4m3 codes.
 
     The scale makes up for it: powers of two move from one factor to the other without rounding.
     """
-    shorts = ir.VectorType(v.INT16, n)
-    codes = b.sext(load(b, ir.VectorType(v.INT8, n), address), shorts)
-    return _half(b, b.and_(b.shl(codes, v.constant(shorts, 7)), v.constant(shorts, 0xBFFF)))
+    return v.emit_half(b, v.emit_e4m3_bits(b, codes))
 
 
 def _looked_up(b: Any, load: Load, address: Any, table: Any) -> Any:
@@ -65,9 +50,9 @@ def _int4_table(b: Any, scale: Any, zero: Any) -> Any:
     return b.fmul(b.fsub(codes, zero), scale)
 
 
-def _plain(name: str) -> Decode:
-    widen = v.WIDEN[name]
-    return lambda b, load, address, own=None: widen.convert(b, load(b, widen.element, address))
+def _plain(name: str, convert: Any = None) -> Decode:
+    kind, convert = v.WIDEN[name].element, convert or v.WIDEN[name].convert
+    return lambda b, load, address, own=None: convert(b, load(b, kind, address))
 
 
 def _scaled(decode: Callable[[Any, Load, Any], Any]) -> Decode:
@@ -88,8 +73,8 @@ class Kind(NamedTuple):
     # emits what all columns of a run need of its scale and zero point
     run: Callable[[Any, Any, Any], Any] = lambda b, scale, zero: (scale, zero)
     order: list[int] | None = None  # which of its 16 columns a lane has; None: its own
-    # emits 32 columns at a time, where that takes fewer instructions
-    twice: Callable[[Any, Load, Any, int], Any] | None = None
+    # emits 32 columns of their codes, where that takes fewer instructions
+    twice: Callable[[Any, Any], Any] | None = None
 
     def arranged(self, b: Any, vector: Any) -> Any:
         """Emit a vector in the order that decoded columns have."""
@@ -118,8 +103,8 @@ KINDS = {
 if CURRENT.f16c:
     KINDS |= {
         "f16": Kind(_plain("f16"), 16),
-        "e4m3": Kind(_scaled(_e4m3), 8, 256.0, twice=_e4m3),
-        "e5m2": Kind(_scaled(_e5m2), 8, 1.0, twice=_e5m2),
+        "e4m3": Kind(_scaled(_plain("e4m3", _e4m3)), 8, 256.0, twice=_e4m3),
+        "e5m2": Kind(_scaled(_plain("e5m2")), 8, 1.0, twice=v.WIDEN["e5m2"].convert),
     }
 if CURRENT.avx512:
     KINDS |= {
@@ -196,7 +181,8 @@ def _emit_tile(b: Any, tile: _Tile) -> None:
         def two_steps(r: int, offset: Any) -> None:
             assert code.twice is not None
             address = b.add(lines[r], code.nbytes(b, offset))
-            weights = code.twice(b, v.emit_load, address, 2 * v.LANES)
+            codes = v.emit_load(b, ir.VectorType(v.INT8, 2 * v.LANES), address)
+            weights = code.twice(b, codes)
             for part in (0, v.LANES):
                 here = v.pick(b, weights, range(part, part + v.LANES))
                 add(r, v.behind(b, offset, part), v.emit_load, b.fmul(here, own[r][0]))
