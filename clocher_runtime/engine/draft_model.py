@@ -5,6 +5,7 @@ with the same seeds and temperatures. Rejected tokens' KV cells are overwritten.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import shown
@@ -98,21 +99,8 @@ class DraftModel:
     def warm(self) -> None:
         """Compile everything, and measure what steps cost."""
         self._executor.warm()
-        self._blank(1)
-        self.costs.measure(self._blank)
-
-    def _blank(self, tokens: int) -> int:
-        rows = min(tokens, self._executor.plan.rows)
-        counts = [1] * (rows - 1) + [tokens - rows + 1]
-        ids = [(7919 * i + 1) % self.known_ids for i in range(tokens)]
-        parts: list[Part] = [
-            (Request(ids=ids[i : i + count], queue=OutputQueue(1)), count)
-            for i, count in enumerate(counts)
-        ]
-        began = self._now()
-        self._executor.step(*self._inputs.stage(parts))
-        self._executor.fetch("sampled", rows)
-        return self._now() - began
+        self._inputs.blank(1, self._now)
+        self.costs.measure(partial(self._inputs.blank, now=self._now))
 
     def close(self) -> None:
         """Release the buffers; to be called before the target, whose threads it uses, is closed."""

@@ -1,7 +1,7 @@
 """Execution of a step: drafts, inputs, and the tokens that were drawn."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -76,6 +76,23 @@ class StepInputs:
             self._show(*each)
         self._executor.upload(masks, edits)
         return start, row
+
+    def blank(self, tokens: int, now: Callable[[], int]) -> int:
+        """Execute a step of tokens that belong to no sequence; return nanoseconds."""
+        plan = self._executor.plan
+        rows, logits = min(tokens, plan.rows), plan.buffers.get("logits")
+        vocabulary = logits.shape[1] if logits else 1
+        counts = [1] * (rows - 1) + [tokens - rows + 1]
+        # Varied ids: equal tokens would all read the same experts.
+        ids = [(7919 * i + 1) % vocabulary for i in range(tokens)]
+        parts: list[Part] = [
+            (Request(ids=ids[i : i + count], queue=OutputQueue(1)), count)
+            for i, count in enumerate(counts)
+        ]
+        began = now()
+        self._executor.step(*self.stage(parts))
+        self._executor.fetch("sampled", rows)
+        return now() - began
 
     def _edit(self, request: Request, at: int, end: int) -> tuple[int, int]:
         """Write the edits of a request at a place, and cut its draft to what fits before `end`.
@@ -168,15 +185,8 @@ class Forwards:
     def blank(self, tokens: int = 1) -> int:
         """Execute a step of tokens that belong to no sequence; return nanoseconds."""
         self.forget()
-        logits = self._executor.plan.buffers.get("logits")
-        vocabulary = logits.shape[1] if logits else 1
-        # Varied ids: equal tokens would all read the same experts.
-        ids = [(7919 * i + 1) % vocabulary for i in range(tokens)]
-        blank = Score(ids=ids, queue=OutputQueue(1), scored=lambda position, logits: None)
-        began = self.times.now()
-        self._executor.step(*self.stage([(blank, tokens)]))
-        self._executor.fetch("sampled", tokens)
-        return self.times.now() - began
+        self._pages.changed = False
+        return self._inputs.blank(tokens, self.times.now)
 
     def warm(self, measure: bool = True) -> None:
         """Warm up, and `measure` what drafts cost; else the first forward that has some does."""
