@@ -177,10 +177,3 @@ def fetch_ahead(nbytes: int) -> None:
     from cpu_fallback.team.large_pages import fetch_ahead
 
     fetch_ahead(nbytes)
-
-
-def suffix_automaton() -> Any:
-    """Return the suffix-automaton class that drafts from the sequence itself."""
-    from cpu_fallback.ops.automaton import SuffixAutomaton
-
-    return SuffixAutomaton

@@ -13,7 +13,7 @@ from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine import arguments
 from clocher_runtime.engine.arguments import Constraint, Sampling
-from clocher_runtime.engine.backends import Progress, suffix_automaton
+from clocher_runtime.engine.backends import Progress
 from clocher_runtime.engine.binding import AttentionReads, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of
 from clocher_runtime.engine.generation import Generation, StepLock
@@ -23,7 +23,7 @@ from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
-from clocher_runtime.speculation.draft import SuffixDrafter, Track, first_class
+from clocher_runtime.speculation.draft import SuffixDrafter, Track
 from clocher_runtime.speculation.gate import DraftModelGate
 from clocher_runtime.speculation.speculator import Account, Counts, Speculator, account
 
@@ -90,7 +90,8 @@ class Session:
         speculator = None
         if drafts:
             gate = None if self._draft_model is None else DraftModelGate(self._draft_model)
-            speculator = Speculator(_drafter_of(self.speculate), sizes.rows, gate)
+            alone = self.speculate in ("auto", "suffix")
+            speculator = Speculator(SuffixDrafter if alone else lambda: None, sizes.rows, gate)
         self.scheduler = Scheduler(bound, speculator)
         self.reading = AttentionReads(bound)
         self.changed = ""
@@ -300,11 +301,3 @@ def _speculates(config: EngineConfig) -> bool:
     if config.backend == "stub" and mode not in ("auto", "off"):
         raise UsageError(f"speculate={mode}: the stub has nothing to verify; give off")
     return mode != "off" and config.backend != "stub"
-
-
-def _drafter_of(mode: str) -> Callable[[], SuffixDrafter | None]:
-    """Return what makes the drafter of a sequence, beside a draft model."""
-    if mode not in ("auto", "suffix"):
-        return lambda: None
-    automaton, first = suffix_automaton(), first_class("suffix")
-    return lambda: SuffixDrafter(automaton(), first)

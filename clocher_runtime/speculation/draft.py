@@ -3,7 +3,8 @@
 A class is a drafter and its confidence. First draft tokens are judged even if not sent.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -68,26 +69,70 @@ class AcceptanceRates:
 LEVELS = 6
 """Classes of match length: 1, 2-3, 4-7, 8-15, 16-31 and longer."""
 _LONGEST = 1 << (LEVELS - 1)
-_LEVEL_OF = [min(max(n, 1).bit_length(), LEVELS) - 1 for n in range(_LONGEST + 64)]
+_LEVEL_OF = [min(max(n, 1).bit_length(), LEVELS) - 1 for n in range(_LONGEST + MAX_DRAFT)]
+_TRIED = 8  # places where two tokens stood that are compared
 
 
 class SuffixDrafter:
-    """Drafts what followed the longest repeated suffix (Hu et al. 2024, SAM Decoding).
+    """Drafts what followed the longest end of the sequence that stood there before.
 
-    `automaton`: a `cpu_fallback.ops.automaton.SuffixAutomaton`.
+    It looks for it as LZ77 does: where the last two tokens stood, the newest `_TRIED` places, and
+    where the last draft's match goes on.
     """
 
-    def __init__(self, automaton: Any, kind: int) -> None:
-        self._automaton, self._seen = automaton, 0
-        self._classes = [kind + each for each in _LEVEL_OF]
+    def __init__(self) -> None:
+        self._tokens: dict[int, int] = {}  # token -> its newest place
+        self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> the newest place of the second
+        self._older = array("i")  # place -> the one before it of the same two tokens, or -1
+        self._distance = 0  # from the last match to the end
+        self._classes = [first_class("suffix") + each for each in _LEVEL_OF]
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
-        """Return up to `most` tokens that followed; `ids` only grows between calls."""
-        tokens, length = self._automaton.follow(ids[self._seen :], most)
-        self._seen = len(ids)
+        """Return `most` tokens that followed, if any did; `ids` only grows between calls.
+
+        A match up to the end is taken to repeat.
+        """
+        end = len(ids) - 1
+        self._read(ids, end)
+        found = length = 0
+        for place in self._places(ids, end):
+            if place < length or ids[place - length] != ids[end - length]:
+                continue  # no longer than what is known
+            same = 0
+            while same < min(place + 1, _LONGEST) and ids[place - same] == ids[end - same]:
+                same += 1
+            if same > length:
+                found, length = place, same
+            if same == _LONGEST:
+                break
+        if not length:
+            return NO_DRAFT
+        self._distance = end - found
+        tokens = [ids[found + 1 + i % self._distance] for i in range(most)]
         # Each accepted token lengthens the match behind the next one.
-        first = min(length, _LONGEST)
-        return Draft(tokens, self._classes[first : first + len(tokens)]) if tokens else NO_DRAFT
+        return Draft(tokens, self._classes[length : length + most])
+
+    def _read(self, ids: Sequence[int], end: int) -> None:
+        """Note the places before `end`."""
+        tokens, pairs, older = self._tokens, self._pairs, self._older
+        start = len(older)
+        for place in range(start, end):
+            token = ids[place]
+            pair = ids[place - 1] if place else -1, token
+            older.append(pairs.get(pair, -1))
+            tokens[token] = pairs[pair] = place
+
+    def _places(self, ids: Sequence[int], end: int) -> Iterator[int]:
+        if self._distance:
+            yield end - self._distance
+        place = self._pairs.get((ids[end - 1], ids[end]), -1) if end else -1
+        for _ in range(_TRIED):
+            if place < 0:
+                break
+            yield place
+            place = self._older[place]
+        if (place := self._tokens.get(ids[end], -1)) >= 0:
+            yield place
 
 
 def first_class(source: str) -> int:
