@@ -1,47 +1,29 @@
 """The op table, the only list of ops in the project, and the executor of its references."""
 
-from collections.abc import Generator, Iterator, Mapping
-from functools import cached_property
-from typing import ClassVar
+from collections.abc import Generator, Mapping
 
 import numpy as np
 
-from clocher_kernels.ops import attention, elementwise, linear, moe, quantize, sampling
+from clocher_kernels.ops import (
+    attention,
+    elementwise,
+    linear,
+    moe,
+    quantize,
+    sampling,
+    selection,
+    skip,
+)
 from clocher_kernels.ops.contract import OpSpec
 from clocher_kernels.plan import Call, Executor, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 
-
-class _Table(Mapping[str, OpSpec]):
-    """Op name -> contract; those of ops that few models have are imported when asked for."""
-
-    _usual: ClassVar = {
-        spec.name: spec
-        for module in (elementwise, quantize, linear, moe, attention, sampling)
-        for spec in module.SPECS
-    }
-
-    @cached_property
-    def _all(self) -> Mapping[str, OpSpec]:
-        from clocher_kernels.ops import selection, skip
-
-        modules = (elementwise, quantize, linear, skip, moe, attention, selection, sampling)
-        return {spec.name: spec for module in modules for spec in module.SPECS}
-
-    def __getitem__(self, name: str) -> OpSpec:
-        """Return the contract of an op."""
-        return self._usual[name] if name in self._usual else self._all[name]
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over all names, in the order of docs/ops.md."""
-        return iter(self._all)
-
-    def __len__(self) -> int:
-        """Return how many ops there are."""
-        return len(self._all)
-
-
-OPS = _Table()
+OPS: Mapping[str, OpSpec] = {
+    spec.name: spec
+    for module in (elementwise, quantize, linear, skip, moe, attention, selection, sampling)
+    for spec in module.SPECS
+}
+"""Op name -> contract, in the order of docs/ops.md."""
 
 __all__ = ["OPS", "OpSpec", "ReferenceExecutor", "matrices", "of_experts", "written"]
 
