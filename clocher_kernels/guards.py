@@ -80,14 +80,14 @@ _RECLAIMED = ("inactive_file", "active_file")
 def available(root: Path = ROOT) -> int | None:
     """Return the allocatable bytes, by `MemAvailable` and cgroup limits; None if unknown."""
     known = [_left(version, group) for version, group in groups("memory", root)]
-    kib = _fields(read(root / "proc/meminfo")).get("MemAvailable:")
+    kib = fields(read(root / "proc/meminfo")).get("MemAvailable:")
     known.append(None if kib is None else kib << 10)
     return min((nbytes for nbytes in known if nbytes is not None), default=None)
 
 
 def unused(root: Path = ROOT) -> int:
     """Return the bytes of memory that hold nothing, no page cache either; 0 if unknown."""
-    return _fields(read(root / "proc/meminfo")).get("MemFree:", 0) << 10
+    return fields(read(root / "proc/meminfo")).get("MemFree:", 0) << 10
 
 
 def require(nbytes: int, what: str, instead: str, root: Path = ROOT) -> None:
@@ -104,11 +104,11 @@ def _left(version: int, group: Path) -> int | None:
     most, now = read(group / limit), read(group / used)
     if not (most.isdigit() and now.isdigit()):
         return None
-    stat = _fields(read(group / "memory.stat"))
+    stat = fields(read(group / "memory.stat"))
     return max(0, int(most) - int(now) + sum(stat.get(prefix + name, 0) for name in _RECLAIMED))
 
 
-def _fields(text: str) -> dict[str, int]:
+def fields(text: str) -> dict[str, int]:
     """Parse lines like "name 123" or "name: 123 kB"."""
     pairs = (line.split()[:2] for line in text.splitlines())
     return {p[0]: int(p[1]) for p in pairs if len(p) == 2 and p[1].isdigit()}

@@ -16,7 +16,7 @@ from kernel_run import kernel_cache
 from clocher_kernels import guards
 from clocher_kernels.errors import WindowError
 from cpu_fallback.lanes import jit, objects
-from cpu_fallback.lanes.jit import Kernel, kernel
+from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.lanes.objects import ObjectCache
 from cpu_fallback.team import tape
@@ -104,7 +104,7 @@ def test_machine_code_finds_its_constants_between_gigabytes_of_models() -> None:
     assert (done.returncode, done.stdout.splitlines()[1:]) == (0, ["linked"]), done.stderr
 
 
-@kernel
+@Kernel
 def answer(rec, ctl, rank, size, scratch):
     """Store 42."""
     write_i64(rec, 42)
@@ -135,7 +135,7 @@ def test_a_damaged_file_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nothing_is_compiled_in_a_timed_window() -> None:
     jit.warm([tape.lead])
 
-    @kernel
+    @Kernel
     def late(rec, ctl, rank, size, scratch):
         write_i64(rec, read_i64(ctl))
 
@@ -151,7 +151,7 @@ def test_nothing_is_compiled_in_a_timed_window() -> None:
 
 @pytest.mark.usefixtures("kernel_cache")
 def test_a_kernel_that_may_raise_is_refused() -> None:
-    @kernel
+    @Kernel
     def careless(rec, ctl, rank, size, scratch):
         if read_i64(rec):
             raise ValueError("nobody sees this")
@@ -165,7 +165,7 @@ def test_the_users_own_numba_settings_stay() -> None:
     names = ("LOOP_VECTORIZE", "SLP_VECTORIZE", "CACHE_DIR", "CPU_NAME", "CPU_FEATURES")
     before = {name: getattr(numba.config, name) for name in names}
 
-    @kernel
+    @Kernel
     def other(rec, ctl, rank, size, scratch):
         write_i64(rec, 7)
 

@@ -94,32 +94,26 @@ def test_nothing_to_touch_is_an_error():
         WorkTouch([np.zeros(0, np.uint8)], 1, 256)
 
 
+class Usage:
+    ru_maxrss = 4096
+
+
 def test_peak_memory_prefers_vmhwm(tmp_path):
     status = tmp_path / "status"
     status.write_text("Name:\tx\nVmPeak:\t  999 kB\nVmHWM:\t  123 kB\nVmRSS:\t 7 kB\n")
-    assert rss_peak_bytes(status, lambda: 5) == 123 * 1024
+    assert rss_peak_bytes(status) == 123 * 1024
 
 
 @pytest.mark.parametrize("content", ["", "Name:\tx\n", "VmHWM:\n", "VmHWM:\tmany kB\n"])
-def test_peak_memory_falls_back_to_getrusage(tmp_path, content):
+def test_peak_memory_falls_back_to_getrusage(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(probes.resource, "getrusage", lambda who: Usage)
     status = tmp_path / "status"
     status.write_text(content)
-    assert rss_peak_bytes(status, lambda: 5) == 5
-    assert rss_peak_bytes(tmp_path / "absent", lambda: 5) == 5
-
-
-def test_peak_memory_is_zero_when_nothing_knows_it(tmp_path):
-    def broken() -> int:
-        raise OSError
-
-    assert rss_peak_bytes(tmp_path / "absent", broken) == 0
+    assert rss_peak_bytes(status) == rss_peak_bytes(tmp_path / "absent") == 4096 * 1024
 
 
 @pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
 def test_getrusage_unit_depends_on_the_platform(tmp_path, monkeypatch, platform, factor):
-    class Usage:
-        ru_maxrss = 4096
-
     monkeypatch.setattr(probes.sys, "platform", platform)
     monkeypatch.setattr(probes.resource, "getrusage", lambda who: Usage)
     assert rss_peak_bytes(tmp_path / "absent") == 4096 * factor

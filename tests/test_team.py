@@ -12,7 +12,7 @@ import pytest
 from kernel_run import kernel_cache
 
 from clocher_kernels.errors import DeviceError, UsageError
-from cpu_fallback.lanes.jit import kernel, warm
+from cpu_fallback.lanes.jit import Kernel, warm
 from cpu_fallback.lanes.memory import read_i64, write_i64
 from cpu_fallback.team import tape
 from cpu_fallback.team.placement import Hints
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.usefixtures("kernel_cache")
 __all__ = ["kernel_cache"]
 
 
-@kernel
+@Kernel
 def mark(rec, ctl, rank, size, scratch):
     """Count up this thread's slot. Fields: slots, errors."""
     slot = read_i64(rec) + 8 * rank
     write_i64(slot, read_i64(slot) + 1)
 
 
-@kernel
+@Kernel
 def compare(rec, ctl, rank, size, scratch):
     """Count the slots that differ from this thread's. Fields: slots, errors."""
     mine = read_i64(read_i64(rec) + 8 * rank)
@@ -39,21 +39,21 @@ def compare(rec, ctl, rank, size, scratch):
             fetch_add(read_i64(rec + 8), 1)
 
 
-@kernel
+@Kernel
 def touch(rec, ctl, rank, size, scratch):
     """Write this thread's scratch. Fields: bytes."""
     for i in range(0, read_i64(rec), 8):
         write_i64(scratch + i, rank)
 
 
-@kernel
+@Kernel
 def tally(rec, ctl, rank, size, scratch):
     """Count the calls for each share. Fields: counts [size], last size."""
     fetch_add(read_i64(rec) + 8 * rank, 1)
     write_i64(read_i64(rec + 8), size)
 
 
-@kernel
+@Kernel
 def dawdle(rec, ctl, rank, size, scratch):
     """Count shares by thread; thread 0 takes its time. Fields: counts [threads], its scratch."""
     me = 1

@@ -190,8 +190,6 @@ def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
     """Return how a session decodes blocks; None: autoregressively. Raises UsageError."""
     blocks = spec.diffusion
     if blocks is None:
-        if asked in ("auto", "off"):
-            return None
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"

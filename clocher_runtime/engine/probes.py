@@ -2,14 +2,14 @@
 
 import resource
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from clocher_kernels.errors import DeviceError, ModelError
-from clocher_kernels.guards import available
+from clocher_kernels.guards import available, fields, read
 from clocher_kernels.plan import Touch
 from clocher_runtime.engine.backends import reader
 from clocher_runtime.models.inventory import EMBED
@@ -20,26 +20,12 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
-def _getrusage_bytes() -> int:
+def rss_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
+    """Return the peak resident set size in bytes, of `VmHWM` or getrusage."""
+    if kib := fields(read(status)).get("VmHWM:"):
+        return kib << 10
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def rss_peak_bytes(
-    status: Path = Path("/proc/self/status"), fallback: Callable[[], int] = _getrusage_bytes
-) -> int:
-    """Return the peak resident set size in bytes, of `VmHWM` or getrusage; 0 if unknown."""
-    try:
-        for line in status.read_text(encoding="ascii", errors="replace").splitlines():
-            name, _, value = line.partition(":")
-            if name == "VmHWM":
-                return int(value.split()[0]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    try:
-        return max(fallback(), 0)
-    except OSError:
-        return 0
+    return peak if sys.platform == "darwin" else peak << 10
 
 
 def rss_peak_mib() -> float:

@@ -1,8 +1,8 @@
 """Compile Python functions to machine code, once per machine.
 
-`@device` marks a piece that is inlined into kernels. `@kernel` marks what the tape calls:
+`@device` marks a piece that is inlined into kernels. `@Kernel` marks what the tape calls:
 
-    @kernel
+    @Kernel
     def rms_norm(rec, ctl, rank, size, scratch): ...
 
         rec      address of the launch's int64 fields
@@ -221,11 +221,6 @@ class Kernel:
 
     def __repr__(self) -> str:
         return f"<kernel {self.name}>"
-
-
-def kernel(function: Callable[..., Any]) -> Kernel:
-    """Mark a function (rec, ctl, rank, size, scratch) as one that the tape calls."""
-    return Kernel(function)
 
 
 def warm(kernels: Iterable[Kernel], progress: Progress | None = None) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import kernel
+from cpu_fallback.lanes.jit import Kernel
 from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import HUGE, allocate
 from cpu_fallback.team.placement import Hints
@@ -33,7 +33,7 @@ class _Share(NamedTuple):
 _share_at = reader(_Share)
 
 
-@kernel
+@Kernel
 def read_share(rec, ctl, rank, size, scratch):
     """Read this thread's share; write a value that depends on every byte of it."""
     share = _share_at(rec)

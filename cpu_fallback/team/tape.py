@@ -42,7 +42,7 @@ from llvmlite.binding import get_process_triple
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, kernel, void
+from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import reader, words
 
 M, R, TAPES, SCRATCH, SCRATCH_BYTES, STEP_NS = range(6)
@@ -333,7 +333,7 @@ class Column(NamedTuple):
 _column_at = reader(Column)
 
 
-@kernel
+@Kernel
 def stamp(rec, ctl, rank, size, scratch):
     """Write the time of this thread."""
     column = _column_at(rec)
