@@ -95,7 +95,7 @@ def test_router_weighs_nothing_by_what_is_no_number(score: str) -> None:
         ("route", {"M": 1, "E": 8, "A": 9}, {}, "9 experts of 8"),
         ("route", {"M": 1, "E": 8, "A": 2}, {"groups": 3, "group_top": 1}, "one size"),
         ("route", {"M": 1, "E": 8, "A": 2}, {"groups": 2, "group_top": 3}, "no more than"),
-        ("route", {"M": 1, "E": 8, "A": 2}, {"score": "best"}, "no scores 'best'"),
+        ("route", {"M": 1, "E": 8, "A": 2}, {"score": "best"}, "score='best'"),
         ("rope", {"M": 1, "F": 60, "P": 12, "C": 4}, {"head": 20}, "rotate 24"),
         ("rope", {"M": 1, "F": 60, "P": 5, "C": 4}, {"head": 16}, "not a multiple of 16"),
         ("join_heads", {"M": 1, "F": 5, "G": 8, "Y": 16}, {"heads": 2}, "expected 4"),

@@ -165,21 +165,37 @@ def emit_prefetch(b: Any, address: Any, level: int = 2) -> None:
 prefetch = op(void, i64)(emit_prefetch)  # ask for a cache line, into the second cache
 
 
-@device
-def load_up_to(address, count):
-    """Return 16 fp32, zeros behind the first `count` if these are fewer."""
-    if count >= 16:
-        return load_f32(address)
-    return load_f32_n(address, count)
+def loads_up_to(load: Any, load_n: Any) -> Any:
+    """Return the device (address, count) that loads 16 lanes, the first `count` if these are fewer.
+
+    The other lanes are zeros.
+    """
+
+    @device
+    def up_to(address, count):
+        if count >= 16:
+            return load(address)
+        return load_n(address, count)
+
+    return up_to
 
 
-@device
-def store_up_to(address, x, count):
-    """Store 16 fp32, or the first `count` if these are fewer."""
-    if count >= 16:
-        store_f32(address, x)
-    else:
-        store_f32_n(address, x, count)
+def stores_up_to(store: Any, store_n: Any) -> Any:
+    """Return the device (address, x, count) that stores them."""
+
+    @device
+    def up_to(address, x, count):
+        if count >= 16:
+            store(address, x)
+        else:
+            store_n(address, x, count)
+
+    return up_to
+
+
+load_up_to, load_u8_up_to = loads_up_to(load_f32, load_f32_n), loads_up_to(load_u8, load_u8_n)
+store_up_to = stores_up_to(store_f32, store_f32_n)
+store_u8_up_to = stores_up_to(store_u8, store_u8_n)
 
 
 def _transposed(b: Any, rows: Any, place: Any) -> list[Any]:

@@ -31,7 +31,7 @@ from cpu_fallback.ops.attention_block import LONGEST, TURNED_ROWS, block, score_
 from cpu_fallback.ops.attention_codes import CHUNK, CODES, code_query
 from cpu_fallback.ops.attention_tiles import BLOCK, FLOATS, SCORES, STATE
 from cpu_fallback.ops.bind import BoundCall, share
-from cpu_fallback.ops.kv import kv_of, padded
+from cpu_fallback.ops.kv import kv_of, padded, query_heads
 from cpu_fallback.team.tape import Launch
 
 ROWS = 256  # Rows of a tile at most, if the heads of one token are not more
@@ -216,13 +216,8 @@ def merge(a, rank, size, scratch):
 
 
 def _attention(call: BoundCall) -> list[Launch]:
-    kv_heads, d, width = call.dim("H"), call.dim("D"), call.dim("F")
-    group = width // (kv_heads * d)
-    if width != group * kv_heads * d or not group:
-        raise ShapeError(
-            f"attention: 'q' has {width} columns; expected a multiple of {kv_heads} key/value "
-            f"heads x {d}"
-        )
+    kv_heads, d = call.dim("H"), call.dim("D")
+    group = query_heads(call, d)
     if call.has("sinks") and call.dim("N") != kv_heads * group:
         raise ShapeError(
             f"attention: {call.dim('N')} sinks; expected one for each of {kv_heads * group} heads"

@@ -16,11 +16,12 @@ selects something goes through `within`, or what it selects is not written (`ops
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.errors import ShapeError
+from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.ops.contract import OpSpec, Param, Value
 from clocher_kernels.plan import Attr, Buffer, Call
 from clocher_kernels.quant_tensor import QuantTensor
@@ -29,6 +30,8 @@ from cpu_fallback.lanes.record import COUNT, contract_fields, words
 from cpu_fallback.lanes.record import Value as Field
 from cpu_fallback.team.placement import Asked
 from cpu_fallback.team.tape import Launch
+
+T = TypeVar("T")
 
 _COUNT = {"M": -1, "R": -2}
 """What a record has for the step's number of tokens or rows, in place of a size."""
@@ -94,6 +97,16 @@ class BoundCall:
             raise ShapeError(f"{self.spec.name}: no attribute {name!r}")
         given: Attr = default
         return given
+
+    def choice(self, name: str, known: Mapping[str, T]) -> T:
+        """Return what an attribute names in a table. Raises UnsupportedOp."""
+        wanted = str(self.attr(name))
+        if wanted not in known:
+            raise UnsupportedOp(
+                f"{self.spec.name}: no CPU kernel for {name}={wanted!r}; there are "
+                f"{', '.join(known)}"
+            )
+        return known[wanted]
 
     def dim(self, letter: str) -> int:
         """Return the size that a dimension letter stands for, at capacity."""

@@ -51,7 +51,7 @@ def _f32(weight, expert, row, count, k0, k1, panel):
 
 def _numbers(kind: str) -> Callable[..., int]:
     """Return the decoder of a kind of number, by runs that share scale and, of u4, zero point."""
-    bits, (get, get_n), has_zero = WIDEN[kind].bits, loads_of(kind), kind == "u4"
+    bits, get, has_zero = WIDEN[kind].bits, v.loads_up_to(*loads_of(kind)), kind == "u4"
 
     def decoder(weight, expert, row, count, k0, k1, panel):
         w = weight_at(weight)
@@ -67,18 +67,13 @@ def _numbers(kind: str) -> Callable[..., int]:
                 if w.zeros:
                     zero = v.splat(np.float32(v.read_u8(w.zeros + index)))
                 index += 1
-                while k + 16 <= end:
-                    value = get(line + (bits * k >> 3))
+                while k < end:
+                    value = get(line + (bits * k >> 3), end - k)
                     if has_zero:
                         value = v.sub(value, zero)
-                    v.store_f32(out + 4 * k, v.mul(value, scale))
+                    v.store_up_to(out + 4 * k, v.mul(value, scale), end - k)
                     k += 16
-                if k < end:
-                    value = get_n(line + (bits * k >> 3), end - k)
-                    if has_zero:
-                        value = v.sub(value, zero)
-                    v.store_f32_n(out + 4 * k, v.mul(value, scale), end - k)
-                    k = end
+                k = end
         return panel
 
     return decoder
@@ -93,14 +88,9 @@ def _ternary(weight, expert, row, count, k0, k1, panel):
         line = w.codes + r % packed * w.stride
         shift = 2 * (r // packed)
         out = panel + (r - row) * PITCH - 4 * k0
-        k = k0
-        while k + 16 <= k1:
-            digit = v.isub(v.iand(v.shr(v.load_u8(line + k), shift), three), one)
-            v.store_f32(out + 4 * k, v.mul(v.to_f32(digit), scale))
-            k += 16
-        if k < k1:
-            digit = v.isub(v.iand(v.shr(v.load_u8_n(line + k, k1 - k), shift), three), one)
-            v.store_f32_n(out + 4 * k, v.mul(v.to_f32(digit), scale), k1 - k)
+        for k in range(k0, k1, 16):
+            digit = v.isub(v.iand(v.shr(v.load_u8_up_to(line + k, k1 - k), shift), three), one)
+            v.store_up_to(out + 4 * k, v.mul(v.to_f32(digit), scale), k1 - k)
     return panel
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, STORAGE
-from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.language import WIDEN, loads_of
@@ -50,8 +50,9 @@ read_lines = v.caller(5)  # (reader, plane, lines, count, d, panel)
 
 def _floats(name: str, encode: Any, put: Any, put_n: Any) -> KvDtype:
     """Return the kernels of a KV dtype without scales."""
-    item, (get, get_n) = WIDEN[name].bits // 8, loads_of(name)
-    store, store_n = put, put_n
+    item, get = WIDEN[name].bits // 8, v.loads_up_to(*loads_of(name))
+    store = v.stores_up_to(put, put_n)
+    code = device(lambda x: x)
     if encode is not None:
         largest = np.float32(LARGEST[name])
 
@@ -61,34 +62,17 @@ def _floats(name: str, encode: Any, put: Any, put_n: Any) -> KvDtype:
             near = v.minimum(v.maximum(x, v.splat(-largest)), v.splat(largest))
             return encode(v.fma(x, v.zero(), near))
 
-        store = device(lambda address, x: put(address, code(x)))
-        store_n = device(lambda address, x, n: put_n(address, code(x), n))
-
     def write(source, plane, scales, line, d):
         target = plane + item * line * d
-        for i in range(0, d - 15, 16):
-            store(target + item * i, v.load_f32(source + 4 * i))
-        i = d & -16
-        if i < d:
-            store_n(target + item * i, v.load_f32_n(source + 4 * i, d - i), d - i)
+        for i in range(0, d, 16):
+            store(target + item * i, code(v.load_up_to(source + 4 * i, d - i)), d - i)
 
     def read(plane, lines, count, d, panel):
         pitch = 4 * padded(d)
         for r in range(count):
             source, target = plane + item * v.read_i64(lines + 8 * r) * d, panel + r * pitch
-            i = np.int64(0)
-            while i + 64 <= d:
-                at, to = source + item * i, target + 4 * i
-                a, b = get(at), get(at + 16 * item)
-                c, e = get(at + 32 * item), get(at + 48 * item)
-                v.store_f32(to, a)
-                v.store_f32(to + 64, b)
-                v.store_f32(to + 128, c)
-                v.store_f32(to + 192, e)
-                i += 64
-            while i < d:
-                v.store_f32(target + 4 * i, get_n(source + item * i, min(16, d - i)))
-                i += 16
+            for i in range(0, d, 16):
+                v.store_f32(target + 4 * i, get(source + item * i, d - i))
 
     return _dtype(name, write, read)
 
@@ -101,16 +85,13 @@ def _code(x, step):
 
 def _write_i8(source, plane, scales, line, d):
     top, odd = largest_of(source, d, np.float32(0))
-    scale, tail = np.float32(1), d & -16
+    scale = np.float32(1)
     if top > np.float32(0):
         scale = top / np.float32(127)
     v.write_f32(scales + 4 * line, scale + odd)
     step, target = v.splat(scale), plane + line * d
-    for i in range(0, tail, 16):
-        v.store_u8(target + i, _code(v.load_f32(source + 4 * i), step))
-    if tail < d:
-        code = _code(v.load_f32_n(source + 4 * tail, d - tail), step)
-        v.store_u8_n(target + tail, code, d - tail)
+    for i in range(0, d, 16):
+        v.store_u8_up_to(target + i, _code(v.load_up_to(source + 4 * i, d - i), step), d - i)
 
 
 def _read_i8(plane, lines, count, d, panel):
@@ -180,10 +161,7 @@ def own_line(a, t, head):
 def kv_of(call: BoundCall) -> KvDtype:
     """Return the KV dtype of a call whose planes are of it. Raises UnsupportedOp, ShapeError."""
     op, name = call.spec.name, str(call.attr("cache_dtype"))
-    if name not in KV_DTYPES:
-        raise UnsupportedOp(
-            f"{op}: no CPU kernel for cache_dtype={name!r}; there are {', '.join(KV_DTYPES)}"
-        )
+    found = call.choice("cache_dtype", KV_DTYPES)
     for plane in "kv":
         if not call.has(f"{plane}_cache"):
             continue
@@ -198,7 +176,18 @@ def kv_of(call: BoundCall) -> KvDtype:
                 f"{op}: {scale!r} is {'there' if call.has(scale) else 'missing'}; "
                 "cache_dtype='i8' has scales, the others have none"
             )
-    return KV_DTYPES[name]
+    return found
+
+
+def query_heads(call: BoundCall, d: int) -> int:
+    """Return how many query heads of D values share a key/value head. Raises ShapeError."""
+    heads, width = call.dim("H"), call.dim("F")
+    if not width or width % (heads * d):
+        raise ShapeError(
+            f"{call.spec.name}: 'q' has {width} columns; expected a multiple of {heads} key/value "
+            f"heads x {d}"
+        )
+    return width // (heads * d)
 
 
 def _kv_append(call: BoundCall) -> list[Launch]:

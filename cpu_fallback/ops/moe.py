@@ -6,7 +6,7 @@ in the same order. `moe_tiles` has what int8 activations need, and what is done 
 
 import numpy as np
 
-from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
@@ -17,8 +17,8 @@ from cpu_fallback.ops.product import ROWS, SCRATCH, SUMS, TOKENS, XS, multiply
 from cpu_fallback.ops.stream import Stored, stored
 from cpu_fallback.team.tape import Launch
 
-_SCORES = ("chosen", "softmax", "sigmoid")
 _CHOSEN, _SOFTMAX, _SIGMOID = range(3)
+_SCORES = {"chosen": _CHOSEN, "softmax": _SOFTMAX, "sigmoid": _SIGMOID}
 _INFINITY, _NAN = np.float32(np.inf), np.float32(np.nan)
 _LEAST = np.float32(1e-20)
 _SUMS_BYTES = 64 * TOKENS
@@ -163,9 +163,7 @@ def _choose(a, t, scores, ranks, factor):
 
 
 def _route(call: BoundCall) -> list[Launch]:
-    score, experts = str(call.attr("score")), call.dim("E")
-    if score not in _SCORES:
-        raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
+    kind, experts = call.choice("score", _SCORES), call.dim("E")
     if call.dim("A") > experts:
         raise ShapeError(f"route: {call.dim('A')} experts of {experts} are to be chosen")
     groups, top, best = (int(call.attr(n)) for n in ("groups", "group_top", "group_best"))
@@ -176,7 +174,6 @@ def _route(call: BoundCall) -> list[Launch]:
             f"route: the {best} best of each of {groups} groups of {experts} experts, and {top} "
             "groups are to be chosen; expected groups of one size, and no more than there are"
         )
-    kind = _SCORES.index(score)
     normal = kind == _CHOSEN or bool(call.attr("normalise"))
     # Scores, ranks, those of a group, and one of each group: each up to a whole vector more.
     scratch = 4 * (4 * ((experts + 15) & -16) + 16)
@@ -224,14 +221,6 @@ _DOWN = (
 )
 
 
-def _moe_gate_up(call: BoundCall) -> list[Launch]:
-    act = str(call.attr("act"))
-    if act not in _GATE_UP:
-        there = ", ".join(_GATE_UP)
-        raise UnsupportedOp(f"moe_gate_up: no CPU kernel for act={act!r}; there are {there}")
-    return _lower(call, _GATE_UP[act], "K")
-
-
 def _lower(call: BoundCall, kernels: tuple[Kernel, Kernel], columns: str) -> list[Launch]:
     of_floats, of_tiles = kernels
     if has_codes(call):
@@ -242,6 +231,6 @@ def _lower(call: BoundCall, kernels: tuple[Kernel, Kernel], columns: str) -> lis
 
 LOWER = {
     "route": _route,
-    "moe_gate_up": _moe_gate_up,
+    "moe_gate_up": lambda call: _lower(call, call.choice("act", _GATE_UP), "K"),
     "moe_down": lambda call: _lower(call, _DOWN, "I"),
 }

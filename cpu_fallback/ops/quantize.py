@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
-from clocher_kernels.errors import ShapeError, UnsupportedOp
+from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device
 from cpu_fallback.lanes.record import executes
@@ -38,13 +38,10 @@ def quantize(a, rank, size, scratch):
 def _quantize(x, q, count, floor, lowest):
     """Quantise a group and return its scale, NaN if a value is NaN or infinite."""
     absmax, odd = largest_of(x, count, floor)
-    whole = count & -16
     inverse = v.splat(np.float32(127) / absmax)
-    for i in range(0, whole, 16):
-        v.store_u8(q + i, _code(v.load_f32(x + 4 * i), inverse, lowest))
-    if whole < count:
-        codes = _code(v.load_f32_n(x + 4 * whole, count - whole), inverse, lowest)
-        v.store_u8_n(q + whole, codes, count - whole)
+    for i in range(0, count, 16):
+        codes = _code(v.load_up_to(x + 4 * i, count - i), inverse, lowest)
+        v.store_u8_up_to(q + i, codes, count - i)
     return absmax / np.float32(127) + odd
 
 
@@ -141,15 +138,6 @@ def _lower(call: BoundCall) -> list[Launch]:
     return [call.launch(quantize)]
 
 
-def _lower_fake(call: BoundCall) -> list[Launch]:
-    dtype = str(call.attr("dtype"))
-    if dtype not in _FAKE:
-        raise UnsupportedOp(
-            f"fake_quantize: no CPU kernel for dtype={dtype!r}; there are {', '.join(_FAKE)}"
-        )
-    return [call.launch(_FAKE[dtype])]
-
-
 @device
 def _below(x, k, limit):
     """Return how many magnitudes have bits below a limit."""
@@ -212,4 +200,8 @@ def drop_small(a, rank, size, scratch):
             v.store_f32_n(y + 4 * i, v.select(small, v.zero(), values), n)
 
 
-LOWER = {"quantize": _lower, "fake_quantize": _lower_fake, "drop_small": drop_small}
+LOWER = {
+    "quantize": _lower,
+    "fake_quantize": lambda call: [call.launch(call.choice("dtype", _FAKE))],
+    "drop_small": drop_small,
+}

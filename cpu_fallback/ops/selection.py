@@ -5,8 +5,6 @@ the pages that it scores. What the best pages are is found without sorting: scor
 the lowest one that is still listed, 32 passes over a few hundred numbers.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
@@ -16,7 +14,7 @@ from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.attention_tiles import FLOATS, SCORES, score
 from cpu_fallback.ops.bind import BoundCall, share, within
-from cpu_fallback.ops.kv import kv_of, own_line, padded, page_of, read_lines
+from cpu_fallback.ops.kv import kv_of, own_line, padded, page_of, query_heads, read_lines
 from cpu_fallback.team.tape import Launch
 
 _LARGEST = np.float32(np.finfo(np.float32).max)
@@ -25,15 +23,12 @@ _PAGES = 16  # That are scored together
 _SHARES = 4
 
 
-class Reader(NamedTuple):
-    """What reads lines of the cache's dtype."""
-
-    reader: int
-
-
-@executes("page_bounds", Reader)
+@executes("page_bounds", reader=int)
 def page_bounds(a, rank, size, scratch):
-    """Bound the keys of pages that are full now; each thread has a range of (token, head)."""
+    """Bound the keys of pages that are full now; each thread has a range of (token, head).
+
+    `reader` reads lines of the cache's dtype.
+    """
     begin, end = share(a.M * a.H, rank, size)
     for unit in range(begin, end):
         line = own_line(a, unit // a.H, unit % a.H)
@@ -63,17 +58,11 @@ def _bound(a, line, bounds, scratch):
         v.store_f32_n(bounds + 4 * (d + i), v.add(low, odd), n)
 
 
-class Chooser(NamedTuple):
-    """How lists are made."""
-
-    group: int  # query heads of a key/value head
-    scorer: int  # kernel of queries and fp32 cells
-
-
-@executes("select_pages", Chooser)
+@executes("select_pages", group=int, scorer=int)
 def select_pages(a, rank, size, scratch):
     """List pages; each thread has a range of (token, head).
 
+    `group`: query heads of a key/value head; `scorer`: kernel of queries and fp32 cells.
     Scratch: the queries of a group, what is above zero and then what is below; the bounds of some
     pages, and their scores for each query; of each page its score and its weight; a number.
     """
@@ -270,18 +259,13 @@ def _above(scores, begin, old, cut):
 def _page_bounds(call: BoundCall) -> list[Launch]:
     cells, d = call.dim("T"), call.dim("D")
     scratch = cells * (8 + 4 * (-(-d // 16) * 16))
-    return [call.launch(page_bounds, Reader(kv_of(call).reader), scratch)]
+    return [call.launch(page_bounds, (kv_of(call).reader,), scratch)]
 
 
 def _select_pages(call: BoundCall) -> list[Launch]:
     heads, width, blocks = call.dim("H"), call.dim("F"), call.dim("B")
     d = call.dim("D") if call.has("bounds") else width // heads
-    group = width // (heads * d)
-    if not group or width != group * heads * d:
-        raise ShapeError(
-            f"select_pages: 'q' has {width} columns; expected a multiple of {heads} key/value "
-            f"heads x {d}"
-        )
+    group = query_heads(call, d)
     if call.dim("W") < -(-blocks // WORD):
         raise ShapeError(
             f"select_pages: 'listed' has {call.dim('W')} words; {blocks} pages need "
@@ -290,8 +274,7 @@ def _select_pages(call: BoundCall) -> list[Launch]:
     sizes = (-(-size // 16) * 16 for size in (d, blocks))
     query, scores = next(sizes), next(sizes)
     scratch = 8 * (group + _PAGES) * query + SCORES * group + 8 * scores + 64
-    chooser = Chooser(group, FLOATS["f32"].score)  # type: ignore[arg-type]
-    return [call.launch(select_pages, chooser, scratch, _SHARES)]
+    return [call.launch(select_pages, (group, FLOATS["f32"].score), scratch, _SHARES)]
 
 
 LOWER = {"page_bounds": _page_bounds, "select_pages": _select_pages}

@@ -234,15 +234,10 @@ def _pays(a):
         return False
     if a.most >= a.K:
         return True
-    living, i = np.int64(0), np.int64(0)
-    while i + 16 <= a.K:
-        dead = v.mask_bits(v.ieq(v.load_i8(a.x + i), v.izero()))
-        living += 16 - v.popcount(dead)
-        i += 16
-    while i < a.K:
-        living += v.read_i8(a.x + i) != 0
-        i += 1
-    return living <= a.most
+    dead = np.int64(0)
+    for i in range(0, a.K, 16):
+        dead += v.popcount(v.mask_bits(v.ieq(v.load_u8_up_to(a.x + i, a.K - i), v.izero())))
+    return (a.K + 15 & -16) - dead <= a.most
 
 
 @device
