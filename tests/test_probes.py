@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from clocher_kernels.errors import ModelError
 from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.engine import probes
-from clocher_runtime.engine.probes import WorkTouch, rss_peak_bytes
+from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 
 
 def plain_checksums(data: bytes, per_token: int, stride: int, tokens: int) -> list[int]:
@@ -101,7 +101,7 @@ class Usage:
 def test_peak_memory_prefers_vmhwm(tmp_path):
     status = tmp_path / "status"
     status.write_text("Name:\tx\nVmPeak:\t  999 kB\nVmHWM:\t  123 kB\nVmRSS:\t 7 kB\n")
-    assert rss_peak_bytes(status) == 123 * 1024
+    assert rss_peak_mib(status) == 123 / 1024
 
 
 @pytest.mark.parametrize("content", ["", "Name:\tx\n", "VmHWM:\n", "VmHWM:\tmany kB\n"])
@@ -109,14 +109,14 @@ def test_peak_memory_falls_back_to_getrusage(tmp_path, monkeypatch, content):
     monkeypatch.setattr(probes.resource, "getrusage", lambda who: Usage)
     status = tmp_path / "status"
     status.write_text(content)
-    assert rss_peak_bytes(status) == rss_peak_bytes(tmp_path / "absent") == 4096 * 1024
+    assert rss_peak_mib(status) == rss_peak_mib(tmp_path / "absent") == 4
 
 
 @pytest.mark.parametrize(("platform", "factor"), [("linux", 1024), ("darwin", 1)])
 def test_getrusage_unit_depends_on_the_platform(tmp_path, monkeypatch, platform, factor):
     monkeypatch.setattr(probes.sys, "platform", platform)
     monkeypatch.setattr(probes.resource, "getrusage", lambda who: Usage)
-    assert rss_peak_bytes(tmp_path / "absent") == 4096 * factor
+    assert rss_peak_mib(tmp_path / "absent") == 4 * factor / 1024
 
 
 def test_peak_memory_of_a_process_follows_an_allocation():

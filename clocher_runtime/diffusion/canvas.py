@@ -44,12 +44,15 @@ class View(NamedTuple):
     changes: Array
 
 
-def static(view: View, steps: int) -> Array:
+_STEPS = 4  # of `dynamic`, a usual block's
+
+
+def static(view: View, steps: float) -> Array:
     """Return the positions to write, [B] bool: a fixed share of the block, highest p first."""
-    return _best(view, -(-len(view.is_open) // steps))
+    return _best(view, -(-len(view.is_open) // int(steps)))
 
 
-def dynamic(view: View, least: float, steps: int) -> Array:
+def dynamic(view: View, least: float, steps: int = _STEPS) -> Array:
     """Return all open positions above a probability, but at least what `static` would."""
     above = view.is_open & (view.chance > least)
     usual = static(view, steps)
@@ -108,16 +111,8 @@ class Rule:
     edits: bool = False
 
 
-_STEPS = 4  # of `dynamic`, a usual block's
-
-_WRITES: dict[str, Callable[..., Array]] = {
-    "static": lambda view, n: static(view, int(n)),
-    "dynamic": lambda view, least: dynamic(view, least, _STEPS),
-    "threshold": threshold,
-    "factor": factor,
-    "entropy": entropy,
-    "joint": joint,
-}
+_RULES: tuple[Callable[..., Array], ...] = (static, dynamic, threshold, factor, entropy, joint)
+_WRITES = {rule.__name__: rule for rule in _RULES}
 
 
 def rule_of(text: str) -> Rule:

@@ -20,17 +20,12 @@ if TYPE_CHECKING:
 _MIB = 1 << 20
 
 
-def rss_peak_bytes(status: Path = Path("/proc/self/status")) -> int:
-    """Return the peak resident set size in bytes, of `VmHWM` or getrusage."""
+def rss_peak_mib(status: Path = Path("/proc/self/status")) -> float:
+    """Return the peak resident set size in MiB, of `VmHWM` or getrusage."""
     if kib := fields(read(status)).get("VmHWM:"):
-        return kib << 10
+        return kib / 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak << 10
-
-
-def rss_peak_mib() -> float:
-    """Return the peak resident set size of this process in MiB."""
-    return rss_peak_bytes() / _MIB
+    return peak / _MIB if sys.platform == "darwin" else peak / 1024
 
 
 MOST_BYTES = 256 << 20

@@ -112,13 +112,13 @@ def has_codes(call: BoundCall) -> bool:
     return codes
 
 
-def tiled(call: BoundCall, columns: str, most: int, weight: str = "w") -> tuple[Tiled, Tiles]:
+def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
     """Return what a kernel needs to multiply int8 activations by a weight in tiles, and the tiles.
 
     `columns` is the letter of a row of activations, `most` the tokens or pairs of a step.
     """
     group, k = check_groups(call, columns), call.dim(columns)
-    tiles = tiles_of(call.spec.name, call.tensor(weight))
+    tiles = tiles_of(call.spec.name, call.tensor("w"))
     params = {param.name for param in call.spec.params}
     least = strip_tokens(tiles.layout, group)
     strips = 0 < least <= most

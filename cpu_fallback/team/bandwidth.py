@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.lanes.jit import Kernel, i64
 from cpu_fallback.lanes.record import reader, words
 from cpu_fallback.team.large_pages import HUGE, allocate
 from cpu_fallback.team.placement import Hints
@@ -33,31 +33,30 @@ class _Share(NamedTuple):
 _share_at = reader(_Share)
 
 
+@v.op(v.I32, v.I32, i64)
+def _with_run(b, seen, at):
+    """Return the bits that are set in a vector or in the lines of a run."""
+    lines = [v.emit_load(b, v.I32.llvm, v.behind(b, at, i)) for i in range(0, _LINES, 64)]
+    while len(lines) > 1:
+        lines = [b.or_(*pair) for pair in zip(lines[::2], lines[1::2], strict=True)]
+    return b.or_(seen, *lines)
+
+
 @Kernel
 def read_share(rec, ctl, rank, size, scratch):
     """Read this thread's share; write a value that depends on every byte of it."""
     share = _share_at(rec)
-    passes, out = share.passes, share.sums + 64 * rank
-    a, b, c, d = v.izero(), v.izero(), v.izero(), v.izero()
-    e, f, g, h = v.izero(), v.izero(), v.izero(), v.izero()
+    passes, out, seen = share.passes, share.sums + 64 * rank, v.izero()
     end = share.start + share.runs * (rank + 1) // size * _LINES
     while passes > 0:
         at = share.start + share.runs * rank // size * _LINES
         while at < end:
-            a = v.ior(a, v.load_i32(at))
-            b = v.ior(b, v.load_i32(at + 64))
-            c = v.ior(c, v.load_i32(at + 128))
-            d = v.ior(d, v.load_i32(at + 192))
-            e = v.ior(e, v.load_i32(at + 256))
-            f = v.ior(f, v.load_i32(at + 320))
-            g = v.ior(g, v.load_i32(at + 384))
-            h = v.ior(h, v.load_i32(at + 448))
+            seen = _with_run(seen, at)
             at += _LINES
         passes -= 1
         # In the loop, for the compiler must not take one pass for all: a foreign call may write.
         v.write_i64(out, now_ns())
-    four = v.ior(v.ior(a, b), v.ior(c, d))
-    v.write_i64(out, v.ihsum(v.ior(four, v.ior(v.ior(e, f), v.ior(g, h)))))
+    v.write_i64(out, v.ihsum(seen))
 
 
 class Reader:
