@@ -10,6 +10,7 @@ from typing import Any
 
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats.base import Format, Plane
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.floats import Float, Fp8, Mxfp4
 from clocher_kernels.formats.ggml import GGML_KINDS, TRIED_KINDS, Ggml
 from clocher_kernels.formats.integers import Int4, Int8
@@ -17,6 +18,7 @@ from clocher_kernels.formats.ternary import Ternary
 
 __all__ = [
     "FAMILIES",
+    "Bsr",
     "Family",
     "Float",
     "Format",
@@ -53,12 +55,6 @@ class Family:
 
 def _group(text: str) -> Any:
     return int(text[1:]) if text.startswith("g") else text
-
-
-def _bsr(rows: str, columns: str, inner: str) -> Format:
-    from clocher_kernels.formats.bsr import Bsr
-
-    return Bsr((int(rows), int(columns)), inner)
 
 
 _FLOAT = "(f32|f16|bf16)"
@@ -133,7 +129,7 @@ FAMILIES: tuple[Family, ...] = (
         "block-sparse rows, blocks of R x C",
         ("bsr_16x32_f32", "bsr_8x8_bf16", "bsr_1x16_f16", "bsr_16x32_int8", "bsr_16x32_int4"),
         re.compile(f"bsr_({_COUNT})x({_COUNT})_(f32|f16|bf16|int8|int4)"),
-        _bsr,
+        lambda rows, columns, inner: Bsr((int(rows), int(columns)), inner),
     ),
 )
 

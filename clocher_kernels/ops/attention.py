@@ -267,19 +267,17 @@ _ATTENTION_CASES = (
     ),
     paged_case("listed-sinks", "bf16", 2, "decode", 8, 2, 64, size=64, listed=True, sinks=True),
 )
+
+
+def _append_case(name: str, kv: str, m: int, kind: str, d: int) -> Case:
+    case = paged_case(name, kv, m, kind, 2, 2, d)
+    return Case(case.id, case.sizes, {"cache_dtype": kv}, {}, case.options)
+
+
 _APPEND_CASES = (
-    *(
-        Case(c.id, {**c.sizes, "F": 2 * 20}, {"cache_dtype": kv}, {}, c.options)
-        for kv in KV_DTYPES
-        for c in (paged_case("append", kv, 3, "decode", 2, 2, 20),)
-    ),
-    *(
-        Case(c.id, {**c.sizes, "F": 64}, {"cache_dtype": "bf16"}, {}, c.options)
-        for c in (
-            paged_case("append-tree", "bf16", 7, "tree", 2, 2, 32),
-            paged_case("append-chunk", "bf16", 33, "prefill", 2, 2, 32),
-        )
-    ),
+    *(_append_case("append", kv, 3, "decode", 20) for kv in KV_DTYPES),
+    _append_case("append-tree", "bf16", 7, "tree", 32),
+    _append_case("append-chunk", "bf16", 33, "prefill", 32),
 )
 
 _CACHE = {"H": 8, "D": 64, "S": 1, "B": 128}

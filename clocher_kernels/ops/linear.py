@@ -8,6 +8,7 @@ import numpy as np
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import known_formats, parse_format
 from clocher_kernels.formats.base import Format
+from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.contract import (
     EXACT,
@@ -156,8 +157,6 @@ def bsr_linear(
         activation: as `linear` has it.
         cap: as `linear` has it.
     """
-    from clocher_kernels.formats.bsr import Bsr
-
     assert isinstance(w.format, Bsr)
     rows, cols = w.shape
     height, width = w.format.block
@@ -175,18 +174,13 @@ def bsr_linear(
 
 
 def _make_bsr(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
-    from clocher_kernels.formats.bsr import Bsr
-
     n, k = (case.sizes[d] for d in "NK")
     height, width = case.options["block"]
     weight = rng.standard_normal((n, k), dtype=np.float32)
     keep = rng.random((-(-n // height), -(-k // width))) < case.options["density"]
     weight *= np.kron(keep, np.ones((height, width), np.float32))[:n, :k]
-    return {
-        "w": encode(
-            weight, Bsr.for_values(weight, (height, width), case.options.get("inner", "f32"))
-        )
-    }
+    inner = case.options.get("inner", "f32")
+    return {"w": encode(weight, Bsr.for_values(weight, (height, width), inner))}
 
 
 def _bsr_cost(values: Mapping[str, Any], attrs: Mapping[str, Attr]) -> Cost:
