@@ -15,6 +15,7 @@ MAX_DRAFT = DRAWN - 1
 PRIORS = MappingProxyType({"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,)})
 """Source -> the acceptance rate of each of its classes before anything is known."""
 SOURCES = [source for source, rates in PRIORS.items() for _ in rates]
+"""Source of each class; those of a source follow each other."""
 
 _PRIOR = 10.0
 """Weight of the session's mean, in draft tokens."""
@@ -85,7 +86,7 @@ class SuffixDrafter:
         self._pairs: dict[tuple[int, int], int] = {}  # two tokens -> the newest place of the second
         self._older = array("i")  # place -> the one before it of the same two tokens, or -1
         self._distance = 0  # from the last match to the end
-        self._classes = [first_class("suffix") + each for each in _LEVEL_OF]
+        self._classes = [SOURCES.index("suffix") + each for each in _LEVEL_OF]
 
     def draft(self, ids: Sequence[int], most: int) -> Draft:
         """Return `most` tokens that followed, if any did; `ids` only grows between calls.
@@ -133,11 +134,6 @@ class SuffixDrafter:
             place = self._older[place]
         if (place := self._tokens.get(ids[end], -1)) >= 0:
             yield place
-
-
-def first_class(source: str) -> int:
-    """Return the first class of a source; the others follow it."""
-    return SOURCES.index(source)
 
 
 class Track:

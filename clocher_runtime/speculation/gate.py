@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
-from clocher_runtime.speculation.draft import MAX_DRAFT, Draft, Pending, first_class
+from clocher_runtime.speculation.draft import MAX_DRAFT, SOURCES, Draft, Pending
 
 MARGIN = 1.05
 """Minimum gain of drafts, which covers errors of the cost table."""
@@ -193,8 +193,7 @@ class DraftModelGate:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        first = first_class("draft")
-        self._classes = (first,) * MAX_DRAFT
+        self._classes = (SOURCES.index("draft"),) * MAX_DRAFT
         self._spare = 0.0  # ns for looks
         self._tries = _TRIES
 

@@ -167,17 +167,14 @@ def emit_sdot(b: Any, total: Any, weights: Any, x: Any) -> Any:
     return v.call(b, "llvm.aarch64.neon.sdot.v4i32.v16i8", FOUR, total, weights, x)
 
 
-def emit_table(b: Any, entries: Sequence[int], indices: Any) -> Any:
-    """Emit entries[index] of a register of bytes; zero for an index above 15."""
-    table = ir.Constant(SIXTEEN, list(entries))
-    return v.call(b, "llvm.aarch64.neon.tbl1.v16i8", SIXTEEN, table, indices)
-
-
 def neon_look_up(b: Any, entries: Sequence[int], indices: Any) -> Any:
-    """Emit entries[index] of 64 bytes, or of a register."""
-    if indices.type == SIXTEEN:
-        return emit_table(b, entries, indices)
-    return v.each_quarter(b, lambda part: emit_table(b, entries, part), indices)
+    """Emit entries[index] of 64 bytes, or of a register; zero for an index above 15."""
+    table = ir.Constant(SIXTEEN, list(entries))
+
+    def look(part: Any) -> Any:
+        return v.call(b, "llvm.aarch64.neon.tbl1.v16i8", SIXTEEN, table, part)
+
+    return look(indices) if indices.type == SIXTEEN else v.each_quarter(b, look, indices)
 
 
 def _neon_pair_dots(b: Any, left: Any, right: Any) -> Any:
