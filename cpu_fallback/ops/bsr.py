@@ -19,6 +19,7 @@ from cpu_fallback.lanes.jit import Kernel, cgutils, device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall
 from cpu_fallback.ops.epilogue import activation_of, finish
+from cpu_fallback.ops.product import clear
 from cpu_fallback.team.tape import Launch
 
 AHEAD = 6144
@@ -195,12 +196,6 @@ def _first_unit(a, rank, size):
 
 
 @device
-def _clear(acc, count):
-    for at in range(acc, acc + ACC * count, ACC):
-        v.store_f32(at, v.zero())
-
-
-@device
 def _write(a, sums, row, rows, token, tokens):
     """Write the sums [rows, tokens], at most 16 of them."""
     turned = sums + ACC
@@ -234,7 +229,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
         block, step = height * line, 2 * height
         if stop - start == 1:
             x = a.x + 4 * start * k
-            _clear(scratch, stored + v.LANES)
+            clear(scratch, stored + v.LANES)
             some = max(1, _NEAR // block)
             for first in range(0, count, some):
                 few, own = min(some, count - first), columns + 4 * first
@@ -263,7 +258,7 @@ def _kernel(name: str, kind: str, scaled: bool) -> Kernel:
             while t < stop:
                 x, left = a.x + 4 * t * k, stop - t
                 tokens = 4 if left >= 4 else 2 if left >= 2 and rows == 4 else 1
-                _clear(scratch, v.LANES)
+                clear(scratch, v.LANES)
                 args = w, block, line, s, step, columns, count, width, k, x, 4 * k, scratch
                 if rows == 4 and tokens == 4:
                     tile4x4(*args)

@@ -155,10 +155,10 @@ _high, _tall, _one = _tile(HIGH, ACROSS), _tile(TALL, 1), _tile(1, 1)
 
 
 @device
-def clear(acc, tokens):
-    """Begin a product of up to ROWS rows: set the accumulators of the tokens to zero."""
+def clear(acc, count):
+    """Set so many accumulators to zero."""
     nothing = v.zero()
-    for i in range(tokens * ROWS):
+    for i in range(count):
         v.store_f32(acc + _VECTOR * i, nothing)
 
 
@@ -240,7 +240,7 @@ def _product(weight, expert, row, count, tokens, scratch):
     codes = about.codes + (expert * about.n + row) * stride
     acc, each = scratch + ACC, _VECTOR * TOKENS
     for r in range(0, count, ROWS):
-        clear(acc + each * r, tokens)
+        clear(acc + each * r, tokens * ROWS)
     size = min(block, columns) * stride // columns
     k0 = 0
     while k0 < columns:

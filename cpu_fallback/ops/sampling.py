@@ -53,14 +53,6 @@ def _allowed(i, count, mask):
 
 
 @device
-def _values(row, i, count):
-    """Return the logits of the 16 tokens from i on, zeros beyond the last."""
-    if i + 16 <= count:
-        return v.load_f32(row + 4 * i)
-    return v.load_f32_n(row + 4 * i, count - i)
-
-
-@device
 def _largest(row, begin, end, count, mask):
     """Return the largest allowed logit of tokens begin .. end - 1, `FORBIDDEN` if there is none.
 
@@ -68,7 +60,7 @@ def _largest(row, begin, end, count, mask):
     """
     top, odd = v.splat(_FORBIDDEN), v.zero()
     for i in range(begin, end, 16):
-        x = _values(row, i, count)
+        x = v.load_up_to(row + 4 * i, count - i)
         # Zero times what is not finite is NaN, which no sum loses.
         odd = v.fma(x, v.zero(), odd)
         top = v.maximum(v.select(v.mask_of(_allowed(i, count, mask)), x, top), top)
@@ -79,7 +71,7 @@ def _largest(row, begin, end, count, mask):
 def _greedy(row, count, mask, top):
     """Return the first allowed token whose logit is `top`."""
     for i in range(0, count, 16):
-        x = _values(row, i, count)
+        x = v.load_up_to(row + 4 * i, count - i)
         found = v.mask_bits(v.eq(x, v.splat(top))) & _allowed(i, count, mask)
         if found:
             return i + v.lowest_bit(found)
@@ -123,7 +115,7 @@ def _candidates(row, count, mask, least, scratch):
     x, ids, _ = candidates_at(scratch)
     n = np.int64(0)
     for i in range(0, count, 16):
-        values = _values(row, i, count)
+        values = v.load_up_to(row + 4 * i, count - i)
         lanes = v.mask_bits(v.le(v.splat(least), values)) & _allowed(i, count, mask)
         if lanes == 0xFFFF:
             v.store_f32(x + 4 * n, values)

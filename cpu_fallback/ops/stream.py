@@ -287,7 +287,7 @@ def _stream(kind: str) -> Kernel:
         if WIDE == 4 and tokens % 4 == 3:  # a fourth costs less than two and one
             v.write_i64(xs + 8 * tokens, v.read_i64(xs))
             together += 1
-        product.clear(acc, together)
+        product.clear(acc, together * product.ROWS)
         run, most, done = columns, columns, 0
         if scaled:
             run = min(columns, about.group)
