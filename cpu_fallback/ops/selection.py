@@ -12,6 +12,7 @@ from clocher_kernels.ops.selection import WORD
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import device
 from cpu_fallback.lanes.record import executes
+from cpu_fallback.ops.attention_rows import copy_row
 from cpu_fallback.ops.attention_tiles import FLOATS, SCORES, score
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.kv import kv_of, own_line, padded, page_of, query_heads, read_lines
@@ -160,7 +161,9 @@ def _score(a, t, head, old, queries, scores):
             asked = _bounds_of(a, slot, min(first + i + _AHEAD, old - 1), head)
             for at in range(0, 8 * d, 64):
                 v.prefetch(asked + at)
-            _widen(_bounds_of(a, slot, first + i, head), panel + 8 * i * width, d)
+            bounds, line = _bounds_of(a, slot, first + i, head), panel + 8 * i * width
+            copy_row(bounds, line, d, np.float32(1))
+            copy_row(bounds + 4 * d, line + 4 * width, d, np.float32(1))
         score(a.scorer, queries, group, panel, 8 * width, 2 * width, 0, count, found, 0)
         best, most = v.splat(-_LARGEST), v.splat(_LARGEST)
         for row in range(group):
@@ -174,14 +177,6 @@ def _score(a, t, head, old, queries, scores):
 def _bounds_of(a, slot, page, head):
     stored = within(page_of(a.pages, a.B, np.int64(1), slot, page), a.P)
     return a.bounds + 8 * (stored * a.H + head) * a.D
-
-
-@device
-def _widen(bounds, panel, d):
-    width = padded(d)
-    for i in range(0, d, 16):
-        v.store_f32(panel + 4 * i, v.load_up_to(bounds + 4 * i, d - i))
-        v.store_f32(panel + 4 * (width + i), v.load_up_to(bounds + 4 * (d + i), d - i))
 
 
 @device
