@@ -116,8 +116,7 @@ class SuffixDrafter:
     def _read(self, ids: Sequence[int], end: int) -> None:
         """Note the places before `end`."""
         tokens, pairs, older = self._tokens, self._pairs, self._older
-        start = len(older)
-        for place in range(start, end):
+        for place in range(len(older), end):
             token = ids[place]
             pair = ids[place - 1] if place else -1, token
             older.append(pairs.get(pair, -1))
