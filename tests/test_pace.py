@@ -88,3 +88,12 @@ def test_a_step_of_another_size_ends_a_trial():
     assert pace.active == 1
     pace.stepped(PREFILL, STEP_NS, lambda: 0)
     assert pace.active == 2
+
+
+def test_all_take_part_in_a_step_of_many_tokens():
+    pace = Pace(4)
+    run(pace, contended, 20)
+    assert pace.active == 1 and pace.of(DECODE[0]) == 1
+    assert pace.of(PREFILL[0]) == 4
+    _, trials = run(pace, contended, 20, PREFILL)
+    assert trials == [1] and pace.of(PREFILL[0]) == 4

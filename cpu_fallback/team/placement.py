@@ -190,10 +190,16 @@ _LOSS: Final = 1.05
 """How much slower steps may become with fewer: the CPU time that is left over serves others."""
 _LOST: Final = 0.1
 _MOST_PATIENCE: Final = 64
+_MANY: Final = 64
+"""Tokens of a step in which all take part: its launches are long, and shares even out what a thread
+loses in them, while a trial with fewer would last for seconds."""
 
 
 class Pace:
-    """The number of threads that take part: `active`, 1 .. the size of the team."""
+    """The number of threads that take part: `active`, 1 .. the size of the team.
+
+    In a step of `_MANY` tokens and more it is all of them.
+    """
 
     def __init__(self, threads: int) -> None:
         self.active = threads
@@ -206,13 +212,19 @@ class Pace:
         self._turn = 0
         self._begin()
 
+    def of(self, tokens: int) -> int:
+        """Return how many threads take part in a step."""
+        return self.active if tokens < _MANY else self._threads
+
     def stepped(self, size: tuple[int, int], ns: int, lost: Callable[[], int]) -> None:
         """Take note of a step of so many tokens and rows; only steps of one size are compared.
 
         `lost` returns what the thread that lost most has lost at barriers since the last call.
         """
-        if size != self._size:
+        if size != self._size or size[0] >= _MANY:
             self._abandon(size, lost)
+        if size[0] >= _MANY:
+            return
         self._steps += 1
         self._ns += ns
         if self._ns >= WINDOW_NS:

@@ -118,10 +118,9 @@ class Team:
             return
         work = work or self.work
         self._lay(work)
-        pace = work.pace
-        self._lead(self._address, tokens, rows, pace.active)
+        self._lead(self._address, tokens, rows, work.pace.of(tokens))
         if self._adaptive:
-            pace.stepped((tokens, rows), self.step_ns, self._lost)
+            work.pace.stepped((tokens, rows), self.step_ns, self._lost)
 
     @property
     def step_ns(self) -> int:
@@ -135,7 +134,7 @@ class Team:
         own = work.addresses.copy()
         work.addresses[...] = words.ctypes.data
         try:
-            self._lead(self._address, tokens, rows, work.pace.active)
+            self._lead(self._address, tokens, rows, work.pace.of(tokens))
         finally:
             work.addresses[...] = own
 
