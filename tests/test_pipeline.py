@@ -276,7 +276,7 @@ def test_a_source_can_be_looked_at_and_gone_through_again(tmp_path):
     assert list(source.lines()) == expected
     assert source.peek(1) == expected[:1]
     assert list(source.lines()) == list(source.lines()) == expected
-    prepare = Preparation(source, StubTokenizer(), check)
+    prepare = Preparation(source, StubTokenizer().encode, check)
     assert [prepare(line).text for line in expected] == ["one", "two\x0c\x85!", "three"]
     source.close()
 
@@ -326,7 +326,7 @@ def check(ids) -> None:
 def test_a_prompt_is_ready_or_says_why_not(name, line, expected, tmp_path):
     source = source_of(tmp_path, name, b"\n" + line)
     (given_line,) = source.lines()
-    prompt = Preparation(source, StubTokenizer(), check)(given_line)
+    prompt = Preparation(source, StubTokenizer().encode, check)(given_line)
     source.close()
     if isinstance(expected, list):
         assert (list(prompt.ids), prompt.error) == (expected, None)

@@ -106,7 +106,8 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
             from clocher_runtime.quality.verify import fingerprint
 
             completions.fingerprint = fingerprint(loaded.model.checkpoint)
-        prepare = Preparation(source, loaded.tokenizer, session.check, session.context)
+        encode = loaded.tokenizer.encode if loaded.tokenizer else None
+        prepare = Preparation(source, encode, session.check, session.context)
         if not gc.isenabled():  # as `cli` starts a process
             gc.freeze()
             gc.enable()

@@ -8,7 +8,7 @@ from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.answers import AnswerReader, Delta, make_reader, message_of
-from clocher_runtime.text.chat_template import Message, conversation_of
+from clocher_runtime.text.chat_template import ChatTemplate, Message, conversation_of
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -55,9 +55,6 @@ class ChatModel:
     def check_template(self) -> None:
         """Compile the template in its process; raises FormatError, UsageError (variables)."""
         if self.by_template:
-            # Late import: models without a template do not pay for it.
-            from clocher_runtime.text.chat_template import ChatTemplate
-
             ChatTemplate(self._tokenizer.chat_template).refuse_unread(self._variables)
 
     @property

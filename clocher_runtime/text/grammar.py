@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING, Any
 from clocher_kernels.errors import UsageError
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, MadeTokenizer
 from clocher_runtime.config.values import shown
-from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import Constraint, listed, one_of
 from clocher_runtime.text import Refused
 from clocher_runtime.text.call_styles import STYLES, CallStyle
 from clocher_runtime.text.text_process import TextProcess
-from clocher_runtime.text.tokenizer_library import MAX_FILE_BYTES, inspect, loading_limits
+from clocher_runtime.text.tokenizer_library import inspect, loading_limits
 
 if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
@@ -60,10 +59,7 @@ class GrammarMaker:
                 "structured output needs llguidance: pip install '.[serve]' in a clone of Clocher, "
                 "or leave it out"
             )
-        data = tokenizer_json
-        if isinstance(data, Path):
-            data = read_bytes(data, MAX_FILE_BYTES)
-        found = inspect(data, "tokenizer.json")
+        found = inspect(tokenizer_json)
         if not eos_ids or not found.plain:
             raise UsageError(
                 "structured output needs a token that ends a text, and a tokenizer whose steps are "

@@ -12,6 +12,8 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from clocher_kernels.errors import ConstraintFailed, UsageError
 from clocher_kernels.ops.sampling import WORD_BITS, words_for
+from clocher_runtime.text import Refused
+from clocher_runtime.text.tokenizer_library import tried
 
 _LIMITS = LLParserLimits(
     max_items_in_row=500,
@@ -43,14 +45,13 @@ class LibraryGrammars:
 
     def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         try:
-            self._tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
-            found = msgspec.json.decode(text, type=_Tokenizer)
-        except BaseException as error:
-            # A Rust panic is not an Exception, and its class cannot be imported.
-            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-                raise
+            self._tokenizer = tried(
+                lambda: LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
+            )
+            found = tried(lambda: msgspec.json.decode(text, type=_Tokenizer))
+        except Refused as error:
             raise UsageError(
-                f"structured output is not possible with this tokenizer: {_short(str(error))}"
+                f"structured output is not possible with this tokenizer: {error}"
             ) from None
         bits = np.zeros(WORD_BITS * words_for(vocab_size), np.uint8)
         ids = [token.id for token in found.added_tokens or ()]

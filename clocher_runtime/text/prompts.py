@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import BinaryIO, Protocol, Self
+from typing import BinaryIO, Self
 
 from clocher_kernels.errors import OutOfMemory, UsageError
 from clocher_kernels.guards import refuse_in_window
@@ -46,13 +46,6 @@ class Prompt:
     text: str | None = None  # None if the prompt was given as ids, or is unreadable
     error: str | None = None  # the prompt's place, and its problem
     where: str = ""  # the prompt's place
-
-
-class Encodes(Protocol):
-    """The method needed of a tokenizer."""
-
-    def encode(self, text: str, *, room: int | None = None) -> list[int]:
-        """Return the ids of a text; one surely longer than `room` tokens is refused."""
 
 
 class PromptSource:
@@ -127,7 +120,7 @@ class Preparation:
     """Prepares prompts for generation; thread-safe."""
 
     source: PromptSource
-    tokenizer: Encodes | None  # None without a tokenizer: only token ids are accepted
+    encode: Callable[..., list[int]] | None  # of a tokenizer; None: only token ids are accepted
     check: Callable[[Sequence[int]], None]  # raises UsageError for invalid ids
     room: int | None = None  # maximum tokens of a prompt
 
@@ -141,9 +134,9 @@ class Preparation:
             ids: Sequence[int] = content if isinstance(content, tuple) else ()
             if isinstance(content, str):
                 text = content
-                if self.tokenizer is None:
+                if self.encode is None:
                     raise UsageError("text, but the model has no tokenizer; give token ids")
-                ids = self.tokenizer.encode(text, room=self.room)
+                ids = self.encode(text, room=self.room)
             self.check(ids)
         except (UsageError, OutOfMemory) as error:
             return Prompt((), text, f"{where}: {error}", where)

@@ -10,16 +10,10 @@ from typing import Any
 from clocher_kernels.errors import FormatError, OutOfMemory, UsageError
 from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
 from clocher_runtime.config.values import shown
-from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.engine.arguments import listed
 from clocher_runtime.text import Refused, template_text
 from clocher_runtime.text.call_styles import AnswerStyle, style_of
-from clocher_runtime.text.tokenizer_library import (
-    MAX_FILE_BYTES,
-    LibraryTokenizer,
-    TokenizerApart,
-    inspect,
-)
+from clocher_runtime.text.tokenizer_library import LibraryTokenizer, TokenizerApart, inspect
 
 MAX_TEXT_CHARS = 8 << 20
 LONG_TEXT_CHARS = 1 << 18
@@ -53,10 +47,7 @@ class Tokenizer:
         here: int = LONG_TEXT_CHARS,
     ) -> None:
         self._here = here
-        where, data = "the tokenizer of the metadata", tokenizer_json
-        if isinstance(data, Path):
-            where, data = str(data), read_bytes(data, MAX_FILE_BYTES)
-        found = inspect(data, where)
+        found = inspect(tokenizer_json)
         self._chars_of_token = max(found.longest, ROOMY_TOKEN_CHARS)
         self._inner: LibraryTokenizer | TokenizerApart
         self._for_long_texts: TokenizerApart | None = None
@@ -68,9 +59,11 @@ class Tokenizer:
             self._prefix = self._ids_of("bos_token") if config.get("add_bos_token") is True else []
             self._suffix = self._ids_of("eos_token") if config.get("add_eos_token") is True else []
         except Refused as error:
-            if isinstance(data, MadeTokenizer):
-                data.check()
-            raise FormatError(f"{where}: not a tokenizer that can be loaded: {error}") from None
+            if isinstance(found.source, MadeTokenizer):
+                found.source.check()
+            raise FormatError(
+                f"{found.where}: not a tokenizer that can be loaded: {error}"
+            ) from None
         self._explicit = "add_bos_token" in config or "add_eos_token" in config
         self._template = config.get("chat_template")
 

@@ -7,13 +7,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import tokenizers
 
 from clocher_kernels.errors import FormatError
 from clocher_runtime.checkpoints.checkpoint import MadeTokenizer
-from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.disk.files import read_bytes
+from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.models.split_patterns import KNOWN
 from clocher_runtime.text import Refused
 
@@ -24,7 +26,6 @@ MAX_TOKEN_CHARS = 1 << 12
 MAX_ADDED, MAX_ADDED_CHARS = 1 << 16, 1 << 20
 
 _MAX_STEPS, _MAX_LITERAL, _MAX_PIECES, _MAX_PIECE_IDS = 16, 16, 64, 16
-_SMALL_FILE = 1 << 20
 _JSON_GROWTH = 8
 
 BASE_SECONDS, BASE_BYTES = 5.0, 512 << 20
@@ -40,6 +41,7 @@ class Inspection(NamedTuple):
     """A tokenizer.json and its longest token's characters; `plain`: short texts are cheap."""
 
     source: bytes | MadeTokenizer
+    where: str  # for messages
     plain: bool
     longest: int
     document: Mapping[str, Any]
@@ -58,9 +60,13 @@ class Inspection(NamedTuple):
         )
 
 
-def inspect(data: bytes | MadeTokenizer, where: str) -> Inspection:
+def inspect(
+    data: Path | bytes | MadeTokenizer, where: str = "the tokenizer of the metadata"
+) -> Inspection:
     """Check a tokenizer.json; raises FormatError if not a JSON object, or above the limits."""
-    document = data.document if isinstance(data, MadeTokenizer) else _parse(data, where)
+    if isinstance(data, Path):
+        where, data = str(data), read_bytes(data, MAX_FILE_BYTES)
+    document = _parse(data, where) if isinstance(data, bytes) else data.document
     model, added = document.get("model"), _list(document.get("added_tokens"))
     model = model if isinstance(model, dict) else {}
     vocab = model.get("vocab")
@@ -80,7 +86,7 @@ def inspect(data: bytes | MadeTokenizer, where: str) -> Inspection:
         if found > limit:
             raise FormatError(f"{where}: {found} {what}; the limit is {limit}")
     plain = _is_plain(document, model, isinstance(data, MadeTokenizer))
-    return Inspection(data, plain, longest, document)
+    return Inspection(data, where, plain, longest, document)
 
 
 def _parse(data: bytes, where: str) -> dict[str, Any]:
@@ -88,25 +94,9 @@ def _parse(data: bytes, where: str) -> dict[str, Any]:
         raise FormatError(
             f"{where}: {len(data)} bytes; the limit for this file is {MAX_FILE_BYTES}"
         )
-    try:
-        # Values of a small file fit in a few times its size; large files are counted first.
-        if len(data) > _SMALL_FILE:
-            document = parse_json(data, where, rest=_JSON_GROWTH * len(data))
-        else:
-            document = json.loads(data.decode("utf-8"), object_pairs_hook=_unique)
-    except (ValueError, RecursionError, FormatError) as error:
-        raise FormatError(f"{where}: not a tokenizer that can be loaded: {error!s:.200}") from None
-    if not isinstance(document, dict):
-        raise FormatError(f"{where}: not a tokenizer that can be loaded: expected a JSON object")
-    return document
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Refuse a repeated key: the library might use the other one."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        raise ValueError("a key appears twice in one object")
-    return found
+    # Of a repeated key, which is refused, the library might use the other one.
+    told = f"{where}: not a tokenizer that can be loaded"
+    return parse_object(data, told, rest=_JSON_GROWTH * len(data))
 
 
 def _list(value: object) -> list[Any]:
@@ -162,13 +152,9 @@ def _are_plain(step: object, within: str, kinds: Mapping[str, Check]) -> bool:
     # Two would spell the bytes of spelled bytes, four times as many.
     if sum(one.get("type") == "ByteLevel" for one in steps) > 1:
         return False
-    known = {"Sequence": _always, **kinds}
+    known = {**_any_of("Sequence"), **kinds}
     checks = ((known.get(str(one.get("type"))), one) for one in steps)
     return all(check is not None and check(one) for check, one in checks)
-
-
-def _always(step: Spec) -> bool:
-    return True
 
 
 def _is_text(text: object, most: int | None = None) -> bool:
@@ -178,10 +164,6 @@ def _is_text(text: object, most: int | None = None) -> bool:
 def _pattern(step: Spec, kind: str) -> Any:
     pattern = step.get("pattern")
     return pattern.get(kind) if isinstance(pattern, dict) and len(pattern) == 1 else None
-
-
-def _prepends(step: Spec) -> bool:
-    return _is_text(step.get("prepend"), _MAX_LITERAL)
 
 
 def _replaces(step: Spec) -> bool:
@@ -232,7 +214,7 @@ def _is_piece(piece: object, special: Spec, texts: str) -> bool:
 
 
 def _any_of(names: str) -> dict[str, Check]:
-    return dict.fromkeys(names.split(), _always)
+    return dict.fromkeys(names.split(), lambda step: True)
 
 
 _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
@@ -240,7 +222,7 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
         "normalizers",
         {
             **_any_of("NFC NFD NFKC NFKD Lowercase Strip StripAccents"),
-            "Prepend": _prepends,
+            "Prepend": lambda step: _is_text(step.get("prepend"), _MAX_LITERAL),
             "Replace": _replaces,
         },
     ),
@@ -252,7 +234,10 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
             "Split": _splits,
         },
     ),
-    "post_processor": ("processors", {"ByteLevel": _always, "TemplateProcessing": _surrounds}),
+    "post_processor": (
+        "processors",
+        {**_any_of("ByteLevel"), "TemplateProcessing": _surrounds},
+    ),
     "decoder": (
         "decoders",
         {
@@ -265,7 +250,8 @@ _STEPS: Mapping[str, tuple[str, Mapping[str, Check]]] = {
 """Step of a tokenizer -> key of a sequence's steps, and the check of each known kind."""
 
 
-def _tried(work: Callable[[], Any]) -> Any:
+def tried(work: Callable[[], Any]) -> Any:
+    """Return the result of a library in Rust; raises Refused for its errors and panics."""
     try:
         return work()
     except BaseException as error:
@@ -298,7 +284,7 @@ class LibraryTokenizer:
 
     def __init__(self, source: str | Spec) -> None:
         make: Any = tokenizers.Tokenizer.from_str if isinstance(source, str) else _of_parts
-        self._tokenizer = _tried(partial(make, source))
+        self._tokenizer = tried(partial(make, source))
         # The file may ask for truncation and padding, for training; prompts have neither.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -311,13 +297,13 @@ class LibraryTokenizer:
         except UnicodeError:
             raise Refused("unicode", "not valid Unicode text") from None
         encode = self._tokenizer.encode
-        ids: list[int] = _tried(lambda: encode(text, add_special_tokens=special).ids)
+        ids: list[int] = tried(lambda: encode(text, add_special_tokens=special).ids)
         return ids
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         """Return the text of ids; raises Refused if longer than tokens can be."""
         decode = self._tokenizer.decode
-        text: str = _tried(lambda: decode(list(ids), skip_special_tokens=skip_special))
+        text: str = tried(lambda: decode(list(ids), skip_special_tokens=skip_special))
         if len(text) > MAX_TOKEN_CHARS * len(ids):
             raise Refused("refused", f"{len(ids)} tokens with a text of {len(text)} characters")
         return text
