@@ -233,11 +233,7 @@ def _speculation(engine: Engine, speculation: Account) -> dict[str, Any]:
             source: {"drafted": drafted, "accepted": accepted}
             for source, (drafted, accepted) in counts.by_source.items()
         },
-        "gate": {
-            "sent": counts.sent,
-            "unguessed": counts.without_draft,
-            "unworthy": counts.not_worth,
-        },
+        "gate": counts.decisions,
         "cost_of_8": speculation.cost_of_8,
         "reason": off if mode == "off" else speculation.reason,
     }

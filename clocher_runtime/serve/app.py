@@ -175,7 +175,7 @@ class Server:
                         "out",
                         "echo",
                     )
-            asks = await self._asks(asked, prompts, blocks, tail)
+            asks = await self._asks(asked, prompts, blocks, longest, tail)
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
         return Pipeline(
@@ -219,10 +219,10 @@ class Server:
         asked: ChatRequest | CompletionRequest,
         prompts: list[list[int]],
         blocks: Diffusing | None,
+        longest: int,
         tail: str,
     ) -> list[Submit]:
         ready = self.engine.serving()
-        longest = blocks.longest(ready.longest) if blocks else ready.longest
         param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
         style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"

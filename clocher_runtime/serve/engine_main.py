@@ -42,6 +42,7 @@ from clocher_runtime.serve.messages import (
     Unsure,
     encode,
 )
+from clocher_runtime.speculation.speculator import Counts
 from clocher_runtime.text.completion import logprob_of
 from clocher_runtime.text.grammar import Grammars
 
@@ -233,7 +234,8 @@ def state_of(session: Session) -> State:
     """Return the gauges and counters of a session."""
     scheduler = session.scheduler
     sums, forwards, speculator = scheduler.sums, scheduler.forwards, scheduler.forwards.speculator
-    denoising, counts = forwards.denoising, speculator.counts if speculator else None
+    denoising = forwards.denoising
+    counts = speculator.counts if speculator else Counts(forwards=forwards.decoded)
     return State(
         running=scheduler.counts[0],
         pages_used=scheduler.pages.used,
@@ -250,16 +252,10 @@ def state_of(session: Session) -> State:
             "prompt_step_seconds": sums.prompt_ns / _NS_PER_S,
             "diffusion_passes": denoising.forwards,
             "diffusion_tokens": denoising.tokens,
-            "spec_passes": counts.forwards if counts else forwards.decoded,
+            "spec_passes": counts.forwards,
         },
-        drafted={name: (n[0], n[1]) for name, n in counts.by_source.items()} if counts else {},
-        decisions={
-            "sent": counts.sent,
-            "unguessed": counts.without_draft,
-            "unworthy": counts.not_worth,
-        }
-        if counts
-        else {},
+        drafted={name: (n[0], n[1]) for name, n in counts.by_source.items()},
+        decisions=counts.decisions,
         changed=session.changed,
     )
 

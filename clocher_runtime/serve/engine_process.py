@@ -63,16 +63,13 @@ class Job:
         self._news: list[News] = []
         self._unread_since = 0.0
         self._error: ApiError | None = None
-        self._waiter: asyncio.Future[None] | None = None
+        self._stirred = asyncio.Event()
 
     async def read(self) -> list[News]:
         """Wait for events and return them, [] at the end; raises ApiError."""
-        if not self._news and self._error is None and self._open:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        while not self._news and self._error is None and self._open:
+            self._stirred.clear()
+            await self._stirred.wait()
         news, self._news = self._news, []
         if not self._open and self._limit is not None:
             self._limit.cancel()
@@ -85,7 +82,7 @@ class Job:
         number = self._numbers[sequence]
         if self._open.pop(number, None) is not None:
             self._cancel(number)
-        self._wake()
+        self._stirred.set()
 
     def close(self) -> None:
         """Cancel all sequences and drop unread events."""
@@ -116,17 +113,13 @@ class Job:
         late = now - self._unread_since > UNREAD_S
         if unread > MAX_UNREAD and (late or unread > _FAR_BEHIND):
             self.fail(failure("slow_reader"))
-        self._wake()
+        self._stirred.set()
 
     def fail(self, error: ApiError) -> None:
         """End all sequences with an error."""
         self.close()
         self._error = error
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        self._stirred.set()
 
 
 @dataclass(slots=True)

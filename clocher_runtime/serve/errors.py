@@ -12,53 +12,46 @@ from clocher_runtime.config.values import shown
 
 _INVALID, _SERVER = "invalid_request_error", "server_error"
 _GONE = "The response {got} is not stored, or no longer"
-_TABLE: Mapping[str, tuple[int, str, str]] = {
+_TABLE: Mapping[str, tuple[int, str]] = {
     "invalid_api_key": (
         401,
-        "authentication_error",
         "No valid API key; expected the header `Authorization: Bearer KEY` (or `x-api-key: KEY`) "
         "with the server's key",
     ),
     "forbidden": (
         403,
-        _INVALID,
         "The header {header} is {got}, which may not call this server; who runs it can allow "
         "origins, and with a key any host",
     ),
-    "model_not_found": (404, _INVALID, "The model {got} does not exist; this server has {served}"),
-    "previous_response_not_found": (400, _INVALID, _GONE + "; send the whole conversation"),
-    "response_not_found": (404, _INVALID, _GONE),
-    "unknown_url": (404, _INVALID, "Unknown path {got}; /openapi.json lists the known ones"),
-    "method_not_allowed": (405, _INVALID, "Method {got} is not allowed here; expected {allowed}"),
-    "slow_reader": (408, _INVALID, "The answer was not read as fast as it was made; read faster"),
-    "request_too_large": (413, _INVALID, "The body has more than {most} bytes; send less"),
+    "model_not_found": (404, "The model {got} does not exist; this server has {served}"),
+    "previous_response_not_found": (400, _GONE + "; send the whole conversation"),
+    "response_not_found": (404, _GONE),
+    "unknown_url": (404, "Unknown path {got}; /openapi.json lists the known ones"),
+    "method_not_allowed": (405, "Method {got} is not allowed here; expected {allowed}"),
+    "slow_reader": (408, "The answer was not read as fast as it was made; read faster"),
+    "request_too_large": (413, "The body has more than {most} bytes; send less"),
     "unsupported_media_type": (
         415,
-        _INVALID,
         "The body is {got}; expected the header `Content-Type: application/json`",
     ),
     "rate_limit_exceeded": (
         429,
-        "rate_limit_error",
         "{waiting} answers are being written or wait already; try again in {retry_after} s",
     ),
-    "internal_error": (500, _SERVER, "The server failed at this request; its log has the reason"),
+    "internal_error": (500, "The server failed at this request; its log has the reason"),
     "engine_failed": (
         500,
-        _SERVER,
         "The engine ended before the answer was complete; send the request again",
     ),
-    "loading": (503, _SERVER, "The model is being loaded; try again when /health says 200"),
-    "draining": (503, _SERVER, "The server is shutting down; send the request to another one"),
-    "overloaded": (
-        503,
-        _SERVER,
-        "The memory for this request is not there now; try again, or ask for less",
-    ),
-    "stuck": (503, _SERVER, "The engine does not answer now; try again when /health says 200"),
-    "timeout": (504, _SERVER, "The answer was not complete after {seconds:g} s; ask for less"),
+    "loading": (503, "The model is being loaded; try again when /health says 200"),
+    "draining": (503, "The server is shutting down; send the request to another one"),
+    "overloaded": (503, "The memory for this request is not there now; try again, or ask for less"),
+    "stuck": (503, "The engine does not answer now; try again when /health says 200"),
+    "timeout": (504, "The answer was not complete after {seconds:g} s; ask for less"),
 }
-"""Code -> status, OpenAI's error type, message."""
+"""Code -> status, message."""
+_TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+"""Status -> OpenAI's error type; of others the class of the status says it."""
 MESSAGES_PATH = "/v1/messages"
 """Where errors have Anthropic's shape."""
 _ANTHROPIC = {
@@ -81,7 +74,8 @@ class ApiError(ClocherError):
     ) -> None:
         super().__init__(message)
         self.code, self.message, self.param = code, message, param
-        self.status, self.type, _ = _TABLE.get(code or "", (400, _INVALID, ""))
+        self.status, _ = _TABLE.get(code or "", (400, ""))
+        self.type = _TYPES.get(self.status, _SERVER if self.status >= 500 else _INVALID)
         self.headers = {"retry-after": str(retry_after)} if self.status in _RETRY_STATUS else {}
         if self.status == 401:
             self.headers["www-authenticate"] = "Bearer"
@@ -104,14 +98,14 @@ def failure(code: str, *, param: str | None = None, retry_after: int = 1, **fact
     """Return the error of a code; `facts` fill its message, `got` shortened."""
     if "got" in facts:
         facts["got"] = short(facts["got"])
-    message = _TABLE[code][2].format(retry_after=retry_after, **facts)
+    message = _TABLE[code][1].format(retry_after=retry_after, **facts)
     return ApiError(code, message, param, retry_after)
 
 
 def codes_by_status() -> dict[str, str]:
     """Return status -> error codes, for the OpenAPI document."""
     found = {"400": "invalid request, context_length_exceeded"}
-    for code, (status, _, _) in _TABLE.items():
+    for code, (status, _) in _TABLE.items():
         found[str(status)] = f"{found[str(status)]}, {code}" if str(status) in found else code
     return found
 

@@ -45,6 +45,15 @@ class Counts:
     not_worth: int = 0
     by_source: dict[str, list[int]] = field(default_factory=dict)
 
+    @property
+    def decisions(self) -> dict[str, int]:
+        """What was decided -> forwards that could verify a draft."""
+        return {
+            "sent": self.sent,
+            "unguessed": self.without_draft,
+            "unworthy": self.not_worth,
+        }
+
     def since(self, before: "Counts") -> "Counts":
         """Return what was counted after an earlier state."""
         sources = {}
