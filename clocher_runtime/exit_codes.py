@@ -132,9 +132,10 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def restore(before: list[tuple[int, Any]]) -> None:
-    """Undo `listen`."""
+    """Undo `listen`, where no signal came and nothing else has taken its place."""
     for number, handler in before:
-        signal.signal(number, handler)
+        if signal.getsignal(number) is _stop:
+            signal.signal(number, handler)
     if sys.unraisablehook is _unraisable:
         sys.unraisablehook = _hooks[0]
 

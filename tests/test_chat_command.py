@@ -29,7 +29,7 @@ from clocher_runtime.config.values import declared
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.models.build import PAGE_CELLS
-from clocher_runtime.subcommands import chat
+from clocher_runtime.subcommands.chat import chat
 from clocher_runtime.subcommands.chat_talk import Talk, Typed
 from clocher_runtime.text.answers import Delta
 from clocher_runtime.text.chat_turn import ChatModel
@@ -417,7 +417,7 @@ def pipe(
             patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
             for variable, value in env.items():
                 patch.setenv(variable, value)
-            code = chat.main(list(map(str, flags)))
+            code = chat.run(list(map(str, flags)))
         out, err = capsys.readouterr()
         return code, out, err
 
@@ -576,7 +576,7 @@ def test_an_answer_that_cannot_be_written_is_code_1(redirection: str, told: str)
 
 
 def test_help_has_examples_on_top(capsys: pytest.CaptureFixture[str]) -> None:
-    assert chat.main(["-h"]) == 0
+    assert chat.run(["-h"]) == 0
     out, _ = capsys.readouterr()
     assert out.index("clocher chat MODEL") < out.index("--temperature")
     assert "default: 0.7" in out

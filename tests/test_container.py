@@ -13,8 +13,8 @@ from typing import NamedTuple
 import pytest
 from weight_files import ROOT
 
-from clocher_runtime.config.commands import ALL, TABLE, decide
-from clocher_runtime.serve.command import COMMAND
+from clocher_runtime.config.commands import ALL, TABLE, ServeConfig, settle
+from clocher_runtime.serve.command import clocher_serve
 from clocher_runtime.subcommands.table import SUBCOMMANDS
 
 FILE = ROOT / "Containerfile"
@@ -133,8 +133,8 @@ def test_the_variables_are_settings_and_the_server_wants_a_key() -> None:
     assert set(given) - FOREIGN <= settings
     assert not any("KEY" in name or "TOKEN" in name for name in given)
     with pytest.raises(Exception, match="CLOCHER_API_KEY"):
-        decide({}, given)
-    decided = decide({}, given | {"CLOCHER_API_KEY": "secret"})
+        settle(ServeConfig, {}, given)
+    decided = settle(ServeConfig, {}, given | {"CLOCHER_API_KEY": "secret"})
     assert decided.host == "0.0.0.0"
     assert str(decided.port) == only("EXPOSE") == given["CLOCHER_PORT"]
     assert only("STOPSIGNAL") == "SIGTERM"
@@ -159,9 +159,9 @@ def test_the_page_runs_the_image_as_it_is() -> None:
         assert subcommand in SUBCOMMANDS
         mounts = [words[i + 1] for i, word in enumerate(words) if word == "-v"]
         if subcommand == "serve":
-            flags = COMMAND.parse(rest)
+            flags = clocher_serve.parse(rest)
             assert flags is not None
-            assert decide(flags, environment() | {"CLOCHER_API_KEY": "secret"})
+            assert settle(ServeConfig, flags, environment() | {"CLOCHER_API_KEY": "secret"})
             assert "CLOCHER_API_KEY" in words
             assert f"127.0.0.1:8000:{only('EXPOSE')}" in words
             assert all(m.endswith(":ro") for m in mounts if not m.startswith("clocher-"))

@@ -483,7 +483,7 @@ def test_sigterm_lets_what_runs_end():
 
 
 @pytest.mark.parametrize(
-    ("when", "code"), [("decide", -signal.SIGINT), ("_announce", 0)], ids=["start", "ready"]
+    ("when", "code"), [("_require_extra", -signal.SIGINT), ("_announce", 0)], ids=["start", "ready"]
 )
 def test_ctrl_c_twice_is_never_answered_with_python(when, code):
     press = "os.kill(os.getpid(), signal.SIGINT)"
@@ -492,7 +492,7 @@ import atexit, os, signal
 from clocher_runtime.serve import command
 atexit.register(lambda: {press})  # as late as can be
 command.{when} = lambda *_: {press}
-raise SystemExit(command.main(["--port", "0"]))
+raise SystemExit(command.clocher_serve.run(["--port", "0"]))
 """
     done = python("-c", program)
     assert done.returncode == code

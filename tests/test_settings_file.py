@@ -12,7 +12,7 @@ from weight_files import LLAMA, ROOT
 
 import clocher_runtime
 from clocher_kernels.errors import UsageError
-from clocher_runtime.config.commands import ALL, SETTINGS, RunConfig, decide, resolve
+from clocher_runtime.config.commands import ALL, SETTINGS, RunConfig, ServeConfig, resolve, settle
 from clocher_runtime.config.engine import HINTS
 from clocher_runtime.engine.backends import hand_on
 
@@ -193,5 +193,5 @@ def test_a_cache_has_the_names_that_others_give_it(given: str, dtype: str, tmp_p
     assert resolve({"kv_dtype": given}, {}).kv_dtype == dtype
     assert resolve({}, {"CLOCHER_KV_DTYPE": given}).kv_dtype == dtype
     assert resolve({"config": str(path)}, {}).kv_dtype == dtype
-    assert decide({"kv_dtype": given}, {}).kv_dtype == dtype
+    assert settle(ServeConfig, {"kv_dtype": given}, {}).kv_dtype == dtype
     assert clocher_runtime.KVCacheConfig(given).memory_usage_mb() > 0

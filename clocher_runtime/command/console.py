@@ -10,6 +10,7 @@ import sys
 import termios
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
@@ -113,28 +114,23 @@ def _cells(char: str) -> int:
     return get_character_cell_size(char)
 
 
-class OutputLost(Exception):
-    """Standard output failed; `reason` is "" where its reader is gone."""
-
-    def __init__(self, error: OSError) -> None:
-        super().__init__(str(error))
-        self.reason = "" if isinstance(error, BrokenPipeError) else error.strerror or str(error)
-
-
 class Screen:
     """An unbuffered stream. On a terminal, control characters of model text are made visible.
 
-    `stream` None: the process has none. `may_be_lost`: ignore a closed pipe.
+    `stream` None: the process has none. `may_be_lost`: then, and if its reader is gone, text is
+    dropped; else OSError is raised.
     """
 
     def __init__(self, stream: TextIO | None, *, may_be_lost: bool = False) -> None:
+        if stream is None and not may_be_lost:
+            raise OSError(errno.EBADF, "closed")
         self.stream, self._may_be_lost = stream, may_be_lost
         self.is_terminal = is_terminal(stream)
         self._at_line_start = True
         self._wrap = WordWrap(stream)
 
     def write(self, text: str, *, dim: bool = False) -> None:
-        """Write text, dim only on a terminal; raises OutputLost."""
+        """Write text, dim only on a terminal; raises OSError."""
         if not text or self.stream is None:
             return
         self._at_line_start = text.endswith("\n")
@@ -152,9 +148,9 @@ class Screen:
         try:
             if self.stream is not None:
                 write(self.stream)
-        except OSError as error:
+        except OSError:
             if not self._may_be_lost:
-                raise OutputLost(error) from None
+                raise
             self.stream = None
         except ValueError:  # it is closed
             self.stream = None
@@ -233,10 +229,6 @@ class Console:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Remove what shows progress, and end the line."""
         self._loading.stop()
         self.texts.end_line()
 
@@ -269,18 +261,13 @@ class Console:
         with self:
             self.say(f"error: {message}")
 
-    def compiling(self, done: int, total: int) -> None:
-        """Show the progress of kernel compilation."""
-        self._load(COMPILING, done, total)
-
-    def packing(self, done: int, total: int) -> None:
-        """Show the progress of weight packing, in MiB."""
-        self._load(PACKING, done, total)
-
     def _load(self, what: str, done: int, total: int) -> None:
         self._loading.tell(what, done, total)
         if done >= total:
             self._loading.stop()
+
+    compiling = partialmethod(_load, COMPILING)
+    packing = partialmethod(_load, PACKING)
 
     def disk(self, source: Path | str, target: Path, nbytes: int) -> None:
         """Write how much disk space is needed."""

@@ -18,8 +18,9 @@ from click.shell_completion import CompletionItem
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import ClocherError, DeviceError, UsageError
-from clocher_runtime.command.console import STDOUT, Console, in_words
+from clocher_runtime.command.console import STDOUT, Console, Screen, in_words
 from clocher_runtime.command.parameters import PATH, Place
+from clocher_runtime.config.commands import settle, warnings
 from clocher_runtime.config.engine import HINTS, EngineConfig
 from clocher_runtime.config.values import Setting, declared
 from clocher_runtime.exit_codes import ExitCode, cause_of, listen, restore, told
@@ -55,10 +56,10 @@ _EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
 class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
-    It calls a function (see `script`), or has the settings of a `kind` of configuration and is run
-    by a `program`; model and prompt may be given without their flags. `inner`: first word ->
-    module:name of another command. `exit_codes`: those that mean something else than in
-    `USUAL_CODES`, or are not there.
+    It calls a function, see `script`. With a `kind` of configuration it has the settings of that;
+    model and prompt may be given without their flags. `inner`: first word -> module:name of
+    another command. `exit_codes`: those that mean something else than in `USUAL_CODES`, or are
+    not there.
     """
 
     def __init__(
@@ -67,7 +68,6 @@ class Command(click.Command):
         about: str,
         *,
         kind: type[EngineConfig] | None = None,
-        program: Callable[[Sequence[str]], int] | None = None,
         inner: Mapping[str, str] = _NONE,
         notes: Sequence[str] = (),
         examples: Examples = (),
@@ -76,7 +76,7 @@ class Command(click.Command):
     ) -> None:
         self.table = {**declared(kind), **kind.hints} if kind else {}
         self._defaults = {each.name: each.default for each in fields(kind)} if kind else {}
-        self._program, self.inner = program, inner
+        self._kind, self.inner = kind, inner
         self.notes, self.examples = notes, examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
         params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
@@ -113,25 +113,22 @@ class Command(click.Command):
         """Return setting -> text of its flag; None after --help or --version. Raises UsageError."""
         try:
             with self.make_context(self.name, list(argv), obj=show) as context:
-                given = {n: v for n, v in context.params.items() if v not in (None, False)}
+                return _texts(context.params)
         except click.exceptions.Exit:
             return None
         except click.UsageError as error:
             raise self._told(error) from None
-        return {name: "1" if value is True else value for name, value in given.items()}
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """Run it, or the inner one that is named; write an expected error; return the exit code."""
         given = list(sys.argv[1:] if argv is None else argv)
-        if self._program:
-            return self._program(given)
         if given and given[0] in self.inner:
             return load(self.inner[given[0]]).run(given[1:])
         notes = " ".join(" ".join(self.notes).split())
         console = Console(self.name or "", resumes="run it again to go on" in notes.lower())
         before = listen()
         try:
-            with self.make_context(self.name, given, obj=console) as context:
+            with console, self.make_context(self.name, given, obj=console) as context:
                 from clocher_runtime.disk.files import ending_on_lost_pages
 
                 with ending_on_lost_pages(console.lost):
@@ -145,10 +142,24 @@ class Command(click.Command):
             if not isinstance(cause, OSError):
                 return console.ended(cause)[1]
             words = in_words(cause)
-            code = console.ended(DeviceError(words))[1]
-            return ExitCode.BUG if words.startswith(STDOUT) else code
+            if not words.startswith(STDOUT):
+                return console.ended(DeviceError(words))[1]
+            if not isinstance(cause, BrokenPipeError):  # whose reader wants no more
+                console.ended(DeviceError(words))
+            if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return ExitCode.BUG
         finally:
             restore(before)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the function; with the configuration, where the flags are settings of one."""
+        if self._kind:
+            config = settle(self._kind, _texts(ctx.params), os.environ)
+            for message in warnings(config, os.environ):
+                ctx.obj.say(message)
+            ctx.params = {"config": config}
+        return super().invoke(ctx)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
         """Run it as a program: exit with its code, unless `standalone_mode=False`."""
@@ -214,6 +225,12 @@ class Command(click.Command):
             _section(formatter, "Exit codes", [(str(int(c)), t) for c, t in self.exit_codes])
 
 
+def _texts(params: Mapping[str, Any]) -> dict[str, str]:
+    """Return setting -> text of its flag, of those that are given."""
+    given = {name: value for name, value in params.items() if value not in (None, False)}
+    return {name: "1" if value is True else value for name, value in given.items()}
+
+
 def load(where: str) -> Command:
     """Return the command at module:name."""
     found: Command = pkgutil.resolve_name(f"clocher_runtime.{where}")
@@ -229,7 +246,8 @@ def script(
 ) -> Callable[[Callable[..., int | None]], Command]:
     """Return a decorator that makes a command of a function.
 
-    The function takes a `Console` and the values of `params`; it returns an exit code or None.
+    The function takes a `Console`, and the values of `params` or, with a `kind`, the `config`; it
+    returns an exit code or None.
     """
 
     def decorate(function: Callable[..., int | None]) -> Command:
@@ -319,7 +337,7 @@ def _completion(metavar: str) -> Callable[..., list[CompletionItem]]:
 def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
-            show = context.obj if callable(context.obj) else click.echo
+            show = context.obj if callable(context.obj) else Screen(sys.stdout).line
             show(answer(context))
             context.exit()
 

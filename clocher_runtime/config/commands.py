@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.engine import BYTES, COUNT, HINTS, TOKENS, EngineConfig
@@ -178,6 +178,19 @@ class ServeConfig(EngineConfig):
     max_body_mb: int = _server(integer(1, 1024), "MiB of the largest request", default=8)
     no_prefix_cache: bool = flag("Cache", SWITCH, "disable prefix caching")
 
+    def settled(self) -> Self:
+        """Return it, if others reach it with a key only. Raises UsageError."""
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.strip()):
+            raise UsageError("--api-key: expected ASCII characters that are not all spaces")
+        if self.served_model_name == "":
+            raise UsageError("--served-model-name is empty; give a name, or leave it out")
+        if self.api_key is None and not is_local(self.host):
+            raise UsageError(
+                f"--host {self.host}: others could reach the server and there is no key; set "
+                "CLOCHER_API_KEY, or listen on 127.0.0.1"
+            )
+        return self
+
 
 SETTINGS: Mapping[str, Setting] = declared(RunConfig)
 ALL: Mapping[str, Setting] = {**SETTINGS, **HINTS}
@@ -209,21 +222,6 @@ def warnings(config: EngineConfig, environ: Mapping[str, str]) -> list[str]:
             near = difflib.get_close_matches(name, known, 1, 0)[0]
             found.append(f"{name}: no such variable, it is ignored; the nearest is {near}")
     return found
-
-
-def decide(flags: Mapping[str, str], environ: Mapping[str, str]) -> ServeConfig:
-    """Return a server's settings; raises UsageError."""
-    config = settle(ServeConfig, flags, environ)
-    if config.api_key is not None and not (config.api_key.isascii() and config.api_key.strip()):
-        raise UsageError("--api-key: expected ASCII characters that are not all spaces")
-    if config.served_model_name == "":
-        raise UsageError("--served-model-name is empty; give a name, or leave it out")
-    if config.api_key is None and not is_local(config.host):
-        raise UsageError(
-            f"--host {config.host}: others could reach the server and there is no key; set "
-            "CLOCHER_API_KEY, or listen on 127.0.0.1"
-        )
-    return config
 
 
 def of_engine(config: ServeConfig) -> ServeConfig:
@@ -286,7 +284,7 @@ def settle(
             ignored += [other for other in beaten if other.raw not in (first.raw, _HOST_MATH)]
     for names in kind.exclusive:
         _keep_one(names, values, given)
-    return kind(**values, given=given, hints_ignored=tuple(map(str, ignored)))
+    return kind(**values, given=given, hints_ignored=tuple(map(str, ignored))).settled()
 
 
 def sources_of(

@@ -277,6 +277,10 @@ class EngineConfig:
         if self.stub and self.require_model:
             raise UsageError("--stub runs without a model, but IE_REQUIRE_MODEL=1; drop one")
 
+    def settled(self) -> Self:
+        """Return the configuration of a command line. Raises UsageError."""
+        return self
+
     def unmet(self, names: Collection[str]) -> tuple[str, ...]:
         """Return what was given for settings without effect, as "source=value"."""
         settings = dict(every(type(self)))

@@ -1,7 +1,6 @@
 """The program metrics_exporter: serve what runs measured to Prometheus."""
 
 import os
-import signal
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -146,7 +145,6 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
         intake.take(Lines().of(sys.stdin.buffer) if stream else _open(source).lines(last=True))
         click.echo(intake.metrics.text(), nl=False)
         return
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with intake.metrics.served(address, port) as actual:
             host = f"[{address}]" if ":" in address else address

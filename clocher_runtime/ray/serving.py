@@ -12,7 +12,7 @@ from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 from starlette.types import ASGIApp
 
 from clocher_kernels.errors import DeviceError, UsageError
-from clocher_runtime.config.commands import TABLE, ServeConfig, decide
+from clocher_runtime.config.commands import TABLE, ServeConfig, settle
 from clocher_runtime.config.values import integer
 from clocher_runtime.ray.actors import TILE_CACHE
 from clocher_runtime.serve.life import assemble
@@ -72,4 +72,4 @@ def _settings(flags: Mapping[str, str], cpus: int) -> ServeConfig:
     if unknown := sorted(set(flags) - set(TABLE) | _OF_SERVE & set(flags)):
         known = ", ".join(sorted(set(TABLE) - _OF_SERVE))
         raise UsageError(f"{unknown[0]} is no setting of a replica; known: replicas, cpus, {known}")
-    return decide({**flags, "threads": str(cpus)}, {})
+    return settle(ServeConfig, {**flags, "threads": str(cpus)}, {})

@@ -1,22 +1,19 @@
 """The command `clocher-serve`: flags, messages, exit codes."""
 
+import asyncio
 import json
 import logging
 import os
-import signal
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
 from clocher_runtime.command.console import Console, is_terminal
-from clocher_runtime.command.flags import Command
-from clocher_runtime.config.commands import ServeConfig, decide, warnings
+from clocher_runtime.command.flags import script
+from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.exit_codes import ExitCode
-
-NAME = "clocher-serve"
 
 ABOUT = """Serve a language model over HTTP, as OpenAI does: /v1/chat/completions, /v1/completions,
 /v1/responses, /v1/models.
@@ -25,12 +22,12 @@ It listens on this machine only, unless told otherwise. When the model is loaded
 gets the address, as one line of JSON where it is no terminal; messages go to standard error.
 SIGTERM and Ctrl-C let what runs come to its end first."""
 
-COMMAND = Command(
-    name=NAME,
-    about=ABOUT,
+
+@script(
+    "clocher-serve",
     kind=ServeConfig,
-    program=lambda argv: main(argv, "clocher serve"),
-    notes=(PRECEDENCE,),
+    help=ABOUT,
+    epilog=PRECEDENCE,
     examples=(
         ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher-serve"),
         (
@@ -51,56 +48,29 @@ COMMAND = Command(
     ),
     exit_codes={
         ExitCode.OK: "ended by a signal, after what ran",
-        ExitCode.BUG: "unexpected: a defect of Clocher",
         ExitCode.USAGE: "bad flag or variable, or an extra is not installed",
-        ExitCode.MODEL: "model missing, invalid or not supported",
         ExitCode.DEVICE: "device or address not available; the engine ended three times",
         ExitCode.TERMINATED: "ended at once by a second signal",
     },
 )
+def clocher_serve(console: Console, config: ServeConfig) -> int:
+    """Serve until a signal comes."""
+    _require_extra()
+    logging.basicConfig(format=f"{console.name}: %(message)s", level=logging.WARNING)
+    from clocher_runtime.command.fetching import with_model
+    from clocher_runtime.serve.life import Life
 
-
-def main(argv: Sequence[str] | None = None, name: str = NAME) -> int:
-    """Run the command and return its exit code."""
-    with Console(name=name) as console:
-        try:
-            shown: list[str] = []
-            flags = COMMAND.named(name).parse(sys.argv[1:] if argv is None else argv, shown.append)
-            if flags is None:
-                if (error := _say("\n".join(shown))) is None:
-                    return ExitCode.OK
-                console.say(f"error: standard output: {error.strerror}")
-                return ExitCode.BUG
-            config = decide(flags, os.environ)
-            for message in warnings(config, os.environ):
-                console.say(message)
-            _require_extra()
-            logging.basicConfig(format=f"{name}: %(message)s", level=logging.WARNING)
-            from clocher_runtime.command.fetching import with_model
-            from clocher_runtime.serve.life import serve
-
-            return serve(with_model(config, console), console.say, _announce)
-        except KeyboardInterrupt:  # before there is a loop that takes it
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one is not told of either
-            return ExitCode.INTERRUPTED
-        except Exception as raised:
-            return console.ended(raised)[1]
-
-
-def _say(text: str) -> OSError | None:
-    try:
-        print(text, flush=True)  # noqa: T201 - the help, or what the starter of the server waits for
-    except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return error
-    return None
+    return asyncio.run(Life(with_model(config, console), console.say, _announce).run())
 
 
 def _announce(facts: dict[str, Any]) -> None:
     line = json.dumps(facts)
     if is_terminal(sys.stdout):
         line = f"{facts['model']}: {facts['url']} (API: {facts['url']}/v1); Ctrl-C ends it"
-    _say(line)
+    try:
+        print(line, flush=True)  # noqa: T201 - what the starter of the server waits for
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 def _require_extra() -> None:
@@ -110,6 +80,11 @@ def _require_extra() -> None:
             f"the server needs {missing[0]}, which is not installed; pip install '.[serve]' in a "
             "clone of Clocher"
         )
+
+
+def main() -> int:
+    """Run `clocher-serve`, and return its exit code."""
+    return clocher_serve.run()
 
 
 if __name__ == "__main__":

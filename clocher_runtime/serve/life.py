@@ -167,6 +167,9 @@ class Life:
 
     async def run(self) -> int:
         """Serve until a signal or permanent failure; return the exit code. Raises ClocherError."""
+        logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
+        # The interpreter restores the default at exit: a late Ctrl-C would change the exit code.
+        atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
         server = await assemble(self._config, self._note)
         try:
             return await self._serve(server, _listen(self._config.host, self._config.port))
@@ -329,11 +332,3 @@ def _listen(host: str, port: int) -> socket.socket:
         raise DeviceError(
             f"cannot listen on {host} port {port}: {reason or error}; {advice}"
         ) from None
-
-
-def serve(config: ServeConfig, note: Note, announce: Callable[[dict[str, Any]], None]) -> int:
-    """Serve, and return the exit code; see `Life`."""
-    logging.getLogger("uvicorn").setLevel(logging.CRITICAL)  # its warnings quote requests
-    # The interpreter restores the default at exit: a late Ctrl-C would change the exit code.
-    atexit.register(lambda: [signal.signal(number, signal.SIG_IGN) for number in _SIGNALS])
-    return asyncio.run(Life(config, note, announce).run())

