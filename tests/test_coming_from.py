@@ -10,9 +10,9 @@ import pytest
 from commands import clean_environment, here, plain
 from weight_files import LLAMA, ROOT
 
-from clocher_runtime.config.commands import decide
-from clocher_runtime.serve.command import COMMAND
-from clocher_runtime.subcommands.table import SUBCOMMANDS
+from clocher_runtime.config.commands import ServeConfig, settle
+from clocher_runtime.serve.command import clocher_serve
+from clocher_runtime.subcommands.table import COMMON
 
 PAGE = (ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8")
 LINES = sorted(
@@ -37,17 +37,16 @@ def words_of(line: str) -> list[str]:
 
 
 def test_the_page_has_every_common_command() -> None:
-    common = {name for name, each in SUBCOMMANDS.items() if each.is_common}
-    assert {words_of(line)[0] for line in LINES} == common
+    assert {words_of(line)[0] for line in LINES} == set(COMMON)
     assert len(LINES) > 20
 
 
 @pytest.mark.parametrize("line", [line for line in LINES if words_of(line)[0] == "serve"])
 def test_every_way_to_serve_is_one(line: str) -> None:
     key = {"CLOCHER_API_KEY": "..."} if line.startswith("CLOCHER_API_KEY=... ") else {}
-    flags = COMMAND.parse(words_of(line)[1:])
+    flags = clocher_serve.parse(words_of(line)[1:])
     assert flags is not None
-    assert str(decide(flags, key).model_dir) == "MODEL"
+    assert str(settle(ServeConfig, flags, key).model_dir) == "MODEL"
 
 
 @pytest.fixture

@@ -134,9 +134,9 @@ def test_help_lists_the_commands_after_examples(words):
     code, out, err = here(*words)
     assert (code, err) == (0, "")
     assert out.index("Examples:") < out.index("Commands:")
-    for name, each in SUBCOMMANDS.items():
+    for name, about in SUBCOMMANDS.items():
         assert f"  {name} " in out
-        assert each.about in out
+        assert about in out
 
 
 @pytest.mark.parametrize("name", SUBCOMMANDS)

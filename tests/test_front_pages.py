@@ -45,7 +45,7 @@ def test_every_command_of_the_readme_exists() -> None:
 
 def test_the_table_of_commands_is_that_of_the_help() -> None:
     rows = re.findall(r"^\| `clocher (\w+)` \| (.*?) \|", CLI, re.M)
-    assert rows == [(name, each.about) for name, each in SUBCOMMANDS.items()]
+    assert rows == [*SUBCOMMANDS.items()]
 
 
 # The picture of a terminal

@@ -9,7 +9,7 @@ from functools import partial
 from math import exp
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -35,17 +35,12 @@ OPTIONS = (
 )
 
 
-class Scored(NamedTuple):
-    """A model ready for scoring; its session keeps logits, `facts` go to result lines."""
-
-    session: "Session"
-    tokenizer: "Tokenizer"
-    facts: dict[str, Any]
-
-
 @contextmanager
-def scored(config: EngineConfig) -> Iterator[Scored]:
-    """Load a model, the embedded one without a name; close it in the end."""
+def scored(config: EngineConfig) -> "Iterator[tuple[Session, Tokenizer, dict[str, Any]]]":
+    """Yield a model's session, closed in the end, its tokenizer, and facts for result lines.
+
+    Without a name it is the embedded model.
+    """
     from clocher_runtime.checkpoints.locate import embedded_model
     from clocher_runtime.command.loading import load, numerics
     from clocher_runtime.text.tokenizer import Tokenizer
@@ -58,7 +53,7 @@ def scored(config: EngineConfig) -> Iterator[Scored]:
         facts = {"model": str(named or "embedded"), **numerics(session)}
         facts |= {"act_sparsity": config.act_sparsity} if config.act_sparsity else {}
         assert isinstance(loaded.tokenizer, Tokenizer)  # only the stub has another
-        yield Scored(session, loaded.tokenizer, facts)
+        yield session, loaded.tokenizer, facts
 
 
 def _config(backend: str, model_dir: Path | None, **settings: Any) -> EngineConfig:
@@ -94,13 +89,13 @@ def perplexity(
 
     config = _config(**model, context=window, chunk=window, all_logits=True)
     words = read_text(text)[:chars]
-    with console.counting() as tell, scored(config) as ready:
-        documents = cut(words, ready.tokenizer.encode, window, windows_per_document=1, limit=limit)
+    with console.counting() as tell, scored(config) as (session, tokenizer, facts):
+        documents = cut(words, tokenizer.encode, window, windows_per_document=1, limit=limit)
         pairs = [Pair(each[:1], each[1:]) for each in documents.windows]
-        found = Scorer(ready.session, ready.tokenizer).scores(pairs, partial(tell, "windows"))
+        found = Scorer(session, tokenizer).scores(pairs, partial(tell, "windows"))
     loss = -fmean(each.logprob for each in found) / (window - 1)
     line = {
-        **ready.facts,
+        **facts,
         "windows": len(found),
         "window_tokens": window,
         "loss_nats": loss,
@@ -163,14 +158,13 @@ def quality(console: Console, tasks: tuple[Path, ...], keep: Path | None, **how:
     generates = all(each.generates for each in asked)  # then few logits are needed
     config = _config(**how, all_logits=not generates)
     rows: list[str] = []
-    with console.counting() as tell, scored(config) as ready:
+    with console.counting() as tell, scored(config) as (session, tokenizer, facts):
+        complete = LanguageModel(session.model, session, tokenizer).complete_each
         for task, each in zip(tasks, asked, strict=True):
-            facts = {**ready.facts, "context": ready.session.context, **each.facts}
-            kept = Kept(keep, {"task": str(task), **facts})
-            own = ready.session, ready.tokenizer
-            complete = LanguageModel(ready.session.model, *own).complete_each
-            found = run_task(each, *own, kept, partial(tell, task.name), complete)
-            click.echo(json.dumps(finite({"task": str(task), **facts, **found})))
+            about = {"task": str(task), **facts, "context": session.context, **each.facts}
+            progress = partial(tell, task.name)
+            found = run_task(each, session, tokenizer, Kept(keep, about), progress, complete)
+            click.echo(json.dumps(finite({**about, **found})))
             rows += _table_rows(task.name, found)
     console.note("\n".join(["task            metric                   value  ±     items", *rows]))
 

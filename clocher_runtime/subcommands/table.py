@@ -3,7 +3,6 @@
 import difflib
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import click
 from click.shell_completion import shell_complete
@@ -24,48 +23,41 @@ EXAMPLES = (
 )
 
 
-class Subcommand(NamedTuple):
-    """A subcommand, `where` it is not subcommands.NAME:NAME."""
-
-    about: str
-    is_common: bool = True
-    where: str = ""
-
-
-SUBCOMMANDS: Mapping[str, Subcommand] = {
-    "chat": Subcommand("talk with a model in the terminal"),
-    "run": Subcommand(
-        "complete text once, and report how fast it went", where="command.clocher_run:COMMAND"
-    ),
-    "serve": Subcommand(
-        "serve a model: OpenAI's API and a page to chat", where="serve.command:COMMAND"
-    ),
-    "models": Subcommand("list the models on this machine, and whether they fit"),
-    "pull": Subcommand("get a model from the Hugging Face Hub", where="command.fetching:pull"),
-    "quantize": Subcommand("make a model of 4 or 8 bits from one of floats"),
-    "convert": Subcommand("write a model as one file that loads at once (IEBIN)"),
-    "bench": Subcommand("measure speed: pp512 and tg128, beside the memory's limit"),
-    "dedup": Subcommand(
-        "store an IEBIN model in less space, or restore it", False, "subcommands.compress:dedup"
-    ),
-    "sparsify": Subcommand(
-        "make the matrices of a model block-sparse", False, "subcommands.compress:sparsify"
-    ),
-    "perplexity": Subcommand(
-        "measure how well a model predicts a text", False, "subcommands.quality:perplexity"
-    ),
-    "gate": Subcommand(
-        "judge quantised models against the float one", False, "subcommands.quality:gate"
-    ),
-    "ray": Subcommand(
-        "send the rows of a file through many actors, with Ray", False, "subcommands.ray_jobs:ray"
-    ),
+COMMON: Mapping[str, str] = {
+    "chat": "talk with a model in the terminal",
+    "run": "complete text once, and report how fast it went",
+    "serve": "serve a model: OpenAI's API and a page to chat",
+    "models": "list the models on this machine, and whether they fit",
+    "pull": "get a model from the Hugging Face Hub",
+    "quantize": "make a model of 4 or 8 bits from one of floats",
+    "convert": "write a model as one file that loads at once (IEBIN)",
+    "bench": "measure speed: pp512 and tg128, beside the memory's limit",
 }
+MORE: Mapping[str, str] = {
+    "dedup": "store an IEBIN model in less space, or restore it",
+    "sparsify": "make the matrices of a model block-sparse",
+    "perplexity": "measure how well a model predicts a text",
+    "gate": "judge quantised models against the float one",
+    "ray": "send the rows of a file through many actors, with Ray",
+}
+SUBCOMMANDS = {**COMMON, **MORE}
+"""Name -> what it does."""
+_MODULES: Mapping[str, str] = {
+    "run": "command.clocher_run:COMMAND",
+    "serve": "serve.command:clocher_serve",
+    "pull": "command.fetching:pull",
+    "dedup": "subcommands.compress:dedup",
+    "sparsify": "subcommands.compress:sparsify",
+    "perplexity": "subcommands.quality:perplexity",
+    "gate": "subcommands.quality:gate",
+    "ray": "subcommands.ray_jobs:ray",
+}
+"""Where a command is, unless at subcommands.NAME:NAME."""
 
 
 def command_of(name: str) -> Command:
     """Return the command of a subcommand, whose module is imported."""
-    return load(SUBCOMMANDS[name].where or f"subcommands.{name}:{name}")
+    return load(_MODULES.get(name, f"subcommands.{name}:{name}"))
 
 
 _ELSEWHERE = {
@@ -95,7 +87,7 @@ def dispatch(words: Sequence[str]) -> int:
     if name not in SUBCOMMANDS:
         click.echo(f"clocher: error: {unknown(name)}", err=True)
         return ExitCode.USAGE
-    return command_of(name).run(rest)
+    return command_of(name).named(f"clocher {name}").run(rest)
 
 
 def unknown(name: str) -> str:
@@ -117,10 +109,9 @@ def help_text() -> str:
     with formatter.indentation():
         formatter.write(f"\n  {ABOUT}\n")
     write_examples(formatter, EXAMPLES)
-    for title, is_common in (("Commands", True), ("More", False)):
+    for title, rows in (("Commands", COMMON), ("More", MORE)):
         with formatter.section(title):
-            rows = [(n, s.about) for n, s in SUBCOMMANDS.items() if s.is_common == is_common]
-            formatter.write_dl(rows)
+            formatter.write_dl([*rows.items()])
     formatter.write("\nclocher COMMAND --help tells more of one; clocher --version the version.\n")
     return formatter.getvalue().rstrip("\n")
 
@@ -140,7 +131,7 @@ class Clocher(click.Group):
         if cmd_name not in SUBCOMMANDS:
             return None
         found: click.Command = command_of(cmd_name)
-        found.short_help = SUBCOMMANDS[cmd_name].about
+        found.short_help = SUBCOMMANDS[cmd_name]
         return found
 
 
