@@ -38,11 +38,10 @@ COMMAND = Command(
     name=NAME,
     about=ABOUT,
     kind=RunConfig,
-    notes=(
-        PRECEDENCE,
-        """A hint is checked and accepted; this version does not act on it. The JSON line lists
-it under hints_ignored unless it asks for what happens anyway.""",
-    ),
+    epilog=f"""{PRECEDENCE}
+
+A hint is checked and accepted; this version does not act on it. The JSON line lists it under
+hints_ignored unless it asks for what happens anyway.""",
     examples=EXAMPLES,
 )
 

@@ -69,7 +69,6 @@ class Command(click.Command):
         *,
         kind: type[EngineConfig] | None = None,
         inner: Mapping[str, str] = _NONE,
-        notes: Sequence[str] = (),
         examples: Examples = (),
         exit_codes: Codes = _NONE,
         **more: Any,
@@ -77,7 +76,7 @@ class Command(click.Command):
         self.table = {**declared(kind), **kind.hints} if kind else {}
         self._defaults = {each.name: each.default for each in fields(kind)} if kind else {}
         self._kind, self.inner = kind, inner
-        self.notes, self.examples = notes, examples
+        self.examples = examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
         params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
         params.append(_asking("--help", click.Context.get_help, "-h"))
@@ -124,8 +123,8 @@ class Command(click.Command):
         given = list(sys.argv[1:] if argv is None else argv)
         if given and given[0] in self.inner:
             return load(self.inner[given[0]]).run(given[1:])
-        notes = " ".join(" ".join(self.notes).split())
-        console = Console(self.name or "", resumes="run it again to go on" in notes.lower())
+        notes = " ".join((self.epilog or "").lower().split())
+        console = Console(self.name or "", resumes="run it again to go on" in notes)
         before = listen()
         try:
             with console, self.make_context(self.name, given, obj=console) as context:
@@ -198,7 +197,7 @@ class Command(click.Command):
         return f"{setting.help}  [{'; '.join(notes)}]" if notes else setting.help
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write examples and flags; with --help-all also variables, notes and exit codes."""
+        """Write examples and flags; with --help-all also variables."""
         whole = not self.table or __name__ in ctx.meta
         write_examples(formatter, self.examples)
         groups: dict[str, list[tuple[str, str]]] = {}
@@ -219,9 +218,13 @@ class Command(click.Command):
             _section(formatter, title, rows)
         if whole:
             _section(formatter, "Environment variables", variables)
-            for note in self.notes:
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write notes and exit codes; of settings with --help-all only."""
+        if not self.table or __name__ in ctx.meta:
+            if self.epilog:
                 formatter.write_paragraph()
-                formatter.write_text(note)
+                formatter.write_text(self.epilog)
             _section(formatter, "Exit codes", [(str(int(c)), t) for c, t in self.exit_codes])
 
 
@@ -241,7 +244,6 @@ def script(
     name: str,
     *params: click.Parameter,
     help: str | None = None,
-    epilog: str | None = None,
     **more: Any,
 ) -> Callable[[Callable[..., int | None]], Command]:
     """Return a decorator that makes a command of a function.
@@ -256,7 +258,6 @@ def script(
             text_of(help or function.__doc__),
             params=params,
             callback=click.pass_obj(function),
-            notes=(epilog,) if epilog else (),
             **more,
         )
 

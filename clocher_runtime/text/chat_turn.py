@@ -6,6 +6,7 @@ from typing import Any, Literal, NamedTuple
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.answers import AnswerReader, Delta, make_reader, message_of
 from clocher_runtime.text.chat_template import ChatTemplate, Message, conversation_of
@@ -85,7 +86,8 @@ class ChatModel:
             self._tokenizer, self.style, tools=tools, prompt_tail=tail, ends=self._ends
         )
         most = room if max_new is None else min(max_new, room)
-        return Answer(self.session, reader, ids, (sampling, most, self._ends), began)
+        generation = self.session.generate([ids], most, sampling, self._ends)
+        return Answer(self.session, reader, ids, generation, began)
 
     def _prompt(self, messages: Sequence[Message]) -> tuple[list[int], str]:
         room = self.session.longest
@@ -109,22 +111,20 @@ class Answer:
         session: Session,
         reader: AnswerReader,
         prompt: list[int],
-        wanted: tuple[Sampling, int, frozenset[int]],
+        generation: Generation,
         began: int,
     ) -> None:
         self.prompt, self.ids = prompt, list[int]()
         self.ending: Ending = ""
-        self._session, self._reader, self._began = session, reader, began
-        self._sampling, self._most, self._ends = wanted
-        self._first_ns = 0
+        self._session, self._reader, self._generation = session, reader, generation
+        self._began, self._first_ns = began, 0
         self._before = replace(session.scheduler.sums)
         self._guessed = session.speculation().counts
         self._said: list[Delta] = []
 
     def parts(self, stopped: Callable[[], bool] = lambda: False) -> Iterator[Delta]:
         """Yield the parts as tokens come, once; ends at the first step where `stopped` is true."""
-        session = self._session
-        generation = session.generate([self.prompt], self._most, self._sampling, self._ends)
+        session, generation = self._session, self._generation
         try:
             while (tokens := generation.poll()) is not None:
                 for token in tokens:
