@@ -17,7 +17,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clocher_kernels import __version__
-from clocher_kernels.errors import ClocherError, DeviceError, UsageError
+from clocher_kernels.errors import DeviceError, UsageError
 from clocher_runtime.command.console import STDOUT, Console, Screen, in_words
 from clocher_runtime.command.parameters import PATH, Place
 from clocher_runtime.config.commands import settle, warnings
@@ -50,7 +50,6 @@ _MORE = (
 )
 _NONE: Mapping[Any, Any] = MappingProxyType({})
 _ENGINE = declared(EngineConfig)
-_EXPECTED = (ClocherError, MemoryError, OSError, KeyboardInterrupt)
 
 
 class Command(click.Command):
@@ -119,7 +118,7 @@ class Command(click.Command):
             raise self._told(error) from None
 
     def run(self, argv: Sequence[str] | None = None) -> int:
-        """Run it, or the inner one that is named; write an expected error; return the exit code."""
+        """Run it, or the inner one that is named; write an error; return the exit code."""
         given = list(sys.argv[1:] if argv is None else argv)
         if given and given[0] in self.inner:
             return load(self.inner[given[0]]).run(given[1:])
@@ -136,7 +135,7 @@ class Command(click.Command):
             return ended.exit_code
         except click.UsageError as error:
             return console.ended(self._told(error))[1]
-        except _EXPECTED as raised:
+        except (Exception, KeyboardInterrupt) as raised:
             cause = told(cause_of(raised))
             if not isinstance(cause, OSError):
                 return console.ended(cause)[1]
