@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +106,6 @@ def verify_ids(
     return ExitCode.MISMATCH if found.verdict == "mismatch" else ExitCode.OK
 
 
-def _library(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise UsageError(f"{error}; install it: {INSTALL}") from None
-
-
 class HfModel:
     """A causal transformers model from local safetensors; a model's own code is never run."""
 
@@ -127,7 +119,12 @@ class HfModel:
             raise UsageError(
                 f"--dtype {self.dtype}: transformers runs BitNet in bf16 only; leave it out"
             )
-        torch, hf = _library("torch"), _library("transformers")
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise UsageError(f"{error}; install it: {INSTALL}") from None
+        hf: Any = transformers  # half of it is typed
         if device == "cuda" and not torch.cuda.is_available():
             raise DeviceError("--device cuda: torch finds no CUDA device; use --device cpu")
         hf.logging.set_verbosity_error()
@@ -171,9 +168,12 @@ class HfModel:
 
 def hf_tokenizer(directory: Path) -> Encode:
     """Return transformers' tokenizer as a function. Raises UsageError, ModelError."""
-    hf = _library("transformers")
     try:
-        tokenizer = hf.AutoTokenizer.from_pretrained(
+        import transformers
+    except ImportError as error:
+        raise UsageError(f"{error}; install it: {INSTALL}") from None
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
     except _FAILURES as error:
