@@ -132,9 +132,9 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def restore(before: list[tuple[int, Any]]) -> None:
-    """Undo `listen`, where no signal came and nothing else has taken its place."""
+    """Undo `listen` and `ignore`, where no signal came and nothing else has taken their place."""
     for number, handler in before:
-        if signal.getsignal(number) is _stop:
+        if signal.getsignal(number) in (_stop, signal.SIG_IGN):
             signal.signal(number, handler)
     if sys.unraisablehook is _unraisable:
         sys.unraisablehook = _hooks[0]

@@ -12,6 +12,7 @@ import test_cli
 from commands import clean_environment, only_line
 from test_cli import ROOT, command, outside, start
 
+from clocher_runtime import cli
 from clocher_runtime.command import loading as engine
 
 bitnet = test_cli.bitnet
@@ -31,6 +32,12 @@ def test_signals_leave_one_line_and_their_code(tmp_path, name, code, kind):
     assert line["message"] == name
     assert err.endswith(": interrupted\n" if name == "SIGINT" else ": ended by SIGTERM\n")
     assert "Traceback" not in err
+
+
+def test_a_run_within_a_process_gives_its_signals_back(capfd):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    assert cli.main(["--stub", "--max-new", "2"]) == 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_an_interrupted_run_tells_what_it_has_generated(tmp_path):
