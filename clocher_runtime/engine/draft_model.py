@@ -24,8 +24,8 @@ from clocher_runtime.speculation.draft import CONFIDENCE, NO_DRAFT, UNSEEN, Draf
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 
-_READ = 128
-"""Tokens of a text that are read before its first draft: what is far away is seldom worth it."""
+_READ = 32
+"""Tokens of a text that are read before its first draft: further ones win less than they cost."""
 
 Wanted = Callable[[Mapping["SequenceReader", Draft]], bool]
 """Whether to draft one more token for each of some sequences after those that they have."""

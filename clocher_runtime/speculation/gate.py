@@ -17,11 +17,9 @@ MARGIN = 1.05
 """Minimum gain of drafts, which covers errors of the cost table."""
 _TRUST = 0.85
 """Discount on chances: those chosen for being high were partly lucky."""
-_WORSE = 1.05  # of the time that its tokens take without drafts, a window may have taken
 _HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
-_WINDOW = 32  # forwards with drafts until these are judged
-_LOSS, _LEAST_PAUSE = 0.02, 64
-"""After a loss there are no drafts until it is this share of the time, or for so many forwards."""
+_CREDIT, _DEBT = 16.0, 8.0  # forwards' time that drafts may have won at most, and lost
+_LOSS = 0.03  # of the time, what drafts that lose may take
 _SIZES = (1, 4, 8, 2, 16, 6, 3, 32, 64)
 """Tokens of the forwards that are measured, the most telling first."""
 _ROUNDS = 3
@@ -104,27 +102,23 @@ class ForwardCosts:
 
 
 class Trial:
-    """Whether speculation wins, by time per token; if not, pauses it until that is made up for."""
+    """Whether speculation wins time; if it loses, pauses it until that is made up for."""
 
     def __init__(self) -> None:
         self.is_on = True
-        self._left = _WINDOW
-        self._spent = self._worth = 0.0
+        self._balance, self._left = 0.0, 0
 
     def note(self, ns: float, made: float, bare_ns: float) -> None:
         """Record a forward: `made` tokens per sequence; `bare_ns` without drafts, 0 if unknown."""
-        self._left -= 1
-        if self.is_on:
-            self._spent += min(ns, _HELD_UP * made * bare_ns)
-            self._worth += made * bare_ns
-        if self._left > 0:
-            return
-        if self.is_on and self._spent > _WORSE * self._worth:
-            lost = (self._spent - self._worth) / bare_ns if bare_ns else 0.0
-            self.is_on, self._left = False, max(_LEAST_PAUSE, int(lost / _LOSS))
-        else:
-            self.is_on, self._left = True, _WINDOW
-        self._spent = self._worth = 0.0
+        if not self.is_on:
+            self._left -= 1
+            self.is_on = self._left <= 0
+        elif bare_ns:
+            took = min(ns / bare_ns, _HELD_UP * made)
+            self._balance = min(self._balance + made - took, _CREDIT)
+            if self._balance < -_DEBT:
+                self.is_on, self._left = False, int(-self._balance / _LOSS)
+                self._balance = 0.0
 
 
 def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) -> list[int]:
