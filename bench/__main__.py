@@ -17,6 +17,7 @@ CASES = {
     "profile": ("bench.profile:main", "where the time of a step goes, flame graph, overhead"),
     "speculation": ("bench.speculation:main", "drafts beside none on texts of several kinds"),
     "schemas": ("bench.schemas:main", "JSON schemas of a suite: coverage, time of masks"),
+    "tools": ("bench.tools:main", "tool calls of a suite, asked of servers in turns"),
     "ptq_calib": ("bench.ptq_calib:main", "cosine of min-max INT8, and a gate"),
 }
 

@@ -96,6 +96,12 @@ KINDS: Mapping[str, Kind] = {
         "{mask_us_p50:.0f} | {mask_us_p99:.0f} | {mask_us_max:.0f} | {accepted} of {accepted_of} | "
         "{rejected} of {rejected_of} | {asked} | {ended} | {obeying}",
     ),
+    "tools": Kind(
+        "Tool calls",
+        "suite | server | tool_choice | n | right, % | parseable, % | s",
+        "{suite} | {engine} | {choice} | {n} | {right:.1f} ± {error:.1f} | {parseable:.1f} | "
+        "{seconds:.0f}",
+    ),
     "block_sparse": Kind(
         "Block-sparse weights",
         "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",

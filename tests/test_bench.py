@@ -4,15 +4,18 @@ import json
 import os
 import stat
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
+from typing import ClassVar
 
 import click
 import pytest
 from click.testing import CliRunner, Result
 
 from bench import __main__ as bench
-from bench import linear, peers, schemas, speculation
+from bench import linear, peers, schemas, speculation, tools
 from bench.experiment import experiment, limit_note, ratio, seconds, turns
 from bench.linear import ENGINES, Problem, clocher, exact_product
 from bench.record import KINDS, Kind, Row, write_json
@@ -275,6 +278,71 @@ def test_schemas_of_a_suite(tmp_path: Path) -> None:
     ]
     assert "not" in next(iter(two["refused"])) and 0 < one["mask_us_p50"] <= one["mask_us_max"]
     assert everything["asked"] == 1 and everything["obeying"] == everything["ended"]
+
+
+def test_calls_are_judged_as_the_suite_judges_them() -> None:
+    answers = {"to": ["New York", "NY"], "miles": [7, 7.5], "stops": [["a", "B"], ""]}
+    assert tools.fits({"to": "new-york", "miles": 7.0}, answers)
+    assert tools.fits({"to": "ny", "miles": 7.5, "stops": ["A", "b"]}, answers)
+    for wrong in ({"miles": 8}, {"stops": ["b", "a"]}, {"via": 1}, {"to": 3}, {"miles": True}):
+        assert not tools.fits({"to": "NY", "miles": 7, **wrong}, answers)
+    assert not tools.fits({"to": "NY"}, answers)  # it may not be missing
+    assert tools.same({"x": 1}, {"x": [1], "y": ["", 2]}) and not tools.same({}, {"x": [1]})
+    truth = [{"a.b": {"x": [1]}}, {"a.b": {"x": [2]}}]
+    assert tools.is_right([("a_b", {"x": 2}), ("a_b", {"x": 1})], truth)
+    assert not tools.is_right([("a_b", {"x": 2}), ("a_b", {"x": 2})], truth)
+    assert not tools.is_right([("a_b", {"x": 1})], truth)
+
+
+class _Calls(BaseHTTPRequestHandler):
+    """A server whose first two answers call a tool, the second of them wrongly."""
+
+    asked: ClassVar[list[dict[str, object]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.asked.append(json.loads(body))
+        call = {"name": "m_add", "arguments": ('{"n": 3}', "{", "")[len(self.asked) - 1]}
+        message = {"tool_calls": [{"function": call}]} if call["arguments"] else {"content": "3"}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [{"message": message}]}).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_tool_calls_are_asked_of_servers(tmp_path: Path) -> None:
+    ask = [[{"role": "user", "content": "1 + 2?"}]]
+    kind = {"type": "dict", "properties": {"n": {"type": "float"}}, "required": ["n"]}
+    items = [
+        {"id": f"q{i}", "question": ask, "function": [{"name": "m.add", "parameters": kind}]}
+        for i in range(3)
+    ]
+    (tmp_path / "possible_answer").mkdir()
+    for path, lines in (
+        ("BFCL_v4_multiple.json", items),
+        (
+            "possible_answer/BFCL_v4_multiple.json",
+            [{"id": item["id"], "ground_truth": [{"m.add": {"n": [3]}}]} for item in items],
+        ),
+    ):
+        (tmp_path / path).write_text("\n".join(map(json.dumps, lines)))
+    out, keep = tmp_path / "rows.json", tmp_path / "keep"
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Calls) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        words = ["--data", str(tmp_path), "--url", f"one=http://127.0.0.1:{server.server_port}"]
+        words += ["--categories", "multiple", "--keep", str(keep), "--json", str(out)]
+        for _ in range(2):  # the second time nothing is asked
+            result = CliRunner().invoke(tools.main, words, catch_exceptions=False)
+            assert result.exit_code == 0, result.output
+            (row,) = json.loads(out.read_text())
+            assert (row["n"], row["engine"], len(_Calls.asked)) == (3, "one", 3)
+            assert (row["right"], row["parseable"]) == (pytest.approx(100 / 3),) * 2
+        server.shutdown()
+    tool = _Calls.asked[0]["tools"][0]["function"]
+    assert tool["name"] == "m_add" and tool["parameters"]["properties"]["n"]["type"] == "number"
+    assert _Calls.asked[0]["tool_choice"] == "auto" and _Calls.asked[0]["temperature"] == 0
 
 
 def test_openvino_is_a_peer_where_its_wheel_is_installed(
