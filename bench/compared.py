@@ -2,16 +2,15 @@
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-from bench.cells import source_names
 from bench.record import Row, Table, figure, is_number, table
-from clocher_runtime.config.engine import HINTS
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.quality.statistics import (
+    Estimate,
     Ratio,
     apart_ratio,
     median_of_runs,
@@ -24,17 +23,20 @@ SPEED = "tps_true"
 # Columns of the CSV file before those of the line, and non-scalar keys of the line.
 _COLUMNS = ("label", "key", "run", "attempt", "order", "status", "started", "elapsed_s")
 _NOT_SCALAR = ("outputs", "gpu", "work_touch", "hints_ignored")
-_MEDIANS = ("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms", "bytes_per_token")
-_MEDIANS += ("bytes_touched", "coverage", "effective_gbps", "rss_peak_mb", "kv_cache_mb")
-_SPEED = (
-    "cell | runs | tok/s [95 %] | IQR | p50 ms | p95 ms | p99 ms | ttft ms | ratio | verdict",
-    "{label} | {counted} | {tok_s} | {iqr} | {latency_p50_ms} | {latency_p95_ms} | "
-    "{latency_p99_ms} | {ttft_ms} | {ratio} | {verdict}",
+_MEDIANS: Mapping[str, float] = {
+    **dict.fromkeys(("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms"), 1.0),
+    **dict.fromkeys(("bytes_per_token", "bytes_touched"), 1e-6),
+    **dict.fromkeys(("coverage", "effective_gbps", "rss_peak_mb", "kv_cache_mb"), 1.0),
+}
+"""Fields of the line whose median is shown, and the factor to its unit."""
+_SPEEDS = (
+    "cell | runs | tok/s [95 %] = {speed} | IQR | p50 ms = {latency_p50_ms} | "
+    "p95 ms = {latency_p95_ms} | p99 ms = {latency_p99_ms} | ttft ms = {ttft_ms} | "
+    "ratio | verdict"
 )
 _MEMORY = (
-    "cell | MB/token | MB touched | coverage | effective GB/s | peak MiB | KV MiB",
-    "{label} | {mb_per_token} | {mb_touched} | {coverage} | {effective_gbps} | {rss_peak_mb} | "
-    "{kv_cache_mb}",
+    "cell | MB/token = {bytes_per_token} | MB touched = {bytes_touched} | coverage | "
+    "effective GB/s = {effective_gbps} | peak MiB = {rss_peak_mb} | KV MiB = {kv_cache_mb}"
 )
 
 
@@ -52,24 +54,13 @@ class ResultCell:
         kept = {row["run"]: row for row in self.rows if row["status"] == "ok"}
         return [kept[run] for run in sorted(kept)]
 
-    @property
-    def ignored(self) -> list[str]:
-        """Swept settings that the engine ignored."""
-        return sorted({str(name) for row in self.rows for name in row.get("ignored") or ()})
-
-    @property
-    def swept(self) -> Mapping[str, str]:
-        """Settings that differ from the neighbouring cells."""
-        return dict(self.rows[0].get("swept") or {})
-
     def count(self, status: str) -> int:
         """Return how many rows have a status."""
         return sum(row["status"] == status for row in self.rows)
 
     def values(self, key: str = SPEED, runs: set[int] | None = None) -> list[float]:
         """Return a field of the JSON line for each valid row that has it; `runs` None means all."""
-        found = [row["line"].get(key) for row in self.good if runs is None or row["run"] in runs]
-        return [float(value) for value in found if is_number(value) and value > 0]
+        return _values([row for row in self.good if runs is None or row["run"] in runs], key)
 
 
 def group(rows: Sequence[Row]) -> list[ResultCell]:
@@ -116,15 +107,16 @@ def unmeasured(cells: Sequence[ResultCell]) -> list[str]:
     return [cell.label for cell in cells if not cell.good]
 
 
-def beside(base: ResultCell, cell: ResultCell) -> tuple[Ratio | None, str]:
-    """Return ratio and verdict against a cell of the same file, paired by run number."""
-    if base.swept != cell.swept and _acted_on(base) == _acted_on(cell):
-        return None, "the engine does the same as in the first row"
+def beside(base: ResultCell, cell: ResultCell) -> Ratio | None:
+    """Return the ratio to a cell of the same file, by run number; None without common runs."""
     common = {r["run"] for r in base.good} & {r["run"] for r in cell.good}
-    if not common:
-        return None, "no run in common"
-    found = paired_ratio(cell.values(runs=common), base.values(runs=common))
-    return found, found.verdict
+    return paired_ratio(cell.values(runs=common), base.values(runs=common)) if common else None
+
+
+def apart(old: ResultCell, new: ResultCell) -> Ratio | None:
+    """Return the ratio to a cell of another file; None if either has no valid run."""
+    a, b = old.values(), new.values()
+    return apart_ratio(b, a) if a and b else None
 
 
 def pairs(
@@ -137,75 +129,59 @@ def pairs(
     return [(cell, later[cell.label]) for cell in before if cell.label in later]
 
 
-def compare_files(old: ResultCell, new: ResultCell) -> Ratio | None:
-    """Return the speed ratio of cells of two files; None if either has no valid run."""
-    a, b = old.values(), new.values()
-    return apart_ratio(b, a) if a and b else None
-
-
 def cells_tables(cells: Sequence[ResultCell]) -> tuple[Table, Table]:
     """Return tables of a file's cells: speeds beside the first cell's, and memory."""
     rows = [_cell_row(cells[0], cell) for cell in cells]
-    return table(*_SPEED, rows), table(*_MEMORY, rows)
+    return table(_SPEEDS, rows), table(_MEMORY, rows)
 
 
 def files_table(found: Sequence[tuple[ResultCell, ResultCell]]) -> Table:
     """Return pairs of cells of two files beside each other."""
-    rows = []
-    for old, new in found:
-        compared = compare_files(old, new)
-        sides = {name: spelled(c.values()) for name, c in (("a", old), ("b", new))}
-        verdict = compared.verdict if compared else "no run counts"
-        rows.append({"cell": old.label, **sides, "ratio": _spelled(compared), "verdict": verdict})
-    heads = "cell | first | second | ratio | verdict"
-    return table(heads, "{cell} | {a} | {b} | {ratio} | {verdict}", rows)
+    rows = [
+        {
+            "cell": old.label,
+            "first": _spelled(old.values()),
+            "second": _spelled(new.values()),
+            **_compared(apart(old, new), "no run counts"),
+        }
+        for old, new in found
+    ]
+    return table("cell | first | second | ratio | verdict", rows)
 
 
 def _cell_row(base: ResultCell, cell: ResultCell) -> Row:
     speeds, void = cell.values(), cell.count("void")
     counted = f"{len(cell.good)} ({void} void)" if void else str(len(cell.good))
-    row: Row = {"label": cell.label, "counted": counted}
+    row: Row = {"cell": cell.label, "runs": counted}
     if not speeds:
-        disturbed = [r["line"].get(SPEED) for r in cell.rows if r["status"] == "void" and r["line"]]
-        values = [float(value) for value in disturbed if is_number(value)]
-        row["tok_s"] = f"({figure(median(values))})" if values else "-"
+        disturbed = _values([r for r in cell.rows if r["status"] == "void" and r["line"]], SPEED)
         failed = "failed" if cell.count("error") else "void: the machine was disturbed"
-        return {**row, "verdict": failed}
-    ratio, verdict = beside(base, cell) if cell is not base else (None, "")
-    if cell.ignored:
-        verdict = f"{verdict} (ignored: {', '.join(cell.ignored)})".strip()
-    middles = {key: median(found) for key in _MEDIANS if (found := cell.values(key))}
-    for name, key in (("mb_per_token", "bytes_per_token"), ("mb_touched", "bytes_touched")):
-        middles |= {name: middles[key] / 1e6} if key in middles else {}
-    return {
-        **row,
-        "tok_s": spelled(speeds),
-        "iqr": figure(spread(speeds)),
-        **{key: figure(value) for key, value in middles.items()},
-        "ratio": _spelled(ratio),
-        "verdict": verdict,
-    }
+        speed = f"({figure(median(disturbed))})" if disturbed else "-"
+        return {**row, "speed": speed, "verdict": failed}
+    row |= {"speed": _spelled(speeds), "IQR": figure(spread(speeds))}
+    row |= _compared(beside(base, cell), "no run in common") if cell is not base else {}
+    if ignored := sorted({name for each in cell.rows for name in each["ignored"]}):
+        row["verdict"] = f"{row.get('verdict', '')} (ignored: {', '.join(ignored)})".strip()
+    medians = {key: cell.values(key) for key in _MEDIANS}
+    return row | {k: figure(_MEDIANS[k] * median(found)) for k, found in medians.items() if found}
 
 
-def spelled(values: Sequence[float]) -> str:
+def _values(rows: Sequence[Row], key: str) -> list[float]:
+    found = [row["line"].get(key) for row in rows]
+    return [float(value) for value in found if is_number(value) and value > 0]
+
+
+def _spelled(values: Sequence[float]) -> str:
     """Return the median of runs, with its interval in brackets if it has one."""
-    if not values:
-        return "-"
-    found = median_of_runs(values)
-    ends = f" [{figure(found.low)}, {figure(found.high)}]" if found.known else ""
-    return f"{figure(found.value)}{ends}"
+    return _with_interval(median_of_runs(values), figure) if values else "-"
 
 
-def _spelled(found: Ratio | None) -> str:
+def _compared(found: Ratio | None, otherwise: str) -> Row:
     if found is None:
-        return ""
-    return f"{found.value:.3f}" + (f" [{found.low:.3f}, {found.high:.3f}]" if found.known else "")
+        return {"verdict": otherwise}
+    return {"ratio": _with_interval(found, "{:.3f}".format), "verdict": found.verdict}
 
 
-def _acted_on(cell: ResultCell) -> Mapping[str, str]:
-    ignored = {text.partition("=")[0] for text in cell.ignored}
-    return {
-        name: raw
-        for name, raw in cell.swept.items()
-        if name not in HINTS and not source_names(name) & ignored
-    }
+def _with_interval(found: Estimate, shown: Callable[[float], str]) -> str:
+    ends = f" [{shown(found.low)}, {shown(found.high)}]" if found.known else ""
+    return f"{shown(found.value)}{ends}"

@@ -15,7 +15,7 @@ product of settings: 'act_quant=int8,fp8|prefetch=off,auto,256'.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,7 +29,7 @@ import click
 from bench import compared, machine
 from bench.cells import base_settings, command_of, content_key, make_cells, of_program
 from bench.record import print_table, read_rows
-from bench.runs import Harness, Plan
+from bench.runs import Harness
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import Console
@@ -85,29 +85,14 @@ def read_settings(
     return {name: Given(f"{path}, engine: {name}", raw) for name, raw in texts.items()}
 
 
-def plan_of(settings: Mapping[str, str], given: Mapping[str, Any]) -> Plan:
-    """Return what to run, from the engine's settings and the values of `OPTIONS`."""
-    host = machine.describe()["host_sha256"]
-    cells = make_cells(settings, given["sweep"], given["label"])
-    return Plan(
-        [replace(cell, key=content_key(cell, Path.cwd(), host)) for cell in cells],
-        given["runs"],
-        given["retries"],
-        given["others_limit"],
-        given["tokens_max"],
-        given["patience"],
-        command_of(settings, given["sweep"], given["runs"]),
-    )
-
-
-def measure(plan: Plan, out: Path, say: Callable[[str], None]) -> int:
-    """Run a job, write its files, print its table; return the exit code."""
+def measure(harness: Harness) -> int:
+    """Run a harness, write its files, print its table; return the exit code."""
+    out, order = harness.path, [cell.key for cell in harness.cells]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out.parent}: {error.strerror}; choose another with --out") from None
-    rows = Harness(out, say).run(plan)
-    order = [cell.key for cell in plan.cells]
+    rows = harness.run()
     own = [row for row in rows if row["key"] in order]
     compared.write_csv(out.with_suffix(".csv"), rows)
     cells = sorted(compared.group(own), key=lambda cell: order.index(cell.key))
@@ -134,7 +119,7 @@ def compare(before: Path, after: Path) -> int:
     if len(hosts) > 1:
         click.echo("the files are of different machines: nothing follows from them", err=True)
         return ExitCode.UNDECIDED
-    verdicts = {r and r.verdict for r in (compared.compare_files(*pair) for pair in found)}
+    verdicts = {ratio and ratio.verdict for ratio in (compared.apart(*pair) for pair in found)}
     if "slower" in verdicts:
         return ExitCode.REJECTED
     return _undecided(bool(verdicts & {None, "too few runs"}))
@@ -201,9 +186,18 @@ def command(
     passed = {name: given[name] for name in ("prompts_file", *_PASSED) if given[name] is not None}
     # A benchmark generates the full number of tokens.
     engine = {"ignore_eos": "1", **passed, **(COMMAND.parse(flags) or {})}
-    plan = plan_of(base_settings(engine, of_program(os.environ), in_file), given)
+    settings = base_settings(engine, of_program(os.environ), in_file)
+    host = machine.describe()["host_sha256"]
+    cells = [
+        replace(cell, key=content_key(cell, Path.cwd(), host))
+        for cell in make_cells(settings, given["sweep"], given["label"])
+    ]
+    how = {name: given[name] for name in ("runs", "retries", "others_limit", "patience")}
+    how |= {"tokens_max": given["tokens_max"], "say": console.say}
     stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    return measure(plan, given["out"] or FOLDER / f"{stamp}.jsonl", console.say)
+    out = given["out"] or FOLDER / f"{stamp}.jsonl"
+    said = command_of(settings, given["sweep"], given["runs"])
+    return measure(Harness(out, cells, command=said, **how))
 
 
 main = command.run

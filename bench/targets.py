@@ -47,9 +47,11 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
 }
 """Variable -> type, default, help."""
 
+_say = partial(click.echo, err=True)
+
 # Variables of clocher-run whose values are input paths.
 _PATHS = ("MODEL_DIR", "PROMPTS")
-_GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
+_FILES = ("REPORT_PATH", "STRICT_REPORT_PATH", "REPORT_SCRIPT")
 
 
 @dataclass(slots=True)
@@ -80,26 +82,24 @@ def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
     """Return the path that a variable means; an output need not exist."""
     typed = Path(raw).expanduser()
     tried = [Path(os.path.normpath(base / typed)) for base in dict.fromkeys([called_from, ROOT])]
-    old = ROOT / "benchmarks"
     for candidate in tried:
         if candidate.exists():
             return candidate
-        if old.exists() or not candidate.is_relative_to(old):
-            continue
-        inside = ROOT / "bench" / candidate.relative_to(old)
-        if output or inside.exists():
-            _say(f"{name}: {raw} is {inside.relative_to(ROOT)} here")
-            return inside
-    return tried[0] if not output else tried[-1]
+        if candidate.is_relative_to(ROOT / "benchmarks"):
+            inside = ROOT / "bench" / candidate.relative_to(ROOT / "benchmarks")
+            if output or inside.exists():
+                _say(f"{name}: {raw} is {inside.relative_to(ROOT)} here")
+                return inside
+    return tried[-1] if output else tried[0]
 
 
 def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     """Check all variables and resolve all paths; UsageError names a bad one."""
     resolve({}, of_program(environ))
-    raws = {name: environ.get(name) or default for name, (_, default, _) in VARIABLES.items()}
-    values: dict[str, Any] = {
-        name: VARIABLES[name][0].read(name, raw) if raw else None for name, raw in raws.items()
-    }
+    values: dict[str, Any] = {}
+    for name, (kind, default, _) in VARIABLES.items():
+        raw = environ.get(name) or default
+        values[name] = kind.read(name, raw) if raw else None
     call = Call(dict(environ), values, flags)
     called_from = Path(environ.get(CALLED_FROM) or ROOT)
     for name in _PATHS:
@@ -108,36 +108,35 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     if not environ.get("MODEL_DIR") and (called_from / "model.ie.json").is_file():
         _say(f"MODEL_DIR: {called_from}, the current directory")
         call.environ["MODEL_DIR"] = str(called_from)
-    for name in ("REPORT_PATH", "STRICT_REPORT_PATH", "HF_DIR", "REPORT_SCRIPT"):
+    for name in ("REPORT_ROOT", "HF_DIR", *_FILES):
         if values[name] is not None:
-            values[name] = find(name, str(values[name]), called_from)
-    values["REPORT_ROOT"] = find("REPORT_ROOT", str(values["REPORT_ROOT"]), called_from, True)
-    for name in ("REPORT_PATH", "STRICT_REPORT_PATH"):
-        if values[name] is not None and not values[name].is_file():
-            raise UsageError(f"{name}: got {str(values[name])!r}, expected a file that is there")
+            values[name] = find(name, str(values[name]), called_from, name == "REPORT_ROOT")
+            if name in _FILES and not values[name].is_file():
+                got = f"{name}: got {str(values[name])!r}"
+                raise UsageError(f"{got}, expected a file that is there")
     return call
 
 
 def bench(call: Call, device: str = "", again: bool = True) -> int:
     """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code."""
+    steps: dict[str, Callable[[Call], int]] = {
+        "VERIFY": verify,
+        "VERIFY_HF_IDS": partial(verify_ids, device=device),
+        "REPORT": report,
+    }
     if again and call.results.exists():
         os.replace(call.results, call.results.with_stem("bench.previous"))
     chosen = [f"--device={device}"] if device else []
-    code = call.python("-m", "bench.harness", "--out", call.results, *chosen, *call.flags)
-    undecided = code == ExitCode.UNDECIDED
-    if call.values["VERIFY"] and (undecided or not code):
-        code = verify(call, call.results)
-        undecided |= code == ExitCode.UNDECIDED
-    if call.values["VERIFY_HF_IDS"] and code in _GOES_ON:
-        code = verify_ids(call, device)
-    if call.values["REPORT"] and code in _GOES_ON:
-        code = report(call)
-    return ExitCode.UNDECIDED if undecided and not code else code
+    codes = [call.python("-m", "bench.harness", "--out", call.results, *chosen, *call.flags)]
+    for name, step in steps.items():
+        if codes[-1] in (ExitCode.OK, ExitCode.UNDECIDED) and call.values[name]:
+            codes.append(step(call))
+    return codes[-1] or max(codes)
 
 
-def verify(call: Call, results: Path) -> int:
+def verify(call: Call, results: Path | None = None) -> int:
     """Check a result file; exit code 9 if every run was disturbed."""
-    return call.python("-m", "bench.harness", "--verify", results)
+    return call.python("-m", "bench.harness", "--verify", results or call.results)
 
 
 def verify_strict(path: Path) -> int:
@@ -178,10 +177,7 @@ def verify_ids(call: Call, device: str) -> int:
 
 def report(call: Call) -> int:
     """Write the report of the result file and update docs/PERFORMANCE.md."""
-    script = call.values["REPORT_SCRIPT"]
-    if not script.is_file():
-        raise UsageError(f"REPORT_SCRIPT: got {str(script)!r}, expected a file that is there")
-    words = [script, call.results, "--out-dir", call.folder]
+    words = [call.values["REPORT_SCRIPT"], call.results, "--out-dir", call.folder]
     words += ["--tokens-max", call.values["REPORT_TOKENS_MAX"]]
     words += ["--strict", strict] if (strict := call.values["STRICT_REPORT_PATH"]) else []
     code = call.python(*words, *(call.values["REPORT_ARGS"] or "").split())
@@ -212,10 +208,6 @@ TARGETS: Mapping[str, Callable[[Call], int]] = {
     "bench-report": bench_report,
     "bench-verify": bench_verify,
 }
-
-
-def _say(message: str) -> None:
-    click.echo(message, err=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

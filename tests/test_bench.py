@@ -344,8 +344,8 @@ def test_help_keeps_the_lines_of_its_examples() -> None:
 
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    columns = "name | GB/s | right | note", "{name} | {gbps:.1f} | {right} | {note}"
-    monkeypatch.setitem(KINDS, "made_up", Kind("Made up", *columns))  # type: ignore[arg-type]
+    columns = "name | GB/s = {gbps:.1f} | right | note"
+    monkeypatch.setitem(KINDS, "made_up", Kind("Made up", columns))  # type: ignore[arg-type]
 
 
 def made_of(rows: list[Row], *arguments: str) -> Result:

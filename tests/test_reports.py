@@ -181,9 +181,7 @@ def test_check_finds_a_number_that_was_changed(folder: Path, tmp_path: Path) -> 
     assert page.read_text() == text
 
 
-def test_check_finds_plots_that_are_missing_changed_or_left_over(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_check_finds_a_plot_that_is_missing_or_changed(folder: Path, tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     docs.mkdir()
     places = ("--results", str(folder), "--docs", str(docs))
@@ -193,8 +191,6 @@ def test_check_finds_plots_that_are_missing_changed_or_left_over(
     for change in ("missing", picture.replace("0", "1", 1)):
         plot.unlink() if change == "missing" else plot.write_text(change)
         assert "beside-peers.svg" in update(*places, "--check")[1]
-    (docs / "plots" / "old.svg").write_text(picture)
-    assert "old.svg" in update(*places, "--check")[1]
     update(*places)
     assert update(*places, "--check") == (0, "")
 
@@ -344,13 +340,14 @@ def test_a_bad_result_file_is_named(tmp_path: Path, content: str, text: str) -> 
     ("changes", "text"),
     [
         ({"line": [], "status": "void"}, "line is []"),
-        ({"status": "fine"}, "status 'fine'"),
-        ({"schema": "other/1"}, "expected an object with schema"),
-        ({"run": "1"}, "run is not there or not int"),
-        ({"why": "x"}, "why is 'x'"),
-        ({"ignored": [1]}, "expected a list of texts"),
+        ({"line": None}, "a run that is ok has no line"),
+        ({"status": "fine"}, "status is 'fine'"),
+        ({"schema": "other/1"}, "schema is 'other/1'"),
+        ({"run": "1"}, "run is '1'; expected an integer"),
+        ({"why": "x"}, "why is 'x'; expected a list"),
+        ({"ignored": [1]}, "ignored[0] is 1; expected text"),
     ],
-    ids=["line", "status", "schema", "run", "why", "ignored"],
+    ids=["line", "no-line", "status", "schema", "run", "why", "ignored"],
 )
 def test_a_bad_row_of_the_harness_is_named(
     tmp_path: Path, changes: dict[str, Any], text: str
