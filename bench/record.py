@@ -105,8 +105,7 @@ KINDS: Mapping[str, Kind] = {
         "p99 = {compile_ms_p99:.0f} | us a mask, median = {mask_us_p50:.0f} | "
         "p99 = {mask_us_p99:.0f} | most = {mask_us_max:.0f} | "
         "obeying texts allowed = {accepted} of {accepted_of} | "
-        "others stopped = {rejected} of {rejected_of} | at temperature 1: asked = {asked} | "
-        "ended | obey = {obeying}",
+        "others stopped = {rejected} of {rejected_of}",
     ),
     "block_sparse": Kind(
         "Block-sparse weights",
