@@ -20,7 +20,7 @@ import click
 import numpy as np
 from rich.console import Console
 
-from bench.record import Row, print_table, table_of, without_directories, write_json
+from bench.record import Row, print_table, tables_of, without_directories, write_json
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
 from clocher_runtime.command.flags import option, text_of
@@ -184,14 +184,13 @@ def experiment(
     *options: click.Parameter,
     title: str = "",
     rounds: int | None = None,
-    good: Callable[[Row], bool] = lambda row: row.get("correct", True),
-    bad: int = 1,
+    code: Callable[[Sequence[Row]], int] = lambda rows: not all(r.get("correct", 1) for r in rows),
 ) -> Callable[[Callable[[Any], Iterable[Row]]], click.Command]:
     """Return a decorator that makes a command of a function that yields rows.
 
     `kind` names the case and its rows, `title` is formatted from the first row. The function gets
-    the options' values as attributes; `rounds` None omits --rounds. The command exits with
-    `bad` if a row is not `good`.
+    the options' values as attributes; `rounds` None omits --rounds. The command exits with the
+    `code` of the rows.
     """
 
     def decorate(measure: Callable[[Any], Iterable[Row]]) -> click.Command:
@@ -212,10 +211,11 @@ def experiment(
             if rows:
                 load = f"load {os.getloadavg()[0]:.1f} at the end"
                 name = f"{title.format_map(rows[0])}, {cpu_name()}, {len(usable_cpus())} CPUs"
-                print_table(table_of(kind, rows).on_terminal(f"{name}, {load}"))
+                for number, each in enumerate(tables_of(kind, rows)):
+                    print_table(each.on_terminal("" if number else f"{name}, {load}"))
             if out and rows:
                 write_json(out, rows)
-            raise SystemExit(0 if all(map(good, rows)) else bad)
+            raise SystemExit(int(code(rows)))
 
         params = [*options, option("--json", NEW, "write rows there", name="out")]
         if rounds is not None:

@@ -172,7 +172,11 @@ def render(folder: Path) -> Page:
             ("Same weights, same threads, in turns; tg is decoding, pp reading a prompt.",),
             (record.table(_BESIDE, peers),),
         ),
-        Section("Published files", (_REAL,), (record.table_of("real", _newest(files)),)),
+        Section(
+            "Published files",
+            (_REAL,),
+            (record.table(record.KINDS["real"].columns, _newest(files)),),
+        ),
         Section(
             "Decoding, beside the read bandwidth of the memory",
             tables=(record.table(_DECODED, _decodes(files)),),

@@ -60,7 +60,13 @@ _OF_READ = (
 )
 
 KINDS: Mapping[str, Kind] = {
-    "strict": Kind("Strict contract"),
+    "strict": Kind(
+        "Strict contract",
+        "test | tok/s = {tok_s:.4g} | 95 % = {tok_s_95[0]:.4g} to {tok_s_95[1]:.4g} | "
+        "kernels alone = {kernels_tok_s:.4g} | GB/s = {gbps:.2f} | read GB/s = {read_gbps:.2f} | "
+        "% of limit = {pct_of_limit:.0f} | "
+        "95 % = {pct_of_limit_95[0]:.0f} to {pct_of_limit_95[1]:.0f}",
+    ),
     "harness": Kind("Harness: fresh processes in turns"),
     "peers": Kind(
         "Models beside other engines",
@@ -181,10 +187,12 @@ def table(columns: str, rows: Iterable[Row]) -> Table:
     )
 
 
-def table_of(kind: str, rows: Sequence[Row]) -> Table:
-    """Return the table of rows of a kind; of an unknown one, all short values."""
+def tables_of(kind: str, rows: Sequence[Row]) -> list[Table]:
+    """Return the tables of rows of a kind; of an unknown one, all short values."""
+    if kind == "strict":
+        return _strict_tables(*rows)
     if kind in KINDS and KINDS[kind].columns:
-        return table(KINDS[kind].columns, rows)
+        return [table(KINDS[kind].columns, rows)]
     values = [
         (key, value)
         for row in rows
@@ -194,7 +202,22 @@ def table_of(kind: str, rows: Sequence[Row]) -> Table:
     rates = {key for key, value in values if isinstance(value, float)}
     names = dict.fromkeys(key for key, _ in values)
     shown = (f"{key} = {{{key}:.4g}}" if key in rates else key for key in names)
-    return table(_BAR.join(shown), rows)
+    return [table(_BAR.join(shown), rows)]
+
+
+def _strict_tables(contract: Row, *tests: Row) -> list[Table]:
+    """Return the tables of windows, tests and checks."""
+    windows = [
+        {"name": name.replace("_", " "), "cold": cold, "warm": warm}
+        for name in ("kernels", "strict", "end_to_end")
+        for cold, warm in [[contract["windows"][k][f"{name}_s"] for k in ("cold", "warm")]]
+    ]
+    marked = [{**c, "mark": MARKS.get(c["status"], "?")} for c in contract["checks"]]
+    return [
+        table("window = {name} | cold, s = {cold:.3f} | warm, s = {warm:.3f}", windows),
+        table(KINDS["strict"].columns, tests),
+        table("contract = {mark} | check = {name} | figures = {detail}", marked),
+    ]
 
 
 def print_table(made: rich.table.Table) -> None:

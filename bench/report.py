@@ -8,10 +8,9 @@ from pathlib import Path
 
 import click
 
-from bench import strict_checks
-from bench.compared import ResultCell, cells_tables, group
+from bench.compared import Cells, cells_tables, group
 from bench.pages import Section, add, html, markdown, render
-from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, table_of
+from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, tables_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import option, script, switch
@@ -149,18 +148,16 @@ def _section(file: ResultFile, tokens_max: int | None) -> Section:
     told = ", ".join(part for part in (file.date, file.machine) if part) or "date unknown"
     text = f"{_plain(told)}; from `{_plain(file.name)}`."
     text += f" Command: `{_plain(file.command)}`" if file.command else ""
-    if file.kind == "strict":
-        tables: Sequence[Table] = strict_checks.tables(file.rows)
-    elif file.kind == "harness":
+    if file.kind == "harness":
         lines = [row["line"] or {} for row in file.rows]
         keys = ("model", "precision", "device", "isa", "threads")
         same = {key: {str(each[key]) for each in lines if each.get(key)} for key in keys}
         facts = [Path(values.pop()).name for values in same.values() if len(values) == 1]
         text += f" All cells: {_plain(', '.join(facts))}." if facts else ""
         cells = group(file.rows)
-        tables = (*cells_tables(cells), _lost(file.rows), _generated(cells, tokens_max))
+        tables = [*cells_tables(cells), _lost(file.rows), _generated(cells, tokens_max)]
     else:
-        tables = (table_of(file.kind, file.rows),)
+        tables = tables_of(file.kind, file.rows)
     return Section(title, (text,), tuple(each for each in tables if each.rows))
 
 
@@ -170,17 +167,16 @@ def _lost(rows: Sequence[Row]) -> Table:
     return table("did not count = {status} | why", why)
 
 
-def _generated(cells: Sequence[ResultCell], tokens_max: int | None) -> Table:
+def _generated(cells: Cells, tokens_max: int | None) -> Table:
     """Return what cells generated, and which of them did the same."""
     found: dict[tuple[int, str, str], list[str]] = {}
-    for cell in cells:
-        held = next((row["outputs"] for row in cell.rows if row.get("outputs")), [])
+    for label, cell in cells.items():
+        held = next((row["outputs"] for row in cell if row.get("outputs")), [])
         for number, output in enumerate(held, 1):
             ids = " ".join(map(str, output["token_ids"][:tokens_max]))
             text = _plain(output["text"][:_TEXT_CHARS])
-            found.setdefault((number, ids and f"`{ids}`", text and f"`{text}`"), []).append(
-                cell.label
-            )
+            key = number, ids and f"`{ids}`", text and f"`{text}`"
+            found.setdefault(key, []).append(label)
     rows = [
         {"prompt": number, "ids": ids, "text": text, "cells": f"{len(own)}: {', '.join(own)}"}
         for (number, ids, text), own in found.items()

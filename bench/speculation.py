@@ -11,7 +11,7 @@ not measured again; --seconds ends early, with rows of what there is.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from statistics import mean, median
@@ -31,14 +31,19 @@ from clocher_runtime.engine.timing import TimedWindow
 _MODES = {"auto": "auto", "draft": "draft", "both": "auto"}
 
 
-def _run(model: LanguageModel, prompt: str, sampling: Sampling, most: int) -> Row:
-    """Answer a prompt; return its ids, and tokens, forwards and time of decoding."""
-    text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    ids, window = model.tokenizer.encode(text, special=False), TimedWindow("speculation")
-    made = [token.id for token in model.session.generate([ids], most, sampling, window=window)]
-    spans = [span for span in window.spans if span.kind == "decode"]
-    tokens, ns = sum(span.tokens for span in spans), sum(span.ns for span in spans)
-    return {"ids": made, "tokens": tokens, "forwards": len(spans), "ns": ns}
+def _runs(
+    models: Mapping[str, LanguageModel], prompt: str, sampling: Sampling, most: int
+) -> dict[str, Row]:
+    """Answer a prompt with each model; return ids, and tokens, forwards and time of decoding."""
+    found = {}
+    for name, model in models.items():
+        text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        ids, window = model.tokenizer.encode(text, special=False), TimedWindow("speculation")
+        made = [token.id for token in model.session.generate([ids], most, sampling, window=window)]
+        spans = [span for span in window.spans if span.kind == "decode"]
+        tokens, ns = sum(span.tokens for span in spans), sum(span.ns for span in spans)
+        found[name] = {"ids": made, "tokens": tokens, "forwards": len(spans), "ns": ns}
+    return found
 
 
 def _row(found: Sequence[Row], setting: str) -> Row:
@@ -94,8 +99,8 @@ def main(asked: Any) -> Iterator[Row]:
         for turn, (number, prompt) in enumerate(lines):
             sampling = Sampling(temperature=asked.temperature, seed=number)
             order = names[turn % len(names) :] + names[: turn % len(names)]
-            answers = {n: partial(_run, models[n], prompt, sampling, asked.max_new) for n in order}
-            parts.do(number, lambda own=answers: {n: run() for n, run in own.items()})
+            own = {name: models[name] for name in order}
+            parts.do(number, partial(_runs, own, prompt, sampling, asked.max_new))
         said = {name: model.session.speculation().reason for name, model in models.items()}
     about = {"model": spec.model.checkpoint.path.name, "threads": asked.threads, "isa": spec.isa}
     about |= {"temperature": asked.temperature, "max_new": asked.max_new}

@@ -10,10 +10,8 @@ hold. docs/benchmarking.md says what each window holds and what each check means
 import hashlib
 import io
 import os
-import shlex
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -28,13 +26,13 @@ import numpy as np
 
 from bench import machine
 from bench.cells import of_program
-from bench.experiment import NEW, turns
-from bench.record import Row, print_table, write_json
-from bench.strict_checks import Check, Launch, checks, row, share_of_limit, tables, verdict
+from bench.experiment import experiment, turns
+from bench.record import Row
+from bench.strict_checks import Launch, checks, row, share_of_limit, verdict
 from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import engine_options, option, script
+from clocher_runtime.command.flags import engine_options, option
 from clocher_runtime.command.loading import Engine, load_engine, numerics
 from clocher_runtime.command.parameters import COUNT, FILE, PATH
 from clocher_runtime.config.commands import RunConfig, resolve
@@ -44,7 +42,6 @@ from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus, threads_of
-from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.speed import Case, prompt_ids
 from cpu_fallback.team.bandwidth import Reader
 
@@ -211,11 +208,10 @@ def launch(task: Task) -> Launch:
         return processes.submit(measure, {**task, "launched_ns": time.monotonic_ns()}).result()
 
 
-def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> list[Row]:
+def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Row]) -> list[Row]:
     """Return the rows of a result file: the contract, then the tests."""
     first = launches[0]
-    command = shlex.join(["python", "-m", "bench.strict", *sys.argv[1:]])
-    shared: Row = {"kind": "strict", "command": command} | {key: first[key] for key in _OWN}
+    shared = {key: first[key] for key in _OWN}
     per_token = first["bytes_per_token"] + first["touch_bytes_read"]
     share = share_of_limit(launches, per_token)
     pp = row(launches, "pp", Case(task["prompt_tokens"], 0))
@@ -247,13 +243,14 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
         "windows": windows,
         **{key: first[key] for key in same},
         "rss_peak_mb": max(each["rss_peak_mb"] for each in launches),
-        "checks": [check._asdict() for check in found],
+        "checks": found,
     }
     return [contract, {**shared, **pp}, {**shared, **tg}]
 
 
-@script(
+@experiment(
     "strict",
+    __doc__,
     option("--model-dir", PATH, "default: MODEL_DIR, else the embedded model"),
     *engine_options(*NUMERICS, reads=False, envvar=None),
     option("--threads", COUNT, "default: all usable cores"),
@@ -261,36 +258,21 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
     option("--tokens", COUNT, "N", default=128),
     option("--depth", click.IntRange(0), "D", default=512),
     option("--launches", COUNT, "processes", default=3),
-    option("--rounds", COUNT, "in each", default=5),
     option("--mib", click.IntRange(2), "buffer to read", default=512),
     option("--text", FILE, "prompts come from it", default=TEXT, show_default=False),
-    option("--json", NEW, "write rows there", name="out"),
-    help=__doc__,
-    exit_codes={
-        ExitCode.OK: "every check holds",
-        ExitCode.MISMATCH: "a check failed",
-        ExitCode.UNDECIDED: "no check failed, but the machine was too noisy for all of them",
-    },
+    title="{model}  {format}  {isa}  {threads}  activations {act_prec}",
+    rounds=5,
+    code=lambda rows: verdict(rows[0]["checks"]),
 )
-def main(console: Console, launches: int, out: Path | None, **options: Any) -> ExitCode:
-    """Measure, check and print."""
-    flags = {name: options.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
-    given = {name: str(value) for name, value in flags.items() if value is not None}
-    task = {**options, "flags": given}
+def main(asked: Any) -> Iterator[Row]:
+    """Measure, check, and yield the contract and the tests."""
+    task = vars(asked)
+    flags = {name: task.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
+    task["flags"] = {name: str(value) for name, value in flags.items() if value is not None}
     before = machine.read()
-    measured = [launch(task) for _ in range(launches)]
+    measured = [launch(task) for _ in range(asked.launches)]
     elapsed_s, state = machine.since(before)
-    found = checks(measured, state.disturbances(elapsed_s))
-    rows = rows_of(task, measured, found)
-    windows, tests, contract = tables(rows)
-    about = "  ".join(str(rows[0][key]) for key in ("model", "format", "isa", "threads"))
-    print_table(windows.on_terminal(f"{about}  activations {rows[0]['act_prec']}"))
-    print_table(tests.on_terminal())
-    for mark, name, detail in contract.rows:
-        click.echo(f" {mark} {name}: {detail}")
-    if out:
-        write_json(out, rows)
-    return verdict(found)
+    yield from rows_of(task, measured, checks(measured, state.disturbances(elapsed_s)))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from bench.record import MARKS, Row, Table, table
+from bench.record import Row
 from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.speed import Case
 from clocher_runtime.quality.statistics import Ratio, median_of_runs, paired_ratio
@@ -19,14 +19,6 @@ LINEAR_WITHIN = 0.02
 """Allowed relative difference between 2N tokens and N tokens plus the N after them."""
 
 _WIDEST = 0.1
-
-
-class Check(NamedTuple):
-    """A line of the contract."""
-
-    name: str
-    status: Status
-    detail: str
 
 
 def same_ids(launches: Sequence[Launch]) -> Verdict:
@@ -106,21 +98,22 @@ CHECKS: Mapping[str, Callable[[Sequence[Launch]], Verdict]] = {
 _TIMED = (linear, within_bandwidth)
 
 
-def checks(launches: Sequence[Launch], why_void: Sequence[str] = ()) -> list[Check]:
-    """Return every check; `why_void` lists disturbances of the machine."""
-    found = []
+def checks(launches: Sequence[Launch], why_void: Sequence[str] = ()) -> list[Row]:
+    """Return name, status and detail of every check; `why_void` lists disturbances."""
+    found: dict[str, Verdict] = {}
     for name, judge in CHECKS.items():
         status, detail = judge(launches)
         if why_void and judge in _TIMED and status == "fail":  # disturbed times prove nothing
             status, detail = "undecided", f"{detail}: the machine was disturbed"
-        found.append(Check(name, status, detail))
+        found[name] = status, detail
     quiet: Status = "undecided" if why_void else "pass"
-    return [*found, Check("undisturbed machine", quiet, "; ".join(why_void) or "nothing seen")]
+    found["undisturbed machine"] = quiet, "; ".join(why_void) or "nothing seen"
+    return [{"name": name, "status": s, "detail": detail} for name, (s, detail) in found.items()]
 
 
-def verdict(found: Sequence[Check]) -> ExitCode:
+def verdict(found: Sequence[Row]) -> ExitCode:
     """Return the exit code for some checks."""
-    statuses = {check.status for check in found}
+    statuses = {check["status"] for check in found}
     if "fail" in statuses:
         return ExitCode.MISMATCH
     return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
@@ -149,28 +142,6 @@ def row(launches: Sequence[Launch], test: str, case: Case) -> Row:
         "tok_s_95": found.ends,
         "kernels_tok_s": median(tokens * 1e9 / kernels for _, kernels in medians),
     }
-
-
-def tables(rows: Sequence[Row]) -> tuple[Table, Table, Table]:
-    """Return the tables of windows, tests and checks."""
-    contract, *tests = rows
-    windows = [
-        {"name": name.replace("_", " "), "cold": cold, "warm": warm}
-        for name in ("kernels", "strict", "end_to_end")
-        for cold, warm in [[contract["windows"][k][f"{name}_s"] for k in ("cold", "warm")]]
-    ]
-    marked = [{**c, "mark": MARKS.get(c["status"], "?")} for c in contract["checks"]]
-    return (
-        table("window = {name} | cold, s = {cold:.3f} | warm, s = {warm:.3f}", windows),
-        table(
-            "test | tok/s = {tok_s:.4g} | 95 % = {tok_s_95[0]:.4g} to {tok_s_95[1]:.4g} | "
-            "kernels alone = {kernels_tok_s:.4g} | GB/s = {gbps:.2f} | "
-            "read GB/s = {read_gbps:.2f} | % of limit = {pct_of_limit:.0f} | "
-            "95 % = {pct_of_limit_95[0]:.0f} to {pct_of_limit_95[1]:.0f}",
-            tests,
-        ),
-        table("contract = {mark} | check = {name} | figures = {detail}", marked),
-    )
 
 
 def _judged(found: Ratio, detail: str, most: float, least: float = 0.0) -> Verdict:
