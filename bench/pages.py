@@ -24,7 +24,7 @@ _COLOUR, _GREY = "#0072b2", "#777777"
 _WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 800, 340, 60, 40, 28
 _TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
-_PLOT = "beside-peers.svg"
+PAGE, PLOT = "PERFORMANCE.md", "plots/beside-peers.svg"
 NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
 _INTRO = (
     NOTE,
@@ -35,7 +35,7 @@ _INTRO = (
     "measured, "
     "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
     "your machine.",
-    f"![How many times as fast as llama.cpp, with 95 % intervals](plots/{_PLOT})",
+    f"![How many times as fast as llama.cpp, with 95 % intervals]({PLOT})",
 )
 _BESIDE = (
     "model | test | ISA = {isa} | tok/s = {ours:.4g} | peer | its tok/s = {tok_s:.4g} | "
@@ -150,37 +150,17 @@ def _line(text: str) -> str:
     return "".join(parts)
 
 
-class Page(NamedTuple):
-    """The text of the page and the bars of its plot."""
-
-    text: str
-    bars: Sequence[Bar]
-
-    def files(self) -> dict[str, str]:
-        """Return what each file of docs should hold, by its path there."""
-        plot = {f"plots/{_PLOT}": chart(_TITLE, _LABEL, self.bars)} if self.bars else {}
-        return {"PERFORMANCE.md": self.text, **plot}
-
-
-def render(folder: Path) -> Page:
-    """Return the page of a folder of result files; UsageError if one is invalid."""
+def render(folder: Path) -> dict[str, str]:
+    """Return the page of a folder of result files, and its plot, by their paths in docs."""
     files = record.read_folder(folder)
     peers = _peers(files)
+    turns = "Same weights, same threads, in turns; tg is decoding, pp reading a prompt."
+    real = record.table(record.KINDS["real"].columns, _newest(files))
+    decoded = record.table(_DECODED, _decodes(files))
     sections = [
-        Section(
-            "Beside other engines",
-            ("Same weights, same threads, in turns; tg is decoding, pp reading a prompt.",),
-            (record.table(_BESIDE, peers),),
-        ),
-        Section(
-            "Published files",
-            (_REAL,),
-            (record.table(record.KINDS["real"].columns, _newest(files)),),
-        ),
-        Section(
-            "Decoding, beside the read bandwidth of the memory",
-            tables=(record.table(_DECODED, _decodes(files)),),
-        ),
+        Section("Beside other engines", (turns,), (record.table(_BESIDE, peers),)),
+        Section("Published files", (_REAL,), (real,)),
+        Section("Decoding, beside the read bandwidth of the memory", (), (decoded,)),
     ]
     found = [section for section in sections if section.tables[0].rows]
     bars = [
@@ -189,8 +169,8 @@ def render(folder: Path) -> Page:
         for row in reversed(peers)
         if (row["model"], row["peer"]) == (model, f"llama.cpp {stored}")
     ]
-    page = markdown("Performance", _INTRO if bars else _INTRO[:-1], found)
-    return Page(page, bars)
+    page = {PAGE: markdown("Performance", _INTRO if bars else _INTRO[:-1], found)}
+    return page | ({PLOT: chart(_TITLE, _LABEL, bars)} if bars else {})
 
 
 def _peers(files: Sequence[record.ResultFile]) -> list[record.Row]:

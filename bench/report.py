@@ -93,7 +93,7 @@ def update(
         raise UsageError("--check and --add exclude each other; give one")
     for path in added:
         console.say(f"copied to {add(path, results).name}")
-    files = {docs / name: text for name, text in render(results).files().items()}
+    files = {docs / name: text for name, text in render(results).items()}
     stale = [path for path in files if not path.is_file() or path.read_text() != files[path]]
     if check and stale:
         names = ", ".join(path.name for path in stale)
