@@ -1,9 +1,7 @@
 """Reports: the commands behind run_harness_report.py and its neighbours in scripts/."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
 
 import click
@@ -18,7 +16,6 @@ from clocher_runtime.command.parameters import PATH
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
 
-RESULTS = "bench.jsonl"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 _TEXT_CHARS = 400
@@ -26,46 +23,32 @@ _TEXT_CHARS = 400
 
 @script(
     "run_harness_report",
-    click.Argument(["arguments"], nargs=-1),
+    click.Argument(["results"], type=PATH, nargs=-1),
     option("--out-dir", PATH, default=Path("build/bench")),
     option("--strict", PATH, "of bench.strict", multiple=True),
     option("--tokens-max", click.IntRange(0), "token ids of a prompt to show"),
     option("--title", str, default="Clocher benchmark"),
-    epilog="Another exit code is that of bench.harness.",
 )
 def run(
     console: Console,
-    arguments: tuple[str, ...],
+    results: tuple[Path, ...],
     out_dir: Path,
     strict: tuple[Path, ...],
     tokens_max: int | None,
     title: str,
-) -> int:
-    r"""Write a report that a person can open: one HTML file, with what it is made of beside it.
+) -> None:
+    """Write a report that a person can open: report.html and report.md in --out-dir.
 
-    \b
     python scripts/run_harness_report.py build/bench/bench.jsonl --out-dir build/bench
-    python scripts/run_harness_report.py --out-dir build/bench -- --runs 3 -- --max-new 16
 
-    Without result files bench.harness runs first, with what follows "--". --out-dir gets
-    report.html and report.md. --strict adds what `bench.strict --json` wrote; a
-    result file may be that of any case.
+    RESULTS are files of bench.harness (make bench runs it) or of any case; --strict adds what
+    `bench.strict --json` wrote.
     """
-    # Flags of the harness follow "--", which click removes.
-    results = [Path(text) for text in takewhile(lambda text: not text.startswith("-"), arguments)]
-    flags = arguments[len(results) :]
-    if results and flags:
-        raise UsageError("result files and flags of the harness exclude each other")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    if flags or not (results or strict):
-        results = [out_dir / RESULTS]
-        command = [sys.executable, "-m", "bench.harness", "--out", str(results[0]), *flags]
-        if code := subprocess.run(command, check=False).returncode:
-            console.say(f"error: bench.harness ended with {code}; see above")
-            return code
     files = [read_file(path) for path in (*strict, *results)]
+    if not files:
+        raise UsageError("no result files; give those that make bench or a case wrote")
+    out_dir.mkdir(parents=True, exist_ok=True)
     click.echo(str(write_report(files, out_dir, title, tokens_max)))
-    return ExitCode.OK
 
 
 @script(

@@ -452,6 +452,7 @@ def test_the_report_script(folder: Path, tmp_path: Path) -> None:
     empty = write(tmp_path / "empty.json", [])
     code, output = script(str(empty), "--out-dir", str(out))
     assert code == 2 and "no report shows an empty file" in output
+    assert script("--out-dir", str(out))[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -461,25 +462,6 @@ def test_a_script_runs_from_anywhere(name: str, tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), "--none"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and "No such option" in done.stderr
-
-
-def test_the_report_script_runs_the_harness(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Path
-) -> None:
-    calls = []
-
-    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
-        calls.append(command[1:])
-        shutil.copy(folder / "run.jsonl", command[command.index("--out") + 1])
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(commands.subprocess, "run", run)
-    arguments = ["--out-dir", str(tmp_path), "--", "--runs", "2", "--", "--max-new", "4"]
-    assert script(*arguments)[0] == 0
-    out = ["--out", str(tmp_path / "bench.jsonl")]
-    assert calls == [["-m", "bench.harness", *out, "--runs", "2", "--", "--max-new", "4"]]
-    code, output = script(str(folder / "run.jsonl"), *arguments)
-    assert code == 2 and "exclude each other" in output
 
 
 def test_a_baseline(folder: Path, tmp_path: Path) -> None:
