@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
 
 class State(NamedTuple):
-    """Disturbances during a run in % of its CPU time; None: unknown."""
+    """Disturbances during the `seconds` of a run, in % of its CPU time; None: unknown."""
 
     steal_percent: float | None
     others_percent: float | None
@@ -40,9 +40,10 @@ class State(NamedTuple):
     quota_throttled_s: float | None
     runnable: int | None
     load1: float
+    seconds: float
 
-    def disturbances(self, elapsed_s: float, others_limit: float = OTHERS_LIMIT) -> list[str]:
-        """Return the reasons why a run of this length is void."""
+    def disturbances(self, others_limit: float = OTHERS_LIMIT) -> list[str]:
+        """Return the reasons why the run is void."""
         why = []
         if (self.steal_percent or 0) > STEAL_LIMIT:
             why.append(f"steal: {self.steal_percent:.1f} % of CPU time (limit {STEAL_LIMIT:g} %)")
@@ -53,7 +54,7 @@ class State(NamedTuple):
             )
         if self.throttled_events:
             why.append(f"thermal throttling: {self.throttled_events} events")
-        if (self.quota_throttled_s or 0) > elapsed_s * QUOTA_LIMIT / 100:
+        if (self.quota_throttled_s or 0) > self.seconds * QUOTA_LIMIT / 100:
             why.append(f"CPU quota: {self.quota_throttled_s:.2f} s without CPU")
         return why
 
@@ -83,11 +84,12 @@ def read(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> Reading:
 
 def between(before: Reading, after: Reading, cpus: int, root: Path = _ROOT) -> State:
     """Return the state of `cpus` CPUs between two readings."""
-    seconds, busy, stolen, own, throttles, quota = (
+    seconds = max(after.seconds - before.seconds, 1e-9)
+    _, busy, stolen, own, throttles, quota = (
         None if a is None or b is None else max(b - a, 0)
         for a, b in zip(before, after, strict=True)
     )
-    available = max(seconds or 0, 1e-9) * cpus
+    available = seconds * cpus
     return State(
         steal_percent=None if stolen is None else 100 * stolen / available,
         others_percent=None if busy is None else 100 * max(busy - (own or 0), 0.0) / available,
@@ -95,13 +97,13 @@ def between(before: Reading, after: Reading, cpus: int, root: Path = _ROOT) -> S
         quota_throttled_s=quota,
         runnable=guards.fields(guards.read(root / "proc/stat")).get("procs_running"),
         load1=os.getloadavg()[0],
+        seconds=seconds,
     )
 
 
-def since(before: Reading) -> tuple[float, State]:
-    """Return the seconds since a reading, and the state of the usable CPUs meanwhile."""
-    after = read()
-    return after.seconds - before.seconds, between(before, after, len(usable_cpus()))
+def since(before: Reading) -> State:
+    """Return the state of the usable CPUs since a reading."""
+    return between(before, read(), len(usable_cpus()))
 
 
 def describe() -> dict[str, Any]:

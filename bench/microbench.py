@@ -98,11 +98,11 @@ def _on_gpu(spec: OpSpec, case: Case, facts: Facts) -> Timed:
     trial = Trial(setting, spec, case, act)
     facts |= _verdict(trial.check())
     facts |= {"isa": f"sm_{setting.device.capability}", "activations": act}
-    replay = setting.timer.replay([partial(execute, trial.launches())] * facts["calls"])
+    replay = setting.replay([partial(execute, trial.launches())] * facts["calls"])
 
     def run() -> None:
         replay()
-        setting.timer.synchronize()
+        setting.synchronize()
 
     return Timed(run=run, calls=facts["calls"], facts=facts)
 

@@ -34,7 +34,6 @@ class Child(NamedTuple):
     exit_code: int
     line: dict[str, Any] | None
     error: str
-    elapsed_s: float
     state: machine.State
 
 
@@ -50,9 +49,8 @@ def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
         text=True,
         errors="replace",
     )
-    elapsed_s, state = machine.since(before)
-    error = done.stderr.strip()[-_ERROR_CHARS:]
-    return Child(done.returncode, _line(done.stdout), error, elapsed_s, state)
+    state, error = machine.since(before), done.stderr.strip()[-_ERROR_CHARS:]
+    return Child(done.returncode, _line(done.stdout), error, state)
 
 
 @dataclass(slots=True)
@@ -123,8 +121,7 @@ class Harness:
         while self.patience > 0:
             before = machine.read()
             time.sleep(_GLANCE_S)
-            _, state = machine.since(before)
-            if not state.disturbances(_GLANCE_S, self.others_limit):
+            if not machine.since(before).disturbances(self.others_limit):
                 return
             if not said:
                 self.say(f"waiting for a quiet machine ({self.patience:.0f} s at most)")
@@ -150,7 +147,7 @@ class Harness:
             "settings": dict(cell.settings),
             "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
             "prompts_sha256": prompts_sha256(config),
-            "elapsed_s": round(child.elapsed_s, 3),
+            "elapsed_s": round(child.state.seconds, 3),
             "machine": machine.describe(),
             "state": child.state._asdict(),
             "build": build(),
@@ -168,7 +165,7 @@ def judge(child: Child, others_limit: float, number: int) -> tuple[str, list[str
         return "error", [f"exit code {child.exit_code}: {message}"]
     if number == 0:
         return "warmup", []
-    why = child.state.disturbances(child.elapsed_s, others_limit)
+    why = child.state.disturbances(others_limit)
     return ("void", why) if why else ("ok", [])
 
 

@@ -271,8 +271,7 @@ def main(asked: Any) -> Iterator[Row]:
     task["flags"] = {name: str(value) for name, value in flags.items() if value is not None}
     before = machine.read()
     measured = [launch(task) for _ in range(asked.launches)]
-    elapsed_s, state = machine.since(before)
-    yield from rows_of(task, measured, checks(measured, state.disturbances(elapsed_s)))
+    yield from rows_of(task, measured, checks(measured, machine.since(before).disturbances()))
 
 
 if __name__ == "__main__":

@@ -29,8 +29,8 @@ from clocher_runtime.quality.statistics import apart_ratio, median_of_runs, pair
 
 ROOT = Path(__file__).parents[1]
 SIXTY = ",".join(map(str, range(1, 61)))
-QUIET = State(0.0, 0.5, None, None, 1, 0.1)
-BUSY = State(2.5, 40.0, None, None, 5, 3.0)
+QUIET = State(0.0, 0.5, None, None, 1, 0.1, 1.0)
+BUSY = State(2.5, 40.0, None, None, 5, 3.0, 1.0)
 
 
 def noisy(speed: float, runs: int, rng: np.random.Generator) -> list[float]:
@@ -62,7 +62,7 @@ class Machine:
             "hints_ignored": ["IE_NT_LOADS=1"] if cell.settings.get("nt_loads") == "1" else [],
             "outputs": [{"token_ids": [1, 2, 3], "text": "abc"}],
         }
-        return Child(0, line, "", 1.0, self.states.pop(0) if self.states else QUIET)
+        return Child(0, line, "", self.states.pop(0) if self.states else QUIET)
 
 
 def cells_of(*labels: str) -> list[Cell]:
@@ -256,7 +256,7 @@ def test_a_cell_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     def launch(cell: Cell) -> Child:
         if cell.label == "a":
             return machine(cell)
-        return Child(3, {"status": "error", "message": "no model"}, "", 0.1, QUIET)
+        return Child(3, {"status": "error", "message": "no model"}, "", QUIET)
 
     rows = run(tmp_path / "r.jsonl", launch, cells_of("a", "b"), 2)  # type: ignore[arg-type]
     assert [(row["label"], row["status"]) for row in rows] == [
@@ -387,7 +387,7 @@ def test_counters_of_the_machine(tmp_path: Path) -> None:
     assert state.steal_percent == pytest.approx(2.5)
     assert state.others_percent == pytest.approx(25)
     assert (state.throttled_events, state.quota_throttled_s, state.runnable) == (1, 0.4, 4)
-    assert [why.split(":")[0] for why in state.disturbances(2.0)] == [
+    assert [why.split(":")[0] for why in state.disturbances()] == [
         "steal",
         "other processes",
         "thermal throttling",
@@ -398,7 +398,7 @@ def test_counters_of_the_machine(tmp_path: Path) -> None:
 def test_a_machine_without_counters_disturbs_nothing(tmp_path: Path) -> None:
     reading = machine.read(tmp_path, frozenset({0}))
     state = machine.between(reading, reading, 1, tmp_path)
-    assert state.disturbances(1.0) == []
+    assert state.disturbances() == []
     assert state.others_percent is None
 
 

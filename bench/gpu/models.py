@@ -151,7 +151,7 @@ def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
         kind = {"linear": linear, "head": shape.head}.get(need.kind, "bf16")
         formats[name] = parse_format(kind)
         weights[name] = _random(setting, formats[name], need.shape)
-    setting.timer.synchronize()  # a session's stream does not wait for the default one
+    setting.synchronize()  # a session's stream does not wait for the default one
     runs, new, chunk = _runs(spec, dry), *((_DRY_NEW, _DRY_CHUNK) if dry else (_NEW, _CHUNK))
     batch, context = max(run[0] for run in runs), max(run[1] for run in runs) + new
     # Prompts enter in whole chunks: their steps may take long.

@@ -105,7 +105,7 @@ def _contender(setting: Setting, spec: OpSpec, case: Case) -> tuple[int, Sequenc
     trial = Trial(setting, spec, case, "f16" if spec.narrow else "f32")
     nbytes, first = trial.cost().bytes, trial.tensors()
     copies = [{n: _clone(v) for n, v in first.items()} for _ in range(setting.copies(nbytes))]
-    setting.timer.synchronize()  # kernels that start early prefetch weights
+    setting.synchronize()  # kernels that start early prefetch weights
     return nbytes, [partial(execute, trial.launches(tensors)) for tensors in copies]
 
 
