@@ -64,14 +64,9 @@ class Call:
     run: Callable[..., int] = subprocess.call
 
     @property
-    def folder(self) -> Path:
-        """Folder of results and report."""
-        return Path(self.values["REPORT_ROOT"])
-
-    @property
     def results(self) -> Path:
-        """Return the result file."""
-        return self.folder / RESULTS
+        """The result file; the report lies beside it."""
+        return Path(self.values["REPORT_ROOT"]) / RESULTS
 
     def python(self, *words: object, python: object = sys.executable) -> int:
         """Run Python from the repository root; return its exit code."""
@@ -156,28 +151,27 @@ def verify_strict(path: Path) -> int:
 
 def verify_ids(call: Call, device: str) -> int:
     """Generate again with a trace and compare it with Hugging Face transformers."""
-    trace = call.folder / "trace.jsonl"
+    trace = call.results.parent / "trace.jsonl"
     topk = call.values["HF_TOPK"]
     engine = [sys.executable, "-m", "clocher_runtime.cli", "--ignore-eos", "--rounds", "1"]
     engine += ["--trace-ids", str(trace)]
     engine += ["--trace-topk", str(topk)] if topk else []
     engine += [f"--device={device}"] if device else []
-    with open(os.devnull, "w") as nowhere:
-        environ = of_program(call.environ) | {"CLOCHER_EMBEDDED": "1"}
-        code = call.run(engine, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=nowhere)
-    if code:
+    environ = of_program(call.environ) | {"CLOCHER_EMBEDDED": "1"}
+    silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    if code := call.run(engine, cwd=ROOT, env=environ, **silent):
         return code
     embedded = ROOT / "clocher_runtime/assets/clocher-tiny-gptoss"
     directory = call.values["HF_DIR"] or call.environ.get("MODEL_DIR") or embedded
     script = ("scripts/verify_hf_generation_ids.py", "--check-prompt", "--trace-jsonl", trace)
     # It reads HF_DEVICE, HF_DTYPE, HF_TOPK and HF_LOGITS_TOL itself.
-    more = ("--hf-dir", directory, "--out", call.folder / "hf-ids.json")
+    more = ("--hf-dir", directory, "--out", call.results.parent / "hf-ids.json")
     return call.python(*script, *more, python=call.values["HF_PY"])
 
 
 def report(call: Call) -> int:
     """Write the report of the result file and update docs/PERFORMANCE.md."""
-    words = [call.values["REPORT_SCRIPT"], call.results, "--out-dir", call.folder]
+    words = [call.values["REPORT_SCRIPT"], call.results, "--out-dir", call.results.parent]
     words += ["--tokens-max", call.values["REPORT_TOKENS_MAX"]]
     words += ["--strict", strict] if (strict := call.values["STRICT_REPORT_PATH"]) else []
     code = call.python(*words, *(call.values["REPORT_ARGS"] or "").split())

@@ -149,7 +149,7 @@ def test_a_path_counts_from_where_make_was_called(raw, called_from, found, capsy
 
 def test_a_report_folder_under_benchmarks_lies_under_bench() -> None:
     root = f"{ROOT}/benchmarks/reports"
-    assert targets.set_up({"REPORT_ROOT": root}).folder == ROOT / "bench/reports"
+    assert targets.set_up({"REPORT_ROOT": root}).results.parent == ROOT / "bench/reports"
 
 
 def test_an_iebin_pair_where_make_was_called_is_the_model(tmp_path: Path) -> None:
