@@ -173,7 +173,8 @@ def code_sha256() -> str:
 
 def _model_files(config: RunConfig, cwd: Path) -> list[tuple[str, int, int]]:
     choice = choose_model(config, cwd)
+    folders = (choice.path / part for part in ("", "hf", "hf/original"))
+    inside = [p for f in folders if f.is_dir() for p in f.iterdir() if p.suffix in _MODEL_FILES]
     named = (path for path in (choice.path, choice.data) if path is not None)
-    paths = choice.path.rglob("*") if choice.path.is_dir() else named
-    found = [(str(path), path.stat()) for path in sorted(paths) if path.suffix in _MODEL_FILES]
+    found = [(str(path), path.stat()) for path in sorted(inside or named) if path.is_file()]
     return [(name, status.st_size, status.st_mtime_ns) for name, status in found]

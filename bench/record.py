@@ -206,7 +206,7 @@ def tables_of(kind: str, rows: Sequence[Row]) -> list[Table]:
 
 
 def _strict_tables(contract: Row, *tests: Row) -> list[Table]:
-    """Return the tables of windows, tests and checks."""
+    """Return the tables of tests, windows and checks."""
     windows = [
         {"name": name.replace("_", " "), "cold": cold, "warm": warm}
         for name in ("kernels", "strict", "end_to_end")
@@ -214,8 +214,8 @@ def _strict_tables(contract: Row, *tests: Row) -> list[Table]:
     ]
     marked = [{**c, "mark": MARKS.get(c["status"], "?")} for c in contract["checks"]]
     return [
-        table("window = {name} | cold, s = {cold:.3f} | warm, s = {warm:.3f}", windows),
         table(KINDS["strict"].columns, tests),
+        table("window = {name} | cold, s = {cold:.3f} | warm, s = {warm:.3f}", windows),
         table("contract = {mark} | check = {name} | figures = {detail}", marked),
     ]
 
