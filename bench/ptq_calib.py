@@ -45,6 +45,7 @@ _GRANULARITIES = ("per-tensor", "per-row", "per-group")
     option("--cosine-threshold", click.FloatRange(-1, 1), "least of a matrix", default=0.999),
     title="{judged}",
     code=lambda rows: ExitCode.OK if all(r["accepted"] for r in rows) else ExitCode.REJECTED,
+    exit_codes={ExitCode.REJECTED: "a cosine is below the threshold"},
 )
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each matrix."""

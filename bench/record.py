@@ -303,15 +303,11 @@ def read_folder(folder: Path = FOLDER) -> list[ResultFile]:
     return [read_file(path) for path in sorted(paths)]
 
 
-def machine_text(machine: object) -> str:
+def machine_text(machine: Row) -> str:
     """Return what a row says of a machine, in one line."""
-    if not isinstance(machine, dict):
-        return ""
-    cpus, memory = machine.get("cpus"), machine.get("memory_bytes")
-    parts = [str(machine.get("cpu", "")), f"{cpus} CPUs" if is_number(cpus) else ""]
-    parts.append(f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else "")
-    parts.append(f"Linux {machine['kernel']}" if machine.get("kernel") else "")
-    return ", ".join(part for part in parts if part)
+    memory = machine.get("memory_bytes")
+    shown = {**machine, "gib": memory / 2**30 if is_number(memory) else None}
+    return _cell("{cpu}, {cpus} CPUs, {gib:.0f} GiB, Linux {kernel}", shown)
 
 
 def without_directories(value: Any) -> Any:

@@ -42,6 +42,7 @@ from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus, threads_of
+from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.speed import Case, prompt_ids
 from cpu_fallback.team.bandwidth import Reader
 
@@ -263,6 +264,10 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Row]) -> lis
     title="{model}  {format}  {isa}  {threads}  activations {act_prec}",
     rounds=5,
     code=lambda rows: verdict(rows[0]["checks"]),
+    exit_codes={
+        ExitCode.MISMATCH: "a check failed",
+        ExitCode.UNDECIDED: "no check failed, but the machine was too noisy for all of them",
+    },
 )
 def main(asked: Any) -> Iterator[Row]:
     """Measure, check, and yield the contract and the tests."""
