@@ -20,12 +20,10 @@ from clocher_runtime.quality.statistics import (
 
 SPEED = "tps_true"
 
-_MEDIANS: Mapping[str, float] = {
-    **dict.fromkeys(("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms"), 1.0),
-    **dict.fromkeys(("bytes_per_token", "bytes_touched"), 1e-6),
-    **dict.fromkeys(("coverage", "effective_gbps", "rss_peak_mb", "kv_cache_mb"), 1.0),
-}
-"""Fields of the line whose median is shown, and the factor to its unit."""
+_BYTES = ("bytes_per_token", "bytes_touched")
+_MEDIANS = ("latency_p50_ms", "latency_p95_ms", "latency_p99_ms", "ttft_ms", *_BYTES)
+_MEDIANS += ("coverage", "effective_gbps", "rss_peak_mb", "kv_cache_mb")
+"""Fields of the line whose medians are shown, bytes as MB."""
 _SPEEDS = (
     "cell | runs | tok/s [95 %] = {speed} | IQR | p50 ms = {latency_p50_ms} | "
     "p95 ms = {latency_p95_ms} | p99 ms = {latency_p99_ms} | ttft ms = {ttft_ms} | "
@@ -35,7 +33,6 @@ _MEMORY = (
     "cell | MB/token = {bytes_per_token} | MB touched = {bytes_touched} | coverage | "
     "effective GB/s = {effective_gbps} | peak MiB = {rss_peak_mb} | KV MiB = {kv_cache_mb}"
 )
-
 
 Cells = Mapping[str, Sequence[Row]]
 """The rows of each cell, in order, by its label."""
@@ -101,9 +98,12 @@ def unmeasured(cells: Cells) -> list[str]:
 
 def beside(base: Sequence[Row], cell: Sequence[Row]) -> Ratio | None:
     """Return the ratio to a cell of the same file, by run number; None without common runs."""
-    first, second = ({row["run"]: row for row in good(each)} for each in (base, cell))
+    first, second = (
+        {row["run"]: speed for row in good(each) for speed in values([row])}
+        for each in (base, cell)
+    )
     common = sorted(first.keys() & second.keys())
-    speeds = (values([runs[run] for run in common]) for runs in (second, first))
+    speeds = ([runs[run] for run in common] for runs in (second, first))
     return paired_ratio(*speeds) if common else None
 
 
@@ -149,8 +149,10 @@ def _cell_row(base: Sequence[Row], cell: Sequence[Row]) -> Row:
     row |= _compared(beside(base, cell), "no run in common") if cell is not base else {}
     if ignored := sorted({name for each in cell for name in each["ignored"]}):
         row["verdict"] = f"{row.get('verdict', '')} (ignored: {', '.join(ignored)})".strip()
-    medians = {key: values(counted, key) for key in _MEDIANS}
-    return row | {k: figure(_MEDIANS[k] * median(found)) for k, found in medians.items() if found}
+    for key in _MEDIANS:
+        if found := values(counted, key):
+            row[key] = figure(median(found) / (1e6 if key in _BYTES else 1))
+    return row
 
 
 def _spelled(speeds: Sequence[float]) -> str:

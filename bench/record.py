@@ -44,6 +44,7 @@ class _HarnessRow(msgspec.Struct):
     why: list[str]
     ignored: list[str]
     line: Row | None
+    outputs: list[Row] | None = None
 
 
 class Kind(NamedTuple):

@@ -161,8 +161,9 @@ def _generated(cells: Cells, tokens_max: int | None) -> Table:
             key = number, ids and f"`{ids}`", text and f"`{text}`"
             found.setdefault(key, []).append(label)
     rows = [
-        {"prompt": number, "ids": ids, "text": text, "cells": f"{len(own)}: {', '.join(own)}"}
+        {"prompt": number, "ids": ids, "text": text, "cells": f"{len(own)}: {shown}"}
         for (number, ids, text), own in found.items()
+        for shown in [_plain(", ".join(own))]
     ]
     return table("prompt | token ids = {ids} | generated text = {text} | cells", rows)
 

@@ -346,8 +346,9 @@ def test_a_bad_result_file_is_named(tmp_path: Path, content: str, text: str) -> 
         ({"run": "1"}, "run is '1'; expected an integer"),
         ({"why": "x"}, "why is 'x'; expected a list"),
         ({"ignored": [1]}, "ignored[0] is 1; expected text"),
+        ({"outputs": "x"}, "outputs is 'x'; expected a list"),
     ],
-    ids=["line", "no-line", "status", "schema", "run", "why", "ignored"],
+    ids=["line", "no-line", "status", "schema", "run", "why", "ignored", "outputs"],
 )
 def test_a_bad_row_of_the_harness_is_named(
     tmp_path: Path, changes: dict[str, Any], text: str
