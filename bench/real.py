@@ -202,11 +202,10 @@ def _accuracy(task: Prompted, gguf: Path, engine: str, asked: Any) -> Sums:
         }
     sizes: Row = {"threads": threads, "batch": 8, "context": 2048}
     config = EngineConfig(model_dir=gguf, all_logits=not task.generates, **sizes)
-    with scored(config.exact() if engine == EXACT else config) as ready:
-        kept = Kept(asked.keep.with_suffix(".items"), {"gguf": gguf.name, **ready.facts})
-        own = ready.session, ready.tokenizer
-        complete = LanguageModel(ready.session.model, *own).complete_each
-        (found,) = run_task(task, *own, kept, lambda *_: None, complete).values()
+    with scored(config.exact() if engine == EXACT else config) as (session, tokenizer, facts):
+        kept = Kept(asked.keep.with_suffix(".items"), {"gguf": gguf.name, **facts})
+        complete = LanguageModel(session.model, session, tokenizer).complete_each
+        (found,) = run_task(task, session, tokenizer, kept, lambda *_: None, complete).values()
     return {"items": n, "right": round(n * _right(found))}
 
 

@@ -1,12 +1,14 @@
 """When a draft model is asked: as deep as it pays, hardly ever if it does not, in pieces."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from clocher_runtime.speculation.draft import Draft, Pending, Track
-from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, draft_depth
+from clocher_runtime.speculation.draft import CONFIDENCE, UNSEEN, Draft, Pending, Track
+from clocher_runtime.speculation.gate import DraftModelGate, ForwardCosts, draft_depth, goes_on
 from clocher_runtime.speculation.speculator import Speculator, account
+
+Wanted = Callable[[Mapping["Reader", Draft]], bool]
 
 FLAT = [0.0, *[100.0] * 8]
 """Passes of up to 8 tokens that take as long as one of a single token."""
@@ -29,6 +31,38 @@ def test_guesses_are_made_as_deep_as_they_pay() -> None:
     assert best(0.7, 15) == rates.index(max(rates)) == 3
     # 1 % more tokens a second are within the margin.
     assert best(0.111, 10) == 0 and best(0.2, 10) == 1
+
+
+def test_it_goes_on_while_it_is_sure_enough() -> None:
+    steps = [0.0, 30.0, 40.0]
+
+    def more(*chances: float, expected: float = 0.7, ns: Sequence[float] = FLAT) -> bool:
+        return goes_on([chances], [expected], 1, ns, steps)
+
+    assert more(0.9) and more(0.9, 0.85, 0.82)
+    assert not more(0.3)  # 0.21 tokens for 30, where 1.3 take 130
+    assert not more(0.9, expected=0.2) and not more(0.9, 0.2)
+    assert not more(0.9, ns=FLAT[:3])  # no room for a second one
+    assert not more(0.9, ns=[0.0, 100, 100, 200, 300])
+    # One that is sure pays for another one.
+    assert goes_on([[0.95], [0.3]], [0.9, 0.9], 2, FLAT, steps)
+    assert not goes_on([[0.3], [0.3]], [0.9, 0.9], 2, FLAT, steps)
+
+
+def test_tokens_of_each_confidence_are_judged_by_themselves() -> None:
+    run = Run(step=20, more=0.01)
+    run.model.level = 1 + len(CONFIDENCE)
+    run.passes(40, right=7)
+    assert set(run.model.depths[-9:]) == {7}
+    run.model.level = 1  # what it is not sure of is wrong
+    run.passes(40, right=0)
+    run.model.depths.clear()
+    run.model.level = 1 + len(CONFIDENCE)
+    run.passes(10, right=7)
+    assert max(run.model.depths) == 7
+    rates = run.track.rates.mean
+    assert rates[UNSEEN + 1 + len(CONFIDENCE) - 1] == pytest.approx(0.97)  # it had no token
+    assert rates[UNSEEN + 1] < 0.2 < rates[UNSEEN] < rates[UNSEEN + len(CONFIDENCE) + 1]
 
 
 def test_the_pass_counts_too() -> None:
@@ -56,22 +90,30 @@ def test_only_texts_are_asked_for_that_others_guess_worse() -> None:
 class Model:
     """Guesses 1 2 3 ... and takes as long as it is told to."""
 
+    level = 0  # how sure it is, 0 if it does not say
+
     def __init__(self, step: float, more: float) -> None:
         self.costs = ForwardCosts(64)
         self.costs.ns = [0.0, *(step * (1 + more * n) for n in range(64))]
         self.spent, self.depths, self.most = 0.0, [], []
 
-    def draft(self, readers: Sequence["Reader"], depth: int, most: int) -> list[list[int]]:
-        self.depths.append(depth)
+    def draft(
+        self, readers: Sequence["Reader"], depth: int, most: int, wanted: Wanted
+    ) -> list[Draft]:
         self.most.append(most)
-        guesses = []
-        for reader in readers:
-            count = min(reader.left, most)
-            reader.left -= count
-            self.spent += self.costs.ns[count]
-            guesses.append(list(range(1, depth + 1)) if not reader.left else [])
-            self.spent += (depth - 1) * self.costs.ns[1] if not reader.left else 0
-        return guesses
+        (reader,) = readers
+        count = min(reader.left, most)
+        reader.left -= count
+        self.spent += self.costs.ns[count]
+        made = 0 if reader.left else 1
+        while 0 < made < depth and wanted({reader: self._guess(made)}):
+            made += 1
+            self.spent += self.costs.ns[1]
+        self.depths.append(made)
+        return [self._guess(made)]
+
+    def _guess(self, count: int) -> Draft:
+        return Draft(range(1, count + 1), (UNSEEN + self.level,) * count)
 
     def reset(self) -> None:
         """Nothing is held."""

@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from bench.experiment import NotMeasured
 from bench.llama_programs import answered, completed, divergence
 from bench.quantise import WEIGHED, over_theirs
 from clocher_runtime.quality.compare import score_window
-from clocher_runtime.quality.tasks import Asked
+from clocher_runtime.quality.tasks import Asked, read_task
 
 TEXT = Path(__file__).parent / "data/valid.txt"
 V = 300
@@ -108,6 +109,17 @@ def test_completions_come_from_llama_server(tmp_path: Path) -> None:
     tool.write_text(f"#!{sys.executable}\nraise SystemExit(3)\n")
     with pytest.raises(NotMeasured, match="exit code 3"):
         completed(tmp_path, Path("m"), items, 1)
+
+
+def test_our_own_answers_are_counted(tmp_path: Path) -> None:
+    model = Path(__file__).parent / "data/clocher-tiny-llama"
+    lines = [{"context": "The", "choices": [" end", " end", " zq"], "answer": i} for i in (0, 1, 2)]
+    task = tmp_path / "task.jsonl"
+    task.write_text("\n".join(map(json.dumps, lines)))
+    asked = SimpleNamespace(threads=1, llama=None, keep=tmp_path / "parts")
+    for engine in (real.EXACT, real.DEFAULT):
+        found = real._accuracy(read_task(task, None, None, None, False), model, engine, asked)
+        assert found["items"] == 3 and found["right"] in (1, 2)  # the first of equal choices
 
 
 def test_divergences_are_compared_at_equal_bytes() -> None:

@@ -1,22 +1,34 @@
 """A small model of the same vocabulary that drafts for a larger one (Leviathan et al. 2023).
 
 It has its own Plan and KV cache and runs between the target's forwards, on its threads or stream,
-with the same seeds and temperatures. Rejected tokens' KV cells are overwritten.
+with the same seeds and temperatures. Rejected tokens' KV cells are overwritten. On the host it says
+how sure it is of a token: the probability that it gave it. Of a long prompt it reads the end only.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+
+import numpy as np
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
+from clocher_runtime.engine.backends import BACK_ENDS
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Part, StepInputs
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.timing import StepTimes
+from clocher_runtime.speculation.draft import CONFIDENCE, NO_DRAFT, UNSEEN, Draft
 from clocher_runtime.speculation.gate import ForwardCosts
 from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
+
+_READ = 32
+"""Tokens of a text that are read before its first draft: further ones win less than they cost."""
+
+Wanted = Callable[[Mapping["SequenceReader", Draft]], bool]
+"""Whether to draft one more token for each of some sequences after those that they have."""
 
 
 class DraftModel:
@@ -27,6 +39,7 @@ class DraftModel:
         self._inputs, self._now = StepInputs(bound.executor), StepTimes().now
         self._vocabulary, self.known_ids = vocabulary, bound.model.spec.vocab_size
         self._count, self.longest = bound.sizes.slots, bound.sizes.longest
+        self._on_host = BACK_ENDS[bound.config.backend].on_host
         self.slots = list(range(self._count))[::-1]
         self.costs = ForwardCosts(bound.executor.plan.tokens)
 
@@ -34,10 +47,15 @@ class DraftModel:
         """Return a reader of a prompt's sequence, without the host-side options of its sampling."""
         return SequenceReader(self, ids, sampling, salt)
 
-    def draft(self, readers: Sequence["SequenceReader"], depth: int, most: int) -> list[list[int]]:
-        """Read up to `most` tokens of some; draft `depth` for those read to their end."""
+    def draft(
+        self, readers: Sequence["SequenceReader"], depth: int, most: int, wanted: Wanted
+    ) -> list[Draft]:
+        """Read up to `most` tokens of some; draft up to `depth` for those read to their end.
+
+        `wanted` is asked before each but the first of them.
+        """
         parts: list[Part] = []
-        ready: list[SequenceReader] = []
+        drafts: dict[SequenceReader, Draft] = {}
         most = min(most, self._executor.plan.tokens)
         for reader in sorted(readers, key=lambda each: each.request.waiting_tokens):
             request = reader.request
@@ -49,40 +67,61 @@ class DraftModel:
             most -= count
             parts.append((request, count))
             if is_whole:
-                ready.append(reader)
+                drafts[reader] = NO_DRAFT
         if parts:
-            self._draft(parts, ready, depth)
-        return [reader.drafted if reader in ready else [] for reader in readers]
+            self._draft(parts, drafts, depth, wanted)
+        return [drafts.get(reader, NO_DRAFT) for reader in readers]
 
-    def _draft(self, parts: list[Part], ready: list["SequenceReader"], depth: int) -> None:
-        drawn = [self._step(*self._inputs.stage(parts))]
+    def _draft(
+        self,
+        parts: list[Part],
+        drafts: dict["SequenceReader", Draft],
+        depth: int,
+        wanted: Wanted,
+    ) -> None:
+        self._step(*self._inputs.stage(parts), drafts)
         for request, count in parts:
             self.pages.commit(request, request.cells + count)
-        size = len(ready)
-        for number in range(1, depth if ready else 1):
+        size = len(drafts)
+        for number in range(1, depth if drafts else 1):
+            if not wanted(drafts):
+                break
             if number == 1 and sum(count for _, count in parts) != size:
-                self._stage_after([reader.request for reader in ready], drawn[0])
+                self._stage_after(drafts)
             # Otherwise the device continues with its own tokens.
-            drawn.append(self._step(size, size))
-        for place, reader in enumerate(ready):
-            reader.take([tokens[place] for tokens in drawn], self._vocabulary)
+            self._step(size, size, drafts)
+        for reader, draft in drafts.items():
+            drafts[reader] = reader.take(draft, self._vocabulary)
 
-    def _stage_after(self, requests: list[Request], drafted: list[int]) -> None:
-        for request, token in zip(requests, drafted, strict=True):
-            request.ids.append(max(token, 0))
+    def _stage_after(self, drafts: Mapping["SequenceReader", Draft]) -> None:
+        requests = [reader.request for reader in drafts]
+        for request, draft in zip(requests, drafts.values(), strict=True):
+            request.ids.append(max(draft.tokens[0], 0))
             request.made += 1
         self._inputs.stage([(request, 1) for request in requests])
         for request in requests:
             request.ids.pop()
             request.made -= 1
 
-    def _step(self, tokens: int, rows: int) -> list[int]:
+    def _step(self, tokens: int, rows: int, drafts: dict["SequenceReader", Draft]) -> None:
+        """Do a forward whose rows are those of the drafts, and add what it drew to them."""
         began = self._now()
         self._executor.step(tokens, rows)
-        drawn: list[int] = self._executor.fetch("sampled", rows).tolist() if rows else []
-        if rows:  # otherwise a GPU may still be at it
-            self.costs.note(tokens, self._now() - began)
-        return drawn
+        if not rows:
+            return
+        drawn: list[int] = self._executor.fetch("sampled", rows).tolist()
+        # Without rows a GPU might still be at it.
+        self.costs.note(tokens, self._now() - began)
+        for place, (reader, draft) in enumerate(drafts.items()):
+            kind = self._class_of(place, drawn[place], reader.request.sampling)
+            drafts[reader] = Draft((*draft.tokens, drawn[place]), (*draft.classes, kind))
+
+    def _class_of(self, row: int, token: int, sampling: Sampling) -> int:
+        if not (self._on_host and 0 <= token < self.known_ids):
+            return UNSEEN
+        scaled = self._executor.array("logits")[row] / np.float32(sampling.temperature or 1)
+        chance = 1 / np.exp(scaled - scaled[token]).sum()
+        return UNSEEN + 1 + bisect_right(CONFIDENCE, float(chance))
 
     def admit(self, request: Request) -> bool:
         """Give a sequence a slot and its cached prefix; return whether there is room."""
@@ -110,7 +149,7 @@ class DraftModel:
 class SequenceReader:
     """What a draft model has read and drafted; all drafted tokens but the last have keys."""
 
-    __slots__ = ("_is_lost", "_model", "drafted", "request")
+    __slots__ = ("_is_lost", "_model", "_skipped", "drafted", "request")
 
     def __init__(
         self, model: DraftModel, ids: Sequence[int], sampling: Sampling, salt: bytes
@@ -126,12 +165,15 @@ class SequenceReader:
             ids=[], salt=salt, queue=OutputQueue(1), sampling=on_device, made=-len(ids)
         )
         self.drafted: list[int] = []
-        self._is_lost = False
+        self._is_lost, self._skipped = False, 0  # the tokens of the text before those that it reads
 
     def behind(self, ids: Sequence[int]) -> int:
         """Note the sequence so far; return how many tokens are to be read before a draft."""
         request, model = self.request, self._model
-        new = list(ids[len(request.ids) :])
+        if not request.ids:
+            self._skipped = max(0, len(ids) - _READ)
+            request.made += self._skipped
+        new = list(ids[self._skipped + len(request.ids) :])
         right = 0
         while right < min(len(self.drafted) - 1, len(new)) and self.drafted[right] == new[right]:
             right += 1
@@ -139,7 +181,7 @@ class SequenceReader:
         cells = len(request.ids) + right
         request.ids += new
         request.made += len(new)
-        if len(ids) > model.longest or max(new, default=0) >= model.known_ids:
+        if len(request.ids) > model.longest or max(new, default=0) >= model.known_ids:
             self._is_lost = True
         if self._is_lost:
             self.leave()
@@ -147,15 +189,17 @@ class SequenceReader:
         if request.slot < 0:
             return request.waiting_tokens if model.admit(request) else 0
         if right:
-            model.pages.commit(request, min(cells, len(ids) - 1))
+            model.pages.commit(request, min(cells, len(request.ids) - 1))
         return request.waiting_tokens
 
-    def take(self, drawn: list[int], vocabulary: int) -> None:
-        """Note the tokens the model drew, up to the first outside the vocabulary."""
+    def take(self, draft: Draft, vocabulary: int) -> Draft:
+        """Note and return what the model drew, up to the first id outside the vocabulary."""
+        drawn = draft.tokens
         end = next((i for i, t in enumerate(drawn) if not 0 <= t < vocabulary), len(drawn))
-        self.drafted = drawn[:end]
+        self.drafted = list(drawn[:end])
         # A model that computes NaN would be asked again and again, without result.
         self._is_lost = not end
+        return draft.first(end)
 
     def leave(self) -> None:
         """Give slot and pages back; if the sequence continues, it is read again."""

@@ -12,10 +12,22 @@ from clocher_runtime.models.builder import DRAWN
 
 MAX_DRAFT = DRAWN - 1
 """Draft tokens of a sequence in a forward: many kernels do eight tokens at the cost of one."""
-PRIORS = MappingProxyType({"suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9), "draft": (0.6,)})
-"""Source -> the acceptance rate of each of its classes before anything is known."""
+CONFIDENCE = (0.3, 0.5, 0.7, 0.85, 0.95, 0.99)
+"""Probabilities that a draft model gives its tokens, between which the classes of these lie."""
+PRIORS = MappingProxyType(
+    {
+        "suffix": (0.15, 0.3, 0.45, 0.6, 0.75, 0.9),
+        "draft": (0.6, 0.3, 0.5, 0.7, 0.85, 0.92, 0.97, 0.99),
+    }
+)
+"""Source -> the acceptance rate of each of its classes before anything is known.
+
+A draft model's first class has all its tokens, so what is expected of one that is not drafted yet.
+"""
 SOURCES = [source for source, rates in PRIORS.items() for _ in rates]
 """Source of each class; those of a source follow each other."""
+UNSEEN = SOURCES.index("draft")
+"""The class of a draft model's tokens whose confidence is not known."""
 
 _PRIOR = 10.0
 """Weight of the session's mean, in draft tokens."""
@@ -55,6 +67,8 @@ class AcceptanceRates:
         """Compare a draft with the tokens that came."""
         for drafted, kind, token in zip(draft.tokens, draft.classes, tokens, strict=False):
             self.note(kind, drafted == token)
+            if kind > UNSEEN:
+                self.note(UNSEEN, drafted == token)
             if drafted != token:
                 break
 

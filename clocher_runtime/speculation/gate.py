@@ -1,26 +1,25 @@
 """How many draft tokens pay: expected gain against the cost of a larger forward.
 
-A draft model is asked where the expected gain exceeds its cost. Else it is asked for single tokens:
-`_TRIES` times, if it could pay at all, and then for 1 % of the time at most. An unread prompt is
-read in pieces, if drafts repay it.
+A draft model is asked where the expected gain exceeds its cost, and goes on as long as it is sure
+enough of its tokens. Else it is asked for single tokens: `_TRIES` times, if it could pay at all,
+and then for 1 % of the time at most. An unread prompt is read in pieces, if drafts repay it.
 """
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 from typing import Any
 
-from clocher_runtime.speculation.draft import MAX_DRAFT, SOURCES, Draft, Pending
+from clocher_runtime.speculation.draft import MAX_DRAFT, UNSEEN, Draft, Pending
 
 MARGIN = 1.05
 """Minimum gain of drafts, which covers errors of the cost table."""
 _TRUST = 0.85
 """Discount on chances: those chosen for being high were partly lucky."""
-_WORSE = 1.05  # of the time that its tokens take without drafts, a window may have taken
 _HELD_UP = 4.0  # times as long as expected; a forward that took longer counts no more
-_WINDOW = 32  # forwards with drafts until these are judged
-_FIRST_PAUSE, _LONGEST_PAUSE = 64, 4096  # forwards without any
+_CREDIT, _DEBT = 16.0, 8.0  # forwards' time that drafts may have won at most, and lost
+_LOSS = 0.03  # of the time, what drafts that lose may take
 _SIZES = (1, 4, 8, 2, 16, 6, 3, 32, 64)
 """Tokens of the forwards that are measured, the most telling first."""
 _ROUNDS = 3
@@ -103,30 +102,23 @@ class ForwardCosts:
 
 
 class Trial:
-    """Whether speculation wins, by time per token; if not, pauses it ever longer."""
+    """Whether speculation wins time; if it loses, pauses it until that is made up for."""
 
     def __init__(self) -> None:
         self.is_on = True
-        self._left, self._pause = _WINDOW, _FIRST_PAUSE
-        self._spent = self._worth = 0.0
+        self._balance, self._left = 0.0, 0
 
     def note(self, ns: float, made: float, bare_ns: float) -> None:
         """Record a forward: `made` tokens per sequence; `bare_ns` without drafts, 0 if unknown."""
-        self._left -= 1
-        if self.is_on:
-            self._spent += min(ns, _HELD_UP * made * bare_ns)
-            self._worth += made * bare_ns
-        if self._left > 0:
-            return
-        if self.is_on and self._spent > _WORSE * self._worth:
-            self.is_on, self._left = False, self._pause
-            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        else:
-            if self.is_on:
-                self._pause = _FIRST_PAUSE
-            self._left = _WINDOW
-            self.is_on = True
-        self._spent = self._worth = 0.0
+        if not self.is_on:
+            self._left -= 1
+            self.is_on = self._left <= 0
+        elif bare_ns:
+            took = min(ns / bare_ns, _HELD_UP * made)
+            self._balance = min(self._balance + made - took, _CREDIT)
+            if self._balance < -_DEBT:
+                self.is_on, self._left = False, int(-self._balance / _LOSS)
+                self._balance = 0.0
 
 
 def choose(offers: Sequence[Sequence[float]], base: int, ns: Sequence[float]) -> list[int]:
@@ -180,6 +172,27 @@ def draft_depth(
     return found
 
 
+def goes_on(
+    drafted: Sequence[Sequence[float]],
+    more: Sequence[float],
+    base: int,
+    ns: Sequence[float],
+    steps: Sequence[float],
+) -> bool:
+    """Return whether one more token of a draft model for each sequence is worth its time.
+
+    `drafted`: chances by sequence of the tokens that it has drafted; `more`: the chance of a
+    further one after those; see `draft_depth`.
+    """
+    count, depth = len(drafted), max(map(len, drafted))
+    tokens = base + sum(map(len, drafted))
+    if tokens + count >= len(ns):
+        return False
+    rate = (count + sum(map(sum, drafted))) / (depth * steps[count] + ns[tokens])
+    gain = sum(chances[-1] * chance for chances, chance in zip(drafted, more, strict=True))
+    return gain > rate * (steps[count] + ns[tokens + count] - ns[tokens])
+
+
 def worth_asking(
     mine: Sequence[Sequence[float]], others: Sequence[Sequence[float]], count: int
 ) -> list[int]:
@@ -193,7 +206,7 @@ class DraftModelGate:
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self._classes = (SOURCES.index("draft"),) * MAX_DRAFT
+        self._classes = (UNSEEN,) * MAX_DRAFT
         self._spare = 0.0  # ns for looks
         self._tries = _TRIES
 
@@ -223,7 +236,7 @@ class DraftModelGate:
         ]
         piece = max(_LEAST_PIECE, 2 * len(pending), bisect_right(steps, ns[base]) - 1)
         count = draft_depth(mine, taken, base, ns, entries, steps)
-        asked = worth_asking(mine, taken, count)
+        asked, depth = worth_asking(mine, taken, count), MAX_DRAFT
         self._spare = min(self._spare + _LOOKS * ns[base], _HORIZON * ns[base])
         tries = False
         if not asked:
@@ -231,7 +244,7 @@ class DraftModelGate:
             if not usable:
                 return False
             one = min(usable, key=behind.__getitem__)
-            asked, count = [one], 1
+            asked, depth = [one], 1
             # A part of the read would serve a token that cannot be afforded.
             price, hope = _time(steps, behind[one]), (1 + _HOPE) * ns[base]
             tries = self._tries > 0 and pending[one].most == MAX_DRAFT
@@ -240,16 +253,24 @@ class DraftModelGate:
                 return False
             if not tries:
                 self._spare -= _time(steps, min(behind[one], piece))
-        drafted = self.model.draft([readers[i] for i in asked], count, piece)
-        for i, tokens in zip(asked, drafted, strict=True):
-            self._offer(pending[i], tokens, sum(taken[i]), tries)
-            self._tries -= bool(tokens)
+        rates = {readers[i]: pending[i].track.rates for i in asked}
+
+        def wanted(drafts: Mapping[Any, Draft]) -> bool:
+            chances = [rates[reader].along(draft.classes) for reader, draft in drafts.items()]
+            more = [rates[reader].mean[UNSEEN] for reader in drafts]
+            return goes_on(chances, more, base, ns, steps)
+
+        depth = min(depth, max(pending[i].most for i in asked))
+        drafted = self.model.draft([readers[i] for i in asked], depth, piece, wanted)
+        for i, draft in zip(asked, drafted, strict=True):
+            self._offer(pending[i], draft, sum(taken[i]), tries)
+            self._tries -= bool(draft.tokens)
         return True
 
-    def _offer(self, pending: Pending, tokens: Sequence[int], taken: float, tries: bool) -> None:
-        count, track = min(len(tokens), pending.most), pending.track
-        draft = Draft(tokens[:count], self._classes[:count])
-        if tries and tokens:
+    def _offer(self, pending: Pending, draft: Draft, taken: float, tries: bool) -> None:
+        count, track = min(len(draft.tokens), pending.most), pending.track
+        draft = draft.first(count)
+        if tries and count:
             track.tried = count
         if track.tried or sum(track.rates.along(draft.classes)) > taken:
             track.offer, draft = draft, track.offer
