@@ -422,7 +422,7 @@ def test_real_processes(tmp_path: Path, bare: None, capsys: pytest.CaptureFixtur
     )
     out = tmp_path / "r.jsonl"
     arguments = ["--config", str(config), "--prompts", str(ROOT / "bench/prompts_10.txt")]
-    code = harness.main([*arguments, "--out", str(out), "--", "--batch", "5"])
+    code = harness.main([*arguments, "--out", str(out), "--batch", "5"])
     (row,) = read_rows(out)
     assert code == (0 if row["status"] == "ok" else 9), row["why"]  # 9: the host took CPU time
     assert row["line"]["tokens_generated"] == 40
