@@ -1,7 +1,7 @@
 """What `make bench`, `bench-cuda`, `bench-report` and `bench-verify` do.
 
 Settings are environment variables, all checked before anything runs. Relative paths count from
-MAKE_CALLED_FROM, else the repository; a missing benchmarks/... is looked up under bench/.
+MAKE_CALLED_FROM, else the repository, where `benchmarks` is a link to bench.
 """
 
 import os
@@ -73,19 +73,11 @@ class Call:
         return self.run([str(python), *map(str, words)], cwd=ROOT, env=self.environ)
 
 
-def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
+def find(raw: str, called_from: Path, output: bool = False) -> Path:
     """Return the path that a variable means; an output need not exist."""
     typed = Path(raw).expanduser()
-    tried = [Path(os.path.normpath(base / typed)) for base in dict.fromkeys([called_from, ROOT])]
-    for candidate in tried:
-        if candidate.exists():
-            return candidate
-        if candidate.is_relative_to(ROOT / "benchmarks"):
-            inside = ROOT / "bench" / candidate.relative_to(ROOT / "benchmarks")
-            if output or inside.exists():
-                _say(f"{name}: {raw} is {inside.relative_to(ROOT)} here")
-                return inside
-    return tried[-1] if output else tried[0]
+    tried = [Path(os.path.normpath(base / typed)) for base in (called_from, ROOT)]
+    return next((path for path in tried if path.exists()), tried[output])
 
 
 def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
@@ -99,13 +91,13 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     called_from = Path(environ.get(CALLED_FROM) or ROOT)
     for name in _PATHS:
         if environ.get(name):
-            call.environ[name] = str(find(name, environ[name], called_from))
+            call.environ[name] = str(find(environ[name], called_from))
     if not environ.get("MODEL_DIR") and (called_from / "model.ie.json").is_file():
         _say(f"MODEL_DIR: {called_from}, the current directory")
         call.environ["MODEL_DIR"] = str(called_from)
     for name in ("REPORT_ROOT", "HF_DIR", *_FILES):
         if values[name] is not None:
-            values[name] = find(name, str(values[name]), called_from, name == "REPORT_ROOT")
+            values[name] = find(str(values[name]), called_from, name == "REPORT_ROOT")
             if name in _FILES and not values[name].is_file():
                 got = f"{name}: got {str(values[name])!r}"
                 raise UsageError(f"{got}, expected a file that is there")
