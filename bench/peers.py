@@ -195,7 +195,3 @@ def main(asked: Any) -> Iterator[Row]:
     peers = _peers(asked.model_dir, asked.gguf, asked.programs, threads)
     model, cases = opened(asked.model_dir), dict(asked.cases)
     yield from compare(model, peers, cases, threads, reader, asked.rounds)
-
-
-if __name__ == "__main__":
-    main()
