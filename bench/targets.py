@@ -16,8 +16,7 @@ from typing import Any
 import click
 
 from bench.cells import of_program
-from bench.compared import group, unmeasured
-from bench.record import read_file, read_rows
+from bench.record import read_file
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.config.commands import resolve
 from clocher_runtime.config.values import PATH, SWITCH, Value, integer, number, one_of, text
@@ -105,7 +104,10 @@ def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
 
 
 def bench(call: Call, device: str = "", again: bool = True) -> int:
-    """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code."""
+    """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code.
+
+    What was measured goes into docs/PERFORMANCE.md with the report.
+    """
     steps: dict[str, Callable[[Call], int]] = {
         "VERIFY": verify,
         "VERIFY_HF_IDS": partial(verify_ids, device=device),
@@ -118,6 +120,8 @@ def bench(call: Call, device: str = "", again: bool = True) -> int:
     for name, step in steps.items():
         if codes[-1] in (ExitCode.OK, ExitCode.UNDECIDED) and call.values[name]:
             codes.append(step(call))
+    if call.values["REPORT"] and codes[0] == codes[-1] == ExitCode.OK:
+        codes.append(call.python("scripts/update_performance_md.py", "--add", call.results))
     return codes[-1] or max(codes)
 
 
@@ -162,15 +166,11 @@ def verify_ids(call: Call, device: str) -> int:
 
 
 def report(call: Call) -> int:
-    """Write the report of the result file and update docs/PERFORMANCE.md."""
+    """Write the report of the result file."""
     words = [call.values["REPORT_SCRIPT"], call.results, "--out-dir", call.results.parent]
     words += ["--tokens-max", call.values["REPORT_TOKENS_MAX"]]
     words += ["--strict", strict] if (strict := call.values["STRICT_REPORT_PATH"]) else []
-    code = call.python(*words, *(call.values["REPORT_ARGS"] or "").split())
-    cells = group(read_rows(call.results))
-    if code or len(unmeasured(cells)) == len(cells):
-        return code
-    return call.python("scripts/update_performance_md.py", "--add", call.results)
+    return call.python(*words, *(call.values["REPORT_ARGS"] or "").split())
 
 
 def bench_verify(call: Call) -> int:

@@ -193,10 +193,16 @@ def test_a_contradiction_fails_and_a_disturbed_machine_is_undecided(
     assert targets.bench_verify(call(commands, tmp_path)) == code
 
 
+def test_what_was_measured_goes_into_the_page_with_its_report(tmp_path: Path) -> None:
+    commands = Commands()
+    assert targets.bench(call(commands, tmp_path)) == 0
+    assert commands.names()[2:] == ["run_harness_report.py", "update_performance_md.py"]
+    assert commands.seen[-1][-2:] == ["--add", str(tmp_path / "bench.jsonl")]
+
+
 def test_what_was_not_measured_is_reported_and_ends_with_9(tmp_path: Path) -> None:
     commands = Commands({"bench.harness": 9})
     made = call(commands, tmp_path)
-    (tmp_path / "bench.jsonl").write_text("")
     assert targets.bench(made, again=False) == 9
     assert commands.names() == ["bench.harness", "verify", "run_harness_report.py"]
 
