@@ -49,17 +49,12 @@ verify: $(VENV)/.installed-test  ## compare every token of the embedded model wi
 # A path that a variable names counts from where make was called, also with make -C.
 bench bench-cuda bench-report bench-verify: export MAKE_CALLED_FROM := $(PWD)
 
-bench: $(VENV)/.installed-bench  ## time MODEL_DIR over PROMPTS in fresh processes, check, report
-	@$(BIN)/python -m bench.targets bench $(ARGS)
-
-bench-cuda: $(VENV)/.installed-bench  ## the same on the GPU; make build-cuda installs what it needs
-	@$(BIN)/python -m bench.targets bench-cuda $(ARGS)
-
-bench-report: $(VENV)/.installed-bench  ## the report; what the last bench measured already is not run again
-	@$(BIN)/python -m bench.targets bench-report $(ARGS)
-
-bench-verify: $(VENV)/.installed-bench  ## check the results of the last bench, or REPORT_PATH
-	@$(BIN)/python -m bench.targets bench-verify $(ARGS)
+bench:  ## time MODEL_DIR over PROMPTS in fresh processes, check, report
+bench-cuda:  ## the same on the GPU; make build-cuda installs what it needs
+bench-report:  ## the report; what the last bench measured already is not run again
+bench-verify:  ## check the results of the last bench, or REPORT_PATH
+bench bench-cuda bench-report bench-verify: $(VENV)/.installed-bench
+	@$(BIN)/python -m bench.targets $@ $(ARGS)
 
 microbench: $(VENV)/.installed-bench $(VENV)/.installed-test  ## every op of the op table, with pytest-benchmark
 	@$(BIN)/python -m pytest bench/microbench.py --benchmark-quiet $(ARGS)
@@ -81,20 +76,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/pip
 	@$(PIP) -e '.[serve]'
 	@touch $@
 
-$(VENV)/.installed-test: pyproject.toml constraints.txt | $(BIN)/pip
-	@echo 'installing into $(VENV) with what the tests need (once)' >&2
-	@$(PIP) -e '.[test]'
-	@touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-bench: pyproject.toml constraints.txt | $(BIN)/pip
-	@echo 'installing into $(VENV) with what benchmarks need (once)' >&2
-	@$(PIP) -e '.[bench]'
-	@touch $@ $(VENV)/.installed
-
-$(VENV)/.installed-cuda: pyproject.toml constraints.txt | $(BIN)/pip
-	@echo 'installing into $(VENV) with what a GPU needs (once)' >&2
-	@$(PIP) -e '.[cuda]'
-	@touch $@ $(VENV)/.installed
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/pip
+	@echo 'installing into $(VENV) what "$*" needs (once)' >&2
+	@$(PIP) -e '.[$*]'
+	@touch $@
 
 $(BIN)/pip:
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Clocher needs Python 3.11 or newer, \

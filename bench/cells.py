@@ -4,13 +4,12 @@ import hashlib
 import itertools
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
 
-import clocher_kernels
 import clocher_runtime
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.loading import choose_model
@@ -65,25 +64,11 @@ class Cell:
     settings: Mapping[str, str]
     key: str = field(default="", compare=False)
 
-    def flags(self) -> list[str]:
-        """Return the flags of `clocher-run`."""
-        found = []
-        for name, raw in self.settings.items():
-            setting = ALL[name]
-            if setting.flag and setting.takes.metavar == "0|1":
-                found += [setting.flag] if raw == "1" else []
-            elif setting.flag:
-                found.append(f"{setting.flag}={raw}")
-        return found
-
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the process environment; it has no engine settings but those of the cell."""
         variables = {variable for setting in ALL.values() for variable in setting.env}
         found = {name: value for name, value in environ.items() if name not in variables}
-        for name, raw in self.settings.items():
-            if not ALL[name].flag:
-                found[ALL[name].env[0]] = raw
-        return found
+        return found | {ALL[name].env[0]: raw for name, raw in self.settings.items()}
 
     def config(self) -> RunConfig:
         """Return the configuration as the engine will see it."""
@@ -101,53 +86,52 @@ def base_settings(
 
 
 def parse_sweep(text: str) -> list[dict[str, tuple[str, str]]]:
-    """Return the points of a sweep, the product in "name=value,value|name=value", by setting."""
-    axes: list[list[tuple[str, str, str, str]]] = []
+    """Return the points of a sweep, the product in "name=value,value|name=value".
+
+    A point has what was typed, "name=value", and the value's text, by setting.
+    """
+    axes: dict[str, list[tuple[str, str]]] = {}
     for part in filter(None, (part.strip() for part in text.split("|"))):
-        typed, equals, rest = part.partition("=")
-        typed = typed.strip()
+        typed, _, rest = (word.strip() for word in part.partition("="))
         name, meanings = ALIASES.get(typed, (typed, {}))
         if name not in ALL or name in _NOT_SWEPT:
             known = ", ".join(sorted(set(ALL) - set(_NOT_SWEPT) | set(ALIASES)))
             raise UsageError(f"--sweep: unknown setting {typed!r}; known are {known}")
         values = [value.strip() for value in rest.split(",")]
-        if not equals or not all(values) or len(set(values)) < len(values):
+        if not all(values) or len(set(values)) < len(values):
             raise UsageError(
                 f"--sweep: got {part!r}, expected {typed}=VALUE,VALUE without repetition"
             )
-        if any(name == axis[0][1] for axis in axes):
+        if name in axes:
             raise UsageError(
                 f"--sweep: {typed} names a setting that is swept already; name it once"
             )
-        axes.append([(typed, name, v, _meaning(typed, name, v, meanings)) for v in values])
-    if (points := prod(map(len, axes))) > MAX_CELLS:
+        axes[name] = [(f"{typed}={value}", meanings.get(value, value)) for value in values]
+        for _, raw in axes[name]:
+            if raw != DEFAULT:
+                ALL[name].takes.read(f"--sweep: {typed}", raw)
+    if (points := prod(map(len, axes.values()))) > MAX_CELLS:
         raise UsageError(f"--sweep: {points} combinations; at most {MAX_CELLS} are run")
-    return [
-        {f"{typed}={shown}": (name, raw) for typed, name, shown, raw in point}
-        for point in itertools.product(*axes)
-    ]
+    return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
 
 
 def make_cells(settings: Mapping[str, str], sweep: str, label: str) -> list[Cell]:
     """Return the cells of a sweep, or one cell without a sweep."""
     cells = []
     for point in parse_sweep(sweep):
-        swept = {name: raw for name, raw in point.values() if raw != DEFAULT}
-        removed = {name for name, _ in point.values()}
-        kept = {name: raw for name, raw in settings.items() if name not in removed}
-        ordered = {name: {**kept, **swept}[name] for name in ALL if name in kept or name in swept}
-        name = " ".join([label, *point] if label and point else [*point] or [label or "bench"])
-        cells.append(Cell(name, swept, ordered))
+        swept = {name: raw for name, (_, raw) in point.items() if raw != DEFAULT}
+        own = {name: raw for name, raw in settings.items() if name not in point} | swept
+        words = filter(None, [label, *(typed for typed, _ in point.values())])
+        ordered = {name: own[name] for name in ALL if name in own}
+        cells.append(Cell(" ".join(words) or "bench", swept, ordered))
     return cells
 
 
 def command_of(settings: Mapping[str, str], sweep: str, runs: int) -> str:
-    """Return a command that runs a sweep: variables, the harness, then engine flags."""
-    cell = Cell("", {}, settings)
-    words = [f"{name}={raw}" for name, raw in cell.environment({}).items()]
+    """Return a command that runs a sweep: variables of the engine, then the harness."""
+    words = [f"{name}={raw}" for name, raw in Cell("", {}, settings).environment({}).items()]
     words += ["python", "-m", "bench.harness", "--runs", str(runs)]
-    words += ["--sweep", sweep] if sweep else []
-    return shlex.join([*words, *(["--", *flags] if (flags := cell.flags()) else [])])
+    return shlex.join([*words, *(["--sweep", sweep] if sweep else [])])
 
 
 def content_key(cell: Cell, cwd: Path, machine: str) -> str:
@@ -179,34 +163,18 @@ def code_sha256() -> str:
     """Return the SHA-256 of the packages' source."""
     digest = hashlib.sha256()
     root = Path(clocher_runtime.__file__).parents[1]
-    for package in (Path(clocher_kernels.__file__).parent.name, "clocher_runtime", "cpu_fallback"):
+    for package in ("clocher_kernels", "clocher_runtime", "cpu_fallback"):
         for path in sorted((root / package).rglob("*")):
-            if path.suffix in (".py", ".cu") and path.is_file():
+            if path.suffix in (".py", ".cu"):
                 digest.update(f"{path.relative_to(root)}\n".encode())
                 digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _meaning(typed: str, name: str, value: str, meanings: Mapping[str, str]) -> str:
-    raw = meanings.get(value, value)
-    if raw != DEFAULT:
-        ALL[name].takes.read(f"--sweep: {typed}", raw)
-    return raw
-
-
 def _model_files(config: RunConfig, cwd: Path) -> list[tuple[str, int, int]]:
     choice = choose_model(config, cwd)
-    paths: Iterable[Path] = [choice.path, *([choice.data] if choice.data else [])]
-    if choice.path.is_dir():
-        folders: Sequence[Path] = [choice.path / part for part in ("", "hf", "hf/original")]
-        paths = [p for f in folders if f.is_dir() for p in f.iterdir() if p.suffix in _MODEL_FILES]
-    return [
-        (str(path), path.stat().st_size, path.stat().st_mtime_ns)
-        for path in sorted(paths)
-        if path.is_file()
-    ]
-
-
-def source_names(name: str) -> set[str]:
-    """Return a setting's names in `hints_ignored`: its flag and its variables."""
-    return {ALL[name].flag, *ALL[name].env} if name in ALL else {name}
+    folders = (choice.path / part for part in ("", "hf", "hf/original"))
+    inside = [p for f in folders if f.is_dir() for p in f.iterdir() if p.suffix in _MODEL_FILES]
+    named = (path for path in (choice.path, choice.data) if path is not None)
+    found = [(str(path), path.stat()) for path in sorted(inside or named) if path.is_file()]
+    return [(name, status.st_size, status.st_mtime_ns) for name, status in found]

@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 import numpy as np
-from rich.console import Console
+import rich.console
 
-from bench.record import Row, print_table, table_of, without_directories, write_json
+from bench.record import Row, print_table, tables_of, without_directories, write_json
 from clocher_kernels.errors import ClocherError
 from clocher_kernels.formats import parse_format
-from clocher_runtime.command.flags import option, text_of
+from clocher_runtime.command.console import Console
+from clocher_runtime.command.flags import Codes, Command, option, text_of
 from clocher_runtime.command.parameters import COUNT, PATH, Listed
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
-from clocher_runtime.exit_codes import exit_code
+from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.statistics import in_turns
 from clocher_runtime.quality.statistics import ratio as ratio
 from cpu_fallback.tiles.multiply import OUT, dots
@@ -184,53 +185,51 @@ def experiment(
     *options: click.Parameter,
     title: str = "",
     rounds: int | None = None,
-    good: Callable[[Row], bool] = lambda row: row.get("correct", True),
-    bad: int = 1,
+    code: Callable[[Sequence[Row]], int] = lambda rows: not all(r.get("correct", 1) for r in rows),
+    exit_codes: Codes = MappingProxyType({}),
 ) -> Callable[[Callable[[Any], Iterable[Row]]], click.Command]:
     """Return a decorator that makes a command of a function that yields rows.
 
     `kind` names the case and its rows, `title` is formatted from the first row. The function gets
-    the options' values as attributes; `rounds` None omits --rounds. The command exits with
-    `bad` if a row is not `good`.
+    the options' values as attributes; `rounds` None omits --rounds. The command exits with the
+    `code` of the rows.
     """
 
     def decorate(measure: Callable[[Any], Iterable[Row]]) -> click.Command:
-        def run(out: Path | None, **values: Any) -> None:
-            about = {"kind": kind, "command": _command(kind)}
+        def run(console: Console, out: Path | None, **values: Any) -> int:
+            words = without_directories(click.get_current_context().meta[__name__])
+            about = {"kind": kind, "command": shlex.join(["python", "-m", "bench", kind, *words])}
             rows: list[Row] = []
-            terminal = Console(stderr=True)
+            terminal = rich.console.Console(stderr=True)
             try:
                 with terminal.status(kind) if terminal.is_terminal else nullcontext() as status:
                     for row in measure(SimpleNamespace(**values)):
                         rows.append({**about, **row})
                         if status:
                             status.update(f"{kind}: {len(rows)} rows")
-            except (ClocherError, NotMeasured) as error:
-                ended = click.ClickException(str(error))
-                ended.exit_code = exit_code(error)
-                raise ended from None
+            except NotMeasured as error:
+                console.say(f"error: {error}")
+                return ExitCode.BUG
             if rows:
                 load = f"load {os.getloadavg()[0]:.1f} at the end"
                 name = f"{title.format_map(rows[0])}, {cpu_name()}, {len(usable_cpus())} CPUs"
-                print_table(table_of(kind, rows).on_terminal(f"{name}, {load}"))
+                for number, each in enumerate(tables_of(kind, rows)):
+                    print_table(each.on_terminal("" if number else f"{name}, {load}"))
             if out and rows:
                 write_json(out, rows)
-            raise SystemExit(0 if all(map(good, rows)) else bad)
+            return int(code(rows))
 
         params = [*options, option("--json", NEW, "write rows there", name="out")]
         if rounds is not None:
             params.insert(-1, option("--rounds", COUNT, default=rounds))
-        return _Command(kind, callback=run, params=params, help=text_of(text))
+        codes = {ExitCode.BUG: "a result was wrong or cannot be measured", **exit_codes}
+        more = {"params": params, "callback": click.pass_obj(run), "exit_codes": codes}
+        return _Case(f"python -m bench {kind}", text_of(text), **more)
 
     return decorate
 
 
-def _command(kind: str) -> str:
-    words = click.get_current_context().meta[__name__]
-    return shlex.join(["python", "-m", "bench", kind, *without_directories(words)])
-
-
-class _Command(click.Command):
+class _Case(Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[__name__] = list(args)
         return super().parse_args(ctx, args)

@@ -128,7 +128,7 @@ def run_items(part: str, path: Path, dry: bool, only: Sequence[str]) -> int:
         note(path, *run_item(setting, (name, run)))
         gc.collect()
         try:
-            setting.timer.synchronize()
+            setting.synchronize()
         except Exception:  # after an illegal access; tearing the context down may hang
             os._exit(LOST)
     return 0

@@ -1,8 +1,8 @@
 r"""Run the engine in fresh processes, again and again and in turns, and say what the numbers allow.
 
 \b
-    python -m bench.harness [--prompts FILE] [--runs N] [--rounds N] [--sweep SWEEP] [--out FILE]
-                            [--config bench.toml] [-- FLAGS OF clocher-run]
+    python -m bench.harness [--prompts FILE] [--runs N] [--sweep SWEEP] [--out FILE]
+                            [--config bench.toml] [FLAGS OF clocher-run]
     python -m bench.harness --compare BEFORE.jsonl AFTER.jsonl
     python -m bench.harness --verify FILE.jsonl
 
@@ -15,7 +15,7 @@ product of settings: 'act_quant=int8,fp8|prefetch=off,auto,256'.
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,11 +29,11 @@ import click
 from bench import compared, machine
 from bench.cells import base_settings, command_of, content_key, make_cells, of_program
 from bench.record import print_table, read_rows
-from bench.runs import Harness, Plan
+from bench.runs import Harness
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.clocher_run import COMMAND
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import option, script, setting_option
+from clocher_runtime.command.flags import option, script
 from clocher_runtime.command.parameters import PATH
 from clocher_runtime.config.commands import ALL, read_toml, setting_texts
 from clocher_runtime.config.values import Given
@@ -69,8 +69,6 @@ OPTIONS = (
 )
 """Settings of the harness itself; each may stand in the file of --config."""
 
-_PASSED = ("rounds", "model_dir", "device")
-
 
 def read_settings(
     context: click.Context, option: click.Parameter, path: Path | None
@@ -85,38 +83,23 @@ def read_settings(
     return {name: Given(f"{path}, engine: {name}", raw) for name, raw in texts.items()}
 
 
-def plan_of(settings: Mapping[str, str], given: Mapping[str, Any]) -> Plan:
-    """Return what to run, from the engine's settings and the values of `OPTIONS`."""
-    host = machine.describe()["host_sha256"]
-    cells = make_cells(settings, given["sweep"], given["label"])
-    return Plan(
-        [replace(cell, key=content_key(cell, Path.cwd(), host)) for cell in cells],
-        given["runs"],
-        given["retries"],
-        given["others_limit"],
-        given["tokens_max"],
-        given["patience"],
-        command_of(settings, given["sweep"], given["runs"]),
-    )
-
-
-def measure(plan: Plan, out: Path, say: Callable[[str], None]) -> int:
-    """Run a job, write its files, print its table; return the exit code."""
+def measure(harness: Harness) -> int:
+    """Run a harness, write its files, print its table; return the exit code."""
+    out, order = harness.path, [cell.key for cell in harness.cells]
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"{out.parent}: {error.strerror}; choose another with --out") from None
-    rows = Harness(out, say).run(plan)
-    order = [cell.key for cell in plan.cells]
+    rows = harness.run()
     own = [row for row in rows if row["key"] in order]
     compared.write_csv(out.with_suffix(".csv"), rows)
-    cells = sorted(compared.group(own), key=lambda cell: order.index(cell.key))
+    cells = compared.group(sorted(own, key=lambda row: order.index(row["key"])))
     title = "median of runs [95 % interval], IQR; ratios are to the first row"
     print_table(compared.cells_tables(cells)[0].on_terminal(title))
     click.echo(f"{out} and {out.with_suffix('.csv').name}")
     for problem in compared.problems(cells):
         click.echo(f"note: {problem}", err=True)
-    last = {row["key"]: row for row in own}.values()
+    last = [cell[-1] for cell in cells.values()]
     failed = [row["exit_code"] or 1 for row in last if row["status"] == "error"]
     if failed:
         return int(failed[0])
@@ -130,14 +113,15 @@ def compare(before: Path, after: Path) -> int:
         raise UsageError(f"{before} and {after} have no label in common: nothing to compare")
     title = f"{compared.SPEED}, second file / first file"
     print_table(compared.files_table(found).on_terminal(title))
-    hosts = {row["machine"]["host_sha256"] for pair in found for c in pair for row in c.rows}
-    if len(hosts) > 1:
+    machines = {row["machine"]["host_sha256"] for pair in found.values() for c in pair for row in c}
+    if len(machines) > 1:
         click.echo("the files are of different machines: nothing follows from them", err=True)
         return ExitCode.UNDECIDED
-    verdicts = {r and r.verdict for r in (compared.compare_files(*pair) for pair in found)}
+    ratios = [compared.apart(*pair) for pair in found.values()]
+    verdicts = {ratio.verdict if ratio else "too few runs" for ratio in ratios}
     if "slower" in verdicts:
         return ExitCode.REJECTED
-    return _undecided(bool(verdicts & {None, "too few runs"}))
+    return _undecided("too few runs" in verdicts)
 
 
 def verify(path: Path) -> int:
@@ -150,7 +134,7 @@ def verify(path: Path) -> int:
         raise UsageError(f"{path}: no rows; run the harness first")
     if found:
         return ExitCode.MISMATCH
-    runs = sum(len(cell.good) for cell in cells)
+    runs = sum(len(compared.good(cell)) for cell in cells.values())
     click.echo(f"verify: {runs} runs count, no failure, equal tokens in all processes of a cell")
     for label in compared.unmeasured(cells):
         click.echo(f"verify: undecided: {label}: the machine was disturbed in every run")
@@ -165,7 +149,6 @@ def _undecided(it_is: bool) -> int:
     "harness",
     *OPTIONS,
     click.Option(["--prompts", "prompts_file"], metavar="PATH", help=ALL["prompts_file"].help),
-    *(setting_option(name, ALL[name], reads=False, help=ALL[name].help) for name in _PASSED),
     option(
         "--config",
         PATH,
@@ -190,7 +173,11 @@ def command(
     in_file: dict[str, Given],
     pair: tuple[Path, Path] | None,
     verified: Path | None,
+    prompts_file: str | None,
     flags: Sequence[str],
+    sweep: str,
+    label: str,
+    out: Path | None,
     **given: Any,
 ) -> int:
     """Measure, or look at what was measured."""
@@ -198,14 +185,20 @@ def command(
         return compare(*pair)
     if verified:
         return verify(verified)
-    passed = {name: given[name] for name in ("prompts_file", *_PASSED) if given[name] is not None}
     # A benchmark generates the full number of tokens.
-    engine = {"ignore_eos": "1", **passed, **(COMMAND.parse(flags) or {})}
-    plan = plan_of(base_settings(engine, of_program(os.environ), in_file), given)
-    stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H-%M-%SZ")
-    return measure(plan, given["out"] or FOLDER / f"{stamp}.jsonl", console.say)
+    engine = {"ignore_eos": "1"} | ({"prompts_file": prompts_file} if prompts_file else {})
+    engine |= COMMAND.parse(flags) or {}
+    settings = base_settings(engine, of_program(os.environ), in_file)
+    cells = [
+        replace(cell, key=content_key(cell, Path.cwd(), machine.describe()["host_sha256"]))
+        for cell in make_cells(settings, sweep, label)
+    ]
+    out = out or FOLDER / f"{datetime.now(UTC).strftime('%Y-%m-%dT%H-%M-%SZ')}.jsonl"
+    said = command_of(settings, sweep, given["runs"])
+    return measure(Harness(out, cells, command=said, say=console.say, **given))
 
 
+command.ignore_unknown_options = True  # they are the engine's
 main = command.run
 
 

@@ -32,7 +32,7 @@ class Reading(NamedTuple):
 
 
 class State(NamedTuple):
-    """Disturbances during a run in % of its CPU time; None: unknown."""
+    """Disturbances during the `seconds` of a run, in % of its CPU time; None: unknown."""
 
     steal_percent: float | None
     others_percent: float | None
@@ -40,9 +40,10 @@ class State(NamedTuple):
     quota_throttled_s: float | None
     runnable: int | None
     load1: float
+    seconds: float
 
-    def disturbances(self, elapsed_s: float, others_limit: float = OTHERS_LIMIT) -> list[str]:
-        """Return the reasons why a run of this length is void."""
+    def disturbances(self, others_limit: float = OTHERS_LIMIT) -> list[str]:
+        """Return the reasons why the run is void."""
         why = []
         if (self.steal_percent or 0) > STEAL_LIMIT:
             why.append(f"steal: {self.steal_percent:.1f} % of CPU time (limit {STEAL_LIMIT:g} %)")
@@ -53,54 +54,56 @@ class State(NamedTuple):
             )
         if self.throttled_events:
             why.append(f"thermal throttling: {self.throttled_events} events")
-        if (self.quota_throttled_s or 0) > elapsed_s * QUOTA_LIMIT / 100:
+        if (self.quota_throttled_s or 0) > self.seconds * QUOTA_LIMIT / 100:
             why.append(f"CPU quota: {self.quota_throttled_s:.2f} s without CPU")
         return why
 
 
 def read(root: Path = _ROOT, cpus: frozenset[int] | None = None) -> Reading:
     """Read the counters of some CPUs; default: those that this process may use."""
-    times = _cpu_times(root, usable_cpus() if cpus is None else cpus)
+    names = {f"cpu{number}" for number in (usable_cpus() if cpus is None else cpus)}
+    lines = (line.split() for line in guards.read(root / "proc/stat").splitlines())
+    ticks = [[int(text) for text in fields[:8]] for name, *fields in lines if name in names]
+    stolen = sum(each[_STEAL] for each in ticks)
+    waited = sum(each[_IDLE] + each[_IOWAIT] for each in ticks)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    counts = [
+    throttles = [
         int(text)
         for path in (root / "sys/devices/system/cpu").glob(_THROTTLES)
         if (text := guards.read(path)).isdigit()
     ]
     return Reading(
         seconds=time.perf_counter(),
-        busy_s=None if times is None else times[0] / _TICK,
-        stolen_s=None if times is None else times[1] / _TICK,
+        busy_s=(sum(map(sum, ticks)) - waited - stolen) / _TICK if ticks else None,
+        stolen_s=stolen / _TICK if ticks else None,
         own_s=sum(usage.ru_utime + usage.ru_stime for usage in used),
-        throttles=sum(counts) if counts else None,
+        throttles=sum(throttles) if throttles else None,
         quota_s=_quota_s(root),
     )
 
 
 def between(before: Reading, after: Reading, cpus: int, root: Path = _ROOT) -> State:
     """Return the state of `cpus` CPUs between two readings."""
-
-    def passed(name: str) -> Any:
-        a, b = getattr(after, name), getattr(before, name)
-        return None if a is None or b is None else max(a - b, 0)
-
-    available = max(after.seconds - before.seconds, 1e-9) * cpus
-    busy, stolen, own = passed("busy_s"), passed("stolen_s"), after.own_s - before.own_s
-    running = _field(root / "proc/stat", "procs_running")
+    seconds = max(after.seconds - before.seconds, 1e-9)
+    _, busy, stolen, own, throttles, quota = (
+        None if a is None or b is None else max(b - a, 0)
+        for a, b in zip(before, after, strict=True)
+    )
+    available = seconds * cpus
     return State(
         steal_percent=None if stolen is None else 100 * stolen / available,
-        others_percent=None if busy is None else 100 * max(busy - own, 0.0) / available,
-        throttled_events=passed("throttles"),
-        quota_throttled_s=passed("quota_s"),
-        runnable=running,
+        others_percent=None if busy is None else 100 * max(busy - (own or 0), 0.0) / available,
+        throttled_events=throttles,
+        quota_throttled_s=quota,
+        runnable=guards.fields(guards.read(root / "proc/stat")).get("procs_running"),
         load1=os.getloadavg()[0],
+        seconds=seconds,
     )
 
 
-def since(before: Reading) -> tuple[float, State]:
-    """Return the seconds since a reading, and the state of the usable CPUs meanwhile."""
-    after = read()
-    return after.seconds - before.seconds, between(before, after, len(usable_cpus()))
+def since(before: Reading) -> State:
+    """Return the state of the usable CPUs since a reading."""
+    return between(before, read(), len(usable_cpus()))
 
 
 def describe() -> dict[str, Any]:
@@ -119,33 +122,10 @@ def describe() -> dict[str, Any]:
     }
 
 
-def _cpu_times(root: Path, cpus: frozenset[int]) -> tuple[int, int] | None:
-    busy = stolen = 0
-    seen = False
-    for line in guards.read(root / "proc/stat").splitlines():
-        name, *fields = line.split()
-        if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cpus:
-            ticks = [int(text) for text in fields[:8]]
-            if len(ticks) <= _STEAL:
-                return None
-            busy += sum(ticks) - ticks[_IDLE] - ticks[_IOWAIT] - ticks[_STEAL]
-            stolen += ticks[_STEAL]
-            seen = True
-    return (busy, stolen) if seen else None
-
-
 def _quota_s(root: Path) -> float | None:
     """Return the throttled time of this process's control group, version 2 or 1."""
     for version, group in guards.groups("cpu", root):
         key, unit = ("throttled_usec", 1e6) if version == 2 else ("throttled_time", 1e9)
-        if (found := _field(group / "cpu.stat", key)) is not None:
+        if (found := guards.fields(guards.read(group / "cpu.stat")).get(key)) is not None:
             return found / unit
-    return None
-
-
-def _field(path: Path, name: str) -> int | None:
-    for line in guards.read(path).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.isdigit():
-            return int(value)
     return None

@@ -17,8 +17,7 @@ from bench.experiment import Subject
 from bench.ops import OpRun, Row, judge, real_cases
 from clocher_kernels.cuda import unusable
 from clocher_kernels.ops import OpSpec, ReferenceExecutor
-from clocher_kernels.ops.cases import cost
-from clocher_kernels.ops.contract import Case, Cost
+from clocher_kernels.ops.contract import Case
 from clocher_runtime.engine.topology import default_threads
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.placement import Hints
@@ -36,9 +35,8 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Subject):
-    """An op on a back end, its cost per call, and facts: device, `correct`."""
+    """An op on a back end, and facts: device, cost of a call, `correct`."""
 
-    cost: Cost
     facts: Facts
 
     def rates(self, seconds: float) -> Facts:
@@ -46,35 +44,20 @@ class Timed(Subject):
         call = seconds / self.calls
         return {
             "us_per_call": call * 1e6,
-            "gbps": self.cost.bytes / call / 1e9,
-            "gflops": self.cost.flops / call / 1e9,
+            "gbps": self.facts["bytes"] / call / 1e9,
+            "gflops": self.facts["flops"] / call / 1e9,
         }
 
 
 def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
     """Return an op on one of `DEVICES`, compared with its reference."""
     op = OpRun(spec, case)
-    spent = cost_of(op)
+    cost = op.cost()
     # A very short call would measure waking the team.
-    calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(spent.bytes, 1)))
-    facts = {
-        "op": spec.name,
-        "case": case.id,
-        "device": device,
-        "bytes": spent.bytes,
-        "flops": spent.flops,
-        "calls": calls,
-    }
-    if device == "cuda":
-        return _on_gpu(spec, case, calls, spent, facts)
-    return _on_cpu(op, threads, calls, spent, facts)
-
-
-def cost_of(op: OpRun) -> Cost:
-    """Return the cost of one call."""
-    buffers = op.plan.buffers
-    outputs = {n: buffers[n].allocate() for n in op.written if n not in op.values}
-    return cost(op.spec, {**op.values, **outputs}, op.case.attrs)
+    calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(cost.bytes, 1)))
+    facts: Facts = {"op": spec.name, "case": case.id, "device": device, "calls": calls}
+    facts |= {"bytes": cost.bytes, "flops": cost.flops}
+    return _on_gpu(spec, case, facts) if device == "cuda" else _on_cpu(op, threads, facts)
 
 
 def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
@@ -89,31 +72,23 @@ def _verdict(row: Row) -> Facts:
     return {"correct": row["status"] == "ok", **errors}
 
 
-def _on_cpu(op: OpRun, threads: int, calls: int, spent: Cost, facts: Facts) -> Timed:
+def _on_cpu(op: OpRun, threads: int, facts: Facts) -> Timed:
     # A dynamic team could use fewer threads than the result says.
-    hints = Hints(adaptive=False)
-    plan = op.plan
-    executor = CpuExecutor(plan, op.weights, threads, hints=hints)
+    bind = partial(CpuExecutor, threads=threads, hints=Hints(adaptive=False))
+    facts |= compare(op, op.run(bind))
+    plan = replace(op.plan, calls=op.plan.calls * facts["calls"])
+    executor = bind(plan, op.weights)
     op.fill(executor)
-    executor.step(plan.tokens, plan.rows)
-    facts |= compare(op, op.outputs(executor))
-    facts |= {"isa": executor.isa, "threads": threads}
-    if calls > 1:
-        executor.close()
-        plan = replace(plan, calls=plan.calls * calls)
-        executor = CpuExecutor(plan, op.weights, threads, hints=hints)
-        op.fill(executor)
     return Timed(
         run=partial(executor.step, plan.tokens, plan.rows),
-        calls=calls,
+        calls=facts["calls"],
         awake=executor.running,
         close=executor.close,
-        cost=spent,
-        facts=facts,
+        facts=facts | {"isa": executor.isa, "threads": threads},
     )
 
 
-def _on_gpu(spec: OpSpec, case: Case, calls: int, spent: Cost, facts: Facts) -> Timed:
+def _on_gpu(spec: OpSpec, case: Case, facts: Facts) -> Timed:
     from bench.gpu.parity import Trial
     from bench.gpu.setting import make_setting
     from clocher_kernels.cuda.launch import execute
@@ -121,17 +96,15 @@ def _on_gpu(spec: OpSpec, case: Case, calls: int, spent: Cost, facts: Facts) -> 
     setting = make_setting(dry=False)
     act = "f16" if spec.narrow else "f32"
     trial = Trial(setting, spec, case, act)
-    facts |= _verdict(trial.check()) | {
-        "isa": f"sm_{setting.device.capability}",
-        "activations": act,
-    }
-    replay = setting.timer.replay([partial(execute, trial.launches())] * calls)
+    facts |= _verdict(trial.check())
+    facts |= {"isa": f"sm_{setting.device.capability}", "activations": act}
+    replay = setting.replay([partial(execute, trial.launches())] * facts["calls"])
 
     def run() -> None:
         replay()
-        setting.timer.synchronize()
+        setting.synchronize()
 
-    return Timed(run=run, calls=calls, cost=spent, facts=facts)
+    return Timed(run=run, calls=facts["calls"], facts=facts)
 
 
 def parameters(devices: Sequence[str]) -> list[Any]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from clocher_kernels.formats.ggml import GGML_KINDS, Ggml
 from clocher_kernels.ops import OPS, OpSpec, cases
-from clocher_kernels.ops.contract import EXACT, Case, Real, Tolerance, Value
+from clocher_kernels.ops.contract import EXACT, Case, Cost, Real, Tolerance, Value
 from clocher_kernels.ops.quantize import groups_of
 from clocher_kernels.plan import Plan
 
@@ -48,6 +48,11 @@ class OpRun:
             for p in spec.params
             if p.name in self.plan.buffers and p.kind in ("out", "inout")
         ]
+
+    def cost(self) -> Cost:
+        """Return the cost of one call."""
+        outputs = {name: self.plan.buffers[name].allocate() for name in self.written}
+        return cases.cost(self.spec, {**outputs, **self.values}, self.case.attrs)
 
     def fill(self, executor: Any) -> None:
         """Set every buffer: inputs to their values, outputs to NaN or 0x7f bytes."""

@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -24,7 +24,7 @@ _COLOUR, _GREY = "#0072b2", "#777777"
 _WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 800, 340, 60, 40, 28
 _TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
-_PLOT = "beside-peers.svg"
+PAGE, PLOT = "PERFORMANCE.md", "plots/beside-peers.svg"
 NOTE = "<!-- Written by scripts/update_performance_md.py from bench/results. Do not edit. -->"
 _INTRO = (
     NOTE,
@@ -35,16 +35,15 @@ _INTRO = (
     "measured, "
     "[measured-facts.md](measured-facts.md) what else was learnt, `clocher bench MODEL` measures "
     "your machine.",
-    f"![How many times as fast as llama.cpp, with 95 % intervals](plots/{_PLOT})",
+    f"![How many times as fast as llama.cpp, with 95 % intervals]({PLOT})",
 )
 _BESIDE = (
-    "model | test | ISA | tok/s | peer | its tok/s | times as fast | file",
-    "{model} | {test} | {isa} | {ours:.4g} | {peer} | {tok_s:.4g} | "
-    "{ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}] | `{file}`",
+    "model | test | ISA = {isa} | tok/s = {ours:.4g} | peer | its tok/s = {tok_s:.4g} | "
+    "times as fast = {ratio:.2f} [{ratio_low:.2f}, {ratio_high:.2f}] | file = `{file}`"
 )
 _DECODED = (
-    "model | weights | threads | tok/s | MB per token | % of read | file",
-    "{model} | {format} | {threads} | {tok_s:.4g} | {mb:.4g} | {pct_of_limit:.0f} | `{file}`",
+    "model | weights = {format} | threads | tok/s = {tok_s:.4g} | MB per token = {mb:.4g} | "
+    "% of read = {pct_of_limit:.0f} | file = `{file}`"
 )
 _REAL = (
     "KLD is the KL divergence, nats per token, from the weights of the file in fp32, same top-1 "
@@ -145,67 +144,23 @@ def _markdown_table(table: record.Table) -> str:
 
 
 def _line(text: str) -> str:
+    """Escape text outside of code; brackets only where a link could begin."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
-    return "".join(
-        part if part.startswith("`") else re.sub(r"([<>*_\[\]\\])", _escaped, part)
-        for part in parts
-    )
+    parts[::2] = (re.sub(r"([<>*_\\]|[\[\]](?=\())", r"\\\1", part) for part in parts[::2])
+    return "".join(parts)
 
 
-def _escaped(match: re.Match[str]) -> str:
-    found = match[1]
-    # Brackets are common in intervals, and a link only before a parenthesis.
-    if found in "[]":
-        after = match.string[match.end() : match.end() + 1]
-        return f"\\{found}" if after == "(" else found
-    return f"\\{found}"
-
-
-class Page(NamedTuple):
-    """The text of the page and the bars of its plot."""
-
-    text: str
-    bars: Sequence[Bar]
-
-    def files(self, page: Path, plots: Path) -> dict[Path, str]:
-        """Return what each file should hold."""
-        drawn = {plots / _PLOT: chart(_TITLE, _LABEL, self.bars)} if self.bars else {}
-        return {page: self.text, **drawn}
-
-    def stale(self, page: Path, plots: Path) -> list[str]:
-        """Return the files that differ or should not exist."""
-        wanted = self.files(page, plots).items()
-        found = [path for path, text in wanted if not path.is_file() or path.read_text() != text]
-        return [path.name for path in (*found, *_old(plots))]
-
-    def write(self, page: Path, plots: Path) -> None:
-        """Write the files, each atomically, and remove obsolete plots."""
-        plots.mkdir(parents=True, exist_ok=True)
-        for path, text in self.files(page, plots).items():
-            write_file(path, text.encode())
-        for path in _old(plots):
-            path.unlink()
-
-
-def _old(plots: Path) -> list[Path]:
-    return sorted(path for path in plots.glob("*.svg") if path.name != _PLOT)
-
-
-def render(folder: Path) -> Page:
-    """Return the page of a folder of result files; UsageError if one is invalid."""
+def render(folder: Path) -> dict[str, str]:
+    """Return the page of a folder of result files, and its plot, by their paths in docs."""
     files = record.read_folder(folder)
     peers = _peers(files)
+    turns = "Same weights, same threads, in turns; tg is decoding, pp reading a prompt."
+    real = record.table(record.KINDS["real"].columns, _newest(files))
+    decoded = record.table(_DECODED, _decodes(files))
     sections = [
-        Section(
-            "Beside other engines",
-            ("Same weights, same threads, in turns; tg is decoding, pp reading a prompt.",),
-            (record.table(*_BESIDE, peers),),
-        ),
-        Section("Published files", (_REAL,), (record.table_of("real", _newest(files)),)),
-        Section(
-            "Decoding, beside the read bandwidth of the memory",
-            tables=(record.table(*_DECODED, _decodes(files)),),
-        ),
+        Section("Beside other engines", (turns,), (record.table(_BESIDE, peers),)),
+        Section("Published files", (_REAL,), (real,)),
+        Section("Decoding, beside the read bandwidth of the memory", (), (decoded,)),
     ]
     found = [section for section in sections if section.tables[0].rows]
     bars = [
@@ -214,31 +169,28 @@ def render(folder: Path) -> Page:
         for row in reversed(peers)
         if (row["model"], row["peer"]) == (model, f"llama.cpp {stored}")
     ]
-    page = markdown("Performance", _INTRO if bars else _INTRO[:-1], found)
-    return Page(page, bars)
+    page = {PAGE: markdown("Performance", _INTRO if bars else _INTRO[:-1], found)}
+    return page | ({PLOT: chart(_TITLE, _LABEL, bars)} if bars else {})
 
 
 def _peers(files: Sequence[record.ResultFile]) -> list[record.Row]:
     """Return the newest row of each model, test and peer; of one day, the wider ISA."""
-    newest: dict[tuple[str, str, str], tuple[tuple[str, bool], record.Row]] = {}
+    found = []
     for file in (file for file in files if file.kind == "peers"):
-        ours: dict[Any, record.Row] = {
-            r["test"]: r for r in file.rows if r.get("isa") and r.get("tok_s")
-        }
+        ours = {r.get("test"): r for r in file.rows if r.get("isa") and r.get("tok_s")}
         for row in file.rows:
-            own = ours.get(row.get("test"))
+            own = ours.get(row.get("test"), row)
             numbers = all(record.is_number(row.get(key)) for key in (*_RATIO, "tok_s"))
-            if own is None or not numbers or row is own or re.search(r" -fa 1 ", row["engine"]):
+            if row is own or not numbers or " -fa 1 " in row["engine"]:
                 continue
             stored = _STORED.search(f"{row['note']}")
             peer = f"{row['engine'].split()[0]}{f' {stored[0]}' if stored else ''}"
             model = str(own["model"]).replace("l1b-", "llama-1b-").removesuffix(".gguf")
             shown = {**row, "model": model, "ours": own["tok_s"], "isa": own["isa"], "peer": peer}
-            rank = file.date, own["isa"] != "avx2"
-            key = model, row["test"][:2], peer
-            if key not in newest or rank >= newest[key][0]:
-                newest[key] = rank, {**shown, "file": file.name}
-    return [row for _, (_, row) in sorted(newest.items())]
+            found.append({**shown, "file": file.name, "date": file.date})
+    found.sort(key=lambda row: (row["date"], row["isa"] != "avx2"))
+    newest = {(row["model"], row["test"][:2], row["peer"]): row for row in found}
+    return [newest[key] for key in sorted(newest)]
 
 
 def _newest(files: Sequence[record.ResultFile]) -> list[record.Row]:
@@ -250,14 +202,11 @@ def _newest(files: Sequence[record.ResultFile]) -> list[record.Row]:
 
 def _decodes(files: Sequence[record.ResultFile]) -> list[record.Row]:
     found = []
-    for file in files:
-        rows = file.rows[1:] if file.kind == "strict" else file.rows
-        for row in rows if file.kind in ("decode", "strict") else ():
-            about = {**file.rows[0], **row}
-            if record.is_number(row.get("pct_of_limit")) and record.is_number(
-                about.get("bytes_per_token")
-            ):
-                found.append({**about, "mb": about["bytes_per_token"] / 1e6, "file": file.name})
+    for file in (file for file in files if file.kind in ("decode", "strict")):
+        for row in file.rows[file.kind == "strict" :]:
+            about = {**file.rows[0], **row, "file": file.name}
+            if all(map(record.is_number, (row.get("pct_of_limit"), about.get("bytes_per_token")))):
+                found.append({**about, "mb": about["bytes_per_token"] / 1e6})
     return found
 
 

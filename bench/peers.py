@@ -88,22 +88,18 @@ def compare(
     rounds: int,
 ) -> Iterator[Row]:
     """Yield a row for each test and engine, beside the read bandwidth of the same rounds."""
-    missing = {}
+    missing, runs = dict[str, str](), dict[tuple[str, str], Callable[[], float]]()
     for name, peer in peers.items():
         try:
             peer.speed(Case(0, 1))
+            runs |= {(name, test): partial(peer.speed, case) for test, case in cases.items()}
         except NotMeasured as reason:
             missing[name] = str(reason)
     config = EngineConfig(threads=threads, speculate="off")
     with closing(session_for(model, list(cases.values()), config)) as session:
         runner = Runner(session)
-        runs: dict[tuple[str, str], Callable[[], float]] = {}
-        for test, case in cases.items():
-            runs[OURS, test] = partial(_speed, runner, case)
-            present = {name: peer for name, peer in peers.items() if name not in missing}
-            runs |= {(name, test): partial(p.speed, case) for name, p in present.items()}
-        runs["read", ""] = partial(reader.gbps, threads)
-        found = turns(runs, rounds)
+        runs |= {(OURS, test): partial(_speed, runner, case) for test, case in cases.items()}
+        found = turns({**runs, ("read", ""): partial(reader.gbps, threads)}, rounds)
         nbytes = {test: runner.bytes_per_token(case) for test, case in cases.items()}
     for test, name in product(cases, (OURS, *peers)):
         row: Row = {
@@ -167,15 +163,12 @@ def _own() -> Iterator[tuple[list[str], list[str]]]:
         yield ["openvino"], [*OPENVINO]
 
 
-def _cases(
-    context: click.Context, option: click.Parameter, tests: tuple[str, ...]
-) -> dict[str, Case]:
-    if bad := [test for test in tests if not re.fullmatch(TEST, test)]:
+def _case(text: str) -> tuple[str, Case]:
+    if not (match := re.fullmatch(TEST, text)):
         raise click.BadParameter(
-            f"{bad[0]!r}; expected pp or tg and a number, such as pp512, or tg24@d4000"
+            f"{text!r}; expected pp or tg and a number, such as pp512, or tg24@d4000"
         )
-    sizes = {test: re.fullmatch(TEST, test).groups("0") for test in tests}  # type: ignore[union-attr]
-    return {test: Case(*map(int, each)) for test, each in sizes.items()}
+    return text, Case(*map(int, match.groups("0")))
 
 
 @experiment(
@@ -190,7 +183,7 @@ def _cases(
         name="programs",
         multiple=True,
     ),
-    option("--test", str, name="cases", multiple=True, default=("pp128", "tg32"), callback=_cases),
+    option("--test", _case, name="cases", metavar="TEST", multiple=True, default=("pp128", "tg32")),
     TEAM,
     MIB,
     title="{threads} threads",
@@ -200,8 +193,5 @@ def main(asked: Any) -> Iterator[Row]:
     """Yield the rows of a model."""
     threads, reader = asked.threads, Reader("2m", asked.mib << 20)
     peers = _peers(asked.model_dir, asked.gguf, asked.programs, threads)
-    yield from compare(opened(asked.model_dir), peers, asked.cases, threads, reader, asked.rounds)
-
-
-if __name__ == "__main__":
-    main()
+    model, cases = opened(asked.model_dir), dict(asked.cases)
+    yield from compare(model, peers, cases, threads, reader, asked.rounds)

@@ -15,7 +15,6 @@ as a flame graph. With --limit, the exit code is 1 if more of a step than this s
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
@@ -50,39 +49,23 @@ _COLOURS = {"waiting": "#c9ced6", "Python": "#8fa3bf", "kernel": "#f2b880"}
 _SHADES = ("#e4572e", "#e8703a", "#ec8a48", "#efa158", "#f0b56b", "#dd6b3d", "#d98848", "#e59a5c")
 
 
-@dataclass(frozen=True, slots=True)
-class CallTime:
-    """One call of the Plan in one step; times in ns of the step.
-
-    `spans` are start and end of each launch on each thread [launches, threads, 2], `waits` each
-    thread's arrival [launches, threads]. `nbytes` is the least it must move.
-    """
+class CallTime(NamedTuple):
+    """One call of the Plan in one step; `nbytes` is the least it must move."""
 
     name: str
     layer: int | None
-    spans: np.ndarray
-    waits: np.ndarray
+    ns: float  # in its kernels, mean over threads
+    waiting_ns: float  # at barriers before its launches, mean over threads
     nbytes: int
 
-    @property
-    def ns(self) -> float:
-        """Time in kernels, mean over threads."""
-        return float((self.spans[..., 1] - self.spans[..., 0]).sum(axis=0).mean())
 
-    @property
-    def waiting_ns(self) -> float:
-        """Time at barriers before its launches, mean over threads."""
-        return float((self.spans[..., 0] - self.waits).sum(axis=0).mean())
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """A measured step; `late_ns` is idle time at its start and end, mean over threads."""
 
     ns: int
     compiled_ns: int
     late_ns: float
-    calls: tuple[CallTime, ...]
+    calls: Sequence[CallTime]
 
 
 def named(call: Call) -> tuple[str, int | None]:
@@ -93,6 +76,16 @@ def named(call: Call) -> tuple[str, int | None]:
     match = _LAYER.fullmatch(weight)
     short = (match[2] if match else weight).removesuffix(".weight")
     return f"{call.op} {short}".strip(), layers[0] if layers else None
+
+
+def placed(calls: Sequence[Call]) -> Iterator[tuple[str, int | None]]:
+    """Yield the name of each call, and the layer that it is part of."""
+    layer: int | None = None
+    for call in calls:
+        name, found = named(call)
+        layer = layer if found is None else found
+        inside = call.op not in _OUTSIDE and "lm_head" not in name and "model.norm" not in name
+        yield name, layer if inside else None
 
 
 class Profiler:
@@ -134,23 +127,16 @@ class Profiler:
         return [self._step(ns, stamps, costs) for ns, stamps in found[1:]]
 
     def _step(self, ns: int, times: np.ndarray, costs: list[int]) -> Step:
-        times = times - times[:, 0].min()
-        spans = np.stack([times[:, 1:-1:2], times[:, 2::2]], axis=-1).swapaxes(0, 1)
-        waits = times[:, 0:-1:2].T
-        owner = np.array(self._stamps.calls)
-        layer: int | None = None
-        calls = []
-        for index, call in enumerate(self._executor.plan.calls):
-            name, found = named(call)
-            layer = layer if found is None else found
-            inside = call.op not in _OUTSIDE and "lm_head" not in name and "model.norm" not in name
-            own = owner == index
-            calls.append(
-                CallTime(name, layer if inside else None, spans[own], waits[own], costs[index])
-            )
-        end = int(times[:, -1].max())
-        late = float((times[:, 0] + end - times[:, -1]).mean())
-        return Step(ns, end, late, tuple(calls))
+        arrived, started, ended = times[:, :-1:2], times[:, 1::2], times[:, 2::2]
+        kernels, waiting = (
+            np.bincount(self._stamps.calls, spans.mean(axis=0), len(costs))
+            for spans in (ended - started, started - arrived)
+        )
+        begin, end = times[:, 0].min(), times[:, -1].max()
+        late = float((times[:, 0] - begin + end - times[:, -1]).mean())
+        names, layers = zip(*placed(self._executor.plan.calls), strict=True)
+        calls = map(CallTime, names, layers, kernels.tolist(), waiting.tolist(), costs)
+        return Step(ns, int(end - begin), late, tuple(calls))
 
     def _costs(self, tokens: int, rows: int) -> list[int]:
         plan, count = self._executor.plan, {"M": tokens, "R": rows}
@@ -279,7 +265,7 @@ def svg(frames: Sequence[Frame], title: str) -> str:
     option("--limit", click.FloatRange(0, 1), "largest share outside"),
     option("--svg", PATH, "draw the median step there"),
     title="{model} {format}, {test}, {threads} threads, read {read_gbps:.1f} GB/s",
-    good=lambda row: row["name"] != "outside" or row["share"] <= row.get("limit", 1),
+    code=lambda rows: any(r["name"] == "outside" and r["share"] > r.get("limit", 1) for r in rows),
 )
 def main(asked: Any) -> Iterator[Row]:
     """Measure, draw, and yield a row for each kind of call."""

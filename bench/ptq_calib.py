@@ -44,8 +44,8 @@ _GRANULARITIES = ("per-tensor", "per-row", "per-group")
     option("--clip", str, "none, percentile:P, clamp:C, mse", default="none"),
     option("--cosine-threshold", click.FloatRange(-1, 1), "least of a matrix", default=0.999),
     title="{judged}",
-    good=lambda row: row["accepted"],
-    bad=ExitCode.REJECTED,
+    code=lambda rows: ExitCode.OK if all(r["accepted"] for r in rows) else ExitCode.REJECTED,
+    exit_codes={ExitCode.REJECTED: "a cosine is below the threshold"},
 )
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each matrix."""

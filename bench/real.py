@@ -249,11 +249,11 @@ def _speed(gguf: Path, programs: Path, threads: int) -> Sums:
 class Parts(Kept):
     """What is measured, a line for each part in a file; nothing is begun `seconds` from now."""
 
-    def __init__(self, path: Path, seconds: int | None) -> None:
-        super().__init__(path, {})
-        self._end = time.monotonic() + (seconds or 1e9)
+    def __init__(self, path: Path | None, seconds: float | None, **settings: Any) -> None:
+        super().__init__(path, settings)
+        self._end = time.monotonic() + (1e9 if seconds is None else seconds)
 
-    def do(self, key: str, measure: Callable[[], Sums]) -> None:
+    def do(self, key: Any, measure: Callable[[], Mapping[str, Any]]) -> None:
         """Measure a part, if it is not there and there is time."""
         if self.get(key) is None and time.monotonic() < self._end:
             began = time.monotonic()

@@ -3,11 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+import msgspec
 import rich.table
 from rich.console import Console
 from rich.text import Text
@@ -15,86 +17,102 @@ from rich.text import Text
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.strict_json import parse_json
+from clocher_runtime.disk.strict_json import parse_json, parse_object, read_as
 
 Row = dict[str, Any]
 
 SCHEMA = "clocher.bench/1"
 MARKS: Mapping[str, str] = {"pass": "✓", "fail": "✗", "undecided": "?"}
-STATUSES = ("ok", "void", "warmup", "error")
 FOLDER = Path(__file__).with_name("results")
 
 MAX_BYTES = 64 << 20
 _BAR = " | "
 _SAID = {True: "yes", False: "NO", None: ""}
 _FIGURE = re.compile(r"[-+(]?[0-9][0-9.,%x]*( \[[^]]*\])?\)?|-")
-_REQUIRED = {"schema": str, "key": str, "label": str, "run": int, "status": str}
 _PATH = re.compile(r"(?<![\w/.:~-])(?:/[^\s/'\"=,;]+)*/([^\s/'\"=,;]+)")
 _NAMED = re.compile(r"(\d{4}-\d{2}-\d{2})-([a-z]+-[a-z0-9]+)-")
-_OF_READ = "{gbps:.1f} | {read_gbps:.1f} | {pct_of_limit:.0f} [{pct_low:.0f}, {pct_high:.0f}]"
-_READ = "GB/s | read GB/s | % of read"
+
+
+class _HarnessRow(msgspec.Struct):
+    """What a row of the harness must have."""
+
+    schema: Literal["clocher.bench/1"]
+    key: str
+    label: str
+    run: int
+    status: Literal["ok", "void", "warmup", "error"]
+    why: list[str]
+    ignored: list[str]
+    line: Row | None
+    outputs: list[Row] | None = None
 
 
 class Kind(NamedTuple):
     """How rows of a kind are shown: a title, and columns as `table` takes them."""
 
     title: str
-    heads: str
-    cells: str
+    columns: str = ""
 
+
+_OVER = "{ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}]"
+_OF_READ = (
+    "GB/s = {gbps:.1f} | read GB/s = {read_gbps:.1f} | "
+    "% of read = {pct_of_limit:.0f} [{pct_low:.0f}, {pct_high:.0f}]"
+)
 
 KINDS: Mapping[str, Kind] = {
-    "strict": Kind("Strict contract", "", ""),
-    "harness": Kind("Harness: fresh processes in turns", "", ""),
+    "strict": Kind(
+        "Strict contract",
+        "test | tok/s = {tok_s:.4g} | 95 % = {tok_s_95[0]:.4g} to {tok_s_95[1]:.4g} | "
+        "kernels alone = {kernels_tok_s:.4g} | GB/s = {gbps:.2f} | read GB/s = {read_gbps:.2f} | "
+        "% of limit = {pct_of_limit:.0f} | "
+        "95 % = {pct_of_limit_95[0]:.0f} to {pct_of_limit_95[1]:.0f}",
+    ),
+    "harness": Kind("Harness: fresh processes in turns"),
     "peers": Kind(
         "Models beside other engines",
-        "model | format | test | engine | tok/s | GB/s | read GB/s | % of read | "
-        "Clocher / peer | note",
-        "{model} | {format} | {test} | {engine} | {tok_s:.2f} | {gbps:.1f} | {read_gbps:.1f} | "
-        "{pct_of_limit:.0f} | {ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}] | {note}",
+        "model | format | test | engine | tok/s = {tok_s:.2f} | GB/s = {gbps:.1f} | "
+        "read GB/s = {read_gbps:.1f} | % of read = {pct_of_limit:.0f} | "
+        f"Clocher / peer = {_OVER} | note",
     ),
     "linear": Kind(
         "Matrix products",
-        f"format | N x K | M | threads | engine | us | {_READ} | % of dots | Clocher / engine | "
-        "right | note",
-        "{format} | {N} x {K} | {M} | {threads} | {engine} | {us:.1f} | " + _OF_READ + " | "
-        "{pct_of_dots:.0f} | "
-        "{ratio:.2f}x [{ratio_low:.2f}, {ratio_high:.2f}] | {correct} | {note}",
+        f"format | N x K = {{N}} x {{K}} | M | threads | engine | us = {{us:.1f}} | {_OF_READ} | "
+        f"% of dots = {{pct_of_dots:.0f}} | Clocher / engine = {_OVER} | right = {{correct}} | "
+        "note",
     ),
     "real": Kind(
         "Published files",
-        "model | engine | tokens | KLD of text | same top-1 | perplexity | over fp32 | tokens | "
-        "KLD of turns | "
-        "same top-1 | MMLU, % | GSM8K, % | HumanEval, % | pp512 | tg64 | start, s | MiB",
-        "{model} | {engine} | {tokens_text} | {kld_text:.5f} ± {kld_error_text:.5f} | "
-        "{same_top_text:.4f} | {perplexity_text:.3f} | {ppl_ratio_text:.4f} | {tokens_turns} | "
-        "{kld_turns:.5f} ± {kld_error_turns:.5f} | "
-        "{same_top_turns:.4f} | {mmlu:.1f} ± {mmlu_error:.1f} | {gsm8k:.1f} ± {gsm8k_error:.1f} | "
-        "{humaneval:.1f} ± {humaneval_error:.1f} | {pp512:.0f} | {tg64:.1f} | "
-        "{start_s:.2f} | {memory_mib:.0f}",
+        "model | engine | tokens = {tokens_text} | "
+        "KLD of text = {kld_text:.5f} ± {kld_error_text:.5f} | same top-1 = {same_top_text:.4f} | "
+        "perplexity = {perplexity_text:.3f} | over fp32 = {ppl_ratio_text:.4f} | "
+        "tokens = {tokens_turns} | KLD of turns = {kld_turns:.5f} ± {kld_error_turns:.5f} | "
+        "same top-1 = {same_top_turns:.4f} | MMLU, % = {mmlu:.1f} ± {mmlu_error:.1f} | "
+        "GSM8K, % = {gsm8k:.1f} ± {gsm8k_error:.1f} | "
+        "HumanEval, % = {humaneval:.1f} ± {humaneval_error:.1f} | pp512 = {pp512:.0f} | "
+        "tg64 = {tg64:.1f} | start, s = {start_s:.2f} | MiB = {memory_mib:.0f}",
     ),
     "quantise": Kind(
         "Quantised real weights",
-        "model | format | method | bits of the layers | MiB | KLD of text | over llama.cpp | "
-        "KLD of turns | over llama.cpp | same top-1 | perplexity, over floats",
-        "{model} | {format} | {method} | {bits:.2f} | {mib:.1f} | "
-        "{kld_text:.5f} ± {kld_error_text:.5f} | {over_text:.2f} | "
-        "{kld_turns:.5f} ± {kld_error_turns:.5f} | {over_turns:.2f} | {same_top_text:.4f} | "
-        "{ppl_ratio_text:.4f}",
+        "model | format | method | bits of the layers = {bits:.2f} | MiB = {mib:.1f} | "
+        "KLD of text = {kld_text:.5f} ± {kld_error_text:.5f} | over llama.cpp = {over_text:.2f} | "
+        "KLD of turns = {kld_turns:.5f} ± {kld_error_turns:.5f} | "
+        "over llama.cpp = {over_turns:.2f} | same top-1 = {same_top_text:.4f} | "
+        "perplexity, over floats = {ppl_ratio_text:.4f}",
     ),
     "speculation": Kind(
         "Speculation by kind of text",
-        "text | setting | n | tok/s off | tok/s | over off | tokens a pass | same ids | note",
-        "{text} | {setting} | {n} | {off_tok_s:.1f} | {tok_s:.1f} | {over_off:.2f}x | "
-        "{tokens_per_pass:.2f} | {correct} | {note}",
+        "text | setting | n | tok/s off = {off_tok_s:.1f} | tok/s = {tok_s:.1f} | "
+        "over off = {over_off:.2f}x | tokens a pass = {tokens_per_pass:.2f} | "
+        "same ids = {correct} | note",
     ),
     "schemas": Kind(
         "JSON schemas",
-        "suite | schemas | compiled | ms, median | p99 | us a mask, median | p99 | most | "
-        "obeying texts allowed | others stopped | T = 1: asked | ended | obey",
-        "{suite} | {n} | {compiled} | {compile_ms_p50:.1f} | {compile_ms_p99:.0f} | "
-        "{mask_us_p50:.0f} | {mask_us_p99:.0f} | {mask_us_max:.0f} | {accepted} of {accepted_of} | "
-        "{rejected} of {rejected_of} | {asked} | {ended} | {obeying}",
+        "suite | schemas = {n} | compiled | ms, median = {compile_ms_p50:.1f} | "
+        "p99 = {compile_ms_p99:.0f} | us a mask, median = {mask_us_p50:.0f} | "
+        "p99 = {mask_us_p99:.0f} | most = {mask_us_max:.0f} | "
+        "obeying texts allowed = {accepted} of {accepted_of} | "
+        "others stopped = {rejected} of {rejected_of}",
     ),
     "tools": Kind(
         "Tool calls",
@@ -104,22 +122,23 @@ KINDS: Mapping[str, Kind] = {
     ),
     "block_sparse": Kind(
         "Block-sparse weights",
-        "block | product | sparsity | us | GB/s | % of read | x dense | right | break-even density",
-        "{block} | {op} | {sparsity:.0%} | {us:.0f} | {gbps:.1f} | {pct_of_limit:.0f} | "
-        "{speedup:.2f} | {correct} | {break_even:.0%}",
+        "block | product = {op} | sparsity = {sparsity:.0%} | us = {us:.0f} | GB/s = {gbps:.1f} | "
+        "% of read = {pct_of_limit:.0f} | x dense = {speedup:.2f} | right = {correct} | "
+        "break-even density = {break_even:.0%}",
     ),
     "ptq_calib": Kind(
         "Min-max calibration",
-        "tensor | cosine per-tensor | cosine per-row | cosine per-group | rms per-tensor | "
-        "rms per-row | rms per-group",
-        "{tensor} | {cosine_per-tensor:.6f} | {cosine_per-row:.6f} | {cosine_per-group:.6f} | "
-        "{rms_per-tensor:.6f} | {rms_per-row:.6f} | {rms_per-group:.6f}",
+        "tensor | "
+        + " | ".join(
+            f"{what} {kind} = {{{what}_{kind}:.6f}}"
+            for what in ("cosine", "rms")
+            for kind in ("per-tensor", "per-row", "per-group")
+        ),
     ),
     "profile": Kind(
         "Where a step goes",
-        "call | calls | us | share | waiting us | bytes | GB/s | note",
-        "{name} | {calls} | {us:.1f} | {share:.1%} | {waiting_us:.1f} | {nbytes:,} | {gbps:.1f} | "
-        "{note}",
+        "call = {name} | calls | us = {us:.1f} | share = {share:.1%} | "
+        "waiting us = {waiting_us:.1f} | bytes = {nbytes:,} | GB/s = {gbps:.1f} | note",
     ),
 }
 """Kinds known to reports; other rows show their short values."""
@@ -160,34 +179,52 @@ class ResultFile:
         return str(without_directories(said)) if isinstance(said, str) else ""
 
 
-def table(heads: str, cells: str, rows: Iterable[Row]) -> Table:
+def table(columns: str, rows: Iterable[Row]) -> Table:
     """Return a table of rows, without empty columns.
 
-    `heads` are the headings, "format | GB/s"; `cells` the format strings, "{format} | {gbps:.1f}".
-    A row without the value leaves its cell empty.
+    `columns` are headings, each with a format string unless it names the value: "format | GB/s =
+    {gbps:.1f}". A row without the value leaves its cell empty.
     """
-    lines = [[_cell(shown, row) for shown in cells.split(_BAR)] for row in rows]
-    names = heads.split(_BAR)
-    filled = [index for index in range(len(names)) if any(line[index] for line in lines)]
+    pairs = [column.partition(" = ") for column in columns.split(_BAR)]
+    lines = [[_cell(shown or f"{{{head}}}", row) for head, _, shown in pairs] for row in rows]
+    filled = [index for index in range(len(pairs)) if any(line[index] for line in lines)]
     return Table(
-        tuple(names[index] for index in filled),
+        tuple(pairs[index][0] for index in filled),
         tuple(tuple(line[index] for index in filled) for line in lines),
     )
 
 
-def table_of(kind: str, rows: Sequence[Row]) -> Table:
-    """Return the table of rows of a kind; of an unknown one, all short values."""
-    if kind in KINDS and KINDS[kind].heads:
-        return table(KINDS[kind].heads, KINDS[kind].cells, rows)
-    keys = dict.fromkeys(
-        key
+def tables_of(kind: str, rows: Sequence[Row]) -> list[Table]:
+    """Return the tables of rows of a kind; of an unknown one, all short values."""
+    if kind == "strict":
+        return _strict_tables(*rows)
+    if kind in KINDS and KINDS[kind].columns:
+        return [table(KINDS[kind].columns, rows)]
+    values = [
+        (key, value)
         for row in rows
         for key, value in row.items()
         if key not in ("kind", "command", "op") and not isinstance(value, list | dict)
-    )
-    rates = {key for row in rows for key, value in row.items() if isinstance(value, float)}
-    cells = _BAR.join(f"{{{key}:.4g}}" if key in rates else f"{{{key}}}" for key in keys)
-    return table(_BAR.join(keys), cells, rows)
+    ]
+    rates = {key for key, value in values if isinstance(value, float)}
+    names = dict.fromkeys(key for key, _ in values)
+    shown = (f"{key} = {{{key}:.4g}}" if key in rates else key for key in names)
+    return [table(_BAR.join(shown), rows)]
+
+
+def _strict_tables(contract: Row, *tests: Row) -> list[Table]:
+    """Return the tables of tests, windows and checks."""
+    windows = [
+        {"name": name.replace("_", " "), "cold": cold, "warm": warm}
+        for name in ("kernels", "strict", "end_to_end")
+        for cold, warm in [[contract["windows"][k][f"{name}_s"] for k in ("cold", "warm")]]
+    ]
+    marked = [{**c, "mark": MARKS.get(c["status"], "?")} for c in contract["checks"]]
+    return [
+        table(KINDS["strict"].columns, tests),
+        table("window = {name} | cold, s = {cold:.3f} | warm, s = {warm:.3f}", windows),
+        table("contract = {mark} | check = {name} | figures = {detail}", marked),
+    ]
 
 
 def print_table(made: rich.table.Table) -> None:
@@ -228,40 +265,41 @@ def append_row(path: Path, row: Row) -> None:
         os.fsync(file.fileno())
 
 
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except ClocherError as error:
+        raise UsageError(str(error)) from None
+
+
+@_told()
 def read_rows(path: Path) -> list[Row]:
     """Return a harness file's rows, without an unterminated last line, or UsageError."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = str(getattr(error, "strerror", None) or error).lower()
-        raise UsageError(f"{path}: {reason}; give a file that bench.harness wrote") from None
-    lines = text.split("\n")[:-1]
+    lines = read_bytes(path, MAX_BYTES).split(b"\n")[:-1]
     return [_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
 
 
+@_told()
 def read_file(path: Path) -> ResultFile:
     """Return a result file (JSON or JSONL); UsageError if it is not one."""
     if path.suffix == ".jsonl":
-        rows = read_rows(path)
-        date = next((str(row["started"])[:10] for row in rows if row.get("started")), "")
-        first = rows[0].get("machine") if rows else None
-        return ResultFile(path.name, "harness", rows, date, machine_text(first))
-    try:
-        found = parse_json(read_bytes(path, MAX_BYTES), str(path))
-    except ClocherError as error:
-        raise UsageError(str(error)) from None
-    if not isinstance(found, list) or not all(isinstance(row, dict) for row in found):
-        raise UsageError(f"{path}: expected a list of rows, as --json of a bench writes it")
-    said = found[0].get("kind", found[0].get("op")) if found else None
-    kind = said if isinstance(said, str) else "other"
-    if kind == "strict" and not isinstance(found[0].get("checks"), list):
+        rows, kind = read_rows(path), "harness"
+    else:
+        rows = parse_json(read_bytes(path, MAX_BYTES), str(path))
+        if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+            raise UsageError(f"{path}: expected a list of rows, as --json of a bench writes it")
+        said = rows[0].get("kind", rows[0].get("op")) if rows else None
+        kind = said if isinstance(said, str) else "other"
+    first = rows[0] if rows else {}
+    if kind == "strict" and not isinstance(first.get("checks"), list):
         raise UsageError(f"{path}: its first row is not a contract with checks")
     named = _NAMED.match(path.name)
     date, machine = named.groups() if named else ("", "")
-    if found and isinstance(found[0].get("machine"), dict):
-        date = str(found[0].get("date", date))
-        machine = machine_text(found[0]["machine"])
-    return ResultFile(path.name, kind, found, date, machine)
+    if isinstance(first.get("machine"), dict):
+        date = str(first.get("started", first.get("date", date)))[:10]
+        machine = machine_text(first["machine"])
+    return ResultFile(path.name, kind, rows, date, machine)
 
 
 def read_folder(folder: Path = FOLDER) -> list[ResultFile]:
@@ -272,15 +310,11 @@ def read_folder(folder: Path = FOLDER) -> list[ResultFile]:
     return [read_file(path) for path in sorted(paths)]
 
 
-def machine_text(machine: object) -> str:
+def machine_text(machine: Row) -> str:
     """Return what a row says of a machine, in one line."""
-    if not isinstance(machine, dict):
-        return ""
-    cpus, memory = machine.get("cpus"), machine.get("memory_bytes")
-    parts = [str(machine.get("cpu", "")), f"{cpus} CPUs" if is_number(cpus) else ""]
-    parts.append(f"{memory / 2**30:.0f} GiB" if isinstance(memory, int) else "")
-    parts.append(f"Linux {machine['kernel']}" if machine.get("kernel") else "")
-    return ", ".join(part for part in parts if part)
+    memory = machine.get("memory_bytes")
+    shown = {**machine, "gib": memory / 2**30 if is_number(memory) else None}
+    return _cell("{cpu}, {cpus} CPUs, {gib:.0f} GiB, Linux {kernel}", shown)
 
 
 def without_directories(value: Any) -> Any:
@@ -305,24 +339,8 @@ def _cell(shown: str, row: Row) -> str:
         return ""
 
 
-def _row(line: str, where: str) -> Row:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{where}: not JSON: {error}") from None
-    if not isinstance(row, dict) or row.get("schema") != SCHEMA:
-        raise UsageError(f"{where}: expected an object with schema {SCHEMA!r}")
-    for name, kind in _REQUIRED.items():
-        if not isinstance(row.get(name), kind):
-            raise UsageError(f"{where}: {name} is not there or not {kind.__name__}")
-    for name in ("why", "ignored"):
-        said = row.setdefault(name, [])
-        if not isinstance(said, list) or not all(isinstance(text, str) for text in said):
-            raise UsageError(f"{where}: {name} is {said!r:.40}, expected a list of texts")
-    if row["status"] not in STATUSES:
-        raise UsageError(f"{where}: status {row['status']!r}; known are {', '.join(STATUSES)}")
-    if row.setdefault("line", None) is not None and not isinstance(row["line"], dict):
-        raise UsageError(f"{where}: line is {row['line']!r:.40}, expected an object")
-    if row["status"] == "ok" and row["line"] is None:
+def _row(line: bytes, where: str) -> Row:
+    row: Row = {"why": [], "ignored": [], "line": None, **parse_object(line, where)}
+    if read_as(row, _HarnessRow, where).status == "ok" and row["line"] is None:
         raise UsageError(f"{where}: a run that is ok has no line")
     return row

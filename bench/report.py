@@ -1,18 +1,14 @@
 """Reports: the commands behind run_harness_report.py and its neighbours in scripts/."""
 
-import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import click
 
-from bench import strict_checks
-from bench.compared import cells_tables, group
+from bench.compared import Cells, cells_tables, group
 from bench.pages import Section, add, html, markdown, render
-from bench.record import FOLDER, KINDS, ResultFile, Table, read_file, table, table_of
+from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, tables_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import option, script, switch
@@ -20,7 +16,6 @@ from clocher_runtime.command.parameters import PATH
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.exit_codes import ExitCode
 
-RESULTS = "bench.jsonl"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 _TEXT_CHARS = 400
@@ -28,46 +23,32 @@ _TEXT_CHARS = 400
 
 @script(
     "run_harness_report",
-    click.Argument(["arguments"], nargs=-1),
+    click.Argument(["results"], type=PATH, nargs=-1),
     option("--out-dir", PATH, default=Path("build/bench")),
     option("--strict", PATH, "of bench.strict", multiple=True),
     option("--tokens-max", click.IntRange(0), "token ids of a prompt to show"),
     option("--title", str, default="Clocher benchmark"),
-    epilog="Another exit code is that of bench.harness.",
 )
 def run(
     console: Console,
-    arguments: tuple[str, ...],
+    results: tuple[Path, ...],
     out_dir: Path,
     strict: tuple[Path, ...],
     tokens_max: int | None,
     title: str,
-) -> int:
-    r"""Write a report that a person can open: one HTML file, with what it is made of beside it.
+) -> None:
+    """Write a report that a person can open: report.html and report.md in --out-dir.
 
-    \b
     python scripts/run_harness_report.py build/bench/bench.jsonl --out-dir build/bench
-    python scripts/run_harness_report.py --out-dir build/bench -- --runs 3 -- --max-new 16
 
-    Without result files bench.harness runs first, with what follows "--". --out-dir gets
-    report.html and report.md. --strict adds what `bench.strict --json` wrote; a
-    result file may be that of any case.
+    RESULTS are files of bench.harness (make bench runs it) or of any case; --strict adds what
+    `bench.strict --json` wrote.
     """
-    # Flags of the harness follow "--", which click removes.
-    results = [Path(text) for text in takewhile(lambda text: not text.startswith("-"), arguments)]
-    flags = arguments[len(results) :]
-    if results and flags:
-        raise UsageError("result files and flags of the harness exclude each other")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    if flags or not (results or strict):
-        results = [out_dir / RESULTS]
-        command = [sys.executable, "-m", "bench.harness", "--out", str(results[0]), *flags]
-        if code := subprocess.run(command, check=False).returncode:
-            console.say(f"error: bench.harness ended with {code}; see above")
-            return code
     files = [read_file(path) for path in (*strict, *results)]
+    if not files:
+        raise UsageError("no result files; give those that make bench or a case wrote")
+    out_dir.mkdir(parents=True, exist_ok=True)
     click.echo(str(write_report(files, out_dir, title, tokens_max)))
-    return ExitCode.OK
 
 
 @script(
@@ -93,15 +74,17 @@ def update(
     """
     if check and added:
         raise UsageError("--check and --add exclude each other; give one")
-    page, plots = docs / "PERFORMANCE.md", docs / "plots"
     for path in added:
         console.say(f"copied to {add(path, results).name}")
-    found = render(results)
-    if not check:
-        found.write(page, plots)
-    elif stale := found.stale(page, plots):
-        console.say(f"not current: {', '.join(stale)}; run python scripts/update_performance_md.py")
+    files = {docs / name: text for name, text in render(results).items()}
+    stale = [path for path in files if not path.is_file() or path.read_text() != files[path]]
+    if check and stale:
+        names = ", ".join(path.name for path in stale)
+        console.say(f"not current: {names}; run python scripts/update_performance_md.py")
         return ExitCode.BUG
+    for path in stale:
+        path.parent.mkdir(exist_ok=True)
+        write_file(path, files[path].encode())
     return ExitCode.OK
 
 
@@ -126,7 +109,7 @@ def write_report(
     files: Sequence[ResultFile], folder: Path, title: str, tokens_max: int | None = None
 ) -> Path:
     """Write report.html and report.md to an existing folder; return the HTML file."""
-    whole = [*sections(files), *_outputs(files, tokens_max)]
+    whole = sections(files, tokens_max)
     intro = ("Speeds are tokens a second unless a column says otherwise; [..]: 95 % intervals.",)
     page = folder / "report.html"
     write_file(folder / "report.md", markdown(title, intro, whole).encode())
@@ -134,59 +117,55 @@ def write_report(
     return page
 
 
-def sections(files: Sequence[ResultFile]) -> list[Section]:
+def sections(files: Sequence[ResultFile], tokens_max: int | None = None) -> list[Section]:
     """Return a section for each file; UsageError if no file has rows."""
-    found = [_section(file) for file in files if file.rows]
+    found = [_section(file, tokens_max) for file in files if file.rows]
     if not found:
         names = ", ".join(file.name for file in files)
         raise UsageError(f"{names}: no report shows an empty file; give one with results")
     return found
 
 
-def _section(file: ResultFile) -> Section:
+def _section(file: ResultFile, tokens_max: int | None) -> Section:
     title = KINDS[file.kind].title if file.kind in KINDS else file.kind.replace("_", " ")
     told = ", ".join(part for part in (file.date, file.machine) if part) or "date unknown"
     text = f"{_plain(told)}; from `{_plain(file.name)}`."
     text += f" Command: `{_plain(file.command)}`" if file.command else ""
-    if file.kind == "strict":
-        tables: tuple[Table, ...] = strict_checks.tables(file.rows)
-    elif file.kind == "harness":
+    if file.kind == "harness":
         lines = [row["line"] or {} for row in file.rows]
         keys = ("model", "precision", "device", "isa", "threads")
         same = {key: {str(each[key]) for each in lines if each.get(key)} for key in keys}
         facts = [Path(values.pop()).name for values in same.values() if len(values) == 1]
         text += f" All cells: {_plain(', '.join(facts))}." if facts else ""
-        why = [
-            {"status": row["status"], "why": reason}
-            for row in file.rows
-            for reason in (row.get("why") or ())
-        ]
-        lost = table("did not count | why", "{status} | {why}", why)
-        tables = (*cells_tables(_cells(file)), *([lost] if why else []))
+        cells = group(file.rows)
+        tables = [*cells_tables(cells), _lost(file.rows), _generated(cells, tokens_max)]
     else:
-        tables = (table_of(file.kind, file.rows),)
-    return Section(title, (text,), tuple(t for t in tables if t.head))
+        tables = tables_of(file.kind, file.rows)
+    return Section(title, (text,), tuple(each for each in tables if each.rows))
 
 
-def _outputs(files: Sequence[ResultFile], tokens_max: int | None) -> list[Section]:
-    found: dict[tuple[str, str, str], list[str]] = {}
-    for cell in (cell for file in files for cell in _cells(file)):
-        held = next((r["outputs"] for r in cell.rows if isinstance(r.get("outputs"), list)), [])
+def _lost(rows: Sequence[Row]) -> Table:
+    """Return why runs did not count."""
+    why = [{"status": row["status"], "why": reason} for row in rows for reason in row["why"]]
+    return table("did not count = {status} | why", why)
+
+
+def _generated(cells: Cells, tokens_max: int | None) -> Table:
+    """Return what cells generated, and which of them did the same."""
+    found: dict[tuple[int, str, str], list[str]] = {}
+    for label, cell in cells.items():
+        held = next((row["outputs"] for row in cell if row.get("outputs")), [])
         for number, output in enumerate(held, 1):
             ids = " ".join(map(str, output["token_ids"][:tokens_max]))
-            key = str(number), ids, output["text"][:_TEXT_CHARS]
-            found.setdefault(key, []).append(cell.label)
+            text = _plain(output["text"][:_TEXT_CHARS])
+            key = number, ids and f"`{ids}`", text and f"`{text}`"
+            found.setdefault(key, []).append(label)
     rows = [
-        (number, f"`{ids}`" if ids else "", f"`{_plain(text)}`" if text.strip() else "", labels)
-        for (number, ids, text), names in found.items()
-        for labels in [f"{len(names)}: {_plain(', '.join(names))}"]
+        {"prompt": number, "ids": ids, "text": text, "cells": f"{len(own)}: {shown}"}
+        for (number, ids, text), own in found.items()
+        for shown in [_plain(", ".join(own))]
     ]
-    head = ("prompt", "token ids", "text", "cells")
-    return [Section("What was generated", tables=(Table(head, tuple(rows)),))] if rows else []
-
-
-def _cells(file: ResultFile) -> list[Any]:
-    return group([dict(row) for row in file.rows]) if file.kind == "harness" else []
+    return table("prompt | token ids = {ids} | generated text = {text} | cells", rows)
 
 
 def _plain(shown: str) -> str:

@@ -7,16 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import machine
-from bench.cells import Cell, code_sha256, prompts_sha256, source_names
+from bench.cells import Cell, code_sha256, prompts_sha256
 from bench.record import SCHEMA, Row, append_row, read_rows
 from clocher_kernels import __version__
+from clocher_runtime.config.commands import ALL
 
 REST_S = 1.0
 """Pause before a void run is repeated; it grows with each attempt."""
@@ -33,126 +34,138 @@ class Child(NamedTuple):
     exit_code: int
     line: dict[str, Any] | None
     error: str
-    elapsed_s: float
     state: machine.State
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What to run: `runs` valid processes of each cell.
-
-    `others_limit` is in % of CPU time. `tokens_max`: prompt token ids kept in a cell's first row.
-    `patience_s`: total time to wait for a quiet machine.
-    """
-
-    cells: Sequence[Cell]
-    runs: int
-    retries: int = 3
-    others_limit: float = machine.OTHERS_LIMIT
-    tokens_max: int = 64
-    patience_s: float = 0.0
-    command: str = ""
 
 
 def launch(cell: Cell, program: Sequence[str] = ENGINE) -> Child:
     """Run the process of a cell, without drafting unless the cell sets it."""
-    bare = [] if "speculate" in cell.settings else ["--speculate=off"]
+    given = {"CLOCHER_SPECULATE": "off", **cell.environment(os.environ), "CLOCHER_EMBEDDED": "1"}
     before = machine.read()
     done = subprocess.run(
-        [*program, *cell.flags(), *bare],
-        env=cell.environment(os.environ) | {"CLOCHER_EMBEDDED": "1"},
+        program,
+        env=given,
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         errors="replace",
     )
-    elapsed_s, state = machine.since(before)
-    error = done.stderr.strip()[-_ERROR_CHARS:]
-    return Child(done.returncode, _line(done.stdout), error, elapsed_s, state)
+    state, error = machine.since(before), done.stderr.strip()[-_ERROR_CHARS:]
+    return Child(done.returncode, _line(done.stdout), error, state)
 
 
 @dataclass(slots=True)
 class Harness:
-    """Runs a plan into the result file `path`; `say` prints progress."""
+    """Runs `runs` valid processes of each cell into the result file `path`.
+
+    `others_limit` is in % of CPU time. `tokens_max`: prompt token ids kept in a cell's first row.
+    `patience`: seconds, in all, to wait for a quiet machine. `say` prints progress.
+    """
 
     path: Path
-    say: Callable[[str], None]
+    cells: Sequence[Cell]
+    runs: int
+    retries: int = 3
+    others_limit: float = machine.OTHERS_LIMIT
+    tokens_max: int = 64
+    patience: float = 0.0
+    command: str = ""
+    say: Callable[[str], None] = lambda said: None
     launch: Callable[[Cell], Child] = launch
     rest_s: float = REST_S
-    _patience_s: float = field(default=0.0, init=False)
 
-    def run(self, plan: Plan) -> list[Row]:
+    def run(self) -> list[Row]:
         """Run missing rows in rotating order, with a warm-up per cell; return all rows."""
         rows = read_rows(self.path) if self.path.exists() else []
         done = {(row["key"], row["run"]) for row in rows if row["status"] == "ok"}
-        missing = {
-            cell.key: [n for n in range(1, plan.runs + 1) if (cell.key, n) not in done]
-            for cell in plan.cells
-        }
-        total = plan.runs * len(plan.cells)
-        if skipped := total - sum(map(len, missing.values())):
-            self.say(f"{skipped} of {total} runs are in {self.path} already")
+        turns = [
+            (number, self.cells[(number + turn) % len(self.cells)])
+            for number in range(1, self.runs + 1)
+            for turn in range(len(self.cells))
+        ]
+        missing = [(number, cell) for number, cell in turns if (cell.key, number) not in done]
+        if skipped := len(turns) - len(missing):
+            self.say(f"{skipped} of {len(turns)} runs are in {self.path} already")
+        waiting = {cell.key for _, cell in missing} if self.runs > 1 else set()
+        warm = [(0, cell) for cell in self.cells if cell.key in waiting]
         failed: set[str] = set()
-        self._patience_s = plan.patience_s
-        for number in range(0 if plan.runs > 1 else 1, plan.runs + 1):
-            turn = number % max(len(plan.cells), 1)
-            for cell in [*plan.cells[turn:], *plan.cells[:turn]]:
-                wanted = missing[cell.key]
-                if cell.key in failed or not wanted or (number and number not in wanted):
-                    continue
-                rows += self._until_it_counts(plan, cell, number, rows)
-                if rows[-1]["status"] == "error":
-                    failed.add(cell.key)
+        for number, cell in warm + missing:
+            if cell.key not in failed:
+                self._until_it_counts(cell, number, rows)
+                failed |= {cell.key} if rows[-1]["status"] == "error" else set()
         return rows
 
-    def _until_it_counts(
-        self, plan: Plan, cell: Cell, number: int, before: Sequence[Row]
-    ) -> list[Row]:
-        made: list[Row] = []
-        for attempt in range(1, plan.retries + 2):
-            self._wait_for_quiet(plan)
-            self.say(f"run {number} of {plan.runs}: {cell.label}")
+    def _until_it_counts(self, cell: Cell, number: int, rows: list[Row]) -> None:
+        for attempt in range(1, self.retries + 2):
+            self._wait_for_quiet()
+            self.say(f"run {number} of {self.runs}: {cell.label}")
             started = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
             child = self.launch(cell)
-            first = not any(row["key"] == cell.key for row in [*before, *made])
-            status, why = judge(child, plan, number)
-            row = _facts(cell, child, plan, first)
-            row |= {"run": number, "attempt": attempt, "order": len(before) + len(made) + 1}
+            status, why = judge(child, self.others_limit, number)
+            first = not any(row["key"] == cell.key for row in rows)
+            row = self._facts(cell, child, first)
+            row |= {"run": number, "attempt": attempt, "order": len(rows) + 1}
             row |= {"started": started, "status": status, "why": why}
             append_row(self.path, row)
-            made.append(row)
+            rows.append(row)
             if status != "void":
                 if status == "error":
                     self.say(f"failed: {'; '.join(why)}")
-                break
-            again = attempt <= plan.retries
+                return
+            again = attempt <= self.retries
             self.say(f"void, {'repeated' if again else 'given up'}: {'; '.join(why)}")
             if again:
                 time.sleep(self.rest_s * attempt)
-        return made
 
-    def _wait_for_quiet(self, plan: Plan) -> None:
+    def _wait_for_quiet(self) -> None:
         said = False
-        while self._patience_s > 0:
+        while self.patience > 0:
             before = machine.read()
             time.sleep(_GLANCE_S)
-            _, state = machine.since(before)
-            if not state.disturbances(_GLANCE_S, plan.others_limit):
+            if not machine.since(before).disturbances(self.others_limit):
                 return
             if not said:
-                self.say(f"waiting for a quiet machine ({self._patience_s:.0f} s at most)")
+                self.say(f"waiting for a quiet machine ({self.patience:.0f} s at most)")
                 said = True
-            self._patience_s -= _GLANCE_S
+            self.patience -= _GLANCE_S
+
+    def _facts(self, cell: Cell, child: Child, first: bool) -> Row:
+        """Return a row without its run number and status."""
+        config, line = cell.config(), child.line or {}
+        outputs = line.get("outputs") or []
+        ids = [output["token_ids"] for output in outputs]
+        kept = [{**o, "token_ids": o["token_ids"][: self.tokens_max]} for o in outputs]
+        names = {text for name in cell.swept for text in (ALL[name].flag, *ALL[name].env)}
+        ignored = [text for text in line.get("hints_ignored", []) if text.split("=")[0] in names]
+        return {
+            "schema": SCHEMA,
+            "kind": "harness",
+            "command": self.command,
+            "key": cell.key,
+            "label": cell.label,
+            "swept": dict(cell.swept),
+            "ignored": ignored,
+            "settings": dict(cell.settings),
+            "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
+            "prompts_sha256": prompts_sha256(config),
+            "elapsed_s": round(child.state.seconds, 3),
+            "machine": machine.describe(),
+            "state": child.state._asdict(),
+            "build": build(),
+            "exit_code": child.exit_code,
+            "line": {**line, "outputs": []} if outputs else child.line,
+            "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest() if ids else None,
+            "outputs": kept if first and outputs else None,
+        }
 
 
-def judge(child: Child, plan: Plan, number: int) -> tuple[str, list[str]]:
+def judge(child: Child, others_limit: float, number: int) -> tuple[str, list[str]]:
     """Return the status of a run and its reasons."""
     if child.exit_code or child.line is None or child.line.get("status") != "ok":
         message = (child.line or {}).get("message") or child.error or "it wrote no JSON line"
         return "error", [f"exit code {child.exit_code}: {message}"]
     if number == 0:
         return "warmup", []
-    why = child.state.disturbances(child.elapsed_s, plan.others_limit)
+    why = child.state.disturbances(others_limit)
     return ("void", why) if why else ("ok", [])
 
 
@@ -170,35 +183,6 @@ def build() -> dict[str, Any]:
         "commit": commit.removesuffix("-dirty") or None,
         "dirty": commit.endswith("-dirty") if commit else None,
         "code_sha256": code_sha256(),
-    }
-
-
-def _facts(cell: Cell, child: Child, plan: Plan, first: bool) -> Row:
-    """Return a row without its run number and status."""
-    config, line = cell.config(), child.line or {}
-    outputs = line.get("outputs") or []
-    ids = [output["token_ids"] for output in outputs]
-    kept = [{**o, "token_ids": o["token_ids"][: plan.tokens_max]} for o in outputs]
-    names = {text for name in cell.swept for text in source_names(name)}
-    return {
-        "schema": SCHEMA,
-        "kind": "harness",
-        "command": plan.command,
-        "key": cell.key,
-        "label": cell.label,
-        "swept": dict(cell.swept),
-        "ignored": [text for text in line.get("hints_ignored", []) if text.split("=")[0] in names],
-        "settings": dict(cell.settings),
-        "prompts_file": None if config.prompts_file is None else str(config.prompts_file),
-        "prompts_sha256": prompts_sha256(config),
-        "elapsed_s": round(child.elapsed_s, 3),
-        "machine": machine.describe(),
-        "state": child.state._asdict(),
-        "build": build(),
-        "exit_code": child.exit_code,
-        "line": {**line, "outputs": []} if outputs else child.line,
-        "tokens_sha256": hashlib.sha256(json.dumps(ids).encode()).hexdigest() if ids else None,
-        "outputs": kept if first and outputs else None,
     }
 
 

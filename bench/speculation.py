@@ -11,16 +11,17 @@ not measured again; --seconds ends early, with rows of what there is.
 """
 
 import json
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from statistics import mean, median
 from typing import Any
 
 import click
 
 from bench.experiment import MODEL_DIR, TEAM, experiment
-from bench.record import Row, append_row
+from bench.real import Parts
+from bench.record import Row
 from clocher_runtime.api import LanguageModel, load
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, PATH, Listed
@@ -30,34 +31,33 @@ from clocher_runtime.engine.timing import TimedWindow
 _MODES = {"auto": "auto", "draft": "draft", "both": "auto"}
 
 
-def _run(model: LanguageModel, prompt: str, sampling: Sampling, most: int) -> Row:
-    """Answer a prompt; return its ids, and tokens, forwards and time of decoding."""
-    text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
-    ids, window = model.tokenizer.encode(text, special=False), TimedWindow("speculation")
-    made = [token.id for token in model.session.generate([ids], most, sampling, window=window)]
-    spans = [span for span in window.spans if span.kind == "decode"]
-    tokens, ns = sum(span.tokens for span in spans), sum(span.ns for span in spans)
-    return {"ids": made, "tokens": tokens, "forwards": len(spans), "ns": ns}
+def _runs(
+    models: Mapping[str, LanguageModel], prompt: str, sampling: Sampling, most: int
+) -> dict[str, Row]:
+    """Answer a prompt with each model; return ids, and tokens, forwards and time of decoding."""
+    found = {}
+    for name, model in models.items():
+        text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        ids, window = model.tokenizer.encode(text, special=False), TimedWindow("speculation")
+        made = [token.id for token in model.session.generate([ids], most, sampling, window=window)]
+        spans = [span for span in window.spans if span.kind == "decode"]
+        tokens, ns = sum(span.tokens for span in spans), sum(span.ns for span in spans)
+        found[name] = {"ids": made, "tokens": tokens, "forwards": len(spans), "ns": ns}
+    return found
 
 
 def _row(found: Sequence[Row], setting: str) -> Row:
     timed = [runs for runs in found if runs["off"]["ns"]]
-    rates = {
-        name: [1e9 * runs[name]["tokens"] / runs[name]["ns"] for runs in timed]
-        for name in ("off", setting)
-    }
-    ns = {name: sum(runs[name]["ns"] for runs in timed) for name in rates}
-    tokens, forwards = (sum(r[setting][key] for r in timed) for key in ("tokens", "forwards"))
+    off, own = ([runs[name] for runs in timed] for name in ("off", setting))
+    off_rates, rates = ([1e9 * r["tokens"] / r["ns"] for r in runs] for runs in (off, own))
     return {
         "setting": setting,
         "n": len(timed),
-        "off_tok_s": median(rates["off"]),
-        "tok_s": median(rates[setting]),
-        "over_off": ns["off"] / ns[setting],
-        "over_off_of_prompts": [
-            round(own / off, 3) for own, off in zip(rates[setting], rates["off"], strict=True)
-        ],
-        "tokens_per_pass": tokens / forwards,
+        "off_tok_s": median(off_rates),
+        "tok_s": median(rates),
+        "over_off": sum(run["ns"] for run in off) / sum(run["ns"] for run in own),
+        "over_off_of_prompts": [round(a / b, 3) for a, b in zip(rates, off_rates, strict=True)],
+        "tokens_per_pass": sum(r["tokens"] for r in own) / sum(r["forwards"] for r in own),
         "correct": all(runs[setting]["ids"] == runs["off"]["ids"] for runs in found),
     }
 
@@ -72,23 +72,22 @@ def _row(found: Sequence[Row], setting: str) -> Row:
     option("--prompts", COUNT, default=8),
     option("--max-new", click.IntRange(2), default=96),
     option("--temperature", click.FloatRange(0), default=0.0),
-    option("--seconds", click.FloatRange(0), default=float("inf")),
+    option("--seconds", click.FloatRange(0)),
     option("--keep", PATH, "JSONL of the prompts that were measured"),
     TEAM,
     title="{model}, T = {temperature:g}, {threads} threads",
 )
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each kind of text and setting, and one of all kinds."""
-    settings, keep = asked.settings, asked.keep
+    settings = asked.settings
     if asked.draft_model is None and settings != ("auto",):
         raise click.UsageError("settings draft and both ask a draft model; give --draft-model")
-    ends = time.monotonic() + asked.seconds
     texts: dict[str, list[tuple[int, str]]] = {}
     for number, line in enumerate(asked.questions.read_text(encoding="utf-8").splitlines()):
         each = json.loads(line)
         texts.setdefault(each["category"], []).append((number, each["turns"][0]))
-    kept = keep.read_text(encoding="utf-8").splitlines() if keep and keep.exists() else []
-    done = {each["number"]: each["runs"] for each in map(json.loads, kept)}
+    lines = [of[i] for i in range(asked.prompts) for of in texts.values() if i < len(of)]
+    parts = Parts(asked.keep, asked.seconds, temperature=asked.temperature, most=asked.max_new)
     with ExitStack() as opened:
         models: dict[str, LanguageModel] = {}
         for name in ("off", *settings):
@@ -97,24 +96,17 @@ def main(asked: Any) -> Iterator[Row]:
             model = load(asked.model_dir, speculate=_MODES.get(name, "off"), **how)
             models[name] = opened.enter_context(model)
         spec, names = model.session, list(models)
-        for turn, kind in ((i, kind) for i in range(asked.prompts) for kind in texts):
-            for number, prompt in texts[kind][turn : turn + 1]:
-                if number in done or time.monotonic() > ends:
-                    continue
-                sampling = Sampling(temperature=asked.temperature, seed=number)
-                first = len(done) % len(names)
-                order = names[first:] + names[:first]
-                done[number] = {n: _run(models[n], prompt, sampling, asked.max_new) for n in order}
-                if keep:
-                    append_row(keep, {"kind": kind, "number": number, "runs": done[number]})
+        for turn, (number, prompt) in enumerate(lines):
+            sampling = Sampling(temperature=asked.temperature, seed=number)
+            order = names[turn % len(names) :] + names[: turn % len(names)]
+            own = {name: models[name] for name in order}
+            parts.do(number, partial(_runs, own, prompt, sampling, asked.max_new))
         said = {name: model.session.speculation().reason for name, model in models.items()}
     about = {"model": spec.model.checkpoint.path.name, "threads": asked.threads, "isa": spec.isa}
     about |= {"temperature": asked.temperature, "max_new": asked.max_new}
+    done = {kind: [runs for n, _ in of if (runs := parts.get(n))] for kind, of in texts.items()}
     for setting in settings:
-        rows = []
-        for kind, lines in texts.items():
-            if found := [done[number] for number, _ in lines if number in done]:
-                rows.append({"text": kind, **about, **_row(found, setting)})
+        rows = [{"text": k, **about, **_row(found, setting)} for k, found in done.items() if found]
         yield from rows
         means = {key: mean(row[key] for row in rows) for key in ("over_off", "tokens_per_pass")}
         low, worst = min((row["over_off"], row["text"]) for row in rows)

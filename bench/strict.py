@@ -9,33 +9,32 @@ hold. docs/benchmarking.md says what each window holds and what each check means
 
 import hashlib
 import io
-import json
 import os
-import shlex
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import click
 import numpy as np
 
 from bench import machine
 from bench.cells import of_program
-from bench.experiment import NEW, turns
-from bench.record import Row, print_table, write_json
-from bench.strict_checks import Check, Launch, checks, row, share_of_limit, tables, touched_sum
+from bench.experiment import experiment, turns
+from bench.record import Row
+from bench.strict_checks import Launch, checks, row, share_of_limit, verdict
 from clocher_kernels import __version__
-from clocher_kernels.errors import ClocherError, UsageError
-from clocher_kernels.plan import Touch
+from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
-from clocher_runtime.command.flags import engine_options, option, script
+from clocher_runtime.command.flags import engine_options, option
 from clocher_runtime.command.loading import Engine, load_engine, numerics
-from clocher_runtime.command.parameters import COUNT, PATH
+from clocher_runtime.command.parameters import COUNT, FILE, PATH
 from clocher_runtime.config.commands import RunConfig, resolve
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.disk.files import read_text
@@ -43,16 +42,15 @@ from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.probes import WorkTouch, rss_peak_mib
 from clocher_runtime.engine.timing import TimedWindow
 from clocher_runtime.engine.topology import cache_bytes, read_cpus, threads_of
-from clocher_runtime.exit_codes import ExitCode, exit_code
+from clocher_runtime.exit_codes import ExitCode
 from clocher_runtime.quality.speed import Case, prompt_ids
 from cpu_fallback.team.bandwidth import Reader
 
-ROOT = Path(__file__).resolve().parents[1]
-TEXT = ROOT / "tests/data/valid.txt"
+TEXT = Path(__file__).parents[1] / "tests/data/valid.txt"
 CHECKED_TOKENS, CHECKED_BYTES = 8, 1 << 16
 """Tokens of the run whose checksum is verified; bytes per token if no work-touch is set."""
 
-_CHARS_PER_TOKEN, _SPANS, _BATCHES = 12, 500, 7
+_CHARS_PER_TOKEN = 12
 _OWN = ("model", "format", "act_prec", NUMERICS[1], "device", "isa", "threads", "bytes_per_token")
 
 Task = dict[str, Any]
@@ -64,139 +62,106 @@ class Process:
 
     def __init__(self, task: Task, config: RunConfig, engine: Engine) -> None:
         self.task, self.config, self.engine = task, config, engine
-        team: Any = getattr(engine.session.executor, "_team", None)
-        self._team, self._call = team, getattr(team, "_lead", None)
-        self.kernels_known, self._ns = self._call is not None, 0
-        self.steps = [0, 0]
 
-    def touch(self, bytes_per_token: int) -> Touch:
+    def touch(self, bytes_per_token: int) -> WorkTouch:
         """Return a work-touch of the weights."""
-        engine, stride = self.engine, self.config.stride_bytes
-        made = engine.session.work_touch(bytes_per_token, stride)
-        return WorkTouch(engine.files, bytes_per_token, stride) if made is None else made
+        return WorkTouch(self.engine.files, bytes_per_token, self.config.stride_bytes)
 
-    def _timed(self, *arguments: int) -> None:
-        start = time.perf_counter_ns()
-        if self._call is not None and arguments:
-            self._call(*arguments)
-        self._ns += time.perf_counter_ns() - start
-
-    def generate(self, ids: Sequence[int], tokens: int, touch: Touch | None = None) -> Row:
+    def generate(self, ids: Sequence[int], tokens: int, touch: WorkTouch | None = None) -> Row:
         """Generate greedily; return ids and (strict, kernel) ns of prefill, decode and steps."""
         session, touch = self.engine.session, touch or self.touch(self.config.bytes_per_token)
         window = TimedWindow("strict", synchronize=session.synchronize)
-        walk, self._ns = touch if touch.bytes_per_token else None, 0
-        if self._call is not None:  # the compiled call of a step, below the public API
-            self._team._lead = self._timed
-        try:
+        walk = touch if touch.bytes_per_token else None
+        team: Any = session.executor._team  # type: ignore[attr-defined]
+        compiled, kernels = team._lead, 0
+
+        def timed(*arguments: int) -> None:
+            nonlocal kernels
+            start = time.perf_counter_ns()
+            compiled(*arguments)
+            kernels += time.perf_counter_ns() - start
+
+        with patch.object(team, "_lead", timed):  # a step's compiled call, below the public API
             stream = session.generate([ids], tokens, Sampling(), frozenset(), window, walk)
-            made = [next(stream).id]
-            first_ns, self._ns = self._ns, 0
+            made, first = [next(stream).id], kernels
             made += [token.id for token in stream]
-        finally:
-            if self._call is not None:
-                self._team._lead = self._call
         token_ns = [span.ns for span in window.spans if span.kind == "decode"]
-        strict_ns = sum(token_ns)
-        prefill = window.total_ns - strict_ns, first_ns
-        decode = strict_ns, self._ns
+        decode = sum(token_ns), kernels - first
+        prefill = window.total_ns - decode[0], first
         return {"ids": made, "prefill": prefill, "decode": decode, "token_ns": token_ns}
+
+    def untimed(self, ids: Sequence[int], tokens: int) -> list[int]:
+        """Return the ids that a generation without windows makes."""
+        stream = self.engine.session.generate([ids], tokens, Sampling(), frozenset())
+        return [token.id for token in stream]
+
+    def prompts(self) -> tuple[list[int], list[int]]:
+        """Return the prompt of pp and that of tg: a text repeated, else random ids."""
+        p, depth = self.task["prompt_tokens"], max(self.task["depth"], 1)
+        tokenizer, ids = self.engine.loaded.tokenizer, list[int]()
+        if tokenizer is not None:
+            text = read_text(self.task["text"])[: _CHARS_PER_TOKEN * max(p, depth)]
+            if not (ids := tokenizer.encode(text)):
+                raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
+        ids = prompt_ids(self.engine.session, max(p, depth), ids)
+        return ids[:p], ids[:depth]
 
     def end_to_end(self, start_ns: int) -> Row:
         """Generate from text to text; return the three windows in ns."""
-        ids = self.prompt()[: max(self.task["depth"], 1)]
-        made = self.generate(ids, self.task["tokens"] + 1)
+        made = self.generate(self.prompts()[1], self.task["tokens"] + 1)
         if (tokenizer := self.engine.loaded.tokenizer) is not None:
             tokenizer.decode(made["ids"])
-        return {
-            "kernels_ns": made["prefill"][1] + made["decode"][1],
-            "strict_ns": made["prefill"][0] + made["decode"][0],
-            "end_to_end_ns": time.monotonic_ns() - start_ns,
-        }
-
-    def prompt(self) -> list[int]:
-        """Return the longest prompt: the text repeated; fixed random ids without a tokenizer."""
-        count = max(self.task["prompt_tokens"], self.task["depth"], 1)
-        tokenizer = self.engine.loaded.tokenizer
-        if tokenizer is None:
-            return prompt_ids(self.engine.session, count)
-        try:
-            text = read_text(Path(self.task["text"]))[: _CHARS_PER_TOKEN * count]
-        except OSError as error:
-            raise UsageError(f"{self.task['text']}: cannot be read: {error.strerror}") from None
-        ids = tokenizer.encode(text)
-        if not ids:
-            raise UsageError(f"{self.task['text']}: no tokens in it; give a text")
-        return prompt_ids(self.engine.session, count, ids)
+        strict, kernels = (sum(ns) for ns in zip(made["prefill"], made["decode"], strict=True))
+        end_to_end = time.monotonic_ns() - start_ns
+        return {"kernels_ns": kernels, "strict_ns": strict, "end_to_end_ns": end_to_end}
 
     def rounds(self) -> Row:
-        """Run all tests in turns."""
-        task, n = self.task, self.task["tokens"]
-        ids = self.prompt()
-        start = ids[: max(task["depth"], 1)]
-        stream = self.engine.session.generate([start], 2 * n + 1, Sampling(), frozenset())
-        reference = [token.id for token in stream]
-        tests: dict[str, list[tuple[int, int]]] = {}
-        same: dict[str, bool] = {}
-        token_ns: list[list[int]] = []
-        reader = Reader("2m", task["mib"] << 20)
-
-        def read_prompt() -> float:
-            done = self.generate(ids[: task["prompt_tokens"]], 1)
-            tests.setdefault("pp", []).append(done["prefill"])
-            return float(done["prefill"][0])
-
-        def decode(name: str, prompt: list[int], tokens: int, expected: list[int]) -> float:
-            done = self.generate(prompt, tokens + 1)
-            tests.setdefault(name, []).append(done["decode"])
-            same[name] = same.get(name, True) and done["ids"] == expected
-            self.steps = [self.steps[0] + tokens, self.steps[1] + len(done["token_ns"])]
-            if name == "tg":
-                token_ns.append(done["token_ns"])
-            return float(done["decode"][0])
-
-        runs: dict[str, Callable[[], float]] = {
-            "pp": read_prompt,
-            "tg": lambda: decode("tg", start, n, reference[: n + 1]),
-            "after": lambda: decode("after", start + reference[:n], n, reference[n:]),
-            "double": lambda: decode("double", start, 2 * n, reference),
-            "read": lambda: reader.gbps(threads_of(self.engine.loaded.config)),
+        """Run all tests in turns, after a round that is discarded, as in llama-bench."""
+        n, reader = self.task["tokens"], Reader("2m", self.task["mib"] << 20)
+        prompt, start = self.prompts()
+        whole = self.untimed(start, 2 * n + 1)
+        tests = {
+            "pp": (prompt, self.untimed(prompt, 1)),
+            "tg": (start, whole[: n + 1]),
+            "after": (start + whole[:n], whole[n:]),
+            "double": (start, whole),
         }
-        read = turns(runs, task["rounds"], task.get("rest_s", 0.05))["read"]
-        # The first round is discarded, as in llama-bench.
+        made: dict[str, list[Row]] = {name: [] for name in tests}
+
+        def run(name: str) -> float:
+            ids, expected = tests[name]
+            made[name].append(self.generate(ids, len(expected)))
+            return 0.0
+
+        runs: dict[str, Callable[[], float]] = {name: partial(run, name) for name in tests}
+        runs["read"] = partial(reader.gbps, threads_of(self.engine.loaded.config))
+        read = turns(runs, self.task["rounds"], self.task.get("rest_s", 0.05))["read"]
+        every = [each for found in made.values() for each in found]
+        part = {name: "prefill" if name == "pp" else "decode" for name in tests}
         return {
-            "tests": {name: found[1:] for name, found in tests.items()},
-            "token_ns": [ns for each in token_ns[1:] for ns in each],
+            "tests": {name: [each[part[name]] for each in made[name][1:]] for name in tests},
+            "token_ns": [ns for each in made["tg"][1:] for ns in each["token_ns"]],
             "read_gbps": read,
-            "same_ids": same,
-            "tokens_sha256": hashlib.sha256(np.array(reference, "<i4").tobytes()).hexdigest(),
-            "tokens": self.steps[0],
-            "steps": self.steps[1],
+            "same_ids": {
+                name: all(each["ids"] == expected for each in made[name])
+                for name, (_, expected) in tests.items()
+            },
+            "tokens_sha256": hashlib.sha256(np.array(whole, "<i4").tobytes()).hexdigest(),
+            "tokens": sum(len(each["ids"]) - 1 for each in every),
+            "steps": sum(len(each["token_ns"]) for each in every),
         }
 
     def checksum(self) -> Row:
-        """Generate with a work-touch, and sum the same bytes with NumPy."""
-        per_token, stride = self.config.bytes_per_token or CHECKED_BYTES, self.config.stride_bytes
-        touch = self.touch(per_token)
-        self.generate(self.prompt()[: max(self.task["depth"], 1)], CHECKED_TOKENS, touch)
-        expected = touched_sum(self.engine.files, CHECKED_TOKENS, per_token, stride)
-        walk = {"tokens": CHECKED_TOKENS, "bytes_per_token": per_token, "stride": stride}
-        return {**walk, "got": touch.checksum, "expected": expected}
-
-    def measuring_ns(self) -> float:
-        """Return the cost per step of the window and the kernel timers, in ns."""
-        window = TimedWindow("nothing", synchronize=self.engine.session.synchronize)
-        costs = []
-        for _ in range(_BATCHES):
-            start = time.perf_counter_ns()
-            for _ in range(_SPANS):
-                with window.span("decode", 1):
-                    self._timed()
-            costs.append((time.perf_counter_ns() - start) / _SPANS)
-        return min(costs)
+        """Generate with a work-touch, and walk over the same bytes once more."""
+        per_token = self.config.bytes_per_token or CHECKED_BYTES
+        touch, again = self.touch(per_token), self.touch(per_token)
+        self.generate(self.prompts()[1], CHECKED_TOKENS, touch)
+        again(CHECKED_TOKENS)
+        walk = {"tokens": CHECKED_TOKENS, "bytes_per_token": per_token, "stride": touch.stride}
+        return {**walk, "got": touch.checksum, "expected": again.checksum}
 
 
-def measure(task: Task) -> Row:
+def measure(task: Task) -> Launch:
     """Return all measurements of one process."""
     longest = max(task["prompt_tokens"], task["depth"] + 2 * task["tokens"]) + 2
     bare = {"speculate": "off", "context": str(longest)}
@@ -209,26 +174,25 @@ def measure(task: Task) -> Row:
     try:
         if loaded.config.backend != "cpu":
             raise UsageError(
-                f"device is {loaded.config.backend}: its kernels have no clock here; give "
-                "--device cpu (python -m bench.gpu_suite measures GPUs)"
+                f"device is {loaded.config.backend}: its kernels have no clock here; set "
+                "CLOCHER_DEVICE=cpu (python -m bench.gpu_suite measures GPUs)"
             )
         process = Process(task, config, engine)
-        found: Row = {"cold": process.end_to_end(task["launched_ns"])}
+        found = {"cold": process.end_to_end(task["launched_ns"])}
         found |= {"warm": process.end_to_end(time.monotonic_ns()), **process.rounds()}
-        found |= {"checksum": process.checksum(), "measuring_ns": process.measuring_ns()}
-        touch = process.touch(config.bytes_per_token)
-        touch(1)
+        found |= {"checksum": process.checksum()}
     finally:
-        engine.session.close()
+        session.close()
+    touch = process.touch(config.bytes_per_token)
+    touch(1)
     return {
         "model": Path(loaded.name).name,
         "format": loaded.model.precision,
-        **{name: numerics(session)[name] for name in _OWN[2:4]},
+        **numerics(session),
         "device": loaded.config.backend,
         "isa": session.isa,
         "threads": threads_of(loaded.config),
         "bytes_per_token": loaded.model.bytes_per_token,
-        "kernels_known": process.kernels_known,
         "touch_bytes_per_token": touch.bytes_touched,
         "touch_bytes_read": touch.bytes_read,
         "file_bytes": sum(file.size for file in engine.files),
@@ -239,40 +203,20 @@ def measure(task: Task) -> Row:
     }
 
 
-def child(text: str) -> int:
-    """Run a task given as JSON; print a JSON line, also for an error."""
-    try:
-        print(json.dumps(measure(json.loads(text))))
-    except (ClocherError, MemoryError) as error:
-        print(json.dumps({"error": str(error) or "out of memory", "code": int(exit_code(error))}))
-    return 0
-
-
 def launch(task: Task) -> Launch:
-    """Run one process and return its measurements; exit with its code if it failed."""
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    code = "import sys; from bench.strict import child; sys.exit(child(sys.argv[1]))"
-    command = [sys.executable, "-c", code, json.dumps(task)]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": path}, check=False
-    )
-    lines = done.stdout.decode("utf-8", "replace").splitlines()
-    found = json.loads(lines[-1]) if lines and not done.returncode else {}
-    if "error" in found or not found:
-        said = found.get("error", f"a measuring process ended with {done.returncode}")
-        click.echo(f"error: {said}", err=True)
-        raise SystemExit(found.get("code", ExitCode.BUG))
-    return dict(found)
+    """Return the measurements of a fresh process."""
+    with ProcessPoolExecutor(1, get_context("spawn")) as processes:
+        return processes.submit(measure, {**task, "launched_ns": time.monotonic_ns()}).result()
 
 
-def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> list[Row]:
+def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Row]) -> list[Row]:
     """Return the rows of a result file: the contract, then the tests."""
     first = launches[0]
-    command = shlex.join(["python", "-m", "bench.strict", *sys.argv[1:]])
-    shared: Row = {"kind": "strict", "command": command} | {key: first[key] for key in _OWN}
+    shared = {key: first[key] for key in _OWN}
     per_token = first["bytes_per_token"] + first["touch_bytes_read"]
     share = share_of_limit(launches, per_token)
-    tg = row(launches, "tg", Case(0, task["tokens"], task["depth"]).name, task["tokens"])
+    pp = row(launches, "pp", Case(task["prompt_tokens"], 0))
+    tg = row(launches, "tg", Case(0, task["tokens"], task["depth"]))
     steps = np.asarray([ns for each in launches for ns in each["token_ns"]])
     tg |= {
         "gbps": per_token * tg["tok_s"] / 1e9,
@@ -300,22 +244,14 @@ def rows_of(task: Task, launches: Sequence[Launch], found: Sequence[Check]) -> l
         "windows": windows,
         **{key: first[key] for key in same},
         "rss_peak_mb": max(each["rss_peak_mb"] for each in launches),
-        "checks": [check._asdict() for check in found],
+        "checks": found,
     }
-    pp = row(launches, "pp", Case(task["prompt_tokens"], 0).name, task["prompt_tokens"])
     return [contract, {**shared, **pp}, {**shared, **tg}]
 
 
-def verdict(found: Sequence[Check]) -> ExitCode:
-    """Return the exit code for some checks."""
-    statuses = {check.status for check in found}
-    if "fail" in statuses:
-        return ExitCode.MISMATCH
-    return ExitCode.UNDECIDED if "undecided" in statuses else ExitCode.OK
-
-
-@script(
+@experiment(
     "strict",
+    __doc__,
     option("--model-dir", PATH, "default: MODEL_DIR, else the embedded model"),
     *engine_options(*NUMERICS, reads=False, envvar=None),
     option("--threads", COUNT, "default: all usable cores"),
@@ -323,36 +259,24 @@ def verdict(found: Sequence[Check]) -> ExitCode:
     option("--tokens", COUNT, "N", default=128),
     option("--depth", click.IntRange(0), "D", default=512),
     option("--launches", COUNT, "processes", default=3),
-    option("--rounds", COUNT, "in each", default=5),
     option("--mib", click.IntRange(2), "buffer to read", default=512),
-    option("--text", PATH, "prompts come from it", default=TEXT, show_default=False),
-    option("--json", NEW, "write rows there", name="out"),
-    help=__doc__,
+    option("--text", FILE, "prompts come from it", default=TEXT, show_default=False),
+    title="{model}  {format}  {isa}  {threads}  activations {act_prec}",
+    rounds=5,
+    code=lambda rows: verdict(rows[0]["checks"]),
     exit_codes={
-        ExitCode.OK: "every check holds",
         ExitCode.MISMATCH: "a check failed",
         ExitCode.UNDECIDED: "no check failed, but the machine was too noisy for all of them",
     },
 )
-def main(console: Console, launches: int, out: Path | None, **options: Any) -> ExitCode:
-    """Measure, check and print."""
-    flags = {name: options.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
-    given = {name: str(value) for name, value in flags.items() if value is not None}
-    task = {**options, "text": str(options["text"]), "flags": given}
+def main(asked: Any) -> Iterator[Row]:
+    """Measure, check, and yield the contract and the tests."""
+    task = vars(asked)
+    flags = {name: task.pop(name) for name in ("model_dir", *NUMERICS, "threads")}
+    task["flags"] = {name: str(value) for name, value in flags.items() if value is not None}
     before = machine.read()
-    measured = [launch({**task, "launched_ns": time.monotonic_ns()}) for _ in range(launches)]
-    elapsed_s, state = machine.since(before)
-    found = checks(measured, state.disturbances(elapsed_s))
-    rows = rows_of(task, measured, found)
-    windows, tests, contract = tables(rows)
-    about = "  ".join(str(rows[0][key]) for key in ("model", "format", "isa", "threads"))
-    print_table(windows.on_terminal(f"{about}  activations {rows[0]['act_prec']}"))
-    print_table(tests.on_terminal())
-    for mark, name, detail in contract.rows:
-        click.echo(f" {mark} {name}: {detail}")
-    if out:
-        write_json(out, rows)
-    return verdict(found)
+    measured = [launch(task) for _ in range(asked.launches)]
+    yield from rows_of(task, measured, checks(measured, machine.since(before).disturbances()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What `make bench`, `bench-cuda`, `bench-report` and `bench-verify` do.
 
 Settings are environment variables, all checked before anything runs. Relative paths count from
-MAKE_CALLED_FROM, else the repository; a missing benchmarks/... is looked up under bench/.
+MAKE_CALLED_FROM, else the repository, where `benchmarks` is a link to bench.
 """
 
 import os
@@ -16,8 +16,7 @@ from typing import Any
 import click
 
 from bench.cells import of_program
-from bench.compared import group, unmeasured
-from bench.record import read_file, read_rows
+from bench.record import read_file
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.config.commands import resolve
 from clocher_runtime.config.values import PATH, SWITCH, Value, integer, number, one_of, text
@@ -47,9 +46,11 @@ VARIABLES: Mapping[str, tuple[Value, str, str]] = {
 }
 """Variable -> type, default, help."""
 
+_say = partial(click.echo, err=True)
+
 # Variables of clocher-run whose values are input paths.
 _PATHS = ("MODEL_DIR", "PROMPTS")
-_GOES_ON = (ExitCode.OK, ExitCode.UNDECIDED)
+_FILES = ("REPORT_PATH", "STRICT_REPORT_PATH", "REPORT_SCRIPT")
 
 
 @dataclass(slots=True)
@@ -62,82 +63,71 @@ class Call:
     run: Callable[..., int] = subprocess.call
 
     @property
-    def folder(self) -> Path:
-        """Folder of results and report."""
-        return Path(self.values["REPORT_ROOT"])
-
-    @property
     def results(self) -> Path:
-        """Return the result file."""
-        return self.folder / RESULTS
+        """The result file; the report lies beside it."""
+        return Path(self.values["REPORT_ROOT"]) / RESULTS
 
     def python(self, *words: object, python: object = sys.executable) -> int:
         """Run Python from the repository root; return its exit code."""
         return self.run([str(python), *map(str, words)], cwd=ROOT, env=self.environ)
 
 
-def find(name: str, raw: str, called_from: Path, output: bool = False) -> Path:
+def find(raw: str, called_from: Path, output: bool = False) -> Path:
     """Return the path that a variable means; an output need not exist."""
     typed = Path(raw).expanduser()
-    tried = [Path(os.path.normpath(base / typed)) for base in dict.fromkeys([called_from, ROOT])]
-    old = ROOT / "benchmarks"
-    for candidate in tried:
-        if candidate.exists():
-            return candidate
-        if old.exists() or not candidate.is_relative_to(old):
-            continue
-        inside = ROOT / "bench" / candidate.relative_to(old)
-        if output or inside.exists():
-            _say(f"{name}: {raw} is {inside.relative_to(ROOT)} here")
-            return inside
-    return tried[0] if not output else tried[-1]
+    tried = [Path(os.path.normpath(base / typed)) for base in (called_from, ROOT)]
+    return next((path for path in tried if path.exists()), tried[output])
 
 
 def set_up(environ: Mapping[str, str], flags: Sequence[str] = ()) -> Call:
     """Check all variables and resolve all paths; UsageError names a bad one."""
     resolve({}, of_program(environ))
-    raws = {name: environ.get(name) or default for name, (_, default, _) in VARIABLES.items()}
-    values: dict[str, Any] = {
-        name: VARIABLES[name][0].read(name, raw) if raw else None for name, raw in raws.items()
-    }
+    values: dict[str, Any] = {}
+    for name, (kind, default, _) in VARIABLES.items():
+        raw = environ.get(name) or default
+        values[name] = kind.read(name, raw) if raw else None
     call = Call(dict(environ), values, flags)
     called_from = Path(environ.get(CALLED_FROM) or ROOT)
     for name in _PATHS:
         if environ.get(name):
-            call.environ[name] = str(find(name, environ[name], called_from))
+            call.environ[name] = str(find(environ[name], called_from))
     if not environ.get("MODEL_DIR") and (called_from / "model.ie.json").is_file():
         _say(f"MODEL_DIR: {called_from}, the current directory")
         call.environ["MODEL_DIR"] = str(called_from)
-    for name in ("REPORT_PATH", "STRICT_REPORT_PATH", "HF_DIR", "REPORT_SCRIPT"):
+    for name in ("REPORT_ROOT", "HF_DIR", *_FILES):
         if values[name] is not None:
-            values[name] = find(name, str(values[name]), called_from)
-    values["REPORT_ROOT"] = find("REPORT_ROOT", str(values["REPORT_ROOT"]), called_from, True)
-    for name in ("REPORT_PATH", "STRICT_REPORT_PATH"):
-        if values[name] is not None and not values[name].is_file():
-            raise UsageError(f"{name}: got {str(values[name])!r}, expected a file that is there")
+            values[name] = find(str(values[name]), called_from, name == "REPORT_ROOT")
+            if name in _FILES and not values[name].is_file():
+                got = f"{name}: got {str(values[name])!r}"
+                raise UsageError(f"{got}, expected a file that is there")
     return call
 
 
 def bench(call: Call, device: str = "", again: bool = True) -> int:
-    """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code."""
+    """Run the harness, then VERIFY, VERIFY_HF_IDS and REPORT; return the first bad exit code.
+
+    What was measured goes into docs/PERFORMANCE.md with the report.
+    """
+    steps: dict[str, Callable[[Call], int]] = {
+        "VERIFY": verify,
+        "VERIFY_HF_IDS": partial(verify_ids, device=device),
+        "REPORT": report,
+    }
     if again and call.results.exists():
         os.replace(call.results, call.results.with_stem("bench.previous"))
     chosen = [f"--device={device}"] if device else []
-    code = call.python("-m", "bench.harness", "--out", call.results, *chosen, *call.flags)
-    undecided = code == ExitCode.UNDECIDED
-    if call.values["VERIFY"] and (undecided or not code):
-        code = verify(call, call.results)
-        undecided |= code == ExitCode.UNDECIDED
-    if call.values["VERIFY_HF_IDS"] and code in _GOES_ON:
-        code = verify_ids(call, device)
-    if call.values["REPORT"] and code in _GOES_ON:
-        code = report(call)
-    return ExitCode.UNDECIDED if undecided and not code else code
+    codes = [call.python("-m", "bench.harness", "--out", call.results, *chosen, *call.flags)]
+    for name, step in steps.items():
+        if codes[-1] in (ExitCode.OK, ExitCode.UNDECIDED) and call.values[name]:
+            codes.append(step(call))
+    if call.values["REPORT"] and codes[0] == codes[-1] == ExitCode.OK:
+        codes.append(call.python("scripts/update_performance_md.py", "--add", call.results))
+    return codes[-1] or max(codes)
 
 
-def verify(call: Call, results: Path) -> int:
+def verify(call: Call, results: Path | None = None) -> int:
     """Check a result file; exit code 9 if every run was disturbed."""
-    return call.python("-m", "bench.harness", "--verify", results)
+    return call.python("-m", "bench.harness", "--verify", results or call.results)
 
 
 def verify_strict(path: Path) -> int:
@@ -157,38 +147,30 @@ def verify_strict(path: Path) -> int:
 
 def verify_ids(call: Call, device: str) -> int:
     """Generate again with a trace and compare it with Hugging Face transformers."""
-    trace = call.folder / "trace.jsonl"
+    trace = call.results.parent / "trace.jsonl"
     topk = call.values["HF_TOPK"]
     engine = [sys.executable, "-m", "clocher_runtime.cli", "--ignore-eos", "--rounds", "1"]
     engine += ["--trace-ids", str(trace)]
     engine += ["--trace-topk", str(topk)] if topk else []
     engine += [f"--device={device}"] if device else []
-    with open(os.devnull, "w") as nowhere:
-        environ = of_program(call.environ) | {"CLOCHER_EMBEDDED": "1"}
-        code = call.run(engine, cwd=ROOT, env=environ, stdin=subprocess.DEVNULL, stdout=nowhere)
-    if code:
+    environ = of_program(call.environ) | {"CLOCHER_EMBEDDED": "1"}
+    silent = {"stdin": subprocess.DEVNULL, "stdout": subprocess.DEVNULL}
+    if code := call.run(engine, cwd=ROOT, env=environ, **silent):
         return code
     embedded = ROOT / "clocher_runtime/assets/clocher-tiny-gptoss"
     directory = call.values["HF_DIR"] or call.environ.get("MODEL_DIR") or embedded
     script = ("scripts/verify_hf_generation_ids.py", "--check-prompt", "--trace-jsonl", trace)
     # It reads HF_DEVICE, HF_DTYPE, HF_TOPK and HF_LOGITS_TOL itself.
-    more = ("--hf-dir", directory, "--out", call.folder / "hf-ids.json")
+    more = ("--hf-dir", directory, "--out", call.results.parent / "hf-ids.json")
     return call.python(*script, *more, python=call.values["HF_PY"])
 
 
 def report(call: Call) -> int:
-    """Write the report of the result file and update docs/PERFORMANCE.md."""
-    script = call.values["REPORT_SCRIPT"]
-    if not script.is_file():
-        raise UsageError(f"REPORT_SCRIPT: got {str(script)!r}, expected a file that is there")
-    words = [script, call.results, "--out-dir", call.folder]
+    """Write the report of the result file."""
+    words = [call.values["REPORT_SCRIPT"], call.results, "--out-dir", call.results.parent]
     words += ["--tokens-max", call.values["REPORT_TOKENS_MAX"]]
     words += ["--strict", strict] if (strict := call.values["STRICT_REPORT_PATH"]) else []
-    code = call.python(*words, *(call.values["REPORT_ARGS"] or "").split())
-    cells = group(read_rows(call.results))
-    if code or len(unmeasured(cells)) == len(cells):
-        return code
-    return call.python("scripts/update_performance_md.py", "--add", call.results)
+    return call.python(*words, *(call.values["REPORT_ARGS"] or "").split())
 
 
 def bench_verify(call: Call) -> int:
@@ -212,10 +194,6 @@ TARGETS: Mapping[str, Callable[[Call], int]] = {
     "bench-report": bench_report,
     "bench-verify": bench_verify,
 }
-
-
-def _say(message: str) -> None:
-    click.echo(message, err=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

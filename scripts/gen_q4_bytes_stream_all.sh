@@ -1,20 +1,16 @@
 #!/usr/bin/env bash
-# Write model.q4.bin, its scales and the expanded manifest of a model under their usual names.
+# Usage: bash scripts/gen_q4_bytes_stream_all.sh HF_DIR MODEL_DIR [MANIFEST]
+#
+# Runs gen_q4_bytes_stream.py on the checkpoint in HF_DIR and writes MODEL_DIR/model.q4.bin,
+# MODEL_DIR/model.q4.scales.fp16.bin and MANIFEST (default quant/q4_manifest.expanded.json).
+#
+# Environment:
+#   IE_Q4_INCLUDE_LM_HEAD  0 leaves the output head out; default 1, because this is "all"
+#   CHUNK_ROWS             rows that are encoded at a time
+#   PYTHON                 the interpreter; default python
 set -euo pipefail
 
-usage() {
-    cat <<'TEXT'
-Usage: bash scripts/gen_q4_bytes_stream_all.sh HF_DIR MODEL_DIR [MANIFEST]
-
-Runs gen_q4_bytes_stream.py on the checkpoint in HF_DIR and writes MODEL_DIR/model.q4.bin,
-MODEL_DIR/model.q4.scales.fp16.bin and MANIFEST (default quant/q4_manifest.expanded.json).
-
-Environment:
-  IE_Q4_INCLUDE_LM_HEAD  0 leaves the output head out; default 1, because this is "all"
-  CHUNK_ROWS             rows that are encoded at a time
-  PYTHON                 the interpreter; default python
-TEXT
-}
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }
 
 case ${1-} in
     -h | --help)

@@ -1,16 +1,12 @@
 #!/usr/bin/env bash
-# Make a model's Q4_0 files, their index and its dedup files anew.
+# Usage: bash scripts/rebuild_dedup_and_quant.sh --model-dir MODEL_DIR [--manifest MANIFEST]
+#
+# Removes what describes the derived files of MODEL_DIR (MANIFEST, model.ie.compat.json,
+# model.dedup.json) and makes them again with run_quant_and_dedup.sh. The IEBIN pair stays; it is made
+# if it is not there. MANIFEST is quant/q4_manifest.expanded.json unless given.
 set -euo pipefail
 
-usage() {
-    cat <<'TEXT'
-Usage: bash scripts/rebuild_dedup_and_quant.sh --model-dir MODEL_DIR [--manifest MANIFEST]
-
-Removes what describes the derived files of MODEL_DIR (MANIFEST, model.ie.compat.json,
-model.dedup.json) and makes them again with run_quant_and_dedup.sh. The IEBIN pair stays; it is made
-if it is not there. MANIFEST is quant/q4_manifest.expanded.json unless given.
-TEXT
-}
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }
 
 model=
 manifest=quant/q4_manifest.expanded.json

@@ -53,24 +53,20 @@ LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
 @click.option("--docs", type=click.Path(path_type=Path), default=DOCS, help="Where the pages are.")
 def main(check: bool, docs: Path) -> None:
     """Render the pages."""
-    stale = []
     rows = json.loads((DOCS / "compatibility.json").read_text(encoding="utf-8"))
     page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
     pages = {
-        "ops.md": render_ops(),
-        "formats.md": render_formats(),
-        "compatibility.md": render_compatibility(page, rows),
+        docs / "ops.md": render_ops(),
+        docs / "formats.md": render_formats(),
+        docs / "compatibility.md": render_compatibility(page, rows),
     }
-    for name, text in pages.items():
-        path = docs / name
-        if check:
-            if not path.exists() or path.read_text(encoding="utf-8") != text:
-                stale.append(name)
-        else:
-            path.write_text(text, encoding="utf-8")
-    if stale:
-        click.echo(f"not up to date: {', '.join(stale)}; run scripts/render_docs.py", err=True)
+    stale = [path for path in pages if not path.exists() or path.read_text() != pages[path]]
+    if check and stale:
+        names = ", ".join(path.name for path in stale)
+        click.echo(f"not up to date: {names}; run scripts/render_docs.py", err=True)
         sys.exit(1)
+    for path in stale:
+        path.write_text(pages[path], encoding="utf-8")
 
 
 def render_ops() -> str:

@@ -1,4 +1,4 @@
-"""Write a report that a person can open, of result files or of a run of the harness."""
+"""Write a report that a person can open, of result files."""
 
 from clocher_runtime.command import start
 

@@ -1,28 +1,25 @@
 #!/usr/bin/env bash
-# Make what is missing of a model's artifacts: IEBIN pair, Q4_0 files with their index, dedup files.
+# Usage: bash scripts/run_quant_and_dedup.sh MODEL_DIR [MANIFEST]
+#
+# Makes what is missing of a model's artifacts.
+# MODEL_DIR has the checkpoint in hf/original or hf. In this order, each step only if its result is
+# not there:
+#   1. model.ie.json, model.ie.bin       the IEBIN pair (hf_to_iebin.py)
+#   2. model.q4.bin, its scales, and     float projections in Q4_0 (gen_q4_bytes_stream_all.sh)
+#      MANIFEST                          default quant/q4_manifest.expanded.json
+#   3. model.ie.compat.json              the index over both (make_compat_index.py)
+# Then always:
+#   4. model.dedup.*                     lossless deduplication (clocher dedup); not written, and
+#                                        said so, where it would save too little
+#
+# A model without float projections stops at step 2; call clocher dedup for it.
+#
+# Environment:
+#   CHUNK_ROWS, IE_Q4_INCLUDE_LM_HEAD  as for gen_q4_bytes_stream_all.sh
+#   PYTHON                             the interpreter; default python
 set -euo pipefail
 
-usage() {
-    cat <<'TEXT'
-Usage: bash scripts/run_quant_and_dedup.sh MODEL_DIR [MANIFEST]
-
-MODEL_DIR has the checkpoint in hf/original or hf. In this order, each step only if its result is
-not there:
-  1. model.ie.json, model.ie.bin       the IEBIN pair (hf_to_iebin.py)
-  2. model.q4.bin, its scales, and     float projections in Q4_0 (gen_q4_bytes_stream_all.sh)
-     MANIFEST                          default quant/q4_manifest.expanded.json
-  3. model.ie.compat.json              the index over both (make_compat_index.py)
-Then always:
-  4. model.dedup.*                     lossless deduplication (clocher dedup); not written, and
-                                       said so, where it would save too little
-
-A model without float projections stops at step 2; call clocher dedup for it.
-
-Environment:
-  CHUNK_ROWS, IE_Q4_INCLUDE_LM_HEAD  as for gen_q4_bytes_stream_all.sh
-  PYTHON                             the interpreter; default python
-TEXT
-}
+usage() { sed -n '2,/^set/s/^# \{0,1\}//p' "$0"; }
 
 case ${1-} in
     -h | --help)

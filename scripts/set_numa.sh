@@ -1,21 +1,16 @@
 #!/bin/sh
-# Run a command under a NUMA memory policy of the system. It needs numactl.
+# Usage: scripts/set_numa.sh POLICY COMMAND [ARGUMENT...]
+#
+# Runs a command under a NUMA memory policy of the system, by numactl.
+# POLICY is one of
+#   interleave  spread memory over all nodes, a page each in turn
+#   node:X      run on the CPUs of node X and take memory there first, elsewhere when it is full
+#   strict      run and take memory on node 0 only; allocations fail when it is full
+#   strict:X    the same on node X
+#
+# Example:
+#   scripts/set_numa.sh node:0 clocher-run --max-new 100
 set -eu
-
-usage() {
-    cat <<'TEXT'
-Usage: scripts/set_numa.sh POLICY COMMAND [ARGUMENT...]
-
-POLICY is one of
-  interleave  spread memory over all nodes, a page each in turn
-  node:X      run on the CPUs of node X and take memory there first, elsewhere when it is full
-  strict      run and take memory on node 0 only; allocations fail when it is full
-  strict:X    the same on node X
-
-Example:
-  scripts/set_numa.sh node:0 clocher-run --max-new 100
-TEXT
-}
 
 fail() {
     code=$1
@@ -26,7 +21,7 @@ fail() {
 
 case ${1-} in
     -h | --help)
-        usage
+        sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
     '') fail 2 'no policy; expected interleave, node:X, strict or strict:X, then a command' ;;

@@ -1,31 +1,25 @@
 #!/usr/bin/env bash
-# Speed of a model by the strict contract, with the work-touch on.
+# Usage: bash scripts/true_tps_strict.sh [FLAG...]
+#
+# Runs python -m bench.strict: kernels, strict and end to end side by side, and the checks that the
+# figures can be believed. Flags go to it; see its --help. A model must be named, and 64 MB of its
+# files are walked over for each token, unless these variables say otherwise:
+#
+#   MODEL_DIR           the model
+#   IE_REQUIRE_MODEL    default 1; 0 takes the embedded model where none is named
+#   IE_BYTES_PER_TOKEN  default 64000000
+#   IE_STRIDE_BYTES     default 256
+#   IE_VERIFY_TOUCH     default 1
+#   STRICT_REPORT_PATH  file for the figures, which make bench-verify checks; default: none
+#   PYTHON              the interpreter; default python
+#
+# Exit codes: 0 every check holds; 7 one failed; 9 the machine was too noisy to tell; others as
+# clocher-run has them.
 set -euo pipefail
-
-usage() {
-    cat <<'TEXT'
-Usage: bash scripts/true_tps_strict.sh [FLAG...]
-
-Runs python -m bench.strict: kernels, strict and end to end side by side, and the checks that the
-figures can be believed. Flags go to it; see its --help. A model must be named, and 64 MB of its
-files are walked over for each token, unless these variables say otherwise:
-
-  MODEL_DIR           the model
-  IE_REQUIRE_MODEL    default 1; 0 takes the embedded model where none is named
-  IE_BYTES_PER_TOKEN  default 64000000
-  IE_STRIDE_BYTES     default 256
-  IE_VERIFY_TOUCH     default 1
-  STRICT_REPORT_PATH  file for the figures, which make bench-verify checks; default: none
-  PYTHON              the interpreter; default python
-
-Exit codes: 0 every check holds; 7 one failed; 9 the machine was too noisy to tell; others as
-clocher-run has them.
-TEXT
-}
 
 case ${1-} in
     -h | --help)
-        usage
+        sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
         exit 0
         ;;
 esac

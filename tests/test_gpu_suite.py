@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from click.testing import CliRunner, Result
 
 from bench import gpu_suite
 from bench.gpu import parity
-from bench.gpu.setting import Row, Setting, Timer, make_setting, run_item
+from bench.gpu.setting import Row, Setting, make_setting, run_item
 from bench.gpu_suite import note, rows_of
 from bench.ops import judge
 from clocher_kernels.cuda import executor, prepack
@@ -357,7 +358,7 @@ def test_the_commands_of_the_page_exist() -> None:
 @pytest.mark.parametrize(("copy", "read"), [(3000.0, 2000.0), (2500.0, 3000.0)])
 def test_more_than_copies_and_reads_reach_is_a_failure(copy: float, read: float) -> None:
     setting = make_setting(dry=True)
-    setting.timer, setting.bandwidths = Timer(dry=False), (copy, read)
+    setting.dry, setting.bandwidths = False, (copy, read)
     good, bad = (setting.measured([10.0], nbytes) for nbytes in (31_400_000, 31_600_000))
     assert "status" not in good and good["share"] == pytest.approx(3140 / copy)
     assert bad["status"] == "failed" and "copies and reads reach 3000" in bad["reason"]
@@ -421,10 +422,13 @@ def test_a_race_times_graphs_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     call = lambda: captured.append(1)  # noqa: E731
     racing = {"three copies": [call] * 3, "one copy": [call], "refused": [refuse]}
-    results = Timer(dry=False).race(racing)
-    assert results.pop("refused") == "RuntimeError: needs a sync"
+    setting = replace(make_setting(dry=True), dry=False)
+    rows = setting.race({who: lambda calls=calls: (8, calls) for who, calls in racing.items()})
+    assert rows.pop()["reason"] == "RuntimeError: needs a sync"
     assert sorted(set(replays)) == [20, 21] and len(replays) == 2 * (1 + 15)
-    assert all(us == pytest.approx([2.0] * 15) for us in results.values())
+    assert [row[key] for row in rows for key in ("us_low", "us", "us_high")] == [
+        pytest.approx(2.0)
+    ] * 6
 
 
 WITHOUT = """

@@ -140,16 +140,20 @@ def test_the_page_lists_every_variable() -> None:
         ("missing.txt", "tests/data", "tests/data/missing.txt"),
     ],
 )
-def test_a_path_counts_from_where_make_was_called(raw, called_from, found, capsys) -> None:
-    path = targets.find("PROMPTS", raw, Path(os.path.normpath(ROOT / called_from)))
-    assert path == ROOT / found
-    renamed = "benchmarks" in raw
-    assert (f"PROMPTS: {raw} is {found} here" in capsys.readouterr().err) == renamed
+def test_a_path_counts_from_where_make_was_called(raw, called_from, found) -> None:
+    path = targets.find(raw, Path(os.path.normpath(ROOT / called_from)))
+    assert path.resolve() == (ROOT / found).resolve()
 
 
 def test_a_report_folder_under_benchmarks_lies_under_bench() -> None:
     root = f"{ROOT}/benchmarks/reports"
-    assert targets.set_up({"REPORT_ROOT": root}).folder == ROOT / "bench/reports"
+    assert targets.set_up({"REPORT_ROOT": root}).results.parent.resolve() == ROOT / "bench/reports"
+
+
+def test_the_harness_has_the_path_of_the_original_document() -> None:
+    command = [sys.executable, "benchmarks/harness.py", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--sweep" in done.stdout
 
 
 def test_an_iebin_pair_where_make_was_called_is_the_model(tmp_path: Path) -> None:
@@ -189,10 +193,16 @@ def test_a_contradiction_fails_and_a_disturbed_machine_is_undecided(
     assert targets.bench_verify(call(commands, tmp_path)) == code
 
 
+def test_what_was_measured_goes_into_the_page_with_its_report(tmp_path: Path) -> None:
+    commands = Commands()
+    assert targets.bench(call(commands, tmp_path)) == 0
+    assert commands.names()[2:] == ["run_harness_report.py", "update_performance_md.py"]
+    assert commands.seen[-1][-2:] == ["--add", str(tmp_path / "bench.jsonl")]
+
+
 def test_what_was_not_measured_is_reported_and_ends_with_9(tmp_path: Path) -> None:
     commands = Commands({"bench.harness": 9})
     made = call(commands, tmp_path)
-    (tmp_path / "bench.jsonl").write_text("")
     assert targets.bench(made, again=False) == 9
     assert commands.names() == ["bench.harness", "verify", "run_harness_report.py"]
 
@@ -278,7 +288,6 @@ def test_make_bench_from_the_directory_of_a_model(tmp_path: Path) -> None:
         PRECISION="int4", IE_VERIFY_TOUCH="1", IE_BYTES_PER_TOKEN="64000", IE_STRIDE_BYTES="256",
         REPORT="0", REPORT_ROOT=str(tmp_path), ARGS="--retries 0 --patience 0",
     )  # fmt: skip
-    assert "is bench/prompts_10..txt here" in done.stderr
     (row,) = read_rows(tmp_path / "bench.jsonl")
     assert row["settings"]["model_dir"] == str(ROOT / "tests/data/clocher-tiny-llama")
     assert row["line"]["prompts"] == 10 and row["line"]["tokens_generated"] == 20

@@ -61,10 +61,9 @@ SHAPES = (
     Shape("gpt-oss-20b", _INT8, "mxfp4", _INT8),
 )
 _TINY = (Shape("tiny-gpt-oss", "bf16", "mxfp4"),)
-# (sequences, tokens of each prompt), tokens that follow, tokens of a prompt's step.
 _RUNS = ((1, 128), (1, 1024), (1, 2048), (1, 8128), (8, 128), (16, 128), (32, 128))
-_NEW, _CHUNK = 64, 2048
-_DRY_RUNS, _DRY_NEW, _DRY_CHUNK = ((1, 3),), 2, 4
+_SIZES = {False: (_RUNS, 64, 2048), True: (((1, 3),), 2, 4)}
+"""Dry or not -> runs (sequences, tokens of a prompt), tokens that follow, those of a step."""
 
 
 def tiny_items(dry: bool) -> list[Item]:
@@ -139,7 +138,7 @@ class Made:
         return int(total) + batch * keys * cell
 
 
-def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
+def _made(setting: Setting, shape: Shape) -> Made:
     spec = spec_from_config(preset_config(shape.preset))
     formats: dict[str, Format] = {}
     weights: dict[str, Any] = {}
@@ -151,21 +150,8 @@ def _session(setting: Setting, shape: Shape, dry: bool) -> tuple[Session, Made]:
         kind = {"linear": linear, "head": shape.head}.get(need.kind, "bf16")
         formats[name] = parse_format(kind)
         weights[name] = _random(setting, formats[name], need.shape)
-    setting.timer.synchronize()  # a session's stream does not wait for the default one
-    runs, new, chunk = _runs(spec, dry), *((_DRY_NEW, _DRY_CHUNK) if dry else (_NEW, _CHUNK))
-    batch, context = max(run[0] for run in runs), max(run[1] for run in runs) + new
-    # Prompts enter in whole chunks: their steps may take long.
-    own: dict[str, Any] = {"backend": "cuda", "kv_dtype": _KV, "itl_ms": inf}
-    config = EngineConfig(speculate="off", chunk=chunk, batch=batch, context=context, **own)
-    made = Made(spec, formats, weights)
-    with patch.object(executor, "current_device", lambda: setting.device):
-        return Session(made, config), made  # type: ignore[arg-type]
-
-
-def _runs(spec: ModelSpec, dry: bool) -> list[tuple[int, int]]:
-    """Return the runs that fit the model's context."""
-    runs, new = (_DRY_RUNS, _DRY_NEW) if dry else (_RUNS, _NEW)
-    return [(batch, length) for batch, length in runs if length + new <= spec.max_positions]
+    setting.synchronize()  # a session's stream does not wait for the default one
+    return Made(spec, formats, weights)
 
 
 def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTensor:
@@ -182,11 +168,17 @@ def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTens
 
 def _measure(setting: Setting, shape: Shape) -> list[Row]:
     setting.measure_bandwidth()
-    session, made = _session(setting, shape, setting.dry)
-    rows, salt = list[Row](), count(1)
+    made, rows, salt = _made(setting, shape), list[Row](), count(1)
+    every, new, chunk = _SIZES[setting.dry]
+    runs = [(batch, length) for batch, length in every if length + new <= made.spec.max_positions]
+    most, context = max(batch for batch, _ in runs), max(length for _, length in runs) + new
+    # Prompts enter in whole chunks: their steps may take long.
+    own: dict[str, Any] = {"backend": "cuda", "kv_dtype": _KV, "itl_ms": inf}
+    config = EngineConfig(speculate="off", chunk=chunk, batch=most, context=context, **own)
+    with patch.object(executor, "current_device", lambda: setting.device):
+        session = Session(made, config)  # type: ignore[arg-type]
     try:
-        for batch, length in _runs(made.spec, setting.dry):
-            new = _DRY_NEW if setting.dry else _NEW
+        for batch, length in runs:
             times = [
                 _generate(session, batch, length, new, next(salt))
                 for _ in range(1 + (0 if setting.dry else _REPEATS))  # the first captures graphs

@@ -24,7 +24,6 @@ from bench.ops import real_cases
 from clocher_kernels.cuda.launch import execute
 from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.ops import OPS
-from clocher_kernels.ops.cases import cost
 from clocher_kernels.ops.contract import Case, OpSpec
 
 _PACKAGES = "torch triton numpy numba cupy-cuda12x cupy-cuda13x msgspec tokenizers safetensors"
@@ -104,11 +103,9 @@ def _race(setting: Setting, n: int, k: int, m: int) -> list[Row]:
 def _contender(setting: Setting, spec: OpSpec, case: Case) -> tuple[int, Sequence[Call]]:
     """Return the bytes of an op's call, and calls on copies of its arguments."""
     trial = Trial(setting, spec, case, "f16" if spec.narrow else "f32")
-    outputs = {n: trial.plan.buffers[n].allocate() for n in trial.written}
-    nbytes = cost(spec, {**outputs, **trial.values}, case.attrs).bytes
-    first = trial.tensors()
+    nbytes, first = trial.cost().bytes, trial.tensors()
     copies = [{n: _clone(v) for n, v in first.items()} for _ in range(setting.copies(nbytes))]
-    setting.timer.synchronize()  # kernels that start early prefetch weights
+    setting.synchronize()  # kernels that start early prefetch weights
     return nbytes, [partial(execute, trial.launches(tensors)) for tensors in copies]
 
 

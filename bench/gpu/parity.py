@@ -59,14 +59,14 @@ class Trial(OpRun):
             for name in self.written:
                 tensors[name].copy_(kept[name])
             run()
-            self.setting.timer.synchronize()
+            self.setting.synchronize()
             return {name: tensors[name].clone() for name in self.written}
 
         once = partial(execute, launches)
         first = outputs(once)
         expected = self.run(ReferenceExecutor)
         row = judge(self.limit, {n: self._comparable(n, first[n], expected[n]) for n in expected})
-        replay = self.setting.timer.replay([once])
+        replay = self.setting.replay([once])
         replays = [("the graph's replay", replay)] * (1 if self.setting.dry else _REPLAYS)
         for what, run in (("a second run", once), *replays):
             again = outputs(run)

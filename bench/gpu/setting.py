@@ -1,4 +1,4 @@
-"""What every item of a part gets: the device, the timer and the measured bandwidth."""
+"""What every item of a part gets: the device, races on it and the measured bandwidth."""
 
 import statistics
 import zlib
@@ -33,78 +33,24 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:300]
 
 
-@dataclass(frozen=True)
-class Timer:
-    """Times CUDA graphs; a dry run, without a GPU, calls everything once."""
+@dataclass
+class Setting:
+    """The device of items; `random` is seeded by the item's name.
 
+    A `dry` run, without a GPU, calls everything once, with tiny shapes, and measures no speeds.
+    """
+
+    device: Device
+    random: torch.Generator
     dry: bool
-
-    def race(self, contenders: Mapping[str, Sequence[Call]]) -> dict[str, list[float] | str]:
-        """Return the microseconds of a call in each round, or the error, by name."""
-        results: dict[str, list[float] | str] = {}
-        graphs: dict[str, tuple[Call, int]] = {}
-        for name, calls in contenders.items():
-            many = list(calls) * (1 if self.dry else -(-_CALLS // len(calls)))
-            try:
-                replay = self.replay(many)
-                replay()
-                graphs[name] = replay, len(many)
-            except Exception as error:
-                results[name] = reason(error)
-        marks: dict[str, list[tuple[Any, Any]]] = {name: [] for name in graphs}
-        order = list(graphs)
-        for turn in range(0 if self.dry else _ROUNDS):
-            cuda._sleep(_HEAD_START_CYCLES)
-            first = turn % max(len(order), 1)
-            for name in order[first:] + order[:first]:  # rotate the order
-                start, end = (cuda.Event(enable_timing=True) for _ in "se")
-                start.record()
-                graphs[name][0]()
-                end.record()
-                marks[name].append((start, end))
-        self.synchronize()
-        for name, pairs in marks.items():
-            results[name] = [s.elapsed_time(e) * 1e3 / graphs[name][1] for s, e in pairs]
-        return results
-
-    def replay(self, calls: Sequence[Call]) -> Call:
-        """Capture the calls into one CUDA graph after running each once; return its replay."""
-        if self.dry:
-            return lambda: [call() for call in calls]
-        stream, graph = cuda.Stream(), cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for call in calls:
-                call()
-            self.synchronize()
-            with torch.cuda.graph(graph, stream=stream):
-                for call in calls:
-                    call()
-        self.synchronize()
-        replay: Call = graph.replay
-        return replay
+    l2_bytes: int = 1 << 20
+    bandwidths: tuple[float, float] = (0.0, 0.0)
+    """GB/s of copies and of reads; zeros before `measure_bandwidth`."""
 
     def synchronize(self) -> None:
         """Wait for the GPU; raises its pending errors."""
         if not self.dry:
             torch.cuda.synchronize()
-
-
-@dataclass
-class Setting:
-    """The device and timer of items; `random` is seeded by the item's name."""
-
-    device: Device
-    timer: Timer
-    random: torch.Generator
-    l2_bytes: int = 1 << 20
-    bandwidths: tuple[float, float] = (0.0, 0.0)
-    """GB/s of copies and of reads; zeros before `measure_bandwidth`."""
-
-    @property
-    def dry(self) -> bool:
-        """Whether there is no GPU: tiny shapes, no speeds."""
-        return self.timer.dry
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Return normal random numbers on the device."""
@@ -139,26 +85,61 @@ class Setting:
             copied, read = self.bandwidth(_TINY if self.dry else _LARGE)
             self.bandwidths = copied.get("gbs", 0.0), read.get("gbs", 0.0)
 
+    def replay(self, calls: Sequence[Call]) -> Call:
+        """Capture the calls into one CUDA graph after running each once; return its replay."""
+        if self.dry:
+            return lambda: [call() for call in calls]
+        stream, graph = cuda.Stream(), cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for call in calls:
+                call()
+            self.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                for call in calls:
+                    call()
+        self.synchronize()
+        replay: Call = graph.replay
+        return replay
+
     def race(self, contenders: Mapping[str, Prepare], **facts: object) -> list[Row]:
         """Time contenders in turns; return a row for each, with `facts` in all rows."""
         sizes: dict[str, int] = {}
-        calls: dict[str, Sequence[Call]] = {}
-        times: dict[str, list[float] | str] = {}
-        for name, prepare in contenders.items():
+        graphs: dict[str, tuple[Call, int]] = {}
+        rows: dict[str, Row] = {}
+        for who, prepare in contenders.items():
             try:
-                sizes[name], calls[name] = prepare()
+                sizes[who], calls = prepare()
+                many = list(calls) * (1 if self.dry else -(-_CALLS // len(calls)))
+                replay = self.replay(many)
+                replay()
+                graphs[who] = replay, len(many)
             except Exception as error:
-                times[name] = reason(error)
-        times |= self.timer.race(calls)
-        rows = []
-        for who in contenders:
-            us, own = times[who], who.startswith(("clocher", "copy", "read"))
-            if isinstance(us, str):
-                found: Row = {"status": "failed" if own else "not measured", "reason": us}
-            else:
-                found = self.measured(us, sizes[who])
-            rows.append({**facts, "who": who, **found})
-        return rows
+                own = who.startswith(("clocher", "copy", "read"))
+                status = "failed" if own else "not measured"
+                rows[who] = {"status": status, "reason": reason(error)}
+        for who, us in self._rounds(graphs).items():
+            rows[who] = self.measured(us, sizes[who])
+        return [{**facts, "who": who, **rows[who]} for who in contenders]
+
+    def _rounds(self, graphs: Mapping[str, tuple[Call, int]]) -> dict[str, list[float]]:
+        """Return the microseconds of a call in each round; `graphs` are replays of many calls."""
+        marks: dict[str, list[tuple[Any, Any]]] = {who: [] for who in graphs}
+        order = list(graphs)
+        for turn in range(0 if self.dry else _ROUNDS):
+            cuda._sleep(_HEAD_START_CYCLES)
+            first = turn % max(len(order), 1)
+            for who in order[first:] + order[:first]:  # rotate the order
+                start, end = (cuda.Event(enable_timing=True) for _ in "se")
+                start.record()
+                graphs[who][0]()
+                end.record()
+                marks[who].append((start, end))
+        self.synchronize()
+        return {
+            who: [start.elapsed_time(end) * 1e3 / graphs[who][1] for start, end in pairs]
+            for who, pairs in marks.items()
+        }
 
     def measured(self, us: Sequence[float], nbytes: int) -> Row:
         """Return time, bandwidth and its share of the copy's; a row above both bandwidths fails."""
@@ -182,7 +163,7 @@ def run_item(setting: Setting, item: Item) -> list[Row]:
     try:
         with torch.no_grad():
             rows = list(run(setting))
-        setting.timer.synchronize()
+        setting.synchronize()
     except Exception as error:
         rows = [{"status": "failed", "reason": reason(error)}]
     return [{"item": name, "status": "ok", **row} for row in rows]
@@ -191,6 +172,6 @@ def run_item(setting: Setting, item: Item) -> list[Row]:
 def make_setting(dry: bool) -> Setting:
     """Return the setting of this machine."""
     if dry:
-        return Setting(INTERPRETER, Timer(dry), torch.Generator("cpu"))
+        return Setting(INTERPRETER, torch.Generator("cpu"), dry)
     size = torch.cuda.get_device_properties(torch.cuda.current_device()).L2_cache_size
-    return Setting(current_device(), Timer(dry), torch.Generator("cuda"), size)
+    return Setting(current_device(), torch.Generator("cuda"), dry, size)
