@@ -112,13 +112,13 @@ KINDS: Mapping[str, Kind] = {
         "p99 = {compile_ms_p99:.0f} | us a mask, median = {mask_us_p50:.0f} | "
         "p99 = {mask_us_p99:.0f} | most = {mask_us_max:.0f} | "
         "obeying texts allowed = {accepted} of {accepted_of} | "
-        "others stopped = {rejected} of {rejected_of}",
+        "others stopped = {rejected} of {rejected_of} | "
+        "texts at T = 1 = {asked} | ended = {ended} | obey = {obeying}",
     ),
     "tools": Kind(
         "Tool calls",
-        "suite | server | tool_choice | n | right, % | parseable, % | s",
-        "{suite} | {engine} | {choice} | {n} | {right:.1f} ± {error:.1f} | {parseable:.1f} | "
-        "{seconds:.0f}",
+        "suite | server = {engine} | tool_choice = {choice} | n | "
+        "right, % = {right:.1f} ± {error:.1f} | parseable, % = {parseable:.1f} | s = {seconds:.0f}",
     ),
     "block_sparse": Kind(
         "Block-sparse weights",

@@ -1,11 +1,12 @@
 r"""JSON schemas of a published suite: how many compile, what their masks allow, and in what time.
 
 \b
-    python -m bench schemas --model-dir FILE --data maskbench/data [--every 4]
+    python -m bench schemas --model-dir FILE --data maskbench/data [--every 4] [--texts 200]
 
 DATA holds MaskBench's files (of guidance-ai/jsonschemabench): a schema, and texts that obey it or
 do not. A schema compiles if the server would take it, its trial with limits included. A text obeys
-if the masks allow every one of its tokens and then an end.
+if the masks allow every one of its tokens and then an end. --texts asks the model for a text at
+temperature 1 for so many schemas that compile, and jsonschema whether those that ended obey.
 """
 
 import json
@@ -13,6 +14,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -22,6 +24,7 @@ from bench.experiment import MODEL_DIR, NotMeasured, experiment
 from bench.record import Row
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import WORD_BITS, words_for
+from clocher_runtime.api import load
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.flags import option
@@ -29,6 +32,8 @@ from clocher_runtime.command.parameters import PATH
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.text.grammar import GrammarMaker
 from clocher_runtime.text.tokenizer import Tokenizer
+
+_MOST = 400  # tokens of a text that is asked for
 
 
 class _Masks:
@@ -93,12 +98,32 @@ def _row(schemas: Sequence[Row]) -> Row:
     return found | {"refused": Counter(s["refused"] for s in schemas if "refused" in s)}
 
 
+def _asked(path: Path | None, schemas: Sequence[Any]) -> Row:
+    """Ask a model for a text for each schema; return how many ended, and how many of them obey."""
+    from jsonschema.validators import validator_for
+
+    ended = obeying = 0
+    with load(path, context=4096) as model:
+        for seed, schema in enumerate(schemas):
+            wish = f"A JSON document of this schema: {json.dumps(schema)[:4000]}\nThe document: "
+            how = {"temperature": 1.0, "seed": seed, "max_tokens": _MOST}
+            try:
+                made = model.complete(wish, json_schema=schema, **how)
+            except UsageError:  # a limit while the text went on
+                continue
+            if made.finish_reason == "stop":
+                ended += 1
+                obeying += validator_for(schema)(schema).is_valid(json.loads(made.text))
+    return {"asked": len(schemas), "ended": ended, "obeying": obeying}
+
+
 @experiment(
     "schemas",
     __doc__,
     MODEL_DIR,
     option("--data", PATH, "directory of MaskBench's files", required=True),
     option("--every", click.IntRange(1), "take every Nth of them", default=1),
+    option("--texts", click.IntRange(0), "ask the model for so many", default=0),
     title="JSON schemas",
 )
 def main(asked: Any) -> Iterator[Row]:
@@ -108,10 +133,21 @@ def main(asked: Any) -> Iterator[Row]:
         raise NotMeasured(f"{asked.data} has no .json files; give maskbench/data")
     masks = _Masks(open_checkpoint(asked.model_dir or embedded_model()))
     suites: dict[str, list[Row]] = {"all": []}
+    taken: list[Any] = []
     for path in files:
-        found = masks.judge(json.loads(path.read_text(encoding="utf-8")))
+        one = json.loads(path.read_text(encoding="utf-8"))
+        found = masks.judge(one)
+        taken += [] if "refused" in found else [one["schema"]]
         name = re.split(r"---|[-_]\d", path.stem)[0]
         for suite in ("all", name):
             suites.setdefault(suite, []).append(found)
+    few = taken[:: max(1, len(taken) // (asked.texts or 1))][: asked.texts]
+    made = _asked(asked.model_dir, few) if few else {}
     for name, schemas in suites.items():
-        yield {"every": asked.every, "vocabulary": masks.size, "suite": name, **_row(schemas)}
+        yield {
+            "every": asked.every,
+            "vocabulary": masks.size,
+            "suite": name,
+            **_row(schemas),
+        } | made
+        made = {}

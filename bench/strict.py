@@ -28,7 +28,7 @@ from bench import machine
 from bench.cells import of_program
 from bench.experiment import experiment, turns
 from bench.record import Row
-from bench.strict_checks import Launch, checks, row, share_of_limit, verdict
+from bench.strict_checks import Launch, checks, row, share_of_limit, touched_sum, verdict
 from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
@@ -152,13 +152,13 @@ class Process:
         }
 
     def checksum(self) -> Row:
-        """Generate with a work-touch, and walk over the same bytes once more."""
-        per_token = self.config.bytes_per_token or CHECKED_BYTES
-        touch, again = self.touch(per_token), self.touch(per_token)
+        """Generate with a work-touch, and sum the same bytes with NumPy."""
+        per_token, stride = self.config.bytes_per_token or CHECKED_BYTES, self.config.stride_bytes
+        touch = self.touch(per_token)
         self.generate(self.prompts()[1], CHECKED_TOKENS, touch)
-        again(CHECKED_TOKENS)
-        walk = {"tokens": CHECKED_TOKENS, "bytes_per_token": per_token, "stride": touch.stride}
-        return {**walk, "got": touch.checksum, "expected": again.checksum}
+        expected = touched_sum(self.engine.files, CHECKED_TOKENS, per_token, stride)
+        walk = {"tokens": CHECKED_TOKENS, "bytes_per_token": per_token, "stride": stride}
+        return {**walk, "got": touch.checksum, "expected": expected}
 
 
 def measure(task: Task) -> Launch:

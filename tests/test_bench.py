@@ -264,7 +264,7 @@ def test_schemas_of_a_suite(tmp_path: Path) -> None:
         suite = {"schema": schema, "tests": tests}
         (tmp_path / f"{name}.json").write_text(json.dumps(suite))
     out = tmp_path / "rows.jsonl"
-    words = ["--data", str(tmp_path), "--json", str(out)]
+    words = ["--data", str(tmp_path), "--texts", "1", "--json", str(out)]
     result = CliRunner().invoke(schemas.main, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     everything, one, two = json.loads(out.read_text())
@@ -277,6 +277,7 @@ def test_schemas_of_a_suite(tmp_path: Path) -> None:
         3,
     ]
     assert "not" in next(iter(two["refused"])) and 0 < one["mask_us_p50"] <= one["mask_us_max"]
+    assert everything["asked"] == 1 and everything["obeying"] == everything["ended"]
 
 
 def test_calls_are_judged_as_the_suite_judges_them() -> None:

@@ -20,6 +20,7 @@ from bench.strict_checks import (
     row,
     same_ids,
     touched,
+    touched_sum,
     verdict,
     within_bandwidth,
 )
@@ -197,15 +198,6 @@ def test_rows_are_named_as_llama_bench_names_them() -> None:
     assert found["tok_s"] == pytest.approx(1000)
     assert found["kernels_tok_s"] == pytest.approx(4e3 / 3)
     assert (found["avg_ns"], found["stddev_ns"], len(found["samples_ns"])) == (4e6, 0, 6)
-
-
-def touched_sum(files: list[np.ndarray], tokens: int, per_token: int, stride: int) -> int:
-    """Return the checksum of a work-touch by its definition in docs/json-line.md."""
-    ring, total = np.concatenate(files), 0
-    for token in range(tokens):
-        k = np.arange(-(-per_token // stride))
-        total += int(ring[(token * per_token + k * stride) % ring.size].sum(dtype=np.uint64))
-    return total % (1 << 64)
 
 
 @pytest.mark.parametrize("per_token", [1, 63, 64, 1000, 5000])
