@@ -99,7 +99,7 @@ class ModelChoice:
 
 
 def adapters_of(config: EngineConfig) -> dict[str, Path]:
-    """Return the directories of LoRA adapters by name, "" for the one to merge. ModelNotFound."""
+    """Return the directories of LoRA adapters by name, "" for one to merge; raises ModelError."""
     source = config.given["lora"].source if "lora" in config.given else "--lora"
     return {name: locate(path, source) for name, path in (config.lora or {}).items()}
 

@@ -222,10 +222,11 @@ def _path(value: object) -> Path:
 
 
 def _adapters(value: object) -> dict[str, str]:
-    named = value if isinstance(value, Mapping) else {"": value}
-    return {
-        _such(name, name == "" or _NAME.fullmatch(name)): str(_path(named[name])) for name in named
-    }
+    named: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"": value}
+    for name, path in named.items():
+        _such(name, isinstance(name, str) and (not name or _NAME.fullmatch(name)))
+        _path(path)
+    return {name: os.fspath(path) for name, path in named.items()}
 
 
 def _split_adapters(raw: str) -> dict[str, str]:

@@ -162,17 +162,17 @@ def _of_linears(
 ) -> Mapping[str, _Delta]:
     arrays, _ = read_safetensors(HfFolder(directory).member(WEIGHTS))
     deltas, whole = _recognised(arrays, _read_config(directory))
-    needs = inventory(spec)
-    for name in (*whole, *deltas):
-        need = needs.get(name)
-        dense = need is not None and need.kind == "linear" and len(need.shape) == 2
-        if name in whole or not dense or spec.input_norm_eps:
-            raise UnsupportedModel(
-                f"{directory}: changes {name}; expected low-rank pairs for linears of attention "
-                "and dense MLPs, which is all that requests can choose by name; merge it into the "
-                f"weights instead: --lora {directory}"
-            )
-        _fits(base, name, deltas[name])
+    for name, delta in deltas.items():
+        _fits(base, name, delta)
+    # Linears of BitNet may have norms of their own, which an adapter would have to come before.
+    needs = {} if spec.input_norm_eps else inventory(spec)
+    dense = {n for n, need in needs.items() if need.kind == "linear" and len(need.shape) == 2}
+    if others := sorted(whole.keys() | (deltas.keys() - dense)):
+        raise UnsupportedModel(
+            f"{directory}: changes {others[0]}; expected low-rank pairs for linears of attention "
+            "and dense MLPs, which is all that requests can choose by name; merge it into the "
+            f"weights instead: --lora {directory}"
+        )
     return deltas
 
 
