@@ -199,6 +199,28 @@ def test_scores_and_states_are_those_of_the_adapter(model: Model, merged: dict[s
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("diffusion", ["lossless", "threshold:0.9", "off"])
+def test_blocks_are_denoised_with_the_adapter_too(diffusion: str, tmp_path: Path) -> None:
+    folder = Path(__file__).parent / "data/clocher-tiny-blocks"
+    tensors: Adapter = {}
+    base = load_model(open_checkpoint(folder), "fp32")
+    for name, tensor in base.weights.items():
+        if name.endswith(("v_proj.weight", "gate_proj.weight")):
+            tensors |= halves(name.removesuffix(".weight"), tensor.shape)
+    adapter = write_adapter(tmp_path / "lora", tensors)
+    named = replace(base, adapters=adapters({"sql": adapter}, base))
+
+    def made(model: Model, which: Sequence[str]) -> list[list[int]]:
+        more = {"batch": 6, "diffusion": diffusion, **EXACT}
+        with closing(make_session(model, **more)) as session:
+            return texts(session, which)
+
+    bare, adapted = made(base, [""] * 6), made(named, ["sql"] * 6)
+    assert all(one != other for one, other in zip(adapted, bare, strict=True))
+    mixed = made(named, ["", "sql"] * 3)
+    assert mixed[::2] == bare[::2] and mixed[1::2] == adapted[1::2]
+
+
 def test_without_adapters_a_plan_has_nothing_of_them(
     model: Model, merged: dict[str, Model]
 ) -> None:
