@@ -64,7 +64,8 @@ class LanguageModel:
     """A model bound to a back end, with its tokenizer. Any number of threads may share it.
 
     Methods take `max_new` (also `max_tokens`, `max_new_tokens`; default 64), `stop` (a string or
-    several), `logprobs` (number of top tokens to return with each), and the fields of `Sampling`:
+    several), `logprobs` (number of top tokens to return with each), `adapter` (the name of one that
+    `load` got in `lora={name: directory}`, "" for the base), and the fields of `Sampling`:
     temperature, top_k, top_p, min_p, seed, repetition_penalty, presence_penalty, frequency_penalty,
     logit_bias, processors. One of `json_schema` (a dictionary), `json_object` (True), `regex`,
     `grammar` (Lark or GBNF) and `choice` (a list of texts) constrains the output, which is complete

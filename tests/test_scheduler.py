@@ -33,11 +33,17 @@ def next_id(seen: bytes, near: bytes, seed: int, draw: int) -> int:
     return int.from_bytes(digest, "little") % VOCABULARY
 
 
-def alone(ids: list[int], count: int, seed: int, stop: frozenset[int] = frozenset()) -> list[int]:
+def alone(
+    ids: list[int],
+    count: int,
+    seed: int,
+    stop: frozenset[int] = frozenset(),
+    adapter: int = 0,
+) -> list[int]:
     """The tokens that a prompt is followed by."""
     ids, made = list(ids), []
     for draw in range(count):
-        seen = np.array(ids, np.int32)
+        seen = np.array(ids, np.int32) + np.int32(VOCABULARY * adapter)
         near = seen[max(0, len(ids) - WINDOW) :]
         made.append(next_id(seen.tobytes(), near.tobytes(), seed, draw))
         ids.append(made[-1])
@@ -47,13 +53,17 @@ def alone(ids: list[int], count: int, seed: int, stop: frozenset[int] = frozense
 
 
 class Executor:
-    """A model whose keys are the ids: it reads them through the page tables, like attention."""
+    """A model whose keys are the ids, other ones with an adapter.
+
+    It reads them through the page tables, like attention.
+    """
 
     def __init__(self, slots: int, chunk: int, context: int, pages: int, few: int) -> None:
         blocks = -(-context // PAGE_CELLS)
-        self.plan = SimpleNamespace(tokens=chunk, rows=slots)
+        self.plan = SimpleNamespace(tokens=chunk, rows=slots, buffers={"adapters": None})
         tables = {"pages": (slots, blocks), "window_pages": (slots, blocks)}
-        tokens = dict.fromkeys(("ids", "slots", "positions", "ends", "ancestors"), (chunk,))
+        names = ("ids", "slots", "positions", "ends", "ancestors", "adapters")
+        tokens = dict.fromkeys(names, (chunk,))
         rows = dict.fromkeys(
             ("rows", *DRAW_INPUTS, "sampled"),
             (slots,),
@@ -107,7 +117,8 @@ class Executor:
             for table, cells in self.cells.items():
                 page = a[table][slot, position // PAGE_CELLS]
                 assert page >= 0, f"no page for cell {position}"
-                cells[page, position % PAGE_CELLS] = a["ids"][t]
+                key = a["ids"][t] + VOCABULARY * a["adapters"][t]
+                cells[page, position % PAGE_CELLS] = key
         for row in range(rows):
             t = a["rows"][row]
             slot, end = a["slots"][t], a["ends"][t]
@@ -212,9 +223,9 @@ def play(seed: int, make: type[Executor] = Executor) -> tuple[int, float]:
         while pending and pending[-1][0] <= now:
             _, ids, budget, sampling, stop = pending.pop()
             request = request_of(ids, budget, sampling)
-            request.stop = stop
+            request.stop, request.adapter = stop, len(ids) % 2
             scheduler.submit([request])
-            live.append((request, alone(ids, budget, sampling, stop)))
+            live.append((request, alone(ids, budget, sampling, stop, request.adapter)))
         if live and rng.random() < 0.01:
             rng.choice(live)[0].queue.left = True
         scheduler.step()

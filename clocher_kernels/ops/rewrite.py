@@ -1,7 +1,8 @@
-"""Rewrites of a Plan: activations in fewer bits, zeros left out, calls that may be one launch."""
+"""Rewrites of a Plan: LoRA adapters, activations in fewer bits, zeros left out, fused calls."""
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Format
@@ -23,10 +24,66 @@ ROUNDED: Mapping[str, Mapping[str, Attr]] = {
 
 _KEEPS_ZEROS = {"rms_norm": "y", "fake_quantize": "y", "quantize": "q"}
 """Op -> what it writes that is zero where what it reads is."""
+LORA = "lora."
+"""What the names of adapters' matrices begin with."""
 _UNIT = 32
 _GROUP = 128
 _MOST_SIDE_BY_SIDE = 3
 """Matrices that a run multiplies the same activations by."""
+
+
+class Adapted(NamedTuple):
+    """A linear that LoRA adapters change: the rank of all together, and their table of scales."""
+
+    rank: int
+    scales: str
+
+
+def adapt(plan: Plan, linears: Mapping[str, Adapted]) -> Plan:
+    """Let linears add (x A^T * s) B^T of all adapters at once; `linears` by weight.
+
+    A [rank, K] and B [N, rank] are those of the adapters one after the other: "lora.a.W" and
+    "lora.b.W" of weight W. s is a row of the table [1 + adapters, rank], zero but for the adapter
+    that the input "adapters", i32 [M], names for the token; 0 is none.
+    """
+    if not linears:
+        return plan
+    buffers, calls = dict(plan.buffers), list[Call]()
+    buffers["adapters"] = Buffer((plan.tokens,), "i32", "M", "input")
+
+    def scratch(name: str, size: int) -> str:
+        buffers[name] = Buffer((plan.tokens, size), "f32", "M")
+        return name
+
+    for rank, table in dict.fromkeys(linears.values()):
+        args = {"ids": "adapters", "table": table, "y": scratch(f"{table}.of_token", rank)}
+        calls.append(Call("embed", args, {"scale": 1.0}))
+    for call in plan.calls:
+        each = linears.get(call.args.get("w", ""))
+        size = buffers[call.args["y"]].shape[-1] if each else 0
+        calls += _adding(call, each, size, scratch) if each else [call]
+    named = (name for call in calls for name in call.args.values() if name.startswith(LORA))
+    weights = dict.fromkeys((*plan.weights, *(name for name in named if name not in buffers)))
+    return replace(plan, buffers=buffers, calls=tuple(calls), weights=tuple(weights))
+
+
+def _adding(call: Call, each: Adapted, size: int, scratch: Callable[[str, int], str]) -> list[Call]:
+    """Return a linear to `size` columns, and what adds the adapters' part to its sum."""
+    args, weight = call.args, call.args["w"]
+    small = scratch(f"{LORA}x{each.rank}", each.rank)
+    down = {"x": args["x"], "w": f"{LORA}a.{weight}", "times": f"{each.scales}.of_token"}
+    up = {"x": small, "w": f"{LORA}b.{weight}"}
+    after = {name: args[name] for name in ("times", "residual") if name in args}
+    first, last, y = call, list[Call](), args["y"]
+    if "activation" in call.attrs:  # it and what follows it come after the addition
+        y = scratch(f"{LORA}y{size}", size)
+        first = Call(call.op, {name: args[name] for name in args if name not in after} | {"y": y})
+        identity = {"x": y, "w": f"{LORA}identity.{size}", **after, "y": args["y"]}
+        last = [Call("bsr_linear", identity, call.attrs)]
+    elif "times" in after:
+        up["times"] = after["times"]
+    up |= {"residual": y, "y": y}
+    return [first, Call("linear", {**down, "y": small}), Call("linear", up), *last]
 
 
 def act_group(fmt: Format) -> int:
@@ -123,6 +180,7 @@ def round_activations(plan: Plan, precision: str) -> Plan:
 
     def rounded(call: Call) -> Call | None:
         product = "x" in call.args and OPS[call.op].matrix is not None and not has_codes(call)
+        product = product and not call.args["w"].startswith(LORA)  # adapters are small and exact
         if not product and (call.op != "quantize" or precision == "int8"):
             return None
         x = call.args["x"]

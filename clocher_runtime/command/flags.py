@@ -318,6 +318,8 @@ def setting_option(name: str, setting: Setting, *, reads: bool, **more: Any) -> 
     if takes.metavar == "0|1":  # it takes no value, and means 1
         return click.Option([flag, name], is_flag=True, default=None, **more)
     more |= {"metavar": takes.metavar, "shell_complete": _completion(takes.metavar)}
+    if takes.repeats and not reads:  # as one text
+        more |= {"multiple": True, "callback": lambda *given: ",".join(given[2]) or None}
     kind = (lambda raw: takes.read(flag, raw)) if reads else str
     return click.Option([flag, name], type=kind, **more)
 
@@ -327,7 +329,7 @@ def _completion(metavar: str) -> Callable[..., list[CompletionItem]]:
     words = [word for word in metavar.split("|") if "|" in metavar and not word.isupper()]
 
     def complete(_: click.Context, __: click.Parameter, typed: str) -> list[CompletionItem]:
-        if metavar == "PATH":
+        if metavar.endswith("PATH"):
             return [CompletionItem(typed, type="file")]
         return [CompletionItem(word) for word in words if word.startswith(typed)]
 

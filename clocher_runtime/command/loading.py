@@ -91,12 +91,17 @@ class ModelChoice:
             template = {"chat_template": chosen_template(config.chat_template, how.source)}
             settings = {**checkpoint.tokenizer_config, **template}
             checkpoint = replace(checkpoint, tokenizer_config=settings)
-        if config.lora is None:
+        if (merged := adapters_of(config).get("")) is None:
             return checkpoint, ignored
         from clocher_runtime.checkpoints.hf.lora import with_lora
 
-        how = config.given.get("lora", Given("--lora", str(config.lora)))
-        return with_lora(checkpoint, locate(how.raw, how.source)), ignored
+        return with_lora(checkpoint, merged), ignored
+
+
+def adapters_of(config: EngineConfig) -> dict[str, Path]:
+    """Return the directories of LoRA adapters by name, "" for one to merge; raises ModelError."""
+    source = config.given["lora"].source if "lora" in config.given else "--lora"
+    return {name: locate(path, source) for name, path in (config.lora or {}).items()}
 
 
 def choose_model(config: EngineConfig, cwd: Path | None = None) -> ModelChoice:
@@ -257,6 +262,12 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     if config.verify_weights:
         checkpoint.verify()
     model = load_model(checkpoint, config.precision)
+    if named := {name: path for name, path in adapters_of(config).items() if name}:
+        from clocher_runtime.checkpoints.hf.lora import side_by_side
+
+        adapters = side_by_side(checkpoint, model.spec, named)
+        nbytes = model.bytes_per_token + adapters.nbytes
+        model = replace(model, adapters=adapters, bytes_per_token=nbytes)
     fetch_ahead(_packed_later(config, checkpoint, model.spec))
     draft = None
     if config.draft_model is not None and config.speculate in WITH_DRAFT_MODEL:

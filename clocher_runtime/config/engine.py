@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Self
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.values import (
+    ADAPTERS,
     ATTENTION,
     DIFFUSION,
     PATH,
@@ -77,8 +78,10 @@ class EngineConfig:
     )
     model_json: Path | None = _model(PATH, "model.ie.json of an IEBIN pair")
     model_bin: Path | None = _model(PATH, "model.ie.bin of an IEBIN pair")
-    lora: Path | None = _model(
-        PATH, "LoRA adapter, a directory of peft, to add to the float weights"
+    lora: Mapping[str, str] | None = _model(
+        ADAPTERS,
+        "LoRA adapter, a directory of peft, to add to the float weights; to serve, also NAME=PATH, "
+        "once for each: requests whose model is NAME get it, beside the base",
     )
     draft_model: Path | None = _model(
         PATH,

@@ -21,6 +21,9 @@ from clocher_runtime.diffusion import parse as parse_rule
 from clocher_runtime.models.spec import TAKES, parse_selection
 
 _INTEGER = re.compile(r"[+-]?[0-9]{1,20}")
+_NAME = re.compile(r"[\w.:-]+")
+_NAMED = re.compile(rf"(?:(?P<name>{_NAME.pattern})=)?(?P<path>.*)", re.DOTALL)
+_NEXT_NAMED = re.compile(rf",(?={_NAME.pattern}=)")
 _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?")
 
 
@@ -29,7 +32,7 @@ class Value:
     """A type of value: converts Python values (`accept`) and text (`from_text`).
 
     Both raise ValueError, or UsageError with a reason of their own. `takes` is a noun phrase;
-    `unset` the default, unless the setting has one.
+    `unset` the default, unless the setting has one. `repeats`: its flag may come several times.
     """
 
     metavar: str
@@ -37,6 +40,7 @@ class Value:
     accept: Callable[[Any], Any]
     from_text: Callable[[str], Any] = str
     unset: Any = None
+    repeats: bool = False
 
     def read(self, source: str, raw: str) -> Any:
         """Parse the text of the flag or variable `source`. Raises UsageError."""
@@ -217,6 +221,20 @@ def _path(value: object) -> Path:
     return Path(_such(given, isinstance(given, str) and given and "\0" not in given))
 
 
+def _adapters(value: object) -> dict[str, str]:
+    named: Mapping[Any, Any] = value if isinstance(value, Mapping) else {"": value}
+    for name, path in named.items():
+        _such(name, isinstance(name, str) and (not name or _NAME.fullmatch(name)))
+        _path(path)
+    return {name: os.fspath(path) for name, path in named.items()}
+
+
+def _split_adapters(raw: str) -> dict[str, str]:
+    parts = [_NAMED.fullmatch(part) for part in _NEXT_NAMED.split(raw)]
+    found = {part["name"] or "": part["path"] for part in parts if part}
+    return dict(_such(found, len(found) == len(parts)))
+
+
 def _ids(value: object) -> tuple[int, ...]:
     ids = tuple(map(as_integer, value)) if isinstance(value, list | tuple) else (None,)
     return tuple(_such(each, each is not None and 0 <= each < 1 << 31) for each in ids)
@@ -259,6 +277,10 @@ def _such(value: Any, good: object) -> Any:
 
 
 PATH = Value("PATH", "a path", _path)
+ADAPTERS = Value(
+    "[NAME=]PATH", "a path, or NAME=PATH,NAME=PATH", _adapters, _split_adapters, repeats=True
+)
+"""LoRA adapters by name; "" is the one that has none."""
 SWITCH = Value(
     "0|1",
     "0 or 1",

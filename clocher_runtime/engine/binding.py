@@ -52,7 +52,9 @@ def bind(
     act_prec = config.act_prec or known.default_act_prec
     one_of(f"act_prec of the {backend} back end", act_prec, known.activations)
     scope = in_scope(spec, scoped or "all")
-    plan = build_plan(spec, formats, sizes, partial(_check_room, known.on_host))
+    adapters = model.adapters
+    adapted = adapters.linears if adapters else {}
+    plan = build_plan(spec, formats, sizes, partial(_check_room, known.on_host), adapted)
     share = None
     if config.act_sparsity is not None:
         from clocher_runtime.engine.act_sparsity import act_sparsity, calibrate, drop_inputs
@@ -73,7 +75,7 @@ def bind(
         plan = skip_zeros(plan, formats, scope)
     executor = make_executor(
         plan,
-        model.weights,
+        {**model.weights, **(adapters.weights if adapters else {})},
         config,
         copied=scope if scoped else frozenset(),
         progress=progress,

@@ -28,6 +28,7 @@ class StepInputs:
 
     def __init__(self, executor: Executor) -> None:
         self._executor, inputs = executor, (*TOKEN_INPUTS, "rows", *DRAW_INPUTS, *_LISTS)
+        inputs += tuple({"adapters"} & executor.plan.buffers.keys())
         self._arrays = {name: executor.array(name) for name in inputs}
         self._edits = len(self._arrays["edit_ids"]) // len(executor.array("pages"))
 
@@ -53,6 +54,7 @@ class StepInputs:
                 "positions": range(cells, cells + total),
                 "ends": range(cells + 1, cells + total + 1),
                 "ancestors": [0] * total,
+                "adapters": [request.adapter] * total,
                 "rows": range(start + total - rows, start + total),
                 "masked": range(masks + 1, masks + 1 + rows) if written else [0] * rows,
                 "edit_begin": begin,
@@ -64,8 +66,8 @@ class StepInputs:
                 "seeds": [sampling.seed] * rows,
                 "draws": range(first, first + rows) if drafted else [request.made] * rows,
             }
-            for name, values in added.items():
-                columns[name] += values
+            for name, column in columns.items():
+                column += added[name]
             if masks_behind or request.denoises:
                 shown.append((request, start, count, drafted, row))
             start, row, masks = start + total, row + rows, masks + written

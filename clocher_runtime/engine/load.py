@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
 from clocher_runtime.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from clocher_runtime.checkpoints.hf.lora import Adapters
 
 Weights = Mapping[str, np.ndarray | QuantTensor]
 
@@ -42,7 +46,8 @@ class Model:
     """A model ready to be planned: matrices (in place where possible) and fp32 vectors.
 
     `precision`: matrix formats, the most bytes first; `bytes_per_token`: weight bytes a token
-    reads; `obeyed`: the requested precision changed a matrix, or all linears had it.
+    reads; `obeyed`: the requested precision changed a matrix, or all linears had it; `adapters`:
+    that requests may name.
     """
 
     spec: ModelSpec
@@ -51,6 +56,7 @@ class Model:
     precision: str
     bytes_per_token: int
     obeyed: bool = True
+    adapters: "Adapters | None" = None
 
     @property
     def formats(self) -> dict[str, Format]:

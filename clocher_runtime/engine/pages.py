@@ -98,12 +98,14 @@ class PagePool:
 class Sequence:
     """A sequence as the cache knows it: `ids`, of which the first `cells` have keys.
 
-    `salt`: pages are shared within it; `slot`: row of the page tables, -1 for none; `held`: block
-    -> page by group of layers; `parts`: first block not found in the cache; `keys`: of its blocks.
+    `salt`: pages are shared within it; `adapter`: number of its LoRA adapter, 0 for none; `slot`:
+    row of the page tables, -1 for none; `held`: block -> page by group of layers; `parts`: first
+    block not found in the cache; `keys`: of its blocks.
     """
 
     ids: list[int]
     salt: bytes = b""
+    adapter: int = 0
     slot: int = -1
     cells: int = 0
     held: tuple[dict[int, int], ...] = ()
@@ -266,7 +268,8 @@ class KvPages:
         while len(keys) <= block:
             start = len(keys) * PAGE_CELLS
             ids = np.array(sequence.ids[start : start + PAGE_CELLS], np.int32).tobytes()
-            before = keys[-1][0] if keys else _digest(self._salt, sequence.salt)
+            first = self._salt, sequence.salt, sequence.adapter.to_bytes(4, "little")
+            before = keys[-1][0] if keys else _digest(*first)
             keys.append((_digest(before, ids), ids))
         return keys[block]
 

@@ -11,6 +11,7 @@ from clocher_kernels.errors import ModelChanged, UsageError
 from clocher_kernels.ops.elementwise import rms_norm
 from clocher_kernels.plan import Touch
 from clocher_runtime.config.engine import EngineConfig
+from clocher_runtime.config.values import shown
 from clocher_runtime.engine import arguments
 from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.backends import Progress
@@ -149,7 +150,8 @@ class Session:
         It joins the steps at its first token. `stop_ids` None takes the model's. Each step is one
         span of `window`, "prefill" if it has prompt tokens, else "decode", inside which
         `after_token` gets the number of tokens made. `more`: logits (bool); salt (str), within
-        which cached pages are shared; constraints, one or None per prompt; diffusion (str).
+        which cached pages are shared; constraints, one or None per prompt; diffusion (str);
+        adapter (str), the name of a LoRA adapter.
 
         Raises SessionBusy (beside a measured generation or within a step), UsageError, NonFinite,
         ModelChanged (checked before the first step and after the last).
@@ -160,6 +162,7 @@ class Session:
             usable, most = self._usable(prompts), arguments.whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
             chosen, salt = sampling or Sampling(), call.salt.encode()
+            adapter = self._adapter(call.adapter)
             arguments.check_biases(chosen.logit_bias, self.model.spec.vocab_size)
             allowed = self.executor.array("allowed")
             bound = arguments.one_for_each(call.constraints, len(usable), allowed)
@@ -174,6 +177,7 @@ class Session:
                 fields: dict[str, Any] = {
                     "ids": ids,
                     "salt": salt,
+                    "adapter": adapter,
                     "queue": queue,
                     "index": index,
                     "budget": max(1, min(most, self.longest - len(ids))),
@@ -206,16 +210,18 @@ class Session:
         for _ in self.scoring(ids, take):
             pass
 
-    def scoring(self, ids: Sequence[int], take: Take) -> Generation:
+    def scoring(self, ids: Sequence[int], take: Take, adapter: str = "") -> Generation:
         """Call `take` with each position and its logits [V] fp32, valid during the call.
 
         The generation yields no tokens. Tokens see only earlier ones, also in block models.
         """
         if not (self.config.all_logits or self.config.score_rows):
             raise UsageError("logits: make the session with all_logits=True, or with score_rows")
-        return self._delivering(ids, take)
+        return self._delivering(ids, take, adapter)
 
-    def states(self, ids: Sequence[int], take: Take, last_only: bool = False) -> Generation:
+    def states(
+        self, ids: Sequence[int], take: Take, last_only: bool = False, adapter: str = ""
+    ) -> Generation:
         """Call `take` with each position, or the last, and its final hidden state [D] fp32.
 
         The final norm is applied (Granite's is scaled). The generation yields no tokens.
@@ -228,10 +234,12 @@ class Session:
             rms_norm(x=row[None], weight=weight, y=y, eps=eps)
             take(position, y[0])
 
-        return self._delivering(ids, normed, hidden=True, last_only=last_only)
+        return self._delivering(ids, normed, adapter, hidden=True, last_only=last_only)
 
-    def _delivering(self, ids: Sequence[int], take: Take, **options: Any) -> Generation:
-        (usable,) = self._usable([ids])
+    def _delivering(
+        self, ids: Sequence[int], take: Take, adapter: str, **options: Any
+    ) -> Generation:
+        (usable,), options["adapter"] = self._usable([ids]), self._adapter(adapter)
 
         def begin() -> OutputQueue:
             request = Score(ids=usable, queue=OutputQueue(1), scored=take, **options)
@@ -245,6 +253,13 @@ class Session:
         with self._lock.taken("step"):
             self.scheduler.step()
             return not self.scheduler.is_idle
+
+    def _adapter(self, name: str) -> int:
+        """Return the number of an adapter; 0 for "", the base. Raises UsageError."""
+        known = self.model.adapters.names if self.model.adapters else ()
+        if name and name not in known:
+            raise UsageError(f"adapter: got {shown(name)}, expected one of those loaded: {known}")
+        return known.index(name) + 1 if name else 0
 
     def _track(
         self, ids: list[int], sampling: Sampling, salt: bytes, constraint: Constraint | None
@@ -285,6 +300,7 @@ class _Call:
     salt: str = ""
     constraints: Sequence[Constraint | None] | None = None
     diffusion: str | None = None
+    adapter: str = ""
 
 
 def _blocks(spec: ModelSpec, config: EngineConfig) -> "Diffusing | None":

@@ -3,16 +3,19 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
 from clocher_kernels.formats.base import Format
-from clocher_kernels.ops.rewrite import quantize_for_ternary
+from clocher_kernels.ops.rewrite import Adapted, adapt, quantize_for_ternary
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, Sizes, tables_of
 from clocher_runtime.models.spec import PAGE_CELLS, ModelSpec, QueryGrowth, RopeSpec
 
 __all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "page_table", "table_bytes"]
+
+_NONE: Mapping[str, Adapted] = MappingProxyType({})
 
 
 def build_plan(
@@ -20,13 +23,15 @@ def build_plan(
     formats: Mapping[str, Format],
     sizes: Sizes,
     room: Callable[[int, int], None] = lambda buffers, tables: None,
+    adapted: Mapping[str, Adapted] = _NONE,
 ) -> Plan:
     """Build the forward pass of a model. Outputs: logits [R, V], sampled [R].
 
     `formats`: by tensor name; ternary matrices get int8 activations. `room(buffers, tables)` gets
-    bytes before the rotary tables are made, and raises if memory is short.
+    bytes before the rotary tables are made, and raises if memory is short. `adapted`: by weight,
+    what LoRA adapters change.
     """
-    plan = lay_out(spec, formats, sizes)
+    plan = lay_out(spec, formats, sizes, adapted)
     room(plan.scratch_bytes(), table_bytes(spec, sizes.context))
     consts: dict[str, np.ndarray] = {}
     for name, (rope, growth) in _tables(spec).items():
@@ -37,9 +42,15 @@ def build_plan(
     return replace(plan, consts=consts)
 
 
-def lay_out(spec: ModelSpec, formats: Mapping[str, Format], sizes: Sizes) -> Plan:
+def lay_out(
+    spec: ModelSpec,
+    formats: Mapping[str, Format],
+    sizes: Sizes,
+    adapted: Mapping[str, Adapted] = _NONE,
+) -> Plan:
     """Return the Plan of `build_plan` without its rotary tables, for sizes of buffers."""
-    return quantize_for_ternary(Builder(spec, formats, sizes).build(), formats)
+    plan = adapt(Builder(spec, formats, sizes).build(), adapted)
+    return quantize_for_ternary(plan, formats)
 
 
 def _tables(spec: ModelSpec) -> dict[str, tuple[RopeSpec | None, QueryGrowth | None]]:

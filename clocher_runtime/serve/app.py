@@ -36,6 +36,7 @@ from clocher_runtime.serve.edge import (
     json_response,
     read_page,
     unless_gone,
+    unrouted,
 )
 from clocher_runtime.serve.embeddings import EmbeddingsRequest, embed
 from clocher_runtime.serve.engine_process import EngineProcess
@@ -74,6 +75,7 @@ class Server:
     created: int  # in seconds since 1970
     chats: bool = False  # whether the model was made for conversations
     sampling: Mapping[str, float] = field(default_factory=dict)  # the model's defaults
+    adapters: Mapping[str, str] = field(default_factory=dict)  # name -> repository or folder
     stored: ResponseStore = field(default_factory=ResponseStore)
     _bodies: Bodies = field(init=False)
 
@@ -96,9 +98,17 @@ class Server:
                 asked = schema.parse(data)
             else:
                 asked = await self.prompts.apart(lambda: schema.parse(data))
-        if (model := getattr(asked, "model", None)) and model != self.name:
-            raise failure("model_not_found", param="model", got=model, served=self.name)
+        self._adapter(getattr(asked, "model", None))
         return asked.on_top_of(self.sampling) if isinstance(asked, SamplingFields) else asked
+
+    def _adapter(self, model: str | None) -> str:
+        """Return the adapter that a request's model names, "" for the base; raises ApiError."""
+        if not model or model == self.name:
+            return ""
+        if model not in self.adapters:
+            served = ", ".join((self.name, *self.adapters))
+            raise failure("model_not_found", param="model", got=model, served=served)
+        return model
 
     # Routes.
 
@@ -179,7 +189,7 @@ class Server:
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
         return Pipeline(
-            Answer(kind, self.name, sum(map(len, prompts))),
+            Answer(kind, asked.model or self.name, sum(map(len, prompts))),
             job,
             [self._choice(asked, ask, tail) for ask in asks],
             asked.choices,
@@ -241,6 +251,7 @@ class Server:
                 stop_ids=() if asked.ignore_eos else self.prompts.stop_ids,
                 logprobs=asked.top,
                 scores=asked.scores,
+                adapter=self._adapter(asked.model),
                 salt=asked.cache_salt or "",
                 constraint=spec,
                 diffusion=asked.diffusion,
@@ -253,23 +264,24 @@ class Server:
     async def embed(self, request: Request) -> ASGIApp:
         """POST /v1/embeddings."""
         asked, config = await self.parse(request, EmbeddingsRequest), self.config
-        work = embed(asked, self.engine, self.prompts, config.batch, config.timeout)
-        body = await unless_gone(request.receive, work) | {"model": self.name}
+        seconds, adapter = config.timeout, self._adapter(asked.model)
+        work = embed(asked, self.engine, self.prompts, config.batch, seconds, adapter)
+        body = await unless_gone(request.receive, work) | {"model": adapter or self.name}
         return await self.prompts.apart(lambda: json_response(body))
 
     async def models(self, request: Request) -> ASGIApp:
         """GET /v1/models."""
-        return json_response({"object": "list", "data": [self._model()]})
+        data = [self._model(name) for name in ("", *self.adapters)]
+        return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> ASGIApp:
         """GET /v1/models/{model}."""
-        wanted = request.path_params["model"]
-        if wanted != self.name:
-            raise failure("model_not_found", param="model", got=wanted, served=self.name)
-        return json_response(self._model())
+        return json_response(self._model(self._adapter(request.path_params["model"])))
 
-    def _model(self) -> dict[str, Any]:
-        found = {"id": self.name, "object": "model", "created": self.created, "owned_by": "clocher"}
+    def _model(self, adapter: str) -> dict[str, Any]:
+        found: dict[str, Any] = {"object": "model", "created": self.created, "owned_by": "clocher"}
+        found |= {"id": adapter or self.name, "root": self.adapters.get(adapter, self.name)}
+        found["parent"] = self.name if adapter else None
         ready = self.engine.ready
         if ready is None:
             return found
@@ -368,7 +380,7 @@ class Server:
         return Starlette(
             routes=routes,
             middleware=[Middleware(Named), *([cors] if origins else []), gate],
-            exception_handlers={HTTPException: _unrouted},
+            exception_handlers={HTTPException: unrouted},
         )
 
     def _guarded(
@@ -386,13 +398,3 @@ class Server:
             return response
 
         return guarded
-
-
-async def _unrouted(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    if error.status_code != 405:
-        return error_response(failure("unknown_url", got=request.url.path), request.url.path)
-    allowed = (error.headers or {}).get("Allow", "GET").split(", ")
-    wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
-    wrong.headers["allow"] = ", ".join(allowed)
-    return error_response(wrong, request.url.path)

@@ -35,6 +35,7 @@ SIGTERM and Ctrl-C let what runs come to its end first."""
             "clocher-serve MODEL",
         ),
         ("float weights quantised to 4 bits at load", "clocher-serve MODEL --precision int4w"),
+        ("a LoRA adapter beside its base", "clocher-serve MODEL --lora sql=ADAPTER"),
         ("16 texts side by side, 8192 tokens each", "clocher-serve --batch 16 --context 8192"),
         (
             "for other machines, with a key",

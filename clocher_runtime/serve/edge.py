@@ -16,6 +16,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -173,6 +174,17 @@ def error_response(error: BaseException, path: str) -> Response:
     if told.status >= 500 and not isinstance(error, ApiError):
         _log_defect(error)
     return json_response(told.body_at(path), told.status, told.headers)
+
+
+async def unrouted(request: Request, error: Exception) -> Response:
+    """Answer a request for an unknown path, or by a wrong method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code != 405:
+        return error_response(failure("unknown_url", got=request.url.path), request.url.path)
+    allowed = (error.headers or {}).get("Allow", "GET").split(", ")
+    wrong = failure("method_not_allowed", got=request.method, allowed=" or ".join(allowed))
+    wrong.headers["allow"] = ", ".join(allowed)
+    return error_response(wrong, request.url.path)
 
 
 def _log_defect(error: BaseException) -> None:

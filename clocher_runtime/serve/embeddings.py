@@ -29,12 +29,18 @@ class EmbeddingsRequest(Schema):
 
 
 async def embed(
-    asked: EmbeddingsRequest, engine: EngineProcess, prompts: PromptRoom, side: int, seconds: float
+    asked: EmbeddingsRequest,
+    engine: EngineProcess,
+    prompts: PromptRoom,
+    side: int,
+    seconds: float,
+    adapter: str,
 ) -> dict[str, Any]:
     """Return the response to a request, but for the model's name; raises ApiError.
 
     `side` inputs are with the engine at a time, `seconds` are for all.
     """
+    how: dict[str, Any] = {"pooling": prompts.pooling, "adapter": adapter}
     if prompts.pooling not in POOLINGS:
         raise invalid(
             f"the embeddings of this model are pooled by {prompts.pooling}; only "
@@ -50,7 +56,7 @@ async def embed(
         part = inputs[begin : begin + side]
         # What was let in is not refused halfway.
         with nullcontext() if begin else engine.reserve(len(part)):
-            asks = [Submit(ids=i, max_new=0, sampling={}, pooling=prompts.pooling) for i in part]
+            asks = [Submit(ids=ids, max_new=0, sampling={}, **how) for ids in part]
             job = engine.submit(asks)
         job.expire(end - loop.time())
         try:

@@ -148,14 +148,15 @@ class EngineLoop:
                 found = logprob_of(logits, ids[position + 1], count)
                 scores.append((found.logprob, found.top))
 
-        return self._session.scoring(ids, take)
+        return self._session.scoring(ids, take, request.adapter)
 
     def _pooling(self, request: Submit, pooled: np.ndarray) -> Generation:
         def take(position: int, state: np.ndarray) -> None:
             if request.pooling != "cls" or position == 0:
                 np.add(pooled, state, out=pooled)
 
-        return self._session.states(request.ids, take, last_only=request.pooling == "last")
+        last_only, adapter = request.pooling == "last", request.adapter
+        return self._session.states(request.ids, take, last_only, adapter)
 
     def _generate(self, request: Submit, constraint: Constraint | None) -> Generation:
         return self._session.generate(
@@ -165,6 +166,7 @@ class EngineLoop:
             frozenset(request.stop_ids),
             logits=request.logprobs >= 0,
             salt=request.salt,
+            adapter=request.adapter,
             constraints=[constraint],
             diffusion=request.diffusion,
         )

@@ -21,9 +21,9 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from clocher_kernels.errors import DeviceError
+from clocher_kernels.errors import DeviceError, UsageError
 from clocher_runtime.checkpoints.hf.hub import repository_of
-from clocher_runtime.command.loading import ModelChoice, choose_model, converses, defaults_of
+from clocher_runtime.command.loading import adapters_of, choose_model, converses, defaults_of
 from clocher_runtime.config.commands import ServeConfig, is_local
 from clocher_runtime.config.engine import NUMERICS
 from clocher_runtime.engine.arguments import told
@@ -271,7 +271,10 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     choice = choose_model(config)
     checkpoint, _ = choice.open_for(config)
     prompts = await asyncio.to_thread(PromptRoom, checkpoint)
-    name = config.served_model_name or _name_of(choice)
+    name = config.served_model_name or _name_of(choice.path)
+    adapters = {each: _name_of(path) for each, path in adapters_of(config).items() if each}
+    if name in adapters:
+        raise UsageError(f"--lora {name}=...: the model has that name; choose another")
     metrics = ServerMetrics(name)
     engine = EngineProcess(config, prompts.stop_ids, note, metrics)
     metrics.watch(engine)
@@ -283,8 +286,11 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
         note(said)
     for line in checkpoint.notes:
         note(line)
+    for each, where in adapters.items():
+        note(f"LoRA adapter {where}, for requests whose model is {each}")
     note(f"loading {choice.name}; /health says when it is ready")
-    return Server(config, engine, prompts, grammars, metrics, name, now_s(), chats, sampling)
+    about = name, now_s(), chats, sampling, adapters
+    return Server(config, engine, prompts, grammars, metrics, *about)
 
 
 def facts(ready: Ready, config: ServeConfig) -> list[str]:
@@ -308,9 +314,8 @@ def facts(ready: Ready, config: ServeConfig) -> list[str]:
     return [engine, cache, *([f"not acted on: {', '.join(ignored)}"] if ignored else [])]
 
 
-def _name_of(choice: ModelChoice) -> str:
+def _name_of(path: Path) -> str:
     """Return the model name for clients, never a local path."""
-    path = Path(choice.path)
     if repo := repository_of(path):
         return repo
     return path.parent.name if path.is_file() and path.suffix == ".json" else path.stem

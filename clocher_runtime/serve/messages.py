@@ -34,6 +34,7 @@ class Submit(msgspec.Struct, tag=True, frozen=True, kw_only=True):
     logprobs: int = -1  # number of top tokens to report per token; -1: no log probabilities
     scores: bool = False  # whether to report them for prompt tokens too
     pooling: str = ""  # "mean", "cls" or "last": embed the prompt
+    adapter: str = ""  # name of a LoRA adapter; "": the base
     salt: str = ""  # cached prefixes are shared only within the same salt
     constraint: Mapping[str, Any] | None = None  # as `GrammarMaker.compile` takes it
     diffusion: str | None = None  # how blocks are denoised; None: the session's way

@@ -23,7 +23,7 @@ MAX_LOGPROBS = 20
 _BLOCK = 64
 _LENGTHS = ("max_new", "max_tokens", "max_new_tokens")
 _SAMPLING = tuple(field.name for field in fields(Sampling))
-OPTIONS = frozenset((*_LENGTHS, "stop", "logprobs", *KINDS, *_SAMPLING))
+OPTIONS = frozenset((*_LENGTHS, "stop", "logprobs", "adapter", *KINDS, *_SAMPLING))
 
 
 class TokenLogprob(NamedTuple):
@@ -62,6 +62,7 @@ class Options:
     logprobs: int | None  # number of top tokens per token; None: no log probabilities
     sampling: Sampling
     structure: Mapping[str, Any] | None = None  # as `grammar.GrammarMaker` takes it
+    adapter: str = ""  # name of a LoRA adapter
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Self:
@@ -81,6 +82,7 @@ class Options:
             None if logprobs is None else whole("logprobs", logprobs, 0, MAX_LOGPROBS),
             Sampling(**{key: given[key] for key in _SAMPLING if key in given}),
             {"kind": kinds[0], "value": given[kinds[0]]} if kinds else None,
+            given.get("adapter", ""),
         )
 
 
@@ -103,6 +105,7 @@ class TextGeneration(Iterator[str]):
             options.sampling,
             logits=options.logprobs is not None,
             constraints=[constraint],
+            adapter=options.adapter,
         )
         self._decoder = tokenizer.stream()
         self._stops = StopStrings(options.stop)

@@ -1,4 +1,4 @@
-"""LoRA adapters (PEFT directories), added to the float weights of their base at load.
+"""LoRA adapters (PEFT directories), added to the float weights of their base at load, or beside it.
 
     adapter_config.json          which tensors mean what: lora_alpha, use_rslora, ...
     adapter_model.safetensors    base_model.model.M.lora_A.weight            [r, K]
@@ -9,13 +9,13 @@
     W' = W + s * (B @ A),  of an embedding W + s * (B @ A)^T
     s = lora_alpha / r, with use_rslora lora_alpha / sqrt(r); alpha_pattern has others by module
 
-The sum is in fp32, rounded once; PEFT also rounds a bf16 product. Source: peft
+The sum W' is in fp32, rounded once; PEFT also rounds a bf16 product. Source: peft
 src/peft/tuners/lora/{config,layer}.py, utils/save_and_load.py.
 """
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import sqrt
@@ -27,21 +27,27 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
-from clocher_kernels.formats import Float
+from clocher_kernels.formats import Float, parse_format
 from clocher_kernels.formats.base import require_finite
+from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.ops.rewrite import LORA, Adapted
+from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.arranged import text_name
 from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors
 from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG
 from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import given, one_of, read_as
-from clocher_runtime.models.inventory import EMBED, HEAD
+from clocher_runtime.models.families import family_of, names_of, text_config
+from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
+from clocher_runtime.models.spec import ModelSpec
 
 WEIGHTS = "adapter_model.safetensors"
 
 _PREFIX = "base_model.model."
 _PARTS = {".lora_A.weight": ".lora_B.weight", ".lora_embedding_A": ".lora_embedding_B"}
 _ROWS = 1024
+_BLOCK = 16
 # Other arithmetic than W + s * (B @ A), by the setting that asks for it.
 _OTHER = {
     "use_dora": "DoRA, which also scales the columns of the sum",
@@ -105,6 +111,88 @@ class _Delta:
             change += to_f32(data[rows], dtype)
             out[rows] = from_f32(change, dtype)
         return {"data": out}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapters:
+    """LoRA adapters beside a model, any of which a sequence may name; see `ops.rewrite.adapt`.
+
+    `names` number them from 1; `linears` are those that one of them changes, `weights` all that is
+    multiplied with.
+    """
+
+    names: tuple[str, ...]
+    linears: Mapping[str, Adapted]
+    weights: Mapping[str, QuantTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that a step reads."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+
+def side_by_side(
+    base: checkpoint.Checkpoint, spec: ModelSpec, directories: Mapping[str, Path]
+) -> Adapters:
+    """Return adapters by name, not added to the weights of their base. Raises ModelError."""
+    needs = inventory(spec)
+    each = [_of_linears(base, spec, directory) for directory in directories.values()]
+    linears, weights = dict[str, Adapted](), dict[str, QuantTensor]()
+    tables: dict[tuple[tuple[int, float], ...], str] = {}
+    for name in sorted({name for deltas in each for name in deltas}):
+        deltas = [deltas.get(name) for deltas in each]
+        # Scaled after A: both halves stay as they are stored.
+        scales = tuple((len(d.a.array), d.scale) if d else (0, 0.0) for d in deltas)
+        table = tables.setdefault(scales, f"{LORA}scales.{len(tables)}")
+        linears[name] = Adapted(sum(rank for rank, _ in scales), table)
+        weights[f"{LORA}a.{name}"] = _joined([d.a for d in deltas if d], 0)
+        weights[f"{LORA}b.{name}"] = _joined([d.b for d in deltas if d], 1)
+        if name.endswith("gate_proj.weight"):
+            rows = needs[name].shape[0]
+            weights[f"{LORA}identity.{rows}"] = _identity(rows)
+    for scales, table in tables.items():
+        ranks, own = zip(*scales, strict=True)
+        of_adapter = np.repeat(np.eye(len(scales) + 1, len(scales), -1), ranks, axis=1)
+        weights[table] = encode(of_adapter * np.repeat(own, ranks), parse_format("f32"))
+    return Adapters(tuple(directories), linears, weights)
+
+
+def _of_linears(
+    base: checkpoint.Checkpoint, spec: ModelSpec, directory: Path
+) -> Mapping[str, _Delta]:
+    arrays, _ = read_safetensors(HfFolder(directory).member(WEIGHTS))
+    deltas, whole = _recognised(arrays, _read_config(directory))
+    for name, delta in deltas.items():
+        _fits(base, name, delta)
+    # Linears of BitNet may have norms of their own, which an adapter would have to come before.
+    needs = {} if spec.input_norm_eps else inventory(spec)
+    dense = {n for n, need in needs.items() if need.kind == "linear" and len(need.shape) == 2}
+    if others := sorted(whole.keys() | (deltas.keys() - dense)):
+        raise UnsupportedModel(
+            f"{directory}: changes {others[0]}; expected low-rank pairs for linears of attention "
+            "and dense MLPs, which is all that requests can choose by name; merge it into the "
+            f"weights instead: --lora {directory}"
+        )
+    return deltas
+
+
+def _joined(halves: Sequence[StoredArray], axis: int) -> QuantTensor:
+    """Return matrices one after the other, in their own type if they share one."""
+    types = {DTYPES[half.dtype] for half in halves}
+    values = [to_f32(half.array, DTYPES[half.dtype]) for half in halves]
+    for half in values:
+        require_finite("a LoRA adapter", half)
+    fmt = parse_format(types.pop() if len(types) == 1 else "f32")
+    return encode(np.concatenate(values, axis=axis), fmt)
+
+
+def _identity(size: int) -> QuantTensor:
+    count = -(-size // _BLOCK)
+    values = np.tile(np.eye(_BLOCK, dtype=np.float32), (count, 1, 1))
+    values[-1, size - count * _BLOCK + _BLOCK :] = 0
+    at = np.arange(count + 1, dtype=np.int32)
+    planes = {"row_ptr": at, "col_idx": at[:-1], "values": values}
+    return QuantTensor((size, size), Bsr((_BLOCK, _BLOCK), "f32", count), planes)
 
 
 def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkpoint:
@@ -207,29 +295,36 @@ def _base_name(name: str, stored: StoredArray) -> str:
 
 
 def _merged(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.LazyTensor:
-    found = _of_base(base, name, delta.a)
+    found = _fits(base, name, delta)
     if not isinstance(found.format, Float):
         raise UnsupportedModel(
             f"{base.path}: {name} is {found.format.name}; a LoRA adapter is added to floats: give "
             "its float base, with --precision int8w or int4w to quantise the sum at load"
-        )
-    if delta.shape != found.shape:
-        raise FormatError(
-            f"{delta.a.where}: for a weight {list(delta.shape)}, but {name} of {base.path} is "
-            f"{list(found.shape)}; is the adapter of another model?"
         )
     return checkpoint.lazy_tensor(
         found.shape, found.format, partial(delta.planes_of, found), delta.a.where
     )
 
 
+def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.Stored:
+    """Return the tensor that an adapter changes. Raises FormatError if it has another shape."""
+    found = _of_base(base, name, delta.a)
+    if delta.shape != found.shape:
+        raise FormatError(
+            f"{delta.a.where}: for a weight {list(delta.shape)}, but {name} of {base.path} is "
+            f"{list(found.shape)}; is the adapter of another model?"
+        )
+    return found
+
+
 def _of_base(base: checkpoint.Checkpoint, name: str, stored: StoredArray) -> checkpoint.Stored:
     """Return a tensor of the base; a tied head becomes a tensor of its own."""
     found = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
-    if found is None:
+    named = names_of(family_of(text_config(base.config)), name, Need("linear", (1, 1)))
+    if found is None or any(has_other_rows for _, has_other_rows in named):
         raise FormatError(
-            f"{stored.where}: {base.path} has no tensor {name}: either the adapter is of another "
-            "model, or it changes what Clocher keeps in another form (fused projections, single "
-            f"experts), and then {_MERGE}"
+            f"{stored.where}: {base.path} has no tensor {name} as the adapter has it: either that "
+            "is of another model, or it changes what Clocher keeps in another form (fused "
+            f"projections, single experts, rows in another order), and then {_MERGE}"
         )
     return found
