@@ -26,7 +26,7 @@ _ROUNDS = 3
 _LONGEST_NS = 100_000_000  # after so long no further forward is measured, but for the second
 _NEW = 0.1  # weight of the newest time
 _DOUBT = 0.992  # what a time shrinks by each time that it is doubted
-_HORIZON = 32
+_HORIZON = 16
 """Forwards within which an unread prompt's drafts have to repay reading it."""
 _LOOKS = 0.01  # of the time; what is not used of it is kept for so many forwards' worth
 _LEAST_PIECE = 16  # tokens
