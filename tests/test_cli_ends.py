@@ -276,9 +276,11 @@ def test_system_that_refuses_threads_is_code_5(inside, monkeypatch):
 def test_file_that_another_run_is_writing_is_refused(tmp_path, flag):
     first = start(tmp_path, "--stub", "--max-new", "16000000", flag, "o.jsonl")
     assert first.stderr.read(10)
+    first.send_signal(signal.SIGSTOP)  # it must not end before the other one begins
     code, line, _ = outside(tmp_path, "--stub", "--max-new", "2", flag, "o.jsonl")
     assert (code, line["type"]) == (2, "UsageError")
     assert line["message"].startswith(f"{flag}: o.jsonl is being written by another run")
+    first.send_signal(signal.SIGCONT)
     first.send_signal(signal.SIGINT)
     first.communicate(timeout=60)
     assert first.returncode == 130

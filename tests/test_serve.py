@@ -469,13 +469,14 @@ def test_an_engine_that_dies_three_times_ends_the_server():
 
 def test_sigterm_lets_what_runs_end():
     with serving() as ending:
-        body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
+        body = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
         with ending.client.stream("POST", "/v1/completions", json=body) as response:
             lines = response.iter_lines()
             next(lines)
             os.kill(ending.process.pid, signal.SIGTERM)
-            time.sleep(0.05)
             other = httpx.Client(base_url=ending.url)
+            while other.get("/health").status_code == 200:  # the signal has to arrive
+                time.sleep(0.01)
             assert other.get("/health").status_code == 503
             assert other.post("/v1/completions", json={"prompt": "x"}).status_code == 503
             assert [line for line in lines if line][-1] == "data: [DONE]"
