@@ -185,51 +185,45 @@ def _scaled(part, scale, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _row(n0, lane, g: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr):
+def _row(n0, lane, C: tl.constexpr, g: tl.constexpr):
     """Return row g of each lane. Rows beyond the last one repeat it and are not stored."""
-    if N % BN == 0:
-        return paired(n0 + lane // 4 % 8, HALF) + (4 * g if HALF > 0 else 8 * g)
+    if C.N % C.BN == 0:
+        return paired(n0 + lane // 4 % 8, C.HALF) + (4 * g if C.HALF > 0 else 8 * g)
     else:
-        return paired(tl.minimum(n0 + lane // 4 % 8 + 8 * g, N - 1), HALF)
+        return paired(tl.minimum(n0 + lane // 4 % 8 + 8 * g, C.N - 1), C.HALF)
 
 
 @triton.jit
-def fixed_zeros(
-    zeros, n0, N: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-    SPAN: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def fixed_zeros(zeros, n0, C: tl.constexpr):
     """Return the zero points of lanes' rows, BN / 8 times; 8 if there are none, or groups have."""
-    lane = tl.arange(0, 32 * WARPS)
+    lane = tl.arange(0, 32 * C.WARPS)
     fixed = ()
-    for g in tl.static_range(BN // 8):
-        if zeros is not None and SPAN == 0:
-            fixed = fixed + (tl.load(zeros + _row(n0, lane, g, N, BN, HALF))[:, None],)
+    for g in tl.static_range(C.BN // 8):
+        if zeros is not None and C.SPAN == 0:
+            fixed = fixed + (tl.load(zeros + _row(n0, lane, C, g))[:, None],)
         else:
             fixed = fixed + (tl.full((1, 1), 8, tl.int32),)
     return fixed
 
 
 @triton.jit
-def load_weights(
-    w, scales, zeros, n0, turn, end,
-    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-    E: tl.constexpr, OWN: tl.constexpr, STRIDE: tl.constexpr,
-    CODE: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
     """Load each lane's weights [L, E], scales and zero points [L, 1], for BN / 8 rows each."""
-    lane = tl.arange(0, 32 * WARPS)
-    chunk = turn * WARPS + lane // 32
+    lane = tl.arange(0, 32 * C.WARPS)
+    chunk = turn * C.WARPS + lane // 32
     # Beyond the last vector, where x is 0, it is repeated: loads need no mask.
-    vector = tl.minimum(chunk * 4 + lane % 4, (end + (OWN - 1)) // OWN - 1)
-    at = (vector * E)[:, None] + tl.arange(0, E)[None, :]
-    GROUPS: tl.constexpr = (K + SPAN - 1) // SPAN if SPAN > 0 else 1
+    vector = tl.minimum(chunk * 4 + lane % 4, (end + (C.OWN - 1)) // C.OWN - 1)
+    at = (vector * C.E)[:, None] + tl.arange(0, C.E)[None, :]
+    GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     held, scale, zero = (), (), ()
-    for g in tl.static_range(BN // 8):
-        row = _row(n0.to(tl.int64), lane, g, N, BN, HALF)  # one address for all
-        to = w + row[:, None] * STRIDE + at
+    for g in tl.static_range(C.BN // 8):
+        row = _row(n0.to(tl.int64), lane, C, g)  # one address for all
+        to = w + row[:, None] * C.STRIDE + at
         held = held + (tl.load(to, eviction_policy="evict_first"),)
-        if SPAN > 0:
-            group = row // SCALE_ROWS * GROUPS + tl.minimum(chunk * 4 * OWN // SPAN, GROUPS - 1)
+        if C.SPAN > 0:
+            group = row // C.SCALE_ROWS * GROUPS + tl.minimum(
+                chunk * 4 * C.OWN // C.SPAN, GROUPS - 1
+            )
             scale = scale + (tl.load(scales + group)[:, None],)
             if zeros is not None:
                 zero = zero + (tl.load(zeros + group)[:, None],)
@@ -237,60 +231,52 @@ def load_weights(
 
 
 @triton.jit
-def load_tokens(
-    x, turn, end, M: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
-    WARPS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
+def load_tokens(x, turn, end, C: tl.constexpr):
     """Load each lane's activations [L, OWN] of BM / 8 tokens: 0 beyond the last, from `end` on."""
     XE: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-    lane = tl.arange(0, 32 * WARPS)
-    k = ((turn * WARPS + lane // 32) * 4 + lane % 4) * OWN
+    lane = tl.arange(0, 32 * C.WARPS)
+    k = ((turn * C.WARPS + lane // 32) * 4 + lane % 4) * C.OWN
     out = ()
-    for t in tl.static_range(BM // 8):
+    for t in tl.static_range(C.BM // 8):
         m = lane // 4 % 8 + 8 * t
         parts = ()
-        for i in tl.static_range(OWN // XE):
+        for i in tl.static_range(C.OWN // XE):
             column = (k + i * XE)[:, None] + tl.arange(0, XE)[None, :]
-            here = (m < M)[:, None] & (column < end)
-            parts = parts + (tl.load(x + (m * K)[:, None] + column, here, other=0),)
-        own = _joined(parts, OWN // XE).permute(0, 2, 1)
-        out = out + (own.reshape(32 * WARPS, OWN),)
+            here = (m < C.M)[:, None] & (column < end)
+            parts = parts + (tl.load(x + (m * C.K)[:, None] + column, here, other=0),)
+        own = _joined(parts, C.OWN // XE).permute(0, 2, 1)
+        out = out + (own.reshape(32 * C.WARPS, C.OWN),)
     return out
 
 
 @triton.jit
-def multiply(
-    total, loaded, xs, fixed,
-    BN: tl.constexpr, BM: tl.constexpr, WARPS: tl.constexpr, NEAR: tl.constexpr,
-    WEIGHTS: tl.constexpr, CODE: tl.constexpr, SPAN: tl.constexpr,
-    OPERAND: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def multiply(total, loaded, xs, fixed, C: tl.constexpr):
     """Add a turn's products to the warps' sums [WARPS, BN, BM]."""
     held, scale, zero = loaded
     rows = ()
-    for g in tl.static_range(BN // 8):
+    for g in tl.static_range(C.BN // 8):
         own = (zero[g] if len(zero) > 0 else fixed[g]).to(tl.int32)
-        rows = rows + (decoded(held[g], own, WEIGHTS, CODE, OPERAND, ASM),)
-    wt = operand(rows, BN // 8, WARPS, NEAR)
-    part = tl.zeros_like(total) if SPAN > 0 else total
+        rows = rows + (decoded(held[g], own, C.WEIGHTS, C.CODE, C.OPERAND, C.ASM),)
+    wt = operand(rows, C.BN // 8, C.WARPS, C.NEAR)
+    part = tl.zeros_like(total) if C.SPAN > 0 else total
     left = xs
-    for _term in tl.static_range(TERMS):
+    for _term in tl.static_range(C.TERMS):
         # bf16 times what is left of x, three times at most, is exact to fp32's last bits.
         now, rest = (), ()
-        for t in tl.static_range(BM // 8):
-            if TERMS > 1:
+        for t in tl.static_range(C.BM // 8):
+            if C.TERMS > 1:
                 wide = left[t].to(tl.float32)
                 upper = (wide.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-                now = now + (upper.to(OPERAND),)
+                now = now + (upper.to(C.OPERAND),)
                 rest = rest + (wide - upper,)
             else:
-                now = now + (left[t].to(OPERAND),)
+                now = now + (left[t].to(C.OPERAND),)
         left = rest
-        xt = operand(now, BM // 8, WARPS, NEAR).permute(0, 2, 1)
+        xt = operand(now, C.BM // 8, C.WARPS, C.NEAR).permute(0, 2, 1)
         part = tl.dot(wt, xt, part, input_precision="ieee", out_dtype=total.dtype)
-    if SPAN > 0:
+    if C.SPAN > 0:
         factor = ()
-        for g in tl.static_range(BN // 8):
-            factor = factor + (to_scale(scale[g], CODE),)
-        part = total + _scaled(part, factor, BN // 8)
+        for g in tl.static_range(C.BN // 8):
+            factor = factor + (to_scale(scale[g], C.CODE),)
+        part = total + _scaled(part, factor, C.BN // 8)
     return part
