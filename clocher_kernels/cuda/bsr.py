@@ -12,8 +12,8 @@ from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.dots import split4, vector_dot
 from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, arithmetic, stack
-from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.linear import decoded, operand_type
 from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.cuda.scalar import Tail, finish, start
 from clocher_kernels.formats.bsr import Bsr
@@ -232,9 +232,8 @@ def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
     x, words, m = given["x"], given["values"].shape[-1], given["M"]
     lane = 8 * min(words, 4)
     tile = gemv_tile(block, lane, m)
-    del given["CODE"]
     given |= {"PER_ROW": tile.cols // lane, "BM": triton.next_power_of_2(m)}
-    given |= {"WEIGHTS": lane, "GROUP": 0, "FORMAT": "int4"}
+    given |= {"WEIGHTS": lane, "SPAN": 0}
     given |= {"VECTORS": 8 * words // lane, **tile.constants}
     given["PAIRS"] = "words" if device.asm and x.dtype == torch.float16 else ""
     grid = tile.grid(given["N"], block)

@@ -217,14 +217,14 @@ def load_each(at, inside):
 def _group(scales, zeros, zero, k, C: tl.constexpr):
     """Return the scale, what is added (`scale_of`) and the zero point of column k of each row."""
     inside = k < C.K
-    at, head_at = scale_places(scales, k, C.GROUP)
+    at, head_at = scale_places(scales, k, C.SPAN)
     own = load_each(at, inside)
     head = own
     if own.dtype == tl.int8 or own.dtype == tl.int16:
         head = load_each(head_at, inside)
     if zeros is not None:
-        zero = load_each(zeros + k // C.GROUP, inside).to(tl.int32)
-    scale, added = scale_of(own, head, C.FORMAT)
+        zero = load_each(zeros + k // C.SPAN, inside).to(tl.int32)
+    scale, added = scale_of(own, head, C.CODE)
     return scale, added, zero
 
 
@@ -240,26 +240,27 @@ def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
         tokens: valid tokens [1, BM, 1].
         k: the vectors' first columns [L, 1, 1].
         words: the vectors, four words [L, 1, R] and more; any values beyond K.
-        scales: pointers to the rows' scales [L, 1, R]; unused if GROUP is 0.
+        scales: pointers to the rows' scales [L, 1, R]; unused if SPAN is 0.
         zeros: pointers to zero points; None if all groups have `zero`.
         zero: the zero point of each row's codes, [L, 1, R] or [1, 1, 1].
-        GROUP: columns that share a scale, even; 0 leaves the scale to the caller.
-        FORMAT: "int4" to "int6", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
+
+    Constants:
+        SPAN: columns that share a scale, even; 0 leaves the scale to the caller.
+        CODE: "int4" to "int6", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
         WEIGHTS: weights of a vector.
         PAIRS: packed arithmetic, see `Stored.pairs`: "words", "blocks" (mxfp4) or "" for none;
             needs 4-bit weights, fp16 activations and groups of whole words.
-        ASM: inline assembly is allowed.
     """
     # Weights that surely share a scale: a vector, else 16 or eight columns, else two.
-    VECTOR: tl.constexpr = C.GROUP % C.WEIGHTS == 0
-    EIGHT: tl.constexpr = not VECTOR and C.GROUP % 8 == 0
+    VECTOR: tl.constexpr = C.SPAN % C.WEIGHTS == 0
+    EIGHT: tl.constexpr = not VECTOR and C.SPAN % 8 == 0
     STEP: tl.constexpr = 8 if C.WEIGHTS > 8 else C.WEIGHTS
-    ABOVE: tl.constexpr = C.FORMAT == "int5" or C.FORMAT == "int6"
-    PACKED: tl.constexpr = ABOVE or C.FORMAT == "int4" or C.FORMAT == "mxfp4"
+    ABOVE: tl.constexpr = C.CODE == "int5" or C.CODE == "int6"
+    PACKED: tl.constexpr = ABOVE or C.CODE == "int4" or C.CODE == "mxfp4"
     scale = tl.full((1, 1, 1), 1.0, tl.float32)
-    if VECTOR and C.GROUP > 0:
+    if VECTOR and C.SPAN > 0:
         scale, added, zero = _group(scales, zeros, zero, k, C)
-    if C.GROUP > 0:
+    if C.SPAN > 0:
         HELD: tl.constexpr = scales.dtype.element_ty
         MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
     else:
@@ -272,22 +273,22 @@ def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
     alone = total  # the sum of activations, which minima meet
     for c in tl.static_range(0, C.WEIGHTS // STEP):
         at = k + c * STEP
-        if EIGHT and (C.GROUP != 16 or c % 2 == 0):
+        if EIGHT and (C.SPAN != 16 or c % 2 == 0):
             scale, added, zero = _group(scales, zeros, zero, at, C)
         if C.PAIRS != "":
             xs = _load_pairs(x, at, tokens, C.K)
-            sums = _fma_word(xs, words, c, zero, sums, C.FORMAT, True)
+            sums = _fma_word(xs, words, c, zero, sums, C.CODE, True)
             if MINIMA:
                 four = _add_pairs(_add_pairs(xs[0], xs[1]), _add_pairs(xs[2], xs[3]))
                 alone += _add_halves(four)
-            if EIGHT and C.GROUP != 16:
+            if EIGHT and C.SPAN != 16:
                 total += _add_halves(sums) * scale
                 sums = tl.zeros((1, 1, 1), tl.int32)
-            elif C.FORMAT == "mxfp4" and c == 1:
+            elif C.CODE == "mxfp4" and c == 1:
                 chain = sums
                 sums = tl.zeros((1, 1, 1), tl.int32)
             elif c % 2 == 1:
-                if C.FORMAT == "mxfp4":
+                if C.CODE == "mxfp4":
                     sums = _add_pairs(chain, sums)
                 part = _add_halves(sums)
                 total += part * scale if EIGHT else part
@@ -296,19 +297,19 @@ def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
             xs = _load8(x, at, tokens, C.K)
             for j in tl.static_range(0, STEP, 2):
                 scale, added, zero = _group(scales, zeros, zero, at + j, C)
-                even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, C.FORMAT)
-                odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, C.FORMAT)
+                even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, C.CODE)
+                odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, C.CODE)
                 total += (even + odd) * scale
         else:
             xs = _load8(x, at, tokens, C.K)
             part = tl.zeros((1, 1, 1), tl.float32)
             if C.ASM and PACKED:
-                values = _eight(words, c, zero, C.FORMAT)
+                values = _eight(words, c, zero, C.CODE)
                 for j in tl.static_range(0, STEP):
                     part += xs[j].to(tl.float32) * values[j]
             else:
                 for j in tl.static_range(0, STEP):
-                    value = element(words, c * STEP + j, zero, C.FORMAT)
+                    value = element(words, c * STEP + j, zero, C.CODE)
                     part += xs[j].to(tl.float32) * value
             if MINIMA:
                 for j in tl.static_range(0, STEP):
@@ -316,11 +317,11 @@ def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
             if EIGHT:
                 part *= scale
             total += part
-    if C.ASM and C.FORMAT == "mxfp4" and C.PAIRS == "":
+    if C.ASM and C.CODE == "mxfp4" and C.PAIRS == "":
         total *= 16384.0
     if C.ASM and ABOVE:
-        total *= 2.0 if C.FORMAT == "int5" else 4.0
-    if VECTOR and C.GROUP > 0:
+        total *= 2.0 if C.CODE == "int5" else 4.0
+    if VECTOR and C.SPAN > 0:
         total *= scale
     if MINIMA:
         total += alone * added

@@ -36,33 +36,32 @@ def _by_columns(kernel: Any, x: Tensor, y: Tensor, device: Device, **given: Any)
 
 
 @triton.jit
-def _embed(x, codes, scales, zeros, y, C: tl.constexpr):
+def _embed(x, w, scales, zeros, y, C: tl.constexpr):
     row, at, inside = _columns(C)
     token = within(tl.load(x + row * C.X_ROW), C.ROWS).to(tl.int64)
     WORDS: tl.constexpr = C.CODE == "int4" or C.CODE == "int5" or C.CODE == "int6"
-    ABOVE: tl.constexpr = 1 if C.CODE == "int5" else (2 if C.CODE == "int6" else 0)
     if WORDS:
         # Codes of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
         bit = (at % 2 * 4 + at % 8 // 2) * 4
-        word = tl.load(codes + token * C.ROW + at // 8, inside, other=0)
+        word = tl.load(w + token * C.STRIDE + at // 8, inside, other=0)
         value = (word >> bit) & 15
-        if ABOVE > 0:
-            place = at // 8 * ABOVE
-            above = tl.load(codes + token * C.ROW + C.SIZE // 8 + place // 4, inside, other=0)
-            value += ((above >> (bit + place % 4)) & (2 * ABOVE - 1)) << 4
+        if C.ABOVE > 0:
+            place = at // 8 * C.ABOVE
+            above = tl.load(w + token * C.STRIDE + C.SIZE // 8 + place // 4, inside, other=0)
+            value += ((above >> (bit + place % 4)) & (2 * C.ABOVE - 1)) << 4
         value = value.to(tl.float32)
     else:
-        value = to_f32(tl.load(codes + token * C.ROW + at, inside, other=0), C.CODE, False) * C.UNIT
-    if C.GROUP > 0:
+        value = to_f32(tl.load(w + token * C.STRIDE + at, inside, other=0), C.CODE, False) * C.UNIT
+    if C.SPAN > 0:
         row_at, column = token // C.SCALE_ROWS, tl.minimum(at, C.SIZE - 1)
         if WORDS:
             if zeros is None:
-                value -= 8 << ABOVE
+                value -= 8 << C.ABOVE
             else:
-                own = zeros + row_at * tl.cdiv(C.SIZE, C.GROUP) + column // C.GROUP
-                value -= tl.load(own).to(tl.float32)
-        scales += row_at * scales_of_row(scales, C.SIZE, C.GROUP)
-        own, head = load_scales(scales, column, C.GROUP)
+                zero = zeros + row_at * tl.cdiv(C.SIZE, C.SPAN) + column // C.SPAN
+                value -= tl.load(zero).to(tl.float32)
+        scales += row_at * scales_of_row(scales, C.SIZE, C.SPAN)
+        own, head = load_scales(scales, column, C.SPAN)
         factor, added = scale_of(own, head, C.CODE)
         value *= factor
         if own.dtype == tl.int16 or own.dtype == tl.int32:
@@ -82,11 +81,10 @@ def embed(
             "int8, fp8, int4 and ggml's formats; convert the embedding to one of them"
         )
     held, (rows, size) = stored(table), table.shape
-    group = 0 if held.scales is None else held.span or size
-    kind = {"CODE": held.code, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale)}
-    kind |= {"GROUP": group, "SCALE_ROWS": held.scale_rows or rows}
-    given = {"codes": held.data, "scales": held.scales, "zeros": held.zeros, **kind}
-    return _by_columns(_embed, ids, y, device, **given, ROW=held.data.shape[-1], ROWS=rows)
+    given = {**held.given, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale), "ROWS": rows}
+    given["SPAN"] = 0 if held.scales is None else held.span or size
+    given["SCALE_ROWS"] = held.scale_rows or rows
+    return _by_columns(_embed, ids, y, device, **given)
 
 
 @triton.jit

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
-from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
+from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import gemv_bytes
-from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float, Fp8
@@ -83,18 +83,15 @@ def _end(
     there = m < C.M
     factor = tl.full((1, 1), C.UNIT, tl.float32)
     if C.SPAN == 0 and scales is not None:
-        factor *= tl.load(scales + paired(n, C.HALF) * C.SCALE_ROWS, n < C.N, other=0).to(
-            tl.float32
-        )
+        own = tl.load(scales + paired(n, C.HALF) * C.SCALE_ROWS, n < C.N, other=0)
+        factor *= own.to(tl.float32)
     if x_scale is not None:
         factor = tl.load(x_scale + m, there, other=0.0) * factor
     total = rounded_product(total, tl.broadcast_to(factor, total.shape), C.ASM)
     m = m.to(tl.int64)
     if C.HALF > 0:
-        BN: tl.constexpr = total.shape[0]
-        BM: tl.constexpr = total.shape[1]
-        up, gate = tl.split(total.reshape(BN // 2, 2, BM).permute(0, 2, 1))
-        i = n0 // 2 + tl.arange(0, BN // 2)[:, None]
+        up, gate = tl.split(total.reshape(C.BN // 2, 2, C.BM).permute(0, 2, 1))
+        i = n0 // 2 + tl.arange(0, C.BN // 2)[:, None]
         finish_gated(up, gate, bias, y, m, i, there & (i < C.HALF), C)
     else:
         kept = there & (n < C.N)
@@ -188,12 +185,6 @@ def operand_of(held: Stored, x: Tensor, device: Device) -> tuple[torch.dtype, in
     return torch.bfloat16 if device.asm else torch.float32, terms
 
 
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.int8: tl.int8,
-}
 _UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
 """Codes -> what weights that inline assembly decodes to fp16 must be multiplied by."""
 
@@ -232,17 +223,13 @@ def few_tokens(
     if tile is None:
         return []
     sizes = {"M": m, "N": n, "K": k, "BN": tile.rows, "BM": tokens_of(m), "WARPS": tile.warps}
-    sizes |= {"TURNS": tile.turns, "PARTS": tile.parts}
+    sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "NEAR": near_columns(held, x, tile)}
     sizes |= {"E": tile.words, "OWN": tile.words * held.per}
-    sizes["NEAR"] = near_columns(held, x, tile)
     packed = device.asm and operand[0] == torch.float16
-    stored_as = {"WEIGHTS": held.per, "STRIDE": held.data.shape[-1], "CODE": held.code}
-    stored_as |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
-    stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows}
-    stored_as |= {"OPERAND": _TYPES[operand[0]], "TERMS": operand[1]}
-    given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
-    given |= {"zeros": held.zeros, **sizes, **stored_as}
-    given |= {**tail.given("linear", y, n), **tail.outputs(y, n)}
+    given = {"x": x, "x_scale": x_scale, **held.given, **sizes}
+    given |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
+    given |= {"OPERAND": TL_TYPES[operand[0]], "TERMS": operand[1]}
+    given |= tail.given("linear", y, n)
     tiles = triton.cdiv(n, tile.rows)
     if tile.parts > 1:
         size = (tiles * tile.parts * tile.rows * tokens_of(m),)
@@ -261,10 +248,7 @@ def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
 
     Several go to tensor cores if a token's sum may have another order than alone, or is exact.
     """
-    exact = "x_scale" in given
-    several = len(given["x"]) >= _SEVERAL and (exact or given["device"].fast_batch)
-    if several and (launches := few_tokens(w=w, **given)):
+    any_order = "x_scale" in given or given["device"].fast_batch
+    if len(given["x"]) >= _SEVERAL and any_order and (launches := few_tokens(w=w, **given)):
         return launches
-    if exact:
-        return linear_ternary(w=w, **given)
     return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)

@@ -16,74 +16,10 @@ matter if both operands agree (`operand`). So nothing passes through shared memo
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import to_scale
+from clocher_kernels.cuda.codes import pairs, to_scale
 from clocher_kernels.cuda.dots import element
 from clocher_kernels.cuda.scalar import paired
-
-# A word of int4 -> eight of code - zero. A nibble becomes the last bits of an fp16 number between
-# 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
-# $9 = 1024 + zero, $10 = -(64 + zero), in both halves.
-_INT4 = tl.constexpr("""{
-.reg .b32 u, a, b, c, d, s;
-mov.b32 s, 0x2c002c00;
-shr.u32 u, $8, 8;
-lop3.b32 a, $8, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 b, $8, 0x00f000f0, 0x64006400, 0xea;
-lop3.b32 c, u, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 d, u, 0x00f000f0, 0x64006400, 0xea;
-sub.f16x2 a, a, $9;
-fma.rn.f16x2 b, b, s, $10;
-sub.f16x2 c, c, $9;
-fma.rn.f16x2 d, d, s, $10;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-mov.b32 {$4, $5}, c;
-mov.b32 {$6, $7}, d;
-}""")
-
-# A word of mxfp4 -> eight values, 2^14 times too small: three bits of magnitude in bits 11..9 and
-# the sign in bit 15 of an fp16 number. 0.5 becomes a subnormal one.
-_MXFP4 = tl.constexpr("""{
-.reg .b32 a, b, c, d, t, u;
-and.b32 a, $8, 0x8e008e00;
-shl.b32 b, $8, 8;
-and.b32 b, b, 0x8e008e00;
-shr.u32 t, $8, 3;
-shl.b32 u, $8, 7;
-lop3.b32 t, t, u, 0x0e0e0e0e, 0xe4;
-and.b32 c, t, 0x8e008e00;
-shl.b32 d, t, 8;
-and.b32 d, d, 0x8e008e00;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-mov.b32 {$4, $5}, c;
-mov.b32 {$6, $7}, d;
-}""")
-
-_INT8 = tl.constexpr("""{
-.reg .b32 u, a, b, s, o;
-mov.b32 s, 0x20002000;
-mov.b32 o, 0xc880c880;
-xor.b32 u, $4, 0x80808080;
-prmt.b32 a, u, 0x64646464, 0x4140;
-prmt.b32 b, u, 0x64646464, 0x4342;
-fma.rn.f16x2 a, a, s, o;
-fma.rn.f16x2 b, b, s, o;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-}""")
-
-_E4M3 = tl.constexpr("""{
-.reg .b32 a, b;
-prmt.b32 a, $4, 0, 0x9180;
-prmt.b32 b, $4, 0, 0xb3a2;
-shl.b32 a, a, 7;
-shl.b32 b, b, 7;
-and.b32 a, a, 0xbf80bf80;
-and.b32 b, b, 0xbf80bf80;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-}""")
+from clocher_kernels.cuda.words import pair_of, word_pairs, zero_pairs
 
 # A word of ternary codes 0..2 -> four words of digits, elements 4g .. 4g + 3 in word g. No byte
 # borrows from the next: 0x80 | code is at least 0x80.
@@ -113,10 +49,10 @@ def _joined(parts, COUNT: tl.constexpr):
     level = parts
     for bit in tl.static_range(1, 8):
         if COUNT >> bit > 0:
-            pairs = ()
+            joined = ()
             for i in tl.static_range(COUNT >> bit):
-                pairs = pairs + (tl.join(level[i], level[i + (COUNT >> bit)]),)
-            level = pairs
+                joined = joined + (tl.join(level[i], level[i + (COUNT >> bit)]),)
+            level = joined
     return level[0].reshape(parts[0].shape[0], parts[0].shape[1], COUNT)
 
 
@@ -128,38 +64,26 @@ def decoded(
     HALVES: tl.constexpr = ASM and tl.float16 == OPERAND
     v = ()
     if ASM and (CODE == "bf16" or CODE == "f16"):
-        v = tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], (tl.int16, tl.int16), True, 1
-        )
-    elif HALVES and CODE == "int4":
-        v = tl.inline_asm_elementwise(
-            _INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-            [word, zero * 0x00010001 + 0x64006400, zero * 0x00100010 - 0x2BFF2C00],
-            (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            True, 1,
-        )  # fmt: skip
-    elif HALVES and CODE == "mxfp4":
-        v = tl.inline_asm_elementwise(
-            _MXFP4, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word],
-            (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            True, 1,
-        )  # fmt: skip
-    elif HALVES and (CODE == "int8" or CODE == "e4m3"):
-        v = tl.inline_asm_elementwise(
-            _INT8 if CODE == "int8" else _E4M3, "=h,=h,=h,=h,r", [word],
-            (tl.int16, tl.int16, tl.int16, tl.int16), True, 1,
-        )  # fmt: skip
+        v = pair_of(word, OPERAND)
+    elif HALVES and CODE != "ternary" and CODE != "e5m2":
+        if CODE == "int4" or CODE == "mxfp4":
+            low, high = zero_pairs(zero)
+            parts = word_pairs(word, word, low, high, CODE)
+        else:
+            parts = pairs(word, CODE, ASM)
+        for p in tl.static_range(WEIGHTS // 2):
+            even, odd = pair_of(parts[p], OPERAND)
+            v = v + (even, odd)
     elif ASM and CODE == "ternary":
         four = tl.inline_asm_elementwise(
             _TERNARY, "=&r,=&r,=&r,=&r,r", [word], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
         )
         for j in tl.static_range(16):
-            v = v + ((four[j // 4] >> j % 4 * 8).to(tl.int8),)
+            v = v + ((four[j // 4] >> j % 4 * 8).to(tl.int8).to(OPERAND),)
     else:
         for j in tl.static_range(WEIGHTS):
             v = v + (element((word,), j, zero, CODE).to(OPERAND),)
-    t = _joined(v, WEIGHTS).reshape(word.shape[0], word.shape[1] * WEIGHTS)
-    return t.to(OPERAND, bitcast=True) if t.dtype == tl.int16 else t
+    return _joined(v, WEIGHTS).reshape(word.shape[0], word.shape[1] * WEIGHTS)
 
 
 @triton.jit
@@ -256,7 +180,7 @@ def multiply(total, loaded, xs, fixed, C: tl.constexpr):
     rows = ()
     for g in tl.static_range(C.BN // 8):
         own = (zero[g] if len(zero) > 0 else fixed[g]).to(tl.int32)
-        rows = rows + (decoded(held[g], own, C.WEIGHTS, C.CODE, C.OPERAND, C.ASM),)
+        rows = rows + (decoded(held[g], own, C.PER, C.CODE, C.OPERAND, C.ASM),)
     wt = operand(rows, C.BN // 8, C.WARPS, C.NEAR)
     part = tl.zeros_like(total) if C.SPAN > 0 else total
     left = xs

@@ -128,14 +128,13 @@ def stream_rows(x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.const
     whole tensors; x and tokens are those of `vector_dot`. PDL: wait for the predecessor.
     """
     V: tl.constexpr = (C.K + C.WEIGHTS - 1) // C.WEIGHTS
-    GROUPS: tl.constexpr = (C.K + C.GROUP - 1) // C.GROUP if C.GROUP > 0 else 1
+    GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     # Words of the bits above four follow those of all vectors.
-    ABOVE: tl.constexpr = 1 if C.FORMAT == "int5" else (2 if C.FORMAT == "int6" else 0)
-    w += row * (V * 4 + (V * ABOVE + 3) // 4 * 4)
-    zero = tl.full((1, 1, 1), 8 << ABOVE, tl.int32)
-    if C.GROUP > 0:
-        scales += row * scales_of_row(scales, C.K, C.GROUP)
-    if zeros is not None and C.GROUP > 0:
+    w += row * (V * 4 + (V * C.ABOVE + 3) // 4 * 4)
+    zero = tl.full((1, 1, 1), 8 << C.ABOVE, tl.int32)
+    if C.SPAN > 0:
+        scales += row * scales_of_row(scales, C.K, C.SPAN)
+    if zeros is not None and C.SPAN > 0:
         zeros += row * GROUPS
     elif zeros is not None:
         zero = tl.load(zeros + row).to(tl.int32)
@@ -143,20 +142,20 @@ def stream_rows(x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.const
     total = tl.zeros((row.shape[0], tokens.shape[1], row.shape[2]), tl.float32)
     # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
-    if ABOVE > 0:
-        above = _load_above(w, lane, V, C.FORMAT)
+    if C.ABOVE > 0:
+        above = _load_above(w, lane, V, C.CODE)
     start(PDL)
     for first in range(0, V, C.BV):
         v = first + lane
         words = split4(ahead)
         if V > C.BV:
             ahead = load_vectors(w, v + C.BV, V)
-        if ABOVE > 0:
+        if C.ABOVE > 0:
             words = words + above
             if V > C.BV:
-                above = _load_above(w, v + C.BV, V, C.FORMAT)
+                above = _load_above(w, v + C.BV, V, C.CODE)
         total += vector_dot(x, tokens, v * C.WEIGHTS, words, scales, zeros, zero, C)
-    if C.FORMAT == "mxfp4" and C.PAIRS == "words":
+    if C.CODE == "mxfp4" and C.PAIRS == "words":
         total *= 2.0
     return total
 
@@ -182,7 +181,7 @@ def _gemv_bits(x, w, scales, zeros, bias, times, residual, y, second, third, C: 
     m = tl.arange(0, C.BM)[None, :, None]
     there = m < C.M - token0 if C.M % C.BM > 0 else m < C.BM
     # 64-bit row numbers share one address; with more tokens ptxas would spill.
-    MORE: tl.constexpr = 2 if C.FORMAT == "int5" or C.FORMAT == "int6" else 8
+    MORE: tl.constexpr = 2 if C.CODE == "int5" or C.CODE == "int6" else 8
     row = rows_of(first.to(tl.int64) if C.BM < MORE else first, C.L, C.BV, C.R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = paired(row if C.N % BN == 0 else tl.minimum(row, C.N - 1), C.HALF).to(tl.int64)
@@ -191,9 +190,9 @@ def _gemv_bits(x, w, scales, zeros, bias, times, residual, y, second, third, C: 
     total = add_lanes(total, C.BV)
     n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
     rows = n < C.N
-    if C.GROUP == 0:
+    if C.SPAN == 0:
         scale = tl.load(scales + paired(n, C.HALF) * C.SCALE_ROWS, rows, other=0)
-        total *= to_scale(scale, C.FORMAT)
+        total *= to_scale(scale, C.CODE)
     _end(total, bias, times, residual, y, second, third, first, token0 + m, n, there & rows, C)
 
 
@@ -209,35 +208,6 @@ def _end(total, bias, times, residual, y, second, third, first, m, n, kept, C: t
     else:
         finish(total, bias, times, residual, y, m, n, kept, C, second, third)
 
-
-def gemv_bits(
-    *,
-    x: Tensor,
-    w: DeviceTensor,
-    y: Tensor,
-    tail: Tail = PLAIN,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.linear.linear` for few tokens and int4, mxfp4 or ternary weights."""
-    (m, k), n = x.shape, w.shape[0]
-    held = vectors_of(w)
-    tile = gemv_tile(
-        rows=n,
-        vectors=-(-k // held.vector),
-        tokens=min(m, MAX_TOKENS),
-        copies=1,
-        device=device,
-        # Registers limit six bits; int4 with eight rows took a seventh longer on an H200.
-        most=2 if held.code == "int6" and m > 4 else 4,
-    )
-    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
-    given |= tail.outputs(y, n)
-    weights = tile.rows_of_lane * held.vector
-    return [launch(_gemv_bits, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]
-
-
-_WEIGHTS = 64
 
 # $0 = $6 + the dot product of a word of codes 0..2 with 16 int8, four words $2..$5.
 _DOT16 = tl.constexpr("""{
@@ -301,7 +271,7 @@ def _add_word(total, less, word, xs, ASM: tl.constexpr):
 
 @triton.jit
 def _linear_ternary(
-    x, x_scale, w, multiplier, bias, times, residual, y, second, third, C: tl.constexpr
+    x, x_scale, w, scales, bias, times, residual, y, second, third, C: tl.constexpr
 ):
     BN: tl.constexpr = C.L // C.BV * C.R
     V: tl.constexpr = (C.K + 63) // 64
@@ -330,9 +300,9 @@ def _linear_ternary(
     n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
     factor = tl.load(x_scale + m, m < C.M, other=0.0)
     if C.SCALE_ROWS:
-        factor *= tl.load(multiplier + paired(n, C.HALF), n < C.N, other=0.0)
+        factor *= tl.load(scales + paired(n, C.HALF), n < C.N, other=0.0)
     else:
-        factor *= tl.load(multiplier)
+        factor *= tl.load(scales)
     total = rounded_product(total, factor, C.ASM)
     _end(
         total, bias, times, residual, y, second, third, first, m.to(tl.int64), n,
@@ -340,30 +310,38 @@ def _linear_ternary(
     )  # fmt: skip
 
 
-def linear_ternary(
+def gemv_bits(
     *,
     x: Tensor,
-    x_scale: Tensor,
     w: DeviceTensor,
     y: Tensor,
+    x_scale: Tensor | None = None,
     tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear` for ternary weights and int8 activations with a scale per token."""
+    """Lower `ops.linear.linear` for few tokens and weights of less than a byte.
+
+    int8 activations, with a scale per token, are for ternary weights.
+    """
     (m, k), n = x.shape, w.shape[0]
+    held = vectors_of(w)
+    # Registers limit six bits and codes; int4 with eight rows took a seventh longer on an H200.
+    most = 2 if held.code == "int6" and m > 4 else 4
+    if x_scale is not None:
+        most = 8 if m <= 2 else 2
     tile = gemv_tile(
         rows=n,
-        vectors=-(-k // _WEIGHTS),
+        vectors=-(-k // held.vector),
         tokens=min(m, MAX_TOKENS),
         copies=1,
         device=device,
-        most=8 if m <= 2 else 2,  # limited by registers
+        most=most,
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    scale = w.planes["scale"]
-    stored = {"w": w.planes["codes"], "multiplier": scale, "SCALE_ROWS": scale.numel() > 1}
-    given = {"x": x, "x_scale": x_scale, **stored, **tail.given("linear", y, n)}
-    given |= tail.outputs(y, n)
-    weights = tile.rows_of_lane * _WEIGHTS
-    grid = tile.grid(n, m)
-    return [launch(_linear_ternary, grid, device, tile.warps, weights, **sizes, **given)]
+    given = {"x": x, **held.given, "PAIRS": held.pairs(x, device)}
+    given |= tail.given("linear", y, n)
+    kernel = _gemv_bits
+    if x_scale is not None:
+        kernel, given["x_scale"] = _linear_ternary, x_scale
+    weights = tile.rows_of_lane * held.vector
+    return [launch(kernel, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]

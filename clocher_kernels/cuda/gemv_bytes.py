@@ -199,9 +199,8 @@ def bytes_tile(
     few = min(m, tokens)
     sizes = {"M": few, "TOKENS": m, "N": n, "K": k // per, "ROWS": _ROWS, "LANE": lane // per}
     sizes["BLOCK"] = lane * 32 * warps // per
-    stored_as = {"CODE": held.code, "MATH": math, "UNIT": unit(held.code, math)}
-    stored_as |= {"SPAN": held.span // per, "SCALE_ROWS": held.scale_rows}
-    given = {"x": x, "w": held.data, "scales": held.scales, **sizes, **stored_as}
+    given = {"x": x, **held.given, **sizes, "SPAN": held.span // per}
+    given |= {"MATH": math, "UNIT": unit(held.code, math)}
     if per == 4:
         given |= {"x": x.view(torch.int64), "w": held.data.view(torch.int32)}
     return given, (triton.cdiv(n, _ROWS) * triton.cdiv(m, few),), warps, _ROWS * lane
@@ -217,5 +216,5 @@ def gemv_bytes(
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for few tokens and weights of whole bytes."""
     given, grid, warps, weights = bytes_tile(x, w, device)
-    given |= {**tail.given("linear", y, w.shape[0]), **tail.outputs(y, w.shape[0])}
+    given |= tail.given("linear", y, w.shape[0])
     return [launch(_gemv, grid, device, warps, weights, **given)]

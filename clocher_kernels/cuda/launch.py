@@ -15,6 +15,14 @@ from torch import Tensor
 
 Arg = Tensor | int | float | None
 
+TL_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+}
+"""Types of matmul operands."""
+
 # gdc_wait of Triton 3.4 does not compile.
 _HAS_PDL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
 
@@ -125,10 +133,9 @@ def launch(
     """Return a launch; arguments in capitals are constants, None is an absent tensor."""
     constants = {name: value for name, value in given.items() if name.isupper()}
     constants |= {"ASM": device.asm, "PDL": device.pdl, "WGMMA": device.capability == 90}
-    names = [name for name in kernel.arg_names if name != "C"]
-    if unknown := given.keys() - constants.keys() - set(names):
+    args = {name: given.get(name) for name in kernel.arg_names if name != "C"}
+    if unknown := {n for n in given if given[n] is not None} - args.keys() - constants.keys():
         raise TypeError(f"{kernel} has no parameter {', '.join(sorted(unknown))}")
-    args = {name: given.get(name) for name in names}
     return Launch(kernel, grid, args, constants, num_warps, device.pdl, weights, stages)
 
 

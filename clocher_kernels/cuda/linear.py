@@ -23,7 +23,7 @@ from clocher_kernels.cuda.codes import (
 from clocher_kernels.cuda.dots import await_products
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
-from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.cuda.words import (
@@ -98,7 +98,7 @@ def _scaled(held, above, scale, added, zero, C: tl.constexpr, MINIMA: tl.constex
 
 
 @triton.jit
-def _each(groups, COUNT: tl.constexpr):
+def repeated(groups, COUNT: tl.constexpr):
     """Repeat what groups of columns have, [BN, G], for each of their COUNT elements."""
     BN: tl.constexpr = groups.shape[0]
     G: tl.constexpr = groups.shape[1]
@@ -122,12 +122,11 @@ def _gemm(
     element, k = tl.arange(0, C.BK // C.PER), tl.arange(0, C.BK)
     w_at = w + row.to(tl.int64)[:, None] * C.STRIDE + (begin // C.PER + element)[None, :]
     x_at = x + tl.minimum(m, C.M - 1)[None, :] * C.K + (begin + k)[:, None]
-    ABOVE: tl.constexpr = 1 if C.CODE == "int5" else (2 if C.CODE == "int6" else 0)
-    zero = tl.full((1, 1), 8 << ABOVE, tl.int32)
-    if ABOVE > 0:
+    zero = tl.full((1, 1), 8 << C.ABOVE, tl.int32)
+    if C.ABOVE > 0:
         # The words with the bits above, each of some words' that lie side by side.
-        SHARED: tl.constexpr = 4 // ABOVE
-        shift = (element % SHARED * ABOVE)[None, :]
+        SHARED: tl.constexpr = 4 // C.ABOVE
+        shift = (element % SHARED * C.ABOVE)[None, :]
         at = C.K // C.PER + (begin // C.PER + element) // SHARED
         above_at = w + row.to(tl.int64)[:, None] * C.STRIDE + at[None, :]
     if C.SPAN > 0:
@@ -156,7 +155,7 @@ def _gemm(
             held = tl.load(w_at, (element < C.STRIDE - k0 // C.PER)[None, :], 0)
             xt = tl.load(x_at, (k < C.K - k0)[:, None], 0)
         above = held
-        if ABOVE > 0:
+        if C.ABOVE > 0:
             above = tl.load(above_at, (element < (C.K - k0) // C.PER)[None, :], 0) >> shift
             above_at += C.BK // C.PER // SHARED
         w_at += C.BK // C.PER
@@ -165,8 +164,11 @@ def _gemm(
             factor, added = scale_of(scale, head, C.CODE)
             factor, added, zeros_of = factor * C.FACTOR, added * C.FACTOR, zero
             if WHOLE and PARTS > 1:
-                factor, added = _each(factor, C.SPAN // C.GRAIN), _each(added, C.SPAN // C.GRAIN)
-                zeros_of = zero if zeros is None else _each(zero, C.SPAN // C.GRAIN)
+                factor, added = (
+                    repeated(factor, C.SPAN // C.GRAIN),
+                    repeated(added, C.SPAN // C.GRAIN),
+                )
+                zeros_of = zero if zeros is None else repeated(zero, C.SPAN // C.GRAIN)
             wt = _scaled(held, above, factor, added, zeros_of, C, MINIMA)
             ahead = tl.minimum(k0 + C.BK + part, C.K - 1)
             scale, head = load_scales(scales, ahead, C.SPAN)
@@ -257,14 +259,6 @@ def _tile(operand: torch.dtype, m: int, n: int, k: int, device: Device) -> Tile:
     return replace(best, step=128) if operand == torch.int8 else best
 
 
-TL_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.int8: tl.int8,
-}
-
-
 def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
     """Return the type of matmul operands: that of the activations."""
     # Triton's interpreter cannot multiply bf16.
@@ -303,13 +297,11 @@ def gemm(
     tile = _tile(operand, m, n, k, device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, "BN": tile.rows, "BK": tile.step}
     sizes |= {"SPLITS": tile.splits}
-    code = held.code if x_scale is None else "digits"
-    stored_as = {"CODE": code, "PER": held.per, "STRIDE": held.data.shape[-1]}
-    stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
-    stored_as |= {"GRAIN": held.per if held.span % held.per == 0 else 1}
-    stored_as |= _units(held, operand, device)
-    given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
-    given |= {"zeros": held.zeros, **sizes, **stored_as, **tail.given("linear", y, n)}
+    given = {"x": x, "x_scale": x_scale, **held.given, **sizes, **tail.given("linear", y, n)}
+    if x_scale is not None:
+        given["CODE"] = "digits"
+    given |= {"OPERAND": TL_TYPES[operand], **_units(held, operand, device)}
+    given["GRAIN"] = held.per if held.span % held.per == 0 else 1
     grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     if tile.splits > 1:
         largest = _TILES[0].rows * _TILES[0].tokens

@@ -49,9 +49,9 @@ def _gate_up(x, ids, factors, w, scales, zeros, bias, y, C: tl.constexpr):
     h = add_lanes(h, C.BV)
     n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
     inside = n < C.N
-    if C.GROUP == 0 and scales is not None:
+    if C.SPAN == 0 and scales is not None:
         at = expert * C.N + n if C.SCALE_ROWS == 1 else expert + tl.zeros_like(n)
-        h *= to_scale(tl.load(scales + at, inside, other=0), C.FORMAT)
+        h *= to_scale(tl.load(scales + at, inside, other=0), C.CODE)
     if factors is not None:
         h *= tl.load(factors + pair)
     if bias is not None:
@@ -82,8 +82,8 @@ def _down(x, ids, weights, w, scales, zeros, bias, residual, y, C: tl.constexpr)
     row = row if C.N % BN == 0 else tl.minimum(row, expert * C.N + (C.N - 1))
     total = stream_rows(x + at * C.K, chosen, row, w, scales, zeros, C, C.PDL)
 
-    if C.GROUP == 0 and scales is not None:
-        factor *= to_scale(tl.load(scales + (row if C.SCALE_ROWS == 1 else expert)), C.FORMAT)
+    if C.SPAN == 0 and scales is not None:
+        factor *= to_scale(tl.load(scales + (row if C.SCALE_ROWS == 1 else expert)), C.CODE)
     total = tl.sum(add_lanes(total * factor, C.BV).reshape(C.BA, C.L // C.BV, C.R), axis=0)
     n = rows_of(first, C.L // C.BV, 1, C.R)
     inside = n < C.N
@@ -115,7 +115,8 @@ def _launch(
     )
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
     grid = (ids.shape[0] if "BA" in given else ids.numel(), triton.cdiv(n, tile.rows))
-    given |= {"x": x, "ids": ids, **sizes, **held.given(x, device, alone=True)}
+    given |= {"x": x, "ids": ids, **sizes, **held.given}
+    given["PAIRS"] = held.pairs(x, device, alone=True)
     weights = tile.rows_of_lane * held.vector
     return [launch(kernel, grid, device, tile.warps * together, weights, **given)]
 
@@ -140,7 +141,7 @@ def moe_gate_up(
         raise UnsupportedOp(f"moe_gate_up: no act={act!r}; there are clamped, silu")
     settings = {"ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
     if _in_tiles(ids, w):
-        return moe_gemm.gate_up(x, ids, w, device=device, **given, **settings)
+        return moe_gemm.tiles(x, ids, w, device, A=ids.shape[1], **given, **settings)
     return _launch(_gate_up, x, ids, w, device, **given, **settings)
 
 
@@ -280,7 +281,7 @@ def router(product: Mapping[str, Any], choice: Mapping[str, Any], device: Device
     x, w = product["x"], product["w"]
     # So few weights are read again for each token.
     given, grid, warps, streamed = bytes_tile(x, w, device, 1)
-    given |= {"HALF": 0, **Tail(product.get("bias")).given("linear", logits, w.shape[0])}
+    given |= Tail(product.get("bias")).given("linear", logits, w.shape[0])
     given |= {"choice_bias": choice.pop("bias", None), "ids": ids, "weights": weights}
     given |= route_settings(logits.shape[1], ids.shape[1], **choice)
     given["arrivals"] = device.scratch("router_arrivals", (MOST_SLICED,), torch.int32)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import int4_code, mxfp4_value, to_scale, unit
 from clocher_kernels.cuda.dots import await_products
-from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.linear import decoded, operand_type, repeated
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
 from clocher_kernels.formats.ggml import Ggml
@@ -127,13 +127,6 @@ def _pairs(word, adjust, CODE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _spread(v, WORDS: tl.constexpr):
-    """Repeat values [BN, groups] for the words of each group: [BN, WORDS]."""
-    EACH: tl.constexpr = WORDS // v.shape[1]
-    return tl.broadcast_to(v[:, :, None], v.shape[0], v.shape[1], EACH).reshape(v.shape[0], WORDS)
-
-
-@triton.jit
 def _multiply(x, source, expert, row, w, scales, zeros, C: tl.constexpr):
     """Multiply rows [BN] of all experts' by the rows [BM] of x: fp32 [BN, BM]."""
     # mxfp4's scales, divided by the row's largest, are exact in fp16.
@@ -156,10 +149,10 @@ def _multiply(x, source, expert, row, w, scales, zeros, C: tl.constexpr):
         if SCALED:
             block = tl.minimum(k0 // C.SPAN + tl.arange(0, C.BK // C.SPAN), C.K // C.SPAN - 1)
             code = tl.load(scales + groups + block[None, :]).to(tl.int32) - largest[:, None]
-            factor = _spread(tl.maximum(code + 30, 0) * 0x04000400, C.BK // C.PER)  # at most 2^15
+            factor = repeated(tl.maximum(code + 30, 0) * 0x04000400, C.SPAN // C.PER)  # <= 2^15
             wt = _pairs(held, factor, C.CODE, C.ASM).to(C.OPERAND)
         elif C.PAIRED:
-            offset = _spread(zero * 0x00010001 + 0x64006400, C.BK // C.PER)
+            offset = repeated(zero * 0x00010001 + 0x64006400, C.BK // C.PER)
             wt = _pairs(held, offset, C.CODE, C.ASM).to(C.OPERAND)
         else:
             wt = decoded(held, C)
@@ -240,13 +233,6 @@ def fits(w: DeviceTensor) -> bool:
     return stored(w).span % 16 == 0 and not isinstance(w.format, Ggml)
 
 
-def gate_up(
-    x: Tensor, ids: Tensor, w: DeviceTensor, y: Tensor, device: Device, **given: Any
-) -> list[Launch]:
-    """Lower `ops.moe.moe_gate_up`; `given` are its factors and bias, and ACT, LIMIT, ALPHA."""
-    return _tiles(x, ids, w, device, y=y, A=ids.shape[1], **given)
-
-
 def down(
     x: Tensor,
     ids: Tensor,
@@ -261,12 +247,12 @@ def down(
     (m, a), n = ids.shape, w.shape[1]
     parts = device.scratch("moe_down", (m * a, n), torch.float32)
     given = {"factors": weights, "bias": bias, "y": parts, "A": 1, "ACT": ""}
-    launches = _tiles(x.flatten(0, 1), ids, w, device, **given)
+    launches = tiles(x.flatten(0, 1), ids, w, device, **given)
     sums = {"x": parts, "residual": residual, "y": y, "A": a, "N": n, "BN": _BLOCK}
     return [*launches, launch(_sum_choices, (m, triton.cdiv(n, _BLOCK)), device, 4, **sums)]
 
 
-def _tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any) -> list[Launch]:
+def tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any) -> list[Launch]:
     """Return the launches that list pairs, reorder the rows of x and multiply them."""
     (experts, n, k), pairs, held = w.shape, ids.numel(), stored(w)
     operand = operand_type(x.dtype, device)
@@ -287,10 +273,7 @@ def _tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any
     given |= {"x": x, "order": order, "counts": counts, "P": pairs}
     given |= {"E": experts, "BE": triton.next_power_of_2(experts), "N": n, "K": k}
     given |= {"KX": x.shape[1], "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PAIRED": paired}
-    given |= {"w": held.data, "scales": held.scales, "zeros": held.zeros}
-    given |= {"CODE": held.code, "PER": held.per, "STRIDE": held.data.shape[-1]}
-    given |= {"UNIT": unit(held.code, "pairs"), "SPAN": held.span}
-    given |= {"SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
+    given |= {**held.given, "UNIT": unit(held.code, "pairs"), "OPERAND": TL_TYPES[operand]}
     most = min(pairs, (pairs + min(experts, pairs) * (tile.bm - 1)) // tile.bm)
     grid = (most, triton.cdiv(n, tile.bn))
     return [*launches, launch(_tile_product, grid, device, tile.warps, 0, tile.stages, **given)]

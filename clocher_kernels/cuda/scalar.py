@@ -236,7 +236,7 @@ class Tail:
             yield tokens, replace(self, times=times, residual=residual)
 
     def given(self, op: str, y: Tensor, rows: int) -> dict[str, Any]:
-        """Return the arguments of `finish`; UnsupportedOp for an unknown activation function."""
+        """Return the arguments of `finish` and `finish_gated`; UnsupportedOp, ShapeError."""
         if self.activation != "none":
             check_activation(op, self.activation)
         wide = 0 if self.times is None else self.times.shape[1]
@@ -245,15 +245,12 @@ class Tail:
                 f"{op}: 'times' has {wide} values for a token; expected {rows}, one for each row "
                 "of the weight, or 1"
             )
-        tensors = {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
-        return {**tensors, "F": wide, "ACT": self.activation, "CAP": float(self.cap)}
-
-    def outputs(self, y: Tensor, rows: int) -> dict[str, Any]:
-        """Return the arguments of `finish` for several outputs, and of `finish_gated`."""
-        ends = [y.shape[1], y.shape[1] + sum(t.shape[1] for t in self.more[:1])]
         second, third = (*self.more, None, None)[:2]
-        parts = {"second": second, "third": third, "N1": ends[0], "N2": ends[1]}
-        return {**parts, "HALF": rows // 2 if self.gated else 0}
+        tensors = {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
+        tensors |= {"second": second, "third": third}
+        ends = {"N1": y.shape[1], "N2": y.shape[1] + sum(t.shape[1] for t in self.more[:1])}
+        kind = {"F": wide, "ACT": self.activation, "CAP": float(self.cap)}
+        return {**tensors, **ends, **kind, "HALF": rows // 2 if self.gated else 0}
 
 
 PLAIN = Tail()
