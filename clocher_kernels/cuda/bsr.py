@@ -74,9 +74,7 @@ def _gemv(x, row_ptr, col_idx, values, scales, bias, times, residual, y, C: tl.c
     n = block_row * C.HEIGHT + own
     kept = (own < C.HEIGHT) & (n < C.N)
     for m in tl.static_range(C.M):
-        parts = tl.reshape(
-            stack(totals, m * C.EACH, 1, C.EACH), (C.BLOCKS, C.ACROSS, PER_ROW, C.EACH)
-        )
+        parts = tl.reshape(stack(totals, m * C.EACH, C.EACH), (C.BLOCKS, C.ACROSS, PER_ROW, C.EACH))
         total = tl.sum(tl.sum(parts, 2), 0)
         finish(total, bias, times, residual, y, m, n, kept, C)
 

@@ -16,7 +16,7 @@ matter if both operands agree (`operand`). So nothing passes through shared memo
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import pairs, to_scale
+from clocher_kernels.cuda.codes import joined, pairs, to_scale
 from clocher_kernels.cuda.dots import element
 from clocher_kernels.cuda.scalar import paired
 from clocher_kernels.cuda.words import pair_of, word_pairs, zero_pairs
@@ -46,14 +46,7 @@ xor.b32 $3, c, 0x80808080;
 @triton.jit
 def _joined(parts, COUNT: tl.constexpr):
     """Join COUNT (2^n) tensors [A, B] to [A, B, COUNT], in order."""
-    level = parts
-    for bit in tl.static_range(1, 8):
-        if COUNT >> bit > 0:
-            joined = ()
-            for i in tl.static_range(COUNT >> bit):
-                joined = joined + (tl.join(level[i], level[i + (COUNT >> bit)]),)
-            level = joined
-    return level[0].reshape(parts[0].shape[0], parts[0].shape[1], COUNT)
+    return joined(parts, COUNT).reshape(parts[0].shape[0], parts[0].shape[1], COUNT)
 
 
 @triton.jit

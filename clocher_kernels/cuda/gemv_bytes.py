@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
+from clocher_kernels.cuda.codes import dot, joined, token_factors, unit, weight_factors
 from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
@@ -75,18 +75,12 @@ def _turn(totals, rows, x, scales, n0, token0, k0, C: tl.constexpr, TAIL: tl.con
 
 
 @triton.jit
-def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
-    """Join `count` (2^n) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...] in order."""
-    level = ()
+def stack(parts, first: tl.constexpr, count: tl.constexpr):
+    """Join `count` (2^n) tensors [L] from the `first` on to [L, 1, 2, 2, ...], in order."""
+    columns = ()
     for i in tl.static_range(count):
-        level = level + (tl.expand_dims(parts[first + i * step], 1),)
-    for bit in tl.static_range(1, 8):
-        if count >> bit > 0:
-            joined = ()
-            for i in tl.static_range(count >> bit):
-                joined = joined + (tl.join(level[i], level[i + (count >> bit)]),)
-            level = joined
-    return level[0]
+        columns = columns + (tl.expand_dims(parts[first + i], 1),)
+    return joined(columns, count)
 
 
 @triton.jit
@@ -133,7 +127,7 @@ def multiply_rows(x, w, scales, n0, token0, C: tl.constexpr):
 @triton.jit
 def row_sums(totals, scales, n, inside, C: tl.constexpr, m: tl.constexpr):
     """Return token m's scaled sums of rows n."""
-    total = tl.reshape(tl.sum(stack(totals, m * C.ROWS, 1, C.ROWS), 0), (C.ROWS,))
+    total = tl.reshape(tl.sum(stack(totals, m * C.ROWS, C.ROWS), 0), (C.ROWS,))
     factor = tl.full((C.ROWS,), C.UNIT, tl.float32)
     if C.SPAN == 0 and scales is not None:
         factor *= tl.load(scales + n * C.SCALE_ROWS, mask=inside, other=0).to(tl.float32)
