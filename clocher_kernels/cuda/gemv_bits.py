@@ -198,12 +198,10 @@ def _gemv_bits(x, w, scales, zeros, bias, times, residual, y, second, third, C: 
 
 @triton.jit
 def _end(total, bias, times, residual, y, second, third, first, m, n, kept, C: tl.constexpr):
-    """Write sums [S, BM, R] of the rows from `first` on, gated if there is a HALF."""
+    """Write sums [L / BV, BM, R] of the rows from `first` on, gated if there is a HALF."""
     if C.HALF > 0:
-        S: tl.constexpr = total.shape[0]
-        R: tl.constexpr = total.shape[2]
-        up, gate = tl.split(total.reshape(S, total.shape[1], R // 2, 2))
-        i = rows_of(first // 2, S, 1, R // 2)[:, None, :]
+        up, gate = tl.split(total.reshape(C.L // C.BV, C.BM, C.R // 2, 2))
+        i = rows_of(first // 2, C.L // C.BV, 1, C.R // 2)[:, None, :]
         finish_gated(up, gate, bias, y, m, i, (m < C.M) & (i < C.HALF), C)
     else:
         finish(total, bias, times, residual, y, m, n, kept, C, second, third)
