@@ -93,16 +93,10 @@ def compile_code(launch: Launch, capability: int) -> Code:
 
 
 def _compile(launch: Launch, capability: int) -> Any:
-    constants = dict(launch.constants)
-    signature, attributes = {}, {}
-    for index, name in enumerate(launch.kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        value = launch.args[name]
-        if value is None:
-            signature[name] = "constexpr"
-            constants[name] = None
+    constants, signature, attributes = {}, {}, {}
+    for index, (name, value) in enumerate(launch.given.items()):
+        if value is None or name == "C":
+            signature[name], constants[name] = "constexpr", value
             continue
         signature[name] = _type_of(value)
         if isinstance(value, torch.Tensor):

@@ -7,7 +7,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
-from aot import compile_code
+from aot import compile_code, compile_ptx
 from cuda_cases import meta, meta_device
 
 from clocher_kernels.cuda.few_tokens import few_tokens
@@ -19,9 +19,12 @@ FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "bf16", "int8_row_f32", "fp
 FORMATS += ("mxfp4", "ternary")
 
 
-def product(fmt: str, m: int, capability: int, n: int = 28672, k: int = 14336) -> Launch:
+def product(
+    fmt: str, m: int, capability: int, n: int = 28672, k: int = 14336, codes: bool | None = None
+) -> Launch:
     """Return the launch for a matrix of so many rows that no programs share them."""
-    codes, held = fmt == "ternary", parse_format(fmt)
+    held = parse_format(fmt)
+    codes = fmt == "ternary" if codes is None else codes
     planes = {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in held.planes((n, k)).items()}
     given = {"x_scale": meta((m,), torch.float32)} if codes else {}
     (launch,) = few_tokens(
@@ -51,6 +54,7 @@ def main() -> None:
             "tensor_cores": sum(n for op, n in loop.items() if "MMA" in op.split(".")[0]),
             "streaming_loads": sum(n for op, n in every.items() if op.startswith("LDG.E.EF")),
         }
+    assert ".entry" in compile_ptx(product("ternary", 8, 90, codes=False), 90)
     json.dump(report, sys.stdout)
 
 

@@ -63,7 +63,7 @@ class ReferenceKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launched(**arguments: Any) -> None:
-            for option in ("num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"):
+            for option in ("C", "num_warps", "num_stages", "enable_fp_fusion", "launch_pdl"):
                 arguments.pop(option, None)
             given = {name: as_numpy(value) for name, value in arguments.items()}
             first = next(v for v in given.values() if isinstance(v, np.ndarray))

@@ -54,93 +54,82 @@ _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 def _decode(
     q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors, pages,
     k_cache, v_cache, k_scale, v_scale, sinks, listed, y, partial, tops, totals, arrivals,
-    K_ROW: tl.constexpr, V_ROW: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
-    EPS: tl.constexpr, LARGEST: tl.constexpr,
-    Q_ROW: tl.constexpr, Y_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr,
-    CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, LANES: tl.constexpr, ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, RUNS: tl.constexpr, SPLITS: tl.constexpr,
-    FEW: tl.constexpr, TAKE: tl.constexpr, WORDS: tl.constexpr, WORDS_WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr,
-    UNIT: tl.constexpr, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Attend from one token to one of at most RUNS runs of its keys; the last to end combines.
 
     With `k` it is the only token, and its heads are entered first, by all programs alike.
     """
     if listed is not None:
-        start(PDL)
+        start(C.PDL)
     split, head, token = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    end = within(tl.load(ends + token), CELLS + 1)
-    position = within(tl.load(positions + token), CELLS)
-    tree = in_table(tl.load(ancestors + token), end, CELLS)
+    end = within(tl.load(ends + token), C.CELLS + 1)
+    position = within(tl.load(positions + token), C.CELLS)
+    tree = in_table(tl.load(ancestors + token), end, C.CELLS)
     length = tree_length(tree)
     last = end + count_bits(tree.to(tl.uint64, bitcast=True))
     first, nearest = 0, 0
-    if WINDOW > 0 or CHUNK > 0:
+    if C.WINDOW > 0 or C.CHUNK > 0:
         # Places are positions, unless a tree node's position contradicts its end: then nodes count.
-        keys = position % CHUNK + 1 if CHUNK > 0 else WINDOW
-        keys = tl.minimum(keys, WINDOW) if WINDOW > 0 else keys
+        keys = position % C.CHUNK + 1 if C.CHUNK > 0 else C.WINDOW
+        keys = tl.minimum(keys, C.WINDOW) if C.WINDOW > 0 else keys
         first, nearest = tl.maximum(position - keys + 1, 0), last - keys
         first = tl.where(first >= end, tl.maximum(end, nearest), first)
-    first_block = first // BLOCK
-    blocks = tl.maximum(tl.cdiv(last, BLOCK) - first_block, 1)
+    first_block = first // C.BLOCK
+    blocks = tl.maximum(tl.cdiv(last, C.BLOCK) - first_block, 1)
     if listed is not None:
         # The blocks of listed pages, in their order, less those behind the last cell.
-        PARTS: tl.constexpr = PAGE // BLOCK
-        words = listed + (token * HEADS + head) * WORDS
-        first_page, end_page = first // PAGE, tl.cdiv(last, PAGE)
-        word = tl.arange(0, WORDS_WIDTH)
-        bits = load_words(words, word, first_page, end_page, WORDS)
+        PARTS: tl.constexpr = C.PAGE // C.BLOCK
+        words = listed + (token * C.HEADS + head) * C.WORDS
+        first_page, end_page = first // C.PAGE, tl.cdiv(last, C.PAGE)
+        word = tl.arange(0, C.WORDS_WIDTH)
+        bits = load_words(words, word, first_page, end_page, C.WORDS)
         counts = count_bits(bits)
         upto = tl.cumsum(counts)
-        at_end = count_bits(load_words(words, word, end_page - 1, end_page, WORDS))
-        behind = end_page * PARTS - tl.cdiv(last, BLOCK)
+        at_end = count_bits(load_words(words, word, end_page - 1, end_page, C.WORDS))
+        behind = end_page * PARTS - tl.cdiv(last, C.BLOCK)
         listed_blocks = tl.sum(counts) * PARTS - tl.sum(at_end) * behind
         blocks = tl.maximum(listed_blocks, 1)
-    per_split = tl.cdiv(blocks, RUNS)
+    per_split = tl.cdiv(blocks, C.RUNS)
     splits = tl.cdiv(blocks, per_split)
     if split >= splits:
         return
 
-    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
-    row = tl.arange(0, ROWS)
-    live = row < GROUP
+    ONE_PAGE: tl.constexpr = C.PAGE % C.BLOCK == 0
+    row = tl.arange(0, C.ROWS)
+    live = row < C.GROUP
     mine = live[:, None]
     branch = tl.where(tree != 0, end, NEVER)
-    slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
-    begin = (first_block + split * per_split) * BLOCK
-    stop = tl.minimum(begin + per_split * BLOCK, last)
+    slot_pages = pages + within(tl.load(slots + token), C.SLOTS) * C.PAGES_ROW
+    begin = (first_block + split * per_split) * C.BLOCK
+    stop = tl.minimum(begin + per_split * C.BLOCK, last)
     if listed is None:
         # Inputs and earlier tokens' cells are older than the predecessor: they are fetched early.
-        place = begin + tl.arange(0, BLOCK)
+        place = begin + tl.arange(0, C.BLOCK)
         seen = (place >= first) & (place < last)
-        at = cells_at(slot_pages, begin, place, seen, head, POOL, HEADS, PAGE, ONE_PAGE)
-        if ASM:
-            fetch_cells(k_cache, at, DIM, WIDTH)
-            fetch_cells(v_cache, at, DIM, WIDTH)
+        at = cells_at(slot_pages, begin, place, seen, head, C, ONE_PAGE)
+        if C.ASM:
+            fetch_cells(k_cache, at, C)
+            fetch_cells(v_cache, at, C)
     if k is not None:
-        own_page, own, own_position = own_cell(
-            slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
-        )
+        own_page, own, own_position = own_cell(slots, positions, ends, ancestors, pages, token, C)
     if listed is None:
-        start(PDL)
+        start(C.PDL)
     if k is not None:
         entered = enter_heads(
             q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, own_page, own, own_position,
-            k_cache, v_cache, k_scale, v_scale, head, token, Q_ROW, K_ROW, V_ROW, POOL, HEADS, PAGE,
-            DIM, WIDTH, GROUP, LANES, HALF, ANGLES, EPS, KV, LARGEST,
+            k_cache, v_cache, k_scale, v_scale, head, token, C,
         )  # fmt: skip
         # Rows beyond the group repeat it and are not stored.
-        entered = tl.broadcast_to(entered[None, :, :], ROWS // LANES, LANES, WIDTH)
-        query, rest = in_two(entered.reshape(ROWS, WIDTH), WORK)
+        entered = tl.broadcast_to(entered[None, :, :], C.ROWS // C.LANES, C.LANES, C.WIDTH)
+        query, rest = in_two(entered.reshape(C.ROWS, C.WIDTH), C.WORK)
         tl.debug_barrier()
     else:
-        heads_at = token * Q_ROW + (head * GROUP + row) * DIM
-        query, rest = in_two(load_query(q, heads_at, live, DIM, WIDTH), WORK)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        heads_at = token * C.Q_ROW + (head * C.GROUP + row) * C.DIM
+        query, rest = in_two(load_query(q, heads_at, live, C), C.WORK)
+    top = tl.full((C.ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((C.ROWS,), tl.float32)
+    acc = tl.zeros((C.ROWS, C.WIDTH), tl.float32)
 
     if listed is not None:
         begin = split * per_split
@@ -151,49 +140,47 @@ def _decode(
         left = tl.sum(tl.where(word == current, bits, 0))
         for _ in range(tl.sum(tl.where(word == current, upto - counts, 0)), page):
             left &= left - 1
-    for place0 in range(begin, stop, BLOCK if listed is None else 1):
+    for place0 in range(begin, stop, C.BLOCK if listed is None else 1):
         cell0 = place0
         if listed is not None:
             # Unseen pages come last and are not reached.
-            while (left == 0) & (current < WORDS - 1):
+            while (left == 0) & (current < C.WORDS - 1):
                 current += 1
                 left = tl.load(words + current).to(tl.uint64, bitcast=True)
-            cell0 = (current * 64 + lowest(left)) * PAGE + place0 % PARTS * BLOCK
+            cell0 = (current * 64 + lowest(left)) * C.PAGE + place0 % PARTS * C.BLOCK
             if place0 % PARTS == PARTS - 1:
                 left &= left - 1
-        place = cell0 + tl.arange(0, BLOCK)
+        place = cell0 + tl.arange(0, C.BLOCK)
         seen = (place >= first) & (place < last)
-        if WINDOW > 0 or CHUNK > 0:
+        if C.WINDOW > 0 or C.CHUNK > 0:
             seen = seen & ((place < end) | (place >= nearest))
-        if cell0 + BLOCK > branch:
+        if cell0 + C.BLOCK > branch:
             cell = path_cells(place, end, tree, length)
-            at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, False)
+            at = cells_at(slot_pages, cell0, cell, seen, head, C, False)
         else:
-            at = cells_at(slot_pages, cell0, place, seen, head, POOL, HEADS, PAGE, ONE_PAGE)
+            at = cells_at(slot_pages, cell0, place, seen, head, C, ONE_PAGE)
         top, total, acc = attend_block(
             top, total, acc, query, rest, at, seen, mine & seen[None, :],
-            k_cache, v_cache, k_scale, v_scale,
-            DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
+            k_cache, v_cache, k_scale, v_scale, C,
         )  # fmt: skip
 
-    dim = tl.arange(0, WIDTH)
-    out = y + token * Y_ROW + head * GROUP * DIM
+    dim = tl.arange(0, C.WIDTH)
+    out = y + token * C.Y_ROW + head * C.GROUP * C.DIM
     if splits == 1:
-        write_heads(out + row * DIM, top, total, acc, sinks, head * GROUP + row, live, DIM, UNIT)
+        write_heads(out + row * C.DIM, top, total, acc, sinks, head * C.GROUP + row, live, C)
         return
     # Partial results are [token, head, split, lane].
-    pair = token * HEADS + head
-    at = (pair * SPLITS + split) * LANES + row
-    tl.store(partial + at[:, None] * WIDTH + dim[None, :], acc, live[:, None])
+    pair = token * C.HEADS + head
+    at = (pair * C.SPLITS + split) * C.LANES + row
+    tl.store(partial + at[:, None] * C.WIDTH + dim[None, :], acc, live[:, None])
     tl.store(tops + at, top, live)
     tl.store(totals + at, total, live)
     tl.debug_barrier()
     if tl.atomic_add(arrivals + pair, 1, sem="acq_rel") == splits - 1:
         tl.store(arrivals + pair, 0)
         combine_splits(
-            pair * SPLITS * LANES, splits, partial, tops, totals, sinks, head * GROUP, out,
-            GROUP, LANES, DIM, WIDTH, SPLITS, FEW, TAKE, UNIT,
-        )  # fmt: skip
+            pair * C.SPLITS * C.LANES, splits, partial, tops, totals, sinks, head * C.GROUP, out, C
+        )
 
 
 def few_tokens(
@@ -220,7 +207,6 @@ def few_tokens(
     least = min((keys for keys in (constants["WINDOW"], constants["CHUNK"]) if keys), default=0)
     runs = min(splits, triton.cdiv(least + 64 + block - 1, _RUN * block)) if least else splits
     own = {
-        **_ENTERED,
         **(heads_of or {}),
         **constants,
         "ROWS": max(16, lanes),
@@ -250,9 +236,6 @@ def few_tokens(
         grid = (reach, heads, len(some["q"]))
         launches.append(launch(_decode, grid, device, **{**own, **some, **partial}))
     return launches
-
-
-_ENTERED = dict.fromkeys(("K_ROW", "V_ROW", "HALF", "ANGLES", "EPS", "LARGEST"), 0)
 
 
 _LOG2_E = 1.4426950408889634
@@ -308,49 +291,43 @@ def attention(
 @triton.jit
 def _prefill(
     q, slots, positions, ends, ancestors, pages, k_cache, v_cache, k_scale, v_scale, sinks, y,
-    TOKENS: tl.constexpr, Q_ROW: tl.constexpr, Y_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
-    GROUP: tl.constexpr, LANES: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr,
-    CHUNK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, UNIT: tl.constexpr,
-    KV: tl.constexpr, WORK: tl.constexpr, TWO: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Attend from a tile of tokens, slot by slot; blocks that a token does not see add nothing."""
-    start(PDL)
-    ONE_PAGE: tl.constexpr = PAGE % BLOCK == 0
-    LOCAL: tl.constexpr = WINDOW > 0 or CHUNK > 0
+    start(C.PDL)
+    ONE_PAGE: tl.constexpr = C.PAGE % C.BLOCK == 0
+    LOCAL: tl.constexpr = C.WINDOW > 0 or C.CHUNK > 0
     FEW: tl.constexpr = 16
     # The last tokens of a chunk see the most keys, so they go first.
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    row = tl.arange(0, ROWS)
-    token, lane = tile * (ROWS // LANES) + row // LANES, row % LANES
-    live = (token < TOKENS) & (lane < GROUP)
-    slot = tl.where(live, within(tl.load(slots + token, live, other=0), SLOTS), NEVER)
-    end = within(tl.load(ends + token, live, other=0), CELLS + 1)
-    tree = in_table(tl.load(ancestors + token, live, other=0), end, CELLS)
-    position = within(tl.load(positions + token, live, other=0), CELLS)
+    row = tl.arange(0, C.ROWS)
+    token, lane = tile * (C.ROWS // C.LANES) + row // C.LANES, row % C.LANES
+    live = (token < C.TOKENS) & (lane < C.GROUP)
+    slot = tl.where(live, within(tl.load(slots + token, live, other=0), C.SLOTS), NEVER)
+    end = within(tl.load(ends + token, live, other=0), C.CELLS + 1)
+    tree = in_table(tl.load(ancestors + token, live, other=0), end, C.CELLS)
+    position = within(tl.load(positions + token, live, other=0), C.CELLS)
     first = tl.zeros_like(end)
-    if WINDOW > 0:
-        first = tl.maximum(position - WINDOW + 1, 0)
-    if CHUNK > 0:
-        first = tl.maximum(first, position - position % CHUNK)
+    if C.WINDOW > 0:
+        first = tl.maximum(position - C.WINDOW + 1, 0)
+    if C.CHUNK > 0:
+        first = tl.maximum(first, position - position % C.CHUNK)
 
-    heads_at = token * Q_ROW + (head * GROUP + lane) * DIM
-    given = load_query(q, heads_at, live, DIM, WIDTH)
-    if TWO:
-        query, rest = in_two(given, WORK)
+    heads_at = token * C.Q_ROW + (head * C.GROUP + lane) * C.DIM
+    given = load_query(q, heads_at, live, C)
+    if C.TWO:
+        query, rest = in_two(given, C.WORK)
     else:
-        query, rest = given.to(WORK), None
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, WIDTH), tl.float32)
+        query, rest = given.to(C.WORK), None
+    top = tl.full((C.ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((C.ROWS,), tl.float32)
+    acc = tl.zeros((C.ROWS, C.WIDTH), tl.float32)
 
     last = end + tree_length(tree)
     current = tl.min(slot)
     while current < NEVER:
         mine = slot == current
-        slot_pages = pages + current * PAGES_ROW
+        slot_pages = pages + current * C.PAGES_ROW
         lowest = tl.min(tl.where(mine, first, NEVER))
         if LOCAL:
             # Tokens whose windows overlap the first one; beyond these there may be any cells.
@@ -358,25 +335,24 @@ def _prefill(
             mine = mine & ((first < reach) | (first == lowest))
         stop = tl.where(mine, end, 0)
         highest = tl.max(stop)
-        begin = lowest // BLOCK * BLOCK
-        page = tl.load(slot_pages + tl.minimum(begin, CELLS - 1) // PAGE)
-        for cell0 in range(begin, highest, BLOCK):
-            cell = cell0 + tl.arange(0, BLOCK)
+        begin = lowest // C.BLOCK * C.BLOCK
+        page = tl.load(slot_pages + tl.minimum(begin, C.CELLS - 1) // C.PAGE)
+        for cell0 in range(begin, highest, C.BLOCK):
+            cell = cell0 + tl.arange(0, C.BLOCK)
             visible = cell[None, :] < stop[:, None]
             seen = cell < highest
             if LOCAL:
                 visible = visible & (cell[None, :] >= first[:, None])
                 seen = seen & (cell >= lowest)
             if ONE_PAGE:
-                at = (within(page, POOL).to(tl.int64) * HEADS + head) * PAGE + cell % PAGE
+                at = (within(page, C.POOL).to(tl.int64) * C.HEADS + head) * C.PAGE + cell % C.PAGE
                 # The next page's number is on its way while this one's keys are multiplied.
-                page = tl.load(slot_pages + tl.minimum(cell0 + BLOCK, CELLS - 1) // PAGE)
+                page = tl.load(slot_pages + tl.minimum(cell0 + C.BLOCK, C.CELLS - 1) // C.PAGE)
             else:
-                at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, False)
+                at = cells_at(slot_pages, cell0, cell, seen, head, C, False)
             top, total, acc = attend_block(
                 top, total, acc, query, rest, at, seen, visible,
-                k_cache, v_cache, k_scale, v_scale,
-                DIM, WIDTH, BLOCK, SCALE, SOFTCAP, KV, WORK, ASM,
+                k_cache, v_cache, k_scale, v_scale, C,
             )  # fmt: skip
         # Draft trees come behind the committed cells. Loads of later turns are issued early:
         # without a tree, too, their cells must not overflow.
@@ -384,17 +360,16 @@ def _prefill(
         for cell0 in range(branch // FEW * FEW, tl.max(tl.where(mine, last, 0)), FEW):
             cell = cell0 + tl.arange(0, FEW)
             visible = mine[:, None] & sees_tree(
-                cell[None, :], end[:, None], tree[:, None], position[:, None], WINDOW, CHUNK
+                cell[None, :], end[:, None], tree[:, None], position[:, None], C.WINDOW, C.CHUNK
             )
             seen = tl.max(visible.to(tl.int32), 0) > 0
-            at = cells_at(slot_pages, cell0, cell, seen, head, POOL, HEADS, PAGE, PAGE % FEW == 0)
+            at = cells_at(slot_pages, cell0, cell, seen, head, C, C.PAGE % FEW == 0)
             top, total, acc = attend_block(
                 top, total, acc, query, rest, at, seen, visible,
-                k_cache, v_cache, k_scale, v_scale,
-                DIM, WIDTH, FEW, SCALE, SOFTCAP, KV, WORK, ASM,
+                k_cache, v_cache, k_scale, v_scale, C,
             )  # fmt: skip
         slot = tl.where(mine, NEVER, slot)
         current = tl.min(slot)
 
-    out = y + token * Y_ROW + (head * GROUP + lane) * DIM
-    write_heads(out, top, total, acc, sinks, head * GROUP + lane, live, DIM, UNIT)
+    out = y + token * C.Y_ROW + (head * C.GROUP + lane) * C.DIM
+    write_heads(out, top, total, acc, sinks, head * C.GROUP + lane, live, C)

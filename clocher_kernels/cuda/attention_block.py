@@ -53,10 +53,10 @@ def prompt_tile(width: int, kv: str, heads: int, device: Device) -> tuple[int, i
 
 
 @triton.jit
-def load_query(q, at, live, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def load_query(q, at, live, C: tl.constexpr):
     """Load rows of the query [ROWS, WIDTH], fp32."""
-    dim = tl.arange(0, WIDTH)
-    inside = live[:, None] & (dim < DIM)[None, :]
+    dim = tl.arange(0, C.WIDTH)
+    inside = live[:, None] & (dim < C.DIM)[None, :]
     return tl.load(q + at[:, None] + dim[None, :], inside, other=0.0).to(tl.float32)
 
 
@@ -84,26 +84,23 @@ def _product(high, rest, b, acc):
 
 
 @triton.jit
-def cells_at(
-    pages, cell0, cell, seen, head,
-    POOL: tl.constexpr, HEADS: tl.constexpr, PAGE: tl.constexpr, ONE_PAGE: tl.constexpr,
-):  # fmt: skip
+def cells_at(pages, cell0, cell, seen, head, C: tl.constexpr, ONE_PAGE: tl.constexpr):
     """Return the index of (page, head, cell in page) of cells, int64; ONE_PAGE: all in one."""
     if ONE_PAGE:
-        page = tl.load(pages + cell0 // PAGE)
+        page = tl.load(pages + cell0 // C.PAGE)
     else:
-        page = tl.load(pages + cell // PAGE, seen, other=0)
-    page = within(page, POOL).to(tl.int64)
-    return (page * HEADS + head) * PAGE + cell % PAGE
+        page = tl.load(pages + cell // C.PAGE, seen, other=0)
+    page = within(page, C.POOL).to(tl.int64)
+    return (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
 
 
 @triton.jit
-def fetch_cells(cache, at, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def fetch_cells(cache, at, C: tl.constexpr):
     """Bring cells of a cache into L2."""
     LINE: tl.constexpr = 128 // (cache.dtype.element_ty.primitive_bitwidth // 8)
-    COUNT: tl.constexpr = WIDTH // LINE if WIDTH > LINE else 1
-    line = tl.minimum(tl.arange(0, COUNT) * LINE, DIM - 1)
-    to = (cache + at[:, None] * DIM + line[None, :]).to(tl.int64)
+    COUNT: tl.constexpr = C.WIDTH // LINE if C.WIDTH > LINE else 1
+    line = tl.minimum(tl.arange(0, COUNT) * LINE, C.DIM - 1)
+    to = (cache + at[:, None] * C.DIM + line[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [to], tl.int32, False, 1
     )
@@ -121,44 +118,43 @@ def path_cells(place, end, tree, length):
 
 
 @triton.jit
-def _load(cache, at, seen, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    dim = tl.arange(0, WIDTH)
-    inside = seen[:, None] & (dim < DIM)[None, :]
-    return tl.load(cache + at[:, None] * DIM + dim[None, :], inside, other=0)
+def _load(cache, at, seen, C: tl.constexpr):
+    dim = tl.arange(0, C.WIDTH)
+    inside = seen[:, None] & (dim < C.DIM)[None, :]
+    return tl.load(cache + at[:, None] * C.DIM + dim[None, :], inside, other=0)
 
 
 @triton.jit
-def _widen(stored, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr):
+def _widen(stored, C: tl.constexpr):
     """Convert stored keys or values to WORK; fp8 is divided by its unit."""
-    if KV == "e4m3" or KV == "e5m2":
-        return to_f16(stored, KV, ASM)
-    elif KV == "i8":
-        return stored.to(tl.float32).to(WORK)
+    if C.KV == "e4m3" or C.KV == "e5m2":
+        return to_f16(stored, C.KV, C.ASM)
+    elif C.KV == "i8":
+        return stored.to(tl.float32).to(C.WORK)
     else:
-        return stored.to(WORK)
+        return stored.to(C.WORK)
 
 
 @triton.jit
 def attend_block(
-    top, total, acc, query, rest, at, seen, visible, k_cache, v_cache, k_scale, v_scale,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SCALE: tl.constexpr,
-    SOFTCAP: tl.constexpr, KV: tl.constexpr, WORK: tl.constexpr, ASM: tl.constexpr,
+    top, total, acc, query, rest, at, seen, visible,
+    k_cache, v_cache, k_scale, v_scale, C: tl.constexpr,
 ):  # fmt: skip
     """Update a tile's online softmax with a block of keys and values.
 
     State: the largest logit in units of log 2 (top) and the sum of weights (total), both [ROWS],
-    and the weighted sum of values (acc) [ROWS, WIDTH]. `at` are cache cells [BLOCK]; `visible`
-    [ROWS, BLOCK] implies `seen`. A row that sees none of the block keeps its state, bit for bit.
+    and the weighted sum of values (acc) [ROWS, WIDTH]. `at` are cache cells [B]; `visible`
+    [ROWS, B] implies `seen`. A row that sees none of the block keeps its state, bit for bit.
     """
-    k_stored = _load(k_cache, at, seen, DIM, WIDTH)
-    v_stored = _load(v_cache, at, seen, DIM, WIDTH)
-    keys = _widen(k_stored, KV, WORK, ASM)
-    logits = tl.zeros((acc.shape[0], BLOCK), tl.float32)
-    logits = _product(query, rest, tl.trans(keys), logits) * SCALE
-    if KV == "i8":
+    k_stored = _load(k_cache, at, seen, C)
+    v_stored = _load(v_cache, at, seen, C)
+    keys = _widen(k_stored, C)
+    logits = tl.zeros((acc.shape[0], at.shape[0]), tl.float32)
+    logits = _product(query, rest, tl.trans(keys), logits) * C.SCALE
+    if C.KV == "i8":
         logits *= tl.load(k_scale + at, seen, other=0.0)[None, :]
-    if SOFTCAP > 0:
-        logits = SOFTCAP * tanh(or_nan(logits) * (1.0 / SOFTCAP))
+    if C.SOFTCAP > 0:
+        logits = C.SOFTCAP * tanh(or_nan(logits) * (1.0 / C.SOFTCAP))
     logits = tl.where(visible, logits, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
     # If nothing was seen yet, infinity minus infinity would be NaN.
@@ -166,12 +162,12 @@ def attend_block(
     fade = tl.exp2(top - base)
     weight = tl.exp2(logits - base[:, None])
     total = total * fade + tl.sum(weight, 1)
-    if KV == "i8":
+    if C.KV == "i8":
         weight *= tl.load(v_scale + at, seen, other=0.0)[None, :]
-    values, acc = _widen(v_stored, KV, WORK, ASM), acc * fade[:, None]
+    values, acc = _widen(v_stored, C), acc * fade[:, None]
     if rest is None:
-        return higher, total, _product(weight.to(WORK), None, values, acc)
-    high, low = in_two(weight, WORK)
+        return higher, total, _product(weight.to(C.WORK), None, values, acc)
+    high, low = in_two(weight, C.WORK)
     return higher, total, _product(high, low, values, acc)
 
 
@@ -206,9 +202,7 @@ def count_bits(x):
 
 
 @triton.jit
-def write_heads(
-    out, top, total, acc, sinks, query_head, live, DIM: tl.constexpr, UNIT: tl.constexpr
-):
+def write_heads(out, top, total, acc, sinks, query_head, live, C: tl.constexpr):
     """Divide by the sum of weights, sink included; write the live rows, 0 if nothing seen."""
     if sinks is not None:
         sink = tl.load(sinks + query_head, live, other=0.0) * 1.4426950408889634
@@ -216,60 +210,49 @@ def write_heads(
         fade = tl.exp2(top - highest)
         acc = acc * fade[:, None]
         total = total * fade + tl.exp2(sink - highest)
-    acc = acc * (UNIT / tl.where(total > 0, total, 1.0))[:, None]
+    acc = acc * (C.UNIT / tl.where(total > 0, total, 1.0))[:, None]
     dim = tl.arange(0, acc.shape[1])
-    inside = live[:, None] & (dim < DIM)[None, :]
+    inside = live[:, None] & (dim < C.DIM)[None, :]
     tl.store(out[:, None] + dim[None, :], acc.to(out.dtype.element_ty), inside)
 
 
 @triton.jit
 def _combine(
     base, splits, partial, tops, totals, sinks, head0, out,
-    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
+    C: tl.constexpr, SPLITS: tl.constexpr, TAKE: tl.constexpr,
 ):  # fmt: skip
-    lane, dim = tl.arange(0, LANES), tl.arange(0, WIDTH)
-    live = lane < GROUP
+    lane, dim = tl.arange(0, C.LANES), tl.arange(0, C.WIDTH)
+    live = lane < C.GROUP
     split = tl.arange(0, SPLITS)[:, None]
-    at, done = base + split * LANES + lane[None, :], (split < splits) & live[None, :]
+    at, done = base + split * C.LANES + lane[None, :], (split < splits) & live[None, :]
     top = tl.load(tops + at, done, other=float("-inf"), cache_modifier=".cg")
     total = tl.load(totals + at, done, other=0.0, cache_modifier=".cg")
     highest = tl.max(top, 0)
     anchor = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(total * tl.exp2(top - anchor[None, :]), 0)
-    acc = tl.zeros((LANES, WIDTH), tl.float32)
+    acc = tl.zeros((C.LANES, C.WIDTH), tl.float32)
     for split0 in tl.static_range(0, SPLITS, TAKE):
         if split0 < splits:
             part = split0 + tl.arange(0, TAKE)[:, None]
-            cell, inside = base + part * LANES + lane[None, :], (part < splits) & live[None, :]
+            cell, inside = base + part * C.LANES + lane[None, :], (part < splits) & live[None, :]
             weight = tl.load(tops + cell, inside, other=float("-inf"), cache_modifier=".cg")
             values = tl.load(
-                partial + cell[:, :, None] * WIDTH + dim[None, None, :],
+                partial + cell[:, :, None] * C.WIDTH + dim[None, None, :],
                 inside[:, :, None],
                 other=0.0,
                 cache_modifier=".cg",
             )
             acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
-    write_heads(out + lane * DIM, highest, total, acc, sinks, head0 + lane, live, DIM, UNIT)
+    write_heads(out + lane * C.DIM, highest, total, acc, sinks, head0 + lane, live, C)
 
 
 @triton.jit
-def combine_splits(
-    base, splits, partial, tops, totals, sinks, head0, out,
-    GROUP: tl.constexpr, LANES: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr, FEW: tl.constexpr, TAKE: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+def combine_splits(base, splits, partial, tops, totals, sinks, head0, out, C: tl.constexpr):
     """Combine the splits' partial results, read from L2, and write the heads of a group."""
-    if splits <= FEW:
-        _combine(
-            base, splits, partial, tops, totals, sinks, head0, out,
-            GROUP, LANES, DIM, WIDTH, FEW, FEW, UNIT,
-        )  # fmt: skip
+    if splits <= C.FEW:
+        _combine(base, splits, partial, tops, totals, sinks, head0, out, C, C.FEW, C.FEW)
     else:
-        _combine(
-            base, splits, partial, tops, totals, sinks, head0, out,
-            GROUP, LANES, DIM, WIDTH, SPLITS, TAKE, UNIT,
-        )  # fmt: skip
+        _combine(base, splits, partial, tops, totals, sinks, head0, out, C, C.SPLITS, C.TAKE)
 
 
 @triton.jit

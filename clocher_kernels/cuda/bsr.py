@@ -12,179 +12,157 @@ from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.dots import split4, vector_dot
 from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, arithmetic, stack
-from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.linear import decoded, operand_type
 from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.cuda.scalar import Tail, finish, start
 from clocher_kernels.formats.bsr import Bsr
 
 
 @triton.jit
-def _gemv(
-    x, row_ptr, col_idx, values, scales, bias, times, residual, y,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr,
-    COLS: tl.constexpr, LANE: tl.constexpr,
-    CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
+def _gemv(x, row_ptr, col_idx, values, scales, bias, times, residual, y, C: tl.constexpr):
     """Multiply floats or int8: a turn takes BLOCKS blocks, ACROSS * EACH rows, COLS columns.
 
-    A thread reads LANE columns of EACH rows. K, C, COLS and LANE count weights, or words of four.
+    A thread reads LANE columns of EACH rows. All columns count weights, or words of four.
     """
-    PER_ROW: tl.constexpr = COLS // LANE
-    CHUNKS: tl.constexpr = BLOCKS * ACROSS * PER_ROW
-    FACTORS: tl.constexpr = 8 if MATH == "pairs" else 1
+    PER_ROW: tl.constexpr = C.COLS // C.LANE
+    CHUNKS: tl.constexpr = C.BLOCKS * C.ACROSS * PER_ROW
+    FACTORS: tl.constexpr = 8 if C.MATH == "pairs" else 1
     chunk = tl.arange(0, CHUNKS)
-    column = ((chunk % PER_ROW) * LANE)[:, None] + tl.arange(0, LANE)[None, :]
-    row = tl.program_id(1) * (ACROSS * EACH) + (chunk // PER_ROW) % ACROSS
-    nth = chunk // (PER_ROW * ACROSS)
+    column = ((chunk % PER_ROW) * C.LANE)[:, None] + tl.arange(0, C.LANE)[None, :]
+    row = tl.program_id(1) * (C.ACROSS * C.EACH) + (chunk // PER_ROW) % C.ACROSS
+    nth = chunk // (PER_ROW * C.ACROSS)
 
     block_row = tl.program_id(0)
     first = tl.load(row_ptr + block_row).to(tl.int64)
     last = tl.load(row_ptr + block_row + 1).to(tl.int64)
-    start(PDL)
+    start(C.PDL)
 
     totals = ()
-    for _i in tl.static_range(M * EACH):
+    for _i in tl.static_range(C.M * C.EACH):
         totals = totals + (tl.zeros((CHUNKS,), tl.float32),)
-    for turn in range(first, last, BLOCKS):
+    for turn in range(first, last, C.BLOCKS):
         block = turn + nth
         live = block < last
-        k_first = tl.load(col_idx + block, live, 0) * C
-        for c0 in range(0, C, COLS):
+        k_first = tl.load(col_idx + block, live, 0) * C.WIDTH
+        for c0 in range(0, C.WIDTH, C.COLS):
             c = c0 + column
-            inside = live[:, None] & (c < C)
+            inside = live[:, None] & (c < C.WIDTH)
             w, factors = (), ()
-            for r in tl.static_range(EACH):
-                at = block * R + row + r * ACROSS
-                stored = live & (row + r * ACROSS < R)
-                held = values + (at * C)[:, None] + c
+            for r in tl.static_range(C.EACH):
+                at = block * C.HEIGHT + row + r * C.ACROSS
+                stored = live & (row + r * C.ACROSS < C.HEIGHT)
+                held = values + (at * C.WIDTH)[:, None] + c
                 held = tl.load(held, inside & stored[:, None], 0, eviction_policy="evict_first")
-                w = w + weight_factors(held, CHUNKS, CODE, MATH, ASM)
+                w = w + weight_factors(held, CHUNKS, C.CODE, C.MATH, C.ASM)
                 if scales is not None:
-                    factors = factors + (tl.load(scales + at, stored, 0).to(tl.float32) * UNIT,)
+                    factors = factors + (tl.load(scales + at, stored, 0).to(tl.float32) * C.UNIT,)
             k = k_first[:, None] + c
             out = ()
-            for m in tl.static_range(M):
-                token = tl.load(x + m * K + k, inside & (k < K), 0)
-                token = token_factors(token, CHUNKS, MATH)
-                for r in tl.static_range(EACH):
-                    part = dot(w, token, FACTORS * r, CHUNKS, LANE, MATH, ASM)
+            for m in tl.static_range(C.M):
+                token = tl.load(x + m * C.K + k, inside & (k < C.K), 0)
+                token = token_factors(token, CHUNKS, C.MATH)
+                for r in tl.static_range(C.EACH):
+                    part = dot(w, token, FACTORS * r, CHUNKS, C.LANE, C.MATH, C.ASM)
                     if scales is not None:
                         part *= factors[r]
-                    out = out + (totals[m * EACH + r] + part,)
+                    out = out + (totals[m * C.EACH + r] + part,)
             totals = out
 
-    own = tl.program_id(1) * (ACROSS * EACH) + tl.arange(0, ACROSS)
-    own = own[:, None] + tl.arange(0, EACH)[None, :] * ACROSS
-    n = block_row * R + own
-    kept = (own < R) & (n < N)
-    for m in tl.static_range(M):
-        parts = tl.reshape(stack(totals, m * EACH, 1, EACH), (BLOCKS, ACROSS, PER_ROW, EACH))
+    own = tl.program_id(1) * (C.ACROSS * C.EACH) + tl.arange(0, C.ACROSS)
+    own = own[:, None] + tl.arange(0, C.EACH)[None, :] * C.ACROSS
+    n = block_row * C.HEIGHT + own
+    kept = (own < C.HEIGHT) & (n < C.N)
+    for m in tl.static_range(C.M):
+        parts = tl.reshape(stack(totals, m * C.EACH, C.EACH), (C.BLOCKS, C.ACROSS, PER_ROW, C.EACH))
         total = tl.sum(tl.sum(parts, 2), 0)
-        finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP)
+        finish(total, bias, times, residual, y, m, n, kept, C)
 
 
 @triton.jit
-def _gemv_int4(
-    x, row_ptr, col_idx, values, scales, bias, times, residual, y,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    BLOCKS: tl.constexpr, ACROSS: tl.constexpr, EACH: tl.constexpr, PER_ROW: tl.constexpr,
-    BM: tl.constexpr, LANE: tl.constexpr, VECTORS: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    """Multiply prepacked int4, in tiles [lanes, BM, EACH] and vectors of LANE weights."""
-    LANES: tl.constexpr = BLOCKS * ACROSS * PER_ROW
-    WORDS: tl.constexpr = LANE // 8
+def _gemv_int4(x, row_ptr, col_idx, values, scales, bias, times, residual, y, C: tl.constexpr):
+    """Multiply prepacked int4, in tiles [lanes, BM, EACH] and vectors of WEIGHTS."""
+    LANES: tl.constexpr = C.BLOCKS * C.ACROSS * C.PER_ROW
+    WORDS: tl.constexpr = C.WEIGHTS // 8
     lane = tl.arange(0, LANES)[:, None, None]
-    m = tl.arange(0, BM)[None, :, None]
-    row = tl.program_id(1) * (ACROSS * EACH) + lane // PER_ROW % ACROSS * EACH
-    row += tl.arange(0, EACH)[None, None, :]
-    nth = lane // (PER_ROW * ACROSS)
+    m = tl.arange(0, C.BM)[None, :, None]
+    row = tl.program_id(1) * (C.ACROSS * C.EACH) + lane // C.PER_ROW % C.ACROSS * C.EACH
+    row += tl.arange(0, C.EACH)[None, None, :]
+    nth = lane // (C.PER_ROW * C.ACROSS)
     zero = tl.full((1, 1, 1), 8, tl.int32)
 
     block_row = tl.program_id(0)
     first = tl.load(row_ptr + block_row).to(tl.int64)
     last = tl.load(row_ptr + block_row + 1).to(tl.int64)
-    start(PDL)
+    start(C.PDL)
 
-    total = tl.zeros((LANES, BM, EACH), tl.float32)
-    for turn in range(first, last, BLOCKS):
+    total = tl.zeros((LANES, C.BM, C.EACH), tl.float32)
+    for turn in range(first, last, C.BLOCKS):
         block = turn + nth
         live = block < last
-        k_first = tl.load(col_idx + block, live, 0) * C
+        k_first = tl.load(col_idx + block, live, 0) * C.WIDTH
         # Rows beyond the block repeat its last one and are not stored.
-        at = block * R + tl.minimum(row, R - 1)
+        at = block * C.HEIGHT + tl.minimum(row, C.HEIGHT - 1)
         scale = tl.load(scales + at, live, 0).to(tl.float32)
-        for v0 in range(0, VECTORS, PER_ROW):
-            v = v0 + lane % PER_ROW
-            inside = live & (v < VECTORS)
-            word = ((at * VECTORS + v) * WORDS)[:, :, :, None] + tl.arange(0, WORDS)
+        for v0 in range(0, C.VECTORS, C.PER_ROW):
+            v = v0 + lane % C.PER_ROW
+            inside = live & (v < C.VECTORS)
+            word = ((at * C.VECTORS + v) * WORDS)[:, :, :, None] + tl.arange(0, WORDS)
             to = values + word
             if WORDS == 4:
                 to = tl.max_contiguous(to, (2, 1, 1, 4))
             held = tl.load(to, inside[:, :, :, None], 0, eviction_policy="evict_first")
             words = split4(held) if WORDS == 4 else tl.split(held)
             total += scale * vector_dot(
-                x + m * K, (m < M) & inside, k_first + v * LANE, words, None, None, zero,
-                K, 0, "int4", LANE, PAIRS, ASM,
-            )  # fmt: skip
+                x + m * C.K, (m < C.M) & inside, k_first + v * C.WEIGHTS, words, None, None, zero, C
+            )
 
-    total = tl.reshape(total, (BLOCKS, ACROSS, PER_ROW, BM, EACH))
-    own = tl.program_id(1) * (ACROSS * EACH) + tl.arange(0, ACROSS)[:, None, None] * EACH
-    own += tl.arange(0, EACH)[None, None, :]
-    n = block_row * R + own
-    kept = (own < R) & (n < N) & (m < M)
+    total = tl.reshape(total, (C.BLOCKS, C.ACROSS, C.PER_ROW, C.BM, C.EACH))
+    own = tl.program_id(1) * (C.ACROSS * C.EACH) + tl.arange(0, C.ACROSS)[:, None, None] * C.EACH
+    own += tl.arange(0, C.EACH)[None, None, :]
+    n = block_row * C.HEIGHT + own
+    kept = (own < C.HEIGHT) & (n < C.N) & (m < C.M)
     total = tl.sum(tl.sum(total, 2), 0)
-    finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP)
+    finish(total, bias, times, residual, y, m, n, kept, C)
 
 
 @triton.jit
-def _gemm(
-    x, row_ptr, col_idx, values, scales, bias, times, residual, y,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr, BM: tl.constexpr,
-    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
-    OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
+def _gemm(x, row_ptr, col_idx, values, scales, bias, times, residual, y, C: tl.constexpr):
     """Multiply tiles: ROWS rows of a row of blocks by BM tokens, COLS columns at a time."""
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
+    m = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
     block_row = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, COLS)
-    x_rows = x + tl.minimum(m, M - 1)[None, :] * K
+    row = tl.program_id(2) * C.ROWS + tl.arange(0, C.ROWS)
+    column = tl.arange(0, C.COLS)
+    x_rows = x + tl.minimum(m, C.M - 1)[None, :] * C.K
     first = tl.load(row_ptr + block_row).to(tl.int64)
     last = tl.load(row_ptr + block_row + 1).to(tl.int64)
-    start(PDL)
+    start(C.PDL)
 
-    total = tl.zeros((ROWS, BM), tl.float32)
+    total = tl.zeros((C.ROWS, C.BM), tl.float32)
     for block in range(first, last):
-        k_first = tl.load(col_idx + block) * C
+        k_first = tl.load(col_idx + block) * C.WIDTH
         if scales is not None:
-            scale = tl.load(scales + block * R + row, row < R, 0).to(tl.float32)[:, None] * UNIT
-        for c0 in range(0, C, COLS):
+            scale = tl.load(scales + block * C.HEIGHT + row, row < C.HEIGHT, 0).to(tl.float32)
+            scale = scale[:, None] * C.UNIT
+        for c0 in range(0, C.WIDTH, C.COLS):
             c = c0 + column
-            element = c0 // PER + tl.arange(0, COLS // PER)
-            at = values + ((block * R + row) * STRIDE)[:, None] + element[None, :]
-            held = tl.load(at, (row < R)[:, None] & (element < STRIDE)[None, :], 0)
-            w = decoded(held, CODE, OPERAND, ASM)
-            if CODE == "int4":
+            element = c0 // C.PER + tl.arange(0, C.COLS // C.PER)
+            at = values + ((block * C.HEIGHT + row) * C.STRIDE)[:, None] + element[None, :]
+            held = tl.load(at, (row < C.HEIGHT)[:, None] & (element < C.STRIDE)[None, :], 0)
+            w = decoded(held, C)
+            if C.CODE == "int4":
                 w -= 8
             k = k_first + c
-            xt = tl.load(x_rows + k[:, None], ((c < C) & (k < K))[:, None], 0).to(OPERAND)
+            xt = tl.load(x_rows + k[:, None], ((c < C.WIDTH) & (k < C.K))[:, None], 0).to(C.OPERAND)
             if scales is None:
                 total = tl.dot(w, xt, total, input_precision="ieee")
             else:
                 total += tl.dot(w, xt, input_precision="ieee") * scale
 
-    n = (block_row * R + row)[:, None]
+    n = (block_row * C.HEIGHT + row)[:, None]
     m = m.to(tl.int64)[None, :]
-    kept = (row < R)[:, None] & (n < N) & (m < M)
-    finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP)
+    kept = (row < C.HEIGHT)[:, None] & (n < C.N) & (m < C.M)
+    finish(total, bias, times, residual, y, m, n, kept, C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +219,7 @@ def _gemv_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
     per = 4 if math == "pairs" else 1
     if per == 4:
         given |= {"x": x.view(torch.int64), "values": values.view(torch.int32)}
-    given |= {"K": given["K"] // per, "C": block[1] // per, "COLS": tile.cols // per}
+    given |= {"K": given["K"] // per, "WIDTH": block[1] // per, "COLS": tile.cols // per}
     given |= {"LANE": lane // per, "MATH": math, "UNIT": unit(code, math), **tile.constants}
     return launch(
         _gemv, tile.grid(given["N"], block), device, tile.warps, tile.each * lane, **given
@@ -252,8 +230,8 @@ def _int4_launch(given: dict[str, Any], block: tuple[int, int], device: Device) 
     x, words, m = given["x"], given["values"].shape[-1], given["M"]
     lane = 8 * min(words, 4)
     tile = gemv_tile(block, lane, m)
-    del given["CODE"]
-    given |= {"PER_ROW": tile.cols // lane, "BM": triton.next_power_of_2(m), "LANE": lane}
+    given |= {"PER_ROW": tile.cols // lane, "BM": triton.next_power_of_2(m)}
+    given |= {"WEIGHTS": lane, "SPAN": 0}
     given |= {"VECTORS": 8 * words // lane, **tile.constants}
     given["PAIRS"] = "words" if device.asm and x.dtype == torch.float16 else ""
     grid = tile.grid(given["N"], block)
@@ -282,7 +260,7 @@ def bsr_linear(
     code = w.format.inner if w.format.inner in ("int8", "int4") else "float"
     stored = {name: w.planes.get(name) for name in ("row_ptr", "col_idx", "scales")}
     stored["values"] = w.planes["values" if code == "float" else "codes"]
-    stored |= {"CODE": code, "N": n, "K": x.shape[1], "R": block[0], "C": block[1]}
+    stored |= {"CODE": code, "N": n, "K": x.shape[1], "HEIGHT": block[0], "WIDTH": block[1]}
     few = len(x) <= MOST_SLICED
     lower = _gemm_launch if not few else _int4_launch if code == "int4" else _gemv_launch
     launches = []

@@ -233,6 +233,19 @@ def dot(
 
 
 @triton.jit
+def joined(parts, COUNT: tl.constexpr):
+    """Join COUNT (2^n) tensors [...] to [..., 2, 2, ...], in order."""
+    level = parts
+    for bit in tl.static_range(1, 8):
+        if COUNT >> bit > 0:
+            wider = ()
+            for i in tl.static_range(COUNT >> bit):
+                wider = wider + (tl.join(level[i], level[i + (COUNT >> bit)]),)
+            level = wider
+    return level[0]
+
+
+@triton.jit
 def to_scale(stored, FORMAT: tl.constexpr):
     """Return stored scales in fp32; mxfp4's are powers of two, code 0 a subnormal."""
     if FORMAT == "mxfp4":

@@ -214,26 +214,22 @@ def load_each(at, inside):
 
 
 @triton.jit
-def _group(scales, zeros, zero, k, K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr):
+def _group(scales, zeros, zero, k, C: tl.constexpr):
     """Return the scale, what is added (`scale_of`) and the zero point of column k of each row."""
-    inside = k < K
-    at, head_at = scale_places(scales, k, GROUP)
+    inside = k < C.K
+    at, head_at = scale_places(scales, k, C.SPAN)
     own = load_each(at, inside)
     head = own
     if own.dtype == tl.int8 or own.dtype == tl.int16:
         head = load_each(head_at, inside)
     if zeros is not None:
-        zero = load_each(zeros + k // GROUP, inside).to(tl.int32)
-    scale, added = scale_of(own, head, FORMAT)
+        zero = load_each(zeros + k // C.SPAN, inside).to(tl.int32)
+    scale, added = scale_of(own, head, C.CODE)
     return scale, added, zero
 
 
 @triton.jit
-def vector_dot(
-    x, tokens, k, words, scales, zeros, zero,
-    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
     """Multiply a vector of weights of each row by each token's activations: fp32 [L, BM, R].
 
     With PAIRS "words" and mxfp4 it is half of the product. Words may be followed by what `above_of`
@@ -244,75 +240,76 @@ def vector_dot(
         tokens: valid tokens [1, BM, 1].
         k: the vectors' first columns [L, 1, 1].
         words: the vectors, four words [L, 1, R] and more; any values beyond K.
-        scales: pointers to the rows' scales [L, 1, R]; unused if GROUP is 0.
+        scales: pointers to the rows' scales [L, 1, R]; unused if SPAN is 0.
         zeros: pointers to zero points; None if all groups have `zero`.
         zero: the zero point of each row's codes, [L, 1, R] or [1, 1, 1].
-        GROUP: columns that share a scale, even; 0 leaves the scale to the caller.
-        FORMAT: "int4" to "int6", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
+
+    Constants:
+        SPAN: columns that share a scale, even; 0 leaves the scale to the caller.
+        CODE: "int4" to "int6", "mxfp4", "ternary", "int8", "bf16", "f16" or "f32".
         WEIGHTS: weights of a vector.
         PAIRS: packed arithmetic, see `Stored.pairs`: "words", "blocks" (mxfp4) or "" for none;
             needs 4-bit weights, fp16 activations and groups of whole words.
-        ASM: inline assembly is allowed.
     """
     # Weights that surely share a scale: a vector, else 16 or eight columns, else two.
-    VECTOR: tl.constexpr = GROUP % WEIGHTS == 0
-    EIGHT: tl.constexpr = not VECTOR and GROUP % 8 == 0
-    STEP: tl.constexpr = 8 if WEIGHTS > 8 else WEIGHTS
-    ABOVE: tl.constexpr = FORMAT == "int5" or FORMAT == "int6"
-    PACKED: tl.constexpr = ABOVE or FORMAT == "int4" or FORMAT == "mxfp4"
+    VECTOR: tl.constexpr = C.SPAN % C.WEIGHTS == 0
+    EIGHT: tl.constexpr = not VECTOR and C.SPAN % 8 == 0
+    STEP: tl.constexpr = 8 if C.WEIGHTS > 8 else C.WEIGHTS
+    ABOVE: tl.constexpr = C.CODE == "int5" or C.CODE == "int6"
+    PACKED: tl.constexpr = ABOVE or C.CODE == "int4" or C.CODE == "mxfp4"
     scale = tl.full((1, 1, 1), 1.0, tl.float32)
-    if VECTOR and GROUP > 0:
-        scale, added, zero = _group(scales, zeros, zero, k, K, GROUP, FORMAT)
-    if GROUP > 0:
+    if VECTOR and C.SPAN > 0:
+        scale, added, zero = _group(scales, zeros, zero, k, C)
+    if C.SPAN > 0:
         HELD: tl.constexpr = scales.dtype.element_ty
         MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
     else:
         MINIMA: tl.constexpr = False
-    if PAIRS == "blocks":
-        return _mxfp4_block(x, tokens, k, words, zero, K) * scale
+    if C.PAIRS == "blocks":
+        return _mxfp4_block(x, tokens, k, words, zero, C.K) * scale
     total = tl.zeros((1, 1, 1), tl.float32)
     sums = tl.zeros((1, 1, 1), tl.int32)
     chain = sums
     alone = total  # the sum of activations, which minima meet
-    for c in tl.static_range(0, WEIGHTS // STEP):
+    for c in tl.static_range(0, C.WEIGHTS // STEP):
         at = k + c * STEP
-        if EIGHT and (GROUP != 16 or c % 2 == 0):
-            scale, added, zero = _group(scales, zeros, zero, at, K, GROUP, FORMAT)
-        if PAIRS != "":
-            xs = _load_pairs(x, at, tokens, K)
-            sums = _fma_word(xs, words, c, zero, sums, FORMAT, True)
+        if EIGHT and (C.SPAN != 16 or c % 2 == 0):
+            scale, added, zero = _group(scales, zeros, zero, at, C)
+        if C.PAIRS != "":
+            xs = _load_pairs(x, at, tokens, C.K)
+            sums = _fma_word(xs, words, c, zero, sums, C.CODE, True)
             if MINIMA:
                 four = _add_pairs(_add_pairs(xs[0], xs[1]), _add_pairs(xs[2], xs[3]))
                 alone += _add_halves(four)
-            if EIGHT and GROUP != 16:
+            if EIGHT and C.SPAN != 16:
                 total += _add_halves(sums) * scale
                 sums = tl.zeros((1, 1, 1), tl.int32)
-            elif FORMAT == "mxfp4" and c == 1:
+            elif C.CODE == "mxfp4" and c == 1:
                 chain = sums
                 sums = tl.zeros((1, 1, 1), tl.int32)
             elif c % 2 == 1:
-                if FORMAT == "mxfp4":
+                if C.CODE == "mxfp4":
                     sums = _add_pairs(chain, sums)
                 part = _add_halves(sums)
                 total += part * scale if EIGHT else part
                 sums = tl.zeros((1, 1, 1), tl.int32)
         elif not VECTOR and not EIGHT:
-            xs = _load8(x, at, tokens, K)
+            xs = _load8(x, at, tokens, C.K)
             for j in tl.static_range(0, STEP, 2):
-                scale, added, zero = _group(scales, zeros, zero, at + j, K, GROUP, FORMAT)
-                even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, FORMAT)
-                odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, FORMAT)
+                scale, added, zero = _group(scales, zeros, zero, at + j, C)
+                even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, C.CODE)
+                odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, C.CODE)
                 total += (even + odd) * scale
         else:
-            xs = _load8(x, at, tokens, K)
+            xs = _load8(x, at, tokens, C.K)
             part = tl.zeros((1, 1, 1), tl.float32)
-            if ASM and PACKED:
-                values = _eight(words, c, zero, FORMAT)
+            if C.ASM and PACKED:
+                values = _eight(words, c, zero, C.CODE)
                 for j in tl.static_range(0, STEP):
                     part += xs[j].to(tl.float32) * values[j]
             else:
                 for j in tl.static_range(0, STEP):
-                    value = element(words, c * STEP + j, zero, FORMAT)
+                    value = element(words, c * STEP + j, zero, C.CODE)
                     part += xs[j].to(tl.float32) * value
             if MINIMA:
                 for j in tl.static_range(0, STEP):
@@ -320,11 +317,11 @@ def vector_dot(
             if EIGHT:
                 part *= scale
             total += part
-    if ASM and FORMAT == "mxfp4" and PAIRS == "":
+    if C.ASM and C.CODE == "mxfp4" and C.PAIRS == "":
         total *= 16384.0
-    if ASM and ABOVE:
-        total *= 2.0 if FORMAT == "int5" else 4.0
-    if VECTOR and GROUP > 0:
+    if C.ASM and ABOVE:
+        total *= 2.0 if C.CODE == "int5" else 4.0
+    if VECTOR and C.SPAN > 0:
         total *= scale
     if MINIMA:
         total += alone * added

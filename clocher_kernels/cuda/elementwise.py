@@ -21,11 +21,11 @@ _BLOCK = 1024
 
 
 @triton.jit
-def _columns(SIZE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _columns(C: tl.constexpr):
     """Return a program's row, its columns, and which of them exist."""
-    start(PDL)
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    return tl.program_id(1), at, at < SIZE
+    start(C.PDL)
+    at = tl.program_id(0) * C.BLOCK + tl.arange(0, C.BLOCK)
+    return tl.program_id(1), at, at < C.SIZE
 
 
 def _by_columns(kernel: Any, x: Tensor, y: Tensor, device: Device, **given: Any) -> list[Launch]:
@@ -36,45 +36,39 @@ def _by_columns(kernel: Any, x: Tensor, y: Tensor, device: Device, **given: Any)
 
 
 @triton.jit
-def _embed(
-    x, codes, scales, zeros, y,
-    SIZE: tl.constexpr, ROW: tl.constexpr, ROWS: tl.constexpr, X_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr, CODE: tl.constexpr, UNIT: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    GROUP: tl.constexpr, SCALE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, at, inside = _columns(SIZE, BLOCK, PDL)
-    token = within(tl.load(x + row * X_ROW), ROWS).to(tl.int64)
-    WORDS: tl.constexpr = CODE == "int4" or CODE == "int5" or CODE == "int6"
-    ABOVE: tl.constexpr = 1 if CODE == "int5" else (2 if CODE == "int6" else 0)
+def _embed(x, w, scales, zeros, y, C: tl.constexpr):
+    row, at, inside = _columns(C)
+    token = within(tl.load(x + row * C.X_ROW), C.ROWS).to(tl.int64)
+    WORDS: tl.constexpr = C.CODE == "int4" or C.CODE == "int5" or C.CODE == "int6"
     if WORDS:
         # Codes of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
         bit = (at % 2 * 4 + at % 8 // 2) * 4
-        word = tl.load(codes + token * ROW + at // 8, inside, other=0)
+        word = tl.load(w + token * C.STRIDE + at // 8, inside, other=0)
         value = (word >> bit) & 15
-        if ABOVE > 0:
-            place = at // 8 * ABOVE
-            above = tl.load(codes + token * ROW + SIZE // 8 + place // 4, inside, other=0)
-            value += ((above >> (bit + place % 4)) & (2 * ABOVE - 1)) << 4
+        if C.ABOVE > 0:
+            place = at // 8 * C.ABOVE
+            above = tl.load(w + token * C.STRIDE + C.SIZE // 8 + place // 4, inside, other=0)
+            value += ((above >> (bit + place % 4)) & (2 * C.ABOVE - 1)) << 4
         value = value.to(tl.float32)
     else:
-        value = to_f32(tl.load(codes + token * ROW + at, inside, other=0), CODE, False) * UNIT
-    if GROUP > 0:
-        row_at, column = token // SCALE_ROWS, tl.minimum(at, SIZE - 1)
+        value = to_f32(tl.load(w + token * C.STRIDE + at, inside, other=0), C.CODE, False) * C.UNIT
+    if C.SPAN > 0:
+        row_at, column = token // C.SCALE_ROWS, tl.minimum(at, C.SIZE - 1)
         if WORDS:
-            value -= (
-                8 << ABOVE
-                if zeros is None
-                else tl.load(zeros + row_at * tl.cdiv(SIZE, GROUP) + column // GROUP).to(tl.float32)
-            )
-        scales += row_at * scales_of_row(scales, SIZE, GROUP)
-        own, head = load_scales(scales, column, GROUP)
-        factor, added = scale_of(own, head, CODE)
+            if zeros is None:
+                value -= 8 << C.ABOVE
+            else:
+                zero = zeros + row_at * tl.cdiv(C.SIZE, C.SPAN) + column // C.SPAN
+                value -= tl.load(zero).to(tl.float32)
+        scales += row_at * scales_of_row(scales, C.SIZE, C.SPAN)
+        own, head = load_scales(scales, column, C.SPAN)
+        factor, added = scale_of(own, head, C.CODE)
         value *= factor
         if own.dtype == tl.int16 or own.dtype == tl.int32:
             value += added
-    if SCALE != 1.0:
-        value *= SCALE
-    tl.store(y + row * Y_ROW + at, value.to(y.dtype.element_ty), inside)
+    if C.SCALE != 1.0:
+        value *= C.SCALE
+    tl.store(y + row * C.Y_ROW + at, value.to(y.dtype.element_ty), inside)
 
 
 def embed(
@@ -87,25 +81,20 @@ def embed(
             "int8, fp8, int4 and ggml's formats; convert the embedding to one of them"
         )
     held, (rows, size) = stored(table), table.shape
-    group = 0 if held.scales is None else held.span or size
-    kind = {"CODE": held.code, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale)}
-    kind |= {"GROUP": group, "SCALE_ROWS": held.scale_rows or rows}
-    given = {"codes": held.data, "scales": held.scales, "zeros": held.zeros, **kind}
-    return _by_columns(_embed, ids, y, device, **given, ROW=held.data.shape[-1], ROWS=rows)
+    given = {**held.given, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale), "ROWS": rows}
+    given["SPAN"] = 0 if held.scales is None else held.span or size
+    given["SCALE_ROWS"] = held.scale_rows or rows
+    return _by_columns(_embed, ids, y, device, **given)
 
 
 @triton.jit
-def _gather_rows(
-    x, rows, y,
-    SIZE: tl.constexpr, TOKENS: tl.constexpr, X_ROW: tl.constexpr, Y_ROW: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, at, inside = _columns(SIZE, BLOCK, PDL)
-    token = within(tl.load(rows + row), TOKENS)
-    value = tl.load(x + token * X_ROW + at, inside, other=0.0)
+def _gather_rows(x, rows, y, C: tl.constexpr):
+    row, at, inside = _columns(C)
+    token = within(tl.load(rows + row), C.TOKENS)
+    value = tl.load(x + token * C.X_ROW + at, inside, other=0.0)
     if x.dtype != y.dtype:
         value = value.to(tl.float32).to(y.dtype.element_ty)
-    tl.store(y + row * Y_ROW + at, value, inside)
+    tl.store(y + row * C.Y_ROW + at, value, inside)
 
 
 def gather_rows(*, x: Tensor, rows: Tensor, y: Tensor, device: Device) -> list[Launch]:
@@ -114,21 +103,16 @@ def gather_rows(*, x: Tensor, rows: Tensor, y: Tensor, device: Device) -> list[L
 
 
 @triton.jit
-def _join_heads(
-    x, second, y,
-    SIZE: tl.constexpr, HEAD: tl.constexpr, LEFT: tl.constexpr, RIGHT: tl.constexpr,
-    APART: tl.constexpr, X_ROW: tl.constexpr, SECOND_ROW: tl.constexpr, Y_ROW: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, column, inside = _columns(SIZE, BLOCK, PDL)
-    head, at = column // HEAD, column % HEAD
-    left = at < LEFT
+def _join_heads(x, second, y, C: tl.constexpr):
+    row, column, inside = _columns(C)
+    head, at = column // C.HEAD, column % C.HEAD
+    left = at < C.LEFT
     kind = y.dtype.element_ty
-    value = tl.load(x + row * X_ROW + head * APART + at, inside & left, other=0.0).to(kind)
+    value = tl.load(x + row * C.X_ROW + head * C.APART + at, inside & left, other=0.0).to(kind)
     if second is not None:
-        other = second + row * SECOND_ROW + head * RIGHT + at - LEFT
+        other = second + row * C.SECOND_ROW + head * C.RIGHT + at - C.LEFT
         value = tl.where(left, value, tl.load(other, inside & ~left, other=0.0).to(kind))
-    tl.store(y + row * Y_ROW + column, value, inside)
+    tl.store(y + row * C.Y_ROW + column, value, inside)
 
 
 def join_heads(
@@ -136,7 +120,7 @@ def join_heads(
 ) -> list[Launch]:
     """Lower `ops.elementwise.join_heads`."""
     head, apart = y.shape[1] // heads, first.shape[1] // heads
-    sizes = {"HEAD": head, "LEFT": min(apart, head), "APART": apart, "RIGHT": 0, "SECOND_ROW": 0}
+    sizes = {"HEAD": head, "LEFT": min(apart, head), "APART": apart}
     if second is not None:
         sizes["RIGHT"], sizes["SECOND_ROW"] = second.shape[1] // heads, second.stride(0)
         sizes["LEFT"] = head - sizes["RIGHT"]
@@ -145,21 +129,17 @@ def join_heads(
 
 
 @triton.jit
-def _rope(
-    x, positions, cos, sin,
-    PAIRS: tl.constexpr, HALF: tl.constexpr, HEAD: tl.constexpr, ANGLES: tl.constexpr,
-    X_ROW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    row, pair, inside = _columns(PAIRS, BLOCK, PDL)
-    head, at = pair // HALF, pair % HALF
-    angle = within(tl.load(positions + row), ANGLES) * HALF + at
+def _rope(x, positions, cos, sin, C: tl.constexpr):
+    row, pair, inside = _columns(C)
+    head, at = pair // C.HALF, pair % C.HALF
+    angle = within(tl.load(positions + row), C.ANGLES) * C.HALF + at
     c = tl.load(cos + angle, inside, other=0.0)
     s = tl.load(sin + angle, inside, other=0.0)
-    first = x + row * X_ROW + head * HEAD + at
+    first = x + row * C.X_ROW + head * C.HEAD + at
     a = or_nan(tl.load(first, inside, other=0.0).to(tl.float32))
-    b = or_nan(tl.load(first + HALF, inside, other=0.0).to(tl.float32))
+    b = or_nan(tl.load(first + C.HALF, inside, other=0.0).to(tl.float32))
     tl.store(first, (a * c - b * s).to(x.dtype.element_ty), inside)
-    tl.store(first + HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
+    tl.store(first + C.HALF, (b * c + a * s).to(x.dtype.element_ty), inside)
 
 
 def rope(
@@ -170,55 +150,48 @@ def rope(
     head = head or 2 * half
     pairs = x.shape[1] // head * half
     block = min(triton.next_power_of_2(pairs), 512)
-    sizes = {"PAIRS": pairs, "HALF": half, "HEAD": head, "ANGLES": len(cos), "X_ROW": x.stride(0)}
+    sizes = {"SIZE": pairs, "HALF": half, "HEAD": head, "ANGLES": len(cos), "X_ROW": x.stride(0)}
     grid = (triton.cdiv(pairs, block), len(x))
     return [launch(_rope, grid, device, x=x, cos=cos, **tables, **sizes, BLOCK=block)]
 
 
 @triton.jit
-def turned(
-    x, heads, live, gain, position, cos, sin,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
-    EPS: tl.constexpr,
-):  # fmt: skip
+def turned(x, heads, live, gain, position, cos, sin, C: tl.constexpr):
     """Return heads [R, WIDTH] at x + `heads` [R] of the token at `position`: normed, rotated.
 
     `gain` and `cos` may be None: no norm, no rotation. Products are rounded one by one, so every
     kernel that calls this gets the same bits.
     """
-    dim = tl.arange(0, WIDTH)[None, :]
-    inside = live[:, None] & (dim < DIM)
+    dim = tl.arange(0, C.WIDTH)[None, :]
+    inside = live[:, None] & (dim < C.DIM)
     value = tl.load(x + heads[:, None] + dim, inside, other=0.0).to(tl.float32)
     factor = 1.0
     if gain is not None:
-        mean_square = tl.sum(value * value, axis=1, keep_dims=True) / DIM
-        factor = 1.0 / tl.sqrt(or_nan(mean_square) + EPS)
-        value = value * factor * tl.load(gain + dim, dim < DIM, other=0.0)
+        mean_square = tl.sum(value * value, axis=1, keep_dims=True) / C.DIM
+        factor = 1.0 / tl.sqrt(or_nan(mean_square) + C.EPS)
+        value = value * factor * tl.load(gain + dim, dim < C.DIM, other=0.0)
     if cos is not None:
-        rotates = dim < 2 * HALF
-        other = tl.where(dim < HALF, dim + HALF, dim - HALF)
-        angle = within(position, ANGLES) * HALF + dim % HALF
+        rotates = dim < 2 * C.HALF
+        other = tl.where(dim < C.HALF, dim + C.HALF, dim - C.HALF)
+        angle = within(position, C.ANGLES) * C.HALF + dim % C.HALF
         partner = tl.load(x + heads[:, None] + other, live[:, None] & rotates, other=0.0)
         partner = partner.to(tl.float32)
         if gain is not None:
             partner = partner * factor * tl.load(gain + other, rotates, other=0.0)
         c = tl.load(cos + angle, rotates, other=1.0)
         s = tl.load(sin + angle, rotates, other=0.0)
-        across = or_nan(partner) * tl.where(dim < HALF, -s, s)
+        across = or_nan(partner) * tl.where(dim < C.HALF, -s, s)
         value = tl.where(rotates, tl.fma(or_nan(value), c + tl.zeros_like(value), across), value)
     return value
 
 
 @triton.jit
-def _advance(
-    sampled, rows, ids, positions, ends, draws,
-    R: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
-    at = tl.arange(0, BLOCK)
-    inside = at < R
+def _advance(sampled, rows, ids, positions, ends, draws, C: tl.constexpr):
+    start(C.PDL)
+    at = tl.arange(0, C.BLOCK)
+    inside = at < C.R
     token = tl.load(rows + at, inside, other=0)
-    there = inside & (token >= 0) & (token < TOKENS)
+    there = inside & (token >= 0) & (token < C.TOKENS)
     tl.store(ids + token, tl.maximum(tl.load(sampled + at, inside, other=0), 0), there)
     tl.store(positions + token, tl.load(positions + token, there, other=0) + 1, there)
     tl.store(ends + token, tl.load(ends + token, there, other=0) + 1, there)
@@ -237,42 +210,36 @@ _ROUND = tl.constexpr(12582912.0)
 
 
 @triton.jit
-def _rows(
-    x, gain, residual, y, scale,
-    K: tl.constexpr, GROUPS: tl.constexpr, X_ROW: tl.constexpr, RESIDUAL_ROW: tl.constexpr,
-    Y_ROW: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, CODE: tl.constexpr,
-    LIMIT: tl.constexpr, FLOOR: tl.constexpr, LOWEST: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _rows(x, gain, residual, y, scale, C: tl.constexpr):
     """Write K values of x: with `gain` their norm, of that codes if there is a CODE."""
-    row, first = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS * K
-    x += row * X_ROW + first
-    y += row * Y_ROW + first
-    k = tl.arange(0, BLOCK)
-    inside = k < K
+    row, first = (tl.program_id(0) // C.GROUPS).to(tl.int64), tl.program_id(0) % C.GROUPS * C.K
+    x += row * C.X_ROW + first
+    y += row * C.Y_ROW + first
+    k = tl.arange(0, C.BLOCK)
+    inside = k < C.K
     if gain is not None:
         factor = tl.load(gain + k, inside, other=0.0)
-    start(PDL)
+    start(C.PDL)
     t = tl.load(x + k, inside, other=0.0).to(tl.float32)
     if gain is not None:
         # Squares that overflow must not become zeros.
-        t = t * (1.0 / tl.sqrt(or_nan(tl.sum(t * t) / K) + EPS)) * factor
+        t = t * (1.0 / tl.sqrt(or_nan(tl.sum(t * t) / C.K) + C.EPS)) * factor
     if residual is not None:
-        t += tl.load(residual + row * RESIDUAL_ROW + first + k, inside, other=0.0).to(tl.float32)
-    if CODE == "":
+        t += tl.load(residual + row * C.RESIDUAL_ROW + first + k, inside, other=0.0).to(tl.float32)
+    if C.CODE == "":
         tl.store(y + k, as_activation(t, y), inside)
     else:
         odd = tl.max((tl.abs(t) < float("inf")).to(tl.int32) ^ 1) > 0
-        absmax = tl.where(odd, 1.0, tl.maximum(tl.max(tl.abs(t)), FLOOR))
-        inverse = tl.div_rn(LIMIT, absmax)
-        step = tl.where(odd, float("nan"), tl.div_rn(absmax, LIMIT))
-        t = tl.where(odd, 0.0, rounded_product(t, inverse, ASM))
-        if CODE == "i8":
-            code = tl.minimum(tl.maximum((t + _ROUND) - _ROUND, LOWEST), LIMIT).to(tl.int8)
+        absmax = tl.where(odd, 1.0, tl.maximum(tl.max(tl.abs(t)), C.FLOOR))
+        inverse = tl.div_rn(C.LIMIT, absmax)
+        step = tl.where(odd, float("nan"), tl.div_rn(absmax, C.LIMIT))
+        t = tl.where(odd, 0.0, rounded_product(t, inverse, C.ASM))
+        if C.CODE == "i8":
+            code = tl.minimum(tl.maximum((t + _ROUND) - _ROUND, C.LOWEST), C.LIMIT).to(tl.int8)
             tl.store(scale + row, step)
         else:
             # to_f32 divides by the code's unit, 2^8.
-            code = to_f32(narrow(t, CODE), CODE, False) * 256.0 * step
+            code = to_f32(narrow(t, C.CODE), C.CODE, False) * 256.0 * step
         tl.store(y + k, code, inside)
 
 
@@ -285,11 +252,8 @@ def _by_row(
     residual = given.get("residual")
     sizes = {"K": k, "GROUPS": groups, "BLOCK": block, "X_ROW": x.stride(0), "Y_ROW": y.stride(0)}
     sizes["RESIDUAL_ROW"] = 0 if residual is None else residual.stride(0)
-    given = {"x": x, "y": y, "scale": scale, **sizes, "EPS": 0.0, "CODE": "", **_LIMITS, **given}
+    given = {"x": x, "y": y, "scale": scale, **sizes, "CODE": "", **given}
     return [launch(_rows, (len(x) * groups,), device, _row_warps(k), **given)]
-
-
-_LIMITS = {"LIMIT": 127.0, "FLOOR": 0.0, "LOWEST": 0.0}
 
 
 def _row_warps(k: int) -> int:
@@ -331,8 +295,8 @@ def quantize(
             f"quantize: no CUDA kernel has a scale for every {group} columns; expected group 0, "
             "one scale a token; keep these activations 16-bit"
         )
-    own = {"CODE": "i8", "FLOOR": floor, "LOWEST": float(lowest), "gain": gain, "EPS": eps}
-    return _by_row(x, q, scale, x.shape[-1], device, **own)
+    own = {"CODE": "i8", "LIMIT": 127.0, "FLOOR": floor, "LOWEST": float(lowest)}
+    return _by_row(x, q, scale, x.shape[-1], device, **own, gain=gain, EPS=eps)
 
 
 def fake_quantize(

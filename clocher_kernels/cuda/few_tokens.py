@@ -18,9 +18,9 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
-from clocher_kernels.cuda.gemv_bits import gemv_bits, linear_ternary
+from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import gemv_bytes
-from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float, Fp8
@@ -31,101 +31,71 @@ from clocher_kernels.formats.integers import Int8
 @triton.jit
 def _few(
     x, x_scale, w, scales, zeros, bias, times, residual, y, second, third, sums, arrivals,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BN: tl.constexpr, BM: tl.constexpr, WARPS: tl.constexpr, TURNS: tl.constexpr,
-    PARTS: tl.constexpr, E: tl.constexpr, WEIGHTS: tl.constexpr, STRIDE: tl.constexpr,
-    NEAR: tl.constexpr,
-    CODE: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    OPERAND: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
-    OWN: tl.constexpr = E * WEIGHTS
-    ALL: tl.constexpr = (K + 4 * OWN * WARPS - 1) // (4 * OWN * WARPS)
-    EACH: tl.constexpr = (ALL + PARTS - 1) // PARTS
+    STEP: tl.constexpr = 4 * C.OWN * C.WARPS
+    ALL: tl.constexpr = (C.K + STEP - 1) // STEP
+    EACH: tl.constexpr = (ALL + C.PARTS - 1) // C.PARTS
     SUM: tl.constexpr = tl.int32 if x_scale is not None else tl.float32
-    n0 = tl.program_id(0) * BN
+    n0 = tl.program_id(0) * C.BN
     begin = tl.program_id(1) * EACH
-    end = tl.minimum((begin + EACH) * (4 * OWN * WARPS), K) if PARTS > 1 else K
-    fixed = fixed_zeros(zeros, n0, N, BN, WARPS, SPAN, HALF)
+    end = tl.minimum((begin + EACH) * STEP, C.K) if C.PARTS > 1 else C.K
+    fixed = fixed_zeros(zeros, n0, C)
     # Weights never depend on the predecessor: they are on their way before x is waited for.
     ahead = ()
-    for u in tl.static_range(TURNS):
-        ahead = ahead + (
-            load_weights(
-                w, scales, zeros, n0, begin + u, end,
-                N, K, BN, WARPS, E, OWN, STRIDE, CODE, SPAN, SCALE_ROWS, HALF,
-            ),
-        )  # fmt: skip
-    start(PDL)
-    total = tl.zeros((WARPS, BN, BM), SUM)
-    for step in range(0, (EACH + TURNS - 1) // TURNS):
-        turn = begin + step * TURNS
+    for u in tl.static_range(C.TURNS):
+        ahead = ahead + (load_weights(w, scales, zeros, n0, begin + u, end, C),)
+    start(C.PDL)
+    total = tl.zeros((C.WARPS, C.BN, C.BM), SUM)
+    for step in range(0, (EACH + C.TURNS - 1) // C.TURNS):
+        turn = begin + step * C.TURNS
         loaded = ahead
-        if EACH > TURNS:
+        if EACH > C.TURNS:
             ahead = ()
-            for u in tl.static_range(TURNS):
-                ahead = ahead + (
-                    load_weights(
-                        w, scales, zeros, n0, turn + TURNS + u, end,
-                        N, K, BN, WARPS, E, OWN, STRIDE, CODE, SPAN, SCALE_ROWS, HALF,
-                    ),
-                )  # fmt: skip
-        for u in tl.static_range(TURNS):
-            xs = load_tokens(x, turn + u, end, M, K, BM, WARPS, OWN)
-            total = multiply(
-                total, loaded[u], xs, fixed,
-                BN, BM, WARPS, NEAR, WEIGHTS, CODE, SPAN, OPERAND, TERMS, ASM,
-            )  # fmt: skip
+            for u in tl.static_range(C.TURNS):
+                later = load_weights(w, scales, zeros, n0, turn + C.TURNS + u, end, C)
+                ahead = ahead + (later,)
+        for u in tl.static_range(C.TURNS):
+            xs = load_tokens(x, turn + u, end, C)
+            total = multiply(total, loaded[u], xs, fixed, C)
 
     total = tl.sum(total, axis=0).to(tl.float32)
-    m = tl.arange(0, BM)[None, :]
-    r = tl.arange(0, BN)[:, None]
-    if PARTS > 1:
-        at = (tl.program_id(0) * PARTS * BN + r) * BM + m
-        tl.store(sums + at + tl.program_id(1) * (BN * BM), total)
-        if is_last(arrivals + tl.program_id(0), PARTS):
-            total = tl.zeros((BN, BM), tl.float32)
-            for p in tl.static_range(PARTS):
-                total += tl.load(sums + at + p * (BN * BM), cache_modifier=".cg")
-            _end(
-                total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r,
-                M, N, UNIT, SPAN, SCALE_ROWS, ASM, F, ACT, CAP, N1, N2, HALF,
-            )  # fmt: skip
+    m = tl.arange(0, C.BM)[None, :]
+    r = tl.arange(0, C.BN)[:, None]
+    if C.PARTS > 1:
+        at = (tl.program_id(0) * C.PARTS * C.BN + r) * C.BM + m
+        tl.store(sums + at + tl.program_id(1) * (C.BN * C.BM), total)
+        if is_last(arrivals + tl.program_id(0), C.PARTS):
+            total = tl.zeros((C.BN, C.BM), tl.float32)
+            for p in tl.static_range(C.PARTS):
+                total += tl.load(sums + at + p * (C.BN * C.BM), cache_modifier=".cg")
+            _end(total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r, C)
     else:
-        _end(
-            total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r,
-            M, N, UNIT, SPAN, SCALE_ROWS, ASM, F, ACT, CAP, N1, N2, HALF,
-        )  # fmt: skip
+        _end(total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r, C)
 
 
 @triton.jit
 def _end(
-    total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r,
-    M: tl.constexpr, N: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ASM: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    total, x_scale, scales, bias, times, residual, y, second, third, n0, m, r, C: tl.constexpr
+):
     """Write sums [BN, BM] of rows n0 + r and tokens m, scaled, gated if there is a HALF."""
     n = n0 + r
-    there = m < M
-    factor = tl.full((1, 1), UNIT, tl.float32)
-    if SPAN == 0 and scales is not None:
-        factor *= tl.load(scales + paired(n, HALF) * SCALE_ROWS, n < N, other=0).to(tl.float32)
+    there = m < C.M
+    factor = tl.full((1, 1), C.UNIT, tl.float32)
+    if C.SPAN == 0 and scales is not None:
+        own = tl.load(scales + paired(n, C.HALF) * C.SCALE_ROWS, n < C.N, other=0)
+        factor *= own.to(tl.float32)
     if x_scale is not None:
         factor = tl.load(x_scale + m, there, other=0.0) * factor
-    total = rounded_product(total, tl.broadcast_to(factor, total.shape), ASM)
+    total = rounded_product(total, tl.broadcast_to(factor, total.shape), C.ASM)
     m = m.to(tl.int64)
-    if HALF > 0:
-        BN: tl.constexpr = total.shape[0]
-        BM: tl.constexpr = total.shape[1]
-        up, gate = tl.split(total.reshape(BN // 2, 2, BM).permute(0, 2, 1))
-        i = n0 // 2 + tl.arange(0, BN // 2)[:, None]
-        finish_gated(up, gate, bias, y, m, i, there & (i < HALF), HALF, ACT, CAP)
+    if C.HALF > 0:
+        up, gate = tl.split(total.reshape(C.BN // 2, 2, C.BM).permute(0, 2, 1))
+        i = n0 // 2 + tl.arange(0, C.BN // 2)[:, None]
+        finish_gated(up, gate, bias, y, m, i, there & (i < C.HALF), C)
     else:
-        kept = there & (n < N)
-        finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP, second, third, N1, N2)
+        kept = there & (n < C.N)
+        finish(total, bias, times, residual, y, m, n, kept, C, second, third)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,12 +185,6 @@ def operand_of(held: Stored, x: Tensor, device: Device) -> tuple[torch.dtype, in
     return torch.bfloat16 if device.asm else torch.float32, terms
 
 
-_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.int8: tl.int8,
-}
 _UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
 """Codes -> what weights that inline assembly decodes to fp16 must be multiplied by."""
 
@@ -259,16 +223,13 @@ def few_tokens(
     if tile is None:
         return []
     sizes = {"M": m, "N": n, "K": k, "BN": tile.rows, "BM": tokens_of(m), "WARPS": tile.warps}
-    sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "E": tile.words}
-    sizes["NEAR"] = near_columns(held, x, tile)
+    sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "NEAR": near_columns(held, x, tile)}
+    sizes |= {"E": tile.words, "OWN": tile.words * held.per}
     packed = device.asm and operand[0] == torch.float16
-    stored_as = {"WEIGHTS": held.per, "STRIDE": held.data.shape[-1], "CODE": held.code}
-    stored_as |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
-    stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows}
-    stored_as |= {"OPERAND": _TYPES[operand[0]], "TERMS": operand[1]}
-    given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
-    given |= {"zeros": held.zeros, **sizes, **stored_as}
-    given |= {**tail.given("linear", y, n), **tail.outputs(y, n)}
+    given = {"x": x, "x_scale": x_scale, **held.given, **sizes}
+    given |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
+    given |= {"OPERAND": TL_TYPES[operand[0]], "TERMS": operand[1]}
+    given |= tail.given("linear", y, n)
     tiles = triton.cdiv(n, tile.rows)
     if tile.parts > 1:
         size = (tiles * tile.parts * tile.rows * tokens_of(m),)
@@ -287,10 +248,7 @@ def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
 
     Several go to tensor cores if a token's sum may have another order than alone, or is exact.
     """
-    exact = "x_scale" in given
-    several = len(given["x"]) >= _SEVERAL and (exact or given["device"].fast_batch)
-    if several and (launches := few_tokens(w=w, **given)):
+    any_order = "x_scale" in given or given["device"].fast_batch
+    if len(given["x"]) >= _SEVERAL and any_order and (launches := few_tokens(w=w, **given)):
         return launches
-    if exact:
-        return linear_ternary(w=w, **given)
     return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)

@@ -16,74 +16,10 @@ matter if both operands agree (`operand`). So nothing passes through shared memo
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import to_scale
+from clocher_kernels.cuda.codes import joined, pairs, to_scale
 from clocher_kernels.cuda.dots import element
 from clocher_kernels.cuda.scalar import paired
-
-# A word of int4 -> eight of code - zero. A nibble becomes the last bits of an fp16 number between
-# 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
-# $9 = 1024 + zero, $10 = -(64 + zero), in both halves.
-_INT4 = tl.constexpr("""{
-.reg .b32 u, a, b, c, d, s;
-mov.b32 s, 0x2c002c00;
-shr.u32 u, $8, 8;
-lop3.b32 a, $8, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 b, $8, 0x00f000f0, 0x64006400, 0xea;
-lop3.b32 c, u, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 d, u, 0x00f000f0, 0x64006400, 0xea;
-sub.f16x2 a, a, $9;
-fma.rn.f16x2 b, b, s, $10;
-sub.f16x2 c, c, $9;
-fma.rn.f16x2 d, d, s, $10;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-mov.b32 {$4, $5}, c;
-mov.b32 {$6, $7}, d;
-}""")
-
-# A word of mxfp4 -> eight values, 2^14 times too small: three bits of magnitude in bits 11..9 and
-# the sign in bit 15 of an fp16 number. 0.5 becomes a subnormal one.
-_MXFP4 = tl.constexpr("""{
-.reg .b32 a, b, c, d, t, u;
-and.b32 a, $8, 0x8e008e00;
-shl.b32 b, $8, 8;
-and.b32 b, b, 0x8e008e00;
-shr.u32 t, $8, 3;
-shl.b32 u, $8, 7;
-lop3.b32 t, t, u, 0x0e0e0e0e, 0xe4;
-and.b32 c, t, 0x8e008e00;
-shl.b32 d, t, 8;
-and.b32 d, d, 0x8e008e00;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-mov.b32 {$4, $5}, c;
-mov.b32 {$6, $7}, d;
-}""")
-
-_INT8 = tl.constexpr("""{
-.reg .b32 u, a, b, s, o;
-mov.b32 s, 0x20002000;
-mov.b32 o, 0xc880c880;
-xor.b32 u, $4, 0x80808080;
-prmt.b32 a, u, 0x64646464, 0x4140;
-prmt.b32 b, u, 0x64646464, 0x4342;
-fma.rn.f16x2 a, a, s, o;
-fma.rn.f16x2 b, b, s, o;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-}""")
-
-_E4M3 = tl.constexpr("""{
-.reg .b32 a, b;
-prmt.b32 a, $4, 0, 0x9180;
-prmt.b32 b, $4, 0, 0xb3a2;
-shl.b32 a, a, 7;
-shl.b32 b, b, 7;
-and.b32 a, a, 0xbf80bf80;
-and.b32 b, b, 0xbf80bf80;
-mov.b32 {$0, $1}, a;
-mov.b32 {$2, $3}, b;
-}""")
+from clocher_kernels.cuda.words import pair_of, word_pairs, zero_pairs
 
 # A word of ternary codes 0..2 -> four words of digits, elements 4g .. 4g + 3 in word g. No byte
 # borrows from the next: 0x80 | code is at least 0x80.
@@ -110,14 +46,7 @@ xor.b32 $3, c, 0x80808080;
 @triton.jit
 def _joined(parts, COUNT: tl.constexpr):
     """Join COUNT (2^n) tensors [A, B] to [A, B, COUNT], in order."""
-    level = parts
-    for bit in tl.static_range(1, 8):
-        if COUNT >> bit > 0:
-            pairs = ()
-            for i in tl.static_range(COUNT >> bit):
-                pairs = pairs + (tl.join(level[i], level[i + (COUNT >> bit)]),)
-            level = pairs
-    return level[0].reshape(parts[0].shape[0], parts[0].shape[1], COUNT)
+    return joined(parts, COUNT).reshape(parts[0].shape[0], parts[0].shape[1], COUNT)
 
 
 @triton.jit
@@ -128,38 +57,26 @@ def decoded(
     HALVES: tl.constexpr = ASM and tl.float16 == OPERAND
     v = ()
     if ASM and (CODE == "bf16" or CODE == "f16"):
-        v = tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], (tl.int16, tl.int16), True, 1
-        )
-    elif HALVES and CODE == "int4":
-        v = tl.inline_asm_elementwise(
-            _INT4, "=h,=h,=h,=h,=h,=h,=h,=h,r,r,r",
-            [word, zero * 0x00010001 + 0x64006400, zero * 0x00100010 - 0x2BFF2C00],
-            (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            True, 1,
-        )  # fmt: skip
-    elif HALVES and CODE == "mxfp4":
-        v = tl.inline_asm_elementwise(
-            _MXFP4, "=h,=h,=h,=h,=h,=h,=h,=h,r", [word],
-            (tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            True, 1,
-        )  # fmt: skip
-    elif HALVES and (CODE == "int8" or CODE == "e4m3"):
-        v = tl.inline_asm_elementwise(
-            _INT8 if CODE == "int8" else _E4M3, "=h,=h,=h,=h,r", [word],
-            (tl.int16, tl.int16, tl.int16, tl.int16), True, 1,
-        )  # fmt: skip
+        v = pair_of(word, OPERAND)
+    elif HALVES and CODE != "ternary" and CODE != "e5m2":
+        if CODE == "int4" or CODE == "mxfp4":
+            low, high = zero_pairs(zero)
+            parts = word_pairs(word, word, low, high, CODE)
+        else:
+            parts = pairs(word, CODE, ASM)
+        for p in tl.static_range(WEIGHTS // 2):
+            even, odd = pair_of(parts[p], OPERAND)
+            v = v + (even, odd)
     elif ASM and CODE == "ternary":
         four = tl.inline_asm_elementwise(
             _TERNARY, "=&r,=&r,=&r,=&r,r", [word], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
         )
         for j in tl.static_range(16):
-            v = v + ((four[j // 4] >> j % 4 * 8).to(tl.int8),)
+            v = v + ((four[j // 4] >> j % 4 * 8).to(tl.int8).to(OPERAND),)
     else:
         for j in tl.static_range(WEIGHTS):
             v = v + (element((word,), j, zero, CODE).to(OPERAND),)
-    t = _joined(v, WEIGHTS).reshape(word.shape[0], word.shape[1] * WEIGHTS)
-    return t.to(OPERAND, bitcast=True) if t.dtype == tl.int16 else t
+    return _joined(v, WEIGHTS).reshape(word.shape[0], word.shape[1] * WEIGHTS)
 
 
 @triton.jit
@@ -185,51 +102,45 @@ def _scaled(part, scale, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _row(n0, lane, g: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, HALF: tl.constexpr):
+def _row(n0, lane, C: tl.constexpr, g: tl.constexpr):
     """Return row g of each lane. Rows beyond the last one repeat it and are not stored."""
-    if N % BN == 0:
-        return paired(n0 + lane // 4 % 8, HALF) + (4 * g if HALF > 0 else 8 * g)
+    if C.N % C.BN == 0:
+        return paired(n0 + lane // 4 % 8, C.HALF) + (4 * g if C.HALF > 0 else 8 * g)
     else:
-        return paired(tl.minimum(n0 + lane // 4 % 8 + 8 * g, N - 1), HALF)
+        return paired(tl.minimum(n0 + lane // 4 % 8 + 8 * g, C.N - 1), C.HALF)
 
 
 @triton.jit
-def fixed_zeros(
-    zeros, n0, N: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-    SPAN: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def fixed_zeros(zeros, n0, C: tl.constexpr):
     """Return the zero points of lanes' rows, BN / 8 times; 8 if there are none, or groups have."""
-    lane = tl.arange(0, 32 * WARPS)
+    lane = tl.arange(0, 32 * C.WARPS)
     fixed = ()
-    for g in tl.static_range(BN // 8):
-        if zeros is not None and SPAN == 0:
-            fixed = fixed + (tl.load(zeros + _row(n0, lane, g, N, BN, HALF))[:, None],)
+    for g in tl.static_range(C.BN // 8):
+        if zeros is not None and C.SPAN == 0:
+            fixed = fixed + (tl.load(zeros + _row(n0, lane, C, g))[:, None],)
         else:
             fixed = fixed + (tl.full((1, 1), 8, tl.int32),)
     return fixed
 
 
 @triton.jit
-def load_weights(
-    w, scales, zeros, n0, turn, end,
-    N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, WARPS: tl.constexpr,
-    E: tl.constexpr, OWN: tl.constexpr, STRIDE: tl.constexpr,
-    CODE: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
     """Load each lane's weights [L, E], scales and zero points [L, 1], for BN / 8 rows each."""
-    lane = tl.arange(0, 32 * WARPS)
-    chunk = turn * WARPS + lane // 32
+    lane = tl.arange(0, 32 * C.WARPS)
+    chunk = turn * C.WARPS + lane // 32
     # Beyond the last vector, where x is 0, it is repeated: loads need no mask.
-    vector = tl.minimum(chunk * 4 + lane % 4, (end + (OWN - 1)) // OWN - 1)
-    at = (vector * E)[:, None] + tl.arange(0, E)[None, :]
-    GROUPS: tl.constexpr = (K + SPAN - 1) // SPAN if SPAN > 0 else 1
+    vector = tl.minimum(chunk * 4 + lane % 4, (end + (C.OWN - 1)) // C.OWN - 1)
+    at = (vector * C.E)[:, None] + tl.arange(0, C.E)[None, :]
+    GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     held, scale, zero = (), (), ()
-    for g in tl.static_range(BN // 8):
-        row = _row(n0.to(tl.int64), lane, g, N, BN, HALF)  # one address for all
-        to = w + row[:, None] * STRIDE + at
+    for g in tl.static_range(C.BN // 8):
+        row = _row(n0.to(tl.int64), lane, C, g)  # one address for all
+        to = w + row[:, None] * C.STRIDE + at
         held = held + (tl.load(to, eviction_policy="evict_first"),)
-        if SPAN > 0:
-            group = row // SCALE_ROWS * GROUPS + tl.minimum(chunk * 4 * OWN // SPAN, GROUPS - 1)
+        if C.SPAN > 0:
+            group = row // C.SCALE_ROWS * GROUPS + tl.minimum(
+                chunk * 4 * C.OWN // C.SPAN, GROUPS - 1
+            )
             scale = scale + (tl.load(scales + group)[:, None],)
             if zeros is not None:
                 zero = zero + (tl.load(zeros + group)[:, None],)
@@ -237,60 +148,52 @@ def load_weights(
 
 
 @triton.jit
-def load_tokens(
-    x, turn, end, M: tl.constexpr, K: tl.constexpr, BM: tl.constexpr,
-    WARPS: tl.constexpr, OWN: tl.constexpr,
-):  # fmt: skip
+def load_tokens(x, turn, end, C: tl.constexpr):
     """Load each lane's activations [L, OWN] of BM / 8 tokens: 0 beyond the last, from `end` on."""
     XE: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
-    lane = tl.arange(0, 32 * WARPS)
-    k = ((turn * WARPS + lane // 32) * 4 + lane % 4) * OWN
+    lane = tl.arange(0, 32 * C.WARPS)
+    k = ((turn * C.WARPS + lane // 32) * 4 + lane % 4) * C.OWN
     out = ()
-    for t in tl.static_range(BM // 8):
+    for t in tl.static_range(C.BM // 8):
         m = lane // 4 % 8 + 8 * t
         parts = ()
-        for i in tl.static_range(OWN // XE):
+        for i in tl.static_range(C.OWN // XE):
             column = (k + i * XE)[:, None] + tl.arange(0, XE)[None, :]
-            here = (m < M)[:, None] & (column < end)
-            parts = parts + (tl.load(x + (m * K)[:, None] + column, here, other=0),)
-        own = _joined(parts, OWN // XE).permute(0, 2, 1)
-        out = out + (own.reshape(32 * WARPS, OWN),)
+            here = (m < C.M)[:, None] & (column < end)
+            parts = parts + (tl.load(x + (m * C.K)[:, None] + column, here, other=0),)
+        own = _joined(parts, C.OWN // XE).permute(0, 2, 1)
+        out = out + (own.reshape(32 * C.WARPS, C.OWN),)
     return out
 
 
 @triton.jit
-def multiply(
-    total, loaded, xs, fixed,
-    BN: tl.constexpr, BM: tl.constexpr, WARPS: tl.constexpr, NEAR: tl.constexpr,
-    WEIGHTS: tl.constexpr, CODE: tl.constexpr, SPAN: tl.constexpr,
-    OPERAND: tl.constexpr, TERMS: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def multiply(total, loaded, xs, fixed, C: tl.constexpr):
     """Add a turn's products to the warps' sums [WARPS, BN, BM]."""
     held, scale, zero = loaded
     rows = ()
-    for g in tl.static_range(BN // 8):
+    for g in tl.static_range(C.BN // 8):
         own = (zero[g] if len(zero) > 0 else fixed[g]).to(tl.int32)
-        rows = rows + (decoded(held[g], own, WEIGHTS, CODE, OPERAND, ASM),)
-    wt = operand(rows, BN // 8, WARPS, NEAR)
-    part = tl.zeros_like(total) if SPAN > 0 else total
+        rows = rows + (decoded(held[g], own, C.PER, C.CODE, C.OPERAND, C.ASM),)
+    wt = operand(rows, C.BN // 8, C.WARPS, C.NEAR)
+    part = tl.zeros_like(total) if C.SPAN > 0 else total
     left = xs
-    for _term in tl.static_range(TERMS):
+    for _term in tl.static_range(C.TERMS):
         # bf16 times what is left of x, three times at most, is exact to fp32's last bits.
         now, rest = (), ()
-        for t in tl.static_range(BM // 8):
-            if TERMS > 1:
+        for t in tl.static_range(C.BM // 8):
+            if C.TERMS > 1:
                 wide = left[t].to(tl.float32)
                 upper = (wide.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-                now = now + (upper.to(OPERAND),)
+                now = now + (upper.to(C.OPERAND),)
                 rest = rest + (wide - upper,)
             else:
-                now = now + (left[t].to(OPERAND),)
+                now = now + (left[t].to(C.OPERAND),)
         left = rest
-        xt = operand(now, BM // 8, WARPS, NEAR).permute(0, 2, 1)
+        xt = operand(now, C.BM // 8, C.WARPS, C.NEAR).permute(0, 2, 1)
         part = tl.dot(wt, xt, part, input_precision="ieee", out_dtype=total.dtype)
-    if SPAN > 0:
+    if C.SPAN > 0:
         factor = ()
-        for g in tl.static_range(BN // 8):
-            factor = factor + (to_scale(scale[g], CODE),)
-        part = total + _scaled(part, factor, BN // 8)
+        for g in tl.static_range(C.BN // 8):
+            factor = factor + (to_scale(scale[g], C.CODE),)
+        part = total + _scaled(part, factor, C.BN // 8)
     return part

@@ -121,50 +121,41 @@ def _load_above(w, v, V: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def stream_rows(
-    x, tokens, row, w, scales, zeros,
-    K: tl.constexpr, GROUP: tl.constexpr, FORMAT: tl.constexpr, WEIGHTS: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-):  # fmt: skip
+def stream_rows(x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.constexpr):
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
     BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
-    whole tensors; the first arguments are those of `vector_dot`.
+    whole tensors; x and tokens are those of `vector_dot`. PDL: wait for the predecessor.
     """
-    V: tl.constexpr = (K + WEIGHTS - 1) // WEIGHTS
-    GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP if GROUP > 0 else 1
+    V: tl.constexpr = (C.K + C.WEIGHTS - 1) // C.WEIGHTS
+    GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     # Words of the bits above four follow those of all vectors.
-    ABOVE: tl.constexpr = 1 if FORMAT == "int5" else (2 if FORMAT == "int6" else 0)
-    w += row * (V * 4 + (V * ABOVE + 3) // 4 * 4)
-    zero = tl.full((1, 1, 1), 8 << ABOVE, tl.int32)
-    if GROUP > 0:
-        scales += row * scales_of_row(scales, K, GROUP)
-    if zeros is not None and GROUP > 0:
+    w += row * (V * 4 + (V * C.ABOVE + 3) // 4 * 4)
+    zero = tl.full((1, 1, 1), 8 << C.ABOVE, tl.int32)
+    if C.SPAN > 0:
+        scales += row * scales_of_row(scales, C.K, C.SPAN)
+    if zeros is not None and C.SPAN > 0:
         zeros += row * GROUPS
     elif zeros is not None:
         zero = tl.load(zeros + row).to(tl.int32)
-    lane = (tl.arange(0, L) % BV)[:, None, None]
-    total = tl.zeros((L, BM, R), tl.float32)
+    lane = (tl.arange(0, row.shape[0]) % C.BV)[:, None, None]
+    total = tl.zeros((row.shape[0], tokens.shape[1], row.shape[2]), tl.float32)
     # The next turn's weights are in flight while this turn's are multiplied.
     ahead = load_vectors(w, lane, V)
-    if ABOVE > 0:
-        above = _load_above(w, lane, V, FORMAT)
+    if C.ABOVE > 0:
+        above = _load_above(w, lane, V, C.CODE)
     start(PDL)
-    for first in range(0, V, BV):
+    for first in range(0, V, C.BV):
         v = first + lane
         words = split4(ahead)
-        if V > BV:
-            ahead = load_vectors(w, v + BV, V)
-        if ABOVE > 0:
+        if V > C.BV:
+            ahead = load_vectors(w, v + C.BV, V)
+        if C.ABOVE > 0:
             words = words + above
-            if V > BV:
-                above = _load_above(w, v + BV, V, FORMAT)
-        total += vector_dot(
-            x, tokens, v * WEIGHTS, words, scales, zeros, zero,
-            K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM,
-        )  # fmt: skip
-    if FORMAT == "mxfp4" and PAIRS == "words":
+            if V > C.BV:
+                above = _load_above(w, v + C.BV, V, C.CODE)
+        total += vector_dot(x, tokens, v * C.WEIGHTS, words, scales, zeros, zero, C)
+    if C.CODE == "mxfp4" and C.PAIRS == "words":
         total *= 2.0
     return total
 
@@ -183,87 +174,38 @@ def add_lanes(total, BV: tl.constexpr):
 
 
 @triton.jit
-def _gemv_bits(
-    x, w, scales, zeros, bias, times, residual, y, second, third,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    BN: tl.constexpr = L // BV * R
-    part, token0 = part_of(M, BM)
+def _gemv_bits(x, w, scales, zeros, bias, times, residual, y, second, third, C: tl.constexpr):
+    BN: tl.constexpr = C.L // C.BV * C.R
+    part, token0 = part_of(C.M, C.BM)
     first = part * BN
-    m = tl.arange(0, BM)[None, :, None]
-    there = m < M - token0 if M % BM > 0 else m < BM
+    m = tl.arange(0, C.BM)[None, :, None]
+    there = m < C.M - token0 if C.M % C.BM > 0 else m < C.BM
     # 64-bit row numbers share one address; with more tokens ptxas would spill.
-    MORE: tl.constexpr = 2 if FORMAT == "int5" or FORMAT == "int6" else 8
-    row = rows_of(first.to(tl.int64) if BM < MORE else first, L, BV, R)[:, None, :]
+    MORE: tl.constexpr = 2 if C.CODE == "int5" or C.CODE == "int6" else 8
+    row = rows_of(first.to(tl.int64) if C.BM < MORE else first, C.L, C.BV, C.R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
-    row = paired(row if N % BN == 0 else tl.minimum(row, N - 1), HALF).to(tl.int64)
-    total = stream_rows(
-        x + token0 * K + m * K, there, row, w, scales, zeros,
-        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, L, BV, BM, R,
-    )  # fmt: skip
+    row = paired(row if C.N % BN == 0 else tl.minimum(row, C.N - 1), C.HALF).to(tl.int64)
+    total = stream_rows(x + token0 * C.K + m * C.K, there, row, w, scales, zeros, C, C.PDL)
 
-    total = add_lanes(total, BV)
-    n = rows_of(first, L // BV, 1, R)[:, None, :]
-    rows = n < N
-    if GROUP == 0:
-        scale = tl.load(scales + paired(n, HALF) * SCALE_ROWS, rows, other=0)
-        total *= to_scale(scale, FORMAT)
-    _end(
-        total, bias, times, residual, y, second, third, first, token0 + m, n, there & rows,
-        M, N, F, ACT, CAP, N1, N2, HALF,
-    )  # fmt: skip
+    total = add_lanes(total, C.BV)
+    n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
+    rows = n < C.N
+    if C.SPAN == 0:
+        scale = tl.load(scales + paired(n, C.HALF) * C.SCALE_ROWS, rows, other=0)
+        total *= to_scale(scale, C.CODE)
+    _end(total, bias, times, residual, y, second, third, first, token0 + m, n, there & rows, C)
 
 
 @triton.jit
-def _end(
-    total, bias, times, residual, y, second, third, first, m, n, kept,
-    M: tl.constexpr, N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    """Write sums [S, BM, R] of the rows from `first` on, gated if there is a HALF."""
-    if HALF > 0:
-        S: tl.constexpr = total.shape[0]
-        R: tl.constexpr = total.shape[2]
-        up, gate = tl.split(total.reshape(S, total.shape[1], R // 2, 2))
-        i = rows_of(first // 2, S, 1, R // 2)[:, None, :]
-        finish_gated(up, gate, bias, y, m, i, (m < M) & (i < HALF), HALF, ACT, CAP)
+def _end(total, bias, times, residual, y, second, third, first, m, n, kept, C: tl.constexpr):
+    """Write sums [L / BV, BM, R] of the rows from `first` on, gated if there is a HALF."""
+    if C.HALF > 0:
+        up, gate = tl.split(total.reshape(C.L // C.BV, C.BM, C.R // 2, 2))
+        i = rows_of(first // 2, C.L // C.BV, 1, C.R // 2)[:, None, :]
+        finish_gated(up, gate, bias, y, m, i, (m < C.M) & (i < C.HALF), C)
     else:
-        finish(total, bias, times, residual, y, m, n, kept, N, F, ACT, CAP, second, third, N1, N2)
+        finish(total, bias, times, residual, y, m, n, kept, C, second, third)
 
-
-def gemv_bits(
-    *,
-    x: Tensor,
-    w: DeviceTensor,
-    y: Tensor,
-    tail: Tail = PLAIN,
-    device: Device,
-) -> list[Launch]:
-    """Lower `ops.linear.linear` for few tokens and int4, mxfp4 or ternary weights."""
-    (m, k), n = x.shape, w.shape[0]
-    held = vectors_of(w)
-    tile = gemv_tile(
-        rows=n,
-        vectors=-(-k // held.vector),
-        tokens=min(m, MAX_TOKENS),
-        copies=1,
-        device=device,
-        # Registers limit six bits; int4 with eight rows took a seventh longer on an H200.
-        most=2 if held.code == "int6" and m > 4 else 4,
-    )
-    sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    given = {"x": x, **held.given(x, device), **tail.given("linear", y, n)}
-    given |= tail.outputs(y, n)
-    weights = tile.rows_of_lane * held.vector
-    return [launch(_gemv_bits, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]
-
-
-_WEIGHTS = 64
 
 # $0 = $6 + the dot product of a word of codes 0..2 with 16 int8, four words $2..$5.
 _DOT16 = tl.constexpr("""{
@@ -327,74 +269,77 @@ def _add_word(total, less, word, xs, ASM: tl.constexpr):
 
 @triton.jit
 def _linear_ternary(
-    x, x_scale, w, multiplier, bias, times, residual, y, second, third,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, BV: tl.constexpr, BM: tl.constexpr, R: tl.constexpr,
-    SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    BN: tl.constexpr = L // BV * R
-    V: tl.constexpr = (K + 63) // 64
-    part, token0 = part_of(M, BM)
+    x, x_scale, w, scales, bias, times, residual, y, second, third, C: tl.constexpr
+):
+    BN: tl.constexpr = C.L // C.BV * C.R
+    V: tl.constexpr = (C.K + 63) // 64
+    part, token0 = part_of(C.M, C.BM)
     first = part * BN
-    m = token0 + tl.arange(0, BM)[None, :, None]
-    lane = (tl.arange(0, L) % BV)[:, None, None]
-    row = rows_of(first, L, BV, R)[:, None, :]
+    m = token0 + tl.arange(0, C.BM)[None, :, None]
+    lane = (tl.arange(0, C.L) % C.BV)[:, None, None]
+    row = rows_of(first, C.L, C.BV, C.R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = paired(row if N % BN == 0 else tl.minimum(row, N - 1), HALF).to(tl.int64)
-    total = tl.zeros((L, BM, R), tl.int32)
-    less = tl.zeros((L, BM, 1), tl.int32)
+    row = paired(row if C.N % BN == 0 else tl.minimum(row, C.N - 1), C.HALF).to(tl.int64)
+    total = tl.zeros((C.L, C.BM, C.R), tl.int32)
+    less = tl.zeros((C.L, C.BM, 1), tl.int32)
     w += row * (V * 4)
     ahead = load_vectors(w, lane, V)
-    start(PDL)
-    for turn in range(0, V, BV):
+    start(C.PDL)
+    for turn in range(0, V, C.BV):
         v = turn + lane
         words = split4(ahead)
-        if V > BV:
-            ahead = load_vectors(w, v + BV, V)
+        if V > C.BV:
+            ahead = load_vectors(w, v + C.BV, V)
         for c in tl.static_range(4):
-            xs = _load16(x, m, v * 64 + c * 16, m < M, K)
-            total, less = _add_word(total, less, words[c], xs, ASM)
+            xs = _load16(x, m, v * 64 + c * 16, m < C.M, C.K)
+            total, less = _add_word(total, less, words[c], xs, C.ASM)
 
-    total = add_lanes(total + less, BV).to(tl.float32)
-    n = rows_of(first, L // BV, 1, R)[:, None, :]
-    factor = tl.load(x_scale + m, m < M, other=0.0)
-    if SCALE_ROWS:
-        factor *= tl.load(multiplier + paired(n, HALF), n < N, other=0.0)
+    total = add_lanes(total + less, C.BV).to(tl.float32)
+    n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
+    factor = tl.load(x_scale + m, m < C.M, other=0.0)
+    if C.SCALE_ROWS:
+        factor *= tl.load(scales + paired(n, C.HALF), n < C.N, other=0.0)
     else:
-        factor *= tl.load(multiplier)
-    total = rounded_product(total, factor, ASM)
+        factor *= tl.load(scales)
+    total = rounded_product(total, factor, C.ASM)
     _end(
         total, bias, times, residual, y, second, third, first, m.to(tl.int64), n,
-        (m < M) & (n < N), M, N, F, ACT, CAP, N1, N2, HALF,
+        (m < C.M) & (n < C.N), C,
     )  # fmt: skip
 
 
-def linear_ternary(
+def gemv_bits(
     *,
     x: Tensor,
-    x_scale: Tensor,
     w: DeviceTensor,
     y: Tensor,
+    x_scale: Tensor | None = None,
     tail: Tail = PLAIN,
     device: Device,
 ) -> list[Launch]:
-    """Lower `ops.linear.linear` for ternary weights and int8 activations with a scale per token."""
+    """Lower `ops.linear.linear` for few tokens and weights of less than a byte.
+
+    int8 activations, with a scale per token, are for ternary weights.
+    """
     (m, k), n = x.shape, w.shape[0]
+    held = vectors_of(w)
+    # Registers limit six bits and codes; int4 with eight rows took a seventh longer on an H200.
+    most = 2 if held.code == "int6" and m > 4 else 4
+    if x_scale is not None:
+        most = 8 if m <= 2 else 2
     tile = gemv_tile(
         rows=n,
-        vectors=-(-k // _WEIGHTS),
+        vectors=-(-k // held.vector),
         tokens=min(m, MAX_TOKENS),
         copies=1,
         device=device,
-        most=8 if m <= 2 else 2,  # limited by registers
+        most=most,
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    scale = w.planes["scale"]
-    stored = {"w": w.planes["codes"], "multiplier": scale, "SCALE_ROWS": scale.numel() > 1}
-    given = {"x": x, "x_scale": x_scale, **stored, **tail.given("linear", y, n)}
-    given |= tail.outputs(y, n)
-    weights = tile.rows_of_lane * _WEIGHTS
-    grid = tile.grid(n, m)
-    return [launch(_linear_ternary, grid, device, tile.warps, weights, **sizes, **given)]
+    given = {"x": x, **held.given, "PAIRS": held.pairs(x, device)}
+    given |= tail.given("linear", y, n)
+    kernel = _gemv_bits
+    if x_scale is not None:
+        kernel, given["x_scale"] = _linear_ternary, x_scale
+    weights = tile.rows_of_lane * held.vector
+    return [launch(kernel, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]

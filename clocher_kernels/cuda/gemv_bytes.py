@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
+from clocher_kernels.cuda.codes import dot, joined, token_factors, unit, weight_factors
 from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
@@ -22,16 +22,13 @@ MOST_SLICED = 32
 
 
 @triton.jit
-def load_rows(
-    w, n0, k,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr,
-):  # fmt: skip
+def load_rows(w, n0, k, C: tl.constexpr, TAIL: tl.constexpr):
     """Load columns k of ROWS rows. Rows beyond N repeat the last one and are not stored."""
     rows = ()
-    for r in tl.static_range(ROWS):
-        row = w + paired(tl.minimum(n0 + r, N - 1), HALF).to(tl.int64) * K
+    for r in tl.static_range(C.ROWS):
+        row = w + paired(tl.minimum(n0 + r, C.N - 1), C.HALF).to(tl.int64) * C.K
         if TAIL:
-            value = tl.load(row + k, mask=k < K, other=0, eviction_policy="evict_first")
+            value = tl.load(row + k, mask=k < C.K, other=0, eviction_policy="evict_first")
         else:
             value = tl.load(row + k, eviction_policy="evict_first")
         rows = rows + (value,)
@@ -39,47 +36,37 @@ def load_rows(
 
 
 @triton.jit
-def _load_scales(
-    scales, n0, k,
-    N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+def _load_scales(scales, n0, k, C: tl.constexpr):
     factors = ()
-    for r in tl.static_range(ROWS):
-        row = paired(tl.minimum(n0 + r, N - 1), HALF) // SCALE_ROWS
-        at = scales + row.to(tl.int64) * ((K + SPAN - 1) // SPAN) + k // SPAN
-        factors = factors + (tl.load(at, mask=k < K, other=0).to(tl.float32),)
+    for r in tl.static_range(C.ROWS):
+        row = paired(tl.minimum(n0 + r, C.N - 1), C.HALF) // C.SCALE_ROWS
+        at = scales + row.to(tl.int64) * ((C.K + C.SPAN - 1) // C.SPAN) + k // C.SPAN
+        factors = factors + (tl.load(at, mask=k < C.K, other=0).to(tl.float32),)
     return factors
 
 
 @triton.jit
-def _turn(
-    totals, rows, x, scales, n0, token0, k0,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
-    CODE: tl.constexpr, MATH: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, HALF: tl.constexpr, TAIL: tl.constexpr, ASM: tl.constexpr,
-):  # fmt: skip
+def _turn(totals, rows, x, scales, n0, token0, k0, C: tl.constexpr, TAIL: tl.constexpr):
     """Add BLOCK columns from k0 on to the sums."""
-    LANES: tl.constexpr = BLOCK // LANE
-    FACTORS: tl.constexpr = 8 if MATH == "pairs" else 1
-    k = k0 + tl.arange(0, BLOCK)
-    if SPAN > 0:
-        first = k0 + tl.arange(0, LANES) * LANE
-        factors = _load_scales(scales, n0, first, N, K, ROWS, SPAN, SCALE_ROWS, HALF)
+    LANES: tl.constexpr = C.BLOCK // C.LANE
+    FACTORS: tl.constexpr = 8 if C.MATH == "pairs" else 1
+    k = k0 + tl.arange(0, C.BLOCK)
+    if C.SPAN > 0:
+        first = k0 + tl.arange(0, LANES) * C.LANE
+        factors = _load_scales(scales, n0, first, C)
     w = ()
-    for r in tl.static_range(ROWS):
-        w = w + weight_factors(rows[r], LANES, CODE, MATH, ASM)
+    for r in tl.static_range(C.ROWS):
+        w = w + weight_factors(rows[r], LANES, C.CODE, C.MATH, C.ASM)
     out = ()
-    for m in tl.static_range(M):
+    for m in tl.static_range(C.M):
         # Tokens beyond the last one repeat it and are not stored.
-        at = x + (tl.minimum(token0 + m, TOKENS - 1) if TOKENS > M else m) * K + k
-        loaded = tl.load(at, mask=k < K, other=0) if TAIL else tl.load(at)
-        token = token_factors(loaded, LANES, MATH)
-        for r in tl.static_range(ROWS):
-            total = totals[m * ROWS + r]
-            chunk = dot(w, token, FACTORS * r, LANES, LANE, MATH, ASM)
-            if SPAN > 0:
+        at = x + (tl.minimum(token0 + m, C.TOKENS - 1) if C.TOKENS > C.M else m) * C.K + k
+        loaded = tl.load(at, mask=k < C.K, other=0) if TAIL else tl.load(at)
+        token = token_factors(loaded, LANES, C.MATH)
+        for r in tl.static_range(C.ROWS):
+            total = totals[m * C.ROWS + r]
+            chunk = dot(w, token, FACTORS * r, LANES, C.LANE, C.MATH, C.ASM)
+            if C.SPAN > 0:
                 total = tl.fma(chunk, factors[r], total)
             else:
                 total += chunk
@@ -88,131 +75,83 @@ def _turn(
 
 
 @triton.jit
-def stack(parts, first: tl.constexpr, step: tl.constexpr, count: tl.constexpr):
-    """Join `count` (2^n) tensors [L], first, first + step, ..., into [L, 1, 2, 2, ...] in order."""
-    level = ()
+def stack(parts, first: tl.constexpr, count: tl.constexpr):
+    """Join `count` (2^n) tensors [L] from the `first` on to [L, 1, 2, 2, ...], in order."""
+    columns = ()
     for i in tl.static_range(count):
-        level = level + (tl.expand_dims(parts[first + i * step], 1),)
-    for bit in tl.static_range(1, 8):
-        if count >> bit > 0:
-            joined = ()
-            for i in tl.static_range(count >> bit):
-                joined = joined + (tl.join(level[i], level[i + (count >> bit)]),)
-            level = joined
-    return level[0]
+        columns = columns + (tl.expand_dims(parts[first + i], 1),)
+    return joined(columns, count)
 
 
 @triton.jit
-def multiply_rows(
-    x, w, scales, n0, token0,
-    M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
-    CODE: tl.constexpr, MATH: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    HALF: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def multiply_rows(x, w, scales, n0, token0, C: tl.constexpr):
     """Multiply M tokens by ROWS rows of W: lanes' sums, not scaled, for each token and row.
 
     K, LANE, BLOCK and SPAN count loaded elements: weights, or words of four.
     """
-    TURNS: tl.constexpr = K // BLOCK
+    TURNS: tl.constexpr = C.K // C.BLOCK
 
     totals = ()
-    for _i in tl.static_range(M * ROWS):
-        totals = totals + (tl.zeros((BLOCK // LANE,), tl.float32),)
+    for _i in tl.static_range(C.M * C.ROWS):
+        totals = totals + (tl.zeros((C.BLOCK // C.LANE,), tl.float32),)
 
     # Weights never depend on the predecessor: they are on their way before x is waited for. Eight
     # tokens leave registers for few warps, so they also load the next turn's ahead.
-    rows = load_rows(w, n0, tl.arange(0, BLOCK), N, K, ROWS, HALF, TURNS == 0)
-    start(PDL)
-    if M == 8 and CODE == "float":
+    rows = load_rows(w, n0, tl.arange(0, C.BLOCK), C, TURNS == 0)
+    start(C.PDL)
+    if C.M == 8 and C.CODE == "float":
         for turn in range(1, TURNS):
-            ahead = load_rows(w, n0, turn * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, HALF, False)
-            totals = _turn(
-                totals, rows, x, scales, n0, token0, (turn - 1) * BLOCK,
-                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TOKENS, HALF, False, ASM,
-            )  # fmt: skip
+            ahead = load_rows(w, n0, turn * C.BLOCK + tl.arange(0, C.BLOCK), C, False)
+            totals = _turn(totals, rows, x, scales, n0, token0, (turn - 1) * C.BLOCK, C, False)
             rows = ahead
-        if TURNS > 0 and K % BLOCK != 0:
-            tail = load_rows(w, n0, TURNS * BLOCK + tl.arange(0, BLOCK), N, K, ROWS, HALF, True)
-            totals = _turn(
-                totals, rows, x, scales, n0, token0, (TURNS - 1) * BLOCK,
-                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TOKENS, HALF, False, ASM,
-            )  # fmt: skip
+        if TURNS > 0 and C.K % C.BLOCK != 0:
+            tail = load_rows(w, n0, TURNS * C.BLOCK + tl.arange(0, C.BLOCK), C, True)
+            totals = _turn(totals, rows, x, scales, n0, token0, (TURNS - 1) * C.BLOCK, C, False)
             rows = tail
-        LAST: tl.constexpr = (K - 1) // BLOCK * BLOCK
-        totals = _turn(
-            totals, rows, x, scales, n0, token0, LAST,
-            M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TOKENS, HALF,
-            K % BLOCK != 0, ASM,
-        )  # fmt: skip
+        LAST: tl.constexpr = (C.K - 1) // C.BLOCK * C.BLOCK
+        totals = _turn(totals, rows, x, scales, n0, token0, LAST, C, C.K % C.BLOCK != 0)
     else:
-        totals = _turn(
-            totals, rows, x, scales, n0, token0, 0,
-            M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TOKENS, HALF, TURNS == 0, ASM,
-        )  # fmt: skip
+        totals = _turn(totals, rows, x, scales, n0, token0, 0, C, TURNS == 0)
         for turn in range(1, TURNS):
-            k0 = turn * BLOCK
-            rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, HALF, False)
-            totals = _turn(
-                totals, rows, x, scales, n0, token0, k0,
-                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TOKENS, HALF, False, ASM,
-            )  # fmt: skip
-        if TURNS > 0 and K % BLOCK != 0:
-            k0 = TURNS * BLOCK
-            rows = load_rows(w, n0, k0 + tl.arange(0, BLOCK), N, K, ROWS, HALF, True)
-            totals = _turn(
-                totals, rows, x, scales, n0, token0, k0,
-                M, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, TOKENS, HALF, True, ASM,
-            )  # fmt: skip
+            k0 = turn * C.BLOCK
+            rows = load_rows(w, n0, k0 + tl.arange(0, C.BLOCK), C, False)
+            totals = _turn(totals, rows, x, scales, n0, token0, k0, C, False)
+        if TURNS > 0 and C.K % C.BLOCK != 0:
+            k0 = TURNS * C.BLOCK
+            rows = load_rows(w, n0, k0 + tl.arange(0, C.BLOCK), C, True)
+            totals = _turn(totals, rows, x, scales, n0, token0, k0, C, True)
 
     return totals
 
 
 @triton.jit
-def row_sums(
-    totals, scales, n, inside, m: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr,
-):  # fmt: skip
+def row_sums(totals, scales, n, inside, C: tl.constexpr, m: tl.constexpr):
     """Return token m's scaled sums of rows n."""
-    total = tl.reshape(tl.sum(stack(totals, m * ROWS, 1, ROWS), 0), (ROWS,))
-    factor = tl.full((ROWS,), UNIT, tl.float32)
-    if SPAN == 0 and scales is not None:
-        factor *= tl.load(scales + n * SCALE_ROWS, mask=inside, other=0).to(tl.float32)
+    total = tl.reshape(tl.sum(stack(totals, m * C.ROWS, C.ROWS), 0), (C.ROWS,))
+    factor = tl.full((C.ROWS,), C.UNIT, tl.float32)
+    if C.SPAN == 0 and scales is not None:
+        factor *= tl.load(scales + n * C.SCALE_ROWS, mask=inside, other=0).to(tl.float32)
     return total * factor
 
 
 @triton.jit
-def _gemv(
-    x, w, scales, bias, times, residual, y, second, third,
-    M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
-    CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    N1: tl.constexpr, N2: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
-    part, token0 = part_of(TOKENS, M)
-    n0 = part * ROWS
-    totals = multiply_rows(
-        x, w, scales, n0, token0,
-        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, HALF, ASM, PDL,
-    )  # fmt: skip
-    n = n0 + tl.arange(0, ROWS)
-    inside = n < N
-    for m in tl.static_range(M):
+def _gemv(x, w, scales, bias, times, residual, y, second, third, C: tl.constexpr):
+    part, token0 = part_of(C.TOKENS, C.M)
+    n0 = part * C.ROWS
+    totals = multiply_rows(x, w, scales, n0, token0, C)
+    n = n0 + tl.arange(0, C.ROWS)
+    inside = n < C.N
+    for m in tl.static_range(C.M):
         token = token0 + m
-        kept = n < tl.where(token < TOKENS, N, 0) if TOKENS > M else inside
-        total = row_sums(totals, scales, paired(n, HALF), inside, m, ROWS, UNIT, SPAN, SCALE_ROWS)
-        if HALF > 0:
-            up, gate = tl.split(total.reshape(ROWS // 2, 2))
-            kept, _ = tl.split(kept.reshape(ROWS // 2, 2))
-            i = n0 // 2 + tl.arange(0, ROWS // 2)
-            finish_gated(up, gate, bias, y, token, i, kept, HALF, ACT, CAP)
+        kept = n < tl.where(token < C.TOKENS, C.N, 0) if C.TOKENS > C.M else inside
+        total = row_sums(totals, scales, paired(n, C.HALF), inside, C, m)
+        if C.HALF > 0:
+            up, gate = tl.split(total.reshape(C.ROWS // 2, 2))
+            kept, _ = tl.split(kept.reshape(C.ROWS // 2, 2))
+            i = n0 // 2 + tl.arange(0, C.ROWS // 2)
+            finish_gated(up, gate, bias, y, token, i, kept, C)
         else:
-            finish(
-                total, bias, times, residual, y, token, n, kept, N, F, ACT, CAP,
-                second, third, N1, N2,
-            )  # fmt: skip
+            finish(total, bias, times, residual, y, token, n, kept, C, second, third)
 
 
 _ROWS = 4
@@ -254,9 +193,8 @@ def bytes_tile(
     few = min(m, tokens)
     sizes = {"M": few, "TOKENS": m, "N": n, "K": k // per, "ROWS": _ROWS, "LANE": lane // per}
     sizes["BLOCK"] = lane * 32 * warps // per
-    stored_as = {"CODE": held.code, "MATH": math, "UNIT": unit(held.code, math)}
-    stored_as |= {"SPAN": held.span // per, "SCALE_ROWS": held.scale_rows}
-    given = {"x": x, "w": held.data, "scales": held.scales, **sizes, **stored_as}
+    given = {"x": x, **held.given, **sizes, "SPAN": held.span // per}
+    given |= {"MATH": math, "UNIT": unit(held.code, math)}
     if per == 4:
         given |= {"x": x.view(torch.int64), "w": held.data.view(torch.int32)}
     return given, (triton.cdiv(n, _ROWS) * triton.cdiv(m, few),), warps, _ROWS * lane
@@ -272,5 +210,5 @@ def gemv_bytes(
 ) -> list[Launch]:
     """Lower `ops.linear.linear` for few tokens and weights of whole bytes."""
     given, grid, warps, weights = bytes_tile(x, w, device)
-    given |= {**tail.given("linear", y, w.shape[0]), **tail.outputs(y, w.shape[0])}
+    given |= tail.given("linear", y, w.shape[0])
     return [launch(_gemv, grid, device, warps, weights, **given)]

@@ -33,10 +33,7 @@ def tree_length(ancestors):
 
 
 @triton.jit
-def own_cell(
-    slots, positions, ends, ancestors, pages, token,
-    PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, CELLS: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
+def own_cell(slots, positions, ends, ancestors, pages, token, C: tl.constexpr):
     """Return the page of a token's own cell, int64, -1 if there is none, the cell, the position."""
     # A tree node's own bit is its highest.
     length = tree_length(tl.load(ancestors + token))
@@ -44,19 +41,16 @@ def own_cell(
     position = tl.load(positions + token)
     cell = tl.where(length > 0, node, position)
     slot = tl.load(slots + token)
-    there = (slot >= 0) & (slot < SLOTS) & (cell >= 0) & (cell < CELLS)
-    page = tl.load(pages + slot * PAGES_ROW + cell // PAGE, there, other=-1).to(tl.int64)
+    there = (slot >= 0) & (slot < C.SLOTS) & (cell >= 0) & (cell < C.CELLS)
+    page = tl.load(pages + slot * C.PAGES_ROW + cell // C.PAGE, there, other=-1).to(tl.int64)
     return page, cell, position
 
 
 @triton.jit
-def _append(
-    value, cache, scale, cell,
-    KV: tl.constexpr, LARGEST: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
+def _append(value, cache, scale, cell, C: tl.constexpr):
     """Write one head [1, WIDTH] of one token into its cell."""
-    dim = tl.arange(0, WIDTH)[None, :]
-    if KV == "i8":
+    dim = tl.arange(0, C.WIDTH)[None, :]
+    if C.KV == "i8":
         odd = tl.max((or_nan(value) != value).to(tl.int32)) > 0
         value = tl.where(odd, 0.0, value)
         absmax = tl.max(tl.abs(value))
@@ -64,21 +58,17 @@ def _append(
         tl.store(scale + cell, tl.where(odd, float("nan"), step))
         # Adding 1.5 * 2^23 rounds to an integer, ties to even.
         steps = (tl.div_rn(value, step + tl.zeros_like(value)) + 12582912.0) - 12582912.0
-        tl.store(cache + cell * DIM + dim, steps.to(tl.int8), dim < DIM)
+        tl.store(cache + cell * C.DIM + dim, steps.to(tl.int8), dim < C.DIM)
     else:
-        if KV != "f32":
-            value = saturated(value, LARGEST)
-        tl.store(cache + cell * DIM + dim, narrow(value, KV), dim < DIM)
+        if C.KV != "f32":
+            value = saturated(value, C.LARGEST)
+        tl.store(cache + cell * C.DIM + dim, narrow(value, C.KV), dim < C.DIM)
 
 
 @triton.jit
 def enter_heads(
-    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position,
-    k_cache, v_cache, k_scale, v_scale, head, token,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, POOL: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, LANES: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr,
-    EPS: tl.constexpr, KV: tl.constexpr, LARGEST: tl.constexpr,
+    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position, k_cache, v_cache,
+    k_scale, v_scale, head, token, C: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and append one key/value head of a token; return its query heads [LANES, WIDTH].
 
@@ -86,22 +76,18 @@ def enter_heads(
     """
     one = tl.zeros((1,), tl.int32)
     key = turned(
-        k + token * K_ROW + head * DIM, one, one == 0, k_gain, position, k_cos, k_sin,
-        DIM, WIDTH, HALF, ANGLES, EPS,
-    )  # fmt: skip
-    value = turned(
-        v + token * V_ROW + head * DIM, one, one == 0, None, position, None, None,
-        DIM, WIDTH, HALF, ANGLES, EPS,
-    )  # fmt: skip
-    if (page >= 0) & (page < POOL):
-        to = (page * HEADS + head) * PAGE + cell % PAGE
-        _append(key, k_cache, k_scale, to, KV, LARGEST, DIM, WIDTH)
-        _append(value, v_cache, v_scale, to, KV, LARGEST, DIM, WIDTH)
+        k + token * C.K_ROW + head * C.DIM, one, one == 0, k_gain, position, k_cos, k_sin, C
+    )
+    value = turned(v + token * C.V_ROW + head * C.DIM, one, one == 0, None, position, None, None, C)
+    if (page >= 0) & (page < C.POOL):
+        to = (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
+        _append(key, k_cache, k_scale, to, C)
+        _append(value, v_cache, v_scale, to, C)
     if q is not None:
-        row = tl.arange(0, LANES)
+        row = tl.arange(0, C.LANES)
         key = turned(
-            q + token * Q_ROW + head * GROUP * DIM, row * DIM, row < GROUP, q_gain, position,
-            q_cos, q_sin, DIM, WIDTH, HALF, ANGLES, EPS,
+            q + token * C.Q_ROW + head * C.GROUP * C.DIM, row * C.DIM, row < C.GROUP, q_gain,
+            position, q_cos, q_sin, C,
         )  # fmt: skip
     return key
 
@@ -109,29 +95,21 @@ def enter_heads(
 @triton.jit
 def _heads(
     q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, slots, positions, ends, ancestors, pages,
-    k_cache, v_cache, k_scale, v_scale,
-    Q_ROW: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, PAGES_ROW: tl.constexpr,
-    SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr, HEADS: tl.constexpr,
-    PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    LANES: tl.constexpr, HALF: tl.constexpr, ANGLES: tl.constexpr, EPS: tl.constexpr,
-    KV: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
+    k_cache, v_cache, k_scale, v_scale, C: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
     # Inputs are older than the predecessor.
-    page, cell, position = own_cell(
-        slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
-    )
-    start(PDL)
+    page, cell, position = own_cell(slots, positions, ends, ancestors, pages, token, C)
+    start(C.PDL)
     query = enter_heads(
-        q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position,
-        k_cache, v_cache, k_scale, v_scale, head, token, Q_ROW, K_ROW, V_ROW, POOL, HEADS, PAGE,
-        DIM, WIDTH, GROUP, LANES, HALF, ANGLES, EPS, KV, LARGEST,
+        q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position, k_cache, v_cache,
+        k_scale, v_scale, head, token, C,
     )  # fmt: skip
     if q is not None:
-        row, dim = tl.arange(0, LANES)[:, None], tl.arange(0, WIDTH)[None, :]
-        to = q + token * Q_ROW + (head * GROUP + row) * DIM + dim
+        row, dim = tl.arange(0, C.LANES)[:, None], tl.arange(0, C.WIDTH)[None, :]
+        to = q + token * C.Q_ROW + (head * C.GROUP + row) * C.DIM + dim
         tl.debug_barrier()  # other threads read what this overwrites
-        tl.store(to, query, (row < GROUP) & (dim < DIM))
+        tl.store(to, query, (row < C.GROUP) & (dim < C.DIM))
 
 
 def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
@@ -151,9 +129,8 @@ def heads_given(
     sizes |= {"GROUP": group, "LANES": triton.next_power_of_2(max(group, 1))}
     sizes |= {"WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16), "K_ROW": k.stride(0)}
     sizes |= {"V_ROW": v.stride(0), "Q_ROW": 0 if q is None else q.stride(0)}
-    turns = {"HALF": 1, "ANGLES": 1, "EPS": 0.0}
     kind = {"KV": cache_dtype, "LARGEST": LARGEST.get(cache_dtype, 0.0)}
-    return {"q": q, "k": k, "v": v, **cells, **sizes, **turns, **kind}
+    return {"q": q, "k": k, "v": v, **cells, **sizes, **kind}
 
 
 def enter_all(given: Mapping[str, Any], device: Device) -> list[Launch]:
@@ -175,42 +152,37 @@ _TILE = 2048
 
 @triton.jit
 def _page_bounds(
-    slots, positions, ends, ancestors, pages, k_cache, k_scale, bounds,
-    PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, CELLS: tl.constexpr, POOL: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
-    ROWS: tl.constexpr, UNIT: tl.constexpr, KV: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
+    slots, positions, ends, ancestors, pages, k_cache, k_scale, bounds, C: tl.constexpr
+):
+    start(C.PDL)
     head, token = tl.program_id(0), tl.program_id(1)
-    page, cell, _ = own_cell(
-        slots, positions, ends, ancestors, pages, token, PAGES_ROW, SLOTS, CELLS, PAGE
-    )
-    if (cell % PAGE != PAGE - 1) | (page < 0) | (page >= POOL):
+    page, cell, _ = own_cell(slots, positions, ends, ancestors, pages, token, C)
+    if (cell % C.PAGE != C.PAGE - 1) | (page < 0) | (page >= C.POOL):
         return
-    line, dim = (page * HEADS + head) * PAGE, tl.arange(0, WIDTH)
-    high = tl.full((WIDTH,), float("-inf"), tl.float32)
-    low = tl.full((WIDTH,), float("inf"), tl.float32)
-    odd = tl.zeros((WIDTH,), tl.int32)
-    for first in range(0, PAGE, ROWS):
-        row = first + tl.arange(0, ROWS)
-        inside = (row < PAGE)[:, None] & (dim < DIM)[None, :]
-        stored = tl.load(k_cache + (line + row)[:, None] * DIM + dim[None, :], inside, other=0)
-        if KV == "e4m3" or KV == "e5m2":
-            keys = to_f32(stored, KV, ASM) * UNIT
+    line, dim = (page * C.HEADS + head) * C.PAGE, tl.arange(0, C.WIDTH)
+    high = tl.full((C.WIDTH,), float("-inf"), tl.float32)
+    low = tl.full((C.WIDTH,), float("inf"), tl.float32)
+    odd = tl.zeros((C.WIDTH,), tl.int32)
+    for first in range(0, C.PAGE, C.ROWS):
+        row = first + tl.arange(0, C.ROWS)
+        inside = (row < C.PAGE)[:, None] & (dim < C.DIM)[None, :]
+        stored = tl.load(k_cache + (line + row)[:, None] * C.DIM + dim[None, :], inside, other=0)
+        if C.KV == "e4m3" or C.KV == "e5m2":
+            keys = to_f32(stored, C.KV, C.ASM) * C.UNIT
         else:
             keys = stored.to(tl.float32)
         wrong = (tl.abs(keys) < float("inf")).to(tl.int32) ^ 1
-        if KV == "e4m3":  # has no infinity, and its NaN is decoded as a number
+        if C.KV == "e4m3":  # has no infinity, and its NaN is decoded as a number
             wrong = ((stored & 0x7F) == 0x7F).to(tl.int32)
-        if KV == "i8":
-            keys *= tl.load(k_scale + line + row, row < PAGE, other=0.0)[:, None]
+        if C.KV == "i8":
+            keys *= tl.load(k_scale + line + row, row < C.PAGE, other=0.0)[:, None]
             wrong = (tl.abs(keys) < float("inf")).to(tl.int32) ^ 1
         high = tl.maximum(high, tl.max(tl.where(inside, keys, float("-inf")), 0))
         low = tl.minimum(low, tl.min(tl.where(inside, keys, float("inf")), 0))
         odd = tl.maximum(odd, tl.max(tl.where(inside, wrong, 0), 0))
-    at = bounds + (page * HEADS + head) * 2 * DIM + dim
-    tl.store(at, tl.where(odd > 0, float("nan"), high), dim < DIM)
-    tl.store(at + DIM, tl.where(odd > 0, float("nan"), low), dim < DIM)
+    at = bounds + (page * C.HEADS + head) * 2 * C.DIM + dim
+    tl.store(at, tl.where(odd > 0, float("nan"), high), dim < C.DIM)
+    tl.store(at + C.DIM, tl.where(odd > 0, float("nan"), low), dim < C.DIM)
 
 
 def page_bounds(
@@ -226,36 +198,32 @@ def page_bounds(
 
 
 @triton.jit
-def _score_pages(
-    q, slots, ends, ancestors, pages, bounds, scores,
-    Q_ROW: tl.constexpr, PAGES_ROW: tl.constexpr, SLOTS: tl.constexpr, BLOCKS: tl.constexpr,
-    POOL: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr,
-    DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, SCALE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
+def _score_pages(q, slots, ends, ancestors, pages, bounds, scores, C: tl.constexpr):
     """Write the scores of ROWS pages for a token and a key/value head, [token, head, page]."""
-    start(PDL)
-    begin, head, token = tl.program_id(0) * ROWS, tl.program_id(1), tl.program_id(2)
-    old = pages_seen(ends, ancestors, token, BLOCKS * PAGE, PAGE) - LAST
-    if (old <= FIRST) | (begin >= old):
+    start(C.PDL)
+    begin, head, token = tl.program_id(0) * C.ROWS, tl.program_id(1), tl.program_id(2)
+    old = pages_seen(ends, ancestors, token, C.BLOCKS * C.PAGE, C.PAGE) - C.LAST
+    if (old <= C.FIRST) | (begin >= old):
         return
-    number, dim = begin + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    number, dim = begin + tl.arange(0, C.ROWS), tl.arange(0, C.WIDTH)
     there = number < old
-    slot_pages = pages + within(tl.load(slots + token), SLOTS) * PAGES_ROW
-    page = within(tl.load(slot_pages + number, there, other=0), POOL).to(tl.int64)
-    at = bounds + ((page * HEADS + head) * 2 * DIM)[:, None] + dim[None, :]
-    inside = there[:, None] & (dim < DIM)[None, :]
-    high, low = tl.load(at, inside, other=0.0), tl.load(at + DIM, inside, other=0.0)
-    best = tl.full((ROWS,), -_LARGEST, tl.float32)
-    for row in range(0, GROUP):
-        query = tl.load(q + token * Q_ROW + (head * GROUP + row) * DIM + dim, dim < DIM, other=0.0)
-        query = (query * SCALE)[None, :]
+    slot_pages = pages + within(tl.load(slots + token), C.SLOTS) * C.PAGES_ROW
+    page = within(tl.load(slot_pages + number, there, other=0), C.POOL).to(tl.int64)
+    at = bounds + ((page * C.HEADS + head) * 2 * C.DIM)[:, None] + dim[None, :]
+    inside = there[:, None] & (dim < C.DIM)[None, :]
+    high, low = tl.load(at, inside, other=0.0), tl.load(at + C.DIM, inside, other=0.0)
+    best = tl.full((C.ROWS,), -_LARGEST, tl.float32)
+    for row in range(0, C.GROUP):
+        query = tl.load(
+            q + token * C.Q_ROW + (head * C.GROUP + row) * C.DIM + dim, dim < C.DIM, other=0.0
+        )
+        query = (query * C.SCALE)[None, :]
         larger = tl.maximum(query * high, query * low, propagate_nan=tl.PropagateNan.ALL)
         score = tl.sum(larger, 1)
         best = tl.maximum(best, tl.where(tl.abs(score) <= _LARGEST, score, _LARGEST))
     # Negative zero is no less than zero.
     best = tl.where(best == 0.0, 0.0, best)
-    tl.store(scores + (token * HEADS + head) * BLOCKS + number, best, there)
+    tl.store(scores + (token * C.HEADS + head) * C.BLOCKS + number, best, there)
 
 
 @triton.jit
@@ -278,56 +246,46 @@ def _cut(rank, weight, goal, BITS: tl.constexpr):
 
 
 @triton.jit
-def _choice(
-    scores, number, old,
-    FIRST: tl.constexpr, COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr,
-    BITS: tl.constexpr,
-):  # fmt: skip
+def _choice(scores, number, old, C: tl.constexpr):
     """Return which of the pages 0 .. old - 1 are listed by score; the first ones always are."""
-    there = number < tl.where(old > FIRST, old, 0)
+    there = number < tl.where(old > C.FIRST, old, 0)
     score = tl.load(scores + number, there, other=-_LARGEST)
     highest = tl.max(score)
-    if COUNT > 0:
-        among = there & (number >= FIRST)
+    if C.COUNT > 0:
+        among = there & (number >= C.FIRST)
         rank = _ranked(score)
-        cut = _cut(rank, among.to(tl.int32), COUNT, BITS)
+        cut = _cut(rank, among.to(tl.int32), C.COUNT, C.BITS)
         above, equal = among & (rank > cut), among & (rank == cut)
-        left = COUNT - tl.sum(above.to(tl.int32))
+        left = C.COUNT - tl.sum(above.to(tl.int32))
         return above | (equal & (tl.cumsum(equal.to(tl.int32)) <= left))
-    elif MARGIN > 0:
-        return there & (score >= highest - MARGIN)
-    elif MASS > 0:
+    elif C.MARGIN > 0:
+        return there & (score >= highest - C.MARGIN)
+    elif C.MASS > 0:
         rank = _ranked(score)
         weight = tl.where(there, tl.exp(score - highest), 0.0)
-        goal = tl.sum(weight) * MASS
-        return there & (rank >= _cut(rank, weight, goal, BITS))
+        goal = tl.sum(weight) * C.MASS
+        return there & (rank >= _cut(rank, weight, goal, C.BITS))
     else:
         return number < 0
 
 
 @triton.jit
-def _list_pages(
-    ends, ancestors, scores, listed, counts,
-    BLOCKS: tl.constexpr, WIDTH: tl.constexpr, WORDS: tl.constexpr, REST: tl.constexpr,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    COUNT: tl.constexpr, MARGIN: tl.constexpr, MASS: tl.constexpr, BITS: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def _list_pages(ends, ancestors, scores, listed, counts, C: tl.constexpr):
     """Write the page list of a token and a key/value head, and its length."""
-    start(PDL)
+    start(C.PDL)
     head, token = tl.program_id(0), tl.program_id(1)
-    pair = token * HEADS + head
-    seen = pages_seen(ends, ancestors, token, BLOCKS * PAGE, PAGE)
-    number, old = tl.arange(0, WIDTH), tl.maximum(seen - LAST, 0)
-    chosen = (number < seen) & ((number < FIRST) | (number >= old))
+    pair = token * C.HEADS + head
+    seen = pages_seen(ends, ancestors, token, C.BLOCKS * C.PAGE, C.PAGE)
+    number, old = tl.arange(0, C.WIDTH), tl.maximum(seen - C.LAST, 0)
+    chosen = (number < seen) & ((number < C.FIRST) | (number >= old))
     if scores is not None:
-        chosen |= _choice(scores + pair * BLOCKS, number, old, FIRST, COUNT, MARGIN, MASS, BITS)
+        chosen |= _choice(scores + pair * C.BLOCKS, number, old, C)
     # A shortened page table leaves words over.
     bits = chosen.to(tl.int64) << (number % 64).to(tl.int64)
-    word, rest = tl.arange(0, WIDTH // 64), tl.arange(0, REST)
-    out = listed + pair * WORDS
-    tl.store(out + word, tl.sum(tl.reshape(bits, (WIDTH // 64, 64)), 1), word < WORDS)
-    tl.store(out + rest, tl.zeros((REST,), tl.int64), (rest >= WIDTH // 64) & (rest < WORDS))
+    word, rest = tl.arange(0, C.WIDTH // 64), tl.arange(0, C.REST)
+    out = listed + pair * C.WORDS
+    tl.store(out + word, tl.sum(tl.reshape(bits, (C.WIDTH // 64, 64)), 1), word < C.WORDS)
+    tl.store(out + rest, tl.zeros((C.REST,), tl.int64), (rest >= C.WIDTH // 64) & (rest < C.WORDS))
     at = counts + pair * 2
     tl.store(at, tl.load(at) + tl.sum(chosen.to(tl.int64)))
     tl.store(at + 1, tl.load(at + 1) + seen)

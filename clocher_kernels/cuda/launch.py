@@ -10,9 +10,18 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 Arg = Tensor | int | float | None
+
+TL_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.int8: tl.int8,
+}
+"""Types of matmul operands."""
 
 # gdc_wait of Triton 3.4 does not compile.
 _HAS_PDL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
@@ -71,10 +80,11 @@ def current_device() -> Device:
 class Launch:
     """One launch: a `triton.jit` function, its grid, its arguments.
 
-    `args` are run-time arguments (None: absent tensor), `constants` constexprs. `pdl`: the kernel
-    waits for its predecessor itself (`gdc_wait`). `weights` read per thread and turn of the main
-    loop bound instruction budgets; 0: not a weight-streaming kernel. `stages`: turns of the main
-    loop whose loads are in flight, through shared memory if more than one.
+    `args` are run-time arguments (None: absent tensor); the kernel is compiled for `constants`,
+    attributes of its last parameter C. `pdl`: the kernel waits for its predecessor itself
+    (`gdc_wait`). `weights` read per thread and turn of the main loop bound instruction budgets; 0:
+    not a weight-streaming kernel. `stages`: turns of the main loop whose loads are in flight,
+    through shared memory if more than one.
     """
 
     kernel: Any
@@ -85,6 +95,29 @@ class Launch:
     pdl: bool = False
     weights: int = 0
     stages: int = 1
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All arguments of the kernel by name, in order."""
+        compiled = isinstance(self.kernel, triton.JITFunction)
+        return {**self.args, "C": _Constants(repr(self.constants), compiled, self.constants)}
+
+
+@dataclass(frozen=True)
+class _Constants:
+    """A kernel's constants as attributes: the compiler gets constexprs, the interpreter values.
+
+    Equal ones, by their text, share what Triton has compiled.
+    """
+
+    text: str
+    compiled: bool
+    values: Mapping[str, Any] = field(compare=False, repr=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self.values:
+            raise AttributeError(f"the launch has no constant {name}")
+        return tl.constexpr(self.values[name]) if self.compiled else self.values[name]
 
 
 def launch(
@@ -98,12 +131,11 @@ def launch(
     **given: Any,
 ) -> Launch:
     """Return a launch; arguments in capitals are constants, None is an absent tensor."""
-    names = kernel.arg_names
-    if unknown := given.keys() - set(names):
+    constants = {name: value for name, value in given.items() if name.isupper()}
+    constants |= {"ASM": device.asm, "PDL": device.pdl, "WGMMA": device.capability == 90}
+    args = {name: given.get(name) for name in kernel.arg_names if name != "C"}
+    if unknown := {n for n in given if given[n] is not None} - args.keys() - constants.keys():
         raise TypeError(f"{kernel} has no parameter {', '.join(sorted(unknown))}")
-    given |= {"ASM": device.asm, "PDL": device.pdl, "WGMMA": device.capability == 90}
-    args = {name: given.get(name) for name in names if not name.isupper()}
-    constants = {name: given[name] for name in names if name.isupper()}
     return Launch(kernel, grid, args, constants, num_warps, device.pdl, weights, stages)
 
 
@@ -126,4 +158,4 @@ def options(launch: Launch) -> dict[str, Any]:
 def execute(launches: Iterable[Launch]) -> None:
     """Run launches in order on the current stream."""
     for launch in launches:
-        launch.kernel[launch.grid](**launch.args, **launch.constants, **options(launch))
+        launch.kernel[launch.grid](**launch.given, **options(launch))

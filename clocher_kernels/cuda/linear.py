@@ -23,7 +23,7 @@ from clocher_kernels.cuda.codes import (
 from clocher_kernels.cuda.dots import await_products
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
-from clocher_kernels.cuda.launch import Device, Launch, launch
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.cuda.words import (
@@ -53,56 +53,52 @@ def _digits(w):
 
 
 @triton.jit
-def decoded(held, CODE: tl.constexpr, OPERAND: tl.constexpr, ASM: tl.constexpr):
+def decoded(held, C: tl.constexpr):
     """Decode loaded weights to [BN, BK] in the operands' type, without scale and zero point."""
-    if CODE == "digits":
+    if C.CODE == "digits":
         return _digits(held)
-    elif CODE == "int4" or CODE == "mxfp4" or CODE == "ternary":
-        return decode_words(held, CODE, OPERAND)
-    elif CODE == "float":
-        return held.to(OPERAND)
+    elif C.CODE == "int4" or C.CODE == "mxfp4" or C.CODE == "ternary":
+        return decode_words(held, C.CODE, C.OPERAND)
+    elif C.CODE == "float":
+        return held.to(C.OPERAND)
     else:
-        return to_f16(held, CODE, ASM).to(OPERAND)
+        return to_f16(held, C.CODE, C.ASM).to(C.OPERAND)
 
 
 @triton.jit
-def _scaled(
-    held, above, scale, added, zero,
-    CODE: tl.constexpr, OPERAND: tl.constexpr, GRAIN: tl.constexpr, MINIMA: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
+def _scaled(held, above, scale, added, zero, C: tl.constexpr, MINIMA: tl.constexpr):
     """Decode loaded weights to [BN, BK], `above` the bits above their words' (`above_of`).
 
     Scales, what is added if there are MINIMA, and zero points are [BN, 1], or those of each GRAIN
     columns.
     """
-    INT4: tl.constexpr = CODE == "int4" and tl.bfloat16 == OPERAND and not MINIMA
-    if ASM and GRAIN == 8 and (INT4 or tl.float16 == OPERAND):
-        scale, added = scale.to(OPERAND), added.to(OPERAND)
-        return scaled_words(held, above, scale, added, zero, CODE, MINIMA)
-    elif GRAIN == 8 and MINIMA:
+    INT4: tl.constexpr = C.CODE == "int4" and tl.bfloat16 == C.OPERAND and not MINIMA
+    if C.ASM and C.GRAIN == 8 and (INT4 or tl.float16 == C.OPERAND):
+        scale, added = scale.to(C.OPERAND), added.to(C.OPERAND)
+        return scaled_words(held, above, scale, added, zero, C.CODE, MINIMA)
+    elif C.GRAIN == 8 and MINIMA:
         v = ()
         for j in tl.static_range(8):
-            v = v + ((word_code(held, above, j, CODE) - zero) * scale + added,)
-        return in_order(v).to(OPERAND)
-    elif GRAIN == 8:
+            v = v + ((word_code(held, above, j, C.CODE) - zero) * scale + added,)
+        return in_order(v).to(C.OPERAND)
+    elif C.GRAIN == 8:
         # Words without inline assembly.
-        scale, v = scale.to(OPERAND), ()
+        scale, v = scale.to(C.OPERAND), ()
         for j in tl.static_range(8):
-            if CODE != "mxfp4":
-                v = v + ((word_code(held, above, j, CODE) - zero).to(OPERAND) * scale,)
+            if C.CODE != "mxfp4":
+                v = v + ((word_code(held, above, j, C.CODE) - zero).to(C.OPERAND) * scale,)
             else:
-                v = v + (mxfp4_value(held, j).to(OPERAND) * scale,)
+                v = v + (mxfp4_value(held, j).to(C.OPERAND) * scale,)
         return in_order(v)
     else:
-        wt = decoded(held, CODE, OPERAND, ASM)
-        if CODE == "int4":
-            wt -= zero.to(OPERAND)
-        return wt * scale.to(OPERAND)
+        wt = decoded(held, C)
+        if C.CODE == "int4":
+            wt -= zero.to(C.OPERAND)
+        return wt * scale.to(C.OPERAND)
 
 
 @triton.jit
-def _each(groups, COUNT: tl.constexpr):
+def repeated(groups, COUNT: tl.constexpr):
     """Repeat what groups of columns have, [BN, G], for each of their COUNT elements."""
     BN: tl.constexpr = groups.shape[0]
     G: tl.constexpr = groups.shape[1]
@@ -111,113 +107,111 @@ def _each(groups, COUNT: tl.constexpr):
 
 @triton.jit
 def _gemm(
-    x, x_scale, w, scales, zeros, bias, times, residual, y, partial, arrivals,
-    M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, SPLITS: tl.constexpr,
-    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, GRAIN: tl.constexpr, FACTOR: tl.constexpr,
-    OPERAND: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr, WGMMA: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
+    x, x_scale, w, scales, zeros, bias, times, residual, y, partial, arrivals, C: tl.constexpr
+):
+    start(C.PDL)
     # Programs that run together share rows of W; the tokens are in L2.
-    m = tl.program_id(0) * BM + tl.arange(0, BM)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
+    m = tl.program_id(0) * C.BM + tl.arange(0, C.BM)
+    n = tl.program_id(1) * C.BN + tl.arange(0, C.BN)
     # Rows and tokens beyond the last repeat it and are not stored: loads need no mask for them.
-    row = tl.minimum(n, N - 1)
-    COLUMNS: tl.constexpr = (K + SPLITS * BK - 1) // (SPLITS * BK) * BK
+    row = tl.minimum(n, C.N - 1)
+    COLUMNS: tl.constexpr = (C.K + C.SPLITS * C.BK - 1) // (C.SPLITS * C.BK) * C.BK
     split = tl.program_id(2)
-    begin = split * COLUMNS if SPLITS > 1 else 0
-    stop = tl.minimum(begin + COLUMNS, K) if SPLITS > 1 else K
-    element, k = tl.arange(0, BK // PER), tl.arange(0, BK)
-    w_at = w + row.to(tl.int64)[:, None] * STRIDE + (begin // PER + element)[None, :]
-    x_at = x + tl.minimum(m, M - 1)[None, :] * K + (begin + k)[:, None]
-    ABOVE: tl.constexpr = 1 if CODE == "int5" else (2 if CODE == "int6" else 0)
-    zero = tl.full((1, 1), 8 << ABOVE, tl.int32)
-    if ABOVE > 0:
+    begin = split * COLUMNS if C.SPLITS > 1 else 0
+    stop = tl.minimum(begin + COLUMNS, C.K) if C.SPLITS > 1 else C.K
+    element, k = tl.arange(0, C.BK // C.PER), tl.arange(0, C.BK)
+    w_at = w + row.to(tl.int64)[:, None] * C.STRIDE + (begin // C.PER + element)[None, :]
+    x_at = x + tl.minimum(m, C.M - 1)[None, :] * C.K + (begin + k)[:, None]
+    zero = tl.full((1, 1), 8 << C.ABOVE, tl.int32)
+    if C.ABOVE > 0:
         # The words with the bits above, each of some words' that lie side by side.
-        SHARED: tl.constexpr = 4 // ABOVE
-        shift = (element % SHARED * ABOVE)[None, :]
-        at = K // PER + (begin // PER + element) // SHARED
-        above_at = w + row.to(tl.int64)[:, None] * STRIDE + at[None, :]
-    if SPAN > 0:
+        SHARED: tl.constexpr = 4 // C.ABOVE
+        shift = (element % SHARED * C.ABOVE)[None, :]
+        at = C.K // C.PER + (begin // C.PER + element) // SHARED
+        above_at = w + row.to(tl.int64)[:, None] * C.STRIDE + at[None, :]
+    if C.SPAN > 0:
         # The next step's scales are on their way while this one's weights are multiplied.
-        WHOLE: tl.constexpr = BK % SPAN == 0 and SPAN % GRAIN == 0
-        PARTS: tl.constexpr = 1 if SPAN % BK == 0 else (BK // SPAN if WHOLE else BK // GRAIN)
-        part = tl.arange(0, PARTS)[None, :] * (BK // PARTS)
+        WHOLE: tl.constexpr = C.BK % C.SPAN == 0 and C.SPAN % C.GRAIN == 0
+        PARTS: tl.constexpr = (
+            1 if C.SPAN % C.BK == 0 else (C.BK // C.SPAN if WHOLE else C.BK // C.GRAIN)
+        )
+        part = tl.arange(0, PARTS)[None, :] * (C.BK // PARTS)
         HELD: tl.constexpr = scales.dtype.element_ty
         MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
-        group = (row // SCALE_ROWS).to(tl.int64)[:, None]
-        scales += group * scales_of_row(scales, K, SPAN)
-        scale, head = load_scales(scales, tl.minimum(begin + part, K - 1), SPAN)
-        group *= tl.cdiv(K, SPAN)
+        group = (row // C.SCALE_ROWS).to(tl.int64)[:, None]
+        scales += group * scales_of_row(scales, C.K, C.SPAN)
+        scale, head = load_scales(scales, tl.minimum(begin + part, C.K - 1), C.SPAN)
+        group *= tl.cdiv(C.K, C.SPAN)
         if zeros is not None:
-            zero = tl.load(zeros + group + tl.minimum(begin + part, K - 1) // SPAN).to(tl.int32)
+            zero = tl.load(zeros + group + tl.minimum(begin + part, C.K - 1) // C.SPAN).to(tl.int32)
     elif zeros is not None:
-        zero = tl.load(zeros + row * SCALE_ROWS)[:, None].to(tl.int32)
+        zero = tl.load(zeros + row * C.SCALE_ROWS)[:, None].to(tl.int32)
 
-    total = tl.zeros((BN, BM), tl.float32 if x_scale is None else tl.int32)
-    for k0 in range(begin, stop, BK):
-        if K % BK == 0:
+    total = tl.zeros((C.BN, C.BM), tl.float32 if x_scale is None else tl.int32)
+    for k0 in range(begin, stop, C.BK):
+        if C.K % C.BK == 0:
             held, xt = tl.load(w_at), tl.load(x_at)
         else:
-            held = tl.load(w_at, (element < STRIDE - k0 // PER)[None, :], 0)
-            xt = tl.load(x_at, (k < K - k0)[:, None], 0)
+            held = tl.load(w_at, (element < C.STRIDE - k0 // C.PER)[None, :], 0)
+            xt = tl.load(x_at, (k < C.K - k0)[:, None], 0)
         above = held
-        if ABOVE > 0:
-            above = tl.load(above_at, (element < (K - k0) // PER)[None, :], 0) >> shift
-            above_at += BK // PER // SHARED
-        w_at += BK // PER
-        x_at += BK
-        if SPAN > 0:
-            factor, added = scale_of(scale, head, CODE)
-            factor, added, zeros_of = factor * FACTOR, added * FACTOR, zero
+        if C.ABOVE > 0:
+            above = tl.load(above_at, (element < (C.K - k0) // C.PER)[None, :], 0) >> shift
+            above_at += C.BK // C.PER // SHARED
+        w_at += C.BK // C.PER
+        x_at += C.BK
+        if C.SPAN > 0:
+            factor, added = scale_of(scale, head, C.CODE)
+            factor, added, zeros_of = factor * C.FACTOR, added * C.FACTOR, zero
             if WHOLE and PARTS > 1:
-                factor, added = _each(factor, SPAN // GRAIN), _each(added, SPAN // GRAIN)
-                zeros_of = zero if zeros is None else _each(zero, SPAN // GRAIN)
-            wt = _scaled(held, above, factor, added, zeros_of, CODE, OPERAND, GRAIN, MINIMA, ASM)
-            ahead = tl.minimum(k0 + BK + part, K - 1)
-            scale, head = load_scales(scales, ahead, SPAN)
+                factor, added = (
+                    repeated(factor, C.SPAN // C.GRAIN),
+                    repeated(added, C.SPAN // C.GRAIN),
+                )
+                zeros_of = zero if zeros is None else repeated(zero, C.SPAN // C.GRAIN)
+            wt = _scaled(held, above, factor, added, zeros_of, C, MINIMA)
+            ahead = tl.minimum(k0 + C.BK + part, C.K - 1)
+            scale, head = load_scales(scales, ahead, C.SPAN)
             if zeros is not None:
-                zero = tl.load(zeros + group + ahead // SPAN).to(tl.int32)
-        elif CODE == "int4":
+                zero = tl.load(zeros + group + ahead // C.SPAN).to(tl.int32)
+        elif C.CODE == "int4":
             one = tl.full((1, 1), 1.0, tl.float32)
-            wt = _scaled(held, held, one, one, zero, CODE, OPERAND, PER, False, ASM)
+            wt = _scaled(held, held, one, one, zero, C, False)
         else:
-            wt = decoded(held, CODE, OPERAND, ASM)
+            wt = decoded(held, C)
         if x_scale is None:
-            total = tl.dot(wt, xt.to(OPERAND), total, input_precision="ieee")
+            total = tl.dot(wt, xt.to(C.OPERAND), total, input_precision="ieee")
         else:
             total = tl.dot(wt, xt, total, out_dtype=tl.int32)
-        await_products(k0, WGMMA)
+        await_products(k0, C.WGMMA)
 
-    if SPLITS > 1:
+    if C.SPLITS > 1:
         # The last program to end adds up the sums of all, in their order.
         tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        inside = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-        at = partial + tile * (SPLITS * BN * BM) + inside
-        tl.store(at + split * (BN * BM), total)
-        if not is_last(arrivals + tile, SPLITS):
+        inside = tl.arange(0, C.BN)[:, None] * C.BM + tl.arange(0, C.BM)[None, :]
+        at = partial + tile * (C.SPLITS * C.BN * C.BM) + inside
+        tl.store(at + split * (C.BN * C.BM), total)
+        if not is_last(arrivals + tile, C.SPLITS):
             return
         total = tl.load(at, cache_modifier=".cg")
-        for other in range(1, SPLITS):
-            total += tl.load(at + other * (BN * BM), cache_modifier=".cg")
+        for other in range(1, C.SPLITS):
+            total += tl.load(at + other * (C.BN * C.BM), cache_modifier=".cg")
 
-    factor = tl.full((1, 1), UNIT, tl.float32)
-    if SPAN == 0 and scales is not None:
-        factor *= tl.load(scales + row * SCALE_ROWS).to(tl.float32)[:, None]
+    factor = tl.full((1, 1), C.UNIT, tl.float32)
+    if C.SPAN == 0 and scales is not None:
+        factor *= tl.load(scales + row * C.SCALE_ROWS).to(tl.float32)[:, None]
     if x_scale is not None:
-        factor *= tl.load(x_scale + tl.minimum(m, M - 1))[None, :]
-    total = rounded_product(total.to(tl.float32), factor, ASM)
+        factor *= tl.load(x_scale + tl.minimum(m, C.M - 1))[None, :]
+    total = rounded_product(total.to(tl.float32), factor, C.ASM)
     n = n[:, None]
-    if BM > 128:
+    if C.BM > 128:
         # In two halves: what the epilogue reads must fit in registers beside the sums.
-        total, second = tl.split(total.reshape(BN, 2, BM // 2).permute(0, 2, 1))
-        m = tl.program_id(0) * BM + tl.arange(0, BM // 2)
-        late = m.to(tl.int64)[None, :] + BM // 2
-        finish(second, bias, times, residual, y, late, n, (n < N) & (late < M), N, F, ACT, CAP)
+        total, second = tl.split(total.reshape(C.BN, 2, C.BM // 2).permute(0, 2, 1))
+        m = tl.program_id(0) * C.BM + tl.arange(0, C.BM // 2)
+        late = m.to(tl.int64)[None, :] + C.BM // 2
+        finish(second, bias, times, residual, y, late, n, (n < C.N) & (late < C.M), C)
     m = m.to(tl.int64)[None, :]
-    finish(total, bias, times, residual, y, m, n, (n < N) & (m < M), N, F, ACT, CAP)
+    finish(total, bias, times, residual, y, m, n, (n < C.N) & (m < C.M), C)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,14 +259,6 @@ def _tile(operand: torch.dtype, m: int, n: int, k: int, device: Device) -> Tile:
     return replace(best, step=128) if operand == torch.int8 else best
 
 
-TL_TYPES = {
-    torch.float32: tl.float32,
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.int8: tl.int8,
-}
-
-
 def operand_type(x_dtype: torch.dtype, device: Device) -> torch.dtype:
     """Return the type of matmul operands: that of the activations."""
     # Triton's interpreter cannot multiply bf16.
@@ -311,13 +297,11 @@ def gemm(
     tile = _tile(operand, m, n, k, device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, "BN": tile.rows, "BK": tile.step}
     sizes |= {"SPLITS": tile.splits}
-    code = held.code if x_scale is None else "digits"
-    stored_as = {"CODE": code, "PER": held.per, "STRIDE": held.data.shape[-1]}
-    stored_as |= {"SPAN": held.span, "SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
-    stored_as |= {"GRAIN": held.per if held.span % held.per == 0 else 1}
-    stored_as |= _units(held, operand, device)
-    given = {"x": x, "x_scale": x_scale, "w": held.data, "scales": held.scales}
-    given |= {"zeros": held.zeros, **sizes, **stored_as, **tail.given("linear", y, n)}
+    given = {"x": x, "x_scale": x_scale, **held.given, **sizes, **tail.given("linear", y, n)}
+    if x_scale is not None:
+        given["CODE"] = "digits"
+    given |= {"OPERAND": TL_TYPES[operand], **_units(held, operand, device)}
+    given["GRAIN"] = held.per if held.span % held.per == 0 else 1
     grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
     if tile.splits > 1:
         largest = _TILES[0].rows * _TILES[0].tokens

@@ -34,84 +34,65 @@ from clocher_kernels.errors import UnsupportedOp
 
 
 @triton.jit
-def _gate_up(
-    x, ids, factors, w, scales, zeros, bias, y,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    BN: tl.constexpr = L // BV * R
+def _gate_up(x, ids, factors, w, scales, zeros, bias, y, C: tl.constexpr):
+    BN: tl.constexpr = C.L // C.BV * C.R
     pair = tl.program_id(0)
     first = tl.program_id(1) * BN
-    start(PDL)
+    start(C.PDL)
     expert = tl.load(ids + pair).to(tl.int64)
-    row = rows_of(expert * N + first, L, BV, R)[:, None, :]
+    row = rows_of(expert * C.N + first, C.L, C.BV, C.R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
+    row = row if C.N % BN == 0 else tl.minimum(row, expert * C.N + (C.N - 1))
     here = tl.zeros((1, 1, 1), tl.int32)
-    h = stream_rows(
-        x + (pair // A) * K + here, here == 0, row, w, scales, zeros,
-        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, False, L, BV, 1, R,
-    )  # fmt: skip
+    h = stream_rows(x + (pair // C.A) * C.K + here, here == 0, row, w, scales, zeros, C, False)
 
-    h = add_lanes(h, BV)
-    n = rows_of(first, L // BV, 1, R)[:, None, :]
-    inside = n < N
-    if GROUP == 0 and scales is not None:
-        at = expert * N + n if SCALE_ROWS == 1 else expert + tl.zeros_like(n)
-        h *= to_scale(tl.load(scales + at, inside, other=0), FORMAT)
+    h = add_lanes(h, C.BV)
+    n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
+    inside = n < C.N
+    if C.SPAN == 0 and scales is not None:
+        at = expert * C.N + n if C.SCALE_ROWS == 1 else expert + tl.zeros_like(n)
+        h *= to_scale(tl.load(scales + at, inside, other=0), C.CODE)
     if factors is not None:
         h *= tl.load(factors + pair)
     if bias is not None:
-        h += tl.load(bias + expert * N + n, inside, other=0.0)
-    gate, up = tl.split(or_nan(h).reshape(L // BV, R // 2, 2))
-    hidden = gated(gate, up, ACT, LIMIT, ALPHA)
-    i = rows_of(first // 2, L // BV, 1, R // 2)
-    at = pair.to(tl.int64) * (N // 2) + i
-    tl.store(y + at, as_activation(hidden, y), i < N // 2)
+        h += tl.load(bias + expert * C.N + n, inside, other=0.0)
+    gate, up = tl.split(or_nan(h).reshape(C.L // C.BV, C.R // 2, 2))
+    hidden = gated(gate, up, C)
+    i = rows_of(first // 2, C.L // C.BV, 1, C.R // 2)
+    at = pair.to(tl.int64) * (C.N // 2) + i
+    tl.store(y + at, as_activation(hidden, y), i < C.N // 2)
 
 
 @triton.jit
-def _down(
-    x, ids, weights, w, scales, zeros, bias, residual, y,
-    A: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    BA: tl.constexpr, L: tl.constexpr, BV: tl.constexpr, R: tl.constexpr,
-    FORMAT: tl.constexpr, WEIGHTS: tl.constexpr, GROUP: tl.constexpr, SCALE_ROWS: tl.constexpr,
-    PAIRS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    BN: tl.constexpr = L // BV * R
+def _down(x, ids, weights, w, scales, zeros, bias, residual, y, C: tl.constexpr):
+    BN: tl.constexpr = C.L // C.BV * C.R
     m = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BN
     # The choice is older than the predecessor. The chosen experts run in parallel, L lanes each.
-    lane = tl.arange(0, BA * L)[:, None, None]
-    chosen = lane // L < A
-    at = m * A + lane // L
+    lane = tl.arange(0, C.BA * C.L)[:, None, None]
+    chosen = lane // C.L < C.A
+    at = m * C.A + lane // C.L
     # Lanes without an expert repeat the last one: others may hold NaN, which times 0 is NaN.
-    expert = tl.load(ids + m * A + tl.minimum(lane // L, A - 1)).to(tl.int64)
+    expert = tl.load(ids + m * C.A + tl.minimum(lane // C.L, C.A - 1)).to(tl.int64)
     factor = chosen.to(tl.float32)
     if weights is not None:
         factor = tl.load(weights + at, chosen, other=0.0)
-    row = expert * N + (first + lane % L // BV * R) + tl.arange(0, R)[None, None, :]
+    row = expert * C.N + (first + lane % C.L // C.BV * C.R) + tl.arange(0, C.R)[None, None, :]
     # Rows beyond the last one repeat it and are not stored.
-    row = row if N % BN == 0 else tl.minimum(row, expert * N + (N - 1))
-    total = stream_rows(
-        x + at * K, chosen, row, w, scales, zeros,
-        K, GROUP, FORMAT, WEIGHTS, PAIRS, ASM, PDL, BA * L, BV, 1, R,
-    )  # fmt: skip
+    row = row if C.N % BN == 0 else tl.minimum(row, expert * C.N + (C.N - 1))
+    total = stream_rows(x + at * C.K, chosen, row, w, scales, zeros, C, C.PDL)
 
-    if GROUP == 0 and scales is not None:
-        factor *= to_scale(tl.load(scales + (row if SCALE_ROWS == 1 else expert)), FORMAT)
-    total = tl.sum(add_lanes(total * factor, BV).reshape(BA, L // BV, R), axis=0)
-    n = rows_of(first, L // BV, 1, R)
-    inside = n < N
+    if C.SPAN == 0 and scales is not None:
+        factor *= to_scale(tl.load(scales + (row if C.SCALE_ROWS == 1 else expert)), C.CODE)
+    total = tl.sum(add_lanes(total * factor, C.BV).reshape(C.BA, C.L // C.BV, C.R), axis=0)
+    n = rows_of(first, C.L // C.BV, 1, C.R)
+    inside = n < C.N
     if bias is not None:
-        for a in tl.static_range(A):
-            row = tl.load(ids + m * A + a).to(tl.int64) * N + n
+        for a in tl.static_range(C.A):
+            row = tl.load(ids + m * C.A + a).to(tl.int64) * C.N + n
             part = tl.load(bias + row, inside, other=0.0)
-            total += part if weights is None else tl.load(weights + m * A + a) * part
-    at = m * N + n
+            total += part if weights is None else tl.load(weights + m * C.A + a) * part
+    at = m * C.N + n
     if residual is not None:
         total += tl.load(residual + at, inside, other=0.0).to(tl.float32)
     tl.store(y + at, total.to(y.dtype.element_ty), inside)
@@ -134,7 +115,8 @@ def _launch(
     )
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
     grid = (ids.shape[0] if "BA" in given else ids.numel(), triton.cdiv(n, tile.rows))
-    given |= {"x": x, "ids": ids, **sizes, **held.given(x, device, alone=True)}
+    given |= {"x": x, "ids": ids, **sizes, **held.given}
+    given["PAIRS"] = held.pairs(x, device, alone=True)
     weights = tile.rows_of_lane * held.vector
     return [launch(kernel, grid, device, tile.warps * together, weights, **given)]
 
@@ -159,7 +141,7 @@ def moe_gate_up(
         raise UnsupportedOp(f"moe_gate_up: no act={act!r}; there are clamped, silu")
     settings = {"ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
     if _in_tiles(ids, w):
-        return moe_gemm.gate_up(x, ids, w, device=device, **given, **settings)
+        return moe_gemm.tiles(x, ids, w, device, A=ids.shape[1], **given, **settings)
     return _launch(_gate_up, x, ids, w, device, **given, **settings)
 
 
@@ -198,119 +180,89 @@ def _first_largest(values, free, index, LAST: tl.constexpr):
 
 
 @triton.jit
-def _open_experts(
-    ranks, expert, E: tl.constexpr,
-    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
-):  # fmt: skip
-    group = expert // (E // GROUPS)
-    number = tl.arange(0, BG)
-    best = tl.full((BG,), float("-inf"), tl.float32)
-    for g in tl.static_range(GROUPS):
+def _open_experts(ranks, expert, C: tl.constexpr):
+    group = expert // (C.E // C.GROUPS)
+    number = tl.arange(0, C.BG)
+    best = tl.full((C.BG,), float("-inf"), tl.float32)
+    for g in tl.static_range(C.GROUPS):
         free = group == g
         total = 0.0
-        for _ in tl.static_range(BEST):
-            largest, first = _first_largest(ranks, free, expert, E - 1)
+        for _ in tl.static_range(C.BEST):
+            largest, first = _first_largest(ranks, free, expert, C.E - 1)
             total += largest
             free = free & (expert != first)
         total = tl.where(total == total, total, float("-inf"))  # infinities of both signs
         best = tl.where(number == g, total, best)
-    left = number < GROUPS
+    left = number < C.GROUPS
     chosen = expert < 0
-    for _ in tl.static_range(TOP):
-        _, first = _first_largest(best, left, number, GROUPS - 1)
+    for _ in tl.static_range(C.TOP):
+        _, first = _first_largest(best, left, number, C.GROUPS - 1)
         left = left & (number != first)
         chosen = chosen | (group == first)
     return chosen
 
 
 @triton.jit
-def _route(
-    logits, choice_bias, ids, weights,
-    SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
-    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
-    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    start(PDL)
-    _choose(
-        logits, choice_bias, ids, weights, tl.program_id(0),
-        SCORE, NORMAL, FACTOR, GROUPS, TOP, BEST, BG, E, A, BE, BA,
-    )  # fmt: skip
+def _route(logits, choice_bias, ids, weights, C: tl.constexpr):
+    start(C.PDL)
+    _choose(logits, choice_bias, ids, weights, tl.program_id(0), C)
 
 
 @triton.jit
 def _router(
-    x, w, scales, bias, times, residual, y, choice_bias, ids, weights, arrivals,
-    M: tl.constexpr, TOKENS: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    ROWS: tl.constexpr, LANE: tl.constexpr, BLOCK: tl.constexpr,
-    CODE: tl.constexpr, MATH: tl.constexpr, UNIT: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
-    F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
-    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
-    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr,
-):  # fmt: skip
+    x, w, scales, bias, times, residual, y, choice_bias, ids, weights, arrivals, C: tl.constexpr
+):
     """Score the experts of a token; the last program to end chooses, from scores in L2."""
-    part, token = part_of(TOKENS, M)
-    n = part * ROWS + tl.arange(0, ROWS)
-    totals = multiply_rows(
-        x, w, scales, part * ROWS, token,
-        M, TOKENS, N, K, ROWS, LANE, BLOCK, CODE, MATH, SPAN, SCALE_ROWS, 0, ASM, PDL,
-    )  # fmt: skip
-    total = row_sums(totals, scales, n, n < N, 0, ROWS, UNIT, SPAN, SCALE_ROWS)
-    finish(total, bias, times, residual, y, token, n, n < N, N, F, ACT, CAP)
-    if is_last(arrivals + token, (N + ROWS - 1) // ROWS):
-        _choose(
-            y, choice_bias, ids, weights, token,
-            SCORE, NORMAL, FACTOR, GROUPS, TOP, BEST, BG, E, A, BE, BA,
-        )  # fmt: skip
+    part, token = part_of(C.TOKENS, C.M)
+    n = part * C.ROWS + tl.arange(0, C.ROWS)
+    totals = multiply_rows(x, w, scales, part * C.ROWS, token, C)
+    total = row_sums(totals, scales, n, n < C.N, C, 0)
+    finish(total, bias, times, residual, y, token, n, n < C.N, C)
+    if is_last(arrivals + token, (C.N + C.ROWS - 1) // C.ROWS):
+        _choose(y, choice_bias, ids, weights, token, C)
 
 
 @triton.jit
-def _choose(
-    logits, bias, ids, weights, m,
-    SCORE: tl.constexpr, NORMAL: tl.constexpr, FACTOR: tl.constexpr,
-    GROUPS: tl.constexpr, TOP: tl.constexpr, BEST: tl.constexpr, BG: tl.constexpr,
-    E: tl.constexpr, A: tl.constexpr, BE: tl.constexpr, BA: tl.constexpr,
-):  # fmt: skip
+def _choose(logits, bias, ids, weights, m, C: tl.constexpr):
     """Choose the experts of token m and their weights."""
-    expert = tl.arange(0, BE)
-    choice = tl.arange(0, BA)
-    there = expert < E
-    scores = tl.load(logits + m * E + expert, there, other=0.0, cache_modifier=".cg")
+    expert = tl.arange(0, C.BE)
+    choice = tl.arange(0, C.BA)
+    there = expert < C.E
+    scores = tl.load(logits + m * C.E + expert, there, other=0.0, cache_modifier=".cg")
     scores = scores.to(tl.float32)
     odd = tl.where(scores < float("inf"), 0, 1)
     scores = tl.where(there, scores, float("-inf"))
-    if SCORE == "softmax":
+    if C.SCORE == "softmax":
         scores = tl.exp(scores - tl.max(scores, axis=0))
         scores = scores / tl.sum(scores, axis=0)
-    if SCORE == "sigmoid":
+    if C.SCORE == "sigmoid":
         scores = 1.0 / (1.0 + tl.exp(-scores))
     ranks = scores
     if bias is not None:
         ranks += tl.load(bias + expert, there, other=0.0)
     odd = tl.max(tl.where(there & (ranks != ranks), 1, odd), axis=0) > 0
     ranks = tl.where(ranks == ranks, ranks, float("-inf"))
-    if GROUPS > 0:
-        open = _open_experts(ranks, expert, E, GROUPS, TOP, BEST, BG)
+    if C.GROUPS > 0:
+        open = _open_experts(ranks, expert, C)
         ranks = tl.where(open, ranks, float("-inf"))
 
-    chosen = tl.zeros((BA,), tl.int32)
-    values = tl.full((BA,), float("-inf") if SCORE == "chosen" else 0.0, tl.float32)
-    for a in tl.static_range(A):
-        value, first = _first_largest(ranks, there, expert, E - 1)
-        if bias is not None or GROUPS > 0:
+    chosen = tl.zeros((C.BA,), tl.int32)
+    values = tl.full((C.BA,), float("-inf") if C.SCORE == "chosen" else 0.0, tl.float32)
+    for a in tl.static_range(C.A):
+        value, first = _first_largest(ranks, there, expert, C.E - 1)
+        if bias is not None or C.GROUPS > 0:
             value = tl.sum(tl.where(expert == first, scores, 0.0), axis=0)
         chosen = tl.where(choice == a, first, chosen)
         values = tl.where(choice == a, value, values)
         there = there & (expert != first)
-    if SCORE == "chosen":
+    if C.SCORE == "chosen":
         values = tl.exp(values - tl.max(values, axis=0))
     values = tl.where(odd, float("nan"), values)
-    if NORMAL:
+    if C.NORMAL:
         values = values / (tl.sum(values, axis=0) + 1e-20)
-    at = m * A + choice
-    tl.store(ids + at, chosen, choice < A)
-    tl.store(weights + at, values * FACTOR, choice < A)
+    at = m * C.A + choice
+    tl.store(ids + at, chosen, choice < C.A)
+    tl.store(weights + at, values * C.FACTOR, choice < C.A)
 
 
 def route(

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import int4_code, mxfp4_value, to_scale, unit
 from clocher_kernels.cuda.dots import await_products
-from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.linear import TL_TYPES, decoded, operand_type
+from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.linear import decoded, operand_type, repeated
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
 from clocher_kernels.formats.ggml import Ggml
@@ -43,47 +43,44 @@ _INT4_3 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 12; " + _CODES)
 
 
 @triton.jit
-def _group(ids, order, counts, P: tl.constexpr, BP: tl.constexpr, PDL: tl.constexpr):
+def _group(ids, order, counts, C: tl.constexpr):
     """List the pairs of an expert in order[expert], ascending."""
-    start(PDL)
+    start(C.PDL)
     expert = tl.program_id(0)
     count = 0
-    for first in range(0, P, BP):
-        pair = first + tl.arange(0, BP)
-        own = tl.load(ids + pair, pair < P, other=-1) == expert
+    for first in range(0, C.P, C.BP):
+        pair = first + tl.arange(0, C.BP)
+        own = tl.load(ids + pair, pair < C.P, other=-1) == expert
         place = count + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(order + expert * P + place, pair, own)
+        tl.store(order + expert * C.P + place, pair, own)
         count += tl.sum(own.to(tl.int32), 0)
     tl.store(counts + expert, count)
 
 
 @triton.jit
-def _reorder(
-    x, y, W: tl.constexpr, WY: tl.constexpr, BW: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
+def _reorder(x, y, C: tl.constexpr):
     """Copy rows of W pairs: pair 4w + p of a step of 4 BW becomes pair BW p + w; 0 beyond W."""
-    start(PDL)
+    start(C.PDL)
     row = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at % (4 * BW)
-    source = at - inside + inside % BW * 4 + inside // BW
-    pair = tl.load(x + row * W + source, source < W, other=0)
-    tl.store(y + row * WY + at, pair, at < WY)
+    at = tl.program_id(1) * C.BLOCK + tl.arange(0, C.BLOCK)
+    inside = at % (4 * C.BW)
+    source = at - inside + inside % C.BW * 4 + inside // C.BW
+    pair = tl.load(x + row * C.W + source, source < C.W, other=0)
+    tl.store(y + row * C.WY + at, pair, at < C.WY)
 
 
 @triton.jit
-def _tile_of(counts, tile, BM: tl.constexpr, E: tl.constexpr, BE: tl.constexpr):
+def _tile_of(counts, tile, C: tl.constexpr):
     """Return a tile's expert, at least E if there is none, its first pair, and the expert's pairs.
 
     Experts have their tiles in turn.
     """
-    expert = tl.arange(0, BE)
-    count = tl.load(counts + expert, expert < E, other=0)
-    ends = tl.cumsum((count + BM - 1) // BM, 0)
+    expert = tl.arange(0, C.BE)
+    count = tl.load(counts + expert, expert < C.E, other=0)
+    ends = tl.cumsum((count + C.BM - 1) // C.BM, 0)
     own = tl.sum((ends <= tile).to(tl.int32), 0)
     before = tl.max(tl.where(ends <= tile, ends, 0), 0)
-    return own, (tile - before) * BM, tl.sum(tl.where(expert == own, count, 0), 0)
+    return own, (tile - before) * C.BM, tl.sum(tl.where(expert == own, count, 0), 0)
 
 
 @triton.jit
@@ -130,147 +127,110 @@ def _pairs(word, adjust, CODE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def _spread(v, WORDS: tl.constexpr):
-    """Repeat values [BN, groups] for the words of each group: [BN, WORDS]."""
-    EACH: tl.constexpr = WORDS // v.shape[1]
-    return tl.broadcast_to(v[:, :, None], v.shape[0], v.shape[1], EACH).reshape(v.shape[0], WORDS)
-
-
-@triton.jit
-def _multiply(
-    x, source, expert, row, w, scales, zeros,
-    K: tl.constexpr, KX: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    PAIRED: tl.constexpr, CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr,
-    UNIT: tl.constexpr, SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
-    ASM: tl.constexpr, WGMMA: tl.constexpr,
-):  # fmt: skip
+def _multiply(x, source, expert, row, w, scales, zeros, C: tl.constexpr):
     """Multiply rows [BN] of all experts' by the rows [BM] of x: fp32 [BN, BM]."""
     # mxfp4's scales, divided by the row's largest, are exact in fp16.
-    SCALED: tl.constexpr = CODE == "mxfp4" and PAIRED
-    w_rows = w + row.to(tl.int64)[:, None] * STRIDE
-    x_rows = x + source[None, :] * KX
-    groups = row.to(tl.int64)[:, None] * tl.cdiv(K, SPAN if SPAN > 0 else K)
+    SCALED: tl.constexpr = C.CODE == "mxfp4" and C.PAIRED
+    w_rows = w + row.to(tl.int64)[:, None] * C.STRIDE
+    x_rows = x + source[None, :] * C.KX
+    groups = row.to(tl.int64)[:, None] * tl.cdiv(C.K, C.SPAN if C.SPAN > 0 else C.K)
     if SCALED:
-        largest = _largest_code(scales, row, K // SPAN, BN, 128)
-    total = tl.zeros((BN, BM), tl.float32)
-    for k0 in range(0, K, BK):
-        element = k0 // PER + tl.arange(0, BK // PER)
-        held = tl.load(w_rows + element[None, :], (element < STRIDE)[None, :], 0)
-        k = k0 + tl.arange(0, BK)
-        xt = tl.load(x_rows + k[:, None], (k < KX)[:, None], 0).to(OPERAND)
-        if CODE == "int4":
-            zero = tl.full((BN, 1), 8, tl.int32)
+        largest = _largest_code(scales, row, C.K // C.SPAN, C.BN, 128)
+    total = tl.zeros((C.BN, C.BM), tl.float32)
+    for k0 in range(0, C.K, C.BK):
+        element = k0 // C.PER + tl.arange(0, C.BK // C.PER)
+        held = tl.load(w_rows + element[None, :], (element < C.STRIDE)[None, :], 0)
+        k = k0 + tl.arange(0, C.BK)
+        xt = tl.load(x_rows + k[:, None], (k < C.KX)[:, None], 0).to(C.OPERAND)
+        if C.CODE == "int4":
+            zero = tl.full((C.BN, 1), 8, tl.int32)
             if zeros is not None:
-                zero = tl.load(zeros + groups + (k0 // SPAN if SPAN > 0 else 0)).to(tl.int32)
+                zero = tl.load(zeros + groups + (k0 // C.SPAN if C.SPAN > 0 else 0)).to(tl.int32)
         if SCALED:
-            block = tl.minimum(k0 // SPAN + tl.arange(0, BK // SPAN), K // SPAN - 1)
+            block = tl.minimum(k0 // C.SPAN + tl.arange(0, C.BK // C.SPAN), C.K // C.SPAN - 1)
             code = tl.load(scales + groups + block[None, :]).to(tl.int32) - largest[:, None]
-            factor = _spread(tl.maximum(code + 30, 0) * 0x04000400, BK // PER)  # at most 2^15
-            wt = _pairs(held, factor, CODE, ASM).to(OPERAND)
-        elif PAIRED:
-            offset = _spread(zero * 0x00010001 + 0x64006400, BK // PER)
-            wt = _pairs(held, offset, CODE, ASM).to(OPERAND)
+            factor = repeated(tl.maximum(code + 30, 0) * 0x04000400, C.SPAN // C.PER)  # <= 2^15
+            wt = _pairs(held, factor, C.CODE, C.ASM).to(C.OPERAND)
+        elif C.PAIRED:
+            offset = repeated(zero * 0x00010001 + 0x64006400, C.BK // C.PER)
+            wt = _pairs(held, offset, C.CODE, C.ASM).to(C.OPERAND)
         else:
-            wt = decoded(held, CODE, OPERAND, ASM)
-            if CODE == "int4":
-                wt -= zero.to(OPERAND)
-        if SCALED or SPAN == 0:
+            wt = decoded(held, C)
+            if C.CODE == "int4":
+                wt -= zero.to(C.OPERAND)
+        if SCALED or C.SPAN == 0:
             total = tl.dot(wt, xt, total, input_precision="ieee")
         else:
             # Codes are exact in the operands' type; the sum is scaled.
             part = tl.dot(wt, xt, input_precision="ieee")
-            total += part * to_scale(tl.load(scales + groups + k0 // SPAN), CODE)
-        await_products(k0, WGMMA)
-    total *= UNIT
+            total += part * to_scale(tl.load(scales + groups + k0 // C.SPAN), C.CODE)
+        await_products(k0, C.WGMMA)
+    total *= C.UNIT
     if SCALED:
-        total *= to_scale(largest, CODE)[:, None] * 0.5
-    elif SPAN == 0 and scales is not None:
-        own = row if SCALE_ROWS == 1 else row * 0 + expert
-        total *= to_scale(tl.load(scales + own), CODE)[:, None]
+        total *= to_scale(largest, C.CODE)[:, None] * 0.5
+    elif C.SPAN == 0 and scales is not None:
+        own = row if C.SCALE_ROWS == 1 else row * 0 + expert
+        total *= to_scale(tl.load(scales + own), C.CODE)[:, None]
     return total
 
 
 @triton.jit
-def _tile_product(
-    x, order, counts, factors, w, scales, zeros, bias, y,
-    P: tl.constexpr, A: tl.constexpr, E: tl.constexpr, BE: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr, KX: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, PAIRED: tl.constexpr,
-    CODE: tl.constexpr, PER: tl.constexpr, STRIDE: tl.constexpr, UNIT: tl.constexpr,
-    SPAN: tl.constexpr, SCALE_ROWS: tl.constexpr, OPERAND: tl.constexpr,
-    ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
-    ASM: tl.constexpr, PDL: tl.constexpr, WGMMA: tl.constexpr,
-):  # fmt: skip
+def _tile_product(x, order, counts, factors, w, scales, zeros, bias, y, C: tl.constexpr):
     """Multiply BN rows of an expert by BM of its pairs; A pairs share a row of x.
 
     With ACT the factors are of x, and y gets hidden values; without, they are of what y gets.
     """
-    start(PDL)
-    expert, first, count = _tile_of(counts, tl.program_id(0), BM, E, BE)
-    if expert < E:
+    start(C.PDL)
+    expert, first, count = _tile_of(counts, tl.program_id(0), C)
+    if expert < C.E:
         # Pairs and rows beyond the last repeat it and are not stored.
-        place = first + tl.arange(0, BM)
-        pair = tl.load(order + expert * P + tl.minimum(place, count - 1))
+        place = first + tl.arange(0, C.BM)
+        pair = tl.load(order + expert * C.P + tl.minimum(place, count - 1))
         own = (place < count)[None, :]
-        n = tl.arange(0, BN)
-        if ACT != "":
+        n = tl.arange(0, C.BN)
+        if C.ACT != "":
             # Eight gates, then their eight ups: both are in one thread's part of the sums.
             n = n // 16 * 16 + n % 8 * 2 + n // 8 % 2
-        n += tl.program_id(1) * BN
-        row = expert * N + tl.minimum(n, N - 1)
-        total = _multiply(
-            x, pair // A, expert, row, w, scales, zeros,
-            K, KX, BM, BN, BK, PAIRED, CODE, PER, STRIDE, UNIT, SPAN, SCALE_ROWS, OPERAND,
-            ASM, WGMMA,
-        )  # fmt: skip
-        if ACT != "" and factors is not None:
+        n += tl.program_id(1) * C.BN
+        row = expert * C.N + tl.minimum(n, C.N - 1)
+        total = _multiply(x, pair // C.A, expert, row, w, scales, zeros, C)
+        if C.ACT != "" and factors is not None:
             total *= tl.load(factors + pair)[None, :]
         if bias is not None:
             total += tl.load(bias + row)[:, None]
-        if ACT != "":
-            h = or_nan(total).reshape(BN // 16, 2, 8, BM).permute(0, 2, 3, 1)
-            gate, up = tl.split(h.reshape(BN // 2, BM, 2))
-            hidden = as_activation(gated(gate, up, ACT, LIMIT, ALPHA), y)
-            i = tl.program_id(1) * (BN // 2) + tl.arange(0, BN // 2)[:, None]
-            tl.store(y + (pair[None, :] * (N // 2) + i), hidden, (i < N // 2) & own)
+        if C.ACT != "":
+            h = or_nan(total).reshape(C.BN // 16, 2, 8, C.BM).permute(0, 2, 3, 1)
+            gate, up = tl.split(h.reshape(C.BN // 2, C.BM, 2))
+            hidden = as_activation(gated(gate, up, C), y)
+            i = tl.program_id(1) * (C.BN // 2) + tl.arange(0, C.BN // 2)[:, None]
+            tl.store(y + (pair[None, :] * (C.N // 2) + i), hidden, (i < C.N // 2) & own)
         else:
             if factors is not None:
                 total *= tl.load(factors + pair)[None, :]
-            tl.store(y + (pair[None, :] * N + n[:, None]), total, (n < N)[:, None] & own)
+            tl.store(y + (pair[None, :] * C.N + n[:, None]), total, (n < C.N)[:, None] & own)
 
 
 @triton.jit
-def _sum_choices(
-    x, residual, y, A: tl.constexpr, N: tl.constexpr, BN: tl.constexpr, PDL: tl.constexpr
-):
+def _sum_choices(x, residual, y, C: tl.constexpr):
     """Sum the A rows of a token in order, and its residual."""
-    start(PDL)
+    start(C.PDL)
     m = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BN + tl.arange(0, BN)
-    total = tl.zeros((BN,), tl.float32)
-    for a in tl.static_range(A):
-        total += tl.load(x + (m * A + a) * N + n, n < N, other=0.0)
+    n = tl.program_id(1) * C.BN + tl.arange(0, C.BN)
+    total = tl.zeros((C.BN,), tl.float32)
+    for a in tl.static_range(C.A):
+        total += tl.load(x + (m * C.A + a) * C.N + n, n < C.N, other=0.0)
     if residual is not None:
-        total += tl.load(residual + m * N + n, n < N, other=0.0).to(tl.float32)
-    tl.store(y + m * N + n, total.to(y.dtype.element_ty), n < N)
+        total += tl.load(residual + m * C.N + n, n < C.N, other=0.0).to(tl.float32)
+    tl.store(y + m * C.N + n, total.to(y.dtype.element_ty), n < C.N)
 
 
 _BLOCK = 1024
 """Pairs that are listed together; values that a program copies or sums."""
 
-_NO_GATE = {"ACT": "", "LIMIT": 0.0, "ALPHA": 0.0}
-
 
 def fits(w: DeviceTensor) -> bool:
     """Return whether steps of whole operands lie in groups of columns; never for ggml's blocks."""
     return stored(w).span % 16 == 0 and not isinstance(w.format, Ggml)
-
-
-def gate_up(
-    x: Tensor, ids: Tensor, w: DeviceTensor, y: Tensor, device: Device, **given: Any
-) -> list[Launch]:
-    """Lower `ops.moe.moe_gate_up`; `given` are its factors and bias, and ACT, LIMIT, ALPHA."""
-    return _tiles(x, ids, w, device, y=y, A=ids.shape[1], **given)
 
 
 def down(
@@ -286,13 +246,13 @@ def down(
     """Lower `ops.moe.moe_down`."""
     (m, a), n = ids.shape, w.shape[1]
     parts = device.scratch("moe_down", (m * a, n), torch.float32)
-    given = {"factors": weights, "bias": bias, "y": parts, "A": 1, **_NO_GATE}
-    launches = _tiles(x.flatten(0, 1), ids, w, device, **given)
+    given = {"factors": weights, "bias": bias, "y": parts, "A": 1, "ACT": ""}
+    launches = tiles(x.flatten(0, 1), ids, w, device, **given)
     sums = {"x": parts, "residual": residual, "y": y, "A": a, "N": n, "BN": _BLOCK}
     return [*launches, launch(_sum_choices, (m, triton.cdiv(n, _BLOCK)), device, 4, **sums)]
 
 
-def _tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any) -> list[Launch]:
+def tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any) -> list[Launch]:
     """Return the launches that list pairs, reorder the rows of x and multiply them."""
     (experts, n, k), pairs, held = w.shape, ids.numel(), stored(w)
     operand = operand_type(x.dtype, device)
@@ -313,10 +273,7 @@ def _tiles(x: Tensor, ids: Tensor, w: DeviceTensor, device: Device, **given: Any
     given |= {"x": x, "order": order, "counts": counts, "P": pairs}
     given |= {"E": experts, "BE": triton.next_power_of_2(experts), "N": n, "K": k}
     given |= {"KX": x.shape[1], "BM": tile.bm, "BN": tile.bn, "BK": tile.bk, "PAIRED": paired}
-    given |= {"w": held.data, "scales": held.scales, "zeros": held.zeros}
-    given |= {"CODE": held.code, "PER": held.per, "STRIDE": held.data.shape[-1]}
-    given |= {"UNIT": unit(held.code, "pairs"), "SPAN": held.span}
-    given |= {"SCALE_ROWS": held.scale_rows, "OPERAND": TL_TYPES[operand]}
+    given |= {**held.given, "UNIT": unit(held.code, "pairs"), "OPERAND": TL_TYPES[operand]}
     most = min(pairs, (pairs + min(experts, pairs) * (tile.bm - 1)) // tile.bm)
     grid = (most, triton.cdiv(n, tile.bn))
     return [*launches, launch(_tile_product, grid, device, tile.warps, 0, tile.stages, **given)]

@@ -340,11 +340,13 @@ class Stored:
             return ""
         return "blocks" if alone and self.code == "mxfp4" else "words"
 
-    def given(self, x: Tensor, device: "Device", *, alone: bool = False) -> dict[str, Any]:
-        """Return the arguments of `stream_rows`, of what `vectors_of` returns; see `pairs`."""
-        format_ = {"FORMAT": self.code, "WEIGHTS": self.vector, "GROUP": self.span}
-        format_ |= {"SCALE_ROWS": self.scale_rows, "PAIRS": self.pairs(x, device, alone=alone)}
-        return {"w": self.data, "scales": self.scales, "zeros": self.zeros, **format_}
+    @property
+    def given(self) -> dict[str, Any]:
+        """The arguments of kernels that read it."""
+        tensors = {"w": self.data, "scales": self.scales, "zeros": self.zeros}
+        kind = {"CODE": self.code, "ABOVE": {"int5": 1, "int6": 2}.get(self.code, 0)}
+        sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": self.data.shape[-1]}
+        return {**tensors, **kind, **sizes, "SPAN": self.span, "SCALE_ROWS": self.scale_rows}
 
 
 def stored(w: DeviceTensor) -> Stored:

@@ -16,9 +16,9 @@ OPTIONS = ("--std=c++14",)
 _THREADS = 256
 
 
-def source(name: str = "work_touch") -> str:
-    """Return the text of a .cu file of this package."""
-    return Path(__file__).with_name(f"{name}.cu").read_text(encoding="utf-8")
+def source() -> str:
+    """Return the text of work_touch.cu."""
+    return Path(__file__).with_name("work_touch.cu").read_text(encoding="utf-8")
 
 
 class DeviceWorkTouch(Touch):

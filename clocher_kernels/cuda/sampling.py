@@ -44,37 +44,32 @@ def unit_for(vocabulary: int) -> float:
 
 
 @triton.jit
-def load_logits(logits, row, token, V: tl.constexpr, ROW: tl.constexpr):
+def load_logits(logits, row, token, C: tl.constexpr):
     """Load logits of a row; minus infinity beyond it."""
-    x = tl.load(logits + row.to(tl.int64) * ROW + token, token < V, other=float("-inf"))
+    x = tl.load(logits + row.to(tl.int64) * C.ROW + token, token < C.V, other=float("-inf"))
     return x.to(tl.float32)
 
 
 @triton.jit
-def without_forbidden(
-    x, allowed, masked, row, token, V: tl.constexpr, C: tl.constexpr, W: tl.constexpr
-):
+def without_forbidden(x, allowed, masked, row, token, C: tl.constexpr):
     """Set logits that the row's mask or its edits do not allow to minus infinity."""
     mask = tl.load(masked + row)
-    words = allowed + (tl.minimum(mask, C) - 1).to(tl.int64) * W + token // 32
+    words = allowed + (tl.minimum(mask, C.MASKS) - 1).to(tl.int64) * C.WORDS + token // 32
     # Rows without a mask read nothing.
-    word = tl.load(words, token < tl.where(mask > 0, V, 0), other=-1)
+    word = tl.load(words, token < tl.where(mask > 0, C.V, 0), other=-1)
     return tl.where(((word >> (token % 32)) & 1 != 0) & (x > FORBIDDEN), x, float("-inf"))
 
 
 @triton.jit
-def _edit(
-    logits, edit_ids, edits, edit_begin, edit_end, row, part,
-    V: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _edit(logits, edit_ids, edits, edit_begin, edit_end, row, part, C: tl.constexpr):
     """Edit the logits of a part of a row."""
-    logits += row.to(tl.int64) * ROW
-    at = tl.minimum(tl.maximum(tl.load(edit_begin + row), 0), E)
-    end = tl.minimum(tl.minimum(tl.load(edit_end + row), E), at + V)
+    logits += row.to(tl.int64) * C.ROW
+    at = tl.minimum(tl.maximum(tl.load(edit_begin + row), 0), C.E)
+    end = tl.minimum(tl.minimum(tl.load(edit_end + row), C.E), at + C.V)
     while at < end:
         each = at + tl.arange(0, _LISTED)
         token = tl.load(edit_ids + each, each < end, other=-1)
-        here = (token >= part * BLOCK) & (token < tl.minimum((part + 1) * BLOCK, V))
+        here = (token >= part * C.BLOCK) & (token < tl.minimum((part + 1) * C.BLOCK, C.V))
         x = tl.load(logits + token, here, other=0.0)
         strength = tl.load(edits + 3 * each, here, other=1.0)
         x = tl.where(x > 0, tl.div_rn(x, strength), x * strength)
@@ -130,9 +125,8 @@ def share_of(p, mass):
 
 @triton.jit
 def _walk(
-    ranks, count, low, high, middle, largest, temperature,
-    BY_MASS: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    ranks, count, low, high, middle, largest, temperature, C: tl.constexpr, BY_MASS: tl.constexpr
+):
     """Split the listed tokens of some bins at a middle rank.
 
     Return the number or the weight of those of at least `middle`, their least rank, the largest
@@ -150,7 +144,7 @@ def _walk(
         which = bin_of(x, largest, temperature)
         inside = (at < count) & (which >= low) & (which <= high)
         first = inside & (rank >= middle)
-        units = tl.where(first, weight_of(x, largest, temperature, UNIT), 0)
+        units = tl.where(first, weight_of(x, largest, temperature, C.UNIT), 0)
         weight += units
         amount += units if BY_MASS else first.to(tl.int64)
         above = tl.where(first, tl.minimum(above, rank), above)
@@ -161,27 +155,24 @@ def _walk(
 
 @triton.jit
 def find_cut(
-    ranks, count, low, high, need, largest, temperature,
-    BY_MASS: tl.constexpr, UNIT: tl.constexpr,
-):  # fmt: skip
+    ranks, count, low, high, need, largest, temperature, C: tl.constexpr, BY_MASS: tl.constexpr
+):
     """Find the last kept token by bisection over the listed ranks of bins low .. high.
 
     At least `need` tokens or units are kept. Return its rank and the weight of all kept.
     """
-    _, least, _, _ = _walk(ranks, count, low, high, KEEP_ALL, largest, temperature, BY_MASS, UNIT)
-    _, _, most, _ = _walk(
-        ranks, count, low, high, _LARGEST_RANK, largest, temperature, BY_MASS, UNIT
-    )
+    _, least, _, _ = _walk(ranks, count, low, high, KEEP_ALL, largest, temperature, C, BY_MASS)
+    _, _, most, _ = _walk(ranks, count, low, high, _LARGEST_RANK, largest, temperature, C, BY_MASS)
     while least < most:
         # The mean, rounded up; their sum could overflow.
         middle = (least | most) - ((least ^ most) >> 1)
         amount, above, below, _ = _walk(
-            ranks, count, low, high, middle, largest, temperature, BY_MASS, UNIT
+            ranks, count, low, high, middle, largest, temperature, C, BY_MASS
         )
         enough = amount >= need
         least = tl.where(enough, above, least)
         most = tl.where(enough, most, below)
-    _, _, _, weight = _walk(ranks, count, low, high, least, largest, temperature, BY_MASS, UNIT)
+    _, _, _, weight = _walk(ranks, count, low, high, least, largest, temperature, C, BY_MASS)
     return least, weight
 
 
@@ -196,32 +187,30 @@ CUT, K_BIN, K_NEED, K_ABOVE, P_LOW, P_HIGH, P_ABOVE, LISTED, STATE = map(tl.cons
 @triton.jit
 def _largest(
     logits, allowed, masked, edit_ids, edits, edit_begin, edit_end, largest, tops, firsts, ids,
-    arrivals,
-    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, E: tl.constexpr, ROW: tl.constexpr,
-    BLOCK: tl.constexpr, PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+    arrivals, C: tl.constexpr,
 ):  # fmt: skip
     """Edit a row; find its largest logit and its lowest id, the greedy token; NaN if not finite."""
-    start(PDL)
+    start(C.PDL)
     part, row = tl.program_id(0), tl.program_id(1)
-    token = part * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits, row, token, V, ROW)
-    odd = (token < V) & ((tl.abs(x) < float("inf")) == 0)
+    token = part * C.BLOCK + tl.arange(0, C.BLOCK)
+    x = load_logits(logits, row, token, C)
+    odd = (token < C.V) & ((tl.abs(x) < float("inf")) == 0)
     tl.debug_barrier()  # a logit is not edited before it is read, nor read before it is edited
-    _edit(logits, edit_ids, edits, edit_begin, edit_end, row, part, V, E, ROW, BLOCK)
+    _edit(logits, edit_ids, edits, edit_begin, edit_end, row, part, C)
     tl.debug_barrier()
-    x = load_logits(logits, row, token, V, ROW)
-    odd |= (token < V) & ((tl.abs(x) < float("inf")) == 0)
-    x = without_forbidden(x, allowed, masked, row, token, V, C, W)
+    x = load_logits(logits, row, token, C)
+    odd |= (token < C.V) & ((tl.abs(x) < float("inf")) == 0)
+    x = without_forbidden(x, allowed, masked, row, token, C)
     top, index = tl.max(tl.where(odd, float("inf"), x), 0, return_indices=True)
-    tl.store(tops + row * PROGRAMS + part, top)
-    tl.store(firsts + row * PROGRAMS + part, part * BLOCK + index)
-    if is_last(arrivals + row, PROGRAMS):
-        each = tl.arange(0, WIDTH)
-        at, inside = row * PROGRAMS + each, each < PROGRAMS
+    tl.store(tops + row * C.PROGRAMS + part, top)
+    tl.store(firsts + row * C.PROGRAMS + part, part * C.BLOCK + index)
+    if is_last(arrivals + row, C.PROGRAMS):
+        each = tl.arange(0, C.WIDTH)
+        at, inside = row * C.PROGRAMS + each, each < C.PROGRAMS
         top_of = tl.load(tops + at, inside, other=float("-inf"), cache_modifier=".cg")
-        first_of = tl.load(firsts + at, inside, other=V - 1, cache_modifier=".cg")
+        first_of = tl.load(firsts + at, inside, other=C.V - 1, cache_modifier=".cg")
         best = tl.max(top_of)
-        found = tl.min(tl.where(top_of == best, first_of, V - 1))
+        found = tl.min(tl.where(top_of == best, first_of, C.V - 1))
         found = tl.where(best == float("-inf"), NONE_ALLOWED, found)
         found = tl.where(best == float("inf"), NO_TOKEN, found)
         tl.store(largest + row, or_nan(best))
@@ -229,14 +218,11 @@ def _largest(
 
 
 @triton.jit
-def _block_of(
-    logits, allowed, masked, min_p, row, part, top, heat,
-    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _block_of(logits, allowed, masked, min_p, row, part, top, heat, C: tl.constexpr):
     """Return the tokens of a part of a row and their logits, minus infinity if not allowed."""
-    at = part * BLOCK + tl.arange(0, BLOCK)
-    x = load_logits(logits, row, at, V, ROW)
-    x = without_forbidden(x, allowed, masked, row, at, V, C, W)
+    at = part * C.BLOCK + tl.arange(0, C.BLOCK)
+    x = load_logits(logits, row, at, C)
+    x = without_forbidden(x, allowed, masked, row, at, C)
     least = tl.load(min_p + row)
     if least > 0:
         x = tl.where(probability_of(x, top, heat) >= least, x, float("-inf"))
@@ -246,18 +232,16 @@ def _block_of(
 @triton.jit
 def _fill_bins(
     logits, allowed, masked, largest, temperature, top_k, top_p, min_p, counts, bin_masses, state,
-    arrivals,
-    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    arrivals, C: tl.constexpr,
 ):  # fmt: skip
-    start(PDL)
+    start(C.PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, k, p = tl.load(temperature + row), tl.load(top_k + row), tl.load(top_p + row)
     state += row * STATE
     top = tl.load(largest + row)
     if (heat == 0) | (top != top):
         return
-    by_count = (k > 0) & (k < V)
+    by_count = (k > 0) & (k < C.V)
     if (by_count == 0) & (p >= 1):
         if part == 0:
             tl.store(state + CUT, KEEP_ALL)
@@ -265,16 +249,16 @@ def _fill_bins(
             tl.store(state + P_LOW, 0)
             tl.store(state + P_HIGH, -1)
         return
-    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, V, C, W, ROW, BLOCK)
+    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, C)
     counts += row * BINS
     bin_masses += row * BINS
     # An invalid temperature may give a negative bin: keep it within bounds.
     which = tl.maximum(bin_of(x, top, heat), 0)
     # Most tokens are in the last bin: they weigh nothing, and no cut needs their count.
-    weighs = (at < V) & (which < BINS - 1)
+    weighs = (at < C.V) & (which < BINS - 1)
     tl.atomic_add(counts + which, 1, weighs, sem="relaxed")
-    tl.atomic_add(bin_masses + which, weight_of(x, top, heat, UNIT), weighs, sem="relaxed")
-    if is_last(arrivals + row, PROGRAMS):
+    tl.atomic_add(bin_masses + which, weight_of(x, top, heat, C.UNIT), weighs, sem="relaxed")
+    if is_last(arrivals + row, C.PROGRAMS):
         k_bin, k_need, k_above, p_low, p_high, p_above = find_bins(
             counts, bin_masses, tl.where(by_count, k, 0), p
         )
@@ -291,11 +275,10 @@ def _fill_bins(
 @triton.jit
 def _cut(
     logits, allowed, masked, largest, temperature, top_p, min_p, ranks, state, arrivals,
-    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    C: tl.constexpr,
 ):  # fmt: skip
     """List the tokens of the cuts' bins, in any order, and find the cuts there."""
-    start(PDL)
+    start(C.PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, top = tl.load(temperature + row), tl.load(largest + row)
     state += row * STATE
@@ -305,24 +288,24 @@ def _cut(
     p_low, p_high = tl.load(state + P_LOW), tl.load(state + P_HIGH)
     if (k_bin < 0) & (p_high < p_low):
         return
-    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, V, C, W, ROW, BLOCK)
+    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, C)
     which = bin_of(x, top, heat)
-    listed = (at < V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
+    listed = (at < C.V) & ((which == k_bin) | ((which >= p_low) & (which <= p_high)))
     nth = tl.cumsum(listed.to(tl.int32), 0)
     begin = tl.atomic_add(state + LISTED, tl.sum(listed.to(tl.int64)), sem="relaxed")
-    ranks += row.to(tl.int64) * V
+    ranks += row.to(tl.int64) * C.V
     tl.store(ranks + begin + nth - 1, rank_of(x, at), listed)
-    if is_last(arrivals + row, PROGRAMS):
+    if is_last(arrivals + row, C.PROGRAMS):
         count = tl.load(state + LISTED, cache_modifier=".cg")
         mass = tl.load(state + K_ABOVE)
         cut = mass * 0 + KEEP_ALL
         if k_bin >= 0:
             need = tl.load(state + K_NEED)
-            cut, inside = find_cut(ranks, count, k_bin, k_bin, need, top, heat, False, UNIT)
+            cut, inside = find_cut(ranks, count, k_bin, k_bin, need, top, heat, C, False)
             mass += inside
         if p_high >= p_low:
             need = share_of(tl.load(top_p + row), mass) - tl.load(state + P_ABOVE)
-            p_cut, _ = find_cut(ranks, count, p_low, p_high, need, top, heat, True, UNIT)
+            p_cut, _ = find_cut(ranks, count, p_low, p_high, need, top, heat, C, True)
             cut = tl.maximum(cut, p_cut)
         tl.store(state + CUT, cut)
 
@@ -330,35 +313,31 @@ def _cut(
 @triton.jit
 def _draw(
     logits, allowed, masked, largest, temperature, min_p, seeds, draws, masses, state, ids,
-    arrivals,
-    V: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr,
-    PROGRAMS: tl.constexpr, WIDTH: tl.constexpr, UNIT: tl.constexpr, PDL: tl.constexpr,
+    arrivals, C: tl.constexpr,
 ):  # fmt: skip
     """Sum kept weights by ascending id, and find where the drawn share is reached."""
-    start(PDL)
+    start(C.PDL)
     part, row = tl.program_id(0), tl.program_id(1)
     heat, top = tl.load(temperature + row), tl.load(largest + row)
     if (heat == 0) | (top != top):
         return
     cut = tl.load(state + row * STATE + CUT)
-    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, V, C, W, ROW, BLOCK)
-    kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
-    masses += row * PROGRAMS
+    at, x = _block_of(logits, allowed, masked, min_p, row, part, top, heat, C)
+    kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, C.UNIT), 0)
+    masses += row * C.PROGRAMS
     tl.store(masses + part, tl.sum(kept))
-    if is_last(arrivals + row, PROGRAMS):
-        each = tl.arange(0, WIDTH)
-        mass = tl.load(masses + each, each < PROGRAMS, other=0, cache_modifier=".cg")
+    if is_last(arrivals + row, C.PROGRAMS):
+        each = tl.arange(0, C.WIDTH)
+        mass = tl.load(masses + each, each < C.PROGRAMS, other=0, cache_modifier=".cg")
         total = tl.sum(mass)
         share = uniform(tl.load(seeds + row), tl.load(draws + row)) * total.to(tl.float64)
         target = tl.minimum(share.to(tl.int64), total - 1)
         chosen = tl.sum((tl.cumsum(mass, 0) <= target).to(tl.int32))
         target -= tl.sum(tl.where(each < chosen, mass, 0))
-        at, x = _block_of(
-            logits, allowed, masked, min_p, row, chosen, top, heat, V, C, W, ROW, BLOCK
-        )
-        kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, UNIT), 0)
+        at, x = _block_of(logits, allowed, masked, min_p, row, chosen, top, heat, C)
+        kept = tl.where(rank_of(x, at) >= cut, weight_of(x, top, heat, C.UNIT), 0)
         inside = tl.sum((tl.cumsum(kept, 0) <= target).to(tl.int32))
-        tl.store(ids + row, tl.minimum(chosen * BLOCK + inside, V - 1))
+        tl.store(ids + row, tl.minimum(chosen * C.BLOCK + inside, C.V - 1))
 
 
 def sample(*, logits: Tensor, allowed: Tensor, device: Device, **given: Any) -> list[Launch]:
@@ -370,7 +349,7 @@ def sample(*, logits: Tensor, allowed: Tensor, device: Device, **given: Any) -> 
     count, vocabulary = logits.shape
     programs, bins = triton.cdiv(vocabulary, _BLOCK), BINS.value
     i32, i64, f32 = torch.int32, torch.int64, torch.float32
-    sizes = {"V": vocabulary, "C": allowed.shape[0], "W": allowed.shape[1]}
+    sizes = {"V": vocabulary, "MASKS": allowed.shape[0], "WORDS": allowed.shape[1]}
     sizes |= {"E": len(given["edit_ids"]), "ROW": logits.stride(0)}
     sizes |= {"BLOCK": _BLOCK, "PROGRAMS": programs}
     sizes |= {"WIDTH": triton.next_power_of_2(programs), "UNIT": unit_for(vocabulary)}
@@ -385,13 +364,13 @@ def sample(*, logits: Tensor, allowed: Tensor, device: Device, **given: Any) -> 
         "ranks": (vocabulary, i64),
         "masses": (programs, i64),
     }
-    given |= {**sizes, "logits": logits, "allowed": allowed}
+    given |= {"logits": logits, "allowed": allowed}
     for name, (width, dtype) in columns.items():
         given[name] = device.scratch(f"sample_{name}", (count, width), dtype)
     launches = []
     for kernel in (_largest, _fill_bins, _cut, _draw):
         own = {name: value for name, value in given.items() if name in kernel.arg_names}
-        launches.append(launch(kernel, (programs, count), device, **own))
+        launches.append(launch(kernel, (programs, count), device, **own, **sizes))
     return launches
 
 

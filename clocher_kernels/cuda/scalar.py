@@ -158,47 +158,43 @@ def activate(x, ACT: tl.constexpr, CAP: tl.constexpr = 1.0):
 
 
 @triton.jit
-def gated(gate, up, ACT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr):
+def gated(gate, up, C: tl.constexpr):
     """Return an expert's hidden values (`ops.moe.moe_gate_up`), fp32; NaN stays NaN."""
-    if ACT == "clamped":
+    if C.ACT == "clamped":
         odd = (gate != gate) | (up != up)
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-        hidden = (up + 1.0) * gate / (1.0 + tl.exp(-ALPHA * gate))
+        gate = tl.minimum(gate, C.LIMIT)
+        up = tl.minimum(tl.maximum(up, -C.LIMIT), C.LIMIT)
+        hidden = (up + 1.0) * gate / (1.0 + tl.exp(-C.ALPHA * gate))
         return tl.where(odd, float("nan"), hidden)  # clamping lost NaN
     else:
-        return activate(gate, ACT) * up
+        return activate(gate, C.ACT) * up
 
 
 @triton.jit
-def finish(
-    total, bias, times, residual, y, m, n, kept,
-    N: tl.constexpr, F: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-    second=None, third=None, N1: tl.constexpr = 0, N2: tl.constexpr = 0,
-):  # fmt: skip
+def finish(total, bias, times, residual, y, m, n, kept, C: tl.constexpr, second=None, third=None):
     """Write y[m, n] where `kept`; m (tokens) and n (of N rows) broadcast to `total`, fp32.
 
     `bias` [N], `times` [tokens, F] (F is N or 1) and `residual` may be None; CAP is for "tanh".
     Rows from N1 on belong to the output `second`, from N2 on to `third`, if there are any.
     """
-    at = m * N + n
+    at = m * C.N + n
     if bias is not None:
-        total += tl.load(bias + n, n < N, other=0.0)
-    if ACT != "none":
-        total = activate(or_nan(total), ACT, CAP)
+        total += tl.load(bias + n, n < C.N, other=0.0)
+    if C.ACT != "none":
+        total = activate(or_nan(total), C.ACT, C.CAP)
     if times is not None:
-        factor = at if F == N else m + n * 0
+        factor = at if C.F == C.N else m + n * 0
         total *= tl.load(times + factor, kept, other=0.0).to(tl.float32)
     if residual is not None:
         total += tl.load(residual + at, kept, other=0.0).to(tl.float32)
     if second is not None:
-        here, there = kept & (n < N1), kept & (n >= N1) & (n < N2)
-        tl.store(y + m * N1 + n, total.to(y.dtype.element_ty), here)
-        to = second + m * (N2 - N1) + (n - N1)
+        here, there = kept & (n < C.N1), kept & (n >= C.N1) & (n < C.N2)
+        tl.store(y + m * C.N1 + n, total.to(y.dtype.element_ty), here)
+        to = second + m * (C.N2 - C.N1) + (n - C.N1)
         tl.store(to, total.to(second.dtype.element_ty), there)
         if third is not None:
-            to = third + m * (N - N2) + (n - N2)
-            tl.store(to, total.to(third.dtype.element_ty), kept & (n >= N2))
+            to = third + m * (C.N - C.N2) + (n - C.N2)
+            tl.store(to, total.to(third.dtype.element_ty), kept & (n >= C.N2))
     elif times is not None:
         tl.store(y + at, as_activation(total, y), kept)
     else:
@@ -206,17 +202,14 @@ def finish(
 
 
 @triton.jit
-def finish_gated(
-    up, gate, bias, y, m, n, kept,
-    HALF: tl.constexpr, ACT: tl.constexpr, CAP: tl.constexpr,
-):  # fmt: skip
+def finish_gated(up, gate, bias, y, m, n, kept, C: tl.constexpr):
     """Write y[m, n] = activation(gate) * up, both with their `bias` [2 HALF]."""
     if bias is not None:
-        up += tl.load(bias + n, n < HALF, other=0.0)
-        gate += tl.load(bias + HALF + n, n < HALF, other=0.0)
+        up += tl.load(bias + n, n < C.HALF, other=0.0)
+        gate += tl.load(bias + C.HALF + n, n < C.HALF, other=0.0)
     # What overflows y's type must not become finite again.
-    value = activate(or_nan(gate), ACT, CAP) * up.to(y.dtype.element_ty).to(tl.float32)
-    tl.store(y + m * HALF + n, as_activation(value, y), kept)
+    value = activate(or_nan(gate), C.ACT, C.CAP) * up.to(y.dtype.element_ty).to(tl.float32)
+    tl.store(y + m * C.HALF + n, as_activation(value, y), kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,7 +236,7 @@ class Tail:
             yield tokens, replace(self, times=times, residual=residual)
 
     def given(self, op: str, y: Tensor, rows: int) -> dict[str, Any]:
-        """Return the arguments of `finish`; UnsupportedOp for an unknown activation function."""
+        """Return the arguments of `finish` and `finish_gated`; UnsupportedOp, ShapeError."""
         if self.activation != "none":
             check_activation(op, self.activation)
         wide = 0 if self.times is None else self.times.shape[1]
@@ -252,15 +245,12 @@ class Tail:
                 f"{op}: 'times' has {wide} values for a token; expected {rows}, one for each row "
                 "of the weight, or 1"
             )
-        tensors = {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
-        return {**tensors, "F": wide, "ACT": self.activation, "CAP": float(self.cap)}
-
-    def outputs(self, y: Tensor, rows: int) -> dict[str, Any]:
-        """Return the arguments of `finish` for several outputs, and of `finish_gated`."""
-        ends = [y.shape[1], y.shape[1] + sum(t.shape[1] for t in self.more[:1])]
         second, third = (*self.more, None, None)[:2]
-        parts = {"second": second, "third": third, "N1": ends[0], "N2": ends[1]}
-        return {**parts, "HALF": rows // 2 if self.gated else 0}
+        tensors = {"bias": self.bias, "times": self.times, "residual": self.residual, "y": y}
+        tensors |= {"second": second, "third": third}
+        ends = {"N1": y.shape[1], "N2": y.shape[1] + sum(t.shape[1] for t in self.more[:1])}
+        kind = {"F": wide, "ACT": self.activation, "CAP": float(self.cap)}
+        return {**tensors, **ends, **kind, "HALF": rows // 2 if self.gated else 0}
 
 
 PLAIN = Tail()

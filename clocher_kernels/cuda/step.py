@@ -248,7 +248,7 @@ def compile_side_by_side(launches: Sequence[Launch]) -> None:
     def compile_all(pool: ThreadPoolExecutor) -> list[Any]:
         with triton.AsyncCompileMode(pool):
             return [
-                each.kernel.warmup(grid=each.grid, **each.args, **each.constants, **options(each))
+                each.kernel.warmup(grid=each.grid, **each.given, **options(each))
                 for each in launches
             ]
 

@@ -157,16 +157,16 @@ def _twice(x):
 
 
 @triton.jit
-def _halves(pair, like):
-    """Return the halves of int32 registers, of the 16-bit type of `like`."""
+def pair_of(word, DTYPE: tl.constexpr):
+    """Return the halves of int32 registers, fp16 or bf16."""
     # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
-    if like.dtype == tl.float16:
+    if tl.float16 == DTYPE:
         return tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.float16, tl.float16), True, 1
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], (tl.float16, tl.float16), True, 1
         )
     else:
         return tl.inline_asm_elementwise(
-            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pair], (tl.bfloat16, tl.bfloat16), True, 1
+            "mov.b32 {$0, $1}, $2;", "=h,=h,r", [word], (tl.bfloat16, tl.bfloat16), True, 1
         )
 
 
@@ -196,8 +196,8 @@ def scaled_words(w, above, scale, added, zero, CODE: tl.constexpr, MINIMA: tl.co
         else:
             p0, p1 = times_pair(p0, factor), times_pair(p1, factor)
             p2, p3 = times_pair(p2, factor), times_pair(p3, factor)
-    lower = _halves(p0, scale) + _halves(p1, scale)
-    return in_order(lower + _halves(p2, scale) + _halves(p3, scale))
+    lower = pair_of(p0, scale.dtype) + pair_of(p1, scale.dtype)
+    return in_order(lower + pair_of(p2, scale.dtype) + pair_of(p3, scale.dtype))
 
 
 @triton.jit

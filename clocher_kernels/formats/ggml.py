@@ -1,6 +1,5 @@
 """ggml's quantised types, as GGUF files store them: rows of blocks, scales and codes together."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -108,7 +107,9 @@ class Ggml(Format):
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
         blocks = self._blocks(planes)
         values = np.empty((len(blocks), self.block), np.float32)
-        for piece in self._pieces(len(blocks)):
+        step = _PIECE // self.block
+        for start in range(0, len(blocks), step):
+            piece = slice(start, start + step)
             scales, codes, minima = KINDS[self.kind].unpack(blocks[piece])
             runs = values[piece].reshape(codes.shape)
             np.multiply(scales[..., None], codes, out=runs)
@@ -129,7 +130,3 @@ class Ggml(Format):
     def _blocks(self, planes: Planes) -> np.ndarray:
         blocks = np.ascontiguousarray(planes["blocks"]).reshape(-1, self.block_bytes)
         return blocks.view(KINDS[self.kind].fields)[:, 0]
-
-    def _pieces(self, blocks: int) -> Iterator[slice]:
-        step = _PIECE // self.block
-        return (slice(start, start + step) for start in range(0, blocks, step))

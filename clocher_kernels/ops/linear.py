@@ -152,10 +152,7 @@ def bsr_linear(
 
     Args:
         w: logical [N, K], a "bsr_RxC_..." format. Tail blocks are clipped by N and K.
-        y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
-        times: [M, F] fp32; F = N or 1.
-        activation: as `linear` has it.
-        cap: as `linear` has it.
+        others: as `linear` has them.
     """
     assert isinstance(w.format, Bsr)
     rows, cols = w.shape

@@ -6,6 +6,7 @@ what is left out would have been multiplied by zero.
 """
 
 from collections.abc import Mapping
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,6 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, Value
 from clocher_kernels.ops.linear import TAIL, bent, linear, wide
 from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
-from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
 
@@ -34,19 +34,8 @@ def skips_columns(fmt: Format) -> bool:
     return isinstance(fmt, Ternary)
 
 
-def skip_linear(
-    *,
-    x: Array,
-    x_scale: Array,
-    w: QuantTensor,
-    y: Array,
-    bias: Array | None = None,
-    times: Array | None = None,
-    residual: Array | None = None,
-    activation: str = "none",
-    cap: float = 1.0,
-    group: int = 0,
-) -> None:
+@wraps(linear, assigned=())
+def skip_linear(**given: Any) -> None:
     """Multiply what has many zeros: y = activation(x decode(w)^T + bias) * times + residual.
 
     It is `linear` with int8 activations, to the bit. Columns of W that zeros multiply need not be
@@ -56,16 +45,12 @@ def skip_linear(
         x: [M, K] int8 codes.
         x_scale: [M, B] fp32; B = 1 with ternary weights, else ceil(K / 128).
         w: logical [N, K], ternary, or symmetric int4 with a scale for 32, 64 or 128 columns.
-        y: [M, N] fp32, written; may be the own buffer of `times` or of the residual.
-        times: [M, F] fp32; F = N or 1.
-        activation: as `linear` has it.
-        cap: as `linear` has it.
         group: columns per activation scale: 128, or with ternary weights 0: one scale per token.
+        others: as `linear` has them.
 
     Source: that zeros of a ReLU need not be computed is of "Deja Vu" (arXiv 2310.17157).
     """
-    tail = {"bias": bias, "times": times, "residual": residual}
-    linear(x=x, x_scale=x_scale, w=w, y=y, **tail, activation=activation, cap=cap, group=group)
+    linear(**given)
 
 
 def _make_codes(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
@@ -81,52 +66,36 @@ def _make_codes(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     return {"x": q, "x_scale": scale}
 
 
-_SIZES: tuple[tuple[int, int, int, float, dict[str, bool]], ...] = (
-    # M, rows, columns, share of neurons that live, other options
-    (1, 64, 256, 0.2, {}),
-    (1, 132, 100, 0.1, {"bias": True}),
-    (2, 148, 600, 0.2, {"residual": True}),
-    (2, 64, 40, 0.9, {"bias": True, "residual": True}),
-    (1, 256, 512, 0.0, {"residual": True}),
-    (1, 256, 512, 1.0, {}),
-    (3, 52, 352, 0.2, {"bias": True}),
-    (37, 48, 384, 0.3, {"residual": True}),
-)
-
-
-_TERNARY = tuple(
-    Case(
-        f"ternary-m{m}-n{n}-k{k}-live{int(100 * live)}",
-        {"M": m, "N": n, "K": k, "B": 1},
-        {"group": 0},
-        {"w": "ternary", "x": "i8"},
-        {"x_scale": True, "live": live, **more},
-        missing=_NOT_ON,
-    )
-    for m, n, k, live, more in _SIZES
-)
-
-
-def _grouped(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, Any]) -> Case:
+def _case(fmt: str, m: int, n: int, k: int, live: float, more: Mapping[str, Any]) -> Case:
+    """Spell a case; `live` is the share of the columns that are not zero."""
+    group = 0 if fmt == "ternary" else GROUP
     return Case(
         f"{fmt}-m{m}-n{n}-k{k}-live{int(100 * live)}",
-        {"M": m, "N": n, "K": k, "B": groups_of(k, GROUP), **wide(more, n)},
-        {"group": GROUP, **bent(more)},
+        {"M": m, "N": n, "K": k, "B": groups_of(k, group), **wide(more, n)},
+        {"group": group, **bent(more)},
         {"w": fmt, "x": "i8"},
         {"x_scale": True, "live": live, **more},
-        FP32,
+        FP32 if group else None,
         missing=_NOT_ON,
     )
 
 
-_BY_COLUMN = (
-    _grouped("int4_sym_g32_f16", 1, 256, 384, 0.6, {}),
-    _grouped("int4_sym_g32_f16", 2, 148, 352, 0.75, {"bias": True, "residual": True}),
-    _grouped("int4_sym_g32_f16", 3, 148, 352, 0.75, {"bias": True, "act": "gelu", "times": "N"}),
-    _grouped("int4_sym_g64_f16", 1, 37, 100, 0.1, {"residual": True}),
-    _grouped("int4_sym_g64_bf16", 2, 300, 640, 0.0, {}),
-    _grouped("int4_sym_g128_f32", 1, 520, 300, 1.0, {"bias": True}),
-    _grouped("int4_sym_g32_f16", 1, 148, 352, 0.75, {"bias": True, "act": "silu", "times": "N"}),
+_CASES = (
+    _case("ternary", 1, 64, 256, 0.2, {}),
+    _case("ternary", 1, 132, 100, 0.1, {"bias": True}),
+    _case("ternary", 2, 148, 600, 0.2, {"residual": True}),
+    _case("ternary", 2, 64, 40, 0.9, {"bias": True, "residual": True}),
+    _case("ternary", 1, 256, 512, 0.0, {"residual": True}),
+    _case("ternary", 1, 256, 512, 1.0, {}),
+    _case("ternary", 3, 52, 352, 0.2, {"bias": True}),
+    _case("ternary", 37, 48, 384, 0.3, {"residual": True}),
+    _case("int4_sym_g32_f16", 1, 256, 384, 0.6, {}),
+    _case("int4_sym_g32_f16", 2, 148, 352, 0.75, {"bias": True, "residual": True}),
+    _case("int4_sym_g32_f16", 3, 148, 352, 0.75, {"bias": True, "act": "gelu", "times": "N"}),
+    _case("int4_sym_g64_f16", 1, 37, 100, 0.1, {"residual": True}),
+    _case("int4_sym_g64_bf16", 2, 300, 640, 0.0, {}),
+    _case("int4_sym_g128_f32", 1, 520, 300, 1.0, {"bias": True}),
+    _case("int4_sym_g32_f16", 1, 148, 352, 0.75, {"bias": True, "act": "silu", "times": "N"}),
 )
 
 _LANES = 16
@@ -222,7 +191,7 @@ SPECS = (
             *TAIL,
         ),
         skip_linear,
-        (*_TERNARY, *_BY_COLUMN),
+        _CASES,
         EXACT,
         (
             Real("ternary-m1-n64-*", {"M": 1, "N": 2560, "K": 6912}),

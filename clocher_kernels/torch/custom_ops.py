@@ -181,9 +181,9 @@ def _run(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> list[torc
     if lead.device.type == "cpu":
         return _on_cpu(spec, found, positional, named)
     if lead.device.type == "cuda":
-        from clocher_kernels.torch.gpu import device_of, on_gpu
+        from clocher_kernels.torch.gpu import gpu, on_gpu
 
-        return on_gpu(spec, found, device_of(lead))
+        return on_gpu(spec, found, gpu(lead.device.index))
     raise DeviceError(
         f"{spec.name}: no kernel for tensors on {lead.device}; move them to the CPU or to CUDA"
     )

@@ -18,14 +18,10 @@ from clocher_kernels.torch.stored import kept, planes_of, sizes, type_of, typed
 
 
 @cache
-def _device(index: int) -> Device:
+def gpu(index: int) -> Device:
+    """Return the GPU with this index."""
     with torch.cuda.device(index):
         return current_device()
-
-
-def device_of(tensor: torch.Tensor) -> Device:
-    """Return the GPU that a tensor is on."""
-    return _device(tensor.device.index)
 
 
 @lru_cache(maxsize=4096)
