@@ -130,7 +130,7 @@ def test_prompts(model: LanguageModel, prompt: Any, message: str) -> None:
         ({"seed": False}, "seed is False"),
         (
             {"sed": 1},
-            "no option 'sed'; it has choice, .*, seed, stop, temperature, top_k, top_p",
+            "no option 'sed'; it has adapter, choice, .*, seed, stop, temperature, top_k, top_p",
         ),
     ],
     ids=str,

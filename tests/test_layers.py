@@ -79,7 +79,7 @@ LIBRARIES: dict[str, str] = {
     "clocher_runtime.adapters.lm_eval_model": "numpy lm_eval tqdm",
     "clocher_runtime.adapters.transformers_quantizer": "torch transformers",
     "scripts": "numpy click rich",
-    "bench": """numpy msgspec click rich jinja2 pytest torch triton cupy
+    "bench": """numpy msgspec click rich jinja2 jsonschema pytest torch triton cupy
         gemlite torchao bitsandbytes openvino openvino_genai""",
 }
 # Distributions whose modules have another name.

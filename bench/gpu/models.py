@@ -122,6 +122,7 @@ class Made:
     formats: dict[str, Format]
     weights: dict[str, Any]
     checkpoint: Checkpoint = _NO_FILES
+    adapters: None = None
 
     def nbytes(self, batch: int, context: int) -> int:
         """Return the bytes of a decode step: weights of the batch's experts, keys, values."""
