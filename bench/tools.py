@@ -98,20 +98,28 @@ def _calls(message: Mapping[str, Any], tools: Sequence[str]) -> list[tuple[str, 
     return found
 
 
+def _answer(url: str, wish: Mapping[str, Any] | None = None) -> Any:
+    body, head = (
+        None if wish is None else json.dumps(wish).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urlopen(Request(url, body, head), timeout=_TIMEOUT_S) as answer:
+            return json.load(answer)
+    except (OSError, ValueError) as error:
+        raise NotMeasured(f"{url}: {error}") from None
+
+
 def _asked(url: str, item: Mapping[str, Any], truth: Sequence[Any], choice: str) -> Row:
     tools = [
         {"type": "function", "function": {**_schema(each), "name": _named(each["name"])}}
         for each in item["function"]
     ]
     wish = {"messages": item["question"][0], "tools": tools, "tool_choice": choice}
-    body = json.dumps({**wish, "model": "default", "temperature": 0, "max_tokens": _MOST}).encode()
+    wish |= {"model": _answer(f"{url}/v1/models")["data"][0]["id"]}
     began = time.monotonic()
-    request = Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
-    try:
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            message = json.load(answer)["choices"][0]["message"]
-    except (OSError, ValueError, KeyError) as error:
-        raise NotMeasured(f"{url}: {error}") from None
+    made = _answer(f"{url}/v1/chat/completions", {**wish, "temperature": 0, "max_tokens": _MOST})
+    message = made["choices"][0]["message"]
     calls = _calls(message, [tool["function"]["name"] for tool in tools])
     return {
         "parseable": bool(calls),

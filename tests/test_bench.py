@@ -299,14 +299,22 @@ class _Calls(BaseHTTPRequestHandler):
 
     asked: ClassVar[list[dict[str, object]]] = []
 
+    def do_GET(self) -> None:
+        assert self.path == "/v1/models"
+        self.tell({"data": [{"id": "a model"}]})
+
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.asked.append(json.loads(body))
         call = {"name": "m_add", "arguments": ('{"n": 3}', "{", "")[len(self.asked) - 1]}
         message = {"tool_calls": [{"function": call}]} if call["arguments"] else {"content": "3"}
+        self.tell({"choices": [{"message": message}]})
+
+    def tell(self, found: object) -> None:
+        """Answer."""
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"choices": [{"message": message}]}).encode())
+        self.wfile.write(json.dumps(found).encode())
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -342,7 +350,11 @@ def test_tool_calls_are_asked_of_servers(tmp_path: Path) -> None:
         server.shutdown()
     tool = _Calls.asked[0]["tools"][0]["function"]
     assert tool["name"] == "m_add" and tool["parameters"]["properties"]["n"]["type"] == "number"
-    assert _Calls.asked[0]["tool_choice"] == "auto" and _Calls.asked[0]["temperature"] == 0
+    assert (
+        _Calls.asked[0]["model"] == "a model"
+        and _Calls.asked[0]["tool_choice"] == "auto"
+        and _Calls.asked[0]["temperature"] == 0
+    )
 
 
 def test_openvino_is_a_peer_where_its_wheel_is_installed(
