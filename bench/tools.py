@@ -13,8 +13,8 @@ what --keep has is not asked again.
 
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,8 @@ from urllib.request import Request, urlopen
 import click
 
 from bench.experiment import NotMeasured, experiment
-from bench.record import Row, append_row
+from bench.real import Parts
+from bench.record import Row
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, PATH, Listed
 
@@ -99,33 +100,25 @@ def _calls(message: Mapping[str, Any], tools: Sequence[str]) -> list[tuple[str, 
 
 
 def _answer(url: str, wish: Mapping[str, Any] | None = None) -> Any:
-    body, head = (
-        None if wish is None else json.dumps(wish).encode(),
-        {"Content-Type": "application/json"},
-    )
+    body = None if wish is None else json.dumps(wish).encode()
+    request = Request(url, body, {"Content-Type": "application/json"})
     try:
-        with urlopen(Request(url, body, head), timeout=_TIMEOUT_S) as answer:
+        with urlopen(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
     except (OSError, ValueError) as error:
         raise NotMeasured(f"{url}: {error}") from None
 
 
-def _asked(url: str, item: Mapping[str, Any], truth: Sequence[Any], choice: str) -> Row:
+def _asked(url: str, model: str, item: Mapping[str, Any], truth: Sequence[Any], choice: str) -> Row:
     tools = [
         {"type": "function", "function": {**_schema(each), "name": _named(each["name"])}}
         for each in item["function"]
     ]
     wish = {"messages": item["question"][0], "tools": tools, "tool_choice": choice}
-    wish |= {"model": _answer(f"{url}/v1/models")["data"][0]["id"]}
-    began = time.monotonic()
-    made = _answer(f"{url}/v1/chat/completions", {**wish, "temperature": 0, "max_tokens": _MOST})
-    message = made["choices"][0]["message"]
+    wish |= {"model": model, "temperature": 0, "max_tokens": _MOST}
+    message = _answer(f"{url}/v1/chat/completions", wish)["choices"][0]["message"]
     calls = _calls(message, [tool["function"]["name"] for tool in tools])
-    return {
-        "parseable": bool(calls),
-        "right": calls is not None and is_right(calls, truth),
-        "seconds": time.monotonic() - began,
-    }
+    return {"parseable": bool(calls), "right": calls is not None and is_right(calls, truth)}
 
 
 def _lines(path: Path) -> list[Any]:
@@ -145,24 +138,20 @@ def _lines(path: Path) -> list[Any]:
 )
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each category and server."""
-    servers = dict(each.partition("=")[::2] for each in asked.urls)
-    keep, choice = asked.keep, asked.choice
-    kept = _lines(keep) if keep and keep.exists() else []
-    done = {(row["engine"], row["choice"], row["id"]): row for row in kept}
+    urls, choice = dict(each.partition("=")[::2] for each in asked.urls), asked.choice
+    models = {name: _answer(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
+    parts = Parts(asked.keep, None, choice=choice)
     for category in asked.categories:
         file = f"BFCL_v4_{_CATEGORIES[category]}.json"
         items, truths = _lines(asked.data / file), _lines(asked.data / "possible_answer" / file)
         pairs = list(zip(items, truths, strict=True))[: asked.limit]
         for number, (item, truth) in enumerate(pairs):
-            for engine in sorted(servers, reverse=bool(number % 2)):
-                key = engine, choice, item["id"]
-                if key not in done:
-                    found = _asked(servers[engine], item, truth["ground_truth"], choice)
-                    done[key] = dict(zip(("engine", "choice", "id"), key, strict=True)) | found
-                    if keep:
-                        append_row(keep, done[key])
-        for engine in servers:
-            rows = [done[engine, choice, item["id"]] for item, _ in pairs]
+            for engine in sorted(urls, reverse=bool(number % 2)):
+                server, right = (urls[engine], models[engine]), truth["ground_truth"]
+                measure = partial(_asked, *server, item, right, choice)
+                parts.do([engine, models[engine], item["id"]], measure)
+        for engine in urls:
+            rows = [parts.get([engine, models[engine], item["id"]]) for item, _ in pairs]
             share = sum(row["right"] for row in rows) / len(rows)
             yield {
                 "suite": f"bfcl {category}",
