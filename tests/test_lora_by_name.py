@@ -1,7 +1,7 @@
 """LoRA adapters beside their base: sequences of one batch that each name one, or none.
 
 What a sequence must get is what the model gives into whose weights its adapter was merged
-(test_lora compares that with peft's arithmetic), whoever else is in its steps.
+(test_lora compares that with peft's arithmetic), with any other requests in its steps.
 """
 
 from collections.abc import Iterator, Sequence
