@@ -8,7 +8,8 @@ DATA is the `data` directory of the package bfcl-eval (the Berkeley Function-Cal
 version 4). Answers are judged by the rules of its `ast_checker` for Python: the right functions in
 any order, each argument one of those that count as right, texts without regard to case, spaces and
 punctuation. `parseable`: all calls name a tool and have arguments that are a JSON object. Greedy;
-what --keep has is not asked again.
+what --keep has is not asked again. A question that a server refuses is answered wrongly, and is one
+of `refused`.
 """
 
 import json
@@ -18,6 +19,7 @@ from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import click
@@ -105,6 +107,8 @@ def _answer(url: str, wish: Mapping[str, Any] | None = None) -> Any:
     try:
         with urlopen(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
+    except HTTPError:
+        raise
     except (OSError, ValueError) as error:
         raise NotMeasured(f"{url}: {error}") from None
 
@@ -116,7 +120,11 @@ def _asked(url: str, model: str, item: Mapping[str, Any], truth: Sequence[Any], 
     ]
     wish = {"messages": item["question"][0], "tools": tools, "tool_choice": choice}
     wish |= {"model": model, "temperature": 0, "max_tokens": _MOST}
-    message = _answer(f"{url}/v1/chat/completions", wish)["choices"][0]["message"]
+    try:
+        message = _answer(f"{url}/v1/chat/completions", wish)["choices"][0]["message"]
+    except HTTPError as error:
+        error.close()
+        return {"parseable": False, "right": False, "refused": True}
     calls = _calls(message, [tool["function"]["name"] for tool in tools])
     return {"parseable": bool(calls), "right": calls is not None and is_right(calls, truth)}
 
@@ -139,7 +147,10 @@ def _lines(path: Path) -> list[Any]:
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each category and server."""
     urls, choice = dict(each.partition("=")[::2] for each in asked.urls), asked.choice
-    models = {name: _answer(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
+    try:
+        models = {name: _answer(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
+    except HTTPError as error:
+        raise NotMeasured(f"{error.url}: {error}") from None
     parts = Parts(asked.keep, None, choice=choice)
     for category in asked.categories:
         file = f"BFCL_v4_{_CATEGORIES[category]}.json"
@@ -161,5 +172,6 @@ def main(asked: Any) -> Iterator[Row]:
                 "right": 100 * share,
                 "error": 100 * sqrt(share * (1 - share) / len(rows)),
                 "parseable": 100 * sum(row["parseable"] for row in rows) / len(rows),
+                "refused": 100 * sum(row.get("refused", False) for row in rows) / len(rows),
                 "seconds": sum(row["seconds"] for row in rows),
             }

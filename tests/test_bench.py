@@ -295,7 +295,7 @@ def test_calls_are_judged_as_the_suite_judges_them() -> None:
 
 
 class _Calls(BaseHTTPRequestHandler):
-    """A server whose first two answers call a tool, the second of them wrongly."""
+    """A server whose first two answers call a tool, the second of them wrongly; it then refuses."""
 
     asked: ClassVar[list[dict[str, object]]] = []
 
@@ -306,8 +306,11 @@ class _Calls(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         self.asked.append(json.loads(body))
-        call = {"name": "m_add", "arguments": ('{"n": 3}', "{", "")[len(self.asked) - 1]}
-        message = {"tool_calls": [{"function": call}]} if call["arguments"] else {"content": "3"}
+        if len(self.asked) > 2:
+            self.send_error(500)
+            return
+        call = {"name": "m_add", "arguments": ('{"n": 3}', "{")[len(self.asked) - 1]}
+        message = {"tool_calls": [{"function": call}]}
         self.tell({"choices": [{"message": message}]})
 
     def tell(self, found: object) -> None:
@@ -346,7 +349,9 @@ def test_tool_calls_are_asked_of_servers(tmp_path: Path) -> None:
             assert result.exit_code == 0, result.output
             (row,) = json.loads(out.read_text())
             assert (row["n"], row["engine"], len(_Calls.asked)) == (3, "one", 3)
-            assert (row["right"], row["parseable"]) == (pytest.approx(100 / 3),) * 2
+            assert [row[n] for n in ("right", "parseable", "refused")] == [
+                pytest.approx(100 / 3)
+            ] * 3
         server.shutdown()
     tool = _Calls.asked[0]["tools"][0]["function"]
     assert tool["name"] == "m_add" and tool["parameters"]["properties"]["n"]["type"] == "number"
