@@ -93,10 +93,12 @@ def _time(setting: Setting, spec: OpSpec, case: Case) -> list[Row]:
 def _race(setting: Setting, n: int, k: int, m: int) -> list[Row]:
     setting.measure_bandwidth()
     racing = {name: _peer(setting, name, n, k, m) for name in PEERS}
-    linear = OPS["linear"]
+    linear, fast = OPS["linear"], replace(setting, device=replace(setting.device, fast_batch=True))
     for name in _OURS[: 2 if setting.dry else None]:
         case = Case(f"{name}-{n}x{k}", {"M": m, "N": n, "K": k}, {}, {"w": name})
         racing[f"clocher {name}"] = partial(_contender, setting, linear, case)
+        if m > 1:
+            racing[f"clocher {name} --fast-batch"] = partial(_contender, fast, linear, case)
     return setting.race(racing, n=n, k=k, m=m)
 
 

@@ -105,7 +105,8 @@ class Setting:
     def race(self, contenders: Mapping[str, Prepare], **facts: object) -> list[Row]:
         """Time contenders in turns; return a row for each, with `facts` in all rows."""
         sizes: dict[str, int] = {}
-        graphs: dict[str, tuple[Call, int]] = {}
+        # A graph reads the memory of the calls that it was captured from: they stay alive.
+        graphs: dict[str, tuple[Call, Sequence[Call]]] = {}
         rows: dict[str, Row] = {}
         for who, prepare in contenders.items():
             try:
@@ -113,7 +114,7 @@ class Setting:
                 many = list(calls) * (1 if self.dry else -(-_CALLS // len(calls)))
                 replay = self.replay(many)
                 replay()
-                graphs[who] = replay, len(many)
+                graphs[who] = replay, many
             except Exception as error:
                 own = who.startswith(("clocher", "copy", "read"))
                 status = "failed" if own else "not measured"
@@ -122,8 +123,8 @@ class Setting:
             rows[who] = self.measured(us, sizes[who])
         return [{**facts, "who": who, **rows[who]} for who in contenders]
 
-    def _rounds(self, graphs: Mapping[str, tuple[Call, int]]) -> dict[str, list[float]]:
-        """Return the microseconds of a call in each round; `graphs` are replays of many calls."""
+    def _rounds(self, graphs: Mapping[str, tuple[Call, Sequence[Call]]]) -> dict[str, list[float]]:
+        """Return the microseconds of a call in each round; `graphs`: replays, and their calls."""
         marks: dict[str, list[tuple[Any, Any]]] = {who: [] for who in graphs}
         order = list(graphs)
         for turn in range(0 if self.dry else _ROUNDS):
@@ -137,7 +138,7 @@ class Setting:
                 marks[who].append((start, end))
         self.synchronize()
         return {
-            who: [start.elapsed_time(end) * 1e3 / graphs[who][1] for start, end in pairs]
+            who: [start.elapsed_time(end) * 1e3 / len(graphs[who][1]) for start, end in pairs]
             for who, pairs in marks.items()
         }
 

@@ -116,12 +116,12 @@ class FewTile:
 
 _WARPS = 4
 """Warps of a program."""
-_RESIDENT_WARPS = 12
-"""Warps of a multiprocessor that together have enough bytes in flight."""
+_RESIDENT_WARPS = 16
+"""Warps of a multiprocessor, with 16 rows each, that have enough bytes in flight."""
 _MOST_PARTS = 8
 _TURNS = {
-    8: ((64, 1, 12), (32, 4, 8), (16, 4, 0)),
-    16: ((64, 1, 12), (32, 2, 0)),
+    8: ((64, 1, 7), (32, 4, 0)),
+    16: ((64, 1, 7), (32, 2, 0)),
     32: ((64, 1, 5), (32, 2, 0)),
 }
 """Tokens -> rows of a program, turns loaded ahead (what fits registers), and warps that each
@@ -138,7 +138,7 @@ def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | 
         return None
     every = triton.cdiv(k, 4 * words * held.per * _WARPS)
     parts = 1
-    while parts < _MOST_PARTS and every >= 4 * parts:
+    while parts < _MOST_PARTS and every > 4 * parts:
         if triton.cdiv(n, 16) * parts * _WARPS >= _RESIDENT_WARPS * device.sms:
             break
         parts *= 2

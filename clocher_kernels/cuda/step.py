@@ -1,9 +1,11 @@
 """What a step runs on: weights and buffers in device memory, the sizes and graphs of steps."""
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -244,6 +246,7 @@ def compile_side_by_side(launches: Sequence[Launch]) -> None:
 
     Nothing runs.
     """
+    _ask_keys()
 
     def compile_all(pool: ThreadPoolExecutor) -> list[Any]:
         with triton.AsyncCompileMode(pool):
@@ -257,6 +260,19 @@ def compile_side_by_side(launches: Sequence[Launch]) -> None:
         made = copy_context().run(compile_all, pool)
         # A C compiler makes the launcher of each new signature.
         list(pool.map(_load, {id(kernel): kernel for kernel in made}.values()))
+
+
+@cache
+def _ask_keys() -> None:
+    """Ask for every kernel's key in Triton's cache, in one order.
+
+    A function's key lacks the constants of those it calls if theirs were not asked for before, so
+    another order, as of another model's kernels, would find nothing in the cache.
+    """
+    for name in sorted(name for name in sys.modules if name.startswith(__package__)):
+        for value in vars(sys.modules[name]).values():
+            if isinstance(value, triton.JITFunction):
+                value.cache_key  # noqa: B018
 
 
 def _load(kernel: Any) -> None:
