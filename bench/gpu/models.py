@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
@@ -169,32 +170,42 @@ def _random(setting: Setting, fmt: Format, shape: tuple[int, ...]) -> DeviceTens
 
 def _measure(setting: Setting, shape: Shape) -> list[Row]:
     setting.measure_bandwidth()
-    made, rows, salt = _made(setting, shape), list[Row](), count(1)
+    made, salt = _made(setting, shape), count(1)
     every, new, chunk = _SIZES[setting.dry]
     runs = [(batch, length) for batch, length in every if length + new <= made.spec.max_positions]
     most, context = max(batch for batch, _ in runs), max(length for _, length in runs) + new
     # Prompts enter in whole chunks: their steps may take long.
     own: dict[str, Any] = {"backend": "cuda", "kv_dtype": _KV, "itl_ms": inf}
     config = EngineConfig(speculate="off", chunk=chunk, batch=most, context=context, **own)
-    with patch.object(executor, "current_device", lambda: setting.device):
-        session = Session(made, config)  # type: ignore[arg-type]
-    try:
-        for batch, length in runs:
-            times = [
-                _generate(session, batch, length, new, next(salt))
-                for _ in range(1 + (0 if setting.dry else _REPEATS))  # the first captures graphs
-            ]
-            facts: Row = {"model": shape.label, "batch": batch, "context": length}
-            prompt = statistics.median(first for first, _ in times[-_REPEATS:])
-            us = statistics.median(step for _, step in times[-_REPEATS:])
-            row = facts | setting.measured([us], made.nbytes(batch, length))
-            if not setting.dry:
-                row |= {"tokens_per_s": batch / us * 1e6, "first_token_ms": prompt / 1e3}
-                row["prompt_tokens_per_s"] = batch * length / prompt * 1e6
-            rows.append(row)
-    finally:
-        session.close()
+    rows: list[Row] = []
+    for fast in (False,) if setting.dry else (False, True):
+        with patch.object(executor, "current_device", lambda: setting.device):
+            session = Session(made, replace(config, fast_batch=fast))  # type: ignore[arg-type]
+        try:
+            for batch, length in runs:
+                if batch > 1 or not fast:
+                    facts = {"model": shape.label, "fast_batch": fast, "context": length}
+                    size = made.nbytes(batch, length)
+                    rows.append(facts | _timed(setting, session, batch, length, size, salt))
+        finally:
+            session.close()
     return rows
+
+
+def _timed(
+    setting: Setting, session: Session, batch: int, length: int, nbytes: int, salt: Iterator[int]
+) -> Row:
+    """Return the median step of some sequences, and until each has its first token."""
+    turns = 1 + (0 if setting.dry else _REPEATS)  # the first captures graphs
+    new = _SIZES[setting.dry][1]
+    times = [_generate(session, batch, length, new, next(salt)) for _ in range(turns)]
+    prompt = statistics.median(first for first, _ in times[-_REPEATS:])
+    us = statistics.median(step for _, step in times[-_REPEATS:])
+    row: Row = {"batch": batch, **setting.measured([us], nbytes)}
+    if not setting.dry:
+        row |= {"tokens_per_s": batch / us * 1e6, "first_token_ms": prompt / 1e3}
+        row["prompt_tokens_per_s"] = batch * length / prompt * 1e6
+    return row
 
 
 def _generate(
