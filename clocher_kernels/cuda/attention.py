@@ -151,7 +151,7 @@ def _decode(
             v_scale, head, token, C,
         )  # fmt: skip
         tl.debug_barrier()
-        k_stored = load_cells(k_cache, at, at == own_at, C, k_stored)
+        k_stored = load_cells(k_cache, at, at == own_at.to(tl.int32), C, k_stored)
         # Rows beyond the group repeat it and are not stored.
         query = tl.broadcast_to(query[None, :, :], C.ROWS // C.LANES, C.LANES, C.WIDTH)
         query, rest = in_two(query.reshape(C.ROWS, C.WIDTH), C.WORK)
@@ -351,7 +351,7 @@ def _prefill(
                 visible = visible & (cell[None, :] >= first[:, None])
                 seen = seen & (cell >= lowest)
             if ONE_PAGE:
-                at = (within(page, C.POOL).to(tl.int64) * C.HEADS + head) * C.PAGE + cell % C.PAGE
+                at = (within(page, C.POOL) * C.HEADS + head) * C.PAGE + cell % C.PAGE
                 # The next page's number is on its way while this one's keys are multiplied.
                 page = tl.load(slot_pages + tl.minimum(cell0 + C.BLOCK, C.CELLS - 1) // C.PAGE)
             else:

@@ -85,13 +85,15 @@ def _product(high, rest, b, acc):
 
 @triton.jit
 def cells_at(pages, cell0, cell, seen, head, C: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """Return the index of (page, head, cell in page) of cells, int64; ONE_PAGE: all in one."""
+    """Return the index of (page, head, cell in page) of cells, int32; ONE_PAGE: all in one.
+
+    Registers hold many of them; that of a number in the cache, DIM times as large, needs int64.
+    """
     if ONE_PAGE:
         page = tl.load(pages + cell0 // C.PAGE)
     else:
         page = tl.load(pages + cell // C.PAGE, seen, other=0)
-    page = within(page, C.POOL).to(tl.int64)
-    return (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
+    return (within(page, C.POOL) * C.HEADS + head) * C.PAGE + cell % C.PAGE
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def fetch_cells(cache, at, C: tl.constexpr):
     LINE: tl.constexpr = 128 // (cache.dtype.element_ty.primitive_bitwidth // 8)
     COUNT: tl.constexpr = C.WIDTH // LINE if C.WIDTH > LINE else 1
     line = tl.minimum(tl.arange(0, COUNT) * LINE, C.DIM - 1)
-    to = (cache + at[:, None] * C.DIM + line[None, :]).to(tl.int64)
+    to = (cache + at[:, None].to(tl.int64) * C.DIM + line[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [to], tl.int32, False, 1
     )
@@ -122,7 +124,7 @@ def load_cells(cache, at, seen, C: tl.constexpr, other=0):
     """Load cells [B, WIDTH] of a cache; `other` where they are not seen."""
     dim = tl.arange(0, C.WIDTH)
     inside = seen[:, None] & (dim < C.DIM)[None, :]
-    return tl.load(cache + at[:, None] * C.DIM + dim[None, :], inside, other=other)
+    return tl.load(cache + at[:, None].to(tl.int64) * C.DIM + dim[None, :], inside, other=other)
 
 
 @triton.jit
@@ -299,7 +301,7 @@ def listed_cell(words, current, left, place, C: tl.constexpr):
 
 @triton.jit
 def block_at(cell0, first, last, end, nearest, branch, tree, length, pages, head, C: tl.constexpr):
-    """Return the cache cells of a block of places, int64, and which of them the token sees."""
+    """Return the cache cells of a block of places, int32, and which of them the token sees."""
     ONE_PAGE: tl.constexpr = C.PAGE % C.BLOCK == 0
     place = cell0 + tl.arange(0, C.BLOCK)
     seen = (place >= first) & (place < last)

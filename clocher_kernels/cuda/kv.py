@@ -48,21 +48,23 @@ def own_cell(slots, positions, ends, ancestors, pages, token, C: tl.constexpr):
 
 @triton.jit
 def _append(value, cache, scale, cell, C: tl.constexpr):
-    """Write one head [1, WIDTH] of one token into its cell."""
+    """Write one head [1, WIDTH] of one token into its cell; nowhere if that is -1."""
+    # In a branch the head would be loaded later, when it is known that it is needed.
     dim = tl.arange(0, C.WIDTH)[None, :]
+    kept = dim < tl.where(cell >= 0, C.DIM, 0)
     if C.KV == "i8":
         odd = tl.max((or_nan(value) != value).to(tl.int32)) > 0
         value = tl.where(odd, 0.0, value)
         absmax = tl.max(tl.abs(value))
         step = tl.where(absmax > 0, tl.div_rn(absmax, 127.0), 1.0)
-        tl.store(scale + cell, tl.where(odd, float("nan"), step))
+        tl.store(scale + cell, tl.where(odd, float("nan"), step), cell >= 0)
         # Adding 1.5 * 2^23 rounds to an integer, ties to even.
         steps = (tl.div_rn(value, step + tl.zeros_like(value)) + 12582912.0) - 12582912.0
-        tl.store(cache + cell * C.DIM + dim, steps.to(tl.int8), dim < C.DIM)
+        tl.store(cache + cell * C.DIM + dim, steps.to(tl.int8), kept)
     else:
         if C.KV != "f32":
             value = saturated(value, C.LARGEST)
-        tl.store(cache + cell * C.DIM + dim, narrow(value, C.KV), dim < C.DIM)
+        tl.store(cache + cell * C.DIM + dim, narrow(value, C.KV), kept)
 
 
 @triton.jit
@@ -82,9 +84,8 @@ def enter_heads(
         query = turned(heads, row * C.DIM, row < C.GROUP, q_gain, q_cos, q_turn, C)
     key = turned(k + token * C.K_ROW + head * C.DIM, one, one == 0, k_gain, k_cos, k_turn, C)
     value = turned(v + token * C.V_ROW + head * C.DIM, one, one == 0, None, None, None, C)
-    if at >= 0:
-        _append(key, k_cache, k_scale, at, C)
-        _append(value, v_cache, v_scale, at, C)
+    _append(key, k_cache, k_scale, at, C)
+    _append(value, v_cache, v_scale, at, C)
     return query
 
 
