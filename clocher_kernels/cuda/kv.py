@@ -91,19 +91,9 @@ def enter_heads(
 
 @triton.jit
 def own_turns(
-    slots,
-    positions,
-    ends,
-    ancestors,
-    pages,
-    q_cos,
-    q_sin,
-    k_cos,
-    k_sin,
-    head,
-    token,
+    slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token,
     C: tl.constexpr,
-):
+):  # fmt: skip
     """Return the rotations of a token's query and key, and the index of its cell, -1 if none.
 
     Inputs and tables are older than the predecessor.
