@@ -18,6 +18,7 @@ from torch import Tensor
 from clocher_kernels.cuda.attention_block import (
     NEVER,
     attend_block,
+    block_at,
     block_of,
     cells_at,
     combine_splits,
@@ -25,19 +26,19 @@ from clocher_kernels.cuda.attention_block import (
     fetch_cells,
     in_table,
     in_two,
+    listed_cell,
+    load_cells,
     load_query,
     load_words,
-    lowest,
     most_splits,
     needs_two,
-    path_cells,
     prompt_tile,
     sees_tree,
     work_type,
     write_heads,
 )
 from clocher_kernels.cuda.codes import unit
-from clocher_kernels.cuda.kv import cache_sizes, enter_heads, own_cell, tree_length
+from clocher_kernels.cuda.kv import cache_sizes, enter_heads, own_turns, tree_length
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import start, within
 from clocher_kernels.errors import UnsupportedOp
@@ -46,6 +47,7 @@ DECODE_TOKENS = 32
 """Steps of up to this many tokens split the keys of each token over programs."""
 
 _LEAST = 16
+_TAKEN = 4096  # numbers of splits that are combined at a time
 _RUN = 3  # blocks of a window that one program reads: combining takes longer than two of them
 _PER_TOKEN = ("q", "slots", "positions", "ends", "ancestors", "listed", "y")
 
@@ -95,73 +97,78 @@ def _decode(
     if split >= splits:
         return
 
-    ONE_PAGE: tl.constexpr = C.PAGE % C.BLOCK == 0
     row = tl.arange(0, C.ROWS)
     live = row < C.GROUP
     mine = live[:, None]
     branch = tl.where(tree != 0, end, NEVER)
     slot_pages = pages + within(tl.load(slots + token), C.SLOTS) * C.PAGES_ROW
-    begin = (first_block + split * per_split) * C.BLOCK
-    stop = tl.minimum(begin + per_split * C.BLOCK, last)
-    if listed is None:
-        # Inputs and earlier tokens' cells are older than the predecessor: they are fetched early.
-        place = begin + tl.arange(0, C.BLOCK)
-        seen = (place >= first) & (place < last)
-        at = cells_at(slot_pages, begin, place, seen, head, C, ONE_PAGE)
-        if C.ASM:
-            fetch_cells(k_cache, at, C)
-            fetch_cells(v_cache, at, C)
-    if k is not None:
-        own_page, own, own_position = own_cell(slots, positions, ends, ancestors, pages, token, C)
-    if listed is None:
-        start(C.PDL)
-    if k is not None:
-        entered = enter_heads(
-            q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, own_page, own, own_position,
-            k_cache, v_cache, k_scale, v_scale, head, token, C,
-        )  # fmt: skip
-        # Rows beyond the group repeat it and are not stored.
-        entered = tl.broadcast_to(entered[None, :, :], C.ROWS // C.LANES, C.LANES, C.WIDTH)
-        query, rest = in_two(entered.reshape(C.ROWS, C.WIDTH), C.WORK)
-        tl.debug_barrier()
-    else:
-        heads_at = token * C.Q_ROW + (head * C.GROUP + row) * C.DIM
-        query, rest = in_two(load_query(q, heads_at, live, C), C.WORK)
-    top = tl.full((C.ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((C.ROWS,), tl.float32)
-    acc = tl.zeros((C.ROWS, C.WIDTH), tl.float32)
-
     if listed is not None:
+        STEP: tl.constexpr = 1
         begin = split * per_split
         stop = tl.minimum(begin + per_split, listed_blocks)
         # The word of the first page, without earlier pages.
-        page = begin // PARTS
-        current = tl.sum((upto <= page).to(tl.int32))
+        page0 = begin // PARTS
+        current = tl.sum((upto <= page0).to(tl.int32))
         left = tl.sum(tl.where(word == current, bits, 0))
-        for _ in range(tl.sum(tl.where(word == current, upto - counts, 0)), page):
+        for _ in range(tl.sum(tl.where(word == current, upto - counts, 0)), page0):
             left &= left - 1
-    for place0 in range(begin, stop, C.BLOCK if listed is None else 1):
-        cell0 = place0
+    else:
+        STEP: tl.constexpr = C.BLOCK
+        begin = (first_block + split * per_split) * C.BLOCK
+        stop = tl.minimum(begin + per_split * C.BLOCK, last)
+    top = tl.full((C.ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((C.ROWS,), tl.float32)
+    acc = tl.zeros((C.ROWS, C.WIDTH), tl.float32)
+    if k is None:
+        if listed is None:
+            if C.ASM:
+                at, _ = block_at(
+                    begin, first, last, end, nearest, NEVER, tree, length, slot_pages, head, C
+                )
+                fetch_cells(k_cache, at, C)
+                fetch_cells(v_cache, at, C)
+            start(C.PDL)
+        heads_at = token * C.Q_ROW + (head * C.GROUP + row) * C.DIM
+        query, rest = in_two(load_query(q, heads_at, live, C), C.WORK)
+    else:
+        # Earlier tokens' cells are older than the predecessor: only the own one is read again.
+        cell0 = begin
         if listed is not None:
-            # Unseen pages come last and are not reached.
-            while (left == 0) & (current < C.WORDS - 1):
-                current += 1
-                left = tl.load(words + current).to(tl.uint64, bitcast=True)
-            cell0 = (current * 64 + lowest(left)) * C.PAGE + place0 % PARTS * C.BLOCK
-            if place0 % PARTS == PARTS - 1:
-                left &= left - 1
-        place = cell0 + tl.arange(0, C.BLOCK)
-        seen = (place >= first) & (place < last)
-        if C.WINDOW > 0 or C.CHUNK > 0:
-            seen = seen & ((place < end) | (place >= nearest))
-        if cell0 + C.BLOCK > branch:
-            cell = path_cells(place, end, tree, length)
-            at = cells_at(slot_pages, cell0, cell, seen, head, C, False)
-        else:
-            at = cells_at(slot_pages, cell0, place, seen, head, C, ONE_PAGE)
+            cell0, current, left = listed_cell(words, current, left, begin, C)
+        at, seen = block_at(
+            cell0, first, last, end, nearest, branch, tree, length, slot_pages, head, C
+        )
+        k_stored = load_cells(k_cache, at, seen, C)
+        if C.ASM:
+            fetch_cells(v_cache, at, C)
+        turns, own_at = own_turns(
+            slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token, C
+        )
+        if listed is None:
+            start(C.PDL)
+        query = enter_heads(
+            q, k, v, q_gain, k_gain, q_cos, k_cos, turns, own_at, k_cache, v_cache, k_scale,
+            v_scale, head, token, C,
+        )  # fmt: skip
+        tl.debug_barrier()
+        k_stored = load_cells(k_cache, at, at == own_at.to(tl.int32), C, k_stored)
+        # Rows beyond the group repeat it and are not stored.
+        query = tl.broadcast_to(query[None, :, :], C.ROWS // C.LANES, C.LANES, C.WIDTH)
+        query, rest = in_two(query.reshape(C.ROWS, C.WIDTH), C.WORK)
         top, total, acc = attend_block(
-            top, total, acc, query, rest, at, seen, mine & seen[None, :],
-            k_cache, v_cache, k_scale, v_scale, C,
+            top, total, acc, query, rest, k_stored, at, seen, mine & seen[None, :], v_cache,
+            k_scale, v_scale, C,
+        )  # fmt: skip
+    for place in range(begin if k is None else begin + STEP, stop, STEP):
+        cell0 = place
+        if listed is not None:
+            cell0, current, left = listed_cell(words, current, left, place, C)
+        at, seen = block_at(
+            cell0, first, last, end, nearest, branch, tree, length, slot_pages, head, C
+        )
+        top, total, acc = attend_block(
+            top, total, acc, query, rest, load_cells(k_cache, at, seen, C), at, seen,
+            mine & seen[None, :], v_cache, k_scale, v_scale, C,
         )  # fmt: skip
 
     dim = tl.arange(0, C.WIDTH)
@@ -213,8 +220,7 @@ def few_tokens(
         "BLOCK": block,
         "RUNS": runs,
         "SPLITS": splits,
-        "FEW": min(max(4096 // (lanes * width), 1), splits),
-        "TAKE": min(max(8192 // (lanes * width), 1), splits),
+        "TAKE": min(max(_TAKEN // (lanes * width), 1), splits),
         "WORDS": words,
         "WORDS_WIDTH": triton.next_power_of_2(max(words, 1)),
     }
@@ -345,14 +351,14 @@ def _prefill(
                 visible = visible & (cell[None, :] >= first[:, None])
                 seen = seen & (cell >= lowest)
             if ONE_PAGE:
-                at = (within(page, C.POOL).to(tl.int64) * C.HEADS + head) * C.PAGE + cell % C.PAGE
+                at = (within(page, C.POOL) * C.HEADS + head) * C.PAGE + cell % C.PAGE
                 # The next page's number is on its way while this one's keys are multiplied.
                 page = tl.load(slot_pages + tl.minimum(cell0 + C.BLOCK, C.CELLS - 1) // C.PAGE)
             else:
                 at = cells_at(slot_pages, cell0, cell, seen, head, C, False)
             top, total, acc = attend_block(
-                top, total, acc, query, rest, at, seen, visible,
-                k_cache, v_cache, k_scale, v_scale, C,
+                top, total, acc, query, rest, load_cells(k_cache, at, seen, C), at, seen, visible,
+                v_cache, k_scale, v_scale, C,
             )  # fmt: skip
         # Draft trees come behind the committed cells. Loads of later turns are issued early:
         # without a tree, too, their cells must not overflow.
@@ -365,8 +371,8 @@ def _prefill(
             seen = tl.max(visible.to(tl.int32), 0) > 0
             at = cells_at(slot_pages, cell0, cell, seen, head, C, C.PAGE % FEW == 0)
             top, total, acc = attend_block(
-                top, total, acc, query, rest, at, seen, visible,
-                k_cache, v_cache, k_scale, v_scale, C,
+                top, total, acc, query, rest, load_cells(k_cache, at, seen, C), at, seen, visible,
+                v_cache, k_scale, v_scale, C,
             )  # fmt: skip
         slot = tl.where(mine, NEVER, slot)
         current = tl.min(slot)

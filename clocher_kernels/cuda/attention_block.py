@@ -85,13 +85,15 @@ def _product(high, rest, b, acc):
 
 @triton.jit
 def cells_at(pages, cell0, cell, seen, head, C: tl.constexpr, ONE_PAGE: tl.constexpr):
-    """Return the index of (page, head, cell in page) of cells, int64; ONE_PAGE: all in one."""
+    """Return the index of (page, head, cell in page) of cells, int32; ONE_PAGE: all in one.
+
+    Registers hold many of them; that of a number in the cache, DIM times as large, needs int64.
+    """
     if ONE_PAGE:
         page = tl.load(pages + cell0 // C.PAGE)
     else:
         page = tl.load(pages + cell // C.PAGE, seen, other=0)
-    page = within(page, C.POOL).to(tl.int64)
-    return (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
+    return (within(page, C.POOL) * C.HEADS + head) * C.PAGE + cell % C.PAGE
 
 
 @triton.jit
@@ -100,7 +102,7 @@ def fetch_cells(cache, at, C: tl.constexpr):
     LINE: tl.constexpr = 128 // (cache.dtype.element_ty.primitive_bitwidth // 8)
     COUNT: tl.constexpr = C.WIDTH // LINE if C.WIDTH > LINE else 1
     line = tl.minimum(tl.arange(0, COUNT) * LINE, C.DIM - 1)
-    to = (cache + at[:, None] * C.DIM + line[None, :]).to(tl.int64)
+    to = (cache + at[:, None].to(tl.int64) * C.DIM + line[None, :]).to(tl.int64)
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [to], tl.int32, False, 1
     )
@@ -118,10 +120,11 @@ def path_cells(place, end, tree, length):
 
 
 @triton.jit
-def _load(cache, at, seen, C: tl.constexpr):
+def load_cells(cache, at, seen, C: tl.constexpr, other=0):
+    """Load cells [B, WIDTH] of a cache; `other` where they are not seen."""
     dim = tl.arange(0, C.WIDTH)
     inside = seen[:, None] & (dim < C.DIM)[None, :]
-    return tl.load(cache + at[:, None] * C.DIM + dim[None, :], inside, other=0)
+    return tl.load(cache + at[:, None].to(tl.int64) * C.DIM + dim[None, :], inside, other=other)
 
 
 @triton.jit
@@ -137,17 +140,17 @@ def _widen(stored, C: tl.constexpr):
 
 @triton.jit
 def attend_block(
-    top, total, acc, query, rest, at, seen, visible,
-    k_cache, v_cache, k_scale, v_scale, C: tl.constexpr,
+    top, total, acc, query, rest, k_stored, at, seen, visible, v_cache, k_scale, v_scale,
+    C: tl.constexpr,
 ):  # fmt: skip
     """Update a tile's online softmax with a block of keys and values.
 
     State: the largest logit in units of log 2 (top) and the sum of weights (total), both [ROWS],
-    and the weighted sum of values (acc) [ROWS, WIDTH]. `at` are cache cells [B]; `visible`
-    [ROWS, B] implies `seen`. A row that sees none of the block keeps its state, bit for bit.
+    and the weighted sum of values (acc) [ROWS, WIDTH]. `at` are cache cells [B], and `k_stored`
+    their keys; `visible` [ROWS, B] implies `seen`. A row that sees none of the block keeps its
+    state, bit for bit.
     """
-    k_stored = _load(k_cache, at, seen, C)
-    v_stored = _load(v_cache, at, seen, C)
+    v_stored = load_cells(v_cache, at, seen, C)
     keys = _widen(k_stored, C)
     logits = tl.zeros((acc.shape[0], at.shape[0]), tl.float32)
     logits = _product(query, rest, tl.trans(keys), logits) * C.SCALE
@@ -217,42 +220,35 @@ def write_heads(out, top, total, acc, sinks, query_head, live, C: tl.constexpr):
 
 
 @triton.jit
-def _combine(
-    base, splits, partial, tops, totals, sinks, head0, out,
-    C: tl.constexpr, SPLITS: tl.constexpr, TAKE: tl.constexpr,
-):  # fmt: skip
+def combine_splits(base, splits, partial, tops, totals, sinks, head0, out, C: tl.constexpr):
+    """Combine the splits' partial results, read from L2, and write the heads of a group.
+
+    Splits are the second axis, so that a thread has all those of an element. A loop, because code
+    that runs once comes from L2, too.
+    """
     lane, dim = tl.arange(0, C.LANES), tl.arange(0, C.WIDTH)
     live = lane < C.GROUP
-    split = tl.arange(0, SPLITS)[:, None]
-    at, done = base + split * C.LANES + lane[None, :], (split < splits) & live[None, :]
-    top = tl.load(tops + at, done, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(totals + at, done, other=0.0, cache_modifier=".cg")
-    highest = tl.max(top, 0)
-    anchor = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(total * tl.exp2(top - anchor[None, :]), 0)
+    top = tl.full((C.LANES,), float("-inf"), tl.float32)
+    total = tl.zeros((C.LANES,), tl.float32)
     acc = tl.zeros((C.LANES, C.WIDTH), tl.float32)
-    for split0 in tl.static_range(0, SPLITS, TAKE):
-        if split0 < splits:
-            part = split0 + tl.arange(0, TAKE)[:, None]
-            cell, inside = base + part * C.LANES + lane[None, :], (part < splits) & live[None, :]
-            weight = tl.load(tops + cell, inside, other=float("-inf"), cache_modifier=".cg")
-            values = tl.load(
-                partial + cell[:, :, None] * C.WIDTH + dim[None, None, :],
-                inside[:, :, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            acc += tl.sum(values * tl.exp2(weight - anchor[None, :])[:, :, None], 0)
-    write_heads(out + lane * C.DIM, highest, total, acc, sinks, head0 + lane, live, C)
-
-
-@triton.jit
-def combine_splits(base, splits, partial, tops, totals, sinks, head0, out, C: tl.constexpr):
-    """Combine the splits' partial results, read from L2, and write the heads of a group."""
-    if splits <= C.FEW:
-        _combine(base, splits, partial, tops, totals, sinks, head0, out, C, C.FEW, C.FEW)
-    else:
-        _combine(base, splits, partial, tops, totals, sinks, head0, out, C, C.SPLITS, C.TAKE)
+    for split0 in range(0, splits, C.TAKE):
+        split = split0 + tl.arange(0, C.TAKE)[None, :]
+        at, done = base + split * C.LANES + lane[:, None], (split < splits) & live[:, None]
+        tops_of = tl.load(tops + at, done, other=float("-inf"), cache_modifier=".cg")
+        totals_of = tl.load(totals + at, done, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial + at[:, :, None] * C.WIDTH + dim[None, None, :],
+            done[:, :, None],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        higher = tl.maximum(top, tl.max(tops_of, 1))
+        anchor = tl.where(higher == float("-inf"), 0.0, higher)
+        fade, weight = tl.exp2(top - anchor), tl.exp2(tops_of - anchor[:, None])
+        total = total * fade + tl.sum(totals_of * weight, 1)
+        acc = acc * fade[:, None] + tl.sum(values * weight[:, :, None], 1)
+        top = higher
+    write_heads(out + lane * C.DIM, top, total, acc, sinks, head0 + lane, live, C)
 
 
 @triton.jit
@@ -287,3 +283,33 @@ def load_words(words, word, begin, end, WORDS: tl.constexpr):
 def lowest(bits):
     """Return the index of the lowest set bit of a non-zero word."""
     return count_bits(~bits & (bits - 1))
+
+
+@triton.jit
+def listed_cell(words, current, left, place, C: tl.constexpr):
+    """Return the first cell of a listed block, and the list behind it: a word and what is left."""
+    PARTS: tl.constexpr = C.PAGE // C.BLOCK
+    # Unseen pages come last and are not reached.
+    while (left == 0) & (current < C.WORDS - 1):
+        current += 1
+        left = tl.load(words + current).to(tl.uint64, bitcast=True)
+    cell0 = (current * 64 + lowest(left)) * C.PAGE + place % PARTS * C.BLOCK
+    if place % PARTS == PARTS - 1:
+        left &= left - 1
+    return tl.minimum(cell0, C.CELLS - 1), current, left  # an empty list has no first cell
+
+
+@triton.jit
+def block_at(cell0, first, last, end, nearest, branch, tree, length, pages, head, C: tl.constexpr):
+    """Return the cache cells of a block of places, int32, and which of them the token sees."""
+    ONE_PAGE: tl.constexpr = C.PAGE % C.BLOCK == 0
+    place = cell0 + tl.arange(0, C.BLOCK)
+    seen = (place >= first) & (place < last)
+    if C.WINDOW > 0 or C.CHUNK > 0:
+        seen = seen & ((place < end) | (place >= nearest))
+    if cell0 + C.BLOCK > branch:
+        cell = path_cells(place, end, tree, length)
+        at = cells_at(pages, cell0, cell, seen, head, C, False)
+    else:
+        at = cells_at(pages, cell0, place, seen, head, C, ONE_PAGE)
+    return at, seen

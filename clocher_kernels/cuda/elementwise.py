@@ -156,8 +156,20 @@ def rope(
 
 
 @triton.jit
-def turned(x, heads, live, gain, position, cos, sin, C: tl.constexpr):
-    """Return heads [R, WIDTH] at x + `heads` [R] of the token at `position`: normed, rotated.
+def angles_of(position, cos, sin, C: tl.constexpr):
+    """Return the cosines and sines [1, WIDTH] that rotate heads at `position`, if any."""
+    dim = tl.arange(0, C.WIDTH)[None, :]
+    if cos is not None:
+        at = within(position, C.ANGLES) * C.HALF + dim % C.HALF
+        rotates = dim < 2 * C.HALF
+        return tl.load(cos + at, rotates, other=1.0), tl.load(sin + at, rotates, other=0.0)
+    else:
+        return 1.0, 0.0
+
+
+@triton.jit
+def turned(x, heads, live, gain, cos, turn, C: tl.constexpr):
+    """Return heads [R, WIDTH] at x + `heads` [R]: normed, rotated by `turn` (`angles_of`).
 
     `gain` and `cos` may be None: no norm, no rotation. Products are rounded one by one, so every
     kernel that calls this gets the same bits.
@@ -173,13 +185,11 @@ def turned(x, heads, live, gain, position, cos, sin, C: tl.constexpr):
     if cos is not None:
         rotates = dim < 2 * C.HALF
         other = tl.where(dim < C.HALF, dim + C.HALF, dim - C.HALF)
-        angle = within(position, C.ANGLES) * C.HALF + dim % C.HALF
         partner = tl.load(x + heads[:, None] + other, live[:, None] & rotates, other=0.0)
         partner = partner.to(tl.float32)
         if gain is not None:
             partner = partner * factor * tl.load(gain + other, rotates, other=0.0)
-        c = tl.load(cos + angle, rotates, other=1.0)
-        s = tl.load(sin + angle, rotates, other=0.0)
+        c, s = turn
         across = or_nan(partner) * tl.where(dim < C.HALF, -s, s)
         value = tl.where(rotates, tl.fma(or_nan(value), c + tl.zeros_like(value), across), value)
     return value

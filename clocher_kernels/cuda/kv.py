@@ -12,7 +12,7 @@ from torch import Tensor, float32
 
 from clocher_kernels.cuda.attention_block import pages_seen
 from clocher_kernels.cuda.codes import narrow, to_f32, unit
-from clocher_kernels.cuda.elementwise import turned
+from clocher_kernels.cuda.elementwise import angles_of, turned
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.scalar import or_nan, saturated, start, within
 from clocher_kernels.dtypes import LARGEST
@@ -48,48 +48,60 @@ def own_cell(slots, positions, ends, ancestors, pages, token, C: tl.constexpr):
 
 @triton.jit
 def _append(value, cache, scale, cell, C: tl.constexpr):
-    """Write one head [1, WIDTH] of one token into its cell."""
+    """Write one head [1, WIDTH] of one token into its cell; nowhere if that is -1."""
+    # In a branch the head would be loaded later, when it is known that it is needed.
     dim = tl.arange(0, C.WIDTH)[None, :]
+    kept = dim < tl.where(cell >= 0, C.DIM, 0)
     if C.KV == "i8":
         odd = tl.max((or_nan(value) != value).to(tl.int32)) > 0
         value = tl.where(odd, 0.0, value)
         absmax = tl.max(tl.abs(value))
         step = tl.where(absmax > 0, tl.div_rn(absmax, 127.0), 1.0)
-        tl.store(scale + cell, tl.where(odd, float("nan"), step))
+        tl.store(scale + cell, tl.where(odd, float("nan"), step), cell >= 0)
         # Adding 1.5 * 2^23 rounds to an integer, ties to even.
         steps = (tl.div_rn(value, step + tl.zeros_like(value)) + 12582912.0) - 12582912.0
-        tl.store(cache + cell * C.DIM + dim, steps.to(tl.int8), dim < C.DIM)
+        tl.store(cache + cell * C.DIM + dim, steps.to(tl.int8), kept)
     else:
         if C.KV != "f32":
             value = saturated(value, C.LARGEST)
-        tl.store(cache + cell * C.DIM + dim, narrow(value, C.KV), dim < C.DIM)
+        tl.store(cache + cell * C.DIM + dim, narrow(value, C.KV), kept)
 
 
 @triton.jit
 def enter_heads(
-    q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position, k_cache, v_cache,
-    k_scale, v_scale, head, token, C: tl.constexpr,
+    q, k, v, q_gain, k_gain, q_cos, k_cos, turns, at, k_cache, v_cache, k_scale, v_scale, head,
+    token, C: tl.constexpr,
 ):  # fmt: skip
     """Norm, rotate and append one key/value head of a token; return its query heads [LANES, WIDTH].
 
-    Without `q` there are none. `page`, `cell` and `position` are those of `own_cell`.
+    Without `q` there are none. `turns` and `at` are those of `own_turns`.
     """
+    q_turn, k_turn = turns
     one = tl.zeros((1,), tl.int32)
-    key = turned(
-        k + token * C.K_ROW + head * C.DIM, one, one == 0, k_gain, position, k_cos, k_sin, C
-    )
-    value = turned(v + token * C.V_ROW + head * C.DIM, one, one == 0, None, position, None, None, C)
-    if (page >= 0) & (page < C.POOL):
-        to = (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
-        _append(key, k_cache, k_scale, to, C)
-        _append(value, v_cache, v_scale, to, C)
+    query = one
     if q is not None:
-        row = tl.arange(0, C.LANES)
-        key = turned(
-            q + token * C.Q_ROW + head * C.GROUP * C.DIM, row * C.DIM, row < C.GROUP, q_gain,
-            position, q_cos, q_sin, C,
-        )  # fmt: skip
-    return key
+        row, heads = tl.arange(0, C.LANES), q + token * C.Q_ROW + head * C.GROUP * C.DIM
+        query = turned(heads, row * C.DIM, row < C.GROUP, q_gain, q_cos, q_turn, C)
+    key = turned(k + token * C.K_ROW + head * C.DIM, one, one == 0, k_gain, k_cos, k_turn, C)
+    value = turned(v + token * C.V_ROW + head * C.DIM, one, one == 0, None, None, None, C)
+    _append(key, k_cache, k_scale, at, C)
+    _append(value, v_cache, v_scale, at, C)
+    return query
+
+
+@triton.jit
+def own_turns(
+    slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Return the rotations of a token's query and key, and the index of its cell, -1 if none.
+
+    Inputs and tables are older than the predecessor.
+    """
+    page, cell, position = own_cell(slots, positions, ends, ancestors, pages, token, C)
+    turns = angles_of(position, q_cos, q_sin, C), angles_of(position, k_cos, k_sin, C)
+    at = (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
+    return turns, tl.where((page >= 0) & (page < C.POOL), at, -1)
 
 
 @triton.jit
@@ -98,12 +110,13 @@ def _heads(
     k_cache, v_cache, k_scale, v_scale, C: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    # Inputs are older than the predecessor.
-    page, cell, position = own_cell(slots, positions, ends, ancestors, pages, token, C)
+    turns, at = own_turns(
+        slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token, C
+    )
     start(C.PDL)
     query = enter_heads(
-        q, k, v, q_gain, k_gain, q_cos, q_sin, k_cos, k_sin, page, cell, position, k_cache, v_cache,
-        k_scale, v_scale, head, token, C,
+        q, k, v, q_gain, k_gain, q_cos, k_cos, turns, at, k_cache, v_cache, k_scale, v_scale, head,
+        token, C,
     )  # fmt: skip
     if q is not None:
         row, dim = tl.arange(0, C.LANES)[:, None], tl.arange(0, C.WIDTH)[None, :]
