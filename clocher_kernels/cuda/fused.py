@@ -116,7 +116,8 @@ def _heads(run: Run, calls: Sequence[Given], whole: Stacked | None, device: Devi
             turns |= {f"{who}_gain": call["weight"], "EPS": call["eps"]}
     cells = {n: v for n, v in append.items() if n not in ("k", "v", "cache_dtype")}
     given = kv.heads_given(append["k"], append["v"], cells, append["cache_dtype"], q) | turns
-    if last is not None and len(append["k"]) == 1:
+    # Keys of fp32 leave no registers for the heads.
+    if last is not None and len(append["k"]) == 1 and append["cache_dtype"] != "f32":
         return attention(**last, heads_of=given, device=device)
     return kv.enter_all(given, device) + ([] if last is None else attention(**last, device=device))
 
