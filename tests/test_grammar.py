@@ -245,6 +245,8 @@ def test_calls_of_every_style(maker: GrammarMaker, model: LanguageModel, style: 
     assert accepts(maker, model, spec, one)
     assert not accepts(maker, model, spec, two)
     assert accepts(maker, model, {**spec, "several": True}, two)
+    if not form.end:  # what stands between calls may also end the answer
+        assert accepts(maker, model, {**spec, "several": True}, one + form.between)
     for wrong in ([("then", "{}")], [("get_weather", "{}")], []):
         assert not accepts(maker, model, spec, form.written(wrong))
     parts = make_reader(model.tokenizer, style, tools=True)

@@ -214,8 +214,11 @@ def _calls(style: CallStyle, names: list[str], special: Mapping[str, str], sever
     before, middle, after = style.call
     begin, middle, after = spelled(style.begin + before, True), spelled(middle), spelled(after)
     either = " | ".join(f"{json.dumps(name)} {middle} @tool{n}" for n, name in enumerate(names))
-    again = f"({spelled(style.between + before)} ({either}) {after}){{0,{MAX_CALLS - 1}}}"
-    return f"{begin} ({either}) {after} {again if several else ''} {spelled(style.end)}"
+    if several:
+        again = f"({spelled(style.between + before)} ({either}) {after}){{0,{MAX_CALLS - 1}}}"
+        # A line break that ends the answer must not have to begin another call.
+        after += f" {again}" if style.end else f" {again} {json.dumps(style.between)}?"
+    return f"{begin} ({either}) {after} {spelled(style.end)}"
 
 
 def _schema(source: object) -> Part:
