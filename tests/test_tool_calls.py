@@ -22,7 +22,10 @@ TYPES = {
     "count": {"type": "integer"},
     "all": {"type": "boolean"},
 }
-FUNCTIONS = [{"type": "function", "function": {"name": "f", "parameters": {"properties": TYPES}}}]
+FUNCTIONS = [
+    {"type": "function", "function": {"name": name, "parameters": {"properties": TYPES}}}
+    for name in ("f", "g", "get_weather")
+]
 READERS: dict[str, Callable[[], TextReader]] = {
     **{
         name: partial(MarkedCalls, STYLES[name], FUNCTIONS)
@@ -50,6 +53,11 @@ WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris \\"}\\" \\u00e9"
 ARGUMENTS = '{"city": "Paris \\"}\\" \\u00e9", "n": [1, {}]}'
 BARE = WEATHER.replace("arguments", "parameters")
 CASES: list[tuple[str, str, Parts]] = [
+    (
+        "hermes",
+        f"Sure:\n```json\n{WEATHER}\n```",
+        content("Sure:") + call("get_weather", ARGUMENTS),
+    ),
     ("hermes", f"<tool_call>\n{WEATHER}\n</tool_call>", call("get_weather", ARGUMENTS)),
     (
         "hermes",
@@ -217,6 +225,7 @@ TEXTS = [
         "call:f{}",
         "```json\n{}\n```",
     ),
+    *('```json\n{"name": "f"}\n```', '```json\n{"name": "f", "arguments": {}, "x": 1}\n```'),
     *("```tool_code\nf(1)\n```", "```tool_code\nx = f(a=1)\n```", "```tool_code\nf(a=(1, 2))```"),
 ]
 
@@ -240,6 +249,11 @@ def test_what_is_no_call_is_text(reader: str, text: str) -> None:
     expected = content(text) if text else []
     assert read_pieces(READERS[reader](), [text] if text else []) == expected
     assert read_pieces(READERS[reader](), text) == expected
+
+
+def test_a_fence_calls_functions_that_there_are_only() -> None:
+    text = '```json\n{"name": "h", "arguments": {}}\n```'
+    assert read_pieces(MarkedCalls(STYLES["hermes"], FUNCTIONS), text) == content(text)
 
 
 def test_a_call_comes_as_soon_as_it_is_whole() -> None:

@@ -36,18 +36,19 @@ class CallStyle(NamedTuple):
 
 
 _JSON = ('{"name": "', '", "arguments": ', "}")
-# Hermes, Qwen 2.5 and 3, Granite 4; Qwen3-Coder writes XML between the same marks.
+_FENCE = {"```json": "```"}
+# Hermes, Qwen 2.5 and 3, Granite 4; Qwen3-Coder writes XML between the same marks, and
+# Qwen2.5-Coder a fence.
 _HERMES = CallStyle(
     r"<tool_call>",
     (f"<tool_call>\n{_JSON[0]}", _JSON[1], f"{_JSON[2]}\n</tool_call>"),
-    {"<tool_call>": "</tool_call>"},
+    {"<tool_call>": "</tool_call>", **_FENCE},
     between="\n",
     thinks=True,
 )
 _LIST = CallStyle(
     r"\[TOOL_CALLS\]", _JSON, {"[TOOL_CALLS]": ""}, "[TOOL_CALLS][", ", ", "]", named=True
 )
-_FENCES = {"```tool_code": "```", "```json": "```"}
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 STYLES: Mapping[AnswerStyle, CallStyle] = {
     # gpt-oss; `HarmonyReader` reads it.
@@ -94,7 +95,10 @@ STYLES: Mapping[AnswerStyle, CallStyle] = {
     ),
     # Gemma 2 and 3 have no marks of their own: asked as Hermes, they may answer with a fence.
     "gemma": _HERMES._replace(
-        sign=r"<start_of_turn>", marks={**_HERMES.marks, **_FENCES}, named=True, thinks=False
+        sign=r"<start_of_turn>",
+        marks={**_HERMES.marks, "```tool_code": "```"},
+        named=True,
+        thinks=False,
     ),
     # All others are asked to write as Hermes.
     "plain": _HERMES._replace(sign="", thinks=False),

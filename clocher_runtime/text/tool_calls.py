@@ -210,7 +210,10 @@ class MarkedCalls:
             return self._xml_call(body), ""
         # Models omit the last brace.
         for text in (body, f"{body}}}")[: 1 + body.startswith("{")]:
-            calls, rest = _calls(text, opening.startswith("`"), self._named)
+            calls, rest = _calls(text, opening[0] == "`", self._named)
+            names = {name for name, _ in calls}
+            if opening[0] == "`" and self._schemas and not names <= self._schemas.keys():
+                continue  # other JSON that was shown
             if calls and not (closing and rest):
                 return calls, rest
         return [], ""
