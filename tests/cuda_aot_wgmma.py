@@ -49,7 +49,7 @@ def launches() -> Iterator[tuple[str, Launch]]:
             given = {"x": meta((m, 4096), half), "y": meta((m, 4096), half), "device": DEVICE}
             yield f"linear {fmt} {m}", linear(w=weight(fmt, 4096, 4096), **given)[-1]
     up, down = weight("mxfp4", 32, 5760, 2880), weight("mxfp4", 32, 2880, 2880)
-    for m in (128, 512, 2048):
+    for m in (48, 128, 512, 2048):
         ids, hidden = meta((m, 4), torch.int32), meta((m, 4, 2880), half)
         given = {"ids": ids, "device": DEVICE}
         made = moe_gate_up(x=meta((m, 2880), half), w=up, y=hidden, limit=7.0, alpha=1.7, **given)

@@ -228,6 +228,7 @@ def _cases(attrs: Mapping[str, Attr]) -> tuple[Case, ...]:
         *(_case(attrs, fmt, *shape) for fmt in _FORMATS for shape in _SHAPES),
         *(_case(attrs, fmt, *_SHAPES[0]) for fmt in _BLOCK_FORMATS),
         *(_case(attrs, fmt, *_LARGE) for fmt in _FORMATS[:2]),
+        _case(attrs, "mxfp4", 40, 16, *_LARGE[2:]),  # few tokens of each expert
         *(_case(attrs, fmt, *shape) for fmt in _INTEGER_FORMATS for shape in _SHAPES_OF_CODES),
         *(_case(attrs, fmt, *shape) for fmt in ("q4_k", "q6_k") for shape in _SHAPES_OF_BLOCKS),
     )
