@@ -101,14 +101,19 @@ def _calls(message: Mapping[str, Any], tools: Sequence[str]) -> list[tuple[str, 
     return found
 
 
+class _Refused(NotMeasured):
+    """A server answered with an HTTP error."""
+
+
 def _answer(url: str, wish: Mapping[str, Any] | None = None) -> Any:
     body = None if wish is None else json.dumps(wish).encode()
     request = Request(url, body, {"Content-Type": "application/json"})
     try:
         with urlopen(request, timeout=_TIMEOUT_S) as answer:
             return json.load(answer)
-    except HTTPError:
-        raise
+    except HTTPError as error:
+        error.close()
+        raise _Refused(f"{url}: {error}") from None
     except (OSError, ValueError) as error:
         raise NotMeasured(f"{url}: {error}") from None
 
@@ -122,8 +127,7 @@ def _asked(url: str, model: str, item: Mapping[str, Any], truth: Sequence[Any], 
     wish |= {"model": model, "temperature": 0, "max_tokens": _MOST}
     try:
         message = _answer(f"{url}/v1/chat/completions", wish)["choices"][0]["message"]
-    except HTTPError as error:
-        error.close()
+    except _Refused:
         return {"parseable": False, "right": False, "refused": True}
     calls = _calls(message, [tool["function"]["name"] for tool in tools])
     return {"parseable": bool(calls), "right": calls is not None and is_right(calls, truth)}
@@ -147,10 +151,7 @@ def _lines(path: Path) -> list[Any]:
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each category and server."""
     urls, choice = dict(each.partition("=")[::2] for each in asked.urls), asked.choice
-    try:
-        models = {name: _answer(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
-    except HTTPError as error:
-        raise NotMeasured(f"{error.url}: {error}") from None
+    models = {name: _answer(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
     parts = Parts(asked.keep, None, choice=choice)
     for category in asked.categories:
         file = f"BFCL_v4_{_CATEGORIES[category]}.json"
