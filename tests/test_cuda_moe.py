@@ -1,6 +1,7 @@
 """The CUDA mixture of experts in Triton's interpreter (its machine code: test_cuda_bits.py)."""
 
 import zlib
+from dataclasses import replace
 
 import numpy as np
 import ptx_emulator
@@ -237,6 +238,19 @@ def test_many_tokens_read_the_weights_of_an_expert_once_for_a_tile() -> None:
     rows, pairs = tiles.constants["BN"], tiles.constants["BM"]
     assert tiles.grid == ((2048 + 32 * (pairs - 1)) // pairs, 5760 // rows)
     assert tiles.stages > 1
+
+
+def test_tiles_begin_earlier_where_sums_may_have_any_order() -> None:
+    fast = replace(meta_device(90), fast_batch=True)
+    for count, device, wanted in (
+        (16, fast, 2),
+        (8, fast, 0),
+        (32, meta_device(90), 0),
+        (33, meta_device(90), 2),
+    ):
+        tiles = [each for each in many("mxfp4", count, device) if "order" in each.args]
+        found = [each.constants["BM"] for each in tiles if "BM" in each.constants]
+        assert found == [8] * wanted, (count, found)
 
 
 @pytest.mark.slow
