@@ -8,7 +8,8 @@ For each half of a block (with an activation group of 32, for each group of it),
     value = d * (sum - bias * low)                                           without minima
 
 and the result is the sum of value * (the activation scale) in the order of the columns. No sum
-reaches 2^28. So neither the number of tokens nor the ISA changes a bit of the result, but for the
+reaches 2^28. With VNNI the first is kept in fp32 where it stays below 2^24: exact too, and fewer
+instructions. So neither the number of tokens nor the ISA changes a bit of the result, but for the
 generic ISA, whose fma rounds twice.
 
 What the lines of ggml's blocks of 256 columns hold: scales of runs, and unsigned codes.
@@ -29,7 +30,17 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.byte_dots import OPERANDS, Lines, Strip, ask, bits, line_of, look_up
+from cpu_fallback.tiles.byte_dots import (
+    NUMBER,
+    NUMBER_F32,
+    OPERANDS,
+    Lines,
+    Strip,
+    ask,
+    bits,
+    line_of,
+    look_up,
+)
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
 from cpu_fallback.tiles.tile_product import begin_sums, strip_units
 
@@ -79,6 +90,11 @@ class BlockKind:
                 low, high = [entry & 15 for entry in table], [entry >> 4 for entry in table]
                 self.parts = [(low, 1), (high, 16)]
             self.top = max(max(table) for table, _ in self.parts)
+        # Whether fp32 holds every sum of half a block: its scales then take an fma, where a product
+        # of int32 would take two uops of the one port that also shifts
+        most = max(sum(mask << to for *_, mask, to in own) for own in places_of(about.scales))
+        most = max(most - about.scale_bias, about.scale_bias)
+        self.real = CURRENT.vnni and self.top * BLOCK * 64 * most < 1 << 24
         # Of half a block in a strip: words of the scales of runs and of units' minima, operands
         self.first = self.runs + UNITS
         self.half_bytes = (self.first + len(self.parts) * UNITS * OPERANDS) * LINE
@@ -235,14 +251,19 @@ class BlockEmitter:
                 for unit, own in enumerate(words, start):
                     at = b.add(b.mul(index, v.number(UNITS)), v.number(unit))
                     low = b.add(low, self._low(own, at, t))
-                if head.dmin is None:
+                if head.dmin is None and kind.real:
+                    less = b.fmul(b.sitofp(low, v.F32.llvm), v.constant(v.F32, -kind.bias))
+                    sums[t] = b.fadd(sums[t], less)
+                elif head.dmin is None:
                     sums[t] = b.sub(sums[t], b.mul(low, v.constant(v.I32, kind.bias)))
                 self.add(t, head, sums[t], low, index, v.number(start))
 
     def add(self, t: int, head: Head, total: Any, low: Any, index: Any, start: Any) -> None:
         """Emit the addition of the sums of units of a half, from `start` on, to a token's."""
         b, slot = self.b, self.totals[t]
-        value = b.fmul(b.sitofp(total, v.F32.llvm), head.d)
+        if not self.kind.real:
+            total = b.sitofp(total, v.F32.llvm)
+        value = b.fmul(total, head.d)
         if head.dmin is not None:
             value = v.emit_fma(b, b.sitofp(low, v.F32.llvm), b.fneg(head.dmin), value)
         if self.group:
@@ -262,7 +283,11 @@ class BlockEmitter:
     def _sums(self, lines: Lines, runs: range, scales: list[Any], index: Any) -> list[Any]:
         """Emit the scaled sums of runs of a half for each token."""
         b, kind = self.b, self.kind
-        totals, few = [v.constant(v.I32, 0)] * self.tokens, self.tokens <= _FEW
+        totals, few = (
+            [v.constant(v.F32 if kind.real else v.I32, 0)] * self.tokens,
+            self.tokens <= _FEW,
+        )
+        start = v.constant(v.I32, NUMBER if kind.real else 0)
         for run in runs:
             if run * kind.run % (UNIT if few else 2 * UNIT) == 0:
                 # No instruction, but the compiler would gather the loads of a whole half, which
@@ -277,10 +302,16 @@ class BlockEmitter:
                 self._ask(column)
             codes = [kind.operand(lines, column, kind.parts[0][0]) for column in columns]
             scale = self._byte(scales, run)
+            if kind.real:
+                scale = b.sitofp(scale, v.F32.llvm)
             for t in range(self.tokens):
                 x = [self.activations(index, column, t) for column in columns]
-                total = m.plus(b, v.constant(v.I32, 0), list(zip(codes, x, strict=True)))
-                totals[t] = b.add(totals[t], b.mul(total, scale))
+                total = m.plus(b, start, list(zip(codes, x, strict=True)))
+                if kind.real:
+                    total = b.fsub(b.bitcast(total, v.F32.llvm), v.constant(v.F32, NUMBER_F32))
+                    totals[t] = v.emit_fma(b, total, scale, totals[t])
+                else:
+                    totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
 
     def _add_run(self, lines: Lines, run: int, words: Any, index: Any, totals: list[Any]) -> None:

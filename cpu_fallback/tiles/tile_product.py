@@ -169,15 +169,16 @@ class Emitter:
     def _scaled(self, units: Any) -> tuple[list[Any], Any]:
         """Emit the sums over one block times its scales, and what `_weight_scales` has besides."""
         b = self.b
-        if not self.late:
+        if self.late:
+            at = self._record()
+            ends = self._dots(units, lambda: self._weight_scales(at)[1])
+            scale, offset = self._weight_scales(at)
+        else:
             scale, offset = self._weight_scales()
-            return [b.fmul(s, scale) for s in self._sums(units, offset)], offset
-        at = self._record()
-        ends = self._dots(units, lambda: self._weight_scales(at)[1])
-        scale, offset = self._weight_scales(at)
-        if not self.dots.number or self.layout.scale != "f16":
+            ends = self._dots(units, lambda: offset)
+        if not (CURRENT.fma and self.dots.number and self.layout.scale == "f16"):
             return [b.fmul(self.dots.end_f32(b, end), scale) for end in ends], offset
-        # The same with one instruction less: `NUMBER` times eleven bits is exact.
+        # The same with one instruction less for each token: `NUMBER` times eleven bits is exact.
         less = b.fmul(scale, v.constant(v.F32, -NUMBER_F32))
         bits = [b.bitcast(self.dots.end(b, end), v.F32.llvm) for end in ends]
         return [v.emit_fma(b, value, scale, less) for value in bits], offset
