@@ -32,7 +32,6 @@ from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
 from cpu_fallback.tiles.byte_dots import (
     NUMBER,
-    NUMBER_F32,
     OPERANDS,
     Lines,
     Strip,
@@ -40,6 +39,7 @@ from cpu_fallback.tiles.byte_dots import (
     bits,
     line_of,
     look_up,
+    without_number,
 )
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
 from cpu_fallback.tiles.tile_product import begin_sums, strip_units
@@ -91,7 +91,7 @@ class BlockKind:
                 self.parts = [(low, 1), (high, 16)]
             self.top = max(max(table) for table, _ in self.parts)
         # Whether fp32 holds every sum of half a block: its scales then take an fma, where a product
-        # of int32 would take two uops of the one port that also shifts
+        # of int32 would take two uops of one port, on Intel that which also shifts
         most = max(sum(mask << to for *_, mask, to in own) for own in places_of(about.scales))
         most = max(most - about.scale_bias, about.scale_bias)
         self.real = CURRENT.vnni and self.top * BLOCK * 64 * most < 1 << 24
@@ -283,11 +283,8 @@ class BlockEmitter:
     def _sums(self, lines: Lines, runs: range, scales: list[Any], index: Any) -> list[Any]:
         """Emit the scaled sums of runs of a half for each token."""
         b, kind = self.b, self.kind
-        totals, few = (
-            [v.constant(v.F32 if kind.real else v.I32, 0)] * self.tokens,
-            self.tokens <= _FEW,
-        )
-        start = v.constant(v.I32, NUMBER if kind.real else 0)
+        few, start = self.tokens <= _FEW, v.constant(v.I32, NUMBER if kind.real else 0)
+        totals = [v.constant(v.F32 if kind.real else v.I32, 0)] * self.tokens
         for run in runs:
             if run * kind.run % (UNIT if few else 2 * UNIT) == 0:
                 # No instruction, but the compiler would gather the loads of a whole half, which
@@ -308,8 +305,7 @@ class BlockEmitter:
                 x = [self.activations(index, column, t) for column in columns]
                 total = m.plus(b, start, list(zip(codes, x, strict=True)))
                 if kind.real:
-                    total = b.fsub(b.bitcast(total, v.F32.llvm), v.constant(v.F32, NUMBER_F32))
-                    totals[t] = v.emit_fma(b, total, scale, totals[t])
+                    totals[t] = v.emit_fma(b, without_number(b, total), scale, totals[t])
                 else:
                     totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals

@@ -215,7 +215,7 @@ class Dots:
         value = self.end(b, total)
         if not self.number:
             return b.sitofp(value, v.F32.llvm)
-        return b.fsub(b.bitcast(value, v.F32.llvm), v.constant(v.F32, NUMBER_F32))
+        return without_number(b, value)
 
     def end(self, b: Any, total: Sum) -> Any:
         """Emit the sum of a block, plus `NUMBER` if that is added."""
@@ -288,6 +288,11 @@ class NeonDots(Dots):
                     total[q] = m.emit_sdot(b, total[q], operand, four)
         for own, total in zip(sums, totals, strict=True):
             b.store(v.join(b, total), own[0])
+
+
+def without_number(b: Any, total: Any) -> Any:
+    """Emit as fp32 an int32 sum that is kept plus `NUMBER`."""
+    return b.fsub(b.bitcast(total, v.F32.llvm), v.constant(v.F32, NUMBER_F32))
 
 
 def is_wide(code: str) -> bool:
