@@ -170,8 +170,9 @@ def test_machine_code_keeps_its_budgets() -> None:
     limits = {"int4_sym_g128_f16": 1.85, "bf16": 2.2, "ternary": 1.4, "int8_row_f32": 2.0}
     for name, got in aot_report("cuda_aot_few.py").items():
         fmt, m, _ = name.split("-")
-        # 64 rows of 32 tokens are fastest on an H200, though int4 takes every register.
-        most = 140 if m == "m8" else 255 if fmt == "int4_sym_g128_f16" else 192
+        # 64 rows by two warps are fastest on an H200, though they take every register.
+        small = fmt.startswith(("int4", "mxfp4", "ternary"))
+        most = 255 if small else 140 if m == "m8" else 192
         assert got["registers"] <= most, (name, got)
         assert got["local"] <= sass_ratchet.LOCAL.get((sass_ratchet.VERSION, name), 0), (name, got)
         assert got["tensor_cores"] > 0 and got["streaming_loads"] > 0, (name, got)

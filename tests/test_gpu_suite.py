@@ -20,7 +20,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from bench import gpu_suite
-from bench.gpu import parity
+from bench.gpu import models, parity, predict
 from bench.gpu.setting import Row, Setting, make_setting, run_item
 from bench.gpu_suite import note, rows_of
 from bench.ops import judge
@@ -451,3 +451,18 @@ def test_parts_need_only_what_they_use(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     why = " import of msgspec halted; None in sys.modules"
     assert done.stdout.splitlines() == [p + why * (p in ("smoke", "steps")) for p in ITEMS]
+
+
+@pytest.mark.parametrize("shape", models.SHAPES[:3], ids=lambda shape: shape.preset)
+def test_predictions_are_near_what_an_h200_took(shape: models.Shape) -> None:
+    """Launches may become fewer, and a change of the model of a step must still fit."""
+    known = Path(gpu_suite.__file__).parent / "results/gpu/2026-11-27-h200.json"
+    steps = json.loads(known.read_text())["parts"]["steps"]["rows"]
+    (measured,) = (
+        r["us"]
+        for r in steps
+        if (r["model"], r["batch"]) == (shape.label, 1) and r["context"] == 1024
+    )
+    launches, _, us = predict.step(shape, predict.GPUS["H200"], 1024)
+    assert launches <= {"gpt-oss-20b": 198, "llama-8b": 230, "bitnet-2b": 276}[shape.preset]
+    assert us == pytest.approx(measured, rel=0.15)

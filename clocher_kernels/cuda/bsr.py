@@ -10,8 +10,7 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import dot, token_factors, unit, weight_factors
 from clocher_kernels.cuda.dots import split4, vector_dot
-from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
-from clocher_kernels.cuda.gemv_bytes import MOST_SLICED, arithmetic, stack
+from clocher_kernels.cuda.gemv_bytes import MAX_TOKENS, MOST_SLICED, arithmetic, stack
 from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.linear import decoded, operand_type
 from clocher_kernels.cuda.prepack import DeviceTensor

@@ -229,7 +229,7 @@ def _rows(x, gain, residual, y, scale, C: tl.constexpr):
     inside = k < C.K
     if gain is not None:
         factor = tl.load(gain + k, inside, other=0.0)
-    start(C.PDL)
+    start(C.PDL, C.CODE == "")
     t = tl.load(x + k, inside, other=0.0).to(tl.float32)
     if gain is not None:
         # Squares that overflow must not become zeros.

@@ -119,6 +119,8 @@ _WARPS = 4
 _RESIDENT_WARPS = 16
 """Warps of a multiprocessor, with 16 rows each, that have enough bytes in flight."""
 _MOST_PARTS = 8
+_PER_SMALL = 8
+"""Weights of a word from which two warps are as fast for 8 tokens, faster for more."""
 _TURNS = {
     8: ((64, 1, 7), (32, 4, 0)),
     16: ((64, 1, 7), (32, 2, 0)),
@@ -136,10 +138,13 @@ def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | 
         words //= 2
     if held.span % (4 * words * held.per) or words * held.per < _FEWEST:
         return None
-    every = triton.cdiv(k, 4 * words * held.per * _WARPS)
+    every, enough = triton.cdiv(k, 4 * words * held.per * _WARPS), _RESIDENT_WARPS * device.sms
+    if held.per >= _PER_SMALL and triton.cdiv(n, 16) * _WARPS // 2 >= enough:
+        # Rows enough for half the warps, which load half of the tokens' columns at a time.
+        return FewTile(64, min(2 if m <= 16 else 1, 2 * every), _WARPS // 2, 1, words)
     parts = 1
     while parts < _MOST_PARTS and every > 4 * parts:
-        if triton.cdiv(n, 16) * parts * _WARPS >= _RESIDENT_WARPS * device.sms:
+        if triton.cdiv(n, 16) * parts * _WARPS >= enough:
             break
         parts *= 2
     rows, turns = next(

@@ -7,6 +7,7 @@ would fuse into one rounding.
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,9 +18,6 @@ from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
 from clocher_kernels.cuda.words import scales_of_row
-
-MAX_TOKENS = 8
-"""Tokens of a program."""
 
 _RESIDENT_WARPS = 20
 """Warps per multiprocessor from which more do not help, as measured on an H200."""
@@ -33,8 +31,8 @@ _MOST_LANES = 512
 _WORTH = {8: 1.0, 4: 0.95, 2: 0.45}
 """Rows of a lane -> relative value: more rows reuse loaded activations more."""
 
-_MOST_ROWS = {1: 8, 2: 8, 4: 2, 8: 4}
-"""Tokens -> most rows of a lane: fits registers and keeps 40 KB in flight."""
+_ROWS = 8
+"""Rows of a lane for three tokens and more, as measured on an H200."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +69,7 @@ def gemv_tile(
     most: int = 8,
     beside: int = 1,
 ) -> GemvTile:
-    """Choose the tile of y = x W^T for 1 to 8 tokens.
+    """Choose the tile of y = x W^T for some tokens of a program.
 
     The tile's `vectors` set the summation order and do not depend on `tokens`. A row of W has
     `vectors` 16-byte vectors; `copies` matrices (experts) meet one token at a time, `beside` of
@@ -92,7 +90,7 @@ def gemv_tile(
         return busy * min(1.0, warps / (device.sms * _RESIDENT_WARPS)) * _WORTH[of_lane]
 
     lanes, of_lane = max(((b, r) for b in few for r in _WORTH), key=score)
-    of_lane = min(of_lane, _MOST_ROWS[together], most)
+    of_lane = min(of_lane if together < 4 else _ROWS, most)
     return GemvTile(max(1, lanes // 32), lanes, together, of_lane)
 
 
@@ -121,11 +119,21 @@ def _load_above(w, v, V: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def stream_rows(x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.constexpr):
+def stream_rows(
+    x,
+    tokens,
+    row,
+    w,
+    scales,
+    zeros,
+    C: tl.constexpr,
+    PDL: tl.constexpr,
+    EARLY: tl.constexpr = False,
+):
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
     BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
-    whole tensors; x and tokens are those of `vector_dot`. PDL: wait for the predecessor.
+    whole tensors; x and tokens are those of `vector_dot`. PDL, EARLY: see `start`.
     """
     V: tl.constexpr = (C.K + C.WEIGHTS - 1) // C.WEIGHTS
     GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
@@ -144,7 +152,7 @@ def stream_rows(x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.const
     ahead = load_vectors(w, lane, V)
     if C.ABOVE > 0:
         above = _load_above(w, lane, V, C.CODE)
-    start(PDL)
+    start(PDL, EARLY)
     for first in range(0, V, C.BV):
         v = first + lane
         words = split4(ahead)
@@ -185,7 +193,7 @@ def _gemv_bits(x, w, scales, zeros, bias, times, residual, y, second, third, C: 
     row = rows_of(first.to(tl.int64) if C.BM < MORE else first, C.L, C.BV, C.R)[:, None, :]
     # Rows beyond the last one repeat it and are not stored, so that loads need no mask for them.
     row = paired(row if C.N % BN == 0 else tl.minimum(row, C.N - 1), C.HALF).to(tl.int64)
-    total = stream_rows(x + token0 * C.K + m * C.K, there, row, w, scales, zeros, C, C.PDL)
+    total = stream_rows(x + token0 * C.K + m * C.K, there, row, w, scales, zeros, C, C.PDL, True)
 
     total = add_lanes(total, C.BV)
     n = rows_of(first, C.L // C.BV, 1, C.R)[:, None, :]
@@ -308,6 +316,10 @@ def _linear_ternary(
     )  # fmt: skip
 
 
+_MINIMA = (torch.int16, torch.int32)
+"""Types of scales with minima, see `prepack`."""
+
+
 def gemv_bits(
     *,
     x: Tensor,
@@ -323,20 +335,23 @@ def gemv_bits(
     """
     (m, k), n = x.shape, w.shape[0]
     held = vectors_of(w)
-    # Registers limit six bits and codes; int4 with eight rows took a seventh longer on an H200.
-    most = 2 if held.code == "int6" and m > 4 else 4
+    pairs = held.pairs(x, device)
+    # One token with eight rows of int4 took a seventh longer on an H200.
+    most, tokens = 4 if m == 1 else 8, min(m, 2)
     if x_scale is not None:
-        most = 8 if m <= 2 else 2
+        most, tokens = 8 if m <= 2 else 2, min(m, 8)
+    elif pairs and held.code == "int4" and held.scales.dtype not in _MINIMA:
+        tokens = min(m, 4)  # what fits registers
     tile = gemv_tile(
         rows=n,
         vectors=-(-k // held.vector),
-        tokens=min(m, MAX_TOKENS),
+        tokens=tokens,
         copies=1,
         device=device,
         most=most,
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    given = {"x": x, **held.given, "PAIRS": held.pairs(x, device)}
+    given = {"x": x, **held.given, "PAIRS": pairs}
     given |= tail.given("linear", y, n)
     kernel = _gemv_bits
     if x_scale is not None:

@@ -12,10 +12,12 @@ import triton.language as tl
 from torch import Tensor
 
 from clocher_kernels.cuda.codes import dot, joined, token_factors, unit, weight_factors
-from clocher_kernels.cuda.gemv_bits import MAX_TOKENS
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
+
+MAX_TOKENS = 8
+"""Tokens of a program."""
 
 MOST_SLICED = 32
 """Tokens of a step that are multiplied in slices of 8, so that each has the bits it has alone."""
@@ -98,7 +100,7 @@ def multiply_rows(x, w, scales, n0, token0, C: tl.constexpr):
     # Weights never depend on the predecessor: they are on their way before x is waited for. Eight
     # tokens leave registers for few warps, so they also load the next turn's ahead.
     rows = load_rows(w, n0, tl.arange(0, C.BLOCK), C, TURNS == 0)
-    start(C.PDL)
+    start(C.PDL, True)
     if C.M == 8 and C.CODE == "float":
         for turn in range(1, TURNS):
             ahead = load_rows(w, n0, turn * C.BLOCK + tl.arange(0, C.BLOCK), C, False)
@@ -154,8 +156,9 @@ def _gemv(x, w, scales, bias, times, residual, y, second, third, C: tl.constexpr
             finish(total, bias, times, residual, y, token, n, kept, C, second, third)
 
 
-_ROWS = 4
-"""Rows of W of a program."""
+def _rows(tokens: int, size: int) -> int:
+    """Return the rows of W of a program for weights of `size` bytes, as measured on an H200."""
+    return 2 if tokens == 1 and size > 1 else 4
 
 
 def _tile(held: Stored, n: int, k: int, device: Device) -> tuple[int, int]:
@@ -164,7 +167,7 @@ def _tile(held: Stored, n: int, k: int, device: Device) -> tuple[int, int]:
     lane, warps = 16 // held.data.element_size(), 1
     while k % lane or held.span % lane:
         lane //= 2
-    while warps < 4 and n * warps < 12 * _ROWS * device.sms:
+    while warps < 4 and n * warps < 48 * device.sms:
         wider = 2 * warps * 32 * lane
         # The last turn of a row leaves threads idle.
         if -(-k // wider) * wider > 1.15 * k:
@@ -191,13 +194,14 @@ def bytes_tile(
     math = arithmetic(held.code, x.dtype, lane == 16)
     per = 4 if math == "pairs" else 1
     few = min(m, tokens)
-    sizes = {"M": few, "TOKENS": m, "N": n, "K": k // per, "ROWS": _ROWS, "LANE": lane // per}
+    rows = _rows(few, held.data.itemsize)
+    sizes = {"M": few, "TOKENS": m, "N": n, "K": k // per, "ROWS": rows, "LANE": lane // per}
     sizes["BLOCK"] = lane * 32 * warps // per
     given = {"x": x, **held.given, **sizes, "SPAN": held.span // per}
     given |= {"MATH": math, "UNIT": unit(held.code, math)}
     if per == 4:
         given |= {"x": x.view(torch.int64), "w": held.data.view(torch.int32)}
-    return given, (triton.cdiv(n, _ROWS) * triton.cdiv(m, few),), warps, _ROWS * lane
+    return given, (triton.cdiv(n, rows) * triton.cdiv(m, few),), warps, rows * lane
 
 
 def gemv_bytes(
