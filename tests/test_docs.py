@@ -47,7 +47,6 @@ ELSEWHERE = {
     "make test": "is what runs this test",
     "python -m pip install -e '.[cuda]'": "needs a package index and a GPU",
     "python -m bench.gpu_suite --out results --dry-run": "runs a minute: test_gpu_suite runs it",
-    "python -m bench.gpu_suite --out call0 --call 0": "needs a GPU",
     "from openai import OpenAI": "needs a server: test_serve runs it",
     "import ray": "needs the extra ray, and half a minute: test_ray_cluster runs one",
     "from langchain_openai import ChatOpenAI": "needs a server: test_serve_clients runs it",
