@@ -19,16 +19,18 @@ from clocher_kernels.formats import parse_format
 
 FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "int8_g64_f16")
 FORMATS += ("fp8_e4m3_row_f32", "fp8_e4m3_b128_f32", "bf16", "f32")
-N, K = 4096, 4096
+CASES = [(name, 4096, 4096) for name in FORMATS]
+CASES += [("int4_sym_g128_f16", 28672, 4096), ("q4_k", 28672, 4096), ("q6_k", 4096, 14336)]
+CASES += [("bf16", 201088, 2880)]  # where other numbers of lanes and warps share a row
 _LAYOUT = re.compile(r"^(#\w+) = (#ttg\.\w+)<\{(.*)\}>$", re.M)
 _REDUCE = re.compile(r'"tt\.reduce"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<([^>]*)>', re.S)
 _BASES = re.compile(r"(\w+) = (\[\[.*?\]\]|\[\])")
 
 
-def weight(name: str) -> DeviceTensor:
+def weight(name: str, n: int, k: int) -> DeviceTensor:
     held = parse_format(name)
-    planes = held.planes((N, K)).items()
-    return rearrange(held, (N, K), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    planes = held.planes((n, k)).items()
+    return rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
 
 
 def orders(ir: str) -> Iterator[tuple[int, int, int, int]]:
@@ -58,12 +60,14 @@ def orders(ir: str) -> Iterator[tuple[int, int, int, int]]:
 
 def main() -> None:
     found: dict[str, dict[str, list[tuple[int, ...]]]] = {}
-    for name in FORMATS:
-        w = weight(name)
+    for name, n, k in CASES:
+        w = weight(name, n, k)
         for m in (1, 2, 4, 8):
-            x, y = meta((m, K), torch.float16), meta((m, N), torch.float16)
+            x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
             (launch,) = linear(x=x, w=w, y=y, device=meta_device(90))
-            found.setdefault(name, {})[str(m)] = sorted(set(orders(compile_ir(launch, 90))))
+            found.setdefault(f"{name} {n}x{k}", {})[str(m)] = sorted(
+                set(orders(compile_ir(launch, 90)))
+            )
     print(json.dumps({"code": found}))
 
 
