@@ -140,7 +140,7 @@ def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | 
         return None
     every, enough = triton.cdiv(k, 4 * words * held.per * _WARPS), _RESIDENT_WARPS * device.sms
     if held.per >= _PER_SMALL and triton.cdiv(n, 16) * _WARPS // 2 >= enough:
-        # Rows enough for half the warps, which load half of the tokens' columns at a time.
+        # Rows enough for all multiprocessors with half the warps.
         return FewTile(64, min(2 if m <= 16 else 1, 2 * every), _WARPS // 2, 1, words)
     parts = 1
     while parts < _MOST_PARTS and every > 4 * parts:

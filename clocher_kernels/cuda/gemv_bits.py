@@ -120,16 +120,9 @@ def _load_above(w, v, V: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def stream_rows(
-    x,
-    tokens,
-    row,
-    w,
-    scales,
-    zeros,
-    C: tl.constexpr,
-    PDL: tl.constexpr,
-    EARLY: tl.constexpr = False,
-):
+    x, tokens, row, w, scales, zeros,
+    C: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr = False,
+):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
     BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
