@@ -10,7 +10,13 @@ from clocher_kernels.cuda.codes import narrow, rounded_product, to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, stored
 from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
-from clocher_kernels.cuda.words import load_scales, scale_of, scales_of_row
+from clocher_kernels.cuda.words import (
+    brick_column,
+    brick_row,
+    load_scales,
+    scale_of,
+    scales_of_row,
+)
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
@@ -43,7 +49,11 @@ def _embed(x, w, scales, zeros, y, C: tl.constexpr):
     if WORDS:
         # Codes of a word lie in the order 0, 2, 4, 6, 1, 3, 5, 7 from its lowest bits.
         bit = (at % 2 * 4 + at % 8 // 2) * 4
-        word = tl.load(w + token * C.STRIDE + at // 8, inside, other=0)
+        if C.BRICKS:
+            to = w + brick_row(token, C.STRIDE, 16) + brick_column(at // 8, 16)
+        else:
+            to = w + token * C.STRIDE + at // 8
+        word = tl.load(to, inside, other=0)
         value = (word >> bit) & 15
         if C.ABOVE > 0:
             place = at // 8 * C.ABOVE
@@ -54,14 +64,17 @@ def _embed(x, w, scales, zeros, y, C: tl.constexpr):
         value = to_f32(tl.load(w + token * C.STRIDE + at, inside, other=0), C.CODE, False) * C.UNIT
     if C.SPAN > 0:
         row_at, column = token // C.SCALE_ROWS, tl.minimum(at, C.SIZE - 1)
+        # Bricks have the scales of groups in eights, too; one for a row is its only group.
+        APART: tl.constexpr = 8 if C.BRICKS else 1
+        GROUPS: tl.constexpr = (C.SIZE + C.SPAN - 1) // C.SPAN
+        first = brick_row(row_at, GROUPS, 1) if C.BRICKS else row_at * GROUPS
         if WORDS:
             if zeros is None:
                 value -= 8 << C.ABOVE
             else:
-                zero = zeros + row_at * tl.cdiv(C.SIZE, C.SPAN) + column // C.SPAN
-                value -= tl.load(zero).to(tl.float32)
-        scales += row_at * scales_of_row(scales, C.SIZE, C.SPAN)
-        own, head = load_scales(scales, column, C.SPAN)
+                value -= tl.load(zeros + first + column // C.SPAN * APART).to(tl.float32)
+        scales += first if C.BRICKS else row_at * scales_of_row(scales, C.SIZE, C.SPAN)
+        own, head = load_scales(scales, column, C.SPAN, APART)
         factor, added = scale_of(own, head, C.CODE)
         value *= factor
         if own.dtype == tl.int16 or own.dtype == tl.int32:

@@ -21,7 +21,13 @@ from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weight
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import gemv_bytes
 from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
-from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
+from clocher_kernels.cuda.prepack import (
+    BRICK_COLUMNS,
+    DeviceTensor,
+    Stored,
+    in_bricks,
+    stored,
+)
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.ggml import Ggml
@@ -130,8 +136,34 @@ _TURNS = {
 multiprocessor must then have: with more rows tokens are loaded less often. Measured on an H200."""
 
 
+_BUSY = 12
+"""Warps of a multiprocessor, with 32 rows each, that keep it reading bricks."""
+_MOST_TURNS = 8
+"""Bricks of a warp that are all on their way before the first is needed."""
+
+
+def _brick_tile(n: int, k: int, m: int, device: Device) -> FewTile:
+    """Choose the tile for bricks, as measured on an H200."""
+    wide, busy = triton.cdiv(n, 32), _BUSY * device.sms
+    warps, parts = next((w for w in (1, 2) if wide * w >= busy), _WARPS), 1
+    chunks = triton.cdiv(k, BRICK_COLUMNS)
+    while warps == _WARPS and parts * warps * _MOST_TURNS < chunks and wide * warps * parts < busy:
+        parts *= 2
+    each = triton.cdiv(chunks, warps * parts)
+    if m <= 8:
+        at_once = parts == 1 and each <= _MOST_TURNS and wide * warps < busy
+        rows, turns = (16, each) if at_once else (32, 2)
+    elif m <= 16:
+        rows, turns = (64, 2) if warps < _WARPS else (32, 1 if parts > 1 else 4)
+    else:
+        rows, turns = (64, 1) if wide * warps * parts >= 5 * device.sms else (32, 2)
+    return FewTile(rows, min(turns, each), warps, parts, BRICK_COLUMNS // 32)
+
+
 def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | None:
     """Choose the tile for `n` rows, `k` columns and `m` tokens; None if W does not fit any."""
+    if held.bricks:
+        return _brick_tile(n, k, m, device)
     # A chunk of four vectors lies in one group of columns, and a vector in one row.
     words = 4
     while words > 1 and (held.span % (4 * words * held.per) or held.data.shape[-1] % words):
@@ -251,9 +283,12 @@ _SEVERAL = 3
 def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
     """Lower a product for up to 32 tokens.
 
-    Several go to tensor cores if a token's sum may have another order than alone, or is exact.
+    Bricks meet tensor cores, always. Other weights do if a token's sum may have another order than
+    alone, or is exact.
     """
+    bricks = in_bricks(w.format, w.shape)
     any_order = "x_scale" in given or given["device"].fast_batch
-    if len(given["x"]) >= _SEVERAL and any_order and (launches := few_tokens(w=w, **given)):
-        return launches
+    if bricks or (any_order and len(given["x"]) >= _SEVERAL):
+        if launches := few_tokens(w=w, **given):
+            return launches
     return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)

@@ -86,7 +86,12 @@ def operand(parts, COUNT: tl.constexpr, WARPS: tl.constexpr, NEAR: tl.constexpr)
     NEAR columns of a lane come in a row, then those of the next lane.
     """
     OWN: tl.constexpr = parts[0].shape[1]
-    t = _joined(parts, COUNT).reshape(WARPS, 8, 4, OWN // NEAR, NEAR, COUNT)
+    t = _joined(parts, COUNT)
+    PAIR: tl.constexpr = 32 // t.dtype.primitive_bitwidth
+    if NEAR == 2 * PAIR and OWN % (4 * PAIR) == 0:
+        # `mma` takes every other pair: neighbours, where loads have put them, must not be.
+        t = t.reshape(32 * WARPS, OWN // (4 * PAIR), 2, 2, PAIR, COUNT).permute(0, 1, 3, 2, 4, 5)
+    t = t.reshape(WARPS, 8, 4, OWN // NEAR, NEAR, COUNT)
     return t.permute(0, 5, 1, 3, 2, 4).reshape(WARPS, 8 * COUNT, 4 * OWN)
 
 
@@ -111,6 +116,15 @@ def _row(n0, lane, C: tl.constexpr, g: tl.constexpr):
 
 
 @triton.jit
+def _eight(n0, lane, row, C: tl.constexpr, g: tl.constexpr):
+    """Return the brick row of each lane's row g, and which of the eight it is."""
+    if C.N % C.BN == 0 and C.HALF == 0:
+        return n0 // 8 + g, lane // 4 % 8
+    else:
+        return row // 8, (row % 8).to(tl.int32)
+
+
+@triton.jit
 def fixed_zeros(zeros, n0, C: tl.constexpr):
     """Return the zero points of lanes' rows, BN / 8 times; 8 if there are none, or groups have."""
     lane = tl.arange(0, 32 * C.WARPS)
@@ -129,18 +143,28 @@ def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
     lane = tl.arange(0, 32 * C.WARPS)
     chunk = turn * C.WARPS + lane // 32
     # Beyond the last vector, where x is 0, it is repeated: loads need no mask.
-    vector = tl.minimum(chunk * 4 + lane % 4, (end + (C.OWN - 1)) // C.OWN - 1)
-    at = (vector * C.E)[:, None] + tl.arange(0, C.E)[None, :]
+    if C.BRICKS:
+        chunk = tl.minimum(chunk, (end + (4 * C.OWN - 1)) // (4 * C.OWN) - 1)
+        at = ((chunk * 32 + lane % 4) * C.E)[:, None] + tl.arange(0, C.E)[None, :]
+    else:
+        vector = tl.minimum(chunk * 4 + lane % 4, (end + (C.OWN - 1)) // C.OWN - 1)
+        at = (vector * C.E)[:, None] + tl.arange(0, C.E)[None, :]
     GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     held, scale, zero = (), (), ()
     for g in tl.static_range(C.BN // 8):
         row = _row(n0.to(tl.int64), lane, C, g)  # one address for all
-        to = w + row[:, None] * C.STRIDE + at
+        if C.BRICKS:
+            eight, own = _eight(n0.to(tl.int64), lane, row, C, g)
+            to = w + (eight * (C.STRIDE * 8) + own * (4 * C.E))[:, None] + at
+        else:
+            to = w + row[:, None] * C.STRIDE + at
         held = held + (tl.load(to, eviction_policy="evict_first"),)
         if C.SPAN > 0:
-            group = row // C.SCALE_ROWS * GROUPS + tl.minimum(
-                chunk * 4 * C.OWN // C.SPAN, GROUPS - 1
-            )
+            group = tl.minimum(chunk * 4 * C.OWN // C.SPAN, GROUPS - 1)
+            if C.BRICKS:
+                group = (eight * GROUPS + group) * 8 + own
+            else:
+                group = row // C.SCALE_ROWS * GROUPS + group
             scale = scale + (tl.load(scales + group)[:, None],)
             if zeros is not None:
                 zero = zero + (tl.load(zeros + group)[:, None],)
@@ -149,18 +173,24 @@ def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
 
 @triton.jit
 def load_tokens(x, turn, end, C: tl.constexpr):
-    """Load each lane's activations [L, OWN] of BM / 8 tokens: 0 beyond the last, from `end` on."""
+    """Load each lane's activations [L, OWN] of BM / 8 tokens: 0 from `end` on."""
     XE: tl.constexpr = 128 // x.dtype.element_ty.primitive_bitwidth
+    STEP: tl.constexpr = 4 * C.OWN * C.WARPS
+    # Without a turn beyond the last column. Tokens beyond the last one repeat it.
+    WHOLE: tl.constexpr = C.K % (STEP * C.PARTS * C.TURNS) == 0
     lane = tl.arange(0, 32 * C.WARPS)
     k = ((turn * C.WARPS + lane // 32) * 4 + lane % 4) * C.OWN
     out = ()
     for t in tl.static_range(C.BM // 8):
-        m = lane // 4 % 8 + 8 * t
+        m = tl.minimum(lane // 4 % 8 + 8 * t, C.M - 1)
         parts = ()
         for i in tl.static_range(C.OWN // XE):
             column = (k + i * XE)[:, None] + tl.arange(0, XE)[None, :]
-            here = (m < C.M)[:, None] & (column < end)
-            parts = parts + (tl.load(x + (m * C.K)[:, None] + column, here, other=0),)
+            to = x + (m * C.K)[:, None] + column
+            if WHOLE:
+                parts = parts + (tl.load(to),)
+            else:
+                parts = parts + (tl.load(to, column < end, other=0),)
         own = _joined(parts, C.OWN // XE).permute(0, 2, 1)
         out = out + (own.reshape(32 * C.WARPS, C.OWN),)
     return out

@@ -27,6 +27,8 @@ from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.cuda.words import (
+    brick_column,
+    brick_row,
     load_scales,
     scale_of,
     scaled_words,
@@ -120,6 +122,8 @@ def _gemm(
     begin = split * COLUMNS if C.SPLITS > 1 else 0
     stop = tl.minimum(begin + COLUMNS, C.K) if C.SPLITS > 1 else C.K
     element, k = tl.arange(0, C.BK // C.PER), tl.arange(0, C.BK)
+    if C.BRICKS:
+        w_row = w + brick_row(row.to(tl.int64), C.STRIDE, 16)[:, None] + element[None, :]
     w_at = w + row.to(tl.int64)[:, None] * C.STRIDE + (begin // C.PER + element)[None, :]
     x_at = x + tl.minimum(m, C.M - 1)[None, :] * C.K + (begin + k)[:, None]
     zero = tl.full((1, 1), 8 << C.ABOVE, tl.int32)
@@ -139,17 +143,27 @@ def _gemm(
         HELD: tl.constexpr = scales.dtype.element_ty
         MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
         group = (row // C.SCALE_ROWS).to(tl.int64)[:, None]
-        scales += group * scales_of_row(scales, C.K, C.SPAN)
-        scale, head = load_scales(scales, tl.minimum(begin + part, C.K - 1), C.SPAN)
-        group *= tl.cdiv(C.K, C.SPAN)
+        APART: tl.constexpr = 8 if C.BRICKS else 1  # scales of a row
+        if C.BRICKS:
+            group = brick_row(group, tl.cdiv(C.K, C.SPAN), 1)
+            scales += group
+        else:
+            scales += group * scales_of_row(scales, C.K, C.SPAN)
+            group *= tl.cdiv(C.K, C.SPAN)
+        now = tl.minimum(begin + part, C.K - 1)
+        scale, head = load_scales(scales, now, C.SPAN, APART)
         if zeros is not None:
-            zero = tl.load(zeros + group + tl.minimum(begin + part, C.K - 1) // C.SPAN).to(tl.int32)
+            zero = tl.load(zeros + group + now // C.SPAN * APART).to(tl.int32)
     elif zeros is not None:
         zero = tl.load(zeros + row * C.SCALE_ROWS)[:, None].to(tl.int32)
 
     total = tl.zeros((C.BN, C.BM), tl.float32 if x_scale is None else tl.int32)
     for k0 in range(begin, stop, C.BK):
-        if C.K % C.BK == 0:
+        if C.BRICKS:
+            # A step's words lie in one brick.
+            first = tl.multiple_of(brick_column(k0 // 8, 16), C.BK // 8)
+            held, xt = tl.load(w_row + first), tl.load(x_at)
+        elif C.K % C.BK == 0:
             held, xt = tl.load(w_at), tl.load(x_at)
         else:
             held = tl.load(w_at, (element < C.STRIDE - k0 // C.PER)[None, :], 0)
@@ -171,9 +185,9 @@ def _gemm(
                 zeros_of = zero if zeros is None else repeated(zero, C.SPAN // C.GRAIN)
             wt = _scaled(held, above, factor, added, zeros_of, C, MINIMA)
             ahead = tl.minimum(k0 + C.BK + part, C.K - 1)
-            scale, head = load_scales(scales, ahead, C.SPAN)
+            scale, head = load_scales(scales, ahead, C.SPAN, APART)
             if zeros is not None:
-                zero = tl.load(zeros + group + ahead // C.SPAN).to(tl.int32)
+                zero = tl.load(zeros + group + ahead // C.SPAN * APART).to(tl.int32)
         elif C.CODE == "int4":
             one = tl.full((1, 1), 1.0, tl.float32)
             wt = _scaled(held, held, one, one, zero, C, False)

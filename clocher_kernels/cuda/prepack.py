@@ -4,7 +4,9 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
 
     int4     codes  i32 [..., N, W], W = ceil(K / 32) * 4. Element 2p + h of a word's 8 is the
                     nibble at bit 4p + 16h, so one mask leaves the pair (2p, 2p + 1) in the two
-                    halves.
+                    halves. In bricks (`in_bricks`) codes are i32 [N / 8, K / 128, 128], 16 words of
+                    each of 8 rows: what a warp loads at once; scales and zero points of groups are
+                    [N / 8, G, 8].
     mxfp4    blocks i32 [..., N, K / 8]. In half h of a word, elements h, 2 + h, 4 + h and 6 + h
                     have their three bits of magnitude from bits 9, 1, 12 and 4 up, and their signs
                     in bits 15, 7, 8 and 0. Bits 11..9 and 15 are where fp16 has the magnitude and
@@ -81,6 +83,20 @@ class DeviceTensor:
         """Bytes of all planes."""
         return sum(plane.nbytes for plane in self.planes.values())
 
+    def rows_of(self, plane: str) -> int:
+        """Return how many rows of the matrix share the first index of a plane."""
+        return (
+            BRICK_ROWS if self.planes[plane].ndim == 3 and in_bricks(self.format, self.shape) else 1
+        )
+
+
+def in_bricks(fmt: Format, shape: tuple[int, ...]) -> bool:
+    """Return whether a matrix is kept in bricks: int4 whose groups are whole ones, or its rows."""
+    if not isinstance(fmt, Int4) or len(shape) != 2:
+        return False
+    span = fmt.group if isinstance(fmt.group, int) and fmt.group < shape[1] else 0
+    return not (shape[0] % BRICK_ROWS or shape[1] % BRICK_COLUMNS or span % BRICK_COLUMNS)
+
 
 def as_torch(array: np.ndarray, dtype: str) -> Tensor:
     """View a NumPy array as torch type `dtype`, on the CPU, without a copy."""
@@ -107,6 +123,9 @@ Planes = dict[str, Tensor]
 VECTOR = 16
 """Bytes that a lane loads at once; packed rows are whole vectors."""
 
+BRICK_ROWS, BRICK_COLUMNS = 8, 128
+"""Weights of a brick."""
+
 # Words changed at a time: at most 8 temporaries of this size, 64 MB.
 _PIECE = 1 << 21
 
@@ -130,7 +149,25 @@ def _int4(fmt: Int4, planes: Planes, shape: tuple[int, ...]) -> Planes:
     words = _whole_vectors(planes["codes"])
     for piece in words.view(-1).split(_PIECE):
         piece.copy_(_pair_nibbles(piece))
-    return {**planes, "codes": words}
+    if not in_bricks(fmt, shape):
+        return {**planes, "codes": words}
+    width = BRICK_COLUMNS // 8
+    for piece in words.view(-1, BRICK_ROWS, shape[1] // 8).split(max(1, _PIECE // shape[1])):
+        piece.copy_(_bricks(piece, width).view_as(piece))
+    made = {"codes": words.view(-1, shape[1] // BRICK_COLUMNS, BRICK_ROWS * width)}
+    for name in planes.keys() - {"codes"}:
+        of_groups = planes[name].numel() > shape[0]
+        own = (
+            planes[name].view(-1, BRICK_ROWS, planes[name].shape[-1]) if of_groups else planes[name]
+        )
+        made[name] = _bricks(own, 1) if of_groups else own
+    return made
+
+
+def _bricks(rows: Tensor, width: int) -> Tensor:
+    """Return eights of rows [N / 8, 8, W] as [N / 8, W / width, 8 width]."""
+    parts = rows.unflatten(2, (-1, width)).transpose(1, 2)
+    return parts.reshape(len(rows), -1, BRICK_ROWS * width).contiguous()
 
 
 def _mxfp4(fmt: Mxfp4, planes: Planes, shape: tuple[int, ...]) -> Planes:
@@ -288,10 +325,11 @@ def stack(tensors: Sequence[DeviceTensor]) -> DeviceTensor | None:
     if any((w.format, w.shape[1:]) != (fmt, width) for w in tensors) or len(width) != 1:
         return None
     for name in tensors[0].planes:
-        parts = [w.planes[name] for w in tensors]
+        parts, each = [w.planes[name] for w in tensors], [w.rows_of(name) for w in tensors]
         if isinstance(fmt, Ternary) and name == "scale":
             parts = [p.expand(w.shape[0]) for p, w in zip(parts, tensors, strict=True)]
-        if any(p.shape[:1] != w.shape[:1] for p, w in zip(parts, tensors, strict=True)):
+        whole = [len(p) * e == w.shape[0] for p, e, w in zip(parts, each, tensors, strict=True)]
+        if len(set(each)) > 1 or not all(whole):
             return None
         planes[name] = torch.cat(parts)
     return DeviceTensor((sum(w.shape[0] for w in tensors), *width), fmt, planes)
@@ -299,7 +337,10 @@ def stack(tensors: Sequence[DeviceTensor]) -> DeviceTensor | None:
 
 def cut(stacked: DeviceTensor, rows: Sequence[int]) -> list[DeviceTensor]:
     """Return the matrices, of some `rows` each, that `stack` put together: views."""
-    planes = {name: plane.split(list(rows)) for name, plane in stacked.planes.items()}
+    planes = {
+        name: plane.split([n // stacked.rows_of(name) for n in rows])
+        for name, plane in stacked.planes.items()
+    }
     return [
         DeviceTensor((n, stacked.shape[1]), stacked.format, {k: p[i] for k, p in planes.items()})
         for i, n in enumerate(rows)
@@ -313,7 +354,8 @@ class Stored:
     `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4" or "ternary", for
     `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per` weights. Scales
     (None for floats) and zero points (None: the middle code) are shared by `span` columns (0: the
-    row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single one).
+    row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single one). `bricks`:
+    see `in_bricks`.
     """
 
     code: str
@@ -323,6 +365,7 @@ class Stored:
     span: int = 0
     scale_rows: int = 0
     zeros: Tensor | None = None
+    bricks: bool = False
 
     @property
     def vector(self) -> int:
@@ -345,7 +388,9 @@ class Stored:
         """The arguments of kernels that read it."""
         tensors = {"w": self.data, "scales": self.scales, "zeros": self.zeros}
         kind = {"CODE": self.code, "ABOVE": {"int5": 1, "int6": 2}.get(self.code, 0)}
-        sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": self.data.shape[-1]}
+        stride = self.data.shape[-1] * (self.data.shape[-2] if self.bricks else 1)
+        stride //= BRICK_ROWS if self.bricks else 1
+        sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": stride, "BRICKS": self.bricks}
         return {**tensors, **kind, **sizes, "SPAN": self.span, "SCALE_ROWS": self.scale_rows}
 
 
@@ -373,7 +418,8 @@ def stored(w: DeviceTensor) -> Stored:
     code, per = ("int8", 1) if isinstance(fmt, Int8) else ("int4", 8)
     # A group as long as the row, or longer, is a row.
     span = fmt.group if isinstance(fmt.group, int) and fmt.group < w.shape[-1] else 0
-    return Stored(code, codes, per, scales, span, int(fmt.group != "tensor"), planes.get("zeros"))
+    zeros, bricks = planes.get("zeros"), in_bricks(fmt, w.shape)
+    return Stored(code, codes, per, scales, span, int(fmt.group != "tensor"), zeros, bricks)
 
 
 def vectors_of(w: DeviceTensor) -> Stored:

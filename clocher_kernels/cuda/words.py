@@ -244,9 +244,21 @@ def scale_places(scales, k, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scales, k, GROUP: tl.constexpr):
-    """Load the arguments of `scale_of`."""
-    at, head_at = scale_places(scales, k, GROUP)
+def brick_row(row, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return where rows of SIZE elements begin in bricks of 8 rows and WIDTH elements of each."""
+    return row // 8 * (8 * SIZE) + row % 8 * WIDTH
+
+
+@triton.jit
+def brick_column(at, WIDTH: tl.constexpr):
+    """Return how far from its row's begin element `at` is."""
+    return at // WIDTH * (8 * WIDTH) + at % WIDTH
+
+
+@triton.jit
+def load_scales(scales, k, GROUP: tl.constexpr, APART: tl.constexpr = 1):
+    """Load the arguments of `scale_of`; a row's scales are APART elements apart."""
+    at, head_at = scale_places(scales, k // GROUP * (GROUP * APART) if APART > 1 else k, GROUP)
     own = tl.load(at)
     head = own
     if own.dtype == tl.int8 or own.dtype == tl.int16:
