@@ -136,27 +136,28 @@ _TURNS = {
 multiprocessor must then have: with more rows tokens are loaded less often. Measured on an H200."""
 
 
-_BUSY = 12
+_BUSY = 8
 """Warps of a multiprocessor, with 32 rows each, that keep it reading bricks."""
-_MOST_TURNS = 8
-"""Bricks of a warp that are all on their way before the first is needed."""
+_MOST_TURNS = 9
+"""Bricks of a warp that may all be on their way before the first is needed."""
 
 
 def _brick_tile(n: int, k: int, m: int, device: Device) -> FewTile:
     """Choose the tile for bricks, as measured on an H200."""
     wide, busy = triton.cdiv(n, 32), _BUSY * device.sms
-    warps, parts = next((w for w in (1, 2) if wide * w >= busy), _WARPS), 1
-    chunks = triton.cdiv(k, BRICK_COLUMNS)
+    chunks, warps, parts = triton.cdiv(k, BRICK_COLUMNS), _WARPS, 1
+    if 2 * wide >= busy:
+        warps = 1 if wide >= 3 * busy and chunks <= 32 else 2
     while warps == _WARPS and parts * warps * _MOST_TURNS < chunks and wide * warps * parts < busy:
         parts *= 2
-    each = triton.cdiv(chunks, warps * parts)
+    each, all_warps = triton.cdiv(chunks, warps * parts), wide * warps * parts
     if m <= 8:
-        at_once = parts == 1 and each <= _MOST_TURNS and wide * warps < busy
+        at_once = each <= _MOST_TURNS and all_warps < busy
         rows, turns = (16, each) if at_once else (32, 2)
     elif m <= 16:
         rows, turns = (64, 2) if warps < _WARPS else (32, 1 if parts > 1 else 4)
     else:
-        rows, turns = (64, 1) if wide * warps * parts >= 5 * device.sms else (32, 2)
+        rows, turns = (64, 1) if 8 * all_warps >= 5 * busy else (32, 2)
     return FewTile(rows, min(turns, each), warps, parts, BRICK_COLUMNS // 32)
 
 
@@ -259,6 +260,9 @@ def few_tokens(
     tile = tile or few_tile(held, n, k, m, device)
     if tile is None:
         return []
+    if operand[1] == 3 and m > 8:
+        # The terms of fp32 need registers, too.
+        tile = replace(tile, rows=min(tile.rows, 32), turns=1)
     sizes = {"M": m, "N": n, "K": k, "BN": tile.rows, "BM": tokens_of(m), "WARPS": tile.warps}
     sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "NEAR": near_columns(held, x, tile)}
     sizes |= {"E": tile.words, "OWN": tile.words * held.per}
@@ -288,7 +292,7 @@ def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
     """
     bricks = in_bricks(w.format, w.shape)
     any_order = "x_scale" in given or given["device"].fast_batch
-    if bricks or (any_order and len(given["x"]) >= _SEVERAL):
-        if launches := few_tokens(w=w, **given):
-            return launches
+    tensor_cores = bricks or (any_order and len(given["x"]) >= _SEVERAL)
+    if tensor_cores and (launches := few_tokens(w=w, **given)):
+        return launches
     return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)

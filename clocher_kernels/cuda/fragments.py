@@ -19,7 +19,7 @@ import triton.language as tl
 from clocher_kernels.cuda.codes import joined, pairs, to_scale
 from clocher_kernels.cuda.dots import element
 from clocher_kernels.cuda.scalar import paired
-from clocher_kernels.cuda.words import pair_of, word_pairs, zero_pairs
+from clocher_kernels.cuda.words import bf16_pairs, pair_of, word_pairs, zero_pairs
 
 # A word of ternary codes 0..2 -> four words of digits, elements 4g .. 4g + 3 in word g. No byte
 # borrows from the next: 0x80 | code is at least 0x80.
@@ -58,8 +58,10 @@ def decoded(
     v = ()
     if ASM and (CODE == "bf16" or CODE == "f16"):
         v = pair_of(word, OPERAND)
-    elif HALVES and CODE != "ternary" and CODE != "e5m2":
-        if CODE == "int4" or CODE == "mxfp4":
+    elif (HALVES and CODE != "ternary" and CODE != "e5m2") or (ASM and CODE == "int4"):
+        if tl.bfloat16 == OPERAND:
+            parts = bf16_pairs(word, zero, tl.full((1, 1), 1.0, OPERAND))
+        elif CODE == "int4" or CODE == "mxfp4":
             low, high = zero_pairs(zero)
             parts = word_pairs(word, word, low, high, CODE)
         else:

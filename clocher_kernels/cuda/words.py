@@ -171,20 +171,26 @@ def pair_of(word, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def bf16_pairs(w, zero, scale):
+    """Return words of int4 as four pairs of (code - zero) * scale in bf16."""
+    return tl.inline_asm_elementwise(
+        _INT4_BF16,
+        "=&r,=&r,=&r,=&r,r,r,r",
+        [w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)],
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        True,
+        1,
+    )
+
+
+@triton.jit
 def scaled_words(w, above, scale, added, zero, CODE: tl.constexpr, MINIMA: tl.constexpr):
     """Decode words [BN, BW] to the 16-bit type of `scale`; mxfp4's are 2^14 times too small.
 
     With MINIMA `added` is added.
     """
     if scale.dtype == tl.bfloat16:
-        p0, p1, p2, p3 = tl.inline_asm_elementwise(
-            _INT4_BF16,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
+        p0, p1, p2, p3 = bf16_pairs(w, zero, scale)
     else:
         low, high = zero_pairs(zero)
         p0, p1, p2, p3 = word_pairs(w, above, low, high, CODE)
