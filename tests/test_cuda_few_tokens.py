@@ -88,7 +88,7 @@ def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
             given: dict[str, Any] = {"x_scale": meta((m,), torch.float32)} if codes else {}
             y, device = meta((m, n), torch.float16), meta_device(90)
             (launch,) = few_tokens(x=x, w=w, y=y, device=device, **given)
-            tokens = ("M", "BM", "BN", "TURNS", "NEAR")
+            tokens = ("M", "BM", "BN", "TURNS", "NEAR", "EARLY")
             constants = {c: v for c, v in launch.constants.items() if c not in tokens}
             found.add((str(sorted(constants.items())), launch.num_warps, launch.grid[1]))
     assert len(found) == 3, found

@@ -51,7 +51,7 @@ def _few(
     ahead = ()
     for u in tl.static_range(C.TURNS):
         ahead = ahead + (load_weights(w, scales, zeros, n0, begin + u, end, C),)
-    start(C.PDL)
+    start(C.PDL, C.EARLY)
     total = tl.zeros((C.WARPS, C.BN, C.BM), SUM)
     for step in range(0, (EACH + C.TURNS - 1) // C.TURNS):
         turn = begin + step * C.TURNS
@@ -241,6 +241,10 @@ def near_columns(held: Stored, x: Tensor, tile: FewTile) -> int:
     return _NARROW * (2 if x.dtype == torch.int8 or seen else 1)
 
 
+_EARLY = 1
+"""Tokens up to which the successor is released first (`scalar.start`)."""
+
+
 def few_tokens(
     *,
     x: Tensor,
@@ -265,7 +269,7 @@ def few_tokens(
         tile = replace(tile, rows=min(tile.rows, 32), turns=1)
     sizes = {"M": m, "N": n, "K": k, "BN": tile.rows, "BM": tokens_of(m), "WARPS": tile.warps}
     sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "NEAR": near_columns(held, x, tile)}
-    sizes |= {"E": tile.words, "OWN": tile.words * held.per}
+    sizes |= {"E": tile.words, "OWN": tile.words * held.per, "EARLY": m <= _EARLY}
     packed = device.asm and operand[0] == torch.float16
     given = {"x": x, "x_scale": x_scale, **held.given, **sizes}
     given |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
