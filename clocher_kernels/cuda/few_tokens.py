@@ -228,17 +228,18 @@ _UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
 
 
 _NARROW = 2 if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6) else 4
+_SEEN = 8  # zero points are bytes
 
 
 def near_columns(held: Stored, x: Tensor, tile: FewTile) -> int:
     """Return the columns that Triton puts side by side in a lane (`kWidth` of its layouts).
 
     It follows from the narrowest load that it sees an operand come from, in the same round of a
-    loop. With another number results are the same, but columns change lanes on the way.
+    loop. With another number columns change lanes on the way, and sums have another order.
     """
     columns = 4 * tile.words * held.per * tile.warps * tile.parts * tile.turns
     seen = held.zeros is not None and (held.span == 0 or columns >= x.shape[1])
-    return _NARROW * (2 if x.dtype == torch.int8 or seen else 1)
+    return _SEEN if seen else _NARROW * (2 if x.dtype == torch.int8 else 1)
 
 
 _EARLY = 1

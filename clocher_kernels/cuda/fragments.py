@@ -89,10 +89,13 @@ def operand(parts, COUNT: tl.constexpr, WARPS: tl.constexpr, NEAR: tl.constexpr)
     """
     OWN: tl.constexpr = parts[0].shape[1]
     t = _joined(parts, COUNT)
+    # Of kWidth = NEAR columns and the next ones `mma` takes a pair each: make these neighbours, as
+    # loads have put them, so that the same columns meet in an `mma` whatever NEAR is.
     PAIR: tl.constexpr = 32 // t.dtype.primitive_bitwidth
-    if NEAR == 2 * PAIR and OWN % (4 * PAIR) == 0:
-        # `mma` takes every other pair: neighbours, where loads have put them, must not be.
-        t = t.reshape(32 * WARPS, OWN // (4 * PAIR), 2, 2, PAIR, COUNT).permute(0, 1, 3, 2, 4, 5)
+    PAIRS: tl.constexpr = NEAR // PAIR
+    if PAIRS > 1 and OWN % (2 * NEAR) == 0:
+        t = t.reshape(32 * WARPS, OWN // (2 * NEAR), PAIRS, 2, PAIR, COUNT)
+        t = t.permute(0, 1, 3, 2, 4, 5)
     t = t.reshape(WARPS, 8, 4, OWN // NEAR, NEAR, COUNT)
     return t.permute(0, 5, 1, 3, 2, 4).reshape(WARPS, 8 * COUNT, 4 * OWN)
 

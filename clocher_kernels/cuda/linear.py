@@ -27,7 +27,6 @@ from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.cuda.words import (
-    brick_column,
     brick_row,
     load_scales,
     scale_of,
@@ -160,8 +159,8 @@ def _gemm(
     total = tl.zeros((C.BN, C.BM), tl.float32 if x_scale is None else tl.int32)
     for k0 in range(begin, stop, C.BK):
         if C.BRICKS:
-            # A step's words lie in one brick.
-            first = tl.multiple_of(brick_column(k0 // 8, 16), C.BK // 8)
+            # A step's words lie in one brick. A hint at what a function returns would be lost.
+            first = tl.multiple_of((k0 & -128) + (k0 & 127) // 8, C.BK // 8)
             held, xt = tl.load(w_row + first), tl.load(x_at)
         elif C.K % C.BK == 0:
             held, xt = tl.load(w_at), tl.load(x_at)

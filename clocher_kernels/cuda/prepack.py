@@ -320,19 +320,25 @@ def _fp16_bits(words: Tensor) -> Tensor:
 
 
 def stack(tensors: Sequence[DeviceTensor]) -> DeviceTensor | None:
-    """Return matrices of one format as one, row by row; None if a plane has no row for each."""
+    """Return matrices of one format as one, row by row; None if a plane has no row for each.
+
+    Nor where only some of them, or only the whole, are in bricks.
+    """
     (fmt, width), planes = (tensors[0].format, tensors[0].shape[1:]), dict[str, Tensor]()
+    shape = (sum(w.shape[0] for w in tensors), *width)
     if any((w.format, w.shape[1:]) != (fmt, width) for w in tensors) or len(width) != 1:
         return None
+    if len({in_bricks(fmt, each) for each in (shape, *(w.shape for w in tensors))}) > 1:
+        return None
     for name in tensors[0].planes:
-        parts, each = [w.planes[name] for w in tensors], [w.rows_of(name) for w in tensors]
+        parts = [w.planes[name] for w in tensors]
         if isinstance(fmt, Ternary) and name == "scale":
             parts = [p.expand(w.shape[0]) for p, w in zip(parts, tensors, strict=True)]
-        whole = [len(p) * e == w.shape[0] for p, e, w in zip(parts, each, tensors, strict=True)]
-        if len(set(each)) > 1 or not all(whole):
+        pairs = zip(parts, tensors, strict=True)
+        if any(len(part) * w.rows_of(name) != w.shape[0] for part, w in pairs):
             return None
         planes[name] = torch.cat(parts)
-    return DeviceTensor((sum(w.shape[0] for w in tensors), *width), fmt, planes)
+    return DeviceTensor(shape, fmt, planes)
 
 
 def cut(stacked: DeviceTensor, rows: Sequence[int]) -> list[DeviceTensor]:
