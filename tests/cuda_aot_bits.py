@@ -85,7 +85,7 @@ def experts(stem: str, fmt: str, capability: int, x_type: torch.dtype = FP16) ->
 def launches() -> Iterator[tuple[str, int, Launch]]:
     """Yield (id, capability, launch)."""
     for cc in ARCHITECTURES:
-        for fmt in ("int4_sym_g128_f16", "mxfp4"):
+        for fmt in ("int4_sym_g64_f16", "mxfp4"):
             yield f"budget-{fmt}-m1-n14336-k4096", cc, product(fmt, 1, 14336, 4096, cc)
         yield "budget-ternary_i8-m1-n13824-k2560", cc, exact(1, 13824, 2560, cc)
         yield "budget-mxfp4-experts-gate_up-m1", cc, experts("gate_up", "mxfp4", cc)
@@ -94,16 +94,16 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
     for fmt, cc in (("int4_sym_g32_f16", 80), ("int4_asym_g64_f16", 89)):
         yield f"budget-{fmt}-m1-n14336-k4096", cc, product(fmt, 1, 14336, 4096, cc)
     yield (
-        "budget-int4_sym_g128_f16-m1-n4096-k14336",
+        "budget-int4_sym_g64_f16-m1-n4096-k14336",
         90,
-        product("int4_sym_g128_f16", 1, 4096, 14336, 90),
+        product("int4_sym_g64_f16", 1, 4096, 14336, 90),
     )
     yield "int4_asym_g34_f16-m1-n4096-k4096", 86, product("int4_asym_g34_f16", 1, 4096, 4096, 86)
     for m in (4, 8):
         yield (
-            f"int4_sym_g128_f16-m{m}-n14336-k4096",
+            f"int4_sym_g64_f16-m{m}-n14336-k4096",
             90,
-            product("int4_sym_g128_f16", m, 14336, 4096, 90),
+            product("int4_sym_g64_f16", m, 14336, 4096, 90),
         )
     for fmt, m in (("q4_k", 1), ("q5_k", 2), ("q6_k", 1), ("q6_k", 8)):
         yield f"{fmt}-m{m}-n14336-k4096", 90, product(fmt, m, 14336, 4096, 90)
@@ -121,7 +121,7 @@ def main() -> None:
     ptx = {}
     for cc in PTX_ONLY:
         for name, launch in (
-            ("int4", product("int4_sym_g128_f16", 1, 4096, 4096, cc)),
+            ("int4", product("int4_sym_g64_f16", 1, 4096, 4096, cc)),
             ("mxfp4", experts("gate_up", "mxfp4", cc)),
             ("ternary", exact(1, 2560, 2560, cc)),
         ):

@@ -12,7 +12,8 @@ from cuda_aot_orders import orders
 from test_cuda_fused import SHAPES, lowered
 
 CAPABILITY = 90
-KERNELS = ["_gemv", "_gemv_bits", "_linear_ternary", "_router", "_decode", "_rows", "_heads"]
+KERNELS = ["_gemv", "_gemv_bits", "_few", "_linear_ternary", "_router", "_decode", "_rows"]
+KERNELS += ["_heads"]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Print, as JSON, how products of 1, 2, 4 and 8 tokens are summed on a GPU: over what, in turn.
+"""Print, as JSON, how products of 1 to 8 tokens, and of 32 by bricks, are summed on a GPU.
 
 Lanes that hold pieces of a sum are added up by registers, threads and warps, in an order that
 follows from how the axis is laid out over them. Run without TRITON_INTERPRET, see
@@ -14,7 +14,7 @@ from aot import compile_ir
 from cuda_cases import meta, meta_device
 
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, in_bricks, rearrange
 from clocher_kernels.formats import parse_format
 
 FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "int8_g64_f16")
@@ -52,7 +52,8 @@ def orders(ir: str) -> Iterator[tuple[int, int, int, int]]:
                 for name, value in re.findall(r"(\w+) = \[(.*?)\]", text)
             }
             _, threads, warps = (
-                sizes[p][int(axis)] for p in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
+                sizes.get(p, [1, 1, 1])[int(axis)]  # of an `mma` only warps share the first axis
+                for p in ("sizePerThread", "threadsPerWarp", "warpsPerCTA")
             )
             held = [max(length // (threads * warps), 1), threads, warps]
         yield length, *held
@@ -62,7 +63,7 @@ def main() -> None:
     found: dict[str, dict[str, list[tuple[int, ...]]]] = {}
     for name, n, k in CASES:
         w = weight(name, n, k)
-        for m in (1, 2, 4, 8):
+        for m in (1, 2, 4, 8, 16, 32) if in_bricks(w.format, w.shape) else (1, 2, 4, 8):
             x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
             (launch,) = linear(x=x, w=w, y=y, device=meta_device(90))
             found.setdefault(f"{name} {n}x{k}", {})[str(m)] = sorted(

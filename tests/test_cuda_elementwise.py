@@ -44,6 +44,15 @@ def test_embed_names_the_formats_that_it_has() -> None:
         LOWER["embed"](ids=ids, table=table, y=y, device=INTERPRETER)
 
 
+@pytest.mark.parametrize("fmt", ["sym_g128_f16", "asym_g128_f32", "asym_g256_bf16", "asym_row_f16"])
+def test_embed_reads_bricks(fmt: str) -> None:
+    case = Case(f"{fmt}-m5-k768", {"M": 5, "V": 24, "K": 768}, formats={"table": f"int4_{fmt}"})
+    op = OpRun(OPS["embed"], case)
+    op.values["ids"][:] = [23, 0, 9, 8, 7]
+    got, expected = run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
 @pytest.mark.parametrize(
     ("op", "sizes", "attrs", "narrow"),

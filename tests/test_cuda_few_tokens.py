@@ -177,15 +177,20 @@ def test_few_rows_are_shared_by_programs() -> None:
 
 @pytest.mark.slow
 def test_machine_code_keeps_its_budgets() -> None:
-    limits = {"int4_sym_g128_f16": 1.85, "bf16": 2.2, "ternary": 1.4, "int8_row_f32": 2.0}
+    limits = {"int4_sym_g128_f16": 1.75, "bf16": 2.2, "ternary": 1.4, "int8_row_f32": 2.0}
+    # Instructions of a whole kernel that reads its rows at once are counted, not of a loop.
+    limits |= {"4096x4096": 2.4, "6144x4096": 2.15, "4096x14336": 1.95}
     for name, got in aot_report("cuda_aot_few.py").items():
-        fmt, m, _ = name.split("-")
+        fmt, m, shape, _ = name.split("-")
         # 64 rows by two warps are fastest on an H200, though they take every register.
         small = fmt.startswith(("int4", "mxfp4", "ternary"))
         most = 255 if small else 140 if m == "m8" else 192
         assert got["registers"] <= most, (name, got)
         assert got["local"] <= sass_ratchet.LOCAL.get((sass_ratchet.VERSION, name), 0), (name, got)
         assert got["tensor_cores"] > 0 and got["streaming_loads"] > 0, (name, got)
-        assert got["moved"] == 0, f"columns change lanes: {name} {got}"
-        if m == "m8":
-            assert 0 < got["per_weight"] <= limits.get(fmt, 3.4), (name, got)
+        # Sums of warps are added up through shared memory, at the end.
+        assert got["moved"] <= (32 if got["once"] else 0), f"columns change lanes: {name} {got}"
+        assert got["neighbours"], f"sums follow the tile: {name}"
+        if m in ("m1", "m8"):
+            limit = limits.get(shape, limits.get(fmt, 3.4))
+            assert 0 < got["per_weight"] <= limit, (name, got)

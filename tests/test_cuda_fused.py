@@ -154,8 +154,8 @@ def test_machine_code() -> None:
     """No kernel spills; the sum of a norm has one order, in every kernel."""
     sums: dict[tuple[str, int], set[str]] = {}
     for name, used in aot_report("cuda_aot_fused.py").items():
-        # Sixteen tokens: the number of the first one, kept through the loop of two kernels.
-        assert used["local"] <= (8 if " m16 _gemv_bits" in name else 0), (name, used)
+        # Gate and up take every register (see test_cuda_few_tokens), and pointers more.
+        assert used["local"] <= (64 if " m16 _few n28672" in name else 0), (name, used)
         for length, *parts in used.get("sums", ()):
             sums.setdefault((name.split()[0], length), set()).add(str(parts))
     assert len(sums) >= 4 and all(len(orders) == 1 for orders in sums.values()), sums

@@ -222,19 +222,23 @@ def bytes_in_flight(launch: Launch, sms: int = 132) -> float:
 
     A thread reads 16 bytes of each of its rows for this turn and for the next one, if there is one.
     """
-    constants = launch.constants
-    if "ROWS" in constants:
+    constants, registers = launch.constants, REGISTERS
+    if "OWN" in constants:  # the kernel for few tokens, whose lanes have BN / 8 rows
+        columns = constants["OWN"] * 4 * constants["WARPS"] * constants["PARTS"]
+        rows, turns = constants["BN"] // 8 * constants["TURNS"], constants["TURNS"] * columns
+        turns, registers = -(-constants["K"] // turns), 255 if rows > 4 else REGISTERS
+    elif "ROWS" in constants:
         rows, turns = constants["ROWS"], -(-constants["K"] // constants["BLOCK"])
     else:
         vectors = -(-constants["K"] // constants["WEIGHTS"])
         rows, turns = constants["R"], -(-vectors // constants["BV"])
-    most = (1 << 16) // (REGISTERS * 32 * launch.num_warps)
-    programs = min(most, launch.grid[0] / sms)
+    most = (1 << 16) // (registers * 32 * launch.num_warps)
+    programs = min(most, launch.grid[0] * launch.grid[1] / sms)
     return programs * launch.num_warps * 32 * 16 * rows * min(turns, 2)
 
 
 REGISTERS = 168
-"""Most registers of a thread of `_gemv` and `_gemv_bits` for eight tokens."""
+"""Most registers of a thread of `_gemv` and `_gemv_bits` for eight tokens, of `_few` with 4 rows."""
 
 
 @triton.jit
