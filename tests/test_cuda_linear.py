@@ -1,5 +1,6 @@
 """The CUDA matrix products in Triton's interpreter, and their machine code."""
 
+import math
 import zlib
 from typing import Any
 
@@ -233,12 +234,12 @@ def bytes_in_flight(launch: Launch, sms: int = 132) -> float:
         vectors = -(-constants["K"] // constants["WEIGHTS"])
         rows, turns = constants["R"], -(-vectors // constants["BV"])
     most = (1 << 16) // (registers * 32 * launch.num_warps)
-    programs = min(most, launch.grid[0] * launch.grid[1] / sms)
+    programs = min(most, math.prod(launch.grid) / sms)
     return programs * launch.num_warps * 32 * 16 * rows * min(turns, 2)
 
 
 REGISTERS = 168
-"""Most registers of a thread of `_gemv` and `_gemv_bits` for eight tokens, of `_few` with 4 rows."""
+"""Most registers of a thread of `_gemv` and `_gemv_bits` for eight tokens, and of small `_few`."""
 
 
 @triton.jit

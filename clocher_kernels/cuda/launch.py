@@ -33,7 +33,7 @@ class Device:
 
     `torch_device` is "cuda", "cpu" (interpreter) or "meta" (compile only); `capability` is 80, 86,
     89, 90, 100, 120, or 0 for the interpreter. `fast_batch`: a token's sums may have another order
-    beside others than alone.
+    beside others than alone; those of int4 in bricks never have.
     """
 
     torch_device: str

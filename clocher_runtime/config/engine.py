@@ -142,8 +142,8 @@ class EngineConfig:
     device: str = _run(_DEVICE, "where to run", default="auto")
     fast_batch: bool = _run(
         SWITCH,
-        "on a GPU, multiply 3 to 32 tokens of a step on tensor cores: a token's last bits then "
-        "depend on how many others are in its step",
+        "on a GPU, multiply 3 to 32 tokens of a step on tensor cores (int4 in groups of 128 always "
+        "is): a token's last bits then depend on how many others are in its step",
     )
     backend: str = internal(
         _BACKEND, "back end chosen for `device`: see `backends.choose`", default="cpu"
