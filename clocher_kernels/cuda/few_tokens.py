@@ -242,7 +242,7 @@ def near_columns(held: Stored, x: Tensor, tile: FewTile) -> int:
     return _SEEN if seen else _NARROW * (2 if x.dtype == torch.int8 else 1)
 
 
-_EARLY = 1
+_EARLY = 8
 """Tokens up to which the successor is released first (`scalar.start`)."""
 
 
