@@ -32,9 +32,9 @@ _QUERY = "driver_version,pstate,clocks.sm,clocks.mem,power.draw,temperature.gpu,
 _SIZES = tuple(mib << 20 for mib in (16, 64, 256, 1024, 4096))
 _DRY = ("rms_norm", "gather_rows")
 _SHAPES, _DRY_SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096)), ((64, 128),)
-_TOKENS = (1, 4, 8)
+_TOKENS = (1, 4, 8, 16)
 _OURS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "fp8_e4m3_row_f32")
-_WRONG, _GROUP = 0.05, 64
+_WRONG, _GROUP = 0.05, 128
 _BF16 = torch.bfloat16
 
 Made = tuple[Callable[[Tensor], Tensor], torch.dtype, int, Tensor]
@@ -139,7 +139,7 @@ def _cublas(setting: Setting, n: int, k: int) -> Made:
 
 
 def _int4(setting: Setting, n: int, k: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes 0..15, scales of groups of 64, and their values with a zero point of 8."""
+    """Return codes 0..15, scales of groups, and their values with a zero point of 8."""
     codes = setting.integers((n, k), 16, torch.uint8)
     scales = ((setting.randn(n, k // _GROUP).abs() + 0.5) * (k**-0.5 / 5)).to(dtype)
     return codes, scales, (codes.float() - 8) * scales.float().repeat_interleave(_GROUP, 1)
