@@ -3,7 +3,7 @@
     python -m bench.gpu.predict
 
 A step takes its bytes at the bandwidth that reads reach, and for each launch a time in which
-nothing is read. Both are fitted to the H200 of docs/cuda.md, which they give within 12 %.
+nothing is read. Both are fitted to the H200 of docs/cuda.md, which they give within 13 %.
 """
 
 from math import inf

@@ -285,8 +285,8 @@ def few_tokens(
     return [launch(_few, (tiles, tile.parts), device, tile.warps, weights, **given)]
 
 
-_SEVERAL = 3
-"""Tokens from which tensor cores are faster, as measured on an H200."""
+_SEVERAL, _SEVERAL_CODES = 5, 3
+"""Tokens from which tensor cores are faster, as measured on an H200; of int8 codes."""
 
 
 def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
@@ -295,9 +295,9 @@ def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
     Bricks meet tensor cores, always. Other weights do if a token's sum may have another order than
     alone, or is exact.
     """
-    bricks = in_bricks(w.format, w.shape)
-    any_order = "x_scale" in given or given["device"].fast_batch
-    tensor_cores = bricks or (any_order and len(given["x"]) >= _SEVERAL)
-    if tensor_cores and (launches := few_tokens(w=w, **given)):
+    exact = "x_scale" in given
+    several = len(given["x"]) >= (_SEVERAL_CODES if exact else _SEVERAL)
+    fits = in_bricks(w.format, w.shape) or (several and (exact or given["device"].fast_batch))
+    if fits and (launches := few_tokens(w=w, **given)):
         return launches
     return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)

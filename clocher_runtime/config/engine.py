@@ -142,7 +142,7 @@ class EngineConfig:
     device: str = _run(_DEVICE, "where to run", default="auto")
     fast_batch: bool = _run(
         SWITCH,
-        "on a GPU, multiply 3 to 32 tokens of a step on tensor cores (int4 in groups of 128 always "
+        "on a GPU, multiply 5 to 32 tokens of a step on tensor cores (int4 in groups of 128 always "
         "is): a token's last bits then depend on how many others are in its step",
     )
     backend: str = internal(
