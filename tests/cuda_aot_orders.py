@@ -13,8 +13,9 @@ import torch
 from aot import compile_ir
 from cuda_cases import meta, meta_device
 
+from clocher_kernels.cuda.bricks import in_bricks
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, in_bricks, rearrange
+from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
 from clocher_kernels.formats import parse_format
 
 FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "int8_g64_f16")

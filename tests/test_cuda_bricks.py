@@ -8,8 +8,10 @@ import torch
 from op_cases import error
 from test_cuda_linear import TYPES, Product
 
+from clocher_kernels.cuda.bricks import in_bricks
+from clocher_kernels.cuda.fused import cut, stack
 from clocher_kernels.cuda.launch import INTERPRETER
-from clocher_kernels.cuda.prepack import DeviceTensor, cut, in_bricks, prepack, stack
+from clocher_kernels.cuda.prepack import DeviceTensor, prepack
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
 

@@ -16,18 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clocher_kernels.cuda.bricks import BRICK_COLUMNS, in_bricks
 from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import gemv_bytes
 from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
-from clocher_kernels.cuda.prepack import (
-    BRICK_COLUMNS,
-    DeviceTensor,
-    Stored,
-    in_bricks,
-    stored,
-)
+from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.ggml import Ggml

@@ -13,15 +13,17 @@ import torch
 
 from clocher_kernels.cuda import kv
 from clocher_kernels.cuda.attention import attention
+from clocher_kernels.cuda.bricks import in_bricks
 from clocher_kernels.cuda.elementwise import quantize, rms_norm
 from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.moe import router
-from clocher_kernels.cuda.prepack import DeviceTensor, cut, stack
+from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8
+from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.linear import sums_exactly
 from clocher_kernels.ops.rewrite import Run
 
@@ -46,6 +48,40 @@ def stacked(run: Run, values: dict[str, Any]) -> Stacked | None:
     for call, part in zip(calls, cut(whole, rows), strict=True):
         values[call.args["w"]] = part
     return whole, torch.cat([values[name] for name in biases]) if biases else None
+
+
+def stack(tensors: Sequence[DeviceTensor]) -> DeviceTensor | None:
+    """Return matrices of one format as one, row by row; None if a plane has no row for each.
+
+    Nor where only some of them, or only the whole, are in bricks.
+    """
+    (fmt, width), planes = (tensors[0].format, tensors[0].shape[1:]), dict[str, torch.Tensor]()
+    shape = (sum(w.shape[0] for w in tensors), *width)
+    if any((w.format, w.shape[1:]) != (fmt, width) for w in tensors) or len(width) != 1:
+        return None
+    if len({in_bricks(fmt, each) for each in (shape, *(w.shape for w in tensors))}) > 1:
+        return None
+    for name in tensors[0].planes:
+        parts = [w.planes[name] for w in tensors]
+        if isinstance(fmt, Ternary) and name == "scale":
+            parts = [p.expand(w.shape[0]) for p, w in zip(parts, tensors, strict=True)]
+        pairs = zip(parts, tensors, strict=True)
+        if any(len(part) * w.rows_of(name) != w.shape[0] for part, w in pairs):
+            return None
+        planes[name] = torch.cat(parts)
+    return DeviceTensor(shape, fmt, planes)
+
+
+def cut(stacked: DeviceTensor, rows: Sequence[int]) -> list[DeviceTensor]:
+    """Return the matrices, of some `rows` each, that `stack` put together: views."""
+    planes = {
+        name: plane.split([n // stacked.rows_of(name) for n in rows])
+        for name, plane in stacked.planes.items()
+    }
+    return [
+        DeviceTensor((n, stacked.shape[1]), stacked.format, {k: p[i] for k, p in planes.items()})
+        for i, n in enumerate(rows)
+    ]
 
 
 def _rows(calls: Sequence[Given], device: Device) -> list[Launch]:

@@ -4,9 +4,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
 
     int4     codes  i32 [..., N, W], W = ceil(K / 32) * 4. Element 2p + h of a word's 8 is the
                     nibble at bit 4p + 16h, so one mask leaves the pair (2p, 2p + 1) in the two
-                    halves. In bricks (`in_bricks`) codes are i32 [N / 8, K / 128, 128], 16 words of
-                    each of 8 rows: what a warp loads at once; scales and zero points of groups are
-                    [N / 8, G, 8].
+                    halves. Some matrices then lie in `bricks`.
     mxfp4    blocks i32 [..., N, K / 8]. In half h of a word, elements h, 2 + h, 4 + h and 6 + h
                     have their three bits of magnitude from bits 9, 1, 12 and 4 up, and their signs
                     in bits 15, 7, 8 and 0. Bits 11..9 and 15 are where fp16 has the magnitude and
@@ -30,7 +28,7 @@ Planes that are not named here are as stored.
 """
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -39,6 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from clocher_kernels.cuda.bricks import BRICK_ROWS, in_bricks, to_bricks
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
@@ -90,14 +89,6 @@ class DeviceTensor:
         )
 
 
-def in_bricks(fmt: Format, shape: tuple[int, ...]) -> bool:
-    """Return whether a matrix is kept in bricks: int4 whose groups are whole ones, or its rows."""
-    if not isinstance(fmt, Int4) or len(shape) != 2:
-        return False
-    span = fmt.group if isinstance(fmt.group, int) and fmt.group < shape[1] else 0
-    return not (shape[0] % BRICK_ROWS or shape[1] % BRICK_COLUMNS or span % BRICK_COLUMNS)
-
-
 def as_torch(array: np.ndarray, dtype: str) -> Tensor:
     """View a NumPy array as torch type `dtype`, on the CPU, without a copy."""
     array = np.ascontiguousarray(array)
@@ -123,9 +114,6 @@ Planes = dict[str, Tensor]
 VECTOR = 16
 """Bytes that a lane loads at once; packed rows are whole vectors."""
 
-BRICK_ROWS, BRICK_COLUMNS = 8, 128
-"""Weights of a brick."""
-
 # Words changed at a time: at most 8 temporaries of this size, 64 MB.
 _PIECE = 1 << 21
 
@@ -149,25 +137,8 @@ def _int4(fmt: Int4, planes: Planes, shape: tuple[int, ...]) -> Planes:
     words = _whole_vectors(planes["codes"])
     for piece in words.view(-1).split(_PIECE):
         piece.copy_(_pair_nibbles(piece))
-    if not in_bricks(fmt, shape):
-        return {**planes, "codes": words}
-    width = BRICK_COLUMNS // 8
-    for piece in words.view(-1, BRICK_ROWS, shape[1] // 8).split(max(1, _PIECE // shape[1])):
-        piece.copy_(_bricks(piece, width).view_as(piece))
-    made = {"codes": words.view(-1, shape[1] // BRICK_COLUMNS, BRICK_ROWS * width)}
-    for name in planes.keys() - {"codes"}:
-        of_groups = planes[name].numel() > shape[0]
-        own = (
-            planes[name].view(-1, BRICK_ROWS, planes[name].shape[-1]) if of_groups else planes[name]
-        )
-        made[name] = _bricks(own, 1) if of_groups else own
-    return made
-
-
-def _bricks(rows: Tensor, width: int) -> Tensor:
-    """Return eights of rows [N / 8, 8, W] as [N / 8, W / width, 8 width]."""
-    parts = rows.unflatten(2, (-1, width)).transpose(1, 2)
-    return parts.reshape(len(rows), -1, BRICK_ROWS * width).contiguous()
+    packed = {**planes, "codes": words}
+    return to_bricks(packed, shape) if in_bricks(fmt, shape) else packed
 
 
 def _mxfp4(fmt: Mxfp4, planes: Planes, shape: tuple[int, ...]) -> Planes:
@@ -317,40 +288,6 @@ def _fp16_bits(words: Tensor) -> Tensor:
         both = mask | mask << 16
         out |= moved.bitwise_and_(both - (1 << 32) if both >> 31 else both)
     return out
-
-
-def stack(tensors: Sequence[DeviceTensor]) -> DeviceTensor | None:
-    """Return matrices of one format as one, row by row; None if a plane has no row for each.
-
-    Nor where only some of them, or only the whole, are in bricks.
-    """
-    (fmt, width), planes = (tensors[0].format, tensors[0].shape[1:]), dict[str, Tensor]()
-    shape = (sum(w.shape[0] for w in tensors), *width)
-    if any((w.format, w.shape[1:]) != (fmt, width) for w in tensors) or len(width) != 1:
-        return None
-    if len({in_bricks(fmt, each) for each in (shape, *(w.shape for w in tensors))}) > 1:
-        return None
-    for name in tensors[0].planes:
-        parts = [w.planes[name] for w in tensors]
-        if isinstance(fmt, Ternary) and name == "scale":
-            parts = [p.expand(w.shape[0]) for p, w in zip(parts, tensors, strict=True)]
-        pairs = zip(parts, tensors, strict=True)
-        if any(len(part) * w.rows_of(name) != w.shape[0] for part, w in pairs):
-            return None
-        planes[name] = torch.cat(parts)
-    return DeviceTensor(shape, fmt, planes)
-
-
-def cut(stacked: DeviceTensor, rows: Sequence[int]) -> list[DeviceTensor]:
-    """Return the matrices, of some `rows` each, that `stack` put together: views."""
-    planes = {
-        name: plane.split([n // stacked.rows_of(name) for n in rows])
-        for name, plane in stacked.planes.items()
-    }
-    return [
-        DeviceTensor((n, stacked.shape[1]), stacked.format, {k: p[i] for k, p in planes.items()})
-        for i, n in enumerate(rows)
-    ]
 
 
 @dataclass(frozen=True, slots=True)
