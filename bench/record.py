@@ -135,6 +135,12 @@ KINDS: Mapping[str, Kind] = {
             for kind in ("per-tensor", "per-row", "per-group")
         ),
     ),
+    "low_bits": Kind(
+        "Few bits a weight",
+        "name | bits = {bits:.3f} | MiB = {mib:.1f} | KLD = {kld_text:.4f} | "
+        "turns = {kld_turns:.4f} | same top = {same_top_text:.4f} | turns = {same_top_turns:.4f} | "
+        "perplexity = {perplexity_text:.2f} | turns = {perplexity_turns:.2f}",
+    ),
     "profile": Kind(
         "Where a step goes",
         "call = {name} | calls | us = {us:.1f} | share = {share:.1%} | "
