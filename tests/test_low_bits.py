@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from bench.low_bits import correct, parse, rotation, subsets, turn
+from bench.low_bits_rounding import correct, parse, rotation, subsets, turn
 
 
 def test_a_column_of_the_trellis_is_one_bit_and_the_upper_bits_of_each_code() -> None:
