@@ -140,7 +140,7 @@ _MOST_TURNS = 9
 def _brick_tile(n: int, k: int, m: int, device: Device) -> FewTile:
     """Choose the tile for bricks, as measured on an H200."""
     wide, busy = triton.cdiv(n, 32), _BUSY * device.sms
-    chunks, warps, parts = triton.cdiv(k, BRICK_COLUMNS), _WARPS, 1
+    chunks, warps, parts = k // BRICK_COLUMNS, _WARPS, 1
     if 2 * wide >= busy:
         warps = 1 if wide >= 3 * busy and chunks <= 32 else 2
     while warps == _WARPS and parts * warps * _MOST_TURNS < chunks and wide * warps * parts < busy:

@@ -84,9 +84,8 @@ class DeviceTensor:
 
     def rows_of(self, plane: str) -> int:
         """Return how many rows of the matrix share the first index of a plane."""
-        return (
-            BRICK_ROWS if self.planes[plane].ndim == 3 and in_bricks(self.format, self.shape) else 1
-        )
+        together = in_bricks(self.format, self.shape) and self.planes[plane].ndim == 3
+        return BRICK_ROWS if together else 1
 
 
 def as_torch(array: np.ndarray, dtype: str) -> Tensor:
@@ -331,8 +330,7 @@ class Stored:
         """The arguments of kernels that read it."""
         tensors = {"w": self.data, "scales": self.scales, "zeros": self.zeros}
         kind = {"CODE": self.code, "ABOVE": {"int5": 1, "int6": 2}.get(self.code, 0)}
-        stride = self.data.shape[-1] * (self.data.shape[-2] if self.bricks else 1)
-        stride //= BRICK_ROWS if self.bricks else 1
+        stride = self.data[0].numel() // BRICK_ROWS if self.bricks else self.data.shape[-1]
         sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": stride, "BRICKS": self.bricks}
         return {**tensors, **kind, **sizes, "SPAN": self.span, "SCALE_ROWS": self.scale_rows}
 
