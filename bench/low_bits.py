@@ -8,7 +8,7 @@ A study, not a format: matrices are rounded and put back as floats (torch), acti
 only the loss of the weights is seen. A recipe is bits and switches: gN weights share a scale of sN
 bits under a row's f16 (s16: f16 alone); `levels` learns the values by k-means weighted by the
 Hessian's diagonal (else they are uniform); `gptq` corrects later columns; rotN rotates inputs by
-random signs and a Hadamard matrix of N; tcqV codes rows of a column by a trellis of 2^V states;
+random signs and a Hadamard matrix of N; tcq3 codes rows of a column by a trellis of 2^3 states;
 headN gives embeddings and head N bits; mixN spreads N bits over the tensors by the Fisher
 information of their outputs. A peer is a file whose size counts, and a copy of it in f16; for
 blocks of 256, four rows of 576 columns were laid end to end before llama-quantize.

@@ -13,7 +13,7 @@ import numpy as np
 
 from clocher_runtime.quantize.gptq import Factor, factorise
 
-PARITY = {0: (0, 0), 2: (0o5, 0o2), 3: (0o13, 0o4), 4: (0o23, 0o4), 8: (0o515, 0o362)}
+PARITY = {0: (0, 0), 3: (0o13, 0o4)}
 """Ungerboeck's codes for amplitudes (1982): h0, h1 of 2^V states."""
 _SEQUENCE, _BLOCK, _SAMPLE, _ROUNDS, _F16 = 64, 128, 1 << 17, 4, 16
 _CANDIDATES = np.concatenate([np.linspace(0.5, 1.15, 14), -np.linspace(0.5, 1.15, 14)])
