@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
-from clocher_kernels.formats.base import Format
+from clocher_kernels.formats.base import Format, turn
 
 
 class BlockRows(NamedTuple):
@@ -93,6 +93,11 @@ class QuantTensor:
 
     def decode(self) -> np.ndarray:
         """Return the values as fp32, in the logical shape."""
+        stored = self.stored()
+        return turn(stored, self.format.turned) if self.format.turned else stored
+
+    def stored(self) -> np.ndarray:
+        """Return what products multiply inputs by, fp32: rotated if the format has that."""
         return self.format.decode(self.planes, self.shape)
 
     def check(self) -> None:
@@ -106,4 +111,7 @@ class QuantTensor:
 def encode(values: np.ndarray, fmt: Format) -> QuantTensor:
     """Encode fp32 values [..., N, K] in a format."""
     values = np.ascontiguousarray(values, dtype=np.float32)
+    if fmt.turned:
+        fmt.planes(values.shape)  # or there may be no blocks to rotate
+        values = turn(values, fmt.turned)
     return QuantTensor(values.shape, fmt, fmt.encode(values))

@@ -14,6 +14,7 @@ from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.floats import Float, Fp8, Mxfp4
 from clocher_kernels.formats.ggml import GGML_KINDS, TRIED_KINDS, Ggml
 from clocher_kernels.formats.integers import Int4, Int8
+from clocher_kernels.formats.tcq import Tcq
 from clocher_kernels.formats.ternary import Ternary
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "Int8",
     "Mxfp4",
     "Plane",
+    "Tcq",
     "Ternary",
     "known_formats",
     "parse_format",
@@ -116,6 +118,13 @@ FAMILIES: tuple[Family, ...] = (
         ("mxfp4",),
         re.compile("mxfp4"),
         Mxfp4,
+    ),
+    Family(
+        "tcq{2|3|4|5}",
+        "so many bits, rotated and trellis-coded; a scale of 8 bits per 64 columns, K a multiple",
+        ("tcq2", "tcq3", "tcq4", "tcq5"),
+        re.compile("tcq([2-5])"),
+        lambda bits: Tcq(int(bits)),
     ),
     Family(
         f"{{{'|'.join(GGML_KINDS)}}}",

@@ -54,6 +54,9 @@ class Format(ABC):
 
     is_sparse: ClassVar = False
     """Whether blocks of zeros are left out (`bsr`)."""
+    turned: ClassVar = 0
+    """Columns of blocks that a Hadamard matrix has rotated (`turn`), and has to rotate in inputs
+    before they are multiplied: planes hold values after it. 0: none."""
 
     @property
     @abstractmethod
@@ -90,6 +93,21 @@ class Format(ABC):
 
     def __repr__(self) -> str:
         return f"<format {self.name}>"
+
+
+def turn(values: np.ndarray, size: int) -> np.ndarray:
+    """Return values [..., K] with each `size` columns times the Hadamard matrix over its root.
+
+    The matrix is Sylvester's, symmetric: twice gives the values again.
+    """
+    found = values.reshape(-1, size).astype(np.float32)
+    half = 1
+    while half < size:
+        pairs = found.reshape(len(found), -1, 2, half)
+        low, high = pairs[:, :, 0].copy(), pairs[:, :, 1]
+        pairs[:, :, 0], pairs[:, :, 1] = low + high, low - high
+        half *= 2
+    return found.reshape(values.shape) * np.float32(size**-0.5)
 
 
 def matrix_shape(name: str, shape: Shape) -> tuple[Shape, int, int]:

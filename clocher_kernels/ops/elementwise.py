@@ -133,7 +133,7 @@ def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> No
         table: logical [V, K], any format.
         scale: of all embeddings (Gemma, Granite).
     """
-    y[...] = table.decode()[nearest(ids, table.shape[0])] * np.float32(scale)
+    y[...] = table.stored()[nearest(ids, table.shape[0])] * np.float32(scale)
 
 
 def gather_rows(*, x: Array, rows: Array, y: Array) -> None:

@@ -112,7 +112,7 @@ def linear(
         total *= x_scale * w.format.multiplier(w.planes)
     else:
         wide = x.astype(np.float64) if x_scale is None else dequantize(x, x_scale, group)
-        total = wide @ w.decode().astype(np.float64).T
+        total = wide @ w.stored().astype(np.float64).T
     finish(total, y, bias, times, residual, activation, cap)
 
 

@@ -123,7 +123,7 @@ def moe_gate_up(
 
     Source: gpt-oss `swiglu`; transformers GptOssExperts.
     """
-    dense = w.decode()
+    dense = w.stored()
     x = x if x_scale is None else dequantize(x, x_scale, group)
     for m in range(len(x)):
         for a, expert in enumerate(nearest(ids[m], len(dense))):
@@ -164,7 +164,7 @@ def moe_down(
         x_scale: [M, A, B] fp32; B = ceil(I / group), or 1.
         group: columns per activation scale; 0 for one scale per token and expert.
     """
-    dense = w.decode()
+    dense = w.stored()
     x = x if x_scale is None else dequantize(x, x_scale, group)
     for m in range(len(x)):
         total = np.zeros(y.shape[1]) if residual is None else residual[m].astype(np.float64)

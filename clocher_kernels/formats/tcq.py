@@ -1,0 +1,240 @@
+"""Trellis-coded quantisation: 2 to 5 bits a weight, each from 2^(bits + 1) levels.
+
+Source: Marcellin and Fischer 1990 ("Trellis coded quantization of memoryless and Gauss-Markov
+sources") with Ungerboeck's code of 8 states; trellises for weights: QTIP (arXiv 2406.11235).
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from clocher_kernels.dtypes import from_f32, to_f32
+from clocher_kernels.errors import FormatError, ShapeError
+from clocher_kernels.formats import base
+from clocher_kernels.formats.base import Format, Plane, Planes, Shape
+
+STRIP, UNIT, GROUP = 16, 32, 64
+"""Rows of a strip; columns of a unit, which is one sequence; columns that share a scale."""
+STATES = 8
+LARGEST_CODE = 255
+"""Of scales."""
+
+LEVELS = {
+    2: (6, 20, 36, 63),
+    3: (3, 8, 13, 19, 26, 34, 45, 63),
+    4: (1, 4, 6, 9, 11, 14, 17, 20, 23, 26, 30, 34, 39, 45, 52, 63),
+    5: (
+        *(1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 13, 14, 16, 17, 19, 20),
+        *(22, 24, 26, 28, 30, 32, 34, 36, 39, 41, 44, 46, 49, 52, 56, 61),
+    ),
+}
+"""Bits of a weight -> the positive half of its levels: the best ones for a normal distribution."""
+DEVIATION = {2: 33.75, 3: 25.3, 4: 19.19, 5: 15.1}
+"""Bits of a weight -> standard deviation of the weights for which its levels are the best."""
+COLUMNS = tuple(4 * (bit % 8) + bit // 8 for bit in range(UNIT))
+"""The columns of a unit in the order of the sequence: that of the bits of a row's dword."""
+
+
+def levels(bits: int) -> np.ndarray:
+    """Return the levels of a weight of so many bits, fp32 [2^(bits + 1)]: an index is 4 m + z."""
+    half = np.array(LEVELS[bits], np.float32)
+    return np.concatenate([-half[::-1], half])
+
+
+def first_subset() -> np.ndarray:
+    """Return z of each state for a next bit of 0, [8]; a 1 flips its upper bit.
+
+    Bit i of a state is the i-th bit before: z0 is the second, z1 the next, first and third, added.
+    """
+    state = np.arange(STATES)
+    return (state >> 1 & 1) | ((state ^ state >> 2) & 1) << 1
+
+
+@dataclass(frozen=True, repr=False)
+class Tcq(Format):
+    """value = row * scale * level, where bits of the weights before choose among levels, too.
+
+    Rows come in strips of 16, columns in units of 32, of which each is a sequence of 512 weights:
+    the 16 rows of a column, then those of the next in `COLUMNS`. A weight has a bit u; with those
+    before it in the sequence, zero before the first,
+
+        z0 = u[-2],  z1 = u ^ u[-1] ^ u[-3],  level = levels[4 m + 2 z1 + z0]
+
+    and its other bits - 1 are m. Inputs are rotated before they are multiplied (`turned`).
+
+    Planes:
+        codes: u8 [..., N/16, K/32, bits, 64]; byte 4 r + c of a line is of row r and of the columns
+            c, 4 + c .. 28 + c, of which the j-th is the bit j of the first line: u. With two bits
+            m is the same bit of the second line. With more, bits 2i and 2i + 1 of the second and
+            third are the low bits of m for j = 2i and j = 2i + 1; what is above them follows in
+            the same way: a line of bits, or two of pairs. A last strip is filled up with anything.
+        scales: u8 [..., N, K/64].
+        rows: bf16 [..., N].
+
+    Encoding: a scale is for the root mean square of its columns; bits are those of the least
+    squared error, 16 rows at a time, the next 16 seen ahead.
+
+    Attributes:
+        bits: of a weight, 2 to 5.
+    """
+
+    bits: int
+
+    turned: ClassVar = GROUP
+
+    @property
+    def name(self) -> str:
+        """Canonical name: tcq<bits>."""
+        return f"tcq{self.bits}"
+
+    def planes(self, shape: Shape) -> dict[str, Plane]:
+        lead, n, k = base.matrix_shape(self.name, shape)
+        if k % GROUP:
+            raise ShapeError(
+                f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of {GROUP}; "
+                "keep this tensor in another format"
+            )
+        return {
+            "codes": Plane("u8", (*lead, -(-n // STRIP), k // UNIT, self.bits, 4 * STRIP)),
+            "scales": Plane("u8", (*lead, n, k // GROUP)),
+            "rows": Plane("bf16", (*lead, n)),
+        }
+
+    def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
+        self.planes(values.shape)
+        base.require_finite(self.name, values)
+        scales, rows = self.scales_for(base.split(values, GROUP))
+        step = np.repeat(self.steps({"scales": scales, "rows": rows}), GROUP, axis=-1)
+        near = np.divide(values, step, out=np.zeros_like(values), where=step > 0)
+        return {"codes": self.pack(self._nearest(near)), "scales": scales, "rows": rows}
+
+    def scales_for(self, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return scales and rows for cells [..., N, K/64, 64], as they are stored."""
+        ideal = np.sqrt(np.square(cells).mean(axis=-1)) / np.float32(DEVIATION[self.bits])
+        rows = from_f32(ideal.max(axis=-1) / np.float32(LARGEST_CODE), "bf16")
+        unit = to_f32(rows, "bf16")[..., None]
+        found = np.divide(ideal, unit, out=np.zeros_like(ideal), where=unit > 0)
+        return np.clip(np.rint(found), 1, LARGEST_CODE).astype(np.uint8), rows
+
+    def steps(self, planes: Planes) -> np.ndarray:
+        """Return what levels are multiplied by, fp32 [..., N, K/64]."""
+        return to_f32(planes["rows"], "bf16")[..., None] * planes["scales"].astype(np.float32)
+
+    def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
+        *lead, n, k = shape
+        lines = planes["codes"]
+        u = np.ascontiguousarray(lines[..., 0, :]).view("<u4")
+        before = [self._before(u, lag) for lag in (1, 2, 3)]
+        z0, z1 = before[1], u ^ before[0] ^ before[2]
+        of_byte = [self._bits(np.ascontiguousarray(z).view(np.uint8)) for z in (z0, z1)]
+        index = of_byte[0] | of_byte[1] << 1
+        for place, (line, width) in self._fields().items():
+            index |= self._read(lines, line, width) << place
+        # [..., strips, units, 16 rows, 4 columns, 8 bits] -> columns in order
+        value = levels(self.bits)[index].reshape(*index.shape[:-2], STRIP, 4, 8)
+        value = np.moveaxis(value, (-3, -1, -2), (-4, -2, -1))
+        value = value.reshape(*lead, -1, k)[..., :n, :]
+        return np.ascontiguousarray(value * np.repeat(self.steps(planes), GROUP, axis=-1))
+
+    def pack(self, path: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+        """Return codes of bits u and numbers m, u8 [..., N, K] each, N a multiple of 16."""
+        u, m = (self._by_byte(each) for each in path)
+        lines = [np.packbits(u, axis=-1, bitorder="little")[..., 0]]
+        for place, (_, width) in self._fields().items():
+            part = m >> place - 2 & (1 << width) - 1
+            for first in range(width):
+                own = part[..., first::width] << width * np.arange(8 // width, dtype=np.uint8)
+                lines.append(np.bitwise_or.reduce(own, axis=-1))
+        return np.ascontiguousarray(np.stack(lines, axis=-2))
+
+    def check(self, planes: Planes, shape: Shape) -> None:
+        base.check_scales(self.name, planes["rows"], "bf16")
+        if np.any(planes["rows"] >> 15):
+            raise FormatError(f"{self.name}: a negative number of a row; the file is damaged")
+
+    def _fields(self) -> dict[int, tuple[int, int]]:
+        """Return, by their place in an index, the bits of m: first line, how many together."""
+        if self.bits == 2:
+            return {2: (1, 1)}
+        return {2: (1, 2)} | ({4: (3, self.bits - 3)} if self.bits > 3 else {})
+
+    @staticmethod
+    def _before(u: np.ndarray, lag: int) -> np.ndarray:
+        """Return the bits `lag` before in the sequence, [..., 16] dwords."""
+        found = np.roll(u, lag, axis=-1)
+        found[..., :lag] <<= 1
+        return found
+
+    @staticmethod
+    def _bits(line: np.ndarray) -> np.ndarray:
+        return line[..., None] >> np.arange(8, dtype=np.uint8) & 1
+
+    def _read(self, lines: np.ndarray, line: int, width: int) -> np.ndarray:
+        """Return the numbers of a field, u8 [..., 64, 8]."""
+        found = np.empty((*lines.shape[:-2], lines.shape[-1], 8), np.uint8)
+        shifts = width * np.arange(8 // width, dtype=np.uint8)
+        for first in range(width):
+            own = lines[..., line + first, :, None] >> shifts
+            found[..., first::width] = own & (1 << width) - 1
+        return found
+
+    @staticmethod
+    def _by_byte(values: np.ndarray) -> np.ndarray:
+        """Return [..., N, K] as [..., strips, units, 64 bytes, 8 bits]."""
+        *lead, n, k = values.shape
+        cut = values.reshape(*lead, n // STRIP, STRIP, k // UNIT, 8, 4)
+        cut = np.moveaxis(cut, (-3, -4, -1, -2), (-4, -3, -2, -1))
+        return cut.reshape(*lead, n // STRIP, k // UNIT, 4 * STRIP, 8)
+
+    def _nearest(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return u and m of weights in units of levels [..., N, K], for N filled up to strips."""
+        *lead, n, k = values.shape
+        whole = np.zeros((*lead, -(-n // STRIP) * STRIP, k), np.float32)
+        whole[..., :n, :] = values
+        cut = whole.reshape(*lead, -1, STRIP, k // UNIT, UNIT)[..., COLUMNS]
+        cut = np.moveaxis(cut, -3, -1)  # [..., strips, units, 32 columns, 16 rows]
+        steps = cut.reshape(-1, UNIT * STRIP).T
+        state = np.zeros(steps.shape[1], np.intp)
+        path = np.empty((2, *steps.shape), np.uint8)
+        for start in range(0, len(steps), STRIP):
+            ahead = steps[start : start + 2 * STRIP]
+            path[:, start : start + STRIP], state = _viterbi(ahead, levels(self.bits), state)
+        back = np.moveaxis(path.swapaxes(1, 2).reshape(2, *cut.shape), -1, -3)
+        out = np.empty_like(back)
+        out[..., COLUMNS] = back
+        u, m = out.reshape(2, *whole.shape)
+        return u, m
+
+
+def _viterbi(
+    values: np.ndarray, table: np.ndarray, state: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return u, m [2, 16, S] of the first 16 of up to 32 steps [T, S], and the states after."""
+    count, (low, high) = values.shape[1], (np.arange(STATES // 2), np.arange(STATES // 2, STATES))
+    first = first_subset()
+    cost = np.full((count, STATES), np.inf, np.float32)
+    cost[np.arange(count), state] = 0
+    moves, chosen = [], []
+    for x in values:
+        each = np.square(x[:, None, None] - table.reshape(-1, 4).T)  # [S, z, m]
+        best = each.argmin(axis=-1)
+        least = np.take_along_axis(each, best[..., None], axis=-1)[..., 0]
+        new, move = np.empty_like(cost), np.empty(cost.shape, bool)
+        for bit in (0, 1):
+            a, b = (cost[:, of] + least[:, first[of] ^ 2 * bit] for of in (low, high))
+            move[:, bit::2], new[:, bit::2] = b < a, np.minimum(a, b)
+        cost = new
+        moves.append(move)
+        chosen.append(best)
+    at, rows = cost.argmin(axis=1), np.arange(count)
+    path = np.empty((2, len(values), count), np.uint8)
+    after = at
+    for t in range(len(values) - 1, -1, -1):
+        if t == STRIP - 1:
+            after = at
+        path[0, t] = at & 1
+        before = (at >> 1) + STATES // 2 * moves[t][rows, at]
+        path[1, t] = chosen[t][rows, first[before] ^ 2 * (at & 1)]
+        at = before
+    return path[:, :STRIP], after
