@@ -6,6 +6,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.formats.base import turn
 from clocher_kernels.formats.ggml import TRIED_KINDS
 from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, nearest, no_blocks
 from clocher_kernels.quant_tensor import QuantTensor
@@ -136,6 +137,21 @@ def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> No
     y[...] = table.stored()[nearest(ids, table.shape[0])] * np.float32(scale)
 
 
+def hadamard(*, x: Array, y: Array, size: int) -> None:
+    """Rotate blocks of columns: y = x H / sqrt(size), with Sylvester's Hadamard matrix H.
+
+    It is symmetric, so twice gives x. Stages are added in fp32 from neighbours outwards.
+
+    Args:
+        x: [M, A*, K] fp32; K is a multiple of `size`.
+        y: [M, A*, K] fp32, written; may be x itself.
+        size: columns of a block, 64.
+
+    Source: QuaRot (arXiv 2404.00456), section 3: what is spread over a block has no outliers.
+    """
+    y[...] = turn(x, size)
+
+
 def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
     """Copy the rows whose logits are wanted: y[r] = x[rows[r]]."""
     y[...] = x[nearest(rows, len(x))]
@@ -220,6 +236,7 @@ SPECS = (
                 ("int4_sym_g64_bf16", 4, 40, 160, 16.0),
                 ("int4_asym_g128_f16", 5, 40, 384, 1.0),
                 *((kind, 3, 40, 512, 1.0) for kind in TRIED_KINDS),
+                ("tcq3", 3, 40, 192, 1.0),
             )
         ),
         FP32,
@@ -252,6 +269,20 @@ SPECS = (
             Real("grow-*", {"M": 1, "F": 2048, "Y": 3072}),
         ),
         flops=0,
+    ),
+    OpSpec(
+        "hadamard",
+        "blocks of columns rotated by a Hadamard matrix",
+        (Param("x", "in", "M A* K"), Param("y", "out", "M A* K")),
+        hadamard,
+        (
+            Case("m1-k256", {"M": 1, "K": 256}, {"size": 64}),
+            Case("m3-k192", {"M": 3, "K": 192}, {"size": 64}),
+            Case("m2-a3-k64", {"M": 2, "A": 3, "K": 64}, {"size": 64}),
+        ),
+        EXACT,
+        (Real("m1-*", {"M": 1, "K": 8960}),),
+        flops=6,
     ),
     OpSpec(
         "gather_rows",

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops import OPS, written
 from clocher_kernels.ops.contract import has_codes
@@ -103,7 +103,7 @@ def takes_int8(fmt: Format) -> bool:
     match fmt:
         case Int4(group=group) | Int8(group=group):
             return not isinstance(group, int) or group % _UNIT == 0
-        case Mxfp4() | Ggml():
+        case Mxfp4() | Ggml() | Tcq():
             return True
     return False
 
@@ -134,6 +134,27 @@ def read_instead(plan: Plan, maker_of: Callable[[Call], Call | None]) -> Plan:
         changed = written(call)
         current = {name: x for name, x in current.items() if x not in changed}
     return replace(plan, buffers=buffers, calls=tuple(calls))
+
+
+def rotate(plan: Plan, formats: Mapping[str, Format]) -> Plan:
+    """Rotate what weights of formats that are `turned` multiply; turn rows of such tables back."""
+
+    def turned(call: Call) -> Call | None:
+        size, x = _turned(formats, call, "w"), call.args.get("x", "")
+        return Call("hadamard", {"x": x, "y": f"{x}.turned"}, {"size": size}) if size else None
+
+    calls: list[Call] = []
+    for call in plan.calls:
+        calls.append(call)
+        if size := _turned(formats, call, "table"):
+            y = call.args["y"]
+            calls.append(Call("hadamard", {"x": y, "y": y}, {"size": size}))
+    return read_instead(replace(plan, calls=tuple(calls)), turned)
+
+
+def _turned(formats: Mapping[str, Format], call: Call, param: str) -> int:
+    fmt = formats.get(call.args.get(param, ""))
+    return fmt.turned if fmt else 0
 
 
 def quantize_for_ternary(plan: Plan, formats: Mapping[str, Format]) -> Plan:

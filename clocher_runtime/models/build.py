@@ -8,7 +8,7 @@ from types import MappingProxyType
 import numpy as np
 
 from clocher_kernels.formats.base import Format
-from clocher_kernels.ops.rewrite import Adapted, adapt, quantize_for_ternary
+from clocher_kernels.ops.rewrite import Adapted, adapt, quantize_for_ternary, rotate
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, Sizes, tables_of
 from clocher_runtime.models.spec import PAGE_CELLS, ModelSpec, QueryGrowth, RopeSpec
@@ -50,7 +50,7 @@ def lay_out(
 ) -> Plan:
     """Return the Plan of `build_plan` without its rotary tables, for sizes of buffers."""
     plan = adapt(Builder(spec, formats, sizes).build(), adapted)
-    return quantize_for_ternary(plan, formats)
+    return rotate(quantize_for_ternary(plan, formats), formats)
 
 
 def _tables(spec: ModelSpec) -> dict[str, tuple[RopeSpec | None, QueryGrowth | None]]:

@@ -134,6 +134,7 @@ WIDEN = {
     "e5m2": Widen(8, _U8, _e5m2),
     "e8m0": Widen(8, _U8, _e8m0),
     "i8": Widen(8, _U8, _i8),
+    "u8": Widen(8, _U8, lambda b, codes: b.uitofp(codes, F32.llvm)),
     "u4": Widen(4, _PAIRS, _u4),
     "i4": Widen(4, _PAIRS, _i4),
     "e2m1": Widen(4, _PAIRS, _e2m1),

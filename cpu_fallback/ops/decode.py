@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.ggml import GGML_KINDS
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
@@ -122,6 +122,13 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
 
             blocks, decoder = blocks_of(tensor), decoder_of(kind)
             return plain(decoder, blocks, n, k)._replace(stride=blocks.shape[-1])
+        case Tcq(bits=bits):
+            from cpu_fallback.ops.decode_trellis import decoder_of as trellis_of
+
+            found = plain(trellis_of(bits), planes["codes"], n, k)
+            size, wide = planes["codes"].itemsize * 2 * k * bits, k // fmt.turned
+            places = {"scales": _address(planes["scales"]), "zeros": _address(planes["rows"])}
+            return found._replace(stride=size, wide=wide, **places)
         case Int8(group=scope, scale_dtype=scale):
             kind, codes = "int8", planes["codes"]
         case Int4(group=scope, scale_dtype=scale):

@@ -4,7 +4,7 @@ import numpy as np
 
 from clocher_kernels.errors import ShapeError
 from cpu_fallback.lanes import language as v
-from cpu_fallback.lanes.jit import device
+from cpu_fallback.lanes.jit import device, i64, void
 from cpu_fallback.lanes.record import executes
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import or_nan
@@ -119,6 +119,40 @@ def join_heads(a, rank, size, scratch):
                 v.store_up_to(y + 4 * (left + i), v.zero(), right - i)
 
 
+@v.op(void, i64, i64)
+def _turn(b, x, y):
+    """Rotate 64 values: stages from neighbours outwards, as the reference adds them."""
+    parts = [v.emit_load(b, v.F32.llvm, v.behind(b, x, 64 * i)) for i in range(4)]
+    for half in (1, 2, 4, 8):
+        other = [lane ^ half for lane in range(v.LANES)]
+        signs = v.constant(v.F32, [-1.0 if lane & half else 1.0 for lane in range(v.LANES)])
+        parts = [b.fadd(v.pick(b, part, other), b.fmul(part, signs)) for part in parts]
+    for half in (1, 2):
+        parts = [
+            b.fsub(parts[i ^ half], part) if i & half else b.fadd(part, parts[i ^ half])
+            for i, part in enumerate(parts)
+        ]
+    for i, part in enumerate(parts):
+        v.emit_store(b, b.fmul(part, v.constant(v.F32, 0.125)), v.behind(b, y, 64 * i))
+
+
+@executes("hadamard")
+def hadamard(a, rank, size, scratch):
+    """Rotate blocks of 64 columns; each thread has a range of them."""
+    first, last = share(a.M * a.A * (a.K >> 6), rank, size)
+    for block in range(first, last):
+        _turn(a.x + 256 * block, a.y + 256 * block)
+
+
+def _hadamard(call: BoundCall) -> list[Launch]:
+    if call.attr("size") != 64 or call.dim("K") % 64:
+        raise ShapeError(
+            f"hadamard: blocks of {call.attr('size')} in {call.dim('K')} columns; expected 64 in a "
+            "multiple of them"
+        )
+    return [call.launch(hadamard)]
+
+
 def _rope(call: BoundCall) -> list[Launch]:
     rotated, head = 2 * call.dim("P"), int(call.attr("head"))
     if head and head < rotated:
@@ -146,6 +180,7 @@ def _join_heads(call: BoundCall) -> list[Launch]:
 LOWER = {
     "rms_norm": lambda call: [call.launch(rms_norm, (parts(call, "x", call.dim("D")),))],
     "gather_rows": gather_rows,
+    "hadamard": _hadamard,
     "rope": _rope,
     "join_heads": _join_heads,
 }

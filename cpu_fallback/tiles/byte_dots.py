@@ -16,11 +16,12 @@ from llvmlite import ir
 
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
+from clocher_kernels.formats.tcq import levels
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
+from cpu_fallback.tiles.layout import BIAS, LINE, LINES, ROWS, TCQ, UNIT, Layout
 
 _HALF = ir.VectorType(v.INT8, 32)
 
@@ -156,6 +157,9 @@ class Dots:
         def load(line: int) -> Any:
             return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
 
+        if self.code in TCQ and not (strip and strip.decoded):
+            load = trellis_fields(b, [load(line) for line in range(self.lines)]).__getitem__
+
         def x(token: int, place: int) -> Any:
             at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
             spread = v.emit_everywhere(b, v.I32, at)
@@ -234,6 +238,8 @@ class Dots:
         """
         if self.code == "int8":
             return load(index), 0
+        if self.code in TCQ:
+            return trellis_level(b, load, index, TCQ[self.code]), 0
         if self.code == "ternary":
             line, p = divmod(index, 4)
             if len(self.shifts) == 4:
@@ -277,9 +283,11 @@ class NeonDots(Dots):
             for i in range(0, UNIT * len(sums), UNIT)
         ]
         totals = [v.pieces(b, b.load(own[0]), 4) for own in sums]
-        for q in range(4):
-            at = v.number(_QUARTER * q)
-            line = [v.emit_load(b, m.SIXTEEN, b.add(place, at)) for place in places]
+        quarters = [[v.emit_load(b, m.SIXTEEN, b.add(p, v.number(_QUARTER * q))) for p in places] for q in range(4)]
+        if self.code in TCQ:
+            whole = trellis_fields(b, [v.join(b, list(four)) for four in zip(*quarters)])
+            quarters = list(zip(*(v.pieces(b, line, 4) for line in whole)))
+        for q, line in enumerate(quarters):
             weights = [self.operand(b, line.__getitem__, i)[0] for i in range(OPERANDS)]
             for i, operand in enumerate(weights):
                 for own, total in zip(x, totals, strict=True):
@@ -288,6 +296,46 @@ class NeonDots(Dots):
                     total[q] = m.emit_sdot(b, total[q], operand, four)
         for own, total in zip(sums, totals, strict=True):
             b.store(v.join(b, total), own[0])
+
+
+def trellis_fields(b: Any, lines: list[Any]) -> list[Any]:
+    """Emit what operands of a trellis are looked up by, from the lines of a unit (`Tcq`).
+
+    2 z1 + z0 of even and of odd j as pairs of bits come in place of u.
+    """
+    u = b.bitcast(lines[0], v.I32.llvm)
+
+    def before(lag: int) -> Any:
+        earlier = v.pick(b, u, [(row - lag) % ROWS for row in range(ROWS)])
+        return b.shl(earlier, v.constant(v.I32, [int(row < lag) for row in range(ROWS)]))
+
+    z0, z1 = before(2), b.xor(u, b.xor(before(1), before(3)))
+    one, even, odd = (v.constant(v.I32, value) for value in (1, 0x55555555, 0xAAAAAAAA))
+    pairs = (
+        b.or_(b.and_(z0, even), b.shl(b.and_(z1, even), one)),
+        b.or_(b.lshr(b.and_(z0, odd), one), b.and_(z1, odd)),
+    )
+    return [*(b.bitcast(pair, v.BYTES.llvm) for pair in pairs), *lines[1:]]
+
+
+def trellis_level(b: Any, load: Load, index: int, count: int) -> Any:
+    """Emit 64 plus the levels of four columns, of `count` bits each."""
+    shift, odd = index // 2 * 2, index % 2
+    nibbles = bits(b, load(odd), shift, 3)
+    if count == 2:
+        nibbles = b.or_(nibbles, bits(b, load(2), index - 2, 4))
+    else:
+        nibbles = b.or_(nibbles, bits(b, load(2 + odd), shift - 2, 12))
+    table = [64 + int(level) for level in levels(count)]
+    table += [0] * (16 - len(table))
+    found = [look_up(b, table[at : at + 16], nibbles) for at in range(0, len(table), 16)]
+    above = {4: [(4, index)], 5: [(4 + odd, shift), (4 + odd, shift + 1)]}.get(count, [])
+    for line, bit in above:
+        kind = nibbles.type
+        some = b.and_(load(line), v.constant(kind, 1 << bit))
+        isset = b.icmp_unsigned("!=", some, v.constant(kind, 0))
+        found = [b.select(isset, *pair[::-1]) for pair in zip(found[::2], found[1::2], strict=True)]
+    return found[0]
 
 
 def without_number(b: Any, total: Any) -> Any:
@@ -311,7 +359,7 @@ def is_number(layout: Layout, group: int) -> bool:
 def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
     """Return how the dot products of a code are emitted with so many tokens of a pass."""
     tables = {code: max(table) for code, table in _TABLES.items()}
-    top = {"int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
+    top = {**dict.fromkeys(TCQ, 127), "int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
         several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}

@@ -13,6 +13,7 @@ multiplies signed bytes, int8 and iq4 have none.
     q5        8                  as below, and a line of high bits   16, or a minimum
     int8      4                  code + 128                          128
     ternary   16                 bits 2p, 2p + 1: column 4p + i      1
+    tcq2 ..5  32 in all lines    as `Tcq` stores them                64, after look-up
 
 i is the byte's place 0 .. 3 in its lane. In iq4, q4 and q5 the low nibble of line l of a unit is
 column 4l + i, the high one column 16 + 4l + i; bit o of the fifth line of q5 is the high bit of
@@ -43,24 +44,27 @@ from functools import cache
 import numpy as np
 
 from clocher_kernels.errors import UnsupportedOp
-from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.base import Group
 from clocher_kernels.formats.ggml_blocks import PLANES, places_of
+from clocher_kernels.formats.tcq import LEVELS
 from cpu_fallback.lanes.isa import CURRENT
 
 ROWS = 16
 UNIT = 32
 LINE = 64
 
-LINES = {"int4": 4, "fp4": 4, "iq4": 4, "q4": 4, "q5": 5, "int8": 8, "ternary": 2}
+TCQ = {f"tcq{bits}": bits for bits in LEVELS}
+"""Code of trellises -> bits of a weight."""
+LINES = {**TCQ, "int4": 4, "fp4": 4, "iq4": 4, "q4": 4, "q5": 5, "int8": 8, "ternary": 2}
 """Code -> lines that hold 32 columns."""
-SCALE_BYTES = {"f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
+SCALE_BYTES = {"u8": 1, "f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
 _OFFSET_BYTES = {"": 0, "zeros": 1, "minima": 2}
 _BLOCKS = (128, 64, 32)
 
 SIGNED = CURRENT.neon
 """Whether int8 and iq4 are multiplied as signed bytes; the other operands fit seven bits."""
-BIAS = {"int4": 8, "fp4": 12, "iq4": 128, "q4": 8, "q5": 16, "int8": 128, "ternary": 1}
+BIAS = {**dict.fromkeys(TCQ, 64), "int4": 8, "fp4": 12, "iq4": 128, "q4": 8, "q5": 16, "int8": 128, "ternary": 1}
 if SIGNED:
     BIAS |= {"iq4": 0, "int8": 0}
 
@@ -72,8 +76,8 @@ class Layout:
     """How the tiles of a format are laid out."""
 
     code: str  # of `LINES`
-    # "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per row, "one"
-    # for one for the tensor, which the tile does not hold
+    # "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per row, "u8" for
+    # both, "one" for one for the tensor, which the tile does not hold
     scale: str
     block: int = 0  # columns per scale: 32, 64 or 128; 0 if there is one per row or for the tensor
     offset: str = ""  # what each block has too: "zeros", integer points, or "minima" to be added
@@ -83,6 +87,11 @@ class Layout:
         """Name for kernels: "int4_f16_32"."""
         name = f"{self.code}{self.offset[:1]}_{self.scale}"
         return name + (f"_{self.block}" if self.block else "")
+
+    @property
+    def by_row(self) -> bool:
+        """Whether a scale per row stands at the end of the tile."""
+        return self.scale in ("row", "u8")
 
     @property
     def lines(self) -> int:
@@ -111,7 +120,7 @@ class Layout:
         if self.block:
             blocks = -(-k // self.block)
             size += -(-blocks // self.per_head) * self.head
-        return size + (LINE if self.scale == "row" else 0)
+        return size + (LINE if self.by_row else 0)
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the bytes of the tiles of a tensor [N, K] or [E, N, K]."""
@@ -200,13 +209,15 @@ def layout_of(op_name: str, fmt: Format) -> Layout | BlockLayout:
             return Layout("fp4", "e8m0", 32)
         case Ternary():
             return Layout("ternary", "one")
+        case Tcq():
+            return Layout(fmt.name, "u8", fmt.turned)
         case Ggml(kind=kind) if kind in _UNITS:
             return _UNITS[kind]
         case Ggml(kind=kind, block=256):
             return BlockLayout(kind)
     raise UnsupportedOp(
         f"{op_name}: no CPU kernel reads the format {fmt.name} with int8 activations; expected "
-        "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4, ternary, "
+        "int8 or int4 with a scale per row or per multiple of 32 columns, mxfp4, ternary, tcq, "
         "one of ggml's types; keep its activations fp32"
     )
 

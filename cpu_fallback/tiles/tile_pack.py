@@ -16,7 +16,7 @@ import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError
-from clocher_kernels.formats import Ggml, Int4, Mxfp4, Ternary
+from clocher_kernels.formats import Ggml, Int4, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.ggml_blocks import PLANES, RECODED, recoded
 from clocher_kernels.quant_tensor import BlockRows, LatePlanes, QuantTensor
 from cpu_fallback.lanes import language as v
@@ -51,7 +51,7 @@ class Source(NamedTuple):
     fifths: int = 0  # whether the last line has bit o of every four columns in place of those
     halves: int = 0  # whether a byte has columns i and i + 16 in place of neighbours
     scales: int = 0  # the stored scales, 0 if a row has its own, from its beginning
-    zeros: int = 0  # the stored zero points, 0 if there are none
+    zeros: int = 0  # the stored zero points, or numbers of rows in bf16, 0 if there are none
     minima: int = 0  # whether a minimum follows each scale, as stored and in a tile
     size: int = 0  # of a scale
     step: int = 0  # from one scale to the next
@@ -176,8 +176,7 @@ def _parts(
     packed = _around(layout, tensor, fetched(layout.nbytes(tensor.shape)))
     damaged = np.zeros(1, np.int64)
     source, rows, beside = _source(layout, tensor, packed, damaged)
-    is_ternary = isinstance(tensor.format, Ternary)
-    kernel = _pack_ternary if is_ternary else _pack_lines
+    kernel = {Ternary: _pack_ternary, Tcq: _pack_trellis}.get(type(tensor.format), _pack_lines)
     form = np.array(list(words(source)), np.int64)
     call = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(kernel.address)
     tiles = tiles_in(tensor.shape)
@@ -215,14 +214,14 @@ def _source(
             group, unit = UNIT, stride // (k // UNIT)
             first, own["step"] = unit - (32 if layout.code == "int8" else 16), unit
         elif not isinstance(fmt, Ternary):
-            scales, group = tensor.planes["scales"], getattr(fmt, "group", UNIT)
+            scales, group = tensor.planes["scales"], getattr(fmt, "group", layout.block or UNIT)
             if layout.scale == "row":
                 values = to_f32(scales, fmt.scale_dtype).reshape(prod(lead), -1)  # type: ignore[attr-defined]
                 scales, group = np.ascontiguousarray(np.broadcast_to(values, (prod(lead), n))), k
             group = group if isinstance(group, int) else k
             own |= {"scales": int(scales.ctypes.data), "step": scales.itemsize}
-            if "zeros" in tensor.planes:
-                own["zeros"] = int(tensor.planes["zeros"].ctypes.data)
+            for beside in {"zeros", "rows"} & tensor.planes.keys():
+                own["zeros"] = int(tensor.planes[beside].ctypes.data)
         # The fifth bits of a block of ggml stand before its codes.
         places = (*range(first, unit, 4), *range(first - 4, first, 4))[: layout.lines]
         own |= {"group": group, "groups": -(-k // group), "by_row": layout.scale == "row"}
@@ -379,5 +378,30 @@ def _ternary(form, begin, stop):
                 v.write_i32(at + 64 * i + 4 * r, value)
 
 
+def _trellis(form, begin, stop):
+    """Pack tiles begin .. stop-1 of trellises, whose strips are stored as lines."""
+    f = _source_at(form)
+    codes, size = v.read_i64(f.rows), 64 * f.lines
+    for tile in range(begin, stop):
+        row = tile % f.tiles * 16
+        first, count = tile // f.tiles * f.n + row, min(16, f.n - row)
+        at = f.target + tile * f.tile_bytes
+        for unit in range(f.units):
+            if unit % (f.block * f.per_head) == 0:
+                head = at
+                at += f.per_head * f.record
+                for g in range(unit // f.block, min(f.groups, unit // f.block + f.per_head)):
+                    for r in range(count):
+                        v.write_u8(head + r, v.read_u8(f.scales + (first + r) * f.groups + g))
+                    head += 16
+            line = codes + (tile * f.units + unit) * size
+            for i in range(0, size, 8):
+                v.write_i64(at + i, v.read_i64(line + i))
+            at += size
+        for r in range(count):
+            v.write_i32(at + 4 * r, v.read_u16(f.zeros + 2 * (first + r)) << 16)
+
+
 _pack_lines = Kernel(_lines)
+_pack_trellis = Kernel(_trellis)
 _pack_ternary = Kernel(_ternary)

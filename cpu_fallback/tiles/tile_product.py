@@ -101,7 +101,7 @@ class Emitter:
             sums = self._groups(units)
         if not self.narrow:
             sums = [b.fmul(s, x) for s, x in zip(sums, self._activation_scales(), strict=True)]
-        if self.layout.scale == "row":
+        if self.layout.by_row:
             rows = v.emit_load(b, v.F32.llvm, self.weights.take(LINE))
             sums = [b.fmul(s, rows) for s in sums]
         for i, value in enumerate(sums):
