@@ -43,7 +43,7 @@ from bench.experiment import (
     ratio,
     turns,
 )
-from clocher_kernels.formats import Float, Fp8, Ggml, Ternary, parse_format
+from clocher_kernels.formats import Float, Fp8, Ggml, Tcq, Ternary, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.ops.contract import has_codes
@@ -104,7 +104,7 @@ class Problem:
         """Return the matrices."""
         fmt, std = parse_format(self.format), self.k**-0.5
         shape = (self.n, self.k)
-        if isinstance(fmt, Ggml):
+        if isinstance(fmt, Ggml | Tcq):
             drawn = fmt.drawn(shape, np.random.default_rng(0), std)
             return copies_of(QuantTensor(shape, fmt, drawn), self.copies)
         if not isinstance(fmt, Fp8):
@@ -144,7 +144,7 @@ def copies_of(weight: QuantTensor, count: int) -> list[QuantTensor]:
 
 def exact_product(problem: Problem, weights: list[QuantTensor]) -> np.ndarray:
     """Return the product with the first matrix, fp64 [M, N]."""
-    return np.asarray(problem.x().astype(np.float64) @ weights[0].decode().T.astype(np.float64))
+    return np.asarray(problem.x().astype(np.float64) @ weights[0].stored().T.astype(np.float64))
 
 
 def clocher(
@@ -186,7 +186,7 @@ def clocher(
 def cached(problem: Problem, weights: list[QuantTensor], threads: int) -> Engine:
     """Return Clocher's back end with weights decoded ahead to fp32."""
     count = Problem.filling("f32", problem.n, problem.k, problem.m, problem.nbytes).copies
-    decoded = [encode(weight.decode(), parse_format("f32")) for weight in weights[:count]]
+    decoded = [encode(weight.stored(), parse_format("f32")) for weight in weights[:count]]
     return clocher(replace(problem, format="f32", copies=count), decoded, threads)
 
 

@@ -109,6 +109,16 @@ class Tcq(Format):
         near = np.divide(values, step, out=np.zeros_like(values), where=step > 0)
         return {"codes": self.pack(self._nearest(near)), "scales": scales, "rows": rows}
 
+    def drawn(self, shape: Shape, rng: "np.random.Generator", std: float) -> dict[str, np.ndarray]:
+        """Return random planes, whose values have mean 0 and about this standard deviation."""
+        planes = self.planes(shape)
+        rows = np.full(planes["rows"].shape, std / DEVIATION[self.bits] / 128, np.float32)
+        return {
+            "codes": rng.integers(0, 256, planes["codes"].shape, np.uint8),
+            "scales": rng.integers(96, 161, planes["scales"].shape, np.uint8),
+            "rows": from_f32(rows, "bf16"),
+        }
+
     def scales_for(self, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return scales and rows for cells [..., N, K/64, 64], as they are stored."""
         ideal = np.sqrt(np.square(cells).mean(axis=-1)) / np.float32(DEVIATION[self.bits])

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import numpy as np
 
 from clocher_kernels.dtypes import STORAGE
-from clocher_kernels.formats import Ggml, parse_format
+from clocher_kernels.formats import Ggml, Tcq, parse_format
 from clocher_kernels.ops.contract import (
     Case,
     Cost,
@@ -46,7 +46,7 @@ def _drawn(param: Param, case: Case, rng: "np.random.Generator") -> dict[str, Va
         return {param.name: some.astype(STORAGE[param.dtype])}
     if param.kind == "matrix":
         fmt, std = parse_format(case.formats[param.name]), param.std * shape[-1] ** -0.5
-        if isinstance(fmt, Ggml):
+        if isinstance(fmt, Ggml | Tcq):
             return {param.name: QuantTensor(shape, fmt, fmt.drawn(shape, rng, std))}
     values = rng.standard_normal(shape, dtype=np.float32) * np.float32(param.std)
     if param.kind == "matrix":

@@ -301,7 +301,8 @@ class NeonDots(Dots):
 def trellis_fields(b: Any, lines: list[Any]) -> list[Any]:
     """Emit what operands of a trellis are looked up by, from the lines of a unit (`Tcq`).
 
-    2 z1 + z0 of even and of odd j as pairs of bits come in place of u.
+    First the low four bits of indices: of operands 0 and 4 in the halves of a byte, then of 2 and
+    6, 1 and 5, 3 and 7; then the lines of what is above them.
     """
     u = b.bitcast(lines[0], v.I32.llvm)
 
@@ -309,33 +310,52 @@ def trellis_fields(b: Any, lines: list[Any]) -> list[Any]:
         earlier = v.pick(b, u, [(row - lag) % ROWS for row in range(ROWS)])
         return b.shl(earlier, v.constant(v.I32, [int(row < lag) for row in range(ROWS)]))
 
+    def some(value: Any, mask: int, shift: int = 0) -> Any:
+        """Emit bits of bytes, moved to where a mask has them."""
+        if shift:
+            move = b.shl if shift > 0 else b.lshr
+            value = move(value, v.constant(v.I32, abs(shift)))
+        return b.and_(value, v.constant(v.I32, mask * 0x01010101))
+
     z0, z1 = before(2), b.xor(u, b.xor(before(1), before(3)))
-    one, even, odd = (v.constant(v.I32, value) for value in (1, 0x55555555, 0xAAAAAAAA))
     pairs = (
-        b.or_(b.and_(z0, even), b.shl(b.and_(z1, even), one)),
-        b.or_(b.lshr(b.and_(z0, odd), one), b.and_(z1, odd)),
+        b.or_(some(z0, 0x55), some(z1, 0xAA, 1)),
+        b.or_(some(z0, 0x55, -1), some(z1, 0xAA)),
     )
-    return [*(b.bitcast(pair, v.BYTES.llvm) for pair in pairs), *lines[1:]]
+    nibbles = []
+    for odd, pair in enumerate(pairs):
+        for later in (0, 1):
+            if len(lines) == 2:
+                high = some(b.bitcast(lines[1], v.I32.llvm), 0x44, 2 - odd - 2 * later)
+            else:
+                high = some(b.bitcast(lines[1 + odd], v.I32.llvm), 0xCC, 2 - 2 * later)
+            nibbles.append(b.or_(some(pair, 0x33, -2 * later), high))
+    return [*(b.bitcast(own, v.BYTES.llvm) for own in nibbles), *lines[3:]]
 
 
 def trellis_level(b: Any, load: Load, index: int, count: int) -> Any:
     """Emit 64 plus the levels of four columns, of `count` bits each."""
-    shift, odd = index // 2 * 2, index % 2
-    nibbles = bits(b, load(odd), shift, 3)
-    if count == 2:
-        nibbles = b.or_(nibbles, bits(b, load(2), index - 2, 4))
-    else:
-        nibbles = b.or_(nibbles, bits(b, load(2 + odd), shift - 2, 12))
+    half, odd = divmod(index, 2)
+    nibbles = bits(b, load(2 * odd + half % 2), half // 2 * 4, 15)
     table = [64 + int(level) for level in levels(count)]
-    table += [0] * (16 - len(table))
+    table += [0] * (-len(table) % 16)
     found = [look_up(b, table[at : at + 16], nibbles) for at in range(0, len(table), 16)]
-    above = {4: [(4, index)], 5: [(4 + odd, shift), (4 + odd, shift + 1)]}.get(count, [])
+    above = {4: [(4, index)], 5: [(4 + odd, 2 * half), (4 + odd, 2 * half + 1)]}.get(count, [])
     for line, bit in above:
-        kind = nibbles.type
-        some = b.and_(load(line), v.constant(kind, 1 << bit))
-        isset = b.icmp_unsigned("!=", some, v.constant(kind, 0))
-        found = [b.select(isset, *pair[::-1]) for pair in zip(found[::2], found[1::2], strict=True)]
+        chosen = is_set(b, load(line), bit)
+        found = [b.select(chosen, *pair[::-1]) for pair in zip(found[::2], found[1::2], strict=True)]
     return found[0]
+
+
+def is_set(b: Any, line: Any, bit: int) -> Any:
+    """Emit whether a bit of each byte is set."""
+    nothing = v.constant(line.type, 0)
+    if CURRENT.avx512 or not CURRENT.avx2:
+        return b.icmp_unsigned("!=", b.and_(line, v.constant(line.type, 1 << bit)), nothing)
+    # What chooses between registers there looks at the highest bit.
+    shorts = b.bitcast(line, ir.VectorType(v.INT16, line.type.count // 2))
+    high = b.bitcast(b.shl(shorts, v.constant(shorts.type, 7 - bit)), line.type)
+    return b.icmp_signed("<", high, nothing)
 
 
 def without_number(b: Any, total: Any) -> Any:
@@ -362,7 +382,7 @@ def dots_of(code: str, tokens: int, number: bool = False) -> Dots:
     top = {**dict.fromkeys(TCQ, 127), "int4": 15, "q4": 15, "q5": 31, "int8": 255, "ternary": 2, **tables}[code]
     shifts: tuple[int, ...] = (0,)
     if CURRENT.vnni and tokens <= (4 if CURRENT.avx512 else 2):
-        several = {"ternary": (0, 2, 4, 6), "int8": (0, 0)}
+        several = {**dict.fromkeys(TCQ, (0, 0)), "ternary": (0, 2, 4, 6), "int8": (0, 0)}
         shifts = (0, 4) if code in ("int4", "q4") else several.get(code, shifts)
     made = NeonDots if CURRENT.neon else Dots
     return made(code, shifts, top, is_wide(code), number)

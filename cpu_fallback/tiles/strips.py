@@ -18,7 +18,7 @@ from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import Kernel, i64, void
 from cpu_fallback.tiles.block_product import UNITS, BlockEmitter, kind_of
 from cpu_fallback.tiles.byte_dots import Strip, dots_of
-from cpu_fallback.tiles.layout import UNIT, BlockLayout, Layout
+from cpu_fallback.tiles.layout import LINE, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.tile_product import STRIP, Emitter
 
 
@@ -36,7 +36,8 @@ def strip_tokens(layout: Layout | BlockLayout, group: int) -> int:
 
 def stride_of(layout: Layout | BlockLayout) -> int:
     """Return the bytes of the part of a tile that a strip is decoded from."""
-    return layout.tile_bytes(STRIP * UNIT)
+    row = LINE if isinstance(layout, Layout) and layout.by_row else 0
+    return layout.tile_bytes(STRIP * UNIT) - row
 
 
 def strip_bytes(layout: Layout | BlockLayout) -> int:

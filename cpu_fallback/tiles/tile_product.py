@@ -90,6 +90,7 @@ class Emitter:
         self.head = cgutils.alloca_once_value(b, tile)
         self.index = cgutils.alloca_once_value(b, v.number(0))
         self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
+        whole = units
         if self.strip:
             self.decoded = _Pointer(b, self.strip.at)
             units = self._skip(units, self.strip.start)
@@ -103,6 +104,9 @@ class Emitter:
             sums = [b.fmul(s, x) for s, x in zip(sums, self._activation_scales(), strict=True)]
         if self.layout.by_row:
             rows = v.emit_load(b, v.F32.llvm, self.weights.take(LINE))
+            if self.strip:  # they stand behind the last one
+                ends = b.icmp_signed("<=", whole, b.add(self.strip.start, v.number(STRIP)))
+                rows = b.select(ends, rows, v.constant(v.F32, 1.0))
             sums = [b.fmul(s, rows) for s in sums]
         for i, value in enumerate(sums):
             v.emit_store(b, value, v.behind(b, self.out, 4 * ROWS * i))
