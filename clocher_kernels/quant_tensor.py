@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import ShapeError
-from clocher_kernels.formats.base import Format, turn
+from clocher_kernels.formats.base import Format, require_finite, turn
 
 
 class BlockRows(NamedTuple):
@@ -113,5 +113,6 @@ def encode(values: np.ndarray, fmt: Format) -> QuantTensor:
     values = np.ascontiguousarray(values, dtype=np.float32)
     if fmt.turned:
         fmt.planes(values.shape)  # or there may be no blocks to rotate
+        require_finite(fmt.name, values)
         values = turn(values, fmt.turned)
     return QuantTensor(values.shape, fmt, fmt.encode(values))

@@ -102,7 +102,12 @@ BLOCK_FORMATS = [
 ]
 
 
-@pytest.mark.parametrize("name", [name for name in INTEGER_FORMATS if name not in BLOCK_FORMATS])
+TRELLISES = [name for name in INTEGER_FORMATS if name.startswith("tcq")]
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in INTEGER_FORMATS if name not in (*BLOCK_FORMATS, *TRELLISES)]
+)
 @pytest.mark.parametrize(("n", "k"), [(36, 288), (20, 96), (52, 416)])
 def test_what_the_bytes_of_a_tile_mean(name: str, n: int, k: int) -> None:
     tensor = _tensor(name, n, k)
@@ -136,7 +141,32 @@ def test_tiles_of_blocks_are_the_dwords_of_the_file(name: str, n: int, k: int) -
     assert blocks.shape[2] - stored.shape[2] < 4
 
 
-@pytest.mark.parametrize(("name", "k"), [("mxfp4", 64), ("iq4_nl", 64), ("q6_k", 256)])
+@pytest.mark.parametrize("name", TRELLISES)
+def test_tiles_of_trellises_have_the_stored_lines_behind_the_scales_of_256_columns(
+    name: str,
+) -> None:
+    n, k, bits = 36, 576, int(name[-1])
+    tensor = _tensor(name, n, k)
+    layout = layout_of("test", tensor.format)
+    tiles = tile_pack.pack(layout, tensor).data.reshape(3, -1)
+    scales = np.zeros((48, 12), np.uint8)
+    scales[:n, :9] = tensor.planes["scales"]
+    at = 0
+    for block in range(3):
+        head = tiles[:, at : at + LINE].reshape(3, 4, ROWS).swapaxes(1, 2)
+        np.testing.assert_array_equal(head.reshape(48, 4), scales[:, 4 * block : 4 * block + 4])
+        units = tensor.planes["codes"][:, 8 * block : 8 * block + 8].reshape(3, -1)
+        at += LINE
+        np.testing.assert_array_equal(tiles[:, at : at + units.shape[1]], units)
+        at += units.shape[1]
+    rows = tiles[:, at:].copy().view(np.float32).reshape(-1)
+    np.testing.assert_array_equal(rows[:n], to_f32(tensor.planes["rows"], "bf16"))
+    assert not rows[n:].any() and at == (3 + 18 * bits) * LINE
+
+
+@pytest.mark.parametrize(
+    ("name", "k"), [("mxfp4", 64), ("iq4_nl", 64), ("q6_k", 256), ("tcq3", 64)]
+)
 def test_experts_are_packed_one_after_the_other(name: str, k: int) -> None:
     tensor = _tensor(name, 3, 20, k)
     layout = layout_of("test", tensor.format)
@@ -215,6 +245,10 @@ def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
         ("q3_k", 6, 19, 1280, 128),
         ("q5_k", 10, 19, 1280, 128),
         ("iq3_s", 13, 19, 768, 32),
+        ("tcq2", 9, 37, 1216, 128),
+        ("tcq3", 35, 19, 2112, 128),
+        ("tcq4", 6, 33, 576, 0),
+        ("tcq5", 21, 20, 1088, 32),
     ],
 )
 def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group: int) -> None:

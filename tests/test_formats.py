@@ -28,6 +28,7 @@ from clocher_kernels.formats import (
     Int4,
     Int8,
     Mxfp4,
+    Tcq,
     Ternary,
     known_formats,
     parse_format,
@@ -72,6 +73,10 @@ GAUSSIAN_RMS = {
     "ternary_f32": 0.513,
     "ternary_inverse_f32": 0.513,
     "mxfp4": 0.1115,
+    "tcq2": 0.293,
+    "tcq3": 0.153,
+    "tcq4": 0.0822,
+    "tcq5": 0.0494,
     "q4_k": 0.0782,
     "q5_k": 0.0381,
     "q6_k": 0.01875,
@@ -141,6 +146,10 @@ def largest_error(tensor: QuantTensor, values: np.ndarray) -> np.ndarray:
         return 3 * spread(to_f32(tensor.planes["scales"], "e8m0"), values.shape, 32)
     if isinstance(fmt, Ggml):
         return largest_ggml_error(tensor, values)
+    if isinstance(fmt, Tcq):  # at worst it is of no use to 64 columns
+        cells = values.reshape(*values.shape[:-1], -1, 64)
+        norm = np.linalg.norm(cells, axis=-1) * np.float32(1.001) + np.float32(1e-30)
+        return norm.repeat(64, -1)
     assert isinstance(fmt, Int8 | Int4 | Fp8)
     group = fmt.scope if isinstance(fmt, Fp8) else fmt.group
     scales = to_f32(tensor.planes["scales"], fmt.scale_dtype)
@@ -204,6 +213,8 @@ def matrices(draw: st.DrawFn, name: str) -> np.ndarray:
         k = -(-k // 32) * 32
     if isinstance(fmt, Ggml):
         n, k = -(-n // 3), -(-k * 4 // fmt.block) * fmt.block
+    if isinstance(fmt, Tcq):
+        n, k = 3 * n, -(-k // 64) * 64
     if isinstance(fmt, Fp8) and fmt.scope == "b128" and draw(st.booleans()):
         n, k = n + 126, k + 100
     lead = () if isinstance(fmt, Ternary | Bsr) else draw(st.sampled_from([(), (1,), (3,)]))
@@ -214,7 +225,8 @@ def matrices(draw: st.DrawFn, name: str) -> np.ndarray:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_round_trip(name: str) -> None:
-    @settings(max_examples=25)
+    # A trellis is slow to encode in NumPy.
+    @settings(max_examples=5 if name.startswith("tcq") else 25)
     @given(matrices(name))
     def check(values: np.ndarray) -> None:
         original = values.copy()
@@ -228,7 +240,7 @@ def test_round_trip(name: str) -> None:
         assert once.dtype == np.float32 and once.shape == values.shape
         assert tensor.nbytes == tensor.format.nbytes(values.shape)
         assert (np.abs(once - values) <= largest_error(tensor, values)).all()
-        if not isinstance(tensor.format, Ternary | Ggml):
+        if not isinstance(tensor.format, Ternary | Ggml | Tcq):
             np.testing.assert_array_equal(once[values == 0], 0)
         again = encode(once, tensor.format)
         assert_same_again(tensor, again)
@@ -242,8 +254,8 @@ def assert_same_again(first: QuantTensor, second: QuantTensor) -> None:
     if isinstance(fmt, Ternary):
         # The mean of digits is not the mean of values; the digits stay.
         np.testing.assert_array_equal(first.planes["codes"], second.planes["codes"])
-    elif isinstance(fmt, Int4) and not fmt.symmetric:
-        # A range that rounding narrowed to 14 steps gets new steps.
+    elif isinstance(fmt, Tcq) or (isinstance(fmt, Int4) and not fmt.symmetric):
+        # A range that rounding narrowed to 14 steps gets new steps, and so does another spread.
         assert set(first.planes) == set(second.planes)
     elif isinstance(fmt, Ggml):
         # Where a run's end has moved, so do its steps.
@@ -457,8 +469,8 @@ def test_the_largest_fp32_values(name: str) -> None:
     fmt = parse_format(name)
     values = np.full((4, 256), 3e38, np.float32)
     values[1] *= -1
-    if "f16" in name.split("_") or isinstance(fmt, Ggml):
-        with pytest.raises(FormatError, match="beyond f16"):
+    if "f16" in name.split("_") or isinstance(fmt, Ggml | Tcq):
+        with pytest.raises(FormatError, match="beyond f16|cannot hold inf"):
             encoded(name, values)
         return
     decoded = encoded(name, values).decode()

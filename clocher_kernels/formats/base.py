@@ -101,13 +101,17 @@ def turn(values: np.ndarray, size: int) -> np.ndarray:
     The matrix is Sylvester's, symmetric: twice gives the values again.
     """
     found = values.reshape(-1, size).astype(np.float32)
-    half = 1
-    while half < size:
-        pairs = found.reshape(len(found), -1, 2, half)
-        low, high = pairs[:, :, 0].copy(), pairs[:, :, 1]
-        pairs[:, :, 0], pairs[:, :, 1] = low + high, low - high
-        half *= 2
-    return found.reshape(values.shape) * np.float32(size**-0.5)
+    step = max(1, _BLOCK // size)
+    for start in range(0, len(found), step):
+        half, some = 1, found[start : start + step]
+        while half < size:
+            pairs = some.reshape(len(some), -1, 2, half)
+            low, high = pairs[:, :, 0].copy(), pairs[:, :, 1]
+            with np.errstate(over="ignore", invalid="ignore"):
+                pairs[:, :, 0], pairs[:, :, 1] = low + high, low - high
+            half *= 2
+        some *= np.float32(size**-0.5)
+    return found.reshape(values.shape)
 
 
 def matrix_shape(name: str, shape: Shape) -> tuple[Shape, int, int]:

@@ -4,12 +4,13 @@ Source: Marcellin and Fischer 1990 ("Trellis coded quantization of memoryless an
 sources") with Ungerboeck's code of 8 states; trellises for weights: QTIP (arXiv 2406.11235).
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
-from clocher_kernels.dtypes import from_f32, to_f32
+from clocher_kernels.dtypes import LARGEST, from_f32, to_f32
 from clocher_kernels.errors import FormatError, ShapeError
 from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
@@ -19,6 +20,7 @@ STRIP, UNIT, GROUP = 16, 32, 64
 STATES = 8
 LARGEST_CODE = 255
 """Of scales."""
+_PIECE = 1 << 17  # elements that are converted at a time
 
 LEVELS = {
     2: (6, 20, 36, 63),
@@ -102,12 +104,24 @@ class Tcq(Format):
         }
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:
-        self.planes(values.shape)
+        planes = {key: np.empty(p.shape, p.storage) for key, p in self.planes(values.shape).items()}
         base.require_finite(self.name, values)
-        scales, rows = self.scales_for(base.split(values, GROUP))
-        step = np.repeat(self.steps({"scales": scales, "rows": rows}), GROUP, axis=-1)
-        near = np.divide(values, step, out=np.zeros_like(values), where=step > 0)
-        return {"codes": self.pack(self._nearest(near)), "scales": scales, "rows": rows}
+        for rows, strips in self._pieces(values.shape):
+            scales, numbers = self.scales_for(base.split(values[rows], GROUP))
+            step = np.repeat(self.steps({"scales": scales, "rows": numbers}), GROUP, axis=-1)
+            near = np.divide(values[rows], step, out=np.zeros_like(step), where=step > 0)
+            planes["codes"][strips] = self.pack(*self._nearest(near))
+            planes["scales"][rows], planes["rows"][rows] = scales, numbers
+        return planes
+
+    def _pieces(self, shape: Shape) -> Iterator[tuple[Any, Any]]:
+        """Yield places of some rows of a matrix, and of their strips."""
+        *lead, n, k = shape
+        step = max(1, _PIECE // k // STRIP) * STRIP
+        for matrix in np.ndindex(*lead):
+            for start in range(0, n, step):
+                strips = slice(start // STRIP, -(-min(n, start + step) // STRIP))
+                yield (*matrix, slice(start, start + step)), (*matrix, strips)
 
     def drawn(self, shape: Shape, rng: "np.random.Generator", std: float) -> dict[str, np.ndarray]:
         """Return random planes, whose values have mean 0 and about this standard deviation."""
@@ -120,9 +134,16 @@ class Tcq(Format):
         }
 
     def scales_for(self, cells: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return scales and rows for cells [..., N, K/64, 64], as they are stored."""
-        ideal = np.sqrt(np.square(cells).mean(axis=-1)) / np.float32(DEVIATION[self.bits])
-        rows = from_f32(ideal.max(axis=-1) / np.float32(LARGEST_CODE), "bf16")
+        """Return scales and rows for cells [N, K/64, 64], as they are stored.
+
+        Raises FormatError if they are beyond the largest number.
+        """
+        power = np.einsum("...i,...i->...", cells, cells, dtype=np.float64) / GROUP
+        ideal = np.sqrt(power) / DEVIATION[self.bits]
+        most = ideal.max(axis=-1) / LARGEST_CODE
+        if not most.max() < LARGEST["bf16"]:
+            raise FormatError(f"{self.name}: values are beyond bf16 after the rotation")
+        rows = from_f32(most.astype(np.float32), "bf16")
         unit = to_f32(rows, "bf16")[..., None]
         found = np.divide(ideal, unit, out=np.zeros_like(ideal), where=unit > 0)
         return np.clip(np.rint(found), 1, LARGEST_CODE).astype(np.uint8), rows
@@ -132,24 +153,28 @@ class Tcq(Format):
         return to_f32(planes["rows"], "bf16")[..., None] * planes["scales"].astype(np.float32)
 
     def decode(self, planes: Planes, shape: Shape) -> np.ndarray:
-        *lead, n, k = shape
-        lines = planes["codes"]
+        values = np.empty(shape, np.float32)
+        for rows, strips in self._pieces(shape):
+            some = {key: planes[key][rows] for key in ("scales", "rows")}
+            step = np.repeat(self.steps(some), GROUP, axis=-1)
+            found = levels(self.bits)[self._indices(planes["codes"][strips])]
+            # [strips, units, 16 rows, 4 columns, 8 bits] -> columns in order
+            found = found.reshape(*found.shape[:2], STRIP, 4, 8).transpose(0, 2, 1, 4, 3)
+            np.multiply(found.reshape(-1, shape[-1])[: len(step)], step, out=values[rows])
+        return values
+
+    def _indices(self, lines: np.ndarray) -> np.ndarray:
+        """Return the places of levels, u8 [strips, units, 64 bytes, 8 bits]."""
         u = np.ascontiguousarray(lines[..., 0, :]).view("<u4")
-        before = [self._before(u, lag) for lag in (1, 2, 3)]
-        z0, z1 = before[1], u ^ before[0] ^ before[2]
-        of_byte = [self._bits(np.ascontiguousarray(z).view(np.uint8)) for z in (z0, z1)]
-        index = of_byte[0] | of_byte[1] << 1
+        first, second, third = (self._before(u, lag) for lag in (1, 2, 3))
+        index = self._bits(second) | self._bits(u ^ first ^ third) << 1
         for place, (line, width) in self._fields().items():
             index |= self._read(lines, line, width) << place
-        # [..., strips, units, 16 rows, 4 columns, 8 bits] -> columns in order
-        value = levels(self.bits)[index].reshape(*index.shape[:-2], STRIP, 4, 8)
-        value = np.moveaxis(value, (-3, -1, -2), (-4, -2, -1))
-        value = value.reshape(*lead, -1, k)[..., :n, :]
-        return np.ascontiguousarray(value * np.repeat(self.steps(planes), GROUP, axis=-1))
+        return index
 
-    def pack(self, path: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-        """Return codes of bits u and numbers m, u8 [..., N, K] each, N a multiple of 16."""
-        u, m = (self._by_byte(each) for each in path)
+    def pack(self, u: np.ndarray, m: np.ndarray) -> np.ndarray:
+        """Return codes of bits u and numbers m, u8 [N, K] each, N a multiple of 16."""
+        u, m = self._by_byte(u), self._by_byte(m)
         lines = [np.packbits(u, axis=-1, bitorder="little")[..., 0]]
         for place, (_, width) in self._fields().items():
             part = m >> place - 2 & (1 << width) - 1
@@ -177,8 +202,9 @@ class Tcq(Format):
         return found
 
     @staticmethod
-    def _bits(line: np.ndarray) -> np.ndarray:
-        return line[..., None] >> np.arange(8, dtype=np.uint8) & 1
+    def _bits(dwords: np.ndarray) -> np.ndarray:
+        """Return the bits of bytes, u8 [..., 64, 8]."""
+        return dwords.view(np.uint8)[..., None] >> np.arange(8, dtype=np.uint8) & 1
 
     def _read(self, lines: np.ndarray, line: int, width: int) -> np.ndarray:
         """Return the numbers of a field, u8 [..., 64, 8]."""
@@ -191,28 +217,26 @@ class Tcq(Format):
 
     @staticmethod
     def _by_byte(values: np.ndarray) -> np.ndarray:
-        """Return [..., N, K] as [..., strips, units, 64 bytes, 8 bits]."""
-        *lead, n, k = values.shape
-        cut = values.reshape(*lead, n // STRIP, STRIP, k // UNIT, 8, 4)
-        cut = np.moveaxis(cut, (-3, -4, -1, -2), (-4, -3, -2, -1))
-        return cut.reshape(*lead, n // STRIP, k // UNIT, 4 * STRIP, 8)
+        """Return [N, K] as [strips, units, 64 bytes, 8 bits]."""
+        n, k = values.shape
+        cut = values.reshape(n // STRIP, STRIP, k // UNIT, 8, 4).transpose(0, 2, 1, 4, 3)
+        return cut.reshape(n // STRIP, k // UNIT, 4 * STRIP, 8)
 
     def _nearest(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return u and m of weights in units of levels [..., N, K], for N filled up to strips."""
-        *lead, n, k = values.shape
-        whole = np.zeros((*lead, -(-n // STRIP) * STRIP, k), np.float32)
-        whole[..., :n, :] = values
-        cut = whole.reshape(*lead, -1, STRIP, k // UNIT, UNIT)[..., COLUMNS]
-        cut = np.moveaxis(cut, -3, -1)  # [..., strips, units, 32 columns, 16 rows]
+        """Return u and m of weights in units of levels [N, K], for N filled up to strips."""
+        n, k = values.shape
+        whole = np.zeros((-(-n // STRIP) * STRIP, k), np.float32)
+        whole[:n] = values
+        # [strips, units, 32 columns, 16 rows]: one after the other by step
+        cut = whole.reshape(-1, STRIP, k // UNIT, UNIT)[..., COLUMNS].transpose(0, 2, 3, 1)
         steps = cut.reshape(-1, UNIT * STRIP).T
         state = np.zeros(steps.shape[1], np.intp)
         path = np.empty((2, *steps.shape), np.uint8)
         for start in range(0, len(steps), STRIP):
             ahead = steps[start : start + 2 * STRIP]
             path[:, start : start + STRIP], state = _viterbi(ahead, levels(self.bits), state)
-        back = np.moveaxis(path.swapaxes(1, 2).reshape(2, *cut.shape), -1, -3)
-        out = np.empty_like(back)
-        out[..., COLUMNS] = back
+        out = np.empty((2, len(cut), STRIP, k // UNIT, UNIT), np.uint8)
+        out[..., COLUMNS] = path.swapaxes(1, 2).reshape(2, *cut.shape).transpose(0, 1, 4, 2, 3)
         u, m = out.reshape(2, *whole.shape)
         return u, m
 
