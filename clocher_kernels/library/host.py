@@ -15,7 +15,7 @@ from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats.base import Format
 from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case, OpSpec, Param, Value, dtype_of, rows_of
-from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
+from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary, rotate
 from clocher_kernels.plan import Attr, Plan
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.executor import CpuExecutor
@@ -84,7 +84,7 @@ def op_plan(
         for name, (dtype, shape) in arrays.items()
     }
     plan = case_plan(spec, Case("call", sizes, attrs), {**values, **dict.fromkeys(formats)})  # type: ignore[dict-item]
-    plan = quantize_for_ternary(plan, formats)
+    plan = rotate(quantize_for_ternary(plan, formats), formats)
     return quantize_activations(plan, formats) if act_prec == "int8" else plan
 
 

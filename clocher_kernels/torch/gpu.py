@@ -70,8 +70,8 @@ def on_gpu(spec: OpSpec, found: Mapping[str, Any], device: Device) -> list[torch
         if name not in values:
             dtype = own.get(name, TORCH_DTYPES[buffer.dtype])
             values[name] = torch.empty(buffer.shape, dtype=dtype, device=lead.device)
-    if len(plan.calls) > 1:  # quantised first, from fp32
-        first = plan.calls[0].args["x"]
+    first = plan.calls[0].args.get("x")
+    if first and len(plan.calls) > 1:  # quantised or rotated first, from fp32
         values[first] = values[first].float()
     for each in plan.calls:
         arguments = {param: values[name] for param, name in each.args.items()}

@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import ModelNotFound, UsageError
-from clocher_kernels.formats import Ggml, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Ternary
+from clocher_kernels.ops.rewrite import takes_int8
 from clocher_runtime.checkpoints import Checkpoint, open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.locate import DEFAULT, EMBEDDED, embedded_model, locate
@@ -324,7 +325,8 @@ def _packed_later(config: EngineConfig, checkpoint: Checkpoint, spec: ModelSpec)
     return caches * cache + sum(
         tensor.nbytes
         for name, tensor in checkpoint.tensors.items()
-        if isinstance(tensor.format, Int4 | Int8 | Mxfp4 | Ternary | Ggml) and name not in looked_up
+        if (takes_int8(tensor.format) or isinstance(tensor.format, Ternary))
+        and name not in looked_up
     )
 
 

@@ -26,10 +26,10 @@ from cpu_fallback.ops.bind import BoundCall, share
 from cpu_fallback.ops.epilogue import expect, write_rows
 from cpu_fallback.ops.linear import SHARES, Tiled, is_filled, multiply_tiles, panels_room, tiled
 from cpu_fallback.team.tape import Launch
-from cpu_fallback.tiles.byte_dots import bits
 from cpu_fallback.tiles.columns import columns_of, interleaved, packed
 from cpu_fallback.tiles.layout import LINE
 from cpu_fallback.tiles.multiply import plus
+from cpu_fallback.tiles.operands import bits
 
 _QUAD = 4
 _STATE = 64

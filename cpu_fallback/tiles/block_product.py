@@ -36,12 +36,11 @@ from cpu_fallback.tiles.byte_dots import (
     Lines,
     Strip,
     ask,
-    bits,
     line_of,
-    look_up,
     without_number,
 )
 from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
+from cpu_fallback.tiles.operands import bits, look_up
 from cpu_fallback.tiles.tile_product import begin_sums, strip_units
 
 

@@ -64,7 +64,8 @@ _BLOCKS = (128, 64, 32)
 
 SIGNED = CURRENT.neon
 """Whether int8 and iq4 are multiplied as signed bytes; the other operands fit seven bits."""
-BIAS = {**dict.fromkeys(TCQ, 64), "int4": 8, "fp4": 12, "iq4": 128, "q4": 8, "q5": 16, "int8": 128, "ternary": 1}
+BIAS = dict.fromkeys(TCQ, 64)
+BIAS |= {"int4": 8, "fp4": 12, "iq4": 128, "q4": 8, "q5": 16, "int8": 128, "ternary": 1}
 if SIGNED:
     BIAS |= {"iq4": 0, "int8": 0}
 
@@ -76,8 +77,8 @@ class Layout:
     """How the tiles of a format are laid out."""
 
     code: str  # of `LINES`
-    # "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per row, "u8" for
-    # both, "one" for one for the tensor, which the tile does not hold
+    # "f32", "f16", "bf16" or "e8m0" for a scale per block of columns, "row" for one per row, "u8"
+    # for both, "one" for one for the tensor, which the tile does not hold
     scale: str
     block: int = 0  # columns per scale: 32, 64 or 128; 0 if there is one per row or for the tensor
     offset: str = ""  # what each block has too: "zeros", integer points, or "minima" to be added
