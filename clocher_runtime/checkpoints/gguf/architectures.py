@@ -187,10 +187,6 @@ _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
 """In Gemma's files the norm weights include the added 1."""
 
 
-def _gemma(meta: Metadata, config: Config) -> Config:
-    return dict(_STORED_SUM)
-
-
 def _gemma2(meta: Metadata, config: Config) -> Config:
     return {
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
@@ -326,7 +322,7 @@ ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata, Config], Config]]] = 
     "qwen3": ("Qwen3ForCausalLM", _no_window),
     "qwen2moe": ("Qwen2MoeForCausalLM", _experts),
     "qwen3moe": ("Qwen3MoeForCausalLM", _experts),
-    "gemma": ("GemmaForCausalLM", _gemma),
+    "gemma": ("GemmaForCausalLM", lambda meta, config: dict(_STORED_SUM)),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
     "phi3": ("Phi3ForCausalLM", _phi3),
