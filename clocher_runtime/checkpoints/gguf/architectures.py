@@ -232,11 +232,6 @@ def _olmo(meta: Metadata, config: Config) -> Config:
     }
 
 
-def _phi3(meta: Metadata, config: Config) -> Config:
-    """llama.cpp leaves the window out; the models have it."""
-    return {"sliding_window": meta.window or None}
-
-
 def _granite(meta: Metadata, config: Config) -> Config:
     """A missing or zero factor means none."""
     config = {
@@ -325,7 +320,8 @@ ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata, Config], Config]]] = 
     "gemma": ("GemmaForCausalLM", lambda meta, config: dict(_STORED_SUM)),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
-    "phi3": ("Phi3ForCausalLM", _phi3),
+    # llama.cpp leaves the window out; the models have it.
+    "phi3": ("Phi3ForCausalLM", lambda meta, config: {"sliding_window": meta.window or None}),
     "smollm3": ("SmolLM3ForCausalLM", _no_window),
     "olmo2": ("Olmo2ForCausalLM", _olmo),
     **dict.fromkeys(("granite", "granitemoe"), ("GraniteForCausalLM", _granite)),
