@@ -8,7 +8,7 @@ import click
 
 from bench.compared import Cells, cells_tables, group
 from bench.pages import Section, add, html, markdown, render
-from bench.record import FOLDER, KINDS, ResultFile, Row, Table, read_file, table, tables_of
+from bench.record import FOLDER, KINDS, ResultFile, Table, read_file, table, tables_of
 from clocher_kernels.errors import UsageError
 from clocher_runtime.command.console import Console
 from clocher_runtime.command.flags import option, script, switch
@@ -138,16 +138,12 @@ def _section(file: ResultFile, tokens_max: int | None) -> Section:
         facts = [Path(values.pop()).name for values in same.values() if len(values) == 1]
         text += f" All cells: {_plain(', '.join(facts))}." if facts else ""
         cells = group(file.rows)
-        tables = [*cells_tables(cells), _lost(file.rows), _generated(cells, tokens_max)]
+        why = [{"status": row["status"], "why": each} for row in file.rows for each in row["why"]]
+        lost = table("did not count = {status} | why", why)
+        tables = [*cells_tables(cells), lost, _generated(cells, tokens_max)]
     else:
         tables = tables_of(file.kind, file.rows)
     return Section(title, (text,), tuple(each for each in tables if each.rows))
-
-
-def _lost(rows: Sequence[Row]) -> Table:
-    """Return why runs did not count."""
-    why = [{"status": row["status"], "why": reason} for row in rows for reason in row["why"]]
-    return table("did not count = {status} | why", why)
 
 
 def _generated(cells: Cells, tokens_max: int | None) -> Table:

@@ -258,7 +258,7 @@ def test_junk_that_others_planted_is_never_machine_code(tmp_path: Path) -> None:
     cache = ObjectCache(tmp_path)
     assert cache.directory is not None
     private_directory(cache.directory, create=True)
-    for name in ("tape._lead", "tape._serve"):
+    for name in ("tape.lead", "tape._serve"):
         (cache.directory / f"{name}.o").write_bytes(hashed(b"\x7fELF" + bytes(range(256)) * 9))
     cache.directory.chmod(0o777)
     out, err = started(CLOCHER_CACHE_DIR=str(tmp_path))

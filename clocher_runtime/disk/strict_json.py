@@ -58,7 +58,7 @@ def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
         value = json.loads(
             data.decode("utf-8"),
             object_pairs_hook=_unique,
-            parse_constant=_refuse_constant,
+            parse_constant=_finite,
             parse_float=_finite,
         )
         if _has_surrogates(data):
@@ -243,10 +243,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             raise ValueError(f"key {key!r:.80} appears twice in one object")
         result[key] = value
     return result
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _finite(text: str) -> float:

@@ -89,19 +89,6 @@ def _parsed(value: object) -> object:
         raise Refused(str(error)) from None
 
 
-def _prompts(value: object, info: ValidationInfo) -> list[str | list[int]]:
-    most, adapter = _TEXTS[info.field_name or ""]
-    try:
-        given = adapter.validate_python(value)
-    except ValidationError:
-        raise Refused(
-            f"{info.field_name} is {described(value)}; expected text, up to {most} texts, a list "
-            f"of token ids (1 to {MAX_PROMPT_TOKENS} of them, from 0 to {MAX_TOKENS}), or up to "
-            f"{most} such lists"
-        ) from None
-    return given if isinstance(given, list) and type(given[0]) is not int else [given]
-
-
 def text_of(least: int, most: int) -> StringConstraints:
     """Return the bounds of a text's length."""
     return StringConstraints(min_length=least, max_length=most)
@@ -120,23 +107,28 @@ TokenId = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 _TokenIds = Annotated[list[TokenId], list_of(MAX_PROMPT_TOKENS, 1)]
 
 
-def _texts(most: int) -> tuple[int, TypeAdapter[Any]]:
+def _texts(most: int) -> tuple[PlainValidator, WithJsonSchema]:
+    """Return how one text or list of ids, or up to `most` of them, is read as a list."""
     many = list_of(most, 1)
     kinds: Any = str | _TokenIds | Annotated[list[str], many] | Annotated[list[_TokenIds], many]
-    return most, TypeAdapter(kinds, config=ConfigDict(strict=True))
+    adapter: TypeAdapter[Any] = TypeAdapter(kinds, config=ConfigDict(strict=True))
+
+    def read(value: object, info: ValidationInfo) -> list[str | list[int]]:
+        try:
+            given = adapter.validate_python(value)
+        except ValidationError:
+            raise Refused(
+                f"{info.field_name} is {described(value)}; expected text, up to {most} texts, a "
+                f"list of token ids (1 to {MAX_PROMPT_TOKENS} of them, from 0 to {MAX_TOKENS}), or "
+                f"up to {most} such lists"
+            ) from None
+        return given if isinstance(given, list) and type(given[0]) is not int else [given]
+
+    return PlainValidator(read), WithJsonSchema(adapter.json_schema())
 
 
-_TEXTS = {"prompt": _texts(MAX_PROMPTS), "input": _texts(MAX_INPUTS)}
-Prompts = Annotated[
-    list[str | list[int]],
-    PlainValidator(_prompts),
-    WithJsonSchema(_TEXTS["prompt"][1].json_schema()),
-]
-Inputs = Annotated[
-    list[str | list[int]],
-    PlainValidator(_prompts),
-    WithJsonSchema(_TEXTS["input"][1].json_schema()),
-]
+Prompts = Annotated[list[str | list[int]], *_texts(MAX_PROMPTS)]
+Inputs = Annotated[list[str | list[int]], *_texts(MAX_INPUTS)]
 _StopText = Annotated[str, text_of(1, MAX_STOP_CHARS)]
 Stops = Annotated[
     _StopText | Annotated[list[_StopText], Field(max_length=MAX_STOPS)],

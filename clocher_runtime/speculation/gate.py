@@ -231,7 +231,8 @@ class DraftModelGate:
             for each, tokens in zip(pending, behind, strict=True)
         ]
         entries = [
-            max(0.0, _time(steps, tokens) - steps[1]) / _forwards_left(each)
+            max(0.0, _time(steps, tokens) - steps[1])
+            / (_HORIZON if each.most == MAX_DRAFT else each.most)
             for each, tokens in zip(pending, behind, strict=True)
         ]
         piece = max(_LEAST_PIECE, 2 * len(pending), bisect_right(steps, ns[base]) - 1)
@@ -275,10 +276,6 @@ class DraftModelGate:
         if track.tried or sum(track.rates.along(draft.classes)) > taken:
             track.offer, draft = draft, track.offer
         track.asides.append(draft)
-
-
-def _forwards_left(pending: Pending) -> int:
-    return _HORIZON if pending.most == MAX_DRAFT else pending.most
 
 
 def _time(steps: Sequence[float], tokens: int) -> float:

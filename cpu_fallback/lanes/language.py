@@ -280,25 +280,16 @@ def tanh(b, x):
 
 
 _TRUE_ZERO = ir.Constant(INT1, 0)  # whether the result for 0 is undefined: it is not
-popcount = op(i64, i64)(lambda b, mask: call(b, "llvm.ctpop.i64", INT64, mask))
-lowest_bit = op(i64, i64)(  # its index, 64 if no bit is set
-    lambda b, mask: call(b, "llvm.cttz.i64", INT64, mask, _TRUE_ZERO)
-)
-highest_bit = op(i64, i64)(  # its index, -1 if no bit is set
-    lambda b, mask: b.sub(number(63), call(b, "llvm.ctlz.i64", INT64, mask, _TRUE_ZERO))
-)
+popcount = op(i64, i64)(lambda b, mask: b.ctpop(mask))
+# The index of the lowest bit, 64 if none is set, and of the highest, -1 if none is.
+lowest_bit = op(i64, i64)(lambda b, mask: b.cttz(mask, _TRUE_ZERO))
+highest_bit = op(i64, i64)(lambda b, mask: b.sub(number(63), b.ctlz(mask, _TRUE_ZERO)))
 mask_bits = op(i64, MASK)(lambda b, mask: b.zext(b.bitcast(mask, INT16), INT64))
 mask_of = op(MASK, i64)(lambda b, bits: b.bitcast(b.trunc(bits, INT16), MASK.llvm))
 read_f64 = op(f64, i64)(lambda b, address: emit_load(b, DOUBLE, address))
 write_f64 = op(void, i64, f64)(lambda b, address, value: emit_store(b, value, address))
 store_f64 = op(void, i64, F64)(lambda b, address, value: emit_store(b, value, address))
 ones64 = op(F64)(lambda b: constant(F64, 1.0))
-
-
-def _fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    if not CURRENT.fma:
-        return b.fadd(b.fmul(x, y), z)
-    return call(b, f"llvm.fma.v{LANES}f64", F64.llvm, x, y, z)
 
 
 def _emit_exp(b: Any, x: Any) -> Any:
@@ -311,14 +302,14 @@ def _emit_exp(b: Any, x: Any) -> Any:
     x = b.select(under, constant(F64, 0.0), x)
     # Adding 1.5 * 2^52 leaves no room for a fraction, and n in the low bits.
     magic = constant(F64, 6755399441055744.0)
-    shifted = _fma(b, x, constant(F64, 1 / math.log(2)), magic)
+    shifted = emit_fma(b, x, constant(F64, 1 / math.log(2)), magic)
     n = b.fneg(b.fsub(shifted, magic))
     # ln 2 in two parts; n times the first is exact, for its last 32 bits are zero.
-    r = _fma(b, n, constant(F64, float.fromhex("0x1.62e42feep-1")), x)
-    r = _fma(b, n, constant(F64, float.fromhex("0x1.a39ef35793c76p-33")), r)
+    r = emit_fma(b, n, constant(F64, float.fromhex("0x1.62e42feep-1")), x)
+    r = emit_fma(b, n, constant(F64, float.fromhex("0x1.a39ef35793c76p-33")), r)
     y = constant(F64, 1 / math.factorial(_TERMS))
     for k in reversed(range(_TERMS)):
-        y = _fma(b, y, r, constant(F64, 1 / math.factorial(k)))
+        y = emit_fma(b, y, r, constant(F64, 1 / math.factorial(k)))
     wide = ir.VectorType(INT64, LANES)
     biased = b.add(b.bitcast(shifted, wide), constant(wide, 1023))
     power = b.bitcast(b.shl(biased, constant(wide, 52)), F64.llvm)

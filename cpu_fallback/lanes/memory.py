@@ -46,13 +46,10 @@ def _masked(b: Any, verb: str, kind: ir.VectorType, count: Any) -> tuple[str, An
     if not (CURRENT.avx512 or (CURRENT.avx2 and _bytes(kind.element) == 4)):
         return None
     lanes = ir.VectorType(INT32, kind.count)
-    one = b.insert_element(
-        ir.Constant(lanes, ir.Undefined), b.trunc(count, INT32), ir.Constant(INT32, 0)
-    )
-    spread = pick(b, one, [0] * kind.count)
-    mask = b.icmp_signed("<", constant(lanes, range(kind.count)), spread)
-    letter = "f32" if kind.element == FLOAT else f"i{kind.element.width}"
-    return f"llvm.masked.{verb}.v{kind.count}{letter}.p0", ir.Constant(INT32, 1), mask
+    end = spread(b, lanes, b.trunc(count, INT32))
+    mask = b.icmp_signed("<", constant(lanes, range(kind.count)), end)
+    name = f"llvm.masked.{verb}.v{kind.count}{kind.element.intrinsic_name}.p0"
+    return name, ir.Constant(INT32, 1), mask
 
 
 def _copy(b: Any, target: Any, source: Any, kind: ir.VectorType, count: Any) -> None:

@@ -169,11 +169,11 @@ def _add(b: Any, x: Any, y: Any) -> Any:
 
 
 def emit_fma(b: Any, x: Any, y: Any, z: Any) -> Any:
-    """Emit x * y + z: one rounding, or two on the generic ISA."""
+    """Emit x * y + z of vectors: one rounding, or two on the generic ISA."""
     if not CURRENT.fma:
         return b.fadd(b.fmul(x, y), z)
-    suffix = "f32" if x.type == FLOAT else f"v{x.type.count}f32"
-    return call(b, f"llvm.fma.{suffix}", x.type, x, y, z)
+    of = f"v{x.type.count}{x.type.element.intrinsic_name}"
+    return call(b, f"llvm.fma.{of}", x.type, x, y, z)
 
 
 def emit_rint(b: Any, x: Any) -> Any:
@@ -253,8 +253,7 @@ def absolute(b, x):
 def first(b, count):
     """Return a mask of the first `count` lanes."""
     wide = ir.VectorType(INT64, LANES)
-    one = b.insert_element(ir.Constant(wide, ir.Undefined), count, ir.Constant(INT32, 0))
-    return b.icmp_signed("<", constant(wide, range(LANES)), pick(b, one, [0] * LANES))
+    return b.icmp_signed("<", constant(wide, range(LANES)), spread(b, wide, count))
 
 
 def pieces(b: Any, vector: Any, count: int) -> list[Any]:

@@ -54,11 +54,14 @@ def _open_region(b, address, body, ctl, size):
 _number = v.op(i64, i64)(lambda b, address: b.sext(v.call_at(b, address, v.INT32), v.INT64))
 
 
-def _take_part(ctl):
+@Kernel
+def take_part(ctl):
+    """Execute a step as the thread of the runtime that this is."""
     walk(ctl, _number(v.read_i64(ctl + 8 * _RANK)), _number(v.read_i64(ctl + 8 * _SIZE)))
 
 
-def _lead(ctl, tokens, rows, size):
+@Kernel
+def lead(ctl, tokens, rows, size):
     """Execute one step with up to `size` threads, the calling one included."""
     start = now_ns()
     begin(ctl, tokens, rows, size)
@@ -67,7 +70,3 @@ def _lead(ctl, tokens, rows, size):
     else:
         _open_region(v.read_i64(ctl + 8 * _PARALLEL), v.read_i64(ctl + 8 * _BODY), ctl, size)
     v.write_i64(ctl + 8 * tape.STEP_NS, now_ns() - start)
-
-
-take_part = Kernel(_take_part)
-lead = Kernel(_lead)

@@ -287,7 +287,8 @@ def begin(ctl, tokens, rows, size):
     store_release(ctl + 8 * EPOCH, (steps + 1) << 16 | size)
 
 
-def _lead(ctl, tokens, rows, size):
+@Kernel
+def lead(ctl, tokens, rows, size):
     """Execute one step as rank 0 of `size` threads, waking the workers that wait in `serve`."""
     start = now_ns()
     begin(ctl, tokens, rows, size)
@@ -316,7 +317,6 @@ def _serve(ctl, rank, seen):
             turn += 1
 
 
-lead = Kernel(_lead)
 serve = Kernel(_serve, i64)
 
 

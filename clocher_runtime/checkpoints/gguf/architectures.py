@@ -187,10 +187,6 @@ _STORED_SUM = {"norm_offset": 0.0, "hidden_activation": "gelu_pytorch_tanh"}
 """In Gemma's files the norm weights include the added 1."""
 
 
-def _gemma(meta: Metadata, config: Config) -> Config:
-    return dict(_STORED_SUM)
-
-
 def _gemma2(meta: Metadata, config: Config) -> Config:
     return {
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", float, 50.0),
@@ -234,11 +230,6 @@ def _olmo(meta: Metadata, config: Config) -> Config:
         "layer_types": meta.layer_types(4),
         "rope_parameters": _two_ropes(meta, meta.get("rope.freq_base", float, 10000.0)),
     }
-
-
-def _phi3(meta: Metadata, config: Config) -> Config:
-    """llama.cpp leaves the window out; the models have it."""
-    return {"sliding_window": meta.window or None}
 
 
 def _granite(meta: Metadata, config: Config) -> Config:
@@ -326,10 +317,11 @@ ARCHITECTURES: Mapping[str, tuple[str, Callable[[Metadata, Config], Config]]] = 
     "qwen3": ("Qwen3ForCausalLM", _no_window),
     "qwen2moe": ("Qwen2MoeForCausalLM", _experts),
     "qwen3moe": ("Qwen3MoeForCausalLM", _experts),
-    "gemma": ("GemmaForCausalLM", _gemma),
+    "gemma": ("GemmaForCausalLM", lambda meta, config: dict(_STORED_SUM)),
     "gemma2": ("Gemma2ForCausalLM", _gemma2),
     "gemma3": ("Gemma3ForCausalLM", _gemma3),
-    "phi3": ("Phi3ForCausalLM", _phi3),
+    # llama.cpp leaves the window out; the models have it.
+    "phi3": ("Phi3ForCausalLM", lambda meta, config: {"sliding_window": meta.window or None}),
     "smollm3": ("SmolLM3ForCausalLM", _no_window),
     "olmo2": ("Olmo2ForCausalLM", _olmo),
     **dict.fromkeys(("granite", "granitemoe"), ("GraniteForCausalLM", _granite)),

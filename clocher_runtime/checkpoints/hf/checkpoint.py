@@ -206,30 +206,27 @@ def _fp8(source: shards.Source) -> shards.Tensors:
 
 
 def _packed(source: shards.Source) -> shards.Tensors:
-    """Read GPTQ or AWQ, also under the name that AutoRound gives them."""
+    """Read what few need: compressed-tensors; GPTQ or AWQ, also under AutoRound's name for them."""
     method = source.settings["quant_method"]
+    if method == "compressed-tensors":
+        from clocher_runtime.checkpoints.hf.compressed import read_compressed
+
+        return read_compressed(source)
     if method == "auto-round":
         source.choice("data_type", "int", ("int",))
         known = ("auto_round:auto_gptq", "auto_round:auto_awq")
         packing = source.choice("packing_format", "left out", known, "export it as auto_gptq")
         method = packing.removeprefix("auto_round:auto_")
-    from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq  # few need it
+    from clocher_runtime.checkpoints.hf.packed_words import read_awq, read_gptq
 
     return read_gptq(source) if method == "gptq" else read_awq(source)
-
-
-def _compressed(source: shards.Source) -> shards.Tensors:
-    from clocher_runtime.checkpoints.hf.compressed import read_compressed
-
-    return read_compressed(source)
 
 
 _METHODS: dict[str, Callable[[shards.Source], shards.Tensors]] = {
     "mxfp4": _mxfp4,
     "bitnet": _bitnet,
     "fp8": _fp8,
-    **dict.fromkeys(("gptq", "awq", "auto-round"), _packed),
-    "compressed-tensors": _compressed,
+    **dict.fromkeys(("gptq", "awq", "auto-round", "compressed-tensors"), _packed),
 }
 
 
