@@ -47,6 +47,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
         elementwise.embed,
         elementwise.fake_quantize,
         elementwise.gather_rows,
+        elementwise.hadamard,
         elementwise.join_heads,
         kv.kv_append,
         linear.linear,

@@ -17,6 +17,7 @@ from clocher_kernels.cuda.dots import load_each, split4, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
+from clocher_kernels.cuda.trellis import trellis_rows
 from clocher_kernels.cuda.words import scales_of_row
 
 _RESIDENT_WARPS = 20
@@ -125,9 +126,11 @@ def stream_rows(
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
-    BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
+    BV adjacent lanes share rows. Of trellises `zeros` are the scales of groups. `row` are row numbers [L, 1, R]; w, scales and zeros point to
     whole tensors; x and tokens are those of `vector_dot`. PDL, EARLY: see `start`.
     """
+    if C.BITS > 0:
+        return trellis_rows(x, tokens, row, w, zeros, C, PDL, EARLY)
     V: tl.constexpr = (C.K + C.WEIGHTS - 1) // C.WEIGHTS
     GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     # Words of the bits above four follow those of all vectors.

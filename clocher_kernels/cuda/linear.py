@@ -26,6 +26,7 @@ from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
+from clocher_kernels.cuda.trellis import trellis_tile
 from clocher_kernels.cuda.words import (
     brick_row,
     load_scales,
@@ -60,7 +61,7 @@ def decoded(held, C: tl.constexpr):
         return _digits(held)
     elif C.CODE == "int4" or C.CODE == "mxfp4" or C.CODE == "ternary":
         return decode_words(held, C.CODE, C.OPERAND)
-    elif C.CODE == "float":
+    elif C.CODE == "float" or C.BITS > 0:
         return held.to(C.OPERAND)
     else:
         return to_f16(held, C.CODE, C.ASM).to(C.OPERAND)
@@ -153,7 +154,7 @@ def _gemm(
         scale, head = load_scales(scales, now, C.SPAN, APART)
         if zeros is not None:
             zero = tl.load(zeros + group + now // C.SPAN * APART).to(tl.int32)
-    elif zeros is not None:
+    elif zeros is not None and C.BITS == 0:
         zero = tl.load(zeros + row * C.SCALE_ROWS)[:, None].to(tl.int32)
 
     total = tl.zeros((C.BN, C.BM), tl.float32 if x_scale is None else tl.int32)
@@ -162,6 +163,8 @@ def _gemm(
             # A step's words lie in one brick. A hint at what a function returns would be lost.
             first = tl.multiple_of((k0 & -128) + (k0 & 127) // 8, C.BK // 8)
             held, xt = tl.load(w_row + first), tl.load(x_at)
+        elif C.BITS > 0:
+            held, xt = trellis_tile(w, zeros, row, k0, C), tl.load(x_at)
         elif C.K % C.BK == 0:
             held, xt = tl.load(w_at), tl.load(x_at)
         else:

@@ -20,6 +20,8 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
                     minimum; of a block of 256 columns i8, d in two and a factor for each run, or
                     i16, d, dmin and both factors of each run. A value is scale * code - minimum,
                     without minima scale * (code - 8, 16 or 32).
+    tcq      codes  i32 [..., N, W], W = K / 32 bits, N whole strips: of each 64 columns of a row
+                    the two words of line after line.
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
@@ -45,6 +47,8 @@ from clocher_kernels.formats.floats import FP8_BLOCK, MXFP4_BLOCK, Float, Fp8, M
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ggml_blocks import KINDS, Kind, Numbers
 from clocher_kernels.formats.integers import Int4, Int8
+from clocher_kernels.formats.tcq import GROUP as TCQ_VECTOR
+from clocher_kernels.formats.tcq import STRIP, Tcq
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -228,6 +232,13 @@ def _ternary(fmt: Ternary, planes: Planes, shape: tuple[int, ...]) -> Planes:
     }
 
 
+def _tcq(fmt: Tcq, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    # [..., strips, groups, 2 units, bits, 16 rows]
+    lines = planes["codes"].view(torch.int32).unflatten(-3, (-1, 2))
+    words = lines.movedim(-1, -4).transpose(-1, -2).flatten(-3).flatten(-3, -2)
+    return {**planes, "codes": words.contiguous()}
+
+
 def _bsr(fmt: Bsr, planes: Planes, shape: tuple[int, ...]) -> Planes:
     if fmt.inner != "int4":
         return planes
@@ -245,6 +256,7 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
     Ternary: _ternary,
     Bsr: _bsr,
     Ggml: _ggml,
+    Tcq: _tcq,
 }
 """Format class -> rearrangement of its planes; other formats are read as stored."""
 
@@ -293,8 +305,8 @@ def _fp16_bits(words: Tensor) -> Tensor:
 class Stored:
     """A matrix [N, K] as kernels see it, or experts [E, N, K].
 
-    `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4" or "ternary", for
-    `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per` weights. Scales
+    `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4", "ternary" or "tcq2" to
+    "tcq5" (whose `scales` are the rows', `zeros` the scales of groups), for `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per` weights. Scales
     (None for floats) and zero points (None: the middle code) are shared by `span` columns (0: the
     row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single one). `bricks`:
     see `in_bricks`.
@@ -331,6 +343,7 @@ class Stored:
         tensors = {"w": self.data, "scales": self.scales, "zeros": self.zeros}
         kind = {"CODE": self.code, "ABOVE": {"int5": 1, "int6": 2}.get(self.code, 0)}
         stride = self.data[0].numel() // BRICK_ROWS if self.bricks else self.data.shape[-1]
+        kind["BITS"] = int(self.code[3:]) if self.code.startswith("tcq") else 0
         sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": stride, "BRICKS": self.bricks}
         return {**tensors, **kind, **sizes, "SPAN": self.span, "SCALE_ROWS": self.scale_rows}
 
@@ -346,6 +359,9 @@ def stored(w: DeviceTensor) -> Stored:
     if isinstance(fmt, Mxfp4):
         return Stored("mxfp4", planes["blocks"], 8, planes["scales"], MXFP4_BLOCK, 1)
     codes, scales = planes["codes"], planes["scales"]
+    if isinstance(fmt, Tcq):
+        per = TCQ_VECTOR * 4 // VECTOR
+        return Stored(fmt.name, codes, per, planes["rows"], 0, 1, scales)
     if isinstance(fmt, Ggml):
         kind = KINDS[fmt.kind]
         return Stored(f"int{4 + (kind.above or 0)}", codes, 8, scales, kind.run, 1)
@@ -367,12 +383,19 @@ def vectors_of(w: DeviceTensor) -> Stored:
     """Describe prepacked weights as words of whole vectors; UnsupportedOp, ShapeError if none."""
     fmt = w.format
     odd = isinstance(fmt, Int8) and isinstance(fmt.group, int) and fmt.group % 2 == 1
-    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8 | Ggml):
+    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8 | Ggml | Tcq):
         raise UnsupportedOp(
             f"experts in {fmt.name} have no CUDA kernel; expected mxfp4, a float type, int4, "
-            "ggml's blocks, or int8 with even groups; convert them to one of these"
+            "tcq, ggml's blocks, or int8 with even groups; convert them to one of these"
         )
     held = stored(w)
+    if isinstance(fmt, Tcq):
+        if len(w.shape) > 2 and w.shape[-2] % STRIP:
+            raise ShapeError(
+                f"experts of shape {list(w.shape)} in {fmt.name}: {w.shape[-2]} rows; expected a "
+                f"multiple of {STRIP}; convert them to int4"
+            )
+        return held
     size = held.data.itemsize
     nbytes = held.data.shape[-1] * size
     if nbytes % VECTOR:
