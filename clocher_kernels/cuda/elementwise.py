@@ -98,7 +98,13 @@ def embed(
             "int8, fp8, int4, tcq and ggml's formats; convert the embedding to one of them"
         )
     held, (rows, size) = stored(table), table.shape
-    given = {**held.given, "K": size, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale), "ROWS": rows}
+    given = {
+        **held.given,
+        "K": size,
+        "UNIT": unit(held.code, "fp32"),
+        "SCALE": float(scale),
+        "ROWS": rows,
+    }
     given["SPAN"] = 0 if held.scales is None else held.span or size
     given["SCALE_ROWS"] = held.scale_rows or rows
     return _by_columns(_embed, ids, y, device, **given)

@@ -300,9 +300,8 @@ class CudaExecutor:
         tokens, rows, cells = key
         arguments = {}
         for param, name in call.args.items():
-            value, follows = self._values[name], ""
-            if name in self.plan.buffers:
-                follows = self.plan.buffers[name].rows
+            value, buffer = self._values[name], self.plan.buffers.get(name)
+            follows = buffer.rows if buffer else ""
             if follows:
                 value = value[: tokens if follows == "M" else rows]
             elif param == "pages":

@@ -131,6 +131,14 @@ def stream_rows(
     """
     if C.BITS > 0:
         return trellis_rows(x, tokens, row, w, zeros, C, PDL, EARLY)
+    else:
+        return _stream_words(x, tokens, row, w, scales, zeros, C, PDL, EARLY)
+
+
+@triton.jit
+def _stream_words(
+    x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
+):
     V: tl.constexpr = (C.K + C.WEIGHTS - 1) // C.WEIGHTS
     GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     # Words of the bits above four follow those of all vectors.
@@ -336,6 +344,8 @@ def gemv_bits(
     most, tokens = 4 if m == 1 else 8, min(m, 2)
     if x_scale is not None:
         most, tokens = 8 if m <= 2 else 2, min(m, 8)
+    elif held.code.startswith("tcq"):
+        most, tokens = 4 if m <= 4 else 2, min(m, 8)  # what fits registers
     elif pairs and held.code == "int4" and held.scales.dtype not in _MINIMA:
         tokens = min(m, 4)  # what fits registers
     tile = gemv_tile(

@@ -111,6 +111,7 @@ def _launch(
         tokens=1,
         copies=chosen,
         device=device,
+        most=4 if held.code.startswith("tcq") else 8,  # what fits registers
         beside=together,
     )
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}

@@ -20,8 +20,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
                     minimum; of a block of 256 columns i8, d in two and a factor for each run, or
                     i16, d, dmin and both factors of each run. A value is scale * code - minimum,
                     without minima scale * (code - 8, 16 or 32).
-    tcq      codes  i32 [..., N, W], W = K / 32 bits, N whole strips: of each 64 columns of a row
-                    the two words of line after line.
+    tcq      codes  i32 [..., N, W], see `strips`.
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
@@ -40,6 +39,7 @@ import torch
 from torch import Tensor
 
 from clocher_kernels.cuda.bricks import BRICK_ROWS, in_bricks, to_bricks
+from clocher_kernels.cuda.strips import to_rows
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
@@ -47,8 +47,7 @@ from clocher_kernels.formats.floats import FP8_BLOCK, MXFP4_BLOCK, Float, Fp8, M
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ggml_blocks import KINDS, Kind, Numbers
 from clocher_kernels.formats.integers import Int4, Int8
-from clocher_kernels.formats.tcq import GROUP as TCQ_VECTOR
-from clocher_kernels.formats.tcq import STRIP, Tcq
+from clocher_kernels.formats.tcq import GROUP, Tcq
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -232,13 +231,6 @@ def _ternary(fmt: Ternary, planes: Planes, shape: tuple[int, ...]) -> Planes:
     }
 
 
-def _tcq(fmt: Tcq, planes: Planes, shape: tuple[int, ...]) -> Planes:
-    # [..., strips, groups, 2 units, bits, 16 rows]
-    lines = planes["codes"].view(torch.int32).unflatten(-3, (-1, 2))
-    words = lines.movedim(-1, -4).transpose(-1, -2).flatten(-3).flatten(-3, -2)
-    return {**planes, "codes": words.contiguous()}
-
-
 def _bsr(fmt: Bsr, planes: Planes, shape: tuple[int, ...]) -> Planes:
     if fmt.inner != "int4":
         return planes
@@ -256,7 +248,7 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
     Ternary: _ternary,
     Bsr: _bsr,
     Ggml: _ggml,
-    Tcq: _tcq,
+    Tcq: to_rows,
 }
 """Format class -> rearrangement of its planes; other formats are read as stored."""
 
@@ -333,7 +325,8 @@ class Stored:
         that pays where many rows share them, so for one token per program (`alone`). The results
         differ in bits.
         """
-        if not device.asm or self.vector != 32 or x.dtype != torch.float16 or self.span % 8:
+        packed = self.vector == 32 or self.code.startswith("tcq")
+        if not (packed and device.asm) or x.dtype != torch.float16 or self.span % 8:
             return ""
         return "blocks" if alone and self.code == "mxfp4" else "words"
 
@@ -360,8 +353,7 @@ def stored(w: DeviceTensor) -> Stored:
         return Stored("mxfp4", planes["blocks"], 8, planes["scales"], MXFP4_BLOCK, 1)
     codes, scales = planes["codes"], planes["scales"]
     if isinstance(fmt, Tcq):
-        per = TCQ_VECTOR * 4 // VECTOR
-        return Stored(fmt.name, codes, per, planes["rows"], 0, 1, scales)
+        return Stored(fmt.name, codes, GROUP // 4, planes["rows"], 0, 1, scales)
     if isinstance(fmt, Ggml):
         kind = KINDS[fmt.kind]
         return Stored(f"int{4 + (kind.above or 0)}", codes, 8, scales, kind.run, 1)
@@ -390,11 +382,6 @@ def vectors_of(w: DeviceTensor) -> Stored:
         )
     held = stored(w)
     if isinstance(fmt, Tcq):
-        if len(w.shape) > 2 and w.shape[-2] % STRIP:
-            raise ShapeError(
-                f"experts of shape {list(w.shape)} in {fmt.name}: {w.shape[-2]} rows; expected a "
-                f"multiple of {STRIP}; convert them to int4"
-            )
         return held
     size = held.data.itemsize
     nbytes = held.data.shape[-1] * size

@@ -114,14 +114,20 @@ def _indices(words, J: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _before(w, row, LAG: tl.constexpr, STRIDE: tl.constexpr):
-    """Return where the row LAG before in a strip of 16 begins, the last ones before the first."""
-    return w + ((row & -16) | ((row - LAG) & 15)) * STRIDE
+def _begin(w, row, LINE: tl.constexpr, STRIDE: tl.constexpr):
+    """Return where a row's words begin: the bits of the row, of the three before, and the lines.
+
+    Before the first rows of a strip of 16 come its last ones.
+    """
+    if LINE < 4:
+        return w + ((row & -16) | ((row - LINE) & 15)) * STRIDE
+    else:
+        return w + row * STRIDE + 2 * (LINE - 3)
 
 
 @triton.jit
 def _chosen(held, row):
-    """Return z0, z1 and the lines of m of loaded words: four rows' bits, and the lines."""
+    """Return z0, z1 and the lines of m of the words of `_begin`."""
     own = row & 15  # of the strip; rows before it are those of the column before
     z0 = held[2] << (own < 2).to(tl.int32)
     z1 = held[0] ^ (held[1] << (own < 1).to(tl.int32)) ^ (held[3] << (own < 3).to(tl.int32))
@@ -138,9 +144,8 @@ def _load(w, row, v, C: tl.constexpr):
     at += tl.arange(0, 2)[None, None, None, :]
     held = ()
     for line in tl.static_range(C.BITS + 3):
-        LAG: tl.constexpr = line if line < 4 else 0
-        first = _before(w, row, LAG, C.STRIDE) + (2 * (line - 3) if line > 3 else 0)
-        to = tl.max_contiguous(first[:, :, :, None] + at, (2, 1, 1, 2))
+        to = _begin(w, row, line, C.STRIDE)[:, :, :, None] + at
+        to = tl.max_contiguous(to, (2, 1, 1, 2))
         held = held + (tl.load(to, eviction_policy="evict_first"),)
     return held
 
@@ -169,7 +174,6 @@ def trellis_rows(
 @triton.jit
 def _vector_dot(x, tokens, k, words, C: tl.constexpr):
     """Multiply vectors of 64 columns from k on by each token's activations: fp32 [L, BM, R]."""
-    PAIRS: tl.constexpr = C.ASM and x.dtype.element_ty == tl.float16
     units = ()
     for i in tl.static_range(C.BITS + 1):
         units = units + tl.split(words[i])
@@ -180,7 +184,7 @@ def _vector_dot(x, tokens, k, words, C: tl.constexpr):
             own = own + (units[2 * i + u],)
         for i in tl.static_range(2):
             at = k + (32 * u + 8 * i)
-            if PAIRS:
+            if C.PAIRS != "":
                 xs = load_pairs(x, at, tokens, C.K) + load_pairs(x, at + 16, tokens, C.K)
                 sums = tl.zeros((1, 1, 1), tl.int32)
                 for j in tl.static_range(2):
@@ -207,9 +211,7 @@ def trellis_tile(w, scales, row, k0, C: tl.constexpr):
     at = unit // 2 * (2 * C.BITS) + unit % 2
     held = ()
     for line in tl.static_range(C.BITS + 3):
-        LAG: tl.constexpr = line if line < 4 else 0
-        first = _before(w, row, LAG, C.STRIDE) + (2 * (line - 3) if line > 3 else 0)
-        held = held + (tl.load(first + at),)
+        held = held + (tl.load(_begin(w, row, line, C.STRIDE) + at),)
     words = _chosen(held, row)
     lower, upper = (), ()
     for j in tl.static_range(4):
@@ -228,7 +230,7 @@ def trellis_at(w, scales, row, column, inside, C: tl.constexpr):
     at = unit // 2 * (2 * C.BITS) + unit % 2
     bits = ()
     for lag in tl.static_range(4):
-        word = tl.load(_before(w, row, lag, C.STRIDE) + at, inside, other=0)
+        word = tl.load(_begin(w, row, lag, C.STRIDE) + at, inside, other=0)
         bits = bits + (word,)
     z = _chosen(bits, row)
     own = w + row * C.STRIDE + at
