@@ -91,6 +91,7 @@ def _pack(low, high):
 
 @triton.jit
 def unpack(pair):
+    """Return the halves of pairs, fp32."""
     return tl.inline_asm_elementwise(_UNPACK, "=f,=f,r", [pair], (tl.float32, tl.float32), True, 1)
 
 
@@ -163,6 +164,7 @@ def _add_pairs(a, b):
 
 @triton.jit
 def add_halves(pair):
+    """Return the sums of the halves of pairs, fp32."""
     return tl.inline_asm_elementwise(_ADD_HALVES, "=f,r", [pair], tl.float32, True, 1)
 
 

@@ -111,8 +111,8 @@ def _launch(
         tokens=1,
         copies=chosen,
         device=device,
-        most=4 if held.code.startswith("tcq") else 8,  # what fits registers
         beside=together,
+        looked_up=held.code.startswith("tcq"),
     )
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
     grid = (ids.shape[0] if "BA" in given else ids.numel(), triton.cdiv(n, tile.rows))

@@ -298,9 +298,10 @@ class Stored:
     """A matrix [N, K] as kernels see it, or experts [E, N, K].
 
     `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4", "ternary" or "tcq2" to
-    "tcq5" (whose `scales` are the rows', `zeros` the scales of groups), for `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per` weights. Scales
-    (None for floats) and zero points (None: the middle code) are shared by `span` columns (0: the
-    row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single one). `bricks`:
+    "tcq5", for `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per`
+    weights. Scales (None for floats) and zero points (None: the middle code) are shared by `span`
+    columns (0: the row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single
+    one). Of trellises scales are the rows', and `zeros` are the scales of groups. `bricks`:
     see `in_bricks`.
     """
 
