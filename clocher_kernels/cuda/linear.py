@@ -61,7 +61,7 @@ def decoded(held, C: tl.constexpr):
         return _digits(held)
     elif C.CODE == "int4" or C.CODE == "mxfp4" or C.CODE == "ternary":
         return decode_words(held, C.CODE, C.OPERAND)
-    elif C.CODE == "float" or C.BITS > 0:
+    elif C.CODE == "float":
         return held.to(C.OPERAND)
     else:
         return to_f16(held, C.CODE, C.ASM).to(C.OPERAND)
@@ -316,6 +316,8 @@ def gemm(
     given = {"x": x, "x_scale": x_scale, **held.given, **sizes, **tail.given("linear", y, n)}
     if x_scale is not None:
         given["CODE"] = "digits"
+    elif held.code.startswith("tcq"):
+        given["CODE"] = "float"  # after `trellis_tile`
     given |= {"OPERAND": TL_TYPES[operand], **_units(held, operand, device)}
     given["GRAIN"] = held.per if held.span % held.per == 0 else 1
     grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)
