@@ -64,20 +64,20 @@ def test_prepacking_keeps_every_weight(bits: int) -> None:
     np.testing.assert_array_equal(y.numpy(), table.stored())
 
 
-@pytest.mark.parametrize("size", [1e-3, 1.0, 200.0])
-@BITS
+@pytest.mark.parametrize(("bits", "size"), [(3, 1.0), (2, 200.0), (4, 1e-3), (5, 200.0)])
+@pytest.mark.one_in(2)
 def test_packed_products_are_the_same_in_any_batch(
     bits: int, size: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the inline assembly that a GPU runs, up to 32 tokens: slices of eight."""
+    """With the inline assembly that a GPU runs: slices of four tokens."""
     ptx_emulator.emulate_assembly(monkeypatch)
-    weight, rng = _weights(bits, 20, 320), np.random.default_rng(7)
-    x = torch.from_numpy((rng.standard_normal((32, 320)) * size).astype(np.float16))
+    weight, rng = _weights(bits, 16, 192), np.random.default_rng(7)
+    x = torch.from_numpy((rng.standard_normal((11, 192)) * size).astype(np.float16))
     together = _multiply(weight, x, ASSEMBLY)
     expected = x.double().numpy() @ weight.stored().astype(np.float64).T
     off = (together - expected) / np.sqrt(np.square(expected).mean())
     assert np.sqrt(np.square(off).mean()) <= 1e-3 and np.abs(off).max() <= 4e-3
-    for first, count in ((31, 1), (7, 2), (3, 5), (3, 17)):
+    for first, count in ((10, 1), (7, 2), (3, 5)):
         got = _multiply(weight, x[first : first + count], ASSEMBLY)
         np.testing.assert_array_equal(got, together[first : first + count])
 
@@ -93,6 +93,7 @@ def test_packed_products_are_the_same_in_any_batch(
     ],
 )
 @BITS
+@pytest.mark.one_in(3)
 def test_products_of_every_type(
     bits: int,
     device: Device,
