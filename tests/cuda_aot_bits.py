@@ -107,6 +107,16 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
         )
     for fmt, m in (("q4_k", 1), ("q5_k", 2), ("q6_k", 1), ("q6_k", 8)):
         yield f"{fmt}-m{m}-n14336-k4096", 90, product(fmt, m, 14336, 4096, 90)
+    for fmt, m, n, k, cc in (
+        ("tcq3", 1, 8960, 1536, 90),
+        ("tcq3", 1, 1536, 8960, 90),
+        ("tcq3", 8, 8960, 1536, 90),
+        ("tcq2", 2, 8960, 1536, 86),
+        ("tcq5", 8, 8960, 1536, 80),
+    ):
+        yield f"{fmt}-m{m}-n{n}-k{k}", cc, product(fmt, m, n, k, cc)
+    yield "tcq4-bf16-m1-n8960-k1536", 80, product("tcq4", 1, 8960, 1536, 80, BF16)
+    yield "tcq4-experts-gate_up-m1", 90, experts("gate_up", "tcq4", 90)
     yield "mxfp4-m8-n14336-k4096", 80, product("mxfp4", 8, 14336, 4096, 80)
     yield "mxfp4-bf16-m1-n14336-k4096", 90, product("mxfp4", 1, 14336, 4096, 90, BF16)
     yield "ternary_i8-m8-n13824-k2560", 86, exact(8, 13824, 2560, 86)

@@ -53,6 +53,9 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
     yield "rope", "rope", {"x": x, "positions": meta((1,), I32), "cos": tables, "sin": tables}
     yield "fake", "fake_quantize", {"x": gates, "y": meta((1, 8192), FP32), "dtype": "e4m3"}
     parts = {"first": meta((1, 64), FP32), "second": meta((1, 2048), FP32)}
+    yield "turn", "hadamard", {"x": gates, "y": gates, "size": 64}
+    table = {"ids": meta((1,), I32), "table": weight("tcq4", 32000, 3072)}
+    yield "embed", "embed", {**table, "y": x}
     yield "join", "join_heads", {**parts, "y": x, "heads": 16}
     yield "resize", "join_heads", {"first": x, "y": meta((1, 2048), FP32), "heads": 16}
     yield "softmax", "route", {**choice, "score": "softmax"}

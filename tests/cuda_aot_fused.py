@@ -25,7 +25,8 @@ def main() -> None:
                 if kernel not in KERNELS:
                     continue
                 k = constants.get("WIDTH" if kernel in ("_gemv", "_router") else "BLOCK")
-                name = f"{preset} m{tokens} {kernel} n{constants.get('N')} k{constants.get('K')}"
+                size = f"n{constants.get('N')} k{constants.get('K')}"
+                name = f"{preset} {linear} m{tokens} {kernel} {size}"
                 if name in code:
                     continue
                 used = compile_code(launch, CAPABILITY)

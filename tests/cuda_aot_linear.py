@@ -108,6 +108,8 @@ def launches() -> Iterator[tuple[str, int, Launch]]:
         ("int4_sym_g128_f16", 2048, 90),
         ("q4_k", 2048, 90),
         ("q6_k", 64, 90),
+        ("tcq3", 64, 86),
+        ("tcq4", 2048, 90),
         ("f16", 2048, 90),
     ):
         yield f"gemm-{fmt}-f16-m{m}-n{N}-k{K}", cc, product(fmt, m, cc)

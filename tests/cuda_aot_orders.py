@@ -22,6 +22,7 @@ FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "i
 FORMATS += ("fp8_e4m3_row_f32", "fp8_e4m3_b128_f32", "bf16", "f32")
 CASES = [(name, 4096, 4096) for name in FORMATS]
 CASES += [("int4_sym_g128_f16", 28672, 4096), ("q4_k", 28672, 4096), ("q6_k", 4096, 14336)]
+CASES += [("tcq3", 8960, 1536)]
 CASES += [("bf16", 201088, 2880)]  # where other numbers of lanes and warps share a row
 _LAYOUT = re.compile(r"^(#\w+) = (#ttg\.\w+)<\{(.*)\}>$", re.M)
 _REDUCE = re.compile(r'"tt\.reduce"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<([^>]*)>', re.S)

@@ -44,7 +44,7 @@ def weight(fmt: str, *shape: int) -> DeviceTensor:
 def launches() -> Iterator[tuple[str, Launch]]:
     half = torch.float16
     plain = ("int4_sym_g128_f16", "bf16", "mxfp4", "int8_row_f32", "fp8_e4m3_row_f32")
-    for fmt in (*plain, "q4_k", "q6_k"):
+    for fmt in (*plain, "q4_k", "q6_k", "tcq3"):
         for m in (64, 512):
             given = {"x": meta((m, 4096), half), "y": meta((m, 4096), half), "device": DEVICE}
             yield f"linear {fmt} {m}", linear(w=weight(fmt, 4096, 4096), **given)[-1]

@@ -153,12 +153,12 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
 
 
 def _prmt(a: Array, b: Array, selector: Array) -> Array:
-    a, b = np.broadcast_arrays(np.asarray(a, np.uint32), np.asarray(b, np.uint32))
+    a, b, selector = np.broadcast_arrays(*(np.asarray(v, np.uint32) for v in (a, b, selector)))
     out = np.zeros_like(a)
     for place in range(4):
-        pick = int(selector) >> 4 * place & 15
-        byte = (b if pick & 4 else a) >> np.uint32(8 * (pick & 3)) & np.uint32(255)
-        byte = (byte >> np.uint32(7)) * np.uint32(255) if pick & 8 else byte
+        pick = selector >> np.uint32(4 * place) & np.uint32(15)
+        byte = np.where(pick & 4, b, a) >> np.uint32(8) * (pick & 3) & np.uint32(255)
+        byte = np.where(pick & 8, (byte >> np.uint32(7)) * np.uint32(255), byte)
         out = out | byte << np.uint32(8 * place)
     return out
 

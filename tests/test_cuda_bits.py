@@ -436,7 +436,8 @@ def test_machine_code() -> None:
     sass_ratchet.hold("bits", report["code"])
     for name, archs in report["code"].items():
         for arch, got in archs.items():
-            assert got["wide_streaming_loads"] > 0, (name, arch)
+            # Lanes read trellises in eight bytes.
+            assert got["wide_streaming_loads"] > 0 or name.startswith("tcq"), (name, arch)
             # Which experts a first product reads is known only after the wait.
             early = arch == "sm_90" and "gate_up" not in name and sass_ratchet.HAS_PDL
             assert got["waits_after_first_load"] == early, (name, arch)

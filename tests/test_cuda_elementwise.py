@@ -40,7 +40,7 @@ def test_embed_names_the_formats_that_it_has() -> None:
     values = np.random.default_rng(0).standard_normal((8, 64), dtype=np.float32)
     table = prepack(encode(values, parse_format("mxfp4")), INTERPRETER)
     ids, y = torch.zeros(1, dtype=torch.int32), torch.zeros(1, 64)
-    with pytest.raises(UnsupportedOp, match=r"mxfp4.*int8, fp8, int4 and ggml"):
+    with pytest.raises(UnsupportedOp, match=r"mxfp4.*int8, fp8, int4, tcq and ggml"):
         LOWER["embed"](ids=ids, table=table, y=y, device=INTERPRETER)
 
 
@@ -60,8 +60,9 @@ def test_embed_reads_bricks(fmt: str) -> None:
         ("rms_norm", {"M": 2, "F": 2880, "D": 2880}, {"eps": 1e-5}, ("x", "y")),
         ("rope", {"M": 2, "F": 1152, "P": 32, "C": 9}, {}, ("x",)),
         ("gather_rows", {"M": 4, "R": 2, "K": 1100}, {}, ("y",)),
+        ("hadamard", {"M": 2, "K": 1600}, {"size": 64}, ("x", "y")),
     ],
-    ids=["rms_norm", "rope", "gather_rows"],
+    ids=["rms_norm", "rope", "gather_rows", "hadamard"],
 )
 def test_narrow_activations(
     op: str,

@@ -38,6 +38,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str, str, str]] = {
     "int8": ("llama-8b", {"model_type": "qwen3", "attention_bias": True}, "int8_g64_f16", "", "i8"),
     "experts": ("gpt-oss-20b", {"num_local_experts": 8}, "bf16", "mxfp4", "e4m3"),
     "ternary": ("bitnet-2b", {"intermediate_size": HIDDEN}, "ternary", "", "f16"),
+    "trellis": ("llama-8b", {}, "tcq3", "", "bf16"),
 }
 
 
@@ -97,6 +98,7 @@ def on_cuda(name: str, activations: str = "f32") -> CudaExecutor:
         pytest.param("int8", "f32", 1e-5, marks=pytest.mark.slow),
         ("experts", "f32", 1e-3),
         ("ternary", "f16", 2e-2),
+        ("trellis", "f16", 1e-2),
     ],
 )
 def test_equals_the_reference_and_is_the_same_in_a_batch(
@@ -120,6 +122,7 @@ SHAPES = (
     ("gpt-oss-20b", "bf16", "mxfp4", 24, 198, 222),
     ("llama-8b", "int4_sym_g128_f16", "", 32, 230, 262),
     ("bitnet-2b", "ternary", "", 30, 276, 306),
+    ("llama-8b", "tcq3", "", 32, 358, 390),
 )
 
 
@@ -140,7 +143,7 @@ def lowered(preset: str, linear: str, experts: str, layers: int, tokens: int) ->
     return executor.lower((tokens, tokens, 1024), True)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=[shape[0] for shape in SHAPES])
+@pytest.mark.parametrize("shape", SHAPES, ids=[shape[1] for shape in SHAPES])
 def test_launches_of_a_step(shape: tuple[str, str, str, int, int, int]) -> None:
     """Counted on two layers and four: every layer has the same."""
     *given, layers, alone, sixteen = shape

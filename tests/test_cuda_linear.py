@@ -146,7 +146,7 @@ def test_long_rows_and_odd_ones_too(fmt: str) -> None:
             np.testing.assert_array_equal(part.run(), together[8 - m :])
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", [*FORMATS, "tcq3"])
 def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
     """The interpreter adds up in an order of its own: what a GPU does follows from these."""
     held = parse_format(fmt)

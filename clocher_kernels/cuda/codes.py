@@ -43,6 +43,8 @@ def unit(code: str, math: str) -> float:
     """Return what decoded weights must be multiplied by; `math` is "pairs" or "fp32"."""
     if code == "int8":
         return 128.0 if math == "pairs" else 1.0
+    if code.startswith("tcq"):
+        return 64.0
     return 256.0 if code == "e4m3" else 1.0
 
 

@@ -27,7 +27,6 @@ from clocher_kernels.cuda.words import (
     zero_pairs,
 )
 
-# Adds the products of four pairs of weights and four of activations to $9.
 _FMA_PAIRS = tl.constexpr("""{
 .reg .b32 t;
 fma.rn.f16x2 t, $1, $5, $9;
@@ -71,7 +70,7 @@ def _load(x, k, inside, K: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _load8(x, k, inside, K: tl.constexpr):
+def load8(x, k, inside, K: tl.constexpr):
     """Load x[k .. k + 7] as 8 tiles [L, BM, 1], 16 bytes at a time."""
     if x.dtype.element_ty == tl.float32:
         return split4(_load(x, k, inside, K, 4)) + split4(_load(x, k + 4, inside, K, 4))
@@ -91,14 +90,15 @@ def _pack(low, high):
 
 
 @triton.jit
-def _unpack(pair):
+def unpack(pair):
+    """Return the halves of pairs, fp32."""
     return tl.inline_asm_elementwise(_UNPACK, "=f,=f,r", [pair], (tl.float32, tl.float32), True, 1)
 
 
 @triton.jit
-def _load_pairs(x, k, inside, K: tl.constexpr):
+def load_pairs(x, k, inside, K: tl.constexpr):
     """Load x[k .. k + 7] in fp16 as four pairs."""
-    xs = _load8(x, k, inside, K)
+    xs = load8(x, k, inside, K)
     return _pack(xs[0], xs[1]), _pack(xs[2], xs[3]), _pack(xs[4], xs[5]), _pack(xs[6], xs[7])
 
 
@@ -111,10 +111,16 @@ def _fma_word(xs, words, C: tl.constexpr, zero, sums, FORMAT: tl.constexpr, HALF
         up = tl.full((1, 1, 1), 0x70007000, tl.int32)
         p0, p1 = times_pair(p0, up), times_pair(p1, up)
         p2, p3 = times_pair(p2, up), times_pair(p3, up)
+    return fma_four((p0, p1, p2, p3), xs, sums)
+
+
+@triton.jit
+def fma_four(ps, xs, sums):
+    """Add the products of four pairs of weights and four of activations to a pair of sums."""
     return tl.inline_asm_elementwise(
         _FMA_PAIRS,
         "=r,r,r,r,r,r,r,r,r,r",
-        [p0, p1, p2, p3, xs[0], xs[1], xs[2], xs[3], sums],
+        [ps[0], ps[1], ps[2], ps[3], xs[0], xs[1], xs[2], xs[3], sums],
         tl.int32,
         True,
         1,
@@ -129,9 +135,9 @@ def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
     exactly; else the block's sum is, with an error small beside the largest activation. No fp16
     activation overflows or is lost beside larger ones.
     """
-    xs = _load_pairs(x, k, tokens, K)
+    xs = load_pairs(x, k, tokens, K)
     for c in tl.static_range(1, 4):
-        xs = xs + _load_pairs(x, k + 8 * c, tokens, K)
+        xs = xs + load_pairs(x, k + 8 * c, tokens, K)
     bits = xs[0]
     for i in tl.static_range(1, 16):
         bits |= xs[i]
@@ -148,7 +154,7 @@ def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
         if c % 2 == 1:
             chains = chains + (sums,)
             sums = tl.zeros((1, 1, 1), tl.int32)
-    return _add_halves(_add_pairs(chains[0], chains[1])) * tl.where(large, 16384.0, 1.0)
+    return add_halves(_add_pairs(chains[0], chains[1])) * tl.where(large, 16384.0, 1.0)
 
 
 @triton.jit
@@ -157,7 +163,8 @@ def _add_pairs(a, b):
 
 
 @triton.jit
-def _add_halves(pair):
+def add_halves(pair):
+    """Return the sums of the halves of pairs, fp32."""
     return tl.inline_asm_elementwise(_ADD_HALVES, "=f,r", [pair], tl.float32, True, 1)
 
 
@@ -196,10 +203,10 @@ def _eight(words, C: tl.constexpr, zero, FORMAT: tl.constexpr):
     """Return the weights of word C, fp32, unscaled, as small as `word_pairs`."""
     low, high = zero_pairs(zero)
     p0, p1, p2, p3 = word_pairs(words[C], above_of(words, C, FORMAT), low, high, FORMAT)
-    v0, v1 = _unpack(p0)
-    v2, v3 = _unpack(p1)
-    v4, v5 = _unpack(p2)
-    v6, v7 = _unpack(p3)
+    v0, v1 = unpack(p0)
+    v2, v3 = unpack(p1)
+    v4, v5 = unpack(p2)
+    v6, v7 = unpack(p3)
     return v0, v1, v2, v3, v4, v5, v6, v7
 
 
@@ -276,13 +283,13 @@ def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
         if EIGHT and (C.SPAN != 16 or c % 2 == 0):
             scale, added, zero = _group(scales, zeros, zero, at, C)
         if C.PAIRS != "":
-            xs = _load_pairs(x, at, tokens, C.K)
+            xs = load_pairs(x, at, tokens, C.K)
             sums = _fma_word(xs, words, c, zero, sums, C.CODE, True)
             if MINIMA:
                 four = _add_pairs(_add_pairs(xs[0], xs[1]), _add_pairs(xs[2], xs[3]))
-                alone += _add_halves(four)
+                alone += add_halves(four)
             if EIGHT and C.SPAN != 16:
-                total += _add_halves(sums) * scale
+                total += add_halves(sums) * scale
                 sums = tl.zeros((1, 1, 1), tl.int32)
             elif C.CODE == "mxfp4" and c == 1:
                 chain = sums
@@ -290,18 +297,18 @@ def vector_dot(x, tokens, k, words, scales, zeros, zero, C: tl.constexpr):
             elif c % 2 == 1:
                 if C.CODE == "mxfp4":
                     sums = _add_pairs(chain, sums)
-                part = _add_halves(sums)
+                part = add_halves(sums)
                 total += part * scale if EIGHT else part
                 sums = tl.zeros((1, 1, 1), tl.int32)
         elif not VECTOR and not EIGHT:
-            xs = _load8(x, at, tokens, C.K)
+            xs = load8(x, at, tokens, C.K)
             for j in tl.static_range(0, STEP, 2):
                 scale, added, zero = _group(scales, zeros, zero, at + j, C)
                 even = xs[j].to(tl.float32) * element(words, c * STEP + j, zero, C.CODE)
                 odd = xs[j + 1].to(tl.float32) * element(words, c * STEP + j + 1, zero, C.CODE)
                 total += (even + odd) * scale
         else:
-            xs = _load8(x, at, tokens, C.K)
+            xs = load8(x, at, tokens, C.K)
             part = tl.zeros((1, 1, 1), tl.float32)
             if C.ASM and PACKED:
                 values = _eight(words, c, zero, C.CODE)

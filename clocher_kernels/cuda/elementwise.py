@@ -10,6 +10,7 @@ from clocher_kernels.cuda.codes import narrow, rounded_product, to_f32, unit
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, stored
 from clocher_kernels.cuda.scalar import as_activation, or_nan, start, within
+from clocher_kernels.cuda.trellis import trellis_at
 from clocher_kernels.cuda.words import (
     brick_column,
     brick_row,
@@ -18,10 +19,11 @@ from clocher_kernels.cuda.words import (
     scales_of_row,
 )
 from clocher_kernels.dtypes import LARGEST
-from clocher_kernels.errors import UnsupportedOp
+from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.integers import Int4, Int8
+from clocher_kernels.formats.tcq import Tcq
 
 _BLOCK = 1024
 
@@ -60,6 +62,8 @@ def _embed(x, w, scales, zeros, y, C: tl.constexpr):
             above = tl.load(w + token * C.STRIDE + C.SIZE // 8 + place // 4, inside, other=0)
             value += ((above >> (bit + place % 4)) & (2 * C.ABOVE - 1)) << 4
         value = value.to(tl.float32)
+    elif C.BITS > 0:
+        value = trellis_at(w, zeros, token, at, inside, C) * C.UNIT
     else:
         value = to_f32(tl.load(w + token * C.STRIDE + at, inside, other=0), C.CODE, False) * C.UNIT
     if C.SPAN > 0:
@@ -88,16 +92,43 @@ def embed(
     *, ids: Tensor, table: DeviceTensor, y: Tensor, scale: float = 1.0, device: Device
 ) -> list[Launch]:
     """Lower `ops.elementwise.embed`; UnsupportedOp for ternary and mxfp4."""
-    if not isinstance(table.format, Float | Int8 | Fp8 | Int4 | Ggml):
+    if not isinstance(table.format, Float | Int8 | Fp8 | Int4 | Ggml | Tcq):
         raise UnsupportedOp(
             f"the CUDA back end has no embed for a {table.format.name} table; it has it for float, "
-            "int8, fp8, int4 and ggml's formats; convert the embedding to one of them"
+            "int8, fp8, int4, tcq and ggml's formats; convert the embedding to one of them"
         )
     held, (rows, size) = stored(table), table.shape
-    given = {**held.given, "UNIT": unit(held.code, "fp32"), "SCALE": float(scale), "ROWS": rows}
+    given = {
+        **held.given,
+        "K": size,
+        "UNIT": unit(held.code, "fp32"),
+        "SCALE": float(scale),
+        "ROWS": rows,
+    }
     given["SPAN"] = 0 if held.scales is None else held.span or size
     given["SCALE_ROWS"] = held.scale_rows or rows
     return _by_columns(_embed, ids, y, device, **given)
+
+
+@triton.jit
+def _hadamard(x, y, C: tl.constexpr):
+    row, at, inside = _columns(C)
+    t = tl.load(x + row.to(tl.int64) * C.X_ROW + at, inside, other=0.0).to(tl.float32)
+    for _stage in tl.static_range(6):
+        # Neighbours meet; what came first moves on to the top, so each bit has its turn.
+        low, high = tl.split(t.reshape(C.BLOCK // 64, 32, 2))
+        t = tl.join(low + high, low - high).permute(0, 2, 1).reshape(C.BLOCK)
+    tl.store(y + row.to(tl.int64) * C.Y_ROW + at, as_activation(t * 0.125, y), inside)
+
+
+def hadamard(*, x: Tensor, y: Tensor, size: int, device: Device) -> list[Launch]:
+    """Lower `ops.elementwise.hadamard`; ShapeError for other blocks than whole ones of 64."""
+    if size != 64 or x.shape[-1] % 64:
+        raise ShapeError(
+            f"hadamard: blocks of {size} in {x.shape[-1]} columns; expected 64 in a multiple of "
+            "them"
+        )
+    return _by_columns(_hadamard, x.flatten(0, -2), y.flatten(0, -2), device)
 
 
 @triton.jit

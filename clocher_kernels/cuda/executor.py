@@ -47,6 +47,7 @@ LOWER: dict[str, Callable[..., list[Launch]]] = {
         elementwise.embed,
         elementwise.fake_quantize,
         elementwise.gather_rows,
+        elementwise.hadamard,
         elementwise.join_heads,
         kv.kv_append,
         linear.linear,
@@ -299,9 +300,8 @@ class CudaExecutor:
         tokens, rows, cells = key
         arguments = {}
         for param, name in call.args.items():
-            value, follows = self._values[name], ""
-            if name in self.plan.buffers:
-                follows = self.plan.buffers[name].rows
+            value, buffer = self._values[name], self.plan.buffers.get(name)
+            follows = buffer.rows if buffer else ""
             if follows:
                 value = value[: tokens if follows == "M" else rows]
             elif param == "pages":

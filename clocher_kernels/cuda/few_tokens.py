@@ -27,6 +27,7 @@ from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_la
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.integers import Int8
+from clocher_kernels.formats.tcq import Tcq
 
 
 @triton.jit
@@ -193,10 +194,10 @@ def tokens_of(m: int) -> int:
 
 
 def as_words(w: DeviceTensor) -> Stored | None:
-    """Describe weights by 32-bit words; None if rows are not whole ones, or ggml's blocks."""
+    """Describe weights by 32-bit words; None for odd rows, ggml's blocks and trellises."""
     held = stored(w)
     size = held.data.itemsize
-    if held.data.shape[-1] * size % 4 or isinstance(w.format, Ggml):
+    if held.data.shape[-1] * size % 4 or isinstance(w.format, Ggml | Tcq):
         return None
     code = w.format.dtype if isinstance(w.format, Float) else held.code
     return replace(held, code=code, data=held.data.view(torch.int32), per=held.per * 4 // size)

@@ -17,6 +17,7 @@ from clocher_kernels.cuda.dots import load_each, split4, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
+from clocher_kernels.cuda.trellis import trellis_rows
 from clocher_kernels.cuda.words import scales_of_row
 
 _RESIDENT_WARPS = 20
@@ -30,6 +31,9 @@ _MOST_LANES = 512
 
 _WORTH = {8: 1.0, 4: 0.95, 2: 0.45}
 """Rows of a lane -> relative value: more rows reuse loaded activations more."""
+
+_OF_LOOKED_UP = 10, {4: 1.0, 2: 0.9}
+"""The same two for trellises, whose idle lanes look up what others need: an estimate."""
 
 _ROWS = 8
 """Rows of a lane for three tokens and more, as measured on an H200."""
@@ -68,18 +72,20 @@ def gemv_tile(
     device: Device,
     most: int = 8,
     beside: int = 1,
+    looked_up: bool = False,
 ) -> GemvTile:
     """Choose the tile of y = x W^T for some tokens of a program.
 
     The tile's `vectors` set the summation order and do not depend on `tokens`. A row of W has
     `vectors` 16-byte vectors; `copies` matrices (experts) meet one token at a time, `beside` of
-    them in a program; `most` limits rows of a lane.
+    them in a program; `most` limits rows of a lane. Weights that are `looked_up` cost more.
     """
     together = 1 << (tokens - 1).bit_length()
     if device.capability == 0:
         # Triton's interpreter costs time per program, whatever its size.
         return GemvTile(1, 8, together, 16)
 
+    warps_enough, worth = _OF_LOOKED_UP if looked_up else (_RESIDENT_WARPS, _WORTH)
     few = [lanes for lanes in _LANES if lanes * beside <= _MOST_LANES or lanes == min(_LANES)]
 
     def score(cut: tuple[int, int]) -> float:
@@ -87,9 +93,9 @@ def gemv_tile(
         turns = -(-vectors // lanes)
         busy = vectors / (turns * lanes)
         warps = rows * copies * lanes / (32 * of_lane)
-        return busy * min(1.0, warps / (device.sms * _RESIDENT_WARPS)) * _WORTH[of_lane]
+        return busy * min(1.0, warps / (device.sms * warps_enough)) * worth[of_lane]
 
-    lanes, of_lane = max(((b, r) for b in few for r in _WORTH), key=score)
+    lanes, of_lane = max(((b, r) for b in few for r in worth), key=score)
     of_lane = min(of_lane if together < 4 else _ROWS, most)
     return GemvTile(max(1, lanes // 32), lanes, together, of_lane)
 
@@ -125,9 +131,20 @@ def stream_rows(
 ):  # fmt: skip
     """Multiply rows of W by tokens: partial sums fp32 [L, BM, R].
 
-    BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros point to
-    whole tensors; x and tokens are those of `vector_dot`. PDL, EARLY: see `start`.
+    BV adjacent lanes share rows. `row` are row numbers [L, 1, R]; w, scales and zeros (of trellises
+    the scales of groups) point to whole tensors; x and tokens are those of `vector_dot`. PDL,
+    EARLY: see `start`.
     """
+    if C.BITS > 0:
+        return trellis_rows(x, tokens, row, w, zeros, C, PDL, EARLY)
+    else:
+        return _stream_words(x, tokens, row, w, scales, zeros, C, PDL, EARLY)
+
+
+@triton.jit
+def _stream_words(
+    x, tokens, row, w, scales, zeros, C: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr
+):
     V: tl.constexpr = (C.K + C.WEIGHTS - 1) // C.WEIGHTS
     GROUPS: tl.constexpr = (C.K + C.SPAN - 1) // C.SPAN if C.SPAN > 0 else 1
     # Words of the bits above four follow those of all vectors.
@@ -333,6 +350,8 @@ def gemv_bits(
     most, tokens = 4 if m == 1 else 8, min(m, 2)
     if x_scale is not None:
         most, tokens = 8 if m <= 2 else 2, min(m, 8)
+    elif held.code.startswith("tcq"):
+        most, tokens = 4 if m <= 2 else 2, min(m, 4)  # what fits registers
     elif pairs and held.code == "int4" and held.scales.dtype not in _MINIMA:
         tokens = min(m, 4)  # what fits registers
     tile = gemv_tile(
@@ -342,6 +361,7 @@ def gemv_bits(
         copies=1,
         device=device,
         most=most,
+        looked_up=held.code.startswith("tcq"),
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
     given = {"x": x, **held.given, "PAIRS": pairs}

@@ -26,6 +26,7 @@ from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
+from clocher_kernels.cuda.trellis import trellis_tile
 from clocher_kernels.cuda.words import (
     brick_row,
     load_scales,
@@ -153,7 +154,7 @@ def _gemm(
         scale, head = load_scales(scales, now, C.SPAN, APART)
         if zeros is not None:
             zero = tl.load(zeros + group + now // C.SPAN * APART).to(tl.int32)
-    elif zeros is not None:
+    elif zeros is not None and C.BITS == 0:
         zero = tl.load(zeros + row * C.SCALE_ROWS)[:, None].to(tl.int32)
 
     total = tl.zeros((C.BN, C.BM), tl.float32 if x_scale is None else tl.int32)
@@ -162,6 +163,8 @@ def _gemm(
             # A step's words lie in one brick. A hint at what a function returns would be lost.
             first = tl.multiple_of((k0 & -128) + (k0 & 127) // 8, C.BK // 8)
             held, xt = tl.load(w_row + first), tl.load(x_at)
+        elif C.BITS > 0:
+            held, xt = trellis_tile(w, zeros, row, k0, C), tl.load(x_at)
         elif C.K % C.BK == 0:
             held, xt = tl.load(w_at), tl.load(x_at)
         else:
@@ -313,6 +316,8 @@ def gemm(
     given = {"x": x, "x_scale": x_scale, **held.given, **sizes, **tail.given("linear", y, n)}
     if x_scale is not None:
         given["CODE"] = "digits"
+    elif held.code.startswith("tcq"):
+        given["CODE"] = "float"  # after `trellis_tile`
     given |= {"OPERAND": TL_TYPES[operand], **_units(held, operand, device)}
     given["GRAIN"] = held.per if held.span % held.per == 0 else 1
     grid = (triton.cdiv(m, tile.tokens), triton.cdiv(n, tile.rows), tile.splits)

@@ -112,6 +112,7 @@ def _launch(
         copies=chosen,
         device=device,
         beside=together,
+        looked_up=held.code.startswith("tcq"),
     )
     sizes = {"A": chosen, "N": n, "K": k, **tile.constants}
     grid = (ids.shape[0] if "BA" in given else ids.numel(), triton.cdiv(n, tile.rows))

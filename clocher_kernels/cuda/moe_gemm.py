@@ -25,6 +25,7 @@ from clocher_kernels.cuda.linear import decoded, operand_type, repeated
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
 from clocher_kernels.formats.ggml import Ggml
+from clocher_kernels.formats.tcq import Tcq
 
 # Each turns a word $1 into elements 2p and 2p + 1, an fp16 pair. mxfp4: the bits that fp16 has for
 # the magnitude and the sign, times the pair of factors $2.
@@ -229,8 +230,8 @@ _BLOCK = 1024
 
 
 def fits(w: DeviceTensor) -> bool:
-    """Return whether steps of whole operands lie in groups of columns; never for ggml's blocks."""
-    return stored(w).span % 16 == 0 and not isinstance(w.format, Ggml)
+    """Return whether tiles take a format: groups of whole operands, no ggml blocks or trellises."""
+    return stored(w).span % 16 == 0 and not isinstance(w.format, Ggml | Tcq)
 
 
 def down(

@@ -20,6 +20,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
                     minimum; of a block of 256 columns i8, d in two and a factor for each run, or
                     i16, d, dmin and both factors of each run. A value is scale * code - minimum,
                     without minima scale * (code - 8, 16 or 32).
+    tcq      codes  i32 [..., N, W], see `strips`.
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
@@ -38,6 +39,7 @@ import torch
 from torch import Tensor
 
 from clocher_kernels.cuda.bricks import BRICK_ROWS, in_bricks, to_bricks
+from clocher_kernels.cuda.strips import to_rows
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr
@@ -45,6 +47,7 @@ from clocher_kernels.formats.floats import FP8_BLOCK, MXFP4_BLOCK, Float, Fp8, M
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.ggml_blocks import KINDS, Kind, Numbers
 from clocher_kernels.formats.integers import Int4, Int8
+from clocher_kernels.formats.tcq import GROUP, Tcq
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.quant_tensor import QuantTensor
 
@@ -245,6 +248,7 @@ REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] 
     Ternary: _ternary,
     Bsr: _bsr,
     Ggml: _ggml,
+    Tcq: to_rows,
 }
 """Format class -> rearrangement of its planes; other formats are read as stored."""
 
@@ -293,10 +297,11 @@ def _fp16_bits(words: Tensor) -> Tensor:
 class Stored:
     """A matrix [N, K] as kernels see it, or experts [E, N, K].
 
-    `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4" or "ternary", for
-    `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per` weights. Scales
-    (None for floats) and zero points (None: the middle code) are shared by `span` columns (0: the
-    row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single one). `bricks`:
+    `code` is "float", "int8", "e4m3", "e5m2", "int4" to "int6", "mxfp4", "ternary" or "tcq2" to
+    "tcq5", for `vectors_of` a float's type; `data` [..., N, stride] holds elements of `per`
+    weights. Scales (None for floats) and zero points (None: the middle code) are shared by `span`
+    columns (0: the row) and `scale_rows` rows (if span is 0: 1 for a scale per row, 0 for a single
+    one). Of trellises scales are the rows', and `zeros` are the scales of groups. `bricks`:
     see `in_bricks`.
     """
 
@@ -321,7 +326,8 @@ class Stored:
         that pays where many rows share them, so for one token per program (`alone`). The results
         differ in bits.
         """
-        if not device.asm or self.vector != 32 or x.dtype != torch.float16 or self.span % 8:
+        packed = self.vector == 32 or self.code.startswith("tcq")
+        if not (packed and device.asm) or x.dtype != torch.float16 or self.span % 8:
             return ""
         return "blocks" if alone and self.code == "mxfp4" else "words"
 
@@ -331,6 +337,7 @@ class Stored:
         tensors = {"w": self.data, "scales": self.scales, "zeros": self.zeros}
         kind = {"CODE": self.code, "ABOVE": {"int5": 1, "int6": 2}.get(self.code, 0)}
         stride = self.data[0].numel() // BRICK_ROWS if self.bricks else self.data.shape[-1]
+        kind["BITS"] = int(self.code[3:]) if self.code.startswith("tcq") else 0
         sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": stride, "BRICKS": self.bricks}
         return {**tensors, **kind, **sizes, "SPAN": self.span, "SCALE_ROWS": self.scale_rows}
 
@@ -346,6 +353,8 @@ def stored(w: DeviceTensor) -> Stored:
     if isinstance(fmt, Mxfp4):
         return Stored("mxfp4", planes["blocks"], 8, planes["scales"], MXFP4_BLOCK, 1)
     codes, scales = planes["codes"], planes["scales"]
+    if isinstance(fmt, Tcq):
+        return Stored(fmt.name, codes, GROUP // 4, planes["rows"], 0, 1, scales)
     if isinstance(fmt, Ggml):
         kind = KINDS[fmt.kind]
         return Stored(f"int{4 + (kind.above or 0)}", codes, 8, scales, kind.run, 1)
@@ -367,12 +376,14 @@ def vectors_of(w: DeviceTensor) -> Stored:
     """Describe prepacked weights as words of whole vectors; UnsupportedOp, ShapeError if none."""
     fmt = w.format
     odd = isinstance(fmt, Int8) and isinstance(fmt.group, int) and fmt.group % 2 == 1
-    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8 | Ggml):
+    if odd or not isinstance(fmt, Mxfp4 | Ternary | Float | Int4 | Int8 | Ggml | Tcq):
         raise UnsupportedOp(
             f"experts in {fmt.name} have no CUDA kernel; expected mxfp4, a float type, int4, "
-            "ggml's blocks, or int8 with even groups; convert them to one of these"
+            "tcq, ggml's blocks, or int8 with even groups; convert them to one of these"
         )
     held = stored(w)
+    if isinstance(fmt, Tcq):
+        return held
     size = held.data.itemsize
     nbytes = held.data.shape[-1] * size
     if nbytes % VECTOR:

@@ -273,7 +273,7 @@ SPECS = (
     OpSpec(
         "hadamard",
         "blocks of columns rotated by a Hadamard matrix",
-        (Param("x", "in", "M A* K"), Param("y", "out", "M A* K")),
+        (Param("x", "in", "M A* K", narrow=True), Param("y", "out", "M A* K", narrow=True)),
         hadamard,
         (
             Case("m1-k256", {"M": 1, "K": 256}, {"size": 64}),

@@ -183,7 +183,7 @@ def _make_route(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
 
 
 _FORMATS = ("mxfp4", "bf16", "f32", "f16", "int8_row_f32", "int4_sym_g64_bf16")
-_BLOCK_FORMATS = ("q4_k", "q6_k", "iq4_nl")
+_BLOCK_FORMATS = ("q4_k", "q6_k", "iq4_nl", "tcq4")
 _SHAPES = ((1, 8, 2, 64, 256, True), (5, 4, 3, 37, 96, False))
 _LARGE = (70, 3, 2, 11, 544, True)
 _INTEGER_FORMATS = ("mxfp4", "int4_asym_g64_bf16", "int8_row_f32", "iq4_nl")
