@@ -13,8 +13,11 @@ from clocher_kernels.formats.tcq import COLUMNS, GROUP, LARGEST_CODE, STRIP, UNI
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.backends import trellis_rounder
 
-FACTORS = tuple(np.linspace(0.8, 1.2, 7, dtype=np.float32))
-"""Candidate scales, relative to those of the root mean square."""
+FACTORS = {
+    bits: np.linspace(*ends, 7, dtype=np.float32)
+    for bits, ends in {2: (0.9, 1.1), 3: (0.75, 1.2), 4: (0.65, 1.15), 5: (0.55, 1.1)}.items()
+}
+"""Bits of a weight -> candidate scales, relative to those of the root mean square."""
 
 _BLOCK = 128
 _PAIR = 2 * STRIP
@@ -34,13 +37,14 @@ def search(values: np.ndarray, fmt: Tcq, *, threads: int = 1) -> QuantTensor:
     """
     planes = fmt.planes(values.shape)
     base.require_finite(fmt.name, values)
-    ideal, rows = fmt.scales_for(base.split(values, GROUP) * FACTORS[-1])
+    factors = FACTORS[fmt.bits]
+    ideal, rows = fmt.scales_for(base.split(values, GROUP) * factors[-1])
     least, scales = np.full(ideal.shape, np.inf, np.float32), ideal
     codes = np.empty(planes["codes"].shape, np.uint8)
     grid = QuantTensor(values.shape, fmt, {"codes": codes, "scales": scales, "rows": rows})
     work = _Work(values, grid, order_of(np.ones(values.shape[1])), threads)
-    for factor in FACTORS:
-        trial = np.rint(ideal * (factor / FACTORS[-1]))
+    for factor in factors:
+        trial = np.rint(ideal * (factor / factors[-1]))
         trial = np.clip(trial, 1, LARGEST_CODE).astype(np.uint8)
         _, errors = work.rounded(trial, None)
         lost = np.einsum("gkn,gkn->ng", *[errors.reshape(-1, GROUP, errors.shape[1])] * 2)
@@ -81,11 +85,8 @@ class _Work:
         steps = np.zeros((len(w) // UNIT, w.shape[1]), np.float32)
         found = self._format.steps({**self._grid.planes, "scales": scales})
         steps[:, : len(scales)] = found.T[self._order[::UNIT] // GROUP]
-        codes, errors, round_columns = (
-            np.empty(w.shape, np.uint8),
-            np.empty_like(w),
-            trellis_rounder(),
-        )
+        codes, errors = np.empty(w.shape, np.uint8), np.empty_like(w)
+        round_columns = trellis_rounder()
         size = _BLOCK if upper is not None else len(w)
         with ThreadPoolExecutor(self._threads) as pool:
             for start in range(0, len(w), size):
