@@ -48,7 +48,7 @@ def test_it_is_as_good_as_the_reference(bits: int) -> None:
     order, upper = trellis.order_of(np.ones(K)), np.eye(K, dtype=np.float32)
     with_its_scales = trellis.solve(values, reference, order, upper)
     assert lost(values, with_its_scales) == pytest.approx(lost(values, reference), rel=0.03)
-    assert 0.7 < lost(values, trellis.search(values, fmt)) / lost(values, reference) < 0.99
+    assert 0.55 < lost(values, trellis.search(values, fmt)) / lost(values, reference) < 0.99
 
 
 def test_strips_do_not_depend_on_others() -> None:

@@ -14,7 +14,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.engine.backends import trellis_rounder
 
 FACTORS = {
-    bits: np.linspace(*ends, 7, dtype=np.float32)
+    bits: np.linspace(*ends, 11, dtype=np.float32)
     for bits, ends in {2: (0.9, 1.1), 3: (0.75, 1.2), 4: (0.65, 1.15), 5: (0.55, 1.1)}.items()
 }
 """Bits of a weight -> candidate scales, relative to those of the root mean square."""

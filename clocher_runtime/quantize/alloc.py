@@ -119,9 +119,9 @@ def allocate(
     least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
     if least > budget:
         raise UsageError(
-            f"--target-bpw {target_bpw:g} cannot be met: the smallest formats give "
-            f"{8 * (least + fixed) / params:.3f} bits per weight; {len(pinned)} tensors keep the "
-            "formats of their rules; raise the target or give those a smaller format"
+            f"bits per weight of {target_bpw:g} cannot be met: the smallest formats give "
+            f"{8 * (least + fixed) / params:.3f}; {len(pinned)} tensors keep the formats of their "
+            "rules; raise --target-bpw or --bits, or give those a smaller format"
         )
     measured = measure_units(checkpoint, units, candidates[0], text_ids, threads, seed, progress)
     options = []
