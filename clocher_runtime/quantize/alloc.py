@@ -41,6 +41,8 @@ TRELLISES: tuple[Format, ...] = tuple(map(Tcq, LEVELS))
 
 TOKENS = 8192
 """Calibration tokens used: half to fit, half to measure on."""
+FEW_TOKENS = 2048
+"""The same if the smallest candidate has two bits, whose harm is some hundred times as large."""
 
 _SAMPLED_ROWS = 256
 _SAMPLED_EXPERTS = 4
@@ -223,8 +225,9 @@ def measure_units(
 ) -> Measured:
     """Measure each unit's harm alone in a format; half of the sequences fit, half measure."""
     first: list[Sequence[int]] = []
+    enough = FEW_TOKENS if isinstance(fmt, Tcq) else TOKENS
     for sequence in text_ids:
-        if len(first) < 2 or sum(map(len, first)) < TOKENS:
+        if len(first) < 2 or sum(map(len, first)) < enough:
             first.append(sequence)
     walk = Walk(checkpoint, make_text(first, seed, held_out=2), threads)
     collector = _Importance()
