@@ -22,8 +22,7 @@ ROWS = 2 * STRIP
 """Rows that are rounded together."""
 _SPAN, _FINE = 64, 2  # Levels are whole numbers below 64: bins of a half have one nearest level
 _BINS = 2 * _SPAN * _FINE
-_FAR = np.float32(1e30)
-# Scratch: bins and values of 32 rows now and next, their weights, moves, costs, levels
+# Scratch: bins and values of 32 rows now and next, their weights, moves, costs, levels, errors
 _VALUES, _WEIGHTS, _MOVES, _COSTS, _LEVELS = 256, 512, 768, 832, 896
 _ERRORS = 1024
 
@@ -43,7 +42,6 @@ class Columns(NamedTuple):
 
 
 _columns_at = reader(Columns)
-_EIGHT = ir.VectorType(v.FLOAT, 2 * 4)
 
 
 def _lanes(pairs: Any) -> tuple[list[int], list[int]]:
@@ -70,9 +68,8 @@ def _step(b, cost, table, scratch, t):
         line = v.emit_at(b, table, place, 16)
         nearest.append(v.emit_load(b, ir.VectorType(v.FLOAT, 4), line))
         for found, start in ((values, _VALUES), (weights, _WEIGHTS)):
-            found.append(
-                v.spread(b, nearest[0].type, v.emit_load(b, v.FLOAT, v.behind(b, at, start)))
-            )
+            number = v.emit_load(b, v.FLOAT, v.behind(b, at, start))
+            found.append(v.spread(b, nearest[0].type, number))
     lost = b.fsub(v.join(b, values), v.join(b, nearest))
     lost = b.fmul(b.fmul(lost, lost), v.join(b, weights))
     low, high = (
@@ -91,7 +88,7 @@ def _start(b, one, other):
     state = [v.spread(b, v.I32, b.trunc(each, v.INT32)) for each in (one, other)]
     both = v.shuffle(b, *state, [*range(STATES), *range(v.LANES, v.LANES + STATES)])
     here = b.icmp_signed("==", both, v.constant(v.I32, [*range(STATES)] * 2))
-    return b.select(here, v.constant(v.F32, 0.0), v.constant(v.F32, float(_FAR)))
+    return b.select(here, v.constant(v.F32, 0.0), v.constant(v.F32, 1e30))
 
 
 @device
@@ -118,8 +115,7 @@ def _trace(of, scratch, strip, count, codes):
         if v.read_f32(costs + 4 * state) < v.read_f32(costs + 4 * at):
             at = state
     after = at
-    t = count - 1
-    while t >= 0:
+    for t in range(count - 1, -1, -1):
         if t == STRIP - 1:
             after = at
         move = v.read_u16(scratch + _MOVES + 2 * t) >> (STATES * strip + at)
@@ -130,7 +126,6 @@ def _trace(of, scratch, strip, count, codes):
             v.write_f32(scratch + _LEVELS + 64 * strip + 4 * t, v.read_f32(of.table + 4 * place))
             v.write_u8(codes + t, 2 * v.read_u8(of.marks + place) + (at & 1))
         at = before
-        t -= 1
     return after
 
 
@@ -215,16 +210,9 @@ def round_columns(
     rows: slice,
 ) -> None:
     """Round some rows of columns to trellises, into codes and errors; see `Columns`."""
-    table, marks = _tables(bits)
-    arrays = (values, errors, codes, steps)
-    record = Columns(
-        *(int(array.ctypes.data) for array in arrays),
-        lower=0 if lower is None else int(lower.ctypes.data),
-        rows=values.shape[1],
-        columns=values.shape[0],
-        table=int(table.ctypes.data),
-        marks=int(marks.ctypes.data),
-    )
-    scratch = np.empty(_ERRORS + 4 * ROWS * len(values), np.uint8)
-    packed = np.array(list(words(record)), np.int64)
-    _kernel()(packed.ctypes.data, rows.start // ROWS, rows.stop // ROWS, scratch.ctypes.data)
+    columns, count = values.shape
+    arrays = (values, errors, codes, steps, lower, *_tables(bits))
+    *of, table, marks = (0 if array is None else int(array.ctypes.data) for array in arrays)
+    record = np.array(list(words(Columns(*of, count, columns, table, marks))), np.int64)
+    scratch = np.empty(_ERRORS + 4 * ROWS * columns, np.uint8)
+    _kernel()(record.ctypes.data, rows.start // ROWS, rows.stop // ROWS, scratch.ctypes.data)
