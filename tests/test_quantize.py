@@ -243,7 +243,7 @@ def test_an_output_directory_that_cannot_be_used_is_refused(
         ((LLAMA, "out", "more"), 2, "unexpected extra argument"),
         ((LLAMA, "out", "--model-dir", BITNET), 2, "expected one of them"),
         (("", "out"), 2, "it is empty"),
-        ((LLAMA, "out", "--bits", 5), 2, "'5' is not one of '4', '8'. See clocher quantize --help"),
+        ((LLAMA, "out", "--bits", "four"), 2, "'four' is not a valid float"),
         ((LLAMA, "out", "--bit", 4), 2, "No such option"),
         ((LLAMA, "out", "--calib-text", "none.txt"), 2, "does not exist"),
         ((LLAMA, "out", "--method", "gptq"), 2, "give --calib-text"),

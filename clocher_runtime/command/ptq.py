@@ -58,6 +58,8 @@ from clocher_runtime.text.tokenizer import Tokenizer
 
 KEPT = r".*(embed|lm_head|wte|wpe).*"
 """Not quantised without --rules: embeddings and head."""
+HEAD = r"(.*\.)?(embed_tokens|lm_head|wte)\.weight"
+"""Those of them that are quantised with trellises."""
 
 _PROMPT = 32
 _NOT_RECORDED = {"out", "threads", "calib_text", "gate", "rules"}
@@ -83,7 +85,7 @@ def planned(
         threads=options["threads"] or default_threads(),
         whole_hash=not options["no_hash"],
         calibration=_calibration(checkpoint, options) if options["calib_text"] else None,
-        target_bpw=options["target_bpw"],
+        target_bpw=options["target_bpw"] or _fraction(options["bits"]),
         gate=_gate(checkpoint, options) if options["gate"] else None,
         min_cosine=options["cosine_threshold"],
     )
@@ -143,9 +145,18 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     if options["rules"] is None:
         if options["method"] is None and method != "rtn":
             method = best_method(rule_format(_rule(options, "rtn")), method)
-        kept = name_pattern(KEPT).fullmatch
-        exceptions = [{"pattern": KEPT, "dtype": "keep"}] if any(map(kept, names)) else []
-        document: dict[str, Any] = {"version": 1, "rules": [*exceptions, _rule(options, method)]}
+        rule, names = _rule(options, method), list(names)
+        exceptions = [{"pattern": KEPT, "dtype": "keep"}]
+        if rule["dtype"].startswith("tcq"):
+            head = f"tcq{min(max(int(rule['dtype'][3:]) + 1, 4), 5)}"
+            exceptions.insert(0, rule | {"pattern": HEAD, "dtype": head})
+        rules = []
+        for each in exceptions:
+            matches = name_pattern(each["pattern"]).fullmatch
+            left = [name for name in names if not matches(name)]
+            rules += [each] if len(left) < len(names) else []
+            names = left
+        document: dict[str, Any] = {"version": 1, "rules": [*rules, rule]}
         where = Path("the flags")
     else:
         where = options["rules"]
@@ -208,11 +219,30 @@ def _rule(options: dict[str, Any], method: str) -> dict[str, Any]:
 
 
 def _dtype(options: dict[str, Any]) -> str:
-    of_bits = f"int{options['bits'] or 4}"
+    bits = options["bits"]
+    integer = bits in (None, 4, 8)
+    if not (integer or bits == 2 or 2.25 <= bits <= 5):
+        raise UsageError(
+            f"--bits {bits:g}: expected 4 or 8 (integers), 2, 3 or 5 (trellises), or a fraction "
+            "from 2.25 to 5, which chooses among trellises"
+        )
+    of_bits = f"{'int' if integer else 'tcq'}{int(bits or 4)}"
     dtype = str(options["format"] or of_bits)
-    if options["bits"] and dtype != of_bits:
-        raise UsageError(f"--format {dtype} and --bits {options['bits']} contradict each other")
+    if bits and dtype != of_bits:
+        raise UsageError(f"--format {dtype} and --bits {bits:g} contradict each other")
+    if _fraction(bits):
+        if options["target_bpw"]:
+            raise UsageError(f"--bits {bits:g} is a target already: leave --target-bpw out")
+        if not options["calib_text"]:
+            raise UsageError(
+                f"--bits {bits:g} measures which tensors need how many bits: give --calib-text "
+                f"FILE, or a whole number such as {int(bits)}"
+            )
     return dtype
+
+
+def _fraction(bits: float | None) -> float | None:
+    return None if bits is None or bits == int(bits) else bits
 
 
 def _calibration(checkpoint: Checkpoint, options: dict[str, Any]) -> CalibrationText:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clocher_kernels.errors import FormatError, ModelError, UsageError
-from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Ternary
+from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.bsr import Bsr
+from clocher_kernels.formats.tcq import GROUP, LEVELS
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.convert import q4_entries
@@ -35,7 +36,8 @@ MAX_PATTERN_CHARS = 500
 ALREADY = "already "
 """Begins the reason why a quantised tensor stays."""
 
-_DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
+_TRELLISES = {f"tcq{bits}": bits for bits in LEVELS}
+_DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary", *_TRELLISES)
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": (*(name + end for name in _DTYPES for end in ("w", "")), "keep"),
     "group": (32, 64, 128, 256),
@@ -185,6 +187,14 @@ def assign(
         stay = {name: reason for name, reason in reasons.items() if reason}
         same = [n for n, t in matched.items() if t.format.name == rule.format.name]
         stay |= dict.fromkeys(same, f"{ALREADY}{rule.format.name}")
+        if isinstance(rule.format, Tcq):
+            odd = [n for n, t in matched.items() if n not in stay and t.shape[-1] % GROUP]
+            stay |= dict.fromkeys(odd, f"columns are no multiple of {GROUP}")
+            if odd:
+                notes.append(
+                    f"{len(odd)} matrices stay, such as {odd[0]} {list(matched[odd[0]].shape)}: "
+                    f"{rule.format.name} needs a multiple of {GROUP} columns"
+                )
         kept |= stay
         chosen |= {name: index for name in matched if name not in stay}
         if stay:
@@ -306,10 +316,13 @@ def rule_format(rule: Mapping[str, Any]) -> Format:
         return Int4(not affine, group or "row", stored or "f16")
     if dtype == "ternary":
         return Ternary(scale_dtype=stored or "f16")
+    if stored and dtype in ("mxfp4", *_TRELLISES):
+        kind = "powers of two" if dtype == "mxfp4" else "bytes"
+        raise FormatError(f"the scales of {dtype} are {kind}: leave scale_dtype out")
     if dtype == "mxfp4":
-        if stored:
-            raise FormatError("the scales of mxfp4 are powers of two: leave scale_dtype out")
         return Mxfp4()
+    if dtype in _TRELLISES:
+        return Tcq(_TRELLISES[dtype])
     return Fp8(
         "e5m2" if dtype == "fp8_e5m2" else "e4m3",
         "b128" if scale == "per-block" else "row",
@@ -321,6 +334,8 @@ def methods_of(fmt: Format) -> tuple[str, ...]:
     """Return the methods that choose codes of a format, the best one last."""
     if isinstance(fmt, Int4 | Int8) and fmt.group != "tensor":
         return q4_entries.METHODS
+    if isinstance(fmt, Tcq):
+        return ("rtn", "gptq")
     searched = isinstance(fmt, Mxfp4) or (isinstance(fmt, Fp8) and fmt.scope != "tensor")
     return ("rtn", "imx") if searched else ("rtn",)
 

@@ -15,10 +15,11 @@ from typing import Literal
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
-from clocher_kernels.formats import Float, Format, Int4, Int8, Ternary, base
+from clocher_kernels.formats import Float, Format, Int4, Int8, Tcq, Ternary, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
+from clocher_kernels.formats.tcq import STRIP
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.convert import imx
+from clocher_runtime.convert import imx, trellis
 
 CLIPS = ("none", "percentile:P", "clamp:C", "mse")
 
@@ -70,11 +71,9 @@ def round_tensor(
     planes = {k: np.empty(p.shape, p.storage) for k, p in fmt.planes(tensor.shape).items()}
     count = tensor.shape[-2]
     step = rows or max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
-    shared = getattr(fmt, "group", ""), getattr(fmt, "scope", "")
-    if isinstance(fmt, Ternary) or "tensor" in shared:
+    if isinstance(fmt, Ternary) or "tensor" in (getattr(fmt, k, "") for k in ("group", "scope")):
         step = count
-    unit = BLOCK if "b128" in shared else 1  # rows that share scales
-    step = -(-step // unit) * unit
+    step = whole_steps(fmt, step)
     with ThreadPoolExecutor(threads) as pool:
         for index in np.ndindex(*tensor.shape[:-2]):
             matrix = QuantTensor(
@@ -88,11 +87,29 @@ def round_tensor(
             ) -> None:
                 values = np.ascontiguousarray(look_up(matrix, slice(start, start + step)))
                 for key, plane in _encode(values, fmt, clip).items():
-                    first = start // unit if key == "scales" else start
-                    planes[key][index][first : first + len(plane)] = plane
+                    planes[key][index][row_part(fmt, key, start, start + len(values))] = plane
 
             list(pool.map(one, range(0, count, step)))
     return QuantTensor(tensor.shape, fmt, planes)
+
+
+def row_part(fmt: Format, key: str, start: int, stop: int) -> slice:
+    """Return where a plane of a matrix has these rows, whole steps from the first."""
+    unit = _together(fmt, key)
+    return slice(start // unit, -(-stop // unit))
+
+
+def whole_steps(fmt: Format, rows: int) -> int:
+    """Return at least so many rows, and as many as have parts of their own of each plane."""
+    unit = max(_together(fmt, key) for key in ("codes", "scales"))
+    return -(-rows // unit) * unit
+
+
+def _together(fmt: Format, key: str) -> int:
+    """Return how many rows share an index of a plane."""
+    if isinstance(fmt, Tcq):
+        return STRIP if key == "codes" else 1
+    return BLOCK if key == "scales" and getattr(fmt, "scope", "") == "b128" else 1
 
 
 def look_up(tensor: QuantTensor, index: int | slice | np.ndarray) -> np.ndarray:
@@ -101,24 +118,29 @@ def look_up(tensor: QuantTensor, index: int | slice | np.ndarray) -> np.ndarray:
         return tensor.decode()[index]
     planes = {key: plane[index] for key, plane in tensor.planes.items()}
     count = () if isinstance(index, int) else (len(next(iter(planes.values()))),)
-    return tensor.format.decode(planes, (*count, *tensor.shape[1:]))
+    return QuantTensor((*count, *tensor.shape[1:]), tensor.format, planes).decode()
 
 
 def row_pieces(*tensors: QuantTensor, elements: int) -> Iterator[tuple[QuantTensor, ...]]:
     """Yield the same few rows of tensors of one shape; the tensors where one cannot be cut."""
     *lead, columns = tensors[0].shape or (1,)
-    if not lead or not all(_has_rows(tensor, len(lead)) for tensor in tensors):
+    if not lead or not all(_has_steps(tensor) for tensor in tensors):
         yield tensors
         return
     rows, step = prod(lead), max(1, elements // columns)
+    step = max(whole_steps(tensor.format, step) for tensor in tensors)
     flat = [
-        {k: plane.reshape(rows, *plane.shape[len(lead) :]) for k, plane in tensor.planes.items()}
+        {k: plane.reshape(-1, *plane.shape[len(lead) :]) for k, plane in tensor.planes.items()}
         for tensor in tensors
     ]
     for start in range(0, rows, step):
-        shape = (min(step, rows - start), columns)
+        stop = min(start + step, rows)
         yield tuple(
-            QuantTensor(shape, tensor.format, {k: p[start : start + step] for k, p in own.items()})
+            QuantTensor(
+                (stop - start, columns),
+                tensor.format,
+                {k: p[row_part(tensor.format, k, start, stop)] for k, p in own.items()},
+            )
             for tensor, own in zip(tensors, flat, strict=True)
         )
 
@@ -128,7 +150,19 @@ def _has_rows(tensor: QuantTensor, lead: int) -> bool:
     return all(plane.shape[:lead] == tensor.shape[:lead] for plane in tensor.planes.values())
 
 
+def _has_steps(tensor: QuantTensor) -> bool:
+    """Return whether whole steps of rows have parts of their own of each plane."""
+    *lead, rows = tensor.shape[:-1]
+    units = {key: _together(tensor.format, key) for key in tensor.planes}
+    return all(
+        rows % unit == 0 and tensor.planes[key].shape[: len(lead) + 1] == (*lead, rows // unit)
+        for key, unit in units.items()
+    )
+
+
 def _encode(values: np.ndarray, fmt: Format, clip: Clip) -> dict[str, np.ndarray]:
+    if isinstance(fmt, Tcq):
+        return dict(trellis.search(base.turn(values, fmt.turned), fmt).planes)
     if not isinstance(fmt, Int4 | Int8) or clip == NO_CLIP:
         return fmt.encode(values)
     if clip.kind == "mse":

@@ -177,3 +177,11 @@ def fetch_ahead(nbytes: int) -> None:
     from cpu_fallback.team.large_pages import fetch_ahead
 
     fetch_ahead(nbytes)
+
+
+def trellis_rounder() -> Callable[..., None]:
+    """Return what rounds columns of a matrix to trellises, `encode_trellis.round_columns`."""
+    from cpu_fallback.ops.encode_trellis import round_columns
+
+    found: Callable[..., None] = round_columns
+    return found

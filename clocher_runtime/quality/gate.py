@@ -6,7 +6,7 @@ from math import ceil, isfinite
 from typing import Any, Literal
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, Ternary, parse_format
+from clocher_kernels.formats import Format, Fp8, Int4, Int8, Mxfp4, Tcq, Ternary, parse_format
 from clocher_kernels.formats.floats import Float
 from clocher_runtime.disk.strict_json import finite
 from clocher_runtime.exit_codes import ExitCode
@@ -137,15 +137,18 @@ def verdict_code(verdict: Verdict) -> ExitCode:
 
 _CLASSES: dict[type[Format], str] = {
     **{Float: "float", Int8: "int8", Fp8: "fp8"},
-    **dict.fromkeys((Int4, Mxfp4, Ternary), "int4"),
+    **dict.fromkeys((Int4, Mxfp4, Tcq, Ternary), "int4"),
 }
 
 
 def least_cosine(fmt: Format) -> float | None:
-    """Return a format's least cosine with the float tensor; None for ternary, trained as such."""
+    """Return a format's least cosine with the float tensor; None for ternary, trained as such.
+
+    Trellises have none, for with two bits that of a good model is low.
+    """
     if isinstance(fmt, Fp8) and fmt.code_dtype == "e5m2":
         return MIN_COSINE_E5M2
-    return None if isinstance(fmt, Ternary) else MIN_COSINE.get(_CLASSES.get(type(fmt), ""))
+    return None if isinstance(fmt, Tcq | Ternary) else MIN_COSINE.get(_CLASSES.get(type(fmt), ""))
 
 
 def choose_limits(

@@ -15,10 +15,12 @@ from zlib import crc32
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Format, Int4, Int8
+from clocher_kernels.formats import Format, Int4, Int8, Tcq
+from clocher_kernels.formats.base import turn
+from clocher_kernels.formats.tcq import LEVELS
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
-from clocher_runtime.convert import imx
+from clocher_runtime.convert import imx, trellis
 from clocher_runtime.convert.rounding import look_up, round_tensor
 from clocher_runtime.quality.compare import score_window
 from clocher_runtime.quantize.calibrate import LayerJob
@@ -33,10 +35,14 @@ CANDIDATES: tuple[Format, ...] = (
     Int8(128, "f16"),
     Int8(32, "f16"),
 )
-"""Formats that a unit may get, 4.125 to 8.5 bits per weight."""
+"""Formats that a unit of integers may get, 4.125 to 8.5 bits per weight."""
+TRELLISES: tuple[Format, ...] = tuple(map(Tcq, LEVELS))
+"""Formats that a unit may get if the plan has trellises, 2.1 to 5.2 bits per weight."""
 
 TOKENS = 8192
 """Calibration tokens used: half to fit, half to measure on."""
+FEW_TOKENS = 2048
+"""The same if the smallest candidate has two bits, whose harm is some hundred times as large."""
 
 _SAMPLED_ROWS = 256
 _SAMPLED_EXPERTS = 4
@@ -91,37 +97,40 @@ def allocate(
     """
     units: dict[str, list[PlannedTensor]] = {}
     pinned = []
+    trellises = any(isinstance(tensor.format, Tcq) for tensor in plan.tensors.values())
+    candidates = TRELLISES if trellises else CANDIDATES
+    kinds: tuple[type[Format], ...] = (Tcq,) if trellises else (Int4, Int8)
     for name, tensor in plan.tensors.items():
         key = unit_of(name)
-        if key is None or not isinstance(tensor.format, Int4 | Int8):
+        if key is None or not isinstance(tensor.format, kinds):
             pinned.append(tensor)
         else:
             units.setdefault(key, []).append(tensor)
     if not units:
         raise UsageError(
             "--target-bpw has nothing to choose: the plan quantises no linear of the blocks to "
-            "int4 or int8"
+            "int4, int8 or a trellis"
         )
     params = sum(tensor.params for tensor in plan.tensors.values())
     fixed = sum(tensor.nbytes for tensor in pinned)
     budget = int(target_bpw * params / 8) - fixed
     sizes = [
-        [sum(fmt.nbytes(tensor.shape) for tensor in unit) for fmt in CANDIDATES]
+        [sum(fmt.nbytes(tensor.shape) for tensor in unit) for fmt in candidates]
         for unit in units.values()
     ]
     least, most = (sum(pick(row) for row in sizes) for pick in (min, max))
     if least > budget:
         raise UsageError(
-            f"--target-bpw {target_bpw:g} cannot be met: the smallest formats give "
-            f"{8 * (least + fixed) / params:.3f} bits per weight; {len(pinned)} tensors keep the "
-            "formats of their rules; raise the target or give those a smaller format"
+            f"bits per weight of {target_bpw:g} cannot be met: the smallest formats give "
+            f"{8 * (least + fixed) / params:.3f}; {len(pinned)} tensors keep the formats of their "
+            "rules; raise --target-bpw or --bits, or give those a smaller format"
         )
-    measured = measure_units(checkpoint, units, CANDIDATES[0], text_ids, threads, seed, progress)
+    measured = measure_units(checkpoint, units, candidates[0], text_ids, threads, seed, progress)
     options = []
     for (name, unit), row in zip(units.items(), sizes, strict=True):
-        error = candidate_errors(checkpoint, unit, CANDIDATES, measured.importance, seed, threads)
+        error = candidate_errors(checkpoint, unit, candidates, measured.importance, seed, threads)
         harms = [measured.kld[name] * e / max(error[0], 1e-30) for e in error]
-        options.append([Option(*each) for each in zip(CANDIDATES, row, harms, strict=True)])
+        options.append([Option(*each) for each in zip(candidates, row, harms, strict=True)])
     choice = choose(options, budget)
     chosen = [row[taken].format for row, taken in zip(options, choice.taken, strict=True)]
     result = plan.with_formats(
@@ -216,8 +225,9 @@ def measure_units(
 ) -> Measured:
     """Measure each unit's harm alone in a format; half of the sequences fit, half measure."""
     first: list[Sequence[int]] = []
+    enough = FEW_TOKENS if isinstance(fmt, Tcq) else TOKENS
     for sequence in text_ids:
-        if len(first) < 2 or sum(map(len, first)) < TOKENS:
+        if len(first) < 2 or sum(map(len, first)) < enough:
             first.append(sequence)
     walk = Walk(checkpoint, make_text(first, seed, held_out=2), threads)
     collector = _Importance()
@@ -300,7 +310,9 @@ def candidate_errors(
         scale = tensor.params / tensor.shape[-1] / sampled
         for number, fmt in enumerate(candidates):
             for values in matrices:
-                if tensor.method == "rtn":
+                if isinstance(fmt, Tcq):
+                    made = trellis.search(turn(values, fmt.turned), fmt, threads=threads)
+                elif tensor.method == "rtn":
                     made = encode(values, fmt)
                 else:
                     made = imx.search(values, fmt, h, threads=threads)

@@ -15,7 +15,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of
-from clocher_runtime.convert.rounding import look_up
+from clocher_runtime.convert.rounding import look_up, row_part, whole_steps
 from clocher_runtime.models.inventory import layer_name
 from clocher_runtime.quantize.capture import ExpertInputs, Hidden, Observer, Walk, make_text
 from clocher_runtime.quantize.gptq import (
@@ -88,20 +88,23 @@ class LayerJob(Observer):
             if own is None:
                 own = self._new_stats(self._wanted[name].shape[2], name)
             pooled = self._stats[up] if name == up else self._pooled(down, own, hidden)
-            inputs = make_inputs(own, pooled, hessian=self._needs_hessian(name))
+            turned = self._wanted[name].format.turned
+            inputs = make_inputs(own, pooled, hessian=self._needs_hessian(name), turned=turned)
             self._solve(name, expert, inputs)
             self._tokens.setdefault(name, []).append(own.tokens)
         self._router = 0.0
 
     def finish(self) -> dict[str, QuantTensor]:
         """Quantise the rest and return the layer's wanted tensors in order."""
-        dense: dict[InputStats | None, list[str]] = {}  # those that share inputs share a factor
-        for name in self._wanted:
+        # Those that share inputs and a rotation share a factor.
+        dense: dict[tuple[InputStats | None, int], list[str]] = {}
+        for name, tensor in self._wanted.items():
             if name not in self._planes:
-                dense.setdefault(self._stats.get(name), []).append(name)
-        for stats, names in dense.items():
+                dense.setdefault((self._stats.get(name), tensor.format.turned), []).append(name)
+        for (stats, turned), names in dense.items():
             if stats:
-                inputs = make_inputs(stats, None, hessian=self._needs_hessian(*names))
+                hessian = self._needs_hessian(*names)
+                inputs = make_inputs(stats, None, hessian=hessian, turned=turned)
             for name in names:
                 if not stats:  # an embedding: every row is read as it is
                     columns = self._wanted[name].shape[-1]
@@ -116,7 +119,7 @@ class LayerJob(Observer):
     def _quantise(self, name: str, inputs: Inputs, tokens: int) -> None:
         """Quantise a dense matrix in blocks of rows, which are independent."""
         rows, columns = self._wanted[name].shape
-        step = max(1, _BLOCK_ELEMENTS // columns)
+        step = whole_steps(self._wanted[name].format, max(1, _BLOCK_ELEMENTS // columns))
         for start in range(0, rows, step):
             self._solve(name, slice(start, min(start + step, rows)), inputs)
             self._walk.checkpoint.release()
@@ -129,7 +132,10 @@ class LayerJob(Observer):
             planes = tensor.format.planes(tensor.shape)
             self._planes[name] = {k: np.empty(p.shape, p.storage) for k, p in planes.items()}
         for key, plane in outcome.tensor.planes.items():
-            self._planes[name][key][place] = plane
+            where = place
+            if isinstance(place, slice):
+                where = row_part(tensor.format, key, place.start, place.stop)
+            self._planes[name][key][where] = plane
         self._outcomes.setdefault(name, []).append(outcome)
 
     def _record(self, name: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.formats import Float
+from clocher_kernels.formats import Float, Format
 from clocher_kernels.ops import OPS, of_experts, written
 from clocher_kernels.ops.rewrite import CODES
 from clocher_kernels.plan import Call, Executor, Plan
@@ -142,7 +142,12 @@ class Walk:
             )
         self._config = EngineConfig(backend="cpu", threads=threads)
         becomes = destined(self.spec, self._needs, checkpoint)
-        self._formats = {name: each.format for name, each in becomes.items() if each.format}
+        # Inputs are shown as they are, not rotated.
+        self._formats: dict[str, Format] = {
+            name: Float("f32") if each.format.turned else each.format
+            for name, each in becomes.items()
+            if each.format
+        }
         chunks = list(text.chunks(CHUNK_TOKENS))
         sizes = Sizes(
             tokens=max(rows.stop - rows.start for rows, _ in chunks),
@@ -245,8 +250,9 @@ class Walk:
 
     def tensor(self, name: str) -> QuantTensor:
         """Return a matrix: replaced, ternarised or as stored."""
-        if name in self._overlay:
-            return self._overlay[name]
+        if tensor := self._overlay.get(name):
+            turned = tensor.format.turned
+            return encode(tensor.decode(), Float("f32")) if turned else tensor
         tensor = self.checkpoint.tensor(name)
         fmt = self._formats.get(name, tensor.format)  # a tied head may be stored all the same
         return tensor if fmt.name == tensor.format.name else encode(tensor.decode(), fmt)

@@ -16,9 +16,10 @@ import numpy as np
 
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import ShapeError
-from clocher_kernels.formats import Format, Int4, Int8
+from clocher_kernels.formats import Format, Int4, Int8, Tcq
+from clocher_kernels.formats.base import turn
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.convert import imx
+from clocher_runtime.convert import imx, trellis
 
 DAMP = 0.05
 BLOCK = 128
@@ -59,14 +60,20 @@ def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
 
 
 def factorise(
-    hessian: np.ndarray, damp: float = DAMP, dtype: type[np.floating] = np.float32
+    hessian: np.ndarray,
+    damp: float = DAMP,
+    dtype: type[np.floating] = np.float32,
+    order: np.ndarray | None = None,
 ) -> Factor | None:
-    """Factorise a Hessian [K, K] in float64, damped as needed; None if impossible or zero."""
+    """Factorise a Hessian [K, K] in float64, damped as needed; None if impossible or zero.
+
+    `order`: of column visits; None: the largest diagonal element first.
+    """
     diagonal = np.diagonal(hessian).astype(np.float64)
     mean = float(diagonal.mean())
     if not np.isfinite(mean) or mean <= 0:
         return None
-    order = np.argsort(-diagonal, kind="stable")
+    order = np.argsort(-diagonal, kind="stable") if order is None else order
     backwards = order[::-1]
     work = hessian[np.ix_(backwards, backwards)].astype(np.float64)
     flat = work.reshape(-1)[:: len(work) + 1]
@@ -181,7 +188,7 @@ class InputStats:
 
 
 class Inputs(NamedTuple):
-    """Statistics of a matrix's input."""
+    """Statistics of a matrix's input, rotated if its format is."""
 
     importance: np.ndarray  # E[x^2] of each column, [K]
     held: np.ndarray  # inputs to judge with, [m, K]; without rows the importance judges
@@ -198,25 +205,39 @@ class Outcome(NamedTuple):
     nmse_rtn: float  # the same for plain rounding
 
 
-def make_inputs(stats: InputStats, pooled: InputStats | None, *, hessian: bool) -> Inputs:
-    """Combine the statistics of a linear or expert with those of its layer, if `pooled`."""
-    if pooled is None:
-        return Inputs(stats.importance, stats.held, factorise(stats.hessian) if hessian else None)
-    held = stats.held if len(stats.held) >= MIN_HELD else pooled.held
-    source = stats if stats.tokens >= MIN_TOKENS else pooled
-    factor = None
-    if hessian:
-        matrix = pooled.hessian
-        if source is stats:
-            matrix = shrink(stats.hessian, stats.tokens, matrix)
-        factor = factorise(matrix)
-    return Inputs(source.importance, held, factor)
+def make_inputs(
+    stats: InputStats, pooled: InputStats | None, *, hessian: bool, turned: int = 0
+) -> Inputs:
+    """Combine the statistics of a linear or expert with those of its layer, if `pooled`.
+
+    `turned`: columns of the format's rotation (`Format.turned`), which needs the Hessian.
+    """
+    held, source = stats.held, stats
+    if pooled is not None:
+        held = held if len(held) >= MIN_HELD else pooled.held
+        source = stats if stats.tokens >= MIN_TOKENS else pooled
+    if not hessian:
+        return Inputs(source.importance, held)
+    matrix = source.hessian
+    if pooled is not None and source is stats:
+        matrix = shrink(matrix, stats.tokens, pooled.hessian)
+    if not turned:
+        return Inputs(source.importance, held, factorise(matrix))
+    matrix = turn(np.ascontiguousarray(turn(matrix, turned).T), turned)
+    importance = np.diagonal(matrix).astype(np.float64)
+    factor = factorise(matrix, order=trellis.order_of(importance))
+    return Inputs(importance, turn(held, turned), factor)
 
 
 def solve_matrix(
     values: np.ndarray, fmt: Format, method: str, inputs: Inputs, *, threads: int = 1
 ) -> Outcome:
-    """Quantise a matrix. `values`: [N, K] fp32; `method`: "imx" or "gptq"."""
+    """Quantise a matrix. `values`: [N, K] fp32; `method`: "imx" or "gptq".
+
+    Where codes are of rotated values, so are `inputs`, and all is judged there.
+    """
+    if fmt.turned:
+        values = turn(values, fmt.turned)
 
     def energy(matrix: np.ndarray) -> float:
         if len(inputs.held):
@@ -228,20 +249,29 @@ def solve_matrix(
     power = energy(values) or 1.0
 
     def judge(tensor: QuantTensor) -> float:
-        return energy(values - tensor.decode()) / power
+        return energy(values - tensor.stored()) / power
 
-    rounded = encode(values, fmt)
-    best = imx.search(values, fmt, inputs.importance, threads=threads)
+    if isinstance(fmt, Tcq):
+        rounded = best = trellis.search(values, fmt, threads=threads)
+        instead = "rtn"
+    else:
+        rounded = encode(values, fmt)
+        best = imx.search(values, fmt, inputs.importance, threads=threads)
+        instead = "imx"
     error, error_rtn = judge(best), judge(rounded)
     fallback: str | None = None
     if method == "gptq" and inputs.factor is None:
-        fallback = "imx:no_hessian"
+        fallback = f"{instead}:no_hessian"
     elif method == "gptq" and inputs.factor is not None:
-        corrected = solve(values, best, inputs.factor).tensor
+        if isinstance(fmt, Tcq):
+            order, upper, _ = inputs.factor
+            corrected = trellis.solve(values, best, order, upper, threads=threads)
+        else:
+            corrected = solve(values, best, inputs.factor).tensor
         if (lower := judge(corrected)) < error:
             best, error = corrected, lower
         else:
-            fallback = "imx:held_out"
+            fallback = f"{instead}:held_out"
     if error > DO_NO_HARM * error_rtn:
         best, error, fallback = rounded, error_rtn, "rtn:do_no_harm"
     return Outcome(best, fallback, error, error_rtn)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MANIFEST = "q4_manifest.json"
 """In the output directory: method and quality of each tensor."""
 LIMITS = ("float", "int8", "kv", "fp8", "int4")
-FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary")
+FORMATS = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary", "tcq2", "tcq3", "tcq4", "tcq5")
 
 _NEXT = {
     "fail": "try --calib-text, or more bits, or loosen a limit",
@@ -49,10 +49,16 @@ FLAGS: tuple[click.Parameter, ...] = (
     option(
         "--format",
         click.Choice(FORMATS),
-        "What the weights become; fp8 is e4m3. From floats ternary loses much: it is for models "
-        "that were trained so.  [default: int4]",
+        "What the weights become; fp8 is e4m3, tcq a trellis of 2 to 5 bits. From floats ternary "
+        "loses much: it is for models that were trained so.  [default: int4]",
     ),
-    option("--bits", click.Choice(["4", "8"]), "The same for integers: int4 or int8."),
+    option(
+        "--bits",
+        float,
+        "The same: 4 or 8, integers; 2, 3 or 5, trellises; or a fraction from 2.25 to 5, which "
+        "chooses a trellis per tensor, for so many bits per quantised weight. It needs "
+        "--calib-text. With trellises embeddings and head are quantised, too, with a bit more.",
+    ),
     option(
         "--weights-only",
         click.IntRange(0, 1),
@@ -137,6 +143,10 @@ FLAGS: tuple[click.Parameter, ...] = (
             "clocher quantize models/llama models/llama-int4 --calib-text calib.txt \\\n"
             "    --gate held_out.txt",
         ),
+        (
+            "The best model of 3.4 bits a weight",
+            "clocher quantize models/llama models/llama-3 --bits 3.4 --calib-text calib.txt",
+        ),
         ("8 bits; what would it take?", "clocher quantize models/llama out --bits 8 --dry-run"),
     ),
     epilog="Killed at any moment, it leaves the model that OUT_DIR held before, or none. Run it "
@@ -149,7 +159,7 @@ def quantize(
     """Quantise the weights of a model, and write one that runs.
 
     Without flags: int4 with a zero point and a scale for 32 columns, rounded; embeddings, head
-    and whatever is quantised already stay as they are.
+    (but see --bits) and whatever is quantised already stay as they are.
     """
     from clocher_runtime.checkpoints.locate import locate
     from clocher_runtime.command.ptq import planned, quantised
