@@ -104,6 +104,6 @@ class _Work:
         rows = -(-self._grid.shape[0] // STRIP) * STRIP
         path = np.empty((rows, len(codes)), np.uint8)
         path[:, self._order] = codes[:, :rows].T
-        packed = self._format.pack((path & 1, path >> 1))
+        packed = self._format.pack(path & 1, path >> 1)
         planes = {"codes": packed, "scales": scales, "rows": self._grid.planes["rows"]}
         return QuantTensor(self._grid.shape, self._format, planes)
