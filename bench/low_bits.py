@@ -1,17 +1,15 @@
-r"""Two to five bits a weight: what each idea is worth at equal bytes of the whole model.
+r"""Two to five bits a weight: what `Tcq` loses at equal bytes of the whole model.
 
 \b
     python -m bench low_bits --model-dir F16.gguf --calib-text CALIB --text TEXT --turns JSONL \
-        --recipe "3 g64 s6 levels gptq" --peer IQ3_S.gguf=F16_OF_IT.gguf --keep PARTS --json OUT
+        --recipe "3 rms damp0.01" --peer IQ3_S.gguf=F16_OF_IT.gguf --keep PARTS --json OUT
 
-A study, not a format: matrices are rounded and put back as floats (torch), activations are fp32, so
-only the loss of the weights is seen. A recipe is bits and switches: gN weights share a scale of sN
-bits under a row's f16 (s16: f16 alone); `levels` learns the values by k-means weighted by the
-Hessian's diagonal (else they are uniform); `gptq` corrects later columns; rotN rotates inputs by
-random signs and a Hadamard matrix of N; tcq3 codes rows of a column by a trellis of 2^3 states;
-headN gives embeddings and head N bits; mixN spreads N bits over the tensors by the Fisher
-information of their outputs. A peer is a file whose size counts, and a copy of it in f16; for
-blocks of 256, four rows of 576 columns were laid end to end before llama-quantize.
+Matrices are rounded and put back as floats (torch), activations are fp32, so only the loss of the
+weights is seen. A recipe is bits and switches: dampD, the Hessian's damping (0: rounded without
+correction); `rms`: scales are not searched; `blind`: tokens weigh alike, else half by their squared
+gradients; mixN spreads N bits over the tensors by the Fisher information of their outputs. A peer
+is a file whose size counts, and a copy of it in f16. Before llama-quantize channels were permuted,
+so that none meets the grid that the floats came from, and rows laid end to end for blocks of 256.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,13 +25,13 @@ from torch import nn
 
 from bench import real
 from bench.experiment import TEAM, experiment
-from bench.low_bits_rounding import Recipe, parse, prepare, quantise
+from bench.low_bits_rounding import DISTORTION, Recipe, format_of, parse, prepare, quantise
 from bench.record import Row
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, PATH
 
-_AT_ONCE, _DRAWN, _MOST = 128, 4, 6
+_AT_ONCE = 128
 _HEAD = "lm_head"
 Matrices = dict[str, torch.Tensor]
 
@@ -44,46 +42,48 @@ class Study:
     def __init__(self, asked: Any) -> None:
         self.model = loaded(asked.source)
         self.linears = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
-        self.floats = {n: m.weight.detach().clone() for n, m in self.linears.items()}
+        self.floats = {n: m.weight.detach() for n, m in self.linears.items()}
         self.hessians: dict[str, torch.Tensor] = {}
-        self.fisher = {n: torch.zeros(m.out_features) for n, m in self.linears.items()}
+        self.fisher: dict[str, torch.Tensor] = {}
+        self.blind: bool | None = None
+        self.losses: dict[Recipe, dict[str, float]] = {}
         tokenizer = real.tokenizer_of(asked.source)
         (calib,) = real.windows_of(tokenizer, asked.calib, None, 1 << 16).values()
         self.windows = calib[:: max(1, len(calib) // asked.samples)][: asked.samples]
         self.kinds = real.windows_of(tokenizer, asked.text, asked.turns, asked.windows)
         self.base = {kind: hidden(self.model, of) for kind, of in self.kinds.items()}
 
-    def collect(self) -> None:
-        """Sum x x^T of inputs, and the squared gradients of outputs for drawn tokens."""
-        seen: list[Any] = [None, ""]
+    def collect(self, blind: bool) -> None:
+        """Sum x x^T of inputs and the squared gradients of outputs, for drawn tokens."""
+        inputs: dict[str, torch.Tensor] = {}
 
-        def note(name: str, _: nn.Module, inputs: tuple[torch.Tensor]) -> None:
-            if inputs[0] is seen[0]:  # q, k, v and gate, up share their inputs
-                self.hessians[name] = self.hessians[seen[1]]
-                return
-            seen[:] = inputs[0], name
-            x = inputs[0].detach().flatten(0, 1)
-            self.hessians.setdefault(name, torch.zeros(2 * x.shape[1:])).addmm_(x.T, x)
+        def note(name: str, _: nn.Module, given: tuple[torch.Tensor]) -> None:
+            inputs[name] = given[0].detach().flatten(0, 1)
 
         def grads(name: str, _: nn.Module, __: Any, outputs: tuple[torch.Tensor]) -> None:
-            self.fisher[name] += outputs[0].flatten(0, 1).square().sum(0)
+            x, square = inputs.pop(name), outputs[0].flatten(0, 1).square()
+            self.fisher[name] += square.sum(0)
+            weight = square.sum(1, keepdim=True)
+            weight = weight / weight.mean().clamp_min(1e-30)
+            weight = torch.ones_like(weight) if blind else 0.5 + 0.5 * weight
+            self.hessians[name].addmm_((weight * x).T, x)
 
         hooks: list[Any] = []
         for name, module in self.linears.items():
+            self.fisher[name] = torch.zeros(module.out_features)
+            self.hessians[name] = torch.zeros(2 * (module.in_features,))
             hooks.append(module.register_forward_pre_hook(partial(note, name)))
             hooks.append(module.register_full_backward_hook(partial(grads, name)))
         self.put({})
         torch.manual_seed(0)
-        for number, ids in enumerate(self.windows):
-            wanted = number % _DRAWN == 0
-            with torch.set_grad_enabled(wanted):
-                rows = self.model.get_input_embeddings()(torch.tensor([ids])).detach()
-                logits = self.model(inputs_embeds=rows.requires_grad_(wanted)).logits[0]
-            if wanted:
-                drawn = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
-                nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()
+        for ids in self.windows:
+            rows = self.model.get_input_embeddings()(torch.tensor([ids])).requires_grad_()
+            logits = self.model(inputs_embeds=rows).logits[0]
+            drawn = torch.multinomial(logits.detach().softmax(-1), 1)[:, 0]
+            nn.functional.cross_entropy(logits, drawn, reduction="sum").backward()
         for hook in hooks:
             hook.remove()
+        self.blind = blind
 
     def put(self, matrices: Matrices) -> None:
         """Replace weights; those that are not named become the model's own."""
@@ -93,46 +93,57 @@ class Study:
 
     def round(self, recipe: Recipe, bits: Mapping[str, int]) -> tuple[Matrices, dict[str, float]]:
         """Return the matrices of a recipe, and half the Fisher-weighted loss of each."""
-        if not self.hessians:
-            self.collect()
+        if self.blind is not recipe.blind:
+            self.collect(recipe.blind)
         found, losses = Matrices(), {}
         tokens = real.WINDOW * len(self.windows)
-        drawn = real.WINDOW * -(-len(self.windows) // _DRAWN)
-        last: Any = None, None
         for name, w in self.floats.items():
-            own = recipe._replace(bits=bits[name])
-            if name == _HEAD:  # a row of the embeddings is read alone
-                own = own._replace(trellis=0, rotate=0)
-            if self.hessians[name] is not last[0]:
-                last = self.hessians[name], prepare(self.hessians[name].numpy() / tokens, own)
-            out, loss = quantise(w.numpy(), last[1], own)
+            given = prepare(self.hessians[name].numpy() / tokens, recipe)
+            out, loss = quantise(w.numpy(), given, recipe._replace(bits=bits[name]))
             found[name] = torch.from_numpy(out)
-            losses[name] = float(self.fisher[name].numpy() @ loss) / drawn / 2
+            losses[name] = float(self.fisher[name].numpy() @ loss) / tokens / 2
         return found, losses
 
     def allocate(self, recipe: Recipe) -> dict[str, int]:
-        """Return bits of each matrix, `mix` a weight in all; a bit more quarters its loss."""
+        """Return bits of each matrix, `mix` a weight in all."""
+        even = dict.fromkeys(self.floats, recipe.bits)
         if not recipe.mix:
-            even = dict.fromkeys(self.floats, recipe.bits)
-            return even | {_HEAD: recipe.head or recipe.bits}
-        loss = self.round(recipe, dict.fromkeys(self.floats, recipe.bits))[1]
-        size = {name: w.numel() for name, w in self.floats.items()}
-        chosen = dict.fromkeys(self.floats, 2)
-        room = (recipe.mix - recipe.scale / recipe.group - 2) * sum(size.values())
-        while fits := [n for n, bits in chosen.items() if bits < _MOST and size[n] <= room]:
-            best = max(fits, key=lambda n: loss[n] / size[n] * 4.0 ** -chosen[n])
-            chosen[best] += 1
-            room -= size[best]
+            return even
+        key = recipe._replace(mix=0.0)
+        if key not in self.losses:
+            self.losses[key] = self.round(key, even)[1]
+        loss, most = self.losses[key], max(DISTORTION)
+        chosen = dict.fromkeys(self.floats, min(DISTORTION))
+        more = dict(zip(DISTORTION, [*DISTORTION][1:], strict=False))
+
+        def cost(name: str, bits: int) -> int:
+            return format_of(bits).nbytes(tuple(self.floats[name].shape))
+
+        def gain(name: str) -> float:
+            now, then = chosen[name], more[chosen[name]]
+            return (
+                loss[name]
+                * (DISTORTION[now] - DISTORTION[then])
+                / (cost(name, then) - cost(name, now))
+            )
+
+        total = sum(w.numel() for w in self.floats.values())
+        room = recipe.mix * total / 8 - sum(cost(*each) for each in chosen.items())
+        while fits := [
+            name
+            for name, now in chosen.items()
+            if now < most and cost(name, more[now]) - cost(name, now) <= room
+        ]:
+            best = max(fits, key=gain)
+            room -= cost(best, more[chosen[best]]) - cost(best, chosen[best])
+            chosen[best] = more[chosen[best]]
         return chosen
 
-    def nbytes(self, recipe: Recipe, bits: Mapping[str, int]) -> float:
-        """Return the bytes: a row has a scale in f16, a level a byte, vectors are fp32."""
+    def nbytes(self, bits: Mapping[str, int]) -> int:
+        """Return the bytes; vectors are fp32."""
         vectors = sum(4 * p.numel() for p in self.model.parameters() if p.ndim == 1)
-        own = recipe.scale / recipe.group
-        return vectors + sum(
-            w.numel() * (bits[n] + own) / 8 + 2 * len(w) + (2 << bits[n])
-            for n, w in self.floats.items()
-        )
+        shapes = {name: tuple(w.shape) for name, w in self.floats.items()}
+        return vectors + sum(format_of(bits[n]).nbytes(shape) for n, shape in shapes.items())
 
     @torch.no_grad()
     def score(self, model: Any) -> real.Sums:
@@ -159,7 +170,7 @@ class Study:
         bits = self.allocate(recipe)
         made, losses = self.round(recipe, bits)
         self.put(made)
-        found = {"bytes": self.nbytes(recipe, bits), "fisher": sum(losses.values())}
+        found = {"bytes": self.nbytes(bits), "fisher": sum(losses.values())}
         return found | self.score(self.model)
 
     def theirs(self, text: str) -> real.Sums:

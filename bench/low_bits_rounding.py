@@ -1,265 +1,214 @@
-"""How matrices are rounded in the study of few bits (`bench.low_bits`): scales, levels, trellis.
+"""How matrices are rounded in the study of few bits (`bench.low_bits`): scales, trellis, GPTQ.
 
-Columns are rounded one after another and later ones corrected (GPTQ, arXiv 2210.17323); with a
-trellis the rows of a column are a tail-biting sequence (Ungerboeck 1982; QTIP, arXiv 2406.11235).
+Values are those that `Tcq` can hold. Columns are rounded one after another and later ones corrected
+(GPTQ, arXiv 2210.17323), from the unit with the largest diagonal of the Hessian to the smallest.
 """
 
-from functools import cache
-from math import sqrt
 from typing import Any, NamedTuple
 
 import numba
 import numpy as np
+import torch
 
-from clocher_runtime.quantize.gptq import Factor, factorise
+from clocher_kernels.dtypes import from_f32, to_f32
+from clocher_kernels.formats import Format, Int8, Tcq
+from clocher_kernels.formats.base import turn
+from clocher_kernels.formats.tcq import DEVIATION, GROUP, LARGEST_CODE, STRIP, UNIT, levels
+from clocher_kernels.quant_tensor import encode
 
-PARITY = {0: (0, 0), 3: (0o13, 0o4)}
-"""Ungerboeck's codes for amplitudes (1982): h0, h1 of 2^V states."""
-_SEQUENCE, _BLOCK, _SAMPLE, _ROUNDS, _F16 = 64, 128, 1 << 17, 4, 16
-_CANDIDATES = np.concatenate([np.linspace(0.5, 1.15, 14), -np.linspace(0.5, 1.15, 14)])
+DISTORTION = {2: 0.0873, 3: 0.0239, 4: 0.00684, 5: 0.00233, 8: 1e-4}
+"""Mean squared error of a normal distribution by bits of a weight."""
+_REACH, _FINE = 80, 4
+_CANDIDATES = np.linspace(0.8, 1.25, 10, dtype=np.float32)
+_FAR = np.float32(1e30)
 
 
 class Recipe(NamedTuple):
     """How a matrix is rounded."""
 
     bits: int
-    group: int = 64
-    scale: int = 16
-    levels: bool = False
-    gptq: bool = False
-    rotate: int = 0
-    trellis: int = 0
-    head: int = 0
-    mix: float = 0.0
+    damp: float = 0.05  # of the Hessian; 0: later columns are not corrected
+    rms: bool = False  # scales are not searched
+    blind: bool = False  # the Hessian does not see which tokens matter
+    mix: float = 0.0  # bits of a weight in all
 
 
 def parse(text: str) -> Recipe:
     """Return the recipe that a text spells."""
     first, *words = text.split()
-    own: dict[str, Any] = {"bits": int(first)}
-    names = {"g": "group", "s": "scale", "rot": "rotate", "tcq": "trellis", "head": "head"}
+    own: dict[str, Any] = {}
     for word in words:
         name = word.rstrip("0123456789.")
-        number = word[len(name) :]
-        if name == "mix":
-            own["mix"] = float(number)
-        else:
-            own[names.get(name, name)] = int(number) if number else True
-    return Recipe(**own)
+        own[name] = float(word[len(name) :]) if word != name else True
+    return Recipe(int(first), **own)
+
+
+def format_of(bits: int) -> Format:
+    """Return the format of a matrix with so many bits a weight."""
+    return Tcq(bits) if bits in DEVIATION else Int8("row", "f16")
+
+
+def nearest_levels(bits: int) -> np.ndarray:
+    """Return the nearest level of each subset, for quarters of a level's unit, u8 [641, 4]."""
+    at, all_ = np.arange(-_REACH * _FINE, _REACH * _FINE + 1) / _FINE, levels(bits)
+    near = [np.abs(at[:, None] - all_[z::4]).argmin(axis=1) for z in range(4)]
+    return (4 * np.stack(near, axis=1) + np.arange(4)).astype(np.uint8)
+
+
+@numba.njit(fastmath=True, inline="always")
+def _nearest(x, weight, values, table, near, index):  # type: ignore[no-untyped-def]
+    """Fill the four subsets' indices and weighted squared errors."""
+    reach = np.float32(_REACH)
+    place = int(np.rint(min(max(x, -reach), reach) * _FINE)) + _REACH * _FINE
+    for z in range(4):
+        index[z] = table[place, z]
+        d = x - values[index[z]]
+        near[z] = d * d * weight
+
+
+@numba.njit(fastmath=True)
+def _step(c, near):  # type: ignore[no-untyped-def]
+    """Return the costs of the eight states after a weight, and bits: the upper one came before."""
+    n0, n1, n2, n3 = near[0], near[1], near[2], near[3]
+    a = c[0] + n0, c[0] + n2, c[1] + n2, c[1] + n0, c[2] + n1, c[2] + n3, c[3] + n3, c[3] + n1
+    b = c[4] + n2, c[4] + n0, c[5] + n0, c[5] + n2, c[6] + n3, c[6] + n1, c[7] + n1, c[7] + n3
+    moves = int(b[0] < a[0]) | int(b[1] < a[1]) << 1 | int(b[2] < a[2]) << 2
+    moves |= int(b[3] < a[3]) << 3 | int(b[4] < a[4]) << 4 | int(b[5] < a[5]) << 5
+    moves |= int(b[6] < a[6]) << 6 | int(b[7] < a[7]) << 7
+    low = min(a[0], b[0]), min(a[1], b[1]), min(a[2], b[2]), min(a[3], b[3])
+    high = min(a[4], b[4]), min(a[5], b[5]), min(a[6], b[6]), min(a[7], b[7])
+    return low + high, moves
 
 
 @numba.njit(parallel=True, fastmath=True, cache=True)
-def search(w, h, levels, group, candidates):  # type: ignore[no-untyped-def]
-    """Return scales [N, K / group] that minimise sum h (w - s level)^2; w [N, K], h [K]."""
-    rows, columns = w.shape
-    found = np.empty((rows, columns // group), np.float32)
-    extreme = levels[np.argmax(np.abs(levels))]
-    for n in numba.prange(rows):
-        best = np.empty(group, np.float32)
-        for g in range(columns // group):
-            x, weight = w[n, g * group : (g + 1) * group], h[g * group : (g + 1) * group]
-            top = x[np.argmax(np.abs(x))] / extreme
-            least = np.float32(np.inf)
-            found[n, g] = 1e-8
-            if top == 0:
-                continue
-            for c in candidates:
-                inverse = np.float32(1 / (top * c))
-                best[:] = np.float32(1e30)
-                for level in levels:
-                    for j in range(group):
-                        d = x[j] * inverse - level
-                        best[j] = min(best[j], d * d)
-                error = np.float32(0)
-                for j in range(group):
-                    error += best[j] * weight[j]
-                error /= inverse * inverse
-                if error < least:
-                    least = error
-                    found[n, g] = top * c
+def search(w, h, scales, values, table):  # type: ignore[no-untyped-def]
+    """Return the best of some multiples of scales [N, K / 64]; w [N, K], h [K].
+
+    A group's 64 weights are tried as one sequence, from any state.
+    """
+    found = scales.copy()
+    zero = np.float32(0)
+    for n in numba.prange(len(w)):
+        near, index = np.empty(4, np.float32), np.empty(4, np.uint8)
+        for g in range(scales.shape[1]):
+            least = _FAR
+            for candidate in _CANDIDATES:
+                s = scales[n, g] * candidate
+                cost = (zero, zero, zero, zero, zero, zero, zero, zero)
+                for k in range(g * GROUP, (g + 1) * GROUP):
+                    _nearest(w[n, k] / s, h[k] * s * s, values, table, near, index)
+                    cost = _step(cost, near)[0]
+                if min(cost) < least:
+                    least = min(cost)
+                    found[n, g] = s
     return found
 
 
-@numba.njit(fastmath=True)
-def _viterbi(near, states, subset, start, free, cost, moves):  # type: ignore[no-untyped-def]
-    """Fill moves [L, S] with the better predecessors; return the costs of the end states."""
-    half = states // 2
-    cost[:] = np.float32(0 if free else 1e30)
-    cost[start] = 0
-    new = np.empty_like(cost)
-    for t in range(len(near)):
-        for p in range(half):
-            same, other = near[t, subset[p]], near[t, subset[p] ^ 2]
-            a, b = cost[p] + same, cost[p + half] + other
-            c, d = cost[p] + other, cost[p + half] + same
-            moves[t, 2 * p], new[2 * p] = b < a, min(a, b)
-            moves[t, 2 * p + 1], new[2 * p + 1] = d < c, min(c, d)
-        cost[:] = new
-
-
-@numba.njit(fastmath=True)
-def _walk(moves, state, half, path):  # type: ignore[no-untyped-def]
-    """Trace states back from the end; path [L] gets the state before each step; return it."""
-    for t in range(len(path) - 1, -1, -1):
-        state = (state >> 1) + half * moves[t, state]
-        path[t] = state
-    return state
-
-
 @numba.njit(parallel=True, fastmath=True, cache=True)
-def correct(w, step, levels, upper, subset, length):  # type: ignore[no-untyped-def]
-    """Round w [N, B] column by column, correcting later ones; return codes and errors [N, B].
+def correct(w, step, upper, values, table):  # type: ignore[no-untyped-def]
+    """Round units w [N, 32], columns after columns; return levels' places and errors.
 
-    step [N, B]: scales; upper [B, B]: of the Hessian's factor. With S = len(subset) > 1 states,
-    `length` rows of a column are a tail-biting sequence: level 4 m + 2 z1 + z0, where z0 and z1
-    are given by the state and one bit of a weight (subset: 2 z1 + z0 for 0), m by its others.
+    step [N, 32]: scales; upper [32, 32]: of the Hessian's factor. The 16 rows of a column start
+    where those of the one before ended, and see the rows of the next.
     """
-    rows, columns = w.shape
-    codes = np.empty((rows, columns), np.uint8)
-    error = np.empty((rows, columns), np.float32)
-    states = len(subset)
-    for part in numba.prange(-(-rows // length)):
-        first, last = part * length, min(rows, (part + 1) * length)
-        size = last - first
-        near = np.empty((size, 4), np.float32)
-        index = np.empty((size, 4), np.uint8)
-        cost, path = np.empty(states, np.float32), np.empty(size, np.int64)
-        moves = np.empty((size, states), np.uint8)
-        for i in range(columns):
-            for r in range(size):
-                x, s = w[first + r, i] / step[first + r, i], step[first + r, i] ** 2
-                near[r] = np.float32(1e30)
-                for k in range(len(levels)):
-                    sub = k % 4 if states > 1 else 0
-                    d = (x - levels[k]) ** 2 * s
-                    if d < near[r, sub]:
-                        near[r, sub], index[r, sub] = d, k
-            if states > 1:
-                half = size // 2
-                turned = np.concatenate((near[half:], near[:half]))
-                _viterbi(turned, states, subset, 0, True, cost, moves)
-                _walk(moves, np.argmin(cost), states // 2, path)
-                start = path[size - half]
-                _viterbi(near, states, subset, start, False, cost, moves)
-                _walk(moves, start, states // 2, path)
-                for r in range(size):
-                    after = path[r + 1] if r + 1 < size else start
-                    codes[first + r, i] = index[r, subset[path[r]] ^ (2 * (after & 1))]
-            else:
-                codes[first : first + size, i] = index[:, 0]
-            for r in range(first, last):
-                e = (w[r, i] - step[r, i] * levels[codes[r, i]]) / upper[i, i]
-                error[r, i] = e
-                for j in range(i + 1, columns):
-                    w[r, j] -= e * upper[i, j]
+    codes, error = np.empty(w.shape, np.uint8), np.empty(w.shape, np.float32)
+    zero, rows, twice = np.float32(0), STRIP, 2 * STRIP
+    for part in numba.prange(len(w) // rows):
+        x = w[part * rows : part * rows + rows].T.copy()
+        s = step[part * rows : part * rows + rows].T.copy()
+        near, index = np.empty((twice, 4), np.float32), np.empty((twice, 4), np.uint8)
+        moves, wrong = np.empty(twice, np.int64), np.empty(rows, np.float32)
+        state, cost = 0, (zero, _FAR, _FAR, _FAR, _FAR, _FAR, _FAR, _FAR)
+        for i in range(UNIT):
+            here = min(twice, (UNIT - i) * rows)
+            for t in range(here):
+                at, r = i + t // rows, t % rows
+                weight = (s[at, r] / upper[at, at]) ** 2
+                _nearest(x[at, r] / s[at, r], weight, values, table, near[t], index[t])
+            for t in range(here):
+                found = _step(cost, near[t])
+                cost, moves[t] = found[0], found[1]
+            end = 0
+            for other in range(1, 8):
+                if cost[other] < cost[end]:
+                    end = other
+            after = end
+            for t in range(here - 1, -1, -1):
+                if t == rows - 1:
+                    after = end
+                before = (end >> 1) + 4 * (moves[t] >> end & 1)
+                if t < rows:
+                    z = (before >> 1 & 1) | ((before ^ before >> 2 ^ end) & 1) << 1
+                    codes[part * rows + t, i] = index[t, z]
+                end = before
+            state = after
+            cost = (
+                zero if state == 0 else _FAR, zero if state == 1 else _FAR,
+                zero if state == 2 else _FAR, zero if state == 3 else _FAR,
+                zero if state == 4 else _FAR, zero if state == 5 else _FAR,
+                zero if state == 6 else _FAR, zero if state == 7 else _FAR,
+            )  # fmt: skip
+            for r in range(rows):
+                code = codes[part * rows + r, i]
+                wrong[r] = (x[i, r] - s[i, r] * values[code]) / upper[i, i]
+                error[part * rows + r, i] = wrong[r]
+            for j in range(i + 1, UNIT):
+                for r in range(rows):
+                    x[j, r] -= upper[i, j] * wrong[r]
     return codes, error
-
-
-@cache
-def subsets(memory: int) -> np.ndarray:
-    """Return 2 z1 + z0 of each state for a next bit of 0, [2^memory]; bit 0 is the newest."""
-    h0, h1 = PARITY[memory]
-    states = range(1 << memory)
-    found = [2 * ((s & h0 >> 1).bit_count() & 1) + ((s & h1 >> 1).bit_count() & 1) for s in states]
-    return np.array(found, np.int64)
-
-
-def rotation(columns: int, size: int) -> np.ndarray:
-    """Return a block of random signs and Hadamard, [K / size, size, size]: w @ block."""
-    matrix = np.ones((1, 1), np.float32)
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    signs = np.random.default_rng(0).choice([-1, 1], (columns // size, size, 1))
-    return (signs * matrix / sqrt(size)).astype(np.float32)
-
-
-def turn(x: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Multiply columns of x [M, K] by blocks [K / n, n, n]."""
-    parts = x.reshape(len(x), len(blocks), -1).transpose(1, 0, 2) @ blocks
-    return np.ascontiguousarray(parts.transpose(1, 0, 2).reshape(x.shape))
-
-
-def learn(w: np.ndarray, h: np.ndarray, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
-    """Return levels [2^bits] to choose scales with, and those of codes: 2^(bits + 1) in a trellis.
-
-    w: [N, K], h: [K], the importance of a column.
-    """
-    count, group = 1 << recipe.bits, recipe.group
-    levels = np.linspace(-1, 1 - 2 / count, count, dtype=np.float32)
-    rows = min(len(w), max(_SEQUENCE, _SAMPLE // w.shape[1] // _SEQUENCE * _SEQUENCE))
-    chosen = np.random.default_rng(0).choice(len(w), rows, replace=False)
-    sample, weight = w[np.sort(chosen)], np.broadcast_to(h, (rows, len(h)))
-    for _ in range(4 if recipe.levels else 0):
-        step = search(sample, h, levels, group, _CANDIDATES).repeat(group, 1)
-        levels = _lloyd(sample, step, weight, levels, 0)
-    if not recipe.trellis:
-        return levels, levels
-    # Half the spacing, and a little farther out.
-    wide = np.interp(np.arange(2 * count) / 2 - 0.25, np.arange(count), levels)
-    wide[0], wide[-1] = 1.5 * wide[0] - 0.5 * wide[2], 1.5 * wide[-1] - 0.5 * wide[-3]
-    step = search(sample, h, levels, group, _CANDIDATES).repeat(group, 1)
-    return levels, _lloyd(sample, step, weight, wide.astype(np.float32), recipe.trellis)
-
-
-def _lloyd(
-    w: np.ndarray, step: np.ndarray, h: np.ndarray, levels: np.ndarray, memory: int
-) -> np.ndarray:
-    """Move levels to the weighted mean of the weights that take them, in some rounds."""
-    x, s, weight = (np.ascontiguousarray(each.T).reshape(-1, 1) for each in (w, step, h))
-    weight = (weight * s * s)[:, 0]
-    one = np.ones((1, 1), np.float32)
-    for _ in range(_ROUNDS):
-        codes = correct(x.copy(), s, levels, one, subsets(memory), _SEQUENCE)[0][:, 0]
-        total = np.bincount(codes, weight, len(levels))
-        moved = np.bincount(codes, weight * (x / s)[:, 0], len(levels))
-        levels = np.where(total > 0, moved / np.maximum(total, 1e-30), levels).astype(np.float32)
-    return levels
 
 
 class Input(NamedTuple):
     """What a matrix's input says, in the rotated columns."""
 
     hessian: np.ndarray  # [K, K]
-    blocks: np.ndarray | None  # of the rotation
-    factor: Factor | None  # of the Hessian, for gptq
+    order: np.ndarray  # of columns, units whole, [K]
+    upper: torch.Tensor  # U of H^-1 = U^T U, in that order, [K, K]
 
 
 def prepare(hessian: np.ndarray, recipe: Recipe) -> Input:
     """Rotate and factorise a Hessian [K, K]."""
-    blocks = None
-    if recipe.rotate:
-        blocks = rotation(len(hessian), recipe.rotate)
-        hessian = turn(np.ascontiguousarray(turn(hessian, blocks).T), blocks)
-    return Input(hessian, blocks, factorise(hessian) if recipe.gptq else None)
+    hessian = turn(np.ascontiguousarray(turn(hessian, GROUP).T), GROUP)
+    size, diagonal = len(hessian), np.diagonal(hessian)
+    units = np.argsort(-diagonal.reshape(-1, UNIT).sum(axis=1), kind="stable")
+    order = (UNIT * units[:, None] + np.arange(UNIT)).ravel()
+    eye = torch.eye(size, dtype=torch.float64)
+    if not recipe.damp:
+        return Input(hessian, order, eye.float())
+    back = order[::-1]
+    work = torch.from_numpy(hessian[np.ix_(back, back)].astype(np.float64))
+    work.diagonal().add_(recipe.damp * float(diagonal.mean()))
+    lower = torch.linalg.solve_triangular(torch.linalg.cholesky(work), eye, upper=False)
+    return Input(hessian, order, lower.flip(0, 1).float().contiguous())
 
 
 def quantise(w: np.ndarray, given: Input, recipe: Recipe) -> tuple[np.ndarray, np.ndarray]:
     """Return w [N, K] rounded, and its loss tr(E H E^T) by row, [N]."""
-    hessian, blocks, factor = given
-    if blocks is not None:
-        w = turn(w, blocks)
-    size = w.shape[1]
-    h = np.ascontiguousarray(np.diagonal(hessian)) + np.float32(1e-6 * np.trace(hessian) / size)
-    coarse, levels = learn(w, h, recipe)
-    plain = not (recipe.levels or recipe.gptq or recipe.scale < _F16)
-    scales = search(w, h, coarse, recipe.group, np.ones(1) if plain else _CANDIDATES)
-    if recipe.scale < _F16:
-        unit = np.abs(scales).max(1, keepdims=True) / ((1 << (recipe.scale - 1)) - 1)
-        code = np.rint(scales / unit)
-        scales = np.where(code == 0, np.sign(scales), code).astype(np.float32) * unit
-    if factor is None:
-        factor = Factor(np.arange(size), np.eye(size, dtype=np.float32), 0)
-    order, upper = factor.order, factor.upper
-    rest, out, subset = w[:, order], np.empty_like(w), subsets(recipe.trellis)
-    for at in range(0, size, _BLOCK):
-        here, later = order[at : at + _BLOCK], slice(at + _BLOCK, None)
-        step = np.ascontiguousarray(scales[:, here // recipe.group])
-        square = np.ascontiguousarray(upper[at : at + _BLOCK, at : at + _BLOCK])
-        part = np.ascontiguousarray(rest[:, at : at + _BLOCK])
-        codes, error = correct(part, step, levels, square, subset, _SEQUENCE)
-        out[:, here] = step * levels[codes]
-        if recipe.gptq:
-            rest[:, later] -= error @ upper[at : at + _BLOCK, later]
-    wrong = w - out
-    loss = np.einsum("nk,nk->n", wrong @ hessian, wrong)
-    return turn(out, blocks.transpose(0, 2, 1)) if blocks is not None else out, loss
+    hessian, order, upper = given
+    own = turn(w, GROUP)
+    if recipe.bits not in DEVIATION:
+        out = turn(encode(w, format_of(recipe.bits)).decode(), GROUP)
+    else:
+        values, table = levels(recipe.bits), nearest_levels(recipe.bits)
+        cells = own.reshape(len(own), -1, GROUP)
+        scales = np.sqrt(np.square(cells).mean(axis=-1)) / np.float32(DEVIATION[recipe.bits])
+        scales = np.maximum(scales, np.float32(1e-9))
+        if not recipe.rms:
+            h = np.ascontiguousarray(np.diagonal(hessian))
+            scales = search(own, h + np.float32(1e-6) * h.mean(), scales, values, table)
+        unit = to_f32(from_f32(scales.max(axis=1, keepdims=True) / LARGEST_CODE, "bf16"), "bf16")
+        scales = unit * np.clip(np.rint(scales / unit), 1, LARGEST_CODE)
+        rest, out = torch.from_numpy(own[:, order]), np.empty_like(own)
+        for at in range(0, own.shape[1], UNIT):
+            here, later = order[at : at + UNIT], slice(at + UNIT, None)
+            step = np.ascontiguousarray(scales[:, here // GROUP])
+            square = upper[at : at + UNIT, at : at + UNIT].contiguous().numpy()
+            part = rest[:, at : at + UNIT].contiguous().numpy()
+            codes, error = correct(part, step, square, values, table)
+            out[:, here] = step * values[codes]
+            if recipe.damp:
+                found = torch.from_numpy(error)
+                rest[:, later].addmm_(found, upper[at : at + UNIT, later], alpha=-1)
+    wrong = own - out
+    turned = (torch.from_numpy(wrong) @ torch.from_numpy(hessian)).numpy()
+    return turn(out, GROUP), np.einsum("nk,nk->n", turned, wrong)
