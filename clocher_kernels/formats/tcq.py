@@ -32,7 +32,7 @@ LEVELS = {
     ),
 }
 """Bits of a weight -> the positive half of its levels: the best ones for a normal distribution."""
-DEVIATION = {2: 33.75, 3: 25.3, 4: 19.19, 5: 15.1}
+DEVIATION = {2: 33.75, 3: 25.3, 4: 19.19, 5: 15.57}
 """Bits of a weight -> standard deviation of the weights for which its levels are the best."""
 COLUMNS = tuple(4 * (bit % 8) + bit // 8 for bit in range(UNIT))
 """The columns of a unit in the order of the sequence: that of the bits of a row's dword."""
