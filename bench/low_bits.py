@@ -2,14 +2,14 @@ r"""Two to five bits a weight: what `Tcq` loses at equal bytes of the whole mode
 
 \b
     python -m bench low_bits --model-dir F16.gguf --calib-text CALIB --text TEXT --turns JSONL \
-        --recipe "3 rms damp0.01" --peer IQ3_S.gguf=F16_OF_IT.gguf --keep PARTS --json OUT
+        --recipe "3 blind damp0.01" --peer IQ3_S.gguf=F16_OF_IT.gguf --keep PARTS --json OUT
 
 Matrices are rounded and put back as floats (torch), activations are fp32, so only the loss of the
 weights is seen. A recipe is bits and switches: dampD, the Hessian's damping (0: rounded without
-correction); `rms`: scales are not searched; `blind`: tokens weigh alike, else half by their squared
-gradients; mixN spreads N bits over the tensors by the Fisher information of their outputs. A peer
-is a file whose size counts, and a copy of it in f16. Before llama-quantize channels were permuted,
-so that none meets the grid that the floats came from, and rows laid end to end for blocks of 256.
+correction); `blind`: tokens weigh alike, else half by their squared gradients; mixN spreads N bits
+over the tensors by the Fisher information of their outputs. A peer is a file whose size counts, and
+a copy of it in f16. Before llama-quantize channels were permuted, so that none meets the grid that
+the floats came from, and rows laid end to end for blocks of 256.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numba
 import torch
 import transformers
 from torch import nn
@@ -40,7 +39,7 @@ class Study:
     """A model, what its matrices read in one text, and its hidden states on others."""
 
     def __init__(self, asked: Any) -> None:
-        self.model = loaded(asked.source)
+        self.model, self.threads = loaded(asked.source), asked.threads
         self.linears = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         self.floats = {n: m.weight.detach() for n, m in self.linears.items()}
         self.hessians: dict[str, torch.Tensor] = {}
@@ -99,7 +98,7 @@ class Study:
         tokens = real.WINDOW * len(self.windows)
         for name, w in self.floats.items():
             given = prepare(self.hessians[name].numpy() / tokens, recipe)
-            out, loss = quantise(w.numpy(), given, recipe._replace(bits=bits[name]))
+            out, loss = quantise(w.numpy(), given, recipe._replace(bits=bits[name]), self.threads)
             found[name] = torch.from_numpy(out)
             losses[name] = float(self.fisher[name].numpy() @ loss) / tokens / 2
         return found, losses
@@ -213,7 +212,6 @@ def hidden(model: Any, windows: real.Windows) -> torch.Tensor:
 def main(asked: Any) -> Iterator[Row]:
     """Measure what is missing; yield the row of each recipe and peer."""
     torch.set_num_threads(asked.threads)
-    numba.set_num_threads(asked.threads)
     parts, study = real.Parts(asked.keep, None), cache(lambda: Study(asked))
     stored = open_checkpoint(asked.source).tensors.values()
     params = sum(prod(tensor.shape) for tensor in stored)
