@@ -29,7 +29,7 @@ COMMON: Mapping[str, str] = {
     "serve": "serve a model: OpenAI's API and a page to chat",
     "models": "list the models on this machine, and whether they fit",
     "pull": "get a model from the Hugging Face Hub",
-    "quantize": "make a model of 4 or 8 bits from one of floats",
+    "quantize": "make a model of 2 to 8 bits from one of floats",
     "convert": "write a model as one file that loads at once (IEBIN)",
     "bench": "measure speed: pp512 and tg128, beside the memory's limit",
 }
