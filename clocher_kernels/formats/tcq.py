@@ -66,16 +66,15 @@ class Tcq(Format):
     and its other bits - 1 are m. Inputs are rotated before they are multiplied (`turned`).
 
     Planes:
-        codes: u8 [..., N/16, K/32, bits, 64]; byte 4 r + c of a line is of row r and of the columns
-            c, 4 + c .. 28 + c, of which the j-th is the bit j of the first line: u. With two bits
-            m is the same bit of the second line. With more, bits 2i and 2i + 1 of the second and
-            third are the low bits of m for j = 2i and j = 2i + 1; what is above them follows in
-            the same way: a line of bits, or two of pairs. A last strip is filled up with anything.
+        codes: u8 [..., N/16, K/32, bits, 64]; byte 4 r + c of a line is of row r and columns c,
+            4 + c .. 28 + c, bit j of the first line u of the j-th. Two low bits of m are bits 2i
+            and 2i + 1 of the second line for j = 2i, of the third for j = 2i + 1; one, and what
+            is above them, a line like the first, or two like these.
         scales: u8 [..., N, K/64].
         rows: bf16 [..., N].
 
-    Encoding: a scale is for the root mean square of its columns; bits are those of the least
-    squared error, 16 rows at a time, the next 16 seen ahead.
+    Encoding: scales are for the root mean square of their columns, bits of the least squared
+    error, 16 rows at a time, the next 16 seen ahead.
 
     Attributes:
         bits: of a weight, 2 to 5.
@@ -167,7 +166,7 @@ class Tcq(Format):
         """Return the places of levels, u8 [strips, units, 64 bytes, 8 bits]."""
         u = np.ascontiguousarray(lines[..., 0, :]).view("<u4")
         first, second, third = (self._before(u, lag) for lag in (1, 2, 3))
-        index = self._bits(second) | self._bits(u ^ first ^ third) << 1
+        index: np.ndarray = self._bits(second) | self._bits(u ^ first ^ third) << 1
         for place, (line, width) in self._fields().items():
             index |= self._read(lines, line, width) << place
         return index

@@ -145,18 +145,15 @@ def rules_of(options: dict[str, Any], names: Iterable[str]) -> Q4Map:
     if options["rules"] is None:
         if options["method"] is None and method != "rtn":
             method = best_method(rule_format(_rule(options, "rtn")), method)
-        rule, names = _rule(options, method), list(names)
+        rule = _rule(options, method)
         exceptions = [{"pattern": KEPT, "dtype": "keep"}]
         if rule["dtype"].startswith("tcq"):
             head = f"tcq{min(max(int(rule['dtype'][3:]) + 1, 4), 5)}"
             exceptions.insert(0, rule | {"pattern": HEAD, "dtype": head})
-        rules = []
-        for each in exceptions:
-            matches = name_pattern(each["pattern"]).fullmatch
-            left = [name for name in names if not matches(name)]
-            rules += [each] if len(left) < len(names) else []
-            names = left
-        document: dict[str, Any] = {"version": 1, "rules": [*rules, rule]}
+        every = [*exceptions, rule]
+        used = [next(r for r in every if name_pattern(r["pattern"]).fullmatch(n)) for n in names]
+        rules = [each for each in every if each is rule or each in used]
+        document: dict[str, Any] = {"version": 1, "rules": rules}
         where = Path("the flags")
     else:
         where = options["rules"]
