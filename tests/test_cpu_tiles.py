@@ -102,7 +102,7 @@ BLOCK_FORMATS = [
 ]
 
 
-TRELLISES = [name for name in INTEGER_FORMATS if name.startswith("tcq")]
+TRELLISES = [name for name in known_formats() if name.startswith("tcq")]
 
 
 @pytest.mark.parametrize(
@@ -247,8 +247,8 @@ def _quantized(x: np.ndarray, group: int) -> dict[str, np.ndarray]:
         ("iq3_s", 13, 19, 768, 32),
         ("tcq2", 9, 37, 1216, 128),
         ("tcq3", 35, 19, 2112, 128),
-        ("tcq4", 6, 33, 576, 0),
-        ("tcq5", 21, 20, 1088, 32),
+        ("tcq4", 6, 33, 576, 128),
+        ("tcq5", 21, 20, 1088, 128),
     ],
 )
 def test_shapes_that_cross_every_block(name: str, m: int, n: int, k: int, group: int) -> None:

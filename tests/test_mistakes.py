@@ -102,7 +102,7 @@ MISTAKES = [
     # Work on models
     ("quantize models/tiny", USAGE, "OUT_DIR"),
     ("quantize models/tiny models/tiny", USAGE, "models/tiny"),
-    ("quantize models/tiny out --bits 3", USAGE, "'4'"),
+    ("quantize models/tiny out --bits 7", USAGE, "expected 4 or 8"),
     ("quantize adapter out", MODEL, "meta-llama/Llama-3.2-1B"),
     ("convert nowhere out", MODEL, "nowhere"),
     ("convert models/tiny bare.safetensors", DEVICE, "File exists; name a directory"),

@@ -60,10 +60,8 @@ _COVERED = {
     "iq3_s": (128,),
     "iq3_xxs": (0, 32),
     "tq1_0": (128,),
-    "tcq2": (128, 0),
-    "tcq3": (0, 128, 32),
-    "tcq4": (128, 32),
-    "tcq5": (128,),
+    "tcq3": (128, 0),
+    "tcq4": (128,),
 }
 INTEGER_FORMATS = tuple(_COVERED)
 """Formats that are tried with int8 activations. Groups of weights must be multiples of 32."""
