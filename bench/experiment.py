@@ -96,7 +96,11 @@ FORMATS = Listed(_format, "formats of weights")
 PAGES = ("4k", "2m")
 
 
-TEAMS = option("--threads", COUNTS, default=f"1,{default_threads()}", show_default="1 and all")
+def _default_counts() -> str:
+    return ",".join(str(n) for n in sorted({1, default_threads()}))
+
+
+TEAMS = option("--threads", COUNTS, default=_default_counts, show_default="1 and all")
 TEAM = option("--threads", COUNT, default=default_threads, show_default="all usable cores")
 MODEL_DIR = option("--model-dir", PATH, "default: the embedded model", envvar="MODEL_DIR")
 MIB = option("--mib", click.IntRange(2), "buffer to read", default=512)
