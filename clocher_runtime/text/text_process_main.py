@@ -60,8 +60,7 @@ def _reply(request: list[Any]) -> dict[str, Any]:
     try:
         _bound(seconds, memory)
         try:
-            work = _OPERATIONS.get(operation) or getattr(_tokenizers[0], operation)
-            reply = {"value": work(**arguments)}
+            reply = {"value": _OPERATIONS[operation](**arguments)}
         finally:
             _unbound()
     except (Refused, UsageError) as error:
@@ -126,6 +125,10 @@ def _check_rules(rules: str) -> None:
         _grammars[0].follow(rules)
     finally:
         _limit(resource.RLIMIT_STACK, kept)
+
+
+def _of_tokenizer(name: str) -> Callable[..., Any]:
+    return lambda **arguments: getattr(_tokenizers[0], name)(**arguments)
 
 
 # Jinja, as transformers sets it up for chat templates.
@@ -217,13 +220,12 @@ def _strftime_now(format: str) -> str:
 _OPERATIONS: Mapping[str, Callable[..., Any]] = {
     "compile_template": variables_of,
     "render": render,
+    **{n: _of_tokenizer(n) for n in ("encode", "decode", "token_to_id", "id_to_token")},
     "load": _load,
     "vocab_size": lambda: _tokenizers[0].vocab_size,
     "load_grammars": _load_grammars,
     "check_rules": _check_rules,
 }
-
-"""Name -> function; others are methods of the tokenizer."""
 
 if __name__ == "__main__":
     main(int(sys.argv[1]))
