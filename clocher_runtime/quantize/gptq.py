@@ -258,7 +258,8 @@ def solve_matrix(
         rounded = encode(values, fmt)
         best = imx.search(values, fmt, inputs.importance, threads=threads)
         instead = "imx"
-    error, error_rtn = judge(best), judge(rounded)
+    error = judge(best)
+    error_rtn = error if best is rounded else judge(rounded)
     fallback: str | None = None
     if method == "gptq" and inputs.factor is None:
         fallback = f"{instead}:no_hessian"
