@@ -32,6 +32,8 @@ LEVELS = {
     ),
 }
 """Bits of a weight -> the positive half of its levels: the best ones for a normal distribution."""
+TCQ = {f"tcq{bits}": bits for bits in LEVELS}
+"""Names of the formats -> bits of a weight."""
 DEVIATION = {2: 33.75, 3: 25.3, 4: 19.19, 5: 15.57}
 """Bits of a weight -> standard deviation of the weights for which its levels are the best."""
 COLUMNS = tuple(4 * (bit % 8) + bit // 8 for bit in range(UNIT))

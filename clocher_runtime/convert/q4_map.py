@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.bsr import Bsr
-from clocher_kernels.formats.tcq import GROUP, LEVELS
+from clocher_kernels.formats.tcq import GROUP, TCQ
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.convert import q4_entries
@@ -36,8 +36,7 @@ MAX_PATTERN_CHARS = 500
 ALREADY = "already "
 """Begins the reason why a quantised tensor stays."""
 
-_TRELLISES = {f"tcq{bits}": bits for bits in LEVELS}
-_DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary", *_TRELLISES)
+_DTYPES = ("int4", "int8", "fp8", "fp8_e5m2", "mxfp4", "ternary", *TCQ)
 _CHOICES: dict[str, tuple[object, ...]] = {
     "dtype": (*(name + end for name in _DTYPES for end in ("w", "")), "keep"),
     "group": (32, 64, 128, 256),
@@ -316,13 +315,13 @@ def rule_format(rule: Mapping[str, Any]) -> Format:
         return Int4(not affine, group or "row", stored or "f16")
     if dtype == "ternary":
         return Ternary(scale_dtype=stored or "f16")
-    if stored and dtype in ("mxfp4", *_TRELLISES):
+    if stored and dtype in ("mxfp4", *TCQ):
         kind = "powers of two" if dtype == "mxfp4" else "bytes"
         raise FormatError(f"the scales of {dtype} are {kind}: leave scale_dtype out")
     if dtype == "mxfp4":
         return Mxfp4()
-    if dtype in _TRELLISES:
-        return Tcq(_TRELLISES[dtype])
+    if dtype in TCQ:
+        return Tcq(TCQ[dtype])
     return Fp8(
         "e5m2" if dtype == "fp8_e5m2" else "e4m3",
         "b128" if scale == "per-block" else "row",

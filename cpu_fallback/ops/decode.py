@@ -11,6 +11,7 @@ import numpy as np
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Float, Fp8, Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.ggml import GGML_KINDS
+from clocher_kernels.formats.tcq import STRIP
 from clocher_kernels.quant_tensor import QuantTensor
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.jit import Kernel, device, i64
@@ -126,7 +127,7 @@ def weight_record(op_name: str, tensor: QuantTensor) -> Weight:
             from cpu_fallback.ops.decode_trellis import decoder_of as trellis_of
 
             found = plain(trellis_of(bits), planes["codes"], n, k)
-            size, wide = planes["codes"].itemsize * 2 * k * bits, k // fmt.turned
+            size, wide = STRIP * k * bits // 8, k // fmt.turned
             places = {"scales": _address(planes["scales"]), "zeros": _address(planes["rows"])}
             return found._replace(stride=size, wide=wide, **places)
         case Int8(group=scope, scale_dtype=scale):

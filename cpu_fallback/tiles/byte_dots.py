@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 from clocher_kernels.dtypes import E2M1_VALUES
 from clocher_kernels.formats.ggml_blocks import IQ4_VALUES
+from clocher_kernels.formats.tcq import TCQ
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.layout import BIAS, LINE, LINES, TCQ, UNIT, Layout
+from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
 from cpu_fallback.tiles.operands import Load, bits, look_up, trellis_fields, trellis_level
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]

@@ -47,15 +47,13 @@ from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats import Format, Ggml, Int4, Int8, Mxfp4, Tcq, Ternary
 from clocher_kernels.formats.base import Group
 from clocher_kernels.formats.ggml_blocks import PLANES, places_of
-from clocher_kernels.formats.tcq import LEVELS
+from clocher_kernels.formats.tcq import TCQ
 from cpu_fallback.lanes.isa import CURRENT
 
 ROWS = 16
 UNIT = 32
 LINE = 64
 
-TCQ = {f"tcq{bits}": bits for bits in LEVELS}
-"""Code of trellises -> bits of a weight."""
 LINES = {**TCQ, "int4": 4, "fp4": 4, "iq4": 4, "q4": 4, "q5": 5, "int8": 8, "ternary": 2}
 """Code -> lines that hold 32 columns."""
 SCALE_BYTES = {"u8": 1, "f32": 4, "f16": 2, "bf16": 2, "e8m0": 1}
