@@ -17,7 +17,7 @@ from cpu_fallback.lanes import isa
 
 _TESTS = Path(__file__).parent
 _NAMES = isa.available()
-_DOTS = ("avx512", "avxvnni")
+_DOTS = ("avx512", "avxvnni", *["avx512vnni"] * ("amx" in _NAMES))
 """ISAs that differ from another one in the dot products of bytes only; they and `generic`, which
 takes a minute and a half to compile, have all of their cases among the slow tests."""
 _REST = [name for name in _NAMES if name not in (*_DOTS, "generic")]
@@ -74,6 +74,7 @@ def test_guard_pages_with_sizes_drawn_at_random(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "wanted", "forbidden"),
     [
+        ("amx", r"\bvfmadd.*zmm", r"\bcall.*fma"),
         ("avx512vnni", r"\bvfmadd.*zmm", r"\bcall.*fma"),
         ("avx512", r"\bvfmadd.*zmm", r"\bcall.*fma"),
         ("avxvnni", r"\bvfmadd.*ymm", r"zmm|%k[1-7]"),
@@ -93,6 +94,29 @@ def test_code_is_for_the_isa(name: str, wanted: str, forbidden: str) -> None:
     )
     assert re.search(wanted, code)
     assert not re.search(forbidden, code)
+
+
+@pytest.mark.skipif("x86" not in os.uname().machine, reason="compiles for x86-64")
+def test_products_of_tiles_are_compiled_on_any_host() -> None:
+    code = _python(
+        isa.CURRENT.name,
+        "-c",
+        "from cpu_fallback.lanes import isa; isa.CURRENT = isa.ISAS['amx']; "
+        "from cpu_fallback.lanes import jit; from cpu_fallback.tiles import layout, strips; "
+        "print(jit.assembly(strips.strip_product_of(layout.Layout('int4', 'row'), 128)))",
+    )
+    assert re.search(r"\btdpbssd\b", code)
+    assert re.search(r"\btilestored\b", code)
+
+
+def test_amx_needs_the_leave_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+    features = dict.fromkeys(("avx2", *isa.ISAS["amx"].needs), True)
+    monkeypatch.setattr(isa.llvm, "get_host_cpu_features", lambda: features)
+    monkeypatch.setattr(isa.os, "uname", lambda: SimpleNamespace(machine="x86_64"))
+    for refused, best in ((0, "amx"), (-1, "avx512vnni")):
+        system = SimpleNamespace(syscall=lambda *_, answer=refused: answer)
+        monkeypatch.setattr(isa.ctypes, "CDLL", lambda _, system=system: system)
+        assert isa.available()[0] == best
 
 
 _COUNTED = ("avx2", "avxvnni", "avx512", "avx512vnni")
@@ -135,7 +159,7 @@ def test_neon_products_are_compiled_on_any_host_as_the_table_says(formats: Seque
 def test_choice() -> None:
     assert isa.choose(None) is isa.ISAS[_NAMES[0]]
     assert isa.choose("generic").name == "generic"
-    with pytest.raises(UsageError, match=r"one of avx512vnni, .*, generic"):
+    with pytest.raises(UsageError, match=r"one of amx, .*, generic"):
         isa.choose("sse5")
 
 

@@ -1,5 +1,6 @@
 """The instruction set of this process, chosen once, at import.
 
+    amx          that and AMX: products of tiles of bytes, 16 x 16 x 64 in an instruction
     avx512vnni   x86-64-v4 with VNNI: 16 fp32 lanes in one register, byte dot products
     avx512       x86-64-v4: the same without byte dot products (Skylake-X)
     avxvnni      x86-64-v3 with AVX-VNNI: byte dot products in registers of 8 lanes (Alder Lake)
@@ -59,7 +60,12 @@ class Isa:
     @property
     def vnni(self) -> bool:
         """Whether the dot product of bytes, added in int32, is an instruction."""
-        return self.needs[-1:] in (("avx512vnni",), ("avxvnni",))
+        return "avx512vnni" in self.needs or "avxvnni" in self.needs
+
+    @property
+    def amx(self) -> bool:
+        """Whether products of tiles of bytes are instructions."""
+        return "amx-int8" in self.needs
 
     @property
     def avx2(self) -> bool:
@@ -86,11 +92,13 @@ _V3 = ("avx2", "fma", "f16c", "bmi2", "lzcnt", "movbe")
 _V4 = (*_V3, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
 _WIDE = "-prefer-256-bit"
 _WHOLE = "+fast-dpwssd"  # else LLVM takes some dot products of int16 apart again
+_VNNI = f"+avx512vnni,{_WHOLE},{_WIDE}"
 
 ISAS: Mapping[str, Isa] = {
     name: Isa(name, *about)
     for name, about in {
-        "avx512vnni": ("x86-64-v4", f"+avx512vnni,{_WHOLE},{_WIDE}", (*_V4, "avx512vnni")),
+        "amx": ("x86-64-v4", f"{_VNNI},+amx-tile,+amx-int8", (*_V4, "avx512vnni", "amx-int8")),
+        "avx512vnni": ("x86-64-v4", _VNNI, (*_V4, "avx512vnni")),
         "avx512": ("x86-64-v4", _WIDE, _V4),
         "avxvnni": ("x86-64-v3", f"+avxvnni,{_WHOLE}", (*_V3, "avxvnni")),
         "avx2": ("x86-64-v3", "", _V3),
@@ -102,6 +110,7 @@ ISAS: Mapping[str, Isa] = {
 
 
 _AT_HWCAP = 16
+_ARCH_PRCTL = 158
 _LINUX = {"lse": 8, "dotprod": 20}
 _DARWIN = {"lse": "FEAT_LSE", "dotprod": "FEAT_DotProd"}
 
@@ -132,7 +141,17 @@ def host_features() -> Mapping[str, bool]:
     """Return LLVM's names of the features of this host, and whether it has them."""
     if os.uname().machine in ("aarch64", "arm64"):
         return arm_features()
-    return dict(llvm.get_host_cpu_features())
+    host = dict(llvm.get_host_cpu_features())
+    return host | {"amx-int8": bool(host.get("amx-int8")) and _may_use_tiles()}
+
+
+def _may_use_tiles() -> bool:
+    """Ask Linux for the registers of AMX; return whether this process may use them.
+
+    Source: Documentation/arch/x86/xstate.rst of Linux (ARCH_REQ_XCOMP_PERM, feature 18).
+    """
+    system = ctypes.CDLL(None)
+    return sys.platform == "linux" and not system.syscall(_ARCH_PRCTL, 0x1023, 18)
 
 
 def is_zen() -> bool:

@@ -16,7 +16,8 @@ from cpu_fallback.ops.epilogue import activation_of, expect, finish, write_rows
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.tape import EPOCH, Launch
-from cpu_fallback.tiles import panels
+from cpu_fallback.tiles import amx, panels
+from cpu_fallback.tiles.emitter import STRIP
 from cpu_fallback.tiles.layout import BlockLayout, Layout
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width
 from cpu_fallback.tiles.strips import (
@@ -27,7 +28,7 @@ from cpu_fallback.tiles.strips import (
     strip_tokens,
 )
 from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
-from cpu_fallback.tiles.tile_product import STRIP, call_product, product_of
+from cpu_fallback.tiles.tile_product import call_product, product_of
 
 _PANELS_BYTES = 384 << 10
 _MORE_BYTES = 640 << 10  # The same where tiles are decoded for every block of tokens
@@ -41,6 +42,7 @@ _LONGEST = 1 << 17
 
 AHEAD = 4096 if CURRENT.in_shorts else 8192
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with."""
+TWOS = int(CURRENT.amx)
 _FEW = 2
 _AHEAD_OF_FEW = 0 if CURRENT.in_shorts and is_zen() else AHEAD
 """The same of `_FEW` tokens. Where they wait for memory alone, Zen's own prefetcher draws up to a
@@ -200,7 +202,9 @@ def multiply_tiles(a, scratch, first, last, ask, write):
         tokens = min(a.kept, a.M - start)
         if not is_filled(a.rec, a.ctl, scratch, start):
             for t in range(0, tokens, 16):
-                _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token)
+                block = min(a.per_block, tokens - t // a.per_block * a.per_block)
+                twos = TWOS * in_strips(a, block)
+                _fill(a, start + t, min(16, tokens - t), panel + t * a.per_token, twos)
         _multiply(a, scratch, start, tokens, first, last, ask, write)
         start += tokens
 
@@ -213,21 +217,31 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
     block = 0
     while block < tokens:
         end = min(block + a.per_block, tokens)
-        in_strips = a.of_strip and end - block >= a.from_tokens
+        strips = in_strips(a, end - block)
+        if strips:
+            amx.begin()
         for tile in range(first, last):
             at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
-            if in_strips:
+            if strips:
                 sums = strip + a.strip_bytes
                 here = panel + block * a.per_token
                 multiply_strips(a, at, strip, here, end - block, units, sums)
             for t in range(block, end, 16):
                 count, out = min(16, end - t), sums + 64 * (t - block)
                 ask(a, start + t, count, tile * 16)
-                if not in_strips:
+                if not strips:
                     out = sums
                     multiply_tile(a, at, panel + t * a.per_token, count, units, out)
                 write(a, out, start + t, count, tile * 16)
+        if strips:
+            amx.end()
         block = end
+
+
+@device
+def in_strips(a, tokens):
+    """Return whether a block of so many tokens or pairs is multiplied strip by strip."""
+    return int(a.of_strip != 0 and tokens >= a.from_tokens)
 
 
 @device
@@ -249,12 +263,12 @@ def multiply_strips(a, tile, strip, panel, count, units, sums):
 
 
 @device
-def _fill(a, first, count, panel):
+def _fill(a, first, count, panel, twos):
     wide = width(count)
     for t in range(wide):
         token = first + min(t, count - 1)
         scale = a.x_scale + 4 * token * a.scales
-        fill_token(a.form, a.x + token * a.K, scale, a.K, panel, t, wide)
+        fill_token(a.form, a.x + token * a.K, scale, a.K, panel, t, wide, twos)
 
 
 @executes("embed", weight=product.Weight)

@@ -15,6 +15,7 @@ from cpu_fallback.ops import linear
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
 from cpu_fallback.team.tape import Launch
+from cpu_fallback.tiles import amx
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 
 _strip_room = device(linear.strip_room)
@@ -80,12 +81,12 @@ silu_pairs = device(lambda sums, limit, alpha: v.mul(silu(_evens(sums), sums), _
 
 
 @device
-def _fill(a, k, order, per_row, count, panel):
+def _fill(a, k, order, per_row, count, panel, twos):
     wide = width(count)
     for t in range(wide):
         row = v.read_i32(order + 4 * min(t, count - 1)) // per_row
         scale = a.x_scale + 4 * row * a.scales
-        fill_token(a.form, a.x + row * k, scale, k, panel, t, wide)
+        fill_token(a.form, a.x + row * k, scale, k, panel, t, wide, twos)
 
 
 @device
@@ -120,9 +121,11 @@ def _group_and_fill(a, scratch, pairs, k, per_row):
     at = panel
     for e in range(experts):
         end = v.read_i32(ends + 4 * e)
-        for start in range(begin_of(ends, e), end, 16):
-            count = min(16, end - start)
-            _fill(a, k, order + 4 * start, per_row, count, at)
+        begin = begin_of(ends, e)
+        for start in range(begin, end, 16):
+            count, block = min(16, end - start), (start - begin) // a.per_block * a.per_block
+            twos = linear.TWOS * linear.in_strips(a, min(a.per_block, end - begin - block))
+            _fill(a, k, order + 4 * start, per_row, count, at, twos)
             at += width(count) * a.per_token
     return panel
 
@@ -137,18 +140,22 @@ def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
         start, end = begin_of(ends, e), v.read_i32(ends + 4 * e)
         while start < end:
             stop = min(start + a.per_block, end)
-            in_strips = a.of_strip and stop - start >= a.from_tokens
+            strips = linear.in_strips(a, stop - start)
+            if strips:
+                amx.begin()
             for tile in range(first, last):
                 at, sums = a.tiles + (e * tiles + tile) * a.tile_bytes, scratch + linear.TILE_SUMS
-                if in_strips:
+                if strips:
                     sums = strip + a.strip_bytes
                     linear.multiply_strips(a, at, strip, panel, stop - start, units, sums)
                 for p in range(start, stop, 16):
                     count, out = min(16, stop - p), sums + 64 * (p - start)
-                    if not in_strips:
+                    if not strips:
                         here, out = panel + (p - start) * a.per_token, sums
                         linear.multiply_tile(a, at, here, count, units, out)
                     write(a, out, order + 4 * p, e, tile, count)
+            if strips:
+                amx.end()
             pairs = stop - start
             panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
             start = stop

@@ -11,157 +11,23 @@ and the result is the sum of value * (the activation scale) in the order of the 
 reaches 2^28. With VNNI the first is kept in fp32 where it stays below 2^24: exact too, and fewer
 instructions. So neither the number of tokens nor the ISA changes a bit of the result, but for the
 generic ISA, whose fma rounds twice.
-
-What the lines of ggml's blocks of 256 columns hold: scales of runs, and unsigned codes.
-
-All of it follows from the planes of a type (`clocher_kernels.formats.ggml_blocks`). A block is
-multiplied half by half, 128 columns each: `head` of a kind gives its scales once, `codes` the
-operands of a run of columns of a half. `BlockLayout` says which line is which.
 """
 
-from functools import cache, partial
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from llvmlite import ir
 
-from clocher_kernels.formats.ggml_blocks import PLANES, places_of
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.byte_dots import (
-    NUMBER,
-    OPERANDS,
-    Lines,
-    Strip,
-    ask,
-    line_of,
-    without_number,
-)
-from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, SIGNED, UNIT, BlockLayout
-from cpu_fallback.tiles.operands import bits, look_up
-from cpu_fallback.tiles.tile_product import begin_sums, strip_units
-
-
-class Head(NamedTuple):
-    """The scales of a block."""
-
-    d: Any  # fp32 [16]
-    scales: list[list[Any]]  # of each half, dwords of a byte for each run
-    dmin: Any = None  # fp32 [16], if there are minima
-    minima: list[list[Any]] | None = None  # as the scales
-
-
-_HALF = BLOCK // 2
-UNITS = _HALF // UNIT
-
-
-Parts = list[tuple[list[int], int]]
-"""Parts of operands whose products would not fit in int16: tables, [] for the code itself, and what
-each is multiplied by."""
-
-
-class BlockKind:
-    """A type of ggml as tiles hold it.
-
-    `run`: columns that share a scale, 16 or 32; `runs`: of half a block; `bias`: of operands, a
-    power of two, 0 if there are minima; `top`: largest operand; `moves`: a second half's codes are
-    elsewhere in their bytes than a first one's; `signed`: scales are.
-    """
-
-    def __init__(self, layout: BlockLayout) -> None:
-        self.about = about = PLANES[layout.kind]
-        self.run, self.signed, self.bias = about.run, not about.minima, about.bias
-        self._places = places_of(about.codes)
-        self._lines = {dword: i for i, dword in enumerate(layout.order)}
-        halves = zip(self._places[:_HALF], self._places[_HALF:], strict=True)
-        self.moves = any(p[1] != q[1] for pair in halves for p, q in zip(*pair, strict=True))
-        self.runs = _HALF // self.run
-        self.top = sum(mask << to for *_, mask, to in self._places[0])
-        self.parts: Parts = [([], 1)]
-        if about.table is not None:
-            least = int(about.table.min())
-            self.bias = 0 if SIGNED else 1 << (-least - 1).bit_length()
-            table = [int(value) + self.bias for value in about.table]
-            self.parts = [(table, 1)]
-            if CURRENT.in_shorts and not m.run_length(max(table)):
-                low, high = [entry & 15 for entry in table], [entry >> 4 for entry in table]
-                self.parts = [(low, 1), (high, 16)]
-            self.top = max(max(table) for table, _ in self.parts)
-        # Whether fp32 holds every sum of half a block: its scales then take an fma, where a product
-        # of int32 would take two uops of one port, on Intel that which also shifts
-        most = max(sum(mask << to for *_, mask, to in own) for own in places_of(about.scales))
-        most = max(most - about.scale_bias, about.scale_bias)
-        self.real = CURRENT.vnni and self.top * BLOCK * 64 * most < 1 << 24
-        # Of half a block in a strip: words of the scales of runs and of units' minima, operands
-        self.first = self.runs + UNITS
-        self.half_bytes = (self.first + len(self.parts) * UNITS * OPERANDS) * LINE
-
-    def head(self, lines: Lines) -> Head:
-        """Emit the scales of a block."""
-        b, about = lines.b, self.about
-        both = lines.dwords(self._lines[about.at("d") // 4])
-
-        def f16(dwords: Any) -> Any:
-            return v.emit_half(b, b.trunc(dwords, ir.VectorType(v.INT16, ROWS)))
-
-        found = []
-        for numbers in filter(None, (about.scales, about.minima)):
-            places = places_of(numbers)
-            fours = [self._four(lines, places[i : i + 4]) for i in range(0, len(places), 4)]
-            half = len(fours) // 2
-            found.append([fours[:half], fours[half:]])
-        if not about.minima:
-            return Head(f16(both), found[0])
-        return Head(f16(both), found[0], f16(b.lshr(both, v.constant(v.I32, 16))), found[1])
-
-    def _four(self, lines: Lines, numbers: list[list[tuple[int, int, int, int]]]) -> Any:
-        """Emit dwords of a byte for each of four numbers, the bias taken off."""
-        b, total = lines.b, None
-        for own in zip(*numbers, strict=True):
-            byte, shift, mask, to = own[0]
-            if own == tuple((byte + i, shift, mask, to) for i in range(4)):
-                line = lines.line(self._lines[byte // 4])
-                parts = [b.bitcast(bits(b, line, shift - to, mask << to), v.I32.llvm)]
-            else:
-                parts = []
-                for i, (at, first, mask, to) in enumerate(own):
-                    value, count = lines.dwords(self._lines[at // 4]), at % 4 * 8 + first
-                    count -= 8 * i + to
-                    move = b.lshr if count > 0 else b.shl
-                    value = move(value, v.constant(v.I32, abs(count)))
-                    parts.append(b.and_(value, v.constant(v.I32, mask << 8 * i + to)))
-            for part in parts:
-                total = part if total is None else b.or_(total, part)
-        if self.about.scale_bias:
-            less = v.constant(v.BYTES, self.about.scale_bias)
-            total = b.bitcast(b.sub(b.bitcast(total, v.BYTES.llvm), less), v.I32.llvm)
-        return total
-
-    def code(self, lines: Lines, column: int) -> Any:
-        """Emit the codes of four columns of a half."""
-        b, total = lines.b, None
-        both = zip(self._places[column], self._places[column + _HALF], strict=True)
-        for (byte, shift, mask, to), (later, more, *_) in both:
-            first = self._lines[byte // 4]
-            line = lines.line(first, self._lines[later // 4] - first)
-            shift = more if lines.half == 1 else shift
-            part = bits(b, line, shift - to, mask << to)
-            total = part if total is None else b.or_(total, part)
-        return total
-
-    def operand(self, lines: Lines, column: int, table: list[int]) -> Any:
-        """Emit an operand of four columns of a half: that of a part."""
-        code = self.code(lines, column)
-        return look_up(lines.b, table, code) if table else code
-
-
-@cache
-def kind_of(layout: BlockLayout) -> BlockKind:
-    """Return the kind of a layout."""
-    return BlockKind(layout)
-
+from cpu_fallback.tiles.amx import SUMS_BYTES
+from cpu_fallback.tiles.block_kinds import HALF, UNITS, Head, Lines, Parts, kind_of, units_per_sum
+from cpu_fallback.tiles.byte_dots import NUMBER, OPERANDS, Strip, ask, line_of, without_number
+from cpu_fallback.tiles.emitter import begin_sums, strip_units
+from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, UNIT, BlockLayout
 
 _BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
 _FEW = 4  # Tokens for which memory is what limits
@@ -178,7 +44,10 @@ class BlockEmitter:
     ) -> None:
         self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
         self.kind = kind_of(layout)
-        self.group = group
+        self.group, self.per_sum = group, units_per_sum(layout, group)
+        self.real = self.kind.real and not (CURRENT.amx and strip)
+        self.tiled = CURRENT.amx and strip is not None
+        self._sums_bytes = self.kind.factors * (UNITS if group == UNIT else 1) * SUMS_BYTES
         self.half: Strip | None = None  # of which half a block is multiplied
         self.run = min(m.run_length(self.kind.top), self.kind.run // 4)
 
@@ -195,7 +64,8 @@ class BlockEmitter:
         sums = b.add(panel, b.mul(units, self.line))
         self.codes = b.add(panel, b.mul(first, v.number(UNIT)))
         self.sums = b.add(sums, place)
-        self.scales = b.add(b.add(sums, b.mul(units, self.row)), place)
+        words = b.udiv(units, v.number(self.per_sum))
+        self.scales = b.add(b.add(sums, b.mul(words, self.row)), place)
         self.out = b.add(out, b.mul(first, v.number(4 * ROWS)))
         self.blocks(tile, units)
         totals = [b.load(slot) for slot in self.totals]
@@ -221,6 +91,9 @@ class BlockEmitter:
             if strip:
                 operands = v.emit_at(b, strip.at, blocks.index, 2 * self.kind.half_bytes)
                 self.block = strip._replace(at=operands)
+                if self.tiled:
+                    sums = v.emit_at(b, strip.sums, blocks.index, 2 * self._sums_bytes)
+                    self.block = self.block._replace(sums=sums)
             if self.kind.moves and not (strip and strip.decoded):
                 for half in (0, 1):
                     self._half(at, head, b.add(place, v.number(half)), half)
@@ -236,6 +109,9 @@ class BlockEmitter:
         if self.strip:
             operands = v.emit_at(b, self.block.at, place, self.kind.half_bytes)
             self.half = self.block._replace(at=operands)
+            if self.tiled:
+                sums = v.emit_at(b, self.block.sums, place, self._sums_bytes)
+                self.half = self.half._replace(sums=sums)
         part = self.layout.lines // 2 * LINE
         self.next = b.add(v.emit_at(b, at, place, part), self.ahead)
         scales = self._of_half(head.scales, half)
@@ -244,29 +120,32 @@ class BlockEmitter:
         for start in range(0, UNITS, units):
             runs = range(start * UNIT // kind.run, (start + units) * UNIT // kind.run)
             sums = self._sums(lines, runs, scales, index)
-            words = [self._of_unit(lows, unit) for unit in range(start, start + units)]
+            unbiased = self.tiled and head.dmin is None
+            summed = range(0 if unbiased else start, start + units * (not unbiased), self.per_sum)
+            words = [self._of_sum(lows, unit) for unit in summed]
             for t in range(self.tokens):
                 low = v.constant(v.I32, 0)
-                for unit, own in enumerate(words, start):
-                    at = b.add(b.mul(index, v.number(UNITS)), v.number(unit))
+                for unit, own in zip(summed, words, strict=True):
+                    at = b.mul(index, v.number(UNITS // self.per_sum))
+                    at = b.add(at, v.number(unit // self.per_sum))
                     low = b.add(low, self._low(own, at, t))
-                if head.dmin is None and kind.real:
+                if head.dmin is None and self.real:
                     less = b.fmul(b.sitofp(low, v.F32.llvm), v.constant(v.F32, -kind.bias))
                     sums[t] = b.fadd(sums[t], less)
-                elif head.dmin is None:
+                elif head.dmin is None and not unbiased:
                     sums[t] = b.sub(sums[t], b.mul(low, v.constant(v.I32, kind.bias)))
                 self.add(t, head, sums[t], low, index, v.number(start))
 
     def add(self, t: int, head: Head, total: Any, low: Any, index: Any, start: Any) -> None:
         """Emit the addition of the sums of units of a half, from `start` on, to a token's."""
         b, slot = self.b, self.totals[t]
-        if not self.kind.real:
+        if not self.real:
             total = b.sitofp(total, v.F32.llvm)
         value = b.fmul(total, head.d)
         if head.dmin is not None:
             value = v.emit_fma(b, b.sitofp(low, v.F32.llvm), b.fneg(head.dmin), value)
         if self.group:
-            place = b.udiv(b.mul(index, v.number(_HALF)), v.number(self.group))
+            place = b.udiv(b.mul(index, v.number(HALF)), v.number(self.group))
             scale = self._activation_scale(b.add(place, start), t)
             b.store(v.emit_fma(b, value, scale, b.load(slot)), slot)
         else:
@@ -282,6 +161,8 @@ class BlockEmitter:
     def _sums(self, lines: Lines, runs: range, scales: list[Any], index: Any) -> list[Any]:
         """Emit the scaled sums of runs of a half for each token."""
         b, kind = self.b, self.kind
+        if self.tiled:
+            return self._tiled(lines, runs, scales)
         few, start = self.tokens <= _FEW, v.constant(v.I32, NUMBER if kind.real else 0)
         totals = [v.constant(v.F32 if kind.real else v.I32, 0)] * self.tokens
         for run in runs:
@@ -308,6 +189,60 @@ class BlockEmitter:
                 else:
                     totals[t] = b.add(totals[t], b.mul(total, scale))
         return totals
+
+    def _tiled(self, lines: Lines, runs: range, scales: list[Any]) -> list[Any]:
+        """Emit the sums of runs that AMX has stored, or the operands that it multiplies."""
+        b, kind, found = self.b, self.kind, []
+        assert self.half
+        if not self.half.decoded:
+            for run in runs:
+                words = self._words(scales, run, run, run)
+                for column in range(run * kind.run, (run + 1) * kind.run, 4):
+                    self._ask(column)
+                    code = kind.operand(lines, column, kind.parts[0][0])
+                    code = b.sub(code, v.constant(v.BYTES, kind.bias))
+                    for part, value in enumerate(self._factors(code, words)):
+                        place = kind.first + part * UNITS * OPERANDS + column // 4
+                        v.emit_store(b, value, v.behind(b, self.half.at, LINE * place))
+        first = runs[0] * kind.run // UNIT * kind.factors * SUMS_BYTES
+        for t in range(self.tokens):
+            at = [
+                v.behind(b, self.half.sums, first + SUMS_BYTES * p + 4 * ROWS * t) for p in (0, 1)
+            ]
+            total = v.emit_load(b, v.I32.llvm, at[0])
+            if kind.factors > 1:
+                high = v.emit_load(b, v.I32.llvm, at[1])
+                high = b.shl(high, v.constant(v.I32, kind.shift))
+                total = b.add(total, high)
+            found.append(total)
+        return found
+
+    def _factors(self, codes: Any, words: Any) -> list[Any]:
+        """Emit the products of codes and words as bytes, two if they have two factors.
+
+        Unsigned scales are taken apart, of signed products the low seven bits, less 64.
+        """
+        b, eight, half = self.b, v.constant(v.SHORTS, 8), v.constant(v.SHORTS, 64)
+        shorts = b.bitcast(codes, v.SHORTS)
+        if not self.kind.signed:  # no product of a byte reaches its neighbour
+            low = v.constant(v.SHORTS, (1 << self.kind.shift) - 1)
+            parts = [b.and_(words, low), b.lshr(words, v.constant(v.SHORTS, self.kind.shift))]
+            parts = [words] if self.kind.factors == 1 else parts
+            return [b.bitcast(b.mul(shorts, part), v.BYTES.llvm) for part in parts]
+        both = [b.ashr(b.shl(shorts, eight), eight), b.ashr(shorts, eight)]
+        both = [b.mul(each, words) for each in both]
+        if self.kind.factors == 1:
+            return [self._bytes(*both)]
+        both = [b.add(each, half) for each in both]
+        low = self._bytes(*(b.and_(each, v.constant(v.SHORTS, 127)) for each in both))
+        high = self._bytes(*(b.ashr(each, v.constant(v.SHORTS, 7)) for each in both))
+        return [b.sub(low, v.constant(v.BYTES, 64)), high]
+
+    def _bytes(self, even: Any, odd: Any) -> Any:
+        """Emit bytes of the low halves of even and odd int16."""
+        b = self.b
+        even = b.and_(even, v.constant(v.SHORTS, 255))
+        return b.bitcast(b.or_(even, b.shl(odd, v.constant(v.SHORTS, 8))), v.BYTES.llvm)
 
     def _add_run(self, lines: Lines, run: int, words: Any, index: Any, totals: list[Any]) -> None:
         """Emit the addition of a run's products, as far as they fit in int16, times its scale."""
@@ -348,16 +283,16 @@ class BlockEmitter:
         if column < 2 * self.layout.lines and not (self.strip and self.strip.decoded):
             ask(self.b, v.behind(self.b, self.next, LINE * (column // 4)), self.tokens)
 
-    def _of_unit(self, dwords: list[Any], unit: int) -> Any:
-        """Emit the words of the minima or scales of a unit."""
-        per_unit = UNIT // self.kind.run
-        first = unit * per_unit
-        return self._words(dwords, first, first + per_unit - 1, self.kind.runs + unit)
+    def _of_sum(self, dwords: list[Any], unit: int) -> Any:
+        """Emit the words of the minima or scales of the units of a sum, from one on."""
+        first = unit * UNIT // self.kind.run
+        last = (unit + self.per_sum) * UNIT // self.kind.run - 1
+        return self._words(dwords, first, last, self.kind.runs + unit)
 
-    def _low(self, words: Any, unit: Any, t: int) -> Any:
-        """Emit words times the sums of the activations of a unit."""
+    def _low(self, words: Any, index: Any, t: int) -> Any:
+        """Emit words times the sums of activations."""
         b = self.b
-        at = b.add(self.sums, b.add(b.mul(unit, self.row), v.number(4 * t)))
+        at = b.add(self.sums, b.add(b.mul(index, self.row), v.number(4 * t)))
         return m.pair_dots(b, words, b.bitcast(v.emit_everywhere(b, v.I32, at), v.SHORTS))
 
     def _words(self, dwords: list[Any], first: int, second: int, place: int) -> Any:

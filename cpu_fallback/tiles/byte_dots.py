@@ -50,6 +50,7 @@ class Strip(NamedTuple):
     at: Any  # address of their operands, or of a unit's
     start: Any  # the unit of the tile with which they begin
     decoded: bool  # whether an earlier pass has written the operands; else this one does
+    sums: Any = None  # address of the sums that AMX has stored
 
 
 def line_of(b: Any, strip: Strip | None, place: int, kind: Any, make: Callable[[], Any]) -> Any:
@@ -150,11 +151,7 @@ class Dots:
         for i in range(0 if strip and strip.decoded else self.lines):
             ask(b, b.add(v.behind(b, lines, LINE * i), ahead), len(sums))
 
-        def load(line: int) -> Any:
-            return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
-
-        if self.code in TCQ and not (strip and strip.decoded):
-            load = trellis_fields(b, [load(line) for line in range(self.lines)]).__getitem__
+        load = self._loads(b, lines, bool(strip and strip.decoded))
 
         def x(token: int, place: int) -> Any:
             at = b.add(codes, v.number(self.code_bytes * token + 4 * place))
@@ -164,12 +161,35 @@ class Dots:
         if CURRENT.in_shorts or (CURRENT.vnni and m.REGISTERS > 1 and len(self.shifts) == 1):
             self._unit_in_registers(b, load, x, sums, strip)
             return
-        operands = [self.operand(b, load, i) for i in range(OPERANDS)]
+        if strip:
+            own = self._loads(b, strip.at, decoded=True)
+            operands = [(own(i), 0) for i in range(OPERANDS)]
+        else:
+            operands = [self.operand(b, load, i) for i in range(OPERANDS)]
         # Dot products of one token wait for each other: those of the others go between.
         for i, t in product(range(OPERANDS), range(len(sums))):
             weights, slot = operands[i]
             at = sums[t][slot if any(self.shifts) else i % len(self.shifts)]
             b.store(m.plus(b, b.load(at), [(weights, x(t, i))]), at)
+
+    def _loads(self, b: Any, lines: Any, decoded: bool = False) -> Load:
+        """Return what emits the lines of a unit, of a trellis its fields."""
+
+        def load(line: int) -> Any:
+            return v.emit_load(b, v.BYTES.llvm, v.behind(b, lines, LINE * line))
+
+        if self.code not in TCQ or decoded:
+            return load
+        return trellis_fields(b, [load(line) for line in range(self.lines)]).__getitem__
+
+    def decode(self, b: Any, lines: Any, to: Any, less: Any, ahead: Any) -> None:
+        """Emit the operands of a unit, less bytes [64], to a strip."""
+        for i in range(self.lines):
+            ask(b, b.add(v.behind(b, lines, LINE * i), ahead), OPERANDS)
+        load = self._loads(b, lines)
+        for i in range(OPERANDS):
+            value = b.sub(self.operand(b, load, i)[0], less)
+            v.emit_store(b, value, v.behind(b, to, LINE * i))
 
     def _unit_in_registers(
         self, b: Any, load: Load, x: Any, sums: Sequence[Sum], strip: Strip | None

@@ -3,7 +3,8 @@
 The panel of T tokens is three runs, one after the other:
 
     codes   i8 [units, T, 32]    columns of a unit in the order of the tile's operands, zero-padded;
-                                 of wide products int16, columns 0, 2, 1, 3 of each four
+                                 of wide products int16, columns 0, 2, 1, 3 of each four; for AMX
+                                 [twos of units, T, 64]
     starts  i32 [blocks, T]      what a dot product over a block begins with, to take the bias off;
                                  if it is `is_number`, plus `NUMBER`; of weights with minima the
                                  sums of the activations, fp32
@@ -11,7 +12,7 @@ The panel of T tokens is three runs, one after the other:
 
 A block is what is summed in int32: the shorter of weight block and activation group. For tiles of a
 `BlockLayout` a block is a unit, and instead of starts there are the sums of its first 16 columns
-(low half) and of the others (high half), int16.
+(low half) and of the others (high half), int16; or, `units_per_sum`, two units and their sums.
 """
 
 from typing import Any, NamedTuple
@@ -21,14 +22,15 @@ from llvmlite import ir
 
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
-from cpu_fallback.lanes.jit import device, i64
+from cpu_fallback.lanes.jit import device, i64, void
 from cpu_fallback.lanes.record import reader
+from cpu_fallback.tiles.block_kinds import units_per_sum
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.multiply import madd_bytes, madd_shorts
 
 TOKENS = 16
-BEHIND = 128
+BEHIND = 1024 if CURRENT.amx else 128
 """Bytes behind a panel that must be there to be read: kernels may have no code for its width."""
 
 _UNIT = ir.VectorType(v.INT8, UNIT)
@@ -39,7 +41,7 @@ class Form(NamedTuple):
 
     paired: int  # whether even columns of each 8 come before odd ones
     wide: int  # whether codes are stored as int16, even ones of each four before odd ones
-    halves: int  # whether the sums of 16 columns take the place of starts
+    halves: int  # whether the sums of 16 columns take the place of starts, 2: those of 32
     bias: int  # of the codes, -1 if it is taken off by other means
     real: int  # whether starts are fp32
     first: int  # what starts are counted from
@@ -98,13 +100,20 @@ def move_halves(b, source, target):
     return b.zext(b.or_(low, b.shl(high, ir.Constant(v.INT32, 16))), v.INT64)
 
 
+@v.op(void, i64)
+def zero_unit(b, target):
+    """Write 32 zeros."""
+    v.emit_store(b, ir.Constant(_UNIT, None), target)
+
+
 def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
     """Return the form of the panels of a product with tiles of a layout.
 
     `group`: columns per activation scale, 0 for one per token; `factor`: multiplies these.
     """
     if isinstance(layout, BlockLayout):
-        return Form(0, 0, 1, -1, 0, 0, 1, group, float(factor))
+        units = units_per_sum(layout, group)
+        return Form(0, 0, units, -1, 0, 0, units, group, float(factor))
     periods = [p // UNIT for p in (layout.block, group) if p]
     bias = {"": BIAS[layout.code], "zeros": 1, "minima": -1}[layout.offset]
     paired = int(layout.code in ("int4", "fp4"))
@@ -118,7 +127,9 @@ def form_of(layout: Layout | BlockLayout, group: int, factor: float) -> Form:
 def panel_bytes(layout: Layout | BlockLayout, group: int, k: int) -> int:
     """Return the bytes of a panel per token."""
     units = -(-k // UNIT)
-    block = UNIT if isinstance(layout, BlockLayout) else layout.block
+    units += units % 2 * CURRENT.amx
+    many = isinstance(layout, BlockLayout)
+    block = units_per_sum(layout, group) * UNIT if many else layout.block
     periods = [p for p in (block, group) if p]
     blocks = -(-k // min(periods)) if periods else 1
     groups = -(-k // group) if group else 1
@@ -137,8 +148,11 @@ def width(tokens):
 
 
 @device
-def fill_token(form, q, scale, k, panel, t, tokens):
-    """Write token t of a panel of `tokens`: codes i8 [K] at `q`, scales fp32 at `scale`."""
+def fill_token(form, q, scale, k, panel, t, tokens, twos):
+    """Write token t of a panel of `tokens`: codes i8 [K] at `q`, scales fp32 at `scale`.
+
+    `twos`, 0 or 1: whether two units of a token lie side by side.
+    """
     f = form_at(form)
     paired, wide, halves, bias = f.paired, f.wide, f.halves, f.bias
     real, first, per_block, group = f.real, f.first, f.units, f.group
@@ -147,19 +161,25 @@ def fill_token(form, q, scale, k, panel, t, tokens):
     if per_block == 0:
         per_block = units
     blocks = (units + per_block - 1) // per_block
-    code = panel + nbytes * t
-    start = panel + nbytes * tokens * units + 4 * t
+    code = panel + (nbytes << twos) * t
+    ahead = (nbytes << twos) * tokens - twos * nbytes  # from the second unit of two to the next
+    start = panel + nbytes * tokens * (units + (units & twos)) + 4 * t
     scales = start + 4 * tokens * blocks
     total = 0
     left = per_block
     for u in range(units):
-        if halves:
+        if halves == 1:
             total = move_halves(q + 32 * u, code)
+        elif halves:
+            total = (total & 0xFFFF) | move_unit(q + 32 * u, code, 0, 0) << (16 * (u & 1))
         elif 32 * u + 32 <= k:
             total += move_unit(q + 32 * u, code, paired, wide)
         else:
             total += move_tail(q + 32 * u, k - 32 * u, code, paired, wide)
-        code += nbytes * tokens
+        if twos > u & 1:
+            code += nbytes
+        else:
+            code += ahead
         left -= 1
         if left == 0 or u == units - 1:
             if real:
@@ -169,6 +189,8 @@ def fill_token(form, q, scale, k, panel, t, tokens):
             start += 4 * tokens
             total = 0
             left = per_block
+    if units & twos:
+        zero_unit(code)
     groups = 1
     if group:
         groups = (k + group - 1) // group
