@@ -66,6 +66,22 @@ def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None)
     return out
 
 
+MARGIN = 64
+
+
+def amid_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
+    memory = torch.full((tensor.nbytes + 2 * MARGIN,), 0xFF, dtype=torch.uint8)
+    inner = memory[MARGIN : MARGIN + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return inner.copy_(tensor)
+
+
+def require_nan_around(tensor: torch.Tensor) -> None:
+    """Fail if a kernel wrote outside a tensor made by `amid_nan`."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert (memory[:MARGIN] == 0xFF).all() and (memory[-MARGIN:] == 0xFF).all()
+
+
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory, for launches that are only compiled."""
     return torch.empty(shape, dtype=dtype, device="meta")

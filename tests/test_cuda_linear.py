@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from cuda_aot_wgmma import too_early
-from cuda_cases import aot_report, meta, meta_device
+from cuda_cases import amid_nan, aot_report, meta, meta_device, require_nan_around
 from op_cases import error
 
 from clocher_kernels.cuda import codes
@@ -42,14 +42,14 @@ class Product:
         weight = rng.standard_normal((n, k), dtype=np.float32) * np.float32(k**-0.5)
         held = encode(weight, parse_format(fmt))
         packed = prepack(held, INTERPRETER)
-        planes = {name: _amid_nan(plane) for name, plane in packed.planes.items()}
+        planes = {name: amid_nan(plane) for name, plane in packed.planes.items()}
         self.w = DeviceTensor(packed.shape, packed.format, planes)
         x = torch.from_numpy(rng.standard_normal((m, k), dtype=np.float32)).to(TYPES[x_type])
-        self.x = _amid_nan(x)
-        self.bias = _amid_nan(torch.from_numpy(rng.standard_normal(n, dtype=np.float32)))
+        self.x = amid_nan(x)
+        self.bias = amid_nan(torch.from_numpy(rng.standard_normal(n, dtype=np.float32)))
         # The interpreter truncates where a GPU rounds to bf16.
         y_type = torch.float16 if x_type == "f16" else torch.float32
-        self.y = _amid_nan(torch.full((m, n), float("nan"), dtype=y_type))
+        self.y = amid_nan(torch.full((m, n), float("nan"), dtype=y_type))
         self.decoded = held.decode().astype(np.float64)
         self.expected = x.double().numpy() @ self.decoded.T + self.bias.double().numpy()
 
@@ -57,26 +57,8 @@ class Product:
         """Multiply; return fp32 [M, N]."""
         call: dict[str, Any] = {"x": self.x, "w": self.w, "y": self.y, "bias": self.bias}
         execute(linear(**call, device=INTERPRETER))
-        _require_nan_around(self.y)
+        require_nan_around(self.y)
         return self.y.float().numpy()
-
-
-_MARGIN = 64
-
-
-def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
-    size = tensor.nbytes
-    memory = torch.full((size + 2 * _MARGIN,), 0xFF, dtype=torch.uint8)
-    inner = memory[_MARGIN : _MARGIN + size].view(tensor.dtype).view(tensor.shape)
-    inner.copy_(tensor)
-    return inner
-
-
-def _require_nan_around(tensor: torch.Tensor) -> None:
-    """Fail if a kernel wrote outside a tensor made by `_amid_nan`."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    assert (memory[:_MARGIN] == 0xFF).all() and (memory[-_MARGIN:] == 0xFF).all()
 
 
 @pytest.mark.parametrize("x_type", TYPES)
