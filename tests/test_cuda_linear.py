@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from cuda_aot_wgmma import too_early
-from cuda_cases import amid_nan, aot_report, meta, meta_device, require_nan_around
+from cuda_cases import amid_nan, aot_report, meta, meta_device, meta_weight, require_nan_around
 from op_cases import error
 
 from clocher_kernels.cuda import codes
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.prepack import DeviceTensor, prepack
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -131,10 +131,8 @@ def test_long_rows_and_odd_ones_too(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", [*FORMATS, "tcq3"])
 def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
     """The interpreter adds up in an order of its own: what a GPU does follows from these."""
-    held = parse_format(fmt)
     n, k = 4096, 4080 if fmt in ("int8_g40_f16", "int4_asym_g34_f32") else 4096
-    planes = held.planes((n, k)).items()
-    w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    w = meta_weight(fmt, n, k)
     found = set()
     for m in range(1, 9):
         x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
@@ -188,9 +186,7 @@ def test_sixteen_tokens_keep_enough_bytes_in_flight(fmt: str, n: int, k: int) ->
     k and v of both models, and the router, have fewer bytes than that in all. Where lanes read a
     row in one turn there is no second one to load: as fast on an H200, within 1 %.
     """
-    held = parse_format(fmt)
-    planes = held.planes((n, k)).items()
-    w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    w = meta_weight(fmt, n, k)
     x_type = torch.bfloat16 if fmt == "bf16" and n != 128256 else torch.float16
     (launch,) = linear(
         x=meta((16, k), x_type), w=w, y=meta((16, n), x_type), device=meta_device(90)

@@ -8,12 +8,12 @@ import ptx_emulator
 import pytest
 import sass_ratchet
 import torch
-from cuda_cases import amid_nan, aot_report, meta, meta_device
+from cuda_cases import amid_nan, aot_report, meta, meta_device, meta_weight
 from op_cases import error
 
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.prepack import DeviceTensor, prepack
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe
 from clocher_kernels.quant_tensor import QuantTensor, encode
@@ -218,7 +218,11 @@ def many(fmt: str, count: int, device: Device) -> list[Launch]:
     return [
         *moe_gate_up(x=x, w=_experts(fmt, 5760), y=y, **given, **up),
         *moe_down(
-            x=y, w=_experts(fmt, 2880), y=meta((count, 2880), torch.float32), **given, **down
+            x=y,
+            w=_experts(fmt, 2880),
+            y=meta((count, 2880), torch.float32),
+            **given,
+            **down,
         ),
     ]
 
@@ -293,9 +297,7 @@ def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) ->
 
 
 def _experts(fmt: str, rows: int) -> DeviceTensor:
-    held, shape = parse_format(fmt), (32, rows, 2880)
-    planes = held.planes(shape).items()
-    return rearrange(held, shape, {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    return meta_weight(fmt, 32, rows, 2880)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
