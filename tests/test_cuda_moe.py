@@ -148,7 +148,8 @@ MANY = 40
 )
 @pytest.mark.one_in(3)
 def test_tiles_of_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
-    experts = Experts(fmt, MANY, 3, x_type)
+    # Groups of 34 fit no tile: each pair of a token and an expert is a program.
+    experts = Experts(fmt, MANY, 1 if "g34" in fmt else 3, x_type)
     for got, expected in zip(experts.run(), experts.expected(), strict=True):
         rms, largest = error(got, expected)
         assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
