@@ -12,28 +12,20 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from aot import ARCHITECTURES, PTX_ONLY, compile_code, compile_ptx
-from cuda_cases import meta, meta_device
+from cuda_cases import meta, meta_device, meta_weight
 from sass_ratchet import figures, print_or_record
 
 from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
+from clocher_kernels.cuda.prepack import TORCH_DTYPES
 from clocher_kernels.cuda.scalar import Tail
-from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
 
 EXPERTS, CHOSEN, WIDTH = 32, 4, 2880
-
-
-def weights(name: str, *shape: int) -> DeviceTensor:
-    """Return prepacked weights without memory."""
-    fmt = parse_format(name)
-    planes = {n: meta(p.shape, TORCH_DTYPES[p.dtype]) for n, p in fmt.planes(shape).items()}
-    return rearrange(fmt, shape, planes)
 
 
 def product(
@@ -42,7 +34,7 @@ def product(
     """Return the launch of `linear`."""
     (launch,) = gemv_bits(
         x=meta((m, k), x_type),
-        w=weights(fmt, n, k),
+        w=meta_weight(fmt, n, k),
         y=meta((m, n), x_type),
         tail=Tail(meta((n,), FP32), residual=meta((m, n), FP32)),
         device=meta_device(capability),
@@ -55,7 +47,7 @@ def exact(m: int, n: int, k: int, capability: int) -> Launch:
     (launch,) = linear(
         x=meta((m, k), torch.int8),
         x_scale=meta((m, 1), FP32),
-        w=weights("ternary", n, k),
+        w=meta_weight("ternary", n, k),
         y=meta((m, n), FP16),
         residual=meta((m, n), FP32),
         device=meta_device(capability),
@@ -71,7 +63,7 @@ def experts(stem: str, fmt: str, capability: int, x_type: torch.dtype = FP16) ->
     args: dict[str, Any] = {}
     for param in spec.params:
         if param.kind == "matrix":
-            args[param.name] = weights(fmt, *param.shape(sizes))
+            args[param.name] = meta_weight(fmt, *param.shape(sizes))
         elif param.name not in ("x_scale", "factors"):
             # What is the residual stream too is not narrow.
             narrow = param.narrow and param.dims != "M N"

@@ -11,20 +11,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 import torch
 from aot import compile_code
 from cuda_cases import meta, meta_device
+from cuda_cases import meta_weight as weight
 
 from clocher_kernels.cuda.executor import LOWER
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
-from clocher_kernels.formats import parse_format
 
 FP16, FP32, I32 = torch.float16, torch.float32, torch.int32
 CAPABILITY, EXPERTS = 90, 256
-
-
-def weight(name: str, n: int, k: int) -> DeviceTensor:
-    """Return a prepacked matrix without memory."""
-    fmt = parse_format(name)
-    planes = {name: meta(p.shape, TORCH_DTYPES[p.dtype]) for name, p in fmt.planes((n, k)).items()}
-    return rearrange(fmt, (n, k), planes)
 
 
 def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -38,7 +30,12 @@ def calls() -> Iterator[tuple[str, str, dict[str, Any]]]:
         ("ternary", 8, "tanh"),
     ):
         y = meta((m, 8192), FP16)
-        product = {"x": meta((m, 3072), FP16), "w": weight(fmt, 8192, 3072), "y": y, "times": y}
+        product = {
+            "x": meta((m, 3072), FP16),
+            "w": weight(fmt, 8192, 3072),
+            "y": y,
+            "times": y,
+        }
         yield activation, "linear", {**product, "activation": activation, "cap": 30.0}
     score = {"x": meta((1, 3072), FP16), "w": weight("bf16", 1, 3072), "y": meta((1, 1), FP16)}
     yield "sigmoid", "linear", {**score, "activation": "sigmoid"}

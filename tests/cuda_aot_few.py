@@ -10,12 +10,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import torch
 from aot import compile_code, compile_ptx
-from cuda_cases import meta, meta_device
+from cuda_cases import meta, meta_device, meta_weight
 
 from clocher_kernels.cuda.few_tokens import few_tokens
 from clocher_kernels.cuda.launch import Launch
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, rearrange
-from clocher_kernels.formats import parse_format
 
 FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "bf16", "int8_row_f32", "fp8_e4m3_row_f32")
 FORMATS += ("mxfp4", "ternary")
@@ -27,13 +25,11 @@ def product(
     fmt: str, m: int, capability: int, n: int = 28672, k: int = 14336, codes: bool | None = None
 ) -> Launch:
     """Return the launch for a matrix of so many rows that no programs share them."""
-    held = parse_format(fmt)
     codes = fmt == "ternary" if codes is None else codes
-    planes = {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in held.planes((n, k)).items()}
     given = {"x_scale": meta((m,), torch.float32)} if codes else {}
     (launch,) = few_tokens(
         x=meta((m, k), torch.int8 if codes else torch.float16),
-        w=rearrange(held, (n, k), planes),
+        w=meta_weight(fmt, n, k),
         y=meta((m, n), torch.float16),
         device=meta_device(capability),
         **given,

@@ -11,12 +11,10 @@ from collections.abc import Iterator
 
 import torch
 from aot import compile_ir
-from cuda_cases import meta, meta_device
+from cuda_cases import meta, meta_device, meta_weight
 
 from clocher_kernels.cuda.bricks import in_bricks
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
-from clocher_kernels.formats import parse_format
 
 FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "mxfp4", "int8_row_f32", "int8_g64_f16")
 FORMATS += ("fp8_e4m3_row_f32", "fp8_e4m3_b128_f32", "bf16", "f32")
@@ -27,12 +25,6 @@ CASES += [("bf16", 201088, 2880)]  # where other numbers of lanes and warps shar
 _LAYOUT = re.compile(r"^(#\w+) = (#ttg\.\w+)<\{(.*)\}>$", re.M)
 _REDUCE = re.compile(r'"tt\.reduce"\(.*?<\{axis = (\d+) : i32.*?\}\) : \(tensor<([^>]*)>', re.S)
 _BASES = re.compile(r"(\w+) = (\[\[.*?\]\]|\[\])")
-
-
-def weight(name: str, n: int, k: int) -> DeviceTensor:
-    held = parse_format(name)
-    planes = held.planes((n, k)).items()
-    return rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
 
 
 def orders(ir: str) -> Iterator[tuple[int, int, int, int]]:
@@ -64,7 +56,7 @@ def orders(ir: str) -> Iterator[tuple[int, int, int, int]]:
 def main() -> None:
     found: dict[str, dict[str, list[tuple[int, ...]]]] = {}
     for name, n, k in CASES:
-        w = weight(name, n, k)
+        w = meta_weight(name, n, k)
         for m in (1, 2, 4, 8, 16, 32) if in_bricks(w.format, w.shape) else (1, 2, 4, 8):
             x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
             (launch,) = linear(x=x, w=w, y=y, device=meta_device(90))

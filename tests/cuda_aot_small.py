@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from aot import compile_code
 from cuda_aot_attention import GPT_OSS, attention
-from cuda_aot_elementwise import FP16, FP32, I32, weight
+from cuda_aot_elementwise import FP16, FP32, I32
 from cuda_cases import meta, meta_device
+from cuda_cases import meta_weight as weight
 
 from clocher_kernels.cuda.executor import LOWER, LOWER_GREEDY
 

@@ -19,13 +19,12 @@ import torch
 import triton
 from aot import _compile
 from cuda_cases import meta, meta_device
+from cuda_cases import meta_weight as weight
 
 from clocher_kernels.cuda.attention import attention
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
-from clocher_kernels.formats import parse_format
 
 DEVICE = meta_device(90)
 _LINE = re.compile(r"/\*([0-9a-f]{4,5})\*/\s+([^;]+);")
@@ -33,12 +32,6 @@ _PRODUCT = re.compile(r"(?:@\S+ )?[HIQ]GMMA\.\S+ R\d+, (R\d+|gdesc)")
 _WAIT = re.compile(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x(\d+)")
 _WRITES = re.compile(r"(?:@!?U?P\d+ )?([A-Z0-9_.]+) (?:P\d+, )?R(\d+)(?:,|$)")
 _WRITE_NONE = ("ST", "LDGSTS", "BAR", "RED", "ISETP", "FSETP", "HSETP", "BRA", "WARP")
-
-
-def weight(fmt: str, *shape: int) -> DeviceTensor:
-    planes = parse_format(fmt).planes(shape).items()
-    empty = {name: meta(plane.shape, TORCH_DTYPES[plane.dtype]) for name, plane in planes}
-    return rearrange(parse_format(fmt), shape, empty)
 
 
 def launches() -> Iterator[tuple[str, Launch]]:

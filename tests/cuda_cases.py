@@ -18,8 +18,15 @@ from op_cases import Arrays, OpRun
 
 from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
-from clocher_kernels.cuda.prepack import as_torch, prepack
+from clocher_kernels.cuda.prepack import (
+    TORCH_DTYPES,
+    DeviceTensor,
+    as_torch,
+    prepack,
+    rearrange,
+)
 from clocher_kernels.dtypes import STORAGE
+from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 
 if os.environ.get("TRITON_INTERPRET") == "1":  # scripts that compile do without
@@ -66,9 +73,32 @@ def run_interpreted(run: OpRun, narrow: Mapping[str, torch.dtype] | None = None)
     return out
 
 
+MARGIN = 64
+
+
+def amid_nan(tensor: torch.Tensor) -> torch.Tensor:
+    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
+    memory = torch.full((tensor.nbytes + 2 * MARGIN,), 0xFF, dtype=torch.uint8)
+    inner = memory[MARGIN : MARGIN + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    return inner.copy_(tensor)
+
+
+def require_nan_around(tensor: torch.Tensor) -> None:
+    """Fail if a kernel wrote outside a tensor made by `amid_nan`."""
+    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    assert (memory[:MARGIN] == 0xFF).all() and (memory[-MARGIN:] == 0xFF).all()
+
+
 def meta(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor without memory, for launches that are only compiled."""
     return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def meta_weight(fmt: str, *shape: int) -> DeviceTensor:
+    """Return a weight without memory, prepacked."""
+    held = parse_format(fmt)
+    planes = held.planes(shape).items()
+    return rearrange(held, shape, {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
 
 
 def meta_device(capability: int) -> Device:

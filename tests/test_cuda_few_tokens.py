@@ -10,7 +10,7 @@ import sass_ratchet
 import torch
 import triton
 import triton.language as tl
-from cuda_cases import aot_report, meta, meta_device
+from cuda_cases import aot_report, meta, meta_device, meta_weight
 from op_cases import error
 from test_cuda_linear import Product
 
@@ -18,7 +18,7 @@ from clocher_kernels.cuda.elementwise import quantize
 from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens
 from clocher_kernels.cuda.fragments import decoded
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.prepack import DeviceTensor, prepack
 from clocher_kernels.cuda.scalar import Tail
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -78,11 +78,10 @@ def test_up_to_32_tokens_have_the_bits_of_one(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", [*FORMATS, "ternary"])
 def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
     """The interpreter adds up in an order of its own: what a GPU does follows from these."""
-    held, found = parse_format(fmt), set()
+    found = set()
     codes = fmt == "ternary"
     for n, k in ((4096, 4096), (2560, 6912), (28672, 4096)):
-        planes = held.planes((n, k)).items()
-        w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+        w = meta_weight(fmt, n, k)
         for m in range(1, 33):
             x = meta((m, k), torch.int8 if codes else torch.float16)
             given: dict[str, Any] = {"x_scale": meta((m,), torch.float32)} if codes else {}
@@ -165,9 +164,7 @@ def test_few_rows_are_shared_by_programs() -> None:
     """At least 40 KB of weights are on their way to a multiprocessor."""
     device = Device("meta", 90, 132)
     for fmt, n, k in (("int4_sym_g128_f16", 4096, 4096), ("bf16", 2880, 4096)):
-        planes = parse_format(fmt).planes((n, k)).items()
-        held = {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes}
-        w = rearrange(parse_format(fmt), (n, k), held)
+        w = meta_weight(fmt, n, k)
         x, y = meta((1, k), torch.float16), meta((1, n), torch.float16)
         (launch,) = few_tokens(x=x, w=w, y=y, device=device)
         lanes = launch.grid[0] * launch.grid[1] * 32 * launch.num_warps

@@ -11,11 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_cases import INTERPRETER, aot_report, meta, meta_device
+from cuda_cases import INTERPRETER, aot_report, meta, meta_device, meta_weight
 
 from clocher_kernels.cuda.executor import CudaExecutor
 from clocher_kernels.cuda.launch import Launch
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, rearrange
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import OPS, ReferenceExecutor
 from clocher_kernels.ops.rewrite import runs
@@ -134,10 +133,8 @@ def lowered(preset: str, linear: str, experts: str, layers: int, tokens: int) ->
         if need.kind == "vector":
             weights[name] = meta(need.shape, torch.float32)
             continue
-        fmt = formats[name] = parse_format(format_of(need, linear, experts))
-        planes = fmt.planes(need.shape).items()
-        placed = {n: meta(p.shape, TORCH_DTYPES[p.dtype]) for n, p in planes}
-        weights[name] = rearrange(fmt, need.shape, placed)
+        weights[name] = meta_weight(format_of(need, linear, experts), *need.shape)
+        formats[name] = weights[name].format
     sizes = Sizes(tokens=16, rows=16, slots=16, context=1024, cache_dtype="bf16")
     executor = CudaExecutor(build_plan(spec, formats, sizes), weights, device=meta_device(90))
     return executor.lower((tokens, tokens, 1024), True)

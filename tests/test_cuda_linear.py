@@ -12,13 +12,13 @@ import torch
 import triton
 import triton.language as tl
 from cuda_aot_wgmma import too_early
-from cuda_cases import aot_report, meta, meta_device
+from cuda_cases import amid_nan, aot_report, meta, meta_device, meta_weight, require_nan_around
 from op_cases import error
 
 from clocher_kernels.cuda import codes
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.linear import linear
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.prepack import DeviceTensor, prepack
 from clocher_kernels.dtypes import to_f32
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
@@ -42,14 +42,14 @@ class Product:
         weight = rng.standard_normal((n, k), dtype=np.float32) * np.float32(k**-0.5)
         held = encode(weight, parse_format(fmt))
         packed = prepack(held, INTERPRETER)
-        planes = {name: _amid_nan(plane) for name, plane in packed.planes.items()}
+        planes = {name: amid_nan(plane) for name, plane in packed.planes.items()}
         self.w = DeviceTensor(packed.shape, packed.format, planes)
         x = torch.from_numpy(rng.standard_normal((m, k), dtype=np.float32)).to(TYPES[x_type])
-        self.x = _amid_nan(x)
-        self.bias = _amid_nan(torch.from_numpy(rng.standard_normal(n, dtype=np.float32)))
+        self.x = amid_nan(x)
+        self.bias = amid_nan(torch.from_numpy(rng.standard_normal(n, dtype=np.float32)))
         # The interpreter truncates where a GPU rounds to bf16.
         y_type = torch.float16 if x_type == "f16" else torch.float32
-        self.y = _amid_nan(torch.full((m, n), float("nan"), dtype=y_type))
+        self.y = amid_nan(torch.full((m, n), float("nan"), dtype=y_type))
         self.decoded = held.decode().astype(np.float64)
         self.expected = x.double().numpy() @ self.decoded.T + self.bias.double().numpy()
 
@@ -57,26 +57,8 @@ class Product:
         """Multiply; return fp32 [M, N]."""
         call: dict[str, Any] = {"x": self.x, "w": self.w, "y": self.y, "bias": self.bias}
         execute(linear(**call, device=INTERPRETER))
-        _require_nan_around(self.y)
+        require_nan_around(self.y)
         return self.y.float().numpy()
-
-
-_MARGIN = 64
-
-
-def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
-    size = tensor.nbytes
-    memory = torch.full((size + 2 * _MARGIN,), 0xFF, dtype=torch.uint8)
-    inner = memory[_MARGIN : _MARGIN + size].view(tensor.dtype).view(tensor.shape)
-    inner.copy_(tensor)
-    return inner
-
-
-def _require_nan_around(tensor: torch.Tensor) -> None:
-    """Fail if a kernel wrote outside a tensor made by `_amid_nan`."""
-    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    assert (memory[:_MARGIN] == 0xFF).all() and (memory[-_MARGIN:] == 0xFF).all()
 
 
 @pytest.mark.parametrize("x_type", TYPES)
@@ -149,10 +131,8 @@ def test_long_rows_and_odd_ones_too(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", [*FORMATS, "tcq3"])
 def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
     """The interpreter adds up in an order of its own: what a GPU does follows from these."""
-    held = parse_format(fmt)
     n, k = 4096, 4080 if fmt in ("int8_g40_f16", "int4_asym_g34_f32") else 4096
-    planes = held.planes((n, k)).items()
-    w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    w = meta_weight(fmt, n, k)
     found = set()
     for m in range(1, 9):
         x, y = meta((m, k), torch.float16), meta((m, n), torch.float16)
@@ -178,7 +158,7 @@ def test_up_to_32_tokens_have_the_order_of_one(fmt: str) -> None:
 def test_programs_that_share_columns_add_up(fmt: str) -> None:
     """128 tokens are few tiles: the last one of each to end adds the sums of all, twice alike."""
     device = Device("cpu", 0, 64)
-    whole = Product(fmt, 100, 132, 2080, "f16")  # 1024 columns are the least of a program
+    whole = Product(fmt, 100, 68, 2080, "f16")  # 1024 columns are the least of a program
     (launch,) = linear(x=whole.x, w=whole.w, y=whole.y, bias=whole.bias, device=device)
     assert launch.constants["SPLITS"] == launch.grid[2] > 1
     execute([launch])
@@ -206,9 +186,7 @@ def test_sixteen_tokens_keep_enough_bytes_in_flight(fmt: str, n: int, k: int) ->
     k and v of both models, and the router, have fewer bytes than that in all. Where lanes read a
     row in one turn there is no second one to load: as fast on an H200, within 1 %.
     """
-    held = parse_format(fmt)
-    planes = held.planes((n, k)).items()
-    w = rearrange(held, (n, k), {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    w = meta_weight(fmt, n, k)
     x_type = torch.bfloat16 if fmt == "bf16" and n != 128256 else torch.float16
     (launch,) = linear(
         x=meta((16, k), x_type), w=w, y=meta((16, n), x_type), device=meta_device(90)

@@ -8,21 +8,15 @@ import ptx_emulator
 import pytest
 import sass_ratchet
 import torch
-from cuda_cases import aot_report, meta, meta_device
+from cuda_cases import amid_nan, aot_report, meta, meta_device, meta_weight
 from op_cases import error
 
 from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, execute
 from clocher_kernels.cuda.moe import moe_down, moe_gate_up, route
-from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, prepack, rearrange
+from clocher_kernels.cuda.prepack import DeviceTensor, prepack
 from clocher_kernels.formats import parse_format
 from clocher_kernels.ops import moe
 from clocher_kernels.quant_tensor import QuantTensor, encode
-
-
-def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
-    memory = torch.full((tensor.nbytes + 128,), 0xFF, dtype=torch.uint8)
-    return memory[64 : 64 + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 class Experts:
@@ -50,13 +44,13 @@ class Experts:
         self, which: slice = slice(None), device: Device = INTERPRETER
     ) -> tuple[np.ndarray, np.ndarray]:
         """Run both kernels for some of the tokens; return fp32 [M, A, I] and [M, N]."""
-        ids = _amid_nan(torch.from_numpy(self.ids[which]))
+        ids = amid_nan(torch.from_numpy(self.ids[which]))
         common = {"ids": ids, "device": device}
-        y_up = _amid_nan(torch.full((*ids.shape, self.up.shape[1] // 2), float("nan")))
-        y_down = _amid_nan(torch.from_numpy(self.residual[which]))
+        y_up = amid_nan(torch.full((*ids.shape, self.up.shape[1] // 2), float("nan")))
+        y_down = amid_nan(torch.from_numpy(self.residual[which]))
         execute(
             moe_gate_up(
-                x=_amid_nan(self.x[which]),
+                x=amid_nan(self.x[which]),
                 w=self._packed("up"),
                 bias=self._bias("up"),
                 y=y_up,
@@ -67,8 +61,8 @@ class Experts:
         )
         execute(
             moe_down(
-                x=_amid_nan(self.hidden[which]),
-                weights=_amid_nan(torch.from_numpy(self.weights[which])),
+                x=amid_nan(self.hidden[which]),
+                weights=amid_nan(torch.from_numpy(self.weights[which])),
                 w=self._packed("down"),
                 bias=self._bias("down"),
                 residual=y_down,
@@ -104,11 +98,11 @@ class Experts:
 
     def _packed(self, name: str) -> DeviceTensor:
         packed = prepack(getattr(self, name), INTERPRETER)
-        planes = {plane: _amid_nan(values) for plane, values in packed.planes.items()}
+        planes = {plane: amid_nan(values) for plane, values in packed.planes.items()}
         return DeviceTensor(packed.shape, packed.format, planes)
 
     def _bias(self, name: str) -> torch.Tensor:
-        return _amid_nan(torch.from_numpy(self.bias[name]))
+        return amid_nan(torch.from_numpy(self.bias[name]))
 
 
 @pytest.mark.parametrize("x_type", [torch.float16, torch.bfloat16], ids=["f16", "bf16"])
@@ -154,7 +148,8 @@ MANY = 40
 )
 @pytest.mark.one_in(3)
 def test_tiles_of_formats_in_the_middle_of_nan(fmt: str, x_type: torch.dtype) -> None:
-    experts = Experts(fmt, MANY, 3, x_type)
+    # Groups of 34 fit no tile: each pair of a token and an expert is a program.
+    experts = Experts(fmt, MANY, 1 if "g34" in fmt else 3, x_type)
     for got, expected in zip(experts.run(), experts.expected(), strict=True):
         rms, largest = error(got, expected)
         assert rms <= 2e-6 and largest <= 2e-5, (rms, largest)
@@ -224,7 +219,11 @@ def many(fmt: str, count: int, device: Device) -> list[Launch]:
     return [
         *moe_gate_up(x=x, w=_experts(fmt, 5760), y=y, **given, **up),
         *moe_down(
-            x=y, w=_experts(fmt, 2880), y=meta((count, 2880), torch.float32), **given, **down
+            x=y,
+            w=_experts(fmt, 2880),
+            y=meta((count, 2880), torch.float32),
+            **given,
+            **down,
         ),
     ]
 
@@ -299,9 +298,7 @@ def test_a_pass_of_any_size_streams_the_experts_as_a_step_of_one_does(m: int) ->
 
 
 def _experts(fmt: str, rows: int) -> DeviceTensor:
-    held, shape = parse_format(fmt), (32, rows, 2880)
-    planes = held.planes(shape).items()
-    return rearrange(held, shape, {p: meta(a.shape, TORCH_DTYPES[a.dtype]) for p, a in planes})
+    return meta_weight(fmt, 32, rows, 2880)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")

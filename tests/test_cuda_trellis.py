@@ -4,6 +4,7 @@ import numpy as np
 import ptx_emulator
 import pytest
 import torch
+from cuda_cases import amid_nan
 
 from clocher_kernels.cuda import trellis
 from clocher_kernels.cuda.executor import LOWER
@@ -25,19 +26,13 @@ def _weights(bits: int, *shape: int) -> QuantTensor:
     return QuantTensor(shape, fmt, planes)
 
 
-def _amid_nan(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor between two margins of 0xff bytes, which is NaN in every float type."""
-    memory = torch.full((tensor.nbytes + 128,), 0xFF, dtype=torch.uint8)
-    return memory[64 : 64 + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-
-
 def _multiply(w: QuantTensor, x: torch.Tensor, device: Device) -> np.ndarray:
     """Run `linear` with every array in the middle of NaN; return fp32 [M, N]."""
     held = prepack(w, device)
-    planes = {name: _amid_nan(plane) for name, plane in held.planes.items()}
+    planes = {name: amid_nan(plane) for name, plane in held.planes.items()}
     y = torch.full((len(x), w.shape[0]), float("nan"))
     whole = DeviceTensor(held.shape, held.format, planes)
-    execute(LOWER["linear"](x=_amid_nan(x), w=whole, y=y, device=device))
+    execute(LOWER["linear"](x=amid_nan(x), w=whole, y=y, device=device))
     return y.numpy()
 
 

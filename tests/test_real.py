@@ -6,6 +6,7 @@
 import json
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -70,11 +71,13 @@ def greedy(path: Path, **settings: Any) -> tuple[list[list[int]], list[list[int]
 def check_against_transformers(path: Path) -> None:
     """Compare greedy ids; where two logits tie within rounding, either is right."""
     prompts, texts = greedy(path)
-    # transformers reads a file three times, and most of the time the texts of its vocabulary.
+    # transformers reads a file three times, most of the time the texts of its vocabulary, and makes
+    # the same table of names for each of its modules.
     reader = gguf.GGUFReader(path)
     for name in ("token_type", "merges", "scores"):
         reader.fields.pop(f"tokenizer.ggml.{name}", None)
-    with patch.object(gguf, "GGUFReader", lambda _: reader):
+    names = patch.object(gguf, "get_tensor_name_map", cache(gguf.get_tensor_name_map))
+    with patch.object(gguf, "GGUFReader", lambda _: reader), names:
         reference = transformers.AutoModelForCausalLM.from_pretrained(
             path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
         ).eval()
