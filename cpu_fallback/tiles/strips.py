@@ -33,10 +33,12 @@ def strip_tokens(layout: Layout | BlockLayout, group: int) -> int:
     With VNNI and with the registers of AVX-512 decoding takes less of the time, as of int8: it pays
     for trellises. AMX multiplies nothing else, and wants more of a block decoded than others.
     """
-    if CURRENT.amx:
-        return 25 if isinstance(layout, BlockLayout) else 9
+    if CURRENT.amx and isinstance(layout, Layout):
+        return 9
     if not group:
         return 0
+    if CURRENT.amx:
+        return 25
     if CURRENT.avx512 and CURRENT.vnni:
         return 33 if isinstance(layout, Layout) and layout.code in TCQ else 0
     if CURRENT.avx512 or not CURRENT.in_shorts:
