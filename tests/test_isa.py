@@ -102,8 +102,8 @@ def test_products_of_tiles_are_compiled_on_any_host() -> None:
         isa.CURRENT.name,
         "-c",
         "from cpu_fallback.lanes import isa; isa.CURRENT = isa.ISAS['amx']; "
-        "from cpu_fallback.lanes import jit; from cpu_fallback.tiles import layout, strips; "
-        "print(jit.assembly(strips.strip_product_of(layout.Layout('int4', 'row'), 128)))",
+        "from cpu_fallback.lanes import jit; from cpu_fallback.tiles import layout, tile_product; "
+        "print(jit.assembly(tile_product.strip_product_of(layout.Layout('int4', 'row'), 128)))",
     )
     assert re.search(r"\btdpbssd\b", code)
     assert re.search(r"\btilestored\b", code)

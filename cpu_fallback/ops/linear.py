@@ -16,19 +16,21 @@ from cpu_fallback.ops.epilogue import activation_of, expect, finish, write_rows
 from cpu_fallback.ops.quantize import check_groups
 from cpu_fallback.ops.stream import FEW, Stored, stored
 from cpu_fallback.team.tape import EPOCH, Launch
-from cpu_fallback.tiles import amx, panels
+from cpu_fallback.tiles import panels
 from cpu_fallback.tiles.emitter import STRIP
 from cpu_fallback.tiles.layout import BlockLayout, Layout
+from cpu_fallback.tiles.multiply import begin_tiles, end_tiles
 from cpu_fallback.tiles.panels import BEHIND, Form, fill_token, width
-from cpu_fallback.tiles.strips import (
+from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
+from cpu_fallback.tiles.tile_product import (
+    call_product,
     call_strip,
+    product_of,
     stride_of,
     strip_bytes,
     strip_product_of,
     strip_tokens,
 )
-from cpu_fallback.tiles.tile_pack import Tiles, tiles_of
-from cpu_fallback.tiles.tile_product import call_product, product_of
 
 _PANELS_BYTES = 384 << 10
 _MORE_BYTES = 640 << 10  # The same where tiles are decoded for every block of tokens
@@ -219,7 +221,7 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
         end = min(block + a.per_block, tokens)
         strips = in_strips(a, end - block)
         if strips:
-            amx.begin()
+            begin_tiles()
         for tile in range(first, last):
             at, sums = a.tiles + tile * a.tile_bytes, scratch + TILE_SUMS
             if strips:
@@ -234,7 +236,7 @@ def _multiply(a, scratch, start, tokens, first, last, ask, write):
                     multiply_tile(a, at, panel + t * a.per_token, count, units, out)
                 write(a, out, start + t, count, tile * 16)
         if strips:
-            amx.end()
+            end_tiles()
         block = end
 
 

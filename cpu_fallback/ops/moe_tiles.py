@@ -15,7 +15,7 @@ from cpu_fallback.ops import linear
 from cpu_fallback.ops.bind import BoundCall, share, within
 from cpu_fallback.ops.epilogue import silu
 from cpu_fallback.team.tape import Launch
-from cpu_fallback.tiles import amx
+from cpu_fallback.tiles.multiply import begin_tiles, end_tiles
 from cpu_fallback.tiles.panels import BEHIND, fill_token, width
 
 _strip_room = device(linear.strip_room)
@@ -142,7 +142,7 @@ def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
             stop = min(start + a.per_block, end)
             strips = linear.in_strips(a, stop - start)
             if strips:
-                amx.begin()
+                begin_tiles()
             for tile in range(first, last):
                 at, sums = a.tiles + (e * tiles + tile) * a.tile_bytes, scratch + linear.TILE_SUMS
                 if strips:
@@ -155,7 +155,7 @@ def each_tile_of_codes(a, scratch, first, last, rows, k, per_row, write):
                         linear.multiply_tile(a, at, here, count, units, out)
                     write(a, out, order + 4 * p, e, tile, count)
             if strips:
-                amx.end()
+                end_tiles()
             pairs = stop - start
             panel += ((pairs & -16) + width(pairs & 15)) * a.per_token
             start = stop

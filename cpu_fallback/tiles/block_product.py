@@ -23,11 +23,10 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.amx import SUMS_BYTES
-from cpu_fallback.tiles.block_kinds import HALF, UNITS, Head, Lines, Parts, kind_of, units_per_sum
-from cpu_fallback.tiles.byte_dots import NUMBER, OPERANDS, Strip, ask, line_of, without_number
+from cpu_fallback.tiles.byte_dots import NUMBER, Strip, ask, line_of, without_number
 from cpu_fallback.tiles.emitter import begin_sums, strip_units
-from cpu_fallback.tiles.layout import BLOCK, LINE, ROWS, UNIT, BlockLayout
+from cpu_fallback.tiles.layout import BLOCK, LINE, OPERANDS, ROWS, UNIT, BlockLayout
+from cpu_fallback.tiles.operands import HALF, UNITS, Head, Lines, Parts, kind_of, units_per_sum
 
 _BOTH = 2  # Tokens whose sums with both parts of operands the registers hold
 _FEW = 4  # Tokens for which memory is what limits
@@ -47,7 +46,7 @@ class BlockEmitter:
         self.group, self.per_sum = group, units_per_sum(layout, group)
         self.real = self.kind.real and not (CURRENT.amx and strip)
         self.tiled = CURRENT.amx and strip is not None
-        self._sums_bytes = self.kind.factors * (UNITS if group == UNIT else 1) * SUMS_BYTES
+        self._sums_bytes = self.kind.factors * (UNITS if group == UNIT else 1) * m.SUMS_BYTES
         self.half: Strip | None = None  # of which half a block is multiplied
         self.run = min(m.run_length(self.kind.top), self.kind.run // 4)
 
@@ -204,10 +203,10 @@ class BlockEmitter:
                     for part, value in enumerate(self._factors(code, words)):
                         place = kind.first + part * UNITS * OPERANDS + column // 4
                         v.emit_store(b, value, v.behind(b, self.half.at, LINE * place))
-        first = runs[0] * kind.run // UNIT * kind.factors * SUMS_BYTES
+        first = runs[0] * kind.run // UNIT * kind.factors * m.SUMS_BYTES
         for t in range(self.tokens):
             at = [
-                v.behind(b, self.half.sums, first + SUMS_BYTES * p + 4 * ROWS * t) for p in (0, 1)
+                v.behind(b, self.half.sums, first + m.SUMS_BYTES * p + 4 * ROWS * t) for p in (0, 1)
             ]
             total = v.emit_load(b, v.I32.llvm, at[0])
             if kind.factors > 1:

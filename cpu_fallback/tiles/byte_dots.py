@@ -19,7 +19,7 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
 from cpu_fallback.tiles import multiply as m
-from cpu_fallback.tiles.layout import BIAS, LINE, LINES, UNIT, Layout
+from cpu_fallback.tiles.layout import BIAS, LINE, LINES, OPERANDS, UNIT, Layout
 from cpu_fallback.tiles.operands import Load, bits, look_up, trellis_fields, trellis_level
 
 _FP4 = [int(2 * value) + BIAS["fp4"] for value in E2M1_VALUES]
@@ -33,7 +33,6 @@ NUMBER_F32 = 1.5 * 2**23
 _NUMBERS = 128  # Columns whose sum is below 2^22, whatever the code
 
 _QUARTER = 16  # Bytes of a register of NEON
-OPERANDS = 8  # Of a unit: four columns each
 
 
 def ask(b: Any, line: Any, tokens: int) -> None:
@@ -62,29 +61,6 @@ def line_of(b: Any, strip: Strip | None, place: int, kind: Any, make: Callable[[
     if strip:
         v.emit_store(b, value, at)
     return value
-
-
-class Lines:
-    """The lines of the block at an address.
-
-    `half`: which half of its columns is multiplied, 0 or 1, or a value i64 of the code.
-    """
-
-    def __init__(self, b: Any, at: Any, half: Any = None) -> None:
-        self.b, self._at, self.half = b, at, half
-
-    def line(self, index: int, further: int = 0) -> Any:
-        """Emit the load of a line; in the second half, of the one `further` lines on."""
-        b = self.b
-        at = b.add(self._at, v.number(LINE * index))
-        if further:
-            half = v.number(self.half) if isinstance(self.half, int) else self.half
-            at = b.add(at, b.mul(half, v.number(LINE * further)))
-        return v.emit_load(b, v.BYTES.llvm, at)
-
-    def dwords(self, index: int) -> Any:
-        """Emit the load of a line as int32 [16]."""
-        return self.b.bitcast(self.line(index), v.I32.llvm)
 
 
 Sum = list[Any]  # Slots of int32 accumulators, one for each of `Dots.shifts`

@@ -15,10 +15,9 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
-from cpu_fallback.tiles.amx import SUMS_BYTES
-from cpu_fallback.tiles.amx import TOKENS as TILED
-from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, OPERANDS, Strip, dots_of, is_number
-from cpu_fallback.tiles.layout import BIAS, LINE, ROWS, UNIT, Layout
+from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, Strip, dots_of, is_number
+from cpu_fallback.tiles.layout import BIAS, LINE, OPERANDS, ROWS, UNIT, Layout
+from cpu_fallback.tiles.multiply import SUMS_BYTES, TILE_TOKENS
 
 AT_ONCE = 16 if CURRENT.avx512 else 6 if CURRENT.avx2 else 4 if CURRENT.neon else 1
 if CURRENT.amx:
@@ -55,7 +54,7 @@ class Emitter:
         self.b, self.layout, self.tokens, self.strip = b, layout, tokens, strip
         self.tiled = CURRENT.amx and strip is not None
         number = is_number(layout, group) and not self.tiled
-        self.dots = dots_of(layout.code, tokens or TILED, number)
+        self.dots = dots_of(layout.code, tokens or TILE_TOKENS, number)
         self.minima = layout.offset == "minima"
         self.wide, self.narrow = layout.block // UNIT, group // UNIT
         periods = [p for p in (self.wide, self.narrow) if p]

@@ -52,6 +52,7 @@ from cpu_fallback.lanes.isa import CURRENT
 
 ROWS = 16
 UNIT = 32
+OPERANDS = 8  # Of a unit: four columns each
 LINE = 64
 
 LINES = {**TCQ, "int4": 4, "fp4": 4, "iq4": 4, "q4": 4, "q5": 5, "int8": 8, "ternary": 2}

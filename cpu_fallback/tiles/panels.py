@@ -24,10 +24,10 @@ from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import device, i64, void
 from cpu_fallback.lanes.record import reader
-from cpu_fallback.tiles.block_kinds import units_per_sum
 from cpu_fallback.tiles.byte_dots import NUMBER, is_number, is_wide
 from cpu_fallback.tiles.layout import BIAS, UNIT, BlockLayout, Layout
 from cpu_fallback.tiles.multiply import madd_bytes, madd_shorts
+from cpu_fallback.tiles.operands import units_per_sum
 
 TOKENS = 16
 BEHIND = 1024 if CURRENT.amx else 128
