@@ -237,10 +237,10 @@ OUT = _SUMS * 64
 
 TILE_TOKENS = 16
 SUMS_BYTES = 4 * ROWS * TILE_TOKENS
-"""Bytes of the sums of a run."""
-_SUMS, _X, _W, _WIDE_X, _WIDE_W = range(5)
+"""Bytes of the sums that AMX stores at a time."""
+_TOTALS, _X, _W, _WIDE_X, _WIDE_W = range(5)
 _SHAPES = {
-    _SUMS: (TILE_TOKENS, 4 * ROWS),
+    _TOTALS: (TILE_TOKENS, 4 * ROWS),
     _X: (TILE_TOKENS, UNIT),
     _W: (UNIT // 4, LINE),
     _WIDE_X: (TILE_TOKENS, 2 * UNIT),
@@ -287,12 +287,12 @@ def tile_dots(b: Any, x: Any, operands: Any, out: Any, units: Any, line: Any, si
     """
     x_tile, w_tile, step = (_X, _W, 1) if units is None else (_WIDE_X, _WIDE_W, 2)
     steps = v.number(1) if units is None else b.udiv(b.add(units, v.number(1)), v.number(2))
-    v.call(b, "llvm.x86.tilezero", v.VOID, _tile(_SUMS))
+    v.call(b, "llvm.x86.tilezero", v.VOID, _tile(_TOTALS))
     with cgutils.for_range(b, steps) as loop:
         _load_tile(b, x_tile, v.emit_at(b, x, loop.index, line), 2 * UNIT)
         _load_tile(b, w_tile, v.emit_at(b, operands, loop.index, UNIT // 4 * LINE * step), LINE)
         v.call(
-            b, f"llvm.x86.tdpbs{'su'[not signed]}d", v.VOID, *map(_tile, (_SUMS, x_tile, w_tile))
+            b, f"llvm.x86.tdpbs{'su'[not signed]}d", v.VOID, *map(_tile, (_TOTALS, x_tile, w_tile))
         )
     to = b.inttoptr(out, v.INT8.as_pointer())
-    v.call(b, "llvm.x86.tilestored64", v.VOID, _tile(_SUMS), to, v.number(4 * ROWS))
+    v.call(b, "llvm.x86.tilestored64", v.VOID, _tile(_TOTALS), to, v.number(4 * ROWS))
