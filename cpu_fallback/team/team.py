@@ -2,12 +2,12 @@
 
 Rank 0 is the thread that calls `step`; the others are workers. Inside `running` the workers are in
 compiled code without the interpreter lock, waiting for the next step by spinning, then yielding,
-then short sleeps. Outside they are parked in a Python `Event` and cost nothing.
+then short sleeps. Outside they are parked in a lock and cost nothing.
 
 The protocol is level-triggered and has no state that an interruption could leave half-way. A worker
 remembers the last step that it has seen, and a step cannot end without the workers that take part
 in it (`Pace`), so a worker that wakes late, or twice, or never left, does the right thing.
-`running` sets the stop word to 0 and all events; leaving it sets the stop word to 1. A worker looks
+`running` sets the stop word to 0 and wakes all; leaving it sets the stop word to 1. A worker looks
 for a step before it looks at the stop word.
 
 The child of a fork has the thread that forked and no workers. What they left half-way is cleared
@@ -157,7 +157,7 @@ class Team:
                 self._before = pin(self._placement.cpu(0))
             self._control[tape.STOP] = 0
             for worker in self._workers:
-                worker.wake.set()
+                worker.wake()
             yield
         finally:
             self._inside = max(0, self._inside - 1)
@@ -186,7 +186,7 @@ class Team:
     def forget_workers(self) -> None:
         """Make the child of a fork forget its parent's workers, and the step that was going on.
 
-        They are not told to end: they are not there, and one may hold the lock of its event.
+        They are not told to end: they are not there.
         """
         self._workers.clear()
         self._inside = 0
@@ -214,7 +214,9 @@ class _Worker:
     """
 
     def __init__(self, control: np.ndarray, rank: int, cpu: int | None) -> None:
-        self.wake = threading.Event()
+        # Not an Event: a signal that arrives in its `set` may leave it locked.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
         self.closing = False
         self._serve = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)(tape.serve.address)
         self._control = control
@@ -223,12 +225,16 @@ class _Worker:
         self.thread = threading.Thread(target=self._loop, name=f"clocher-{rank}", daemon=True)
         self.thread.start()
 
+    def wake(self) -> None:
+        """Let the thread look for a step, now or when it next would sleep."""
+        if self._asleep.locked():
+            self._asleep.release()
+
     def _loop(self) -> None:
         pin(self._cpu)
         seen = 0
         while True:
-            self.wake.wait()
-            self.wake.clear()
+            self._asleep.acquire()
             if self.closing:
                 return
             seen = self._serve(self._control.ctypes.data, self._rank, seen)
@@ -247,7 +253,7 @@ def _end(control: np.ndarray, workers: list[_Worker]) -> None:
     control[tape.STOP] = 1
     for worker in workers:
         worker.closing = True
-        worker.wake.set()
+        worker.wake()
     for worker in workers:
         if worker.thread is not threading.current_thread():
             worker.thread.join()
