@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from commands import python
 from kernel_run import kernel_cache
 
 from clocher_kernels.errors import DeviceError, UsageError
@@ -365,3 +366,29 @@ def test_a_team_takes_on_other_work_with_scratch_of_its_own(
     assert errors[0] == 0
     assert (slots[:3] == 5 * 20).all() and not slots[3:].any()
     assert (others[:3] == 41).all() and not others[3:].any()
+
+
+def test_an_interrupt_while_workers_are_woken_leaves_a_team_that_ends() -> None:
+    """A signal in `threading.Event.set` left its lock taken in a third of the cases."""
+    script = """
+import signal
+import numpy as np
+from cpu_fallback.team.team import Team
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+team = Team(2, np.zeros(64, np.int64), 64)
+(worker,) = team._workers
+for turn in range(200):
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 20e-6 + turn % 50 * 1e-6)
+        while True:
+            worker.wake()
+    except KeyboardInterrupt:
+        pass
+team.close()
+"""
+    done = python("-c", script, timeout=60)
+    assert done.returncode == 0, done.stderr

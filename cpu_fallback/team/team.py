@@ -24,7 +24,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import numpy as np
 
@@ -227,7 +227,7 @@ class _Worker:
 
     def wake(self) -> None:
         """Let the thread look for a step, now or when it next would sleep."""
-        if self._asleep.locked():
+        with suppress(RuntimeError):  # it was told already
             self._asleep.release()
 
     def _loop(self) -> None:
