@@ -1,6 +1,6 @@
 """The instruction set of this process, chosen once, at import.
 
-    amx          that and AMX: products of tiles of bytes, 16 x 16 x 64 in an instruction
+    amx          avx512vnni and AMX: products of tiles of bytes, 16 x 16 x 64 in an instruction
     avx512vnni   x86-64-v4 with VNNI: 16 fp32 lanes in one register, byte dot products
     avx512       x86-64-v4: the same without byte dot products (Skylake-X)
     avxvnni      x86-64-v3 with AVX-VNNI: byte dot products in registers of 8 lanes (Alder Lake)

@@ -44,7 +44,7 @@ _LONGEST = 1 << 17
 
 AHEAD = 4096 if CURRENT.in_shorts else 8192
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with."""
-TWOS = int(CURRENT.amx)
+TWOS = int(CURRENT.amx)  # Whether panels that strips are multiplied by are those of AMX
 _FEW = 2
 _AHEAD_OF_FEW = 0 if CURRENT.in_shorts and is_zen() else AHEAD
 """The same of `_FEW` tokens. Where they wait for memory alone, Zen's own prefetcher draws up to a
