@@ -19,6 +19,7 @@ FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "bf16", "int8_row_f32", "fp
 FORMATS += ("mxfp4", "ternary")
 ALONE = ((28672, 4096), (4096, 4096), (4096, 14336), (6144, 4096))
 """Rows and columns of Llama 8B's matrices."""
+HEAD = (128256, 4096)
 
 
 def product(
@@ -81,6 +82,7 @@ def main() -> None:
     cases += [(int4, 8, 80, large), (int4, 32, 90, large), ("bf16", 32, 90, large)]
     cases += [(int4, 1, 90, shape) for shape in ALONE] + [(int4, 16, 90, ALONE[1])]
     cases += [("int4_asym_g128_f16", m, 90, ALONE[1]) for m in (1, 16)]
+    cases += [("bf16", m, 90, HEAD) for m in (1, 16, 32)]
     for fmt, m, capability, shape in cases:
         launch = product(fmt, m, capability, *shape)
         code = compile_code(launch, capability)

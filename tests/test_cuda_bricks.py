@@ -1,4 +1,4 @@
-"""int4 in bricks: where weights are kept so, and what reads them, in Triton's interpreter."""
+"""Matrices in bricks: where weights are kept so, and what reads them, in Triton's interpreter."""
 
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 from op_cases import error
 from test_cuda_linear import TYPES, Product
 
+from clocher_kernels.cuda import bricks
 from clocher_kernels.cuda.bricks import in_bricks
 from clocher_kernels.cuda.fused import cut, stack
 from clocher_kernels.cuda.launch import INTERPRETER
@@ -31,8 +32,19 @@ def test_products(kind: str, m: int, n: int, k: int, x_type: str) -> None:
     assert rms <= limit and largest <= 10 * limit, (rms, largest)
 
 
+@pytest.mark.parametrize("x_type", TYPES)
+@pytest.mark.parametrize("m", [1, 9, 33])
+def test_heads(m: int, x_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bricks, "LEAST_FLOAT_ROWS", 40)
+    product = Product("bf16", m, 40, 448, x_type)
+    assert in_bricks(product.w.format, product.w.shape)
+    rms, largest = error(product.run(), product.expected)
+    limit = 1e-3 if x_type == "f16" else 2e-6
+    assert rms <= limit and largest <= 10 * limit, (rms, largest)
+
+
 @pytest.mark.parametrize(
-    ("fmt", "shape", "bricks"),
+    ("fmt", "shape", "kept"),
     [
         ("int4_asym_g128_f16", (24, 256), True),
         ("int4_sym_g128_f16", (20, 256), False),
@@ -41,14 +53,18 @@ def test_products(kind: str, m: int, n: int, k: int, x_type: str) -> None:
         ("int4_sym_g192_f16", (24, 384), False),
         ("int4_sym_g128_f16", (2, 24, 256), False),
         ("int8_g128_f16", (24, 256), False),
+        ("bf16", (32768, 64), True),
+        ("bf16", (32760, 64), False),
+        ("bf16", (32768, 96), False),
+        ("f16", (32768, 64), False),
     ],
 )
-def test_what_is_kept_in_bricks(fmt: str, shape: tuple[int, ...], bricks: bool) -> None:
+def test_what_is_kept_in_bricks(fmt: str, shape: tuple[int, ...], kept: bool) -> None:
     w = _weights(fmt, *shape)
-    assert in_bricks(w.format, w.shape) is bricks
+    assert in_bricks(w.format, w.shape) is kept
     assert all(plane.is_contiguous() for plane in w.planes.values())
-    codes = w.planes["codes"]
-    assert not bricks or codes.shape == (shape[0] // 8, shape[1] // 128, 128)
+    held = w.planes["codes" if "codes" in w.planes else "data"]
+    assert not kept or held.view(torch.int32).shape[::2] == (shape[0] // 8, 128)
 
 
 @pytest.mark.parametrize("kind", ["sym_g128_f16", "asym_g128_f16", "asym_row_f16"])

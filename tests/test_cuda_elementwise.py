@@ -7,6 +7,7 @@ import torch
 from cuda_cases import aot_report, run_interpreted
 from op_cases import OpRun, error
 
+from clocher_kernels.cuda import bricks
 from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import INTERPRETER, execute
 from clocher_kernels.cuda.prepack import prepack
@@ -44,9 +45,13 @@ def test_embed_names_the_formats_that_it_has() -> None:
         LOWER["embed"](ids=ids, table=table, y=y, device=INTERPRETER)
 
 
-@pytest.mark.parametrize("fmt", ["sym_g128_f16", "asym_g128_f32", "asym_g256_bf16", "asym_row_f16"])
-def test_embed_reads_bricks(fmt: str) -> None:
-    case = Case(f"{fmt}-m5-k768", {"M": 5, "V": 24, "K": 768}, formats={"table": f"int4_{fmt}"})
+@pytest.mark.parametrize(
+    "fmt",
+    ["int4_sym_g128_f16", "int4_asym_g128_f32", "int4_asym_g256_bf16", "int4_asym_row_f16", "bf16"],
+)
+def test_embed_reads_bricks(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bricks, "LEAST_FLOAT_ROWS", 24)
+    case = Case(f"{fmt}-m5-k768", {"M": 5, "V": 24, "K": 768}, formats={"table": fmt})
     op = OpRun(OPS["embed"], case)
     op.values["ids"][:] = [23, 0, 9, 8, 7]
     got, expected = run_interpreted(op)["y"], op.run(ReferenceExecutor)["y"]

@@ -16,6 +16,7 @@ from op_cases import ALL
 from bench.gpu import parity
 from bench.gpu.setting import Setting, make_setting
 from bench.ops import OpRun, judge
+from clocher_kernels.cuda import bricks
 from clocher_kernels.cuda.executor import LOWER, CudaExecutor
 from clocher_kernels.cuda.launch import INTERPRETER, Device
 from clocher_kernels.errors import ShapeError, UnsupportedOp
@@ -51,6 +52,23 @@ def test_parity(spec: OpSpec, case: Case, gpu: Setting) -> None:
             continue
         assert row["status"] == "ok", (act, row)
     executed(spec, case, gpu.device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [
+        pytest.param(OPS[op], case, id=f"{op}-{case.id}")
+        for op, rows in (("linear", "N"), ("embed", "V"))
+        for case in OPS[op].cases
+        if "bf16" in case.formats.values() and case.sizes[rows] % 8 + case.sizes["K"] % 64 == 0
+    ],
+)
+def test_parity_of_heads_in_bricks(
+    spec: OpSpec, case: Case, gpu: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bricks, "LEAST_FLOAT_ROWS", 8)
+    test_parity(spec, case, gpu)
 
 
 MISSING = {

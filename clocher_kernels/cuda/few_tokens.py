@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.bricks import BRICK_COLUMNS, in_bricks
+from clocher_kernels.cuda.bricks import BRICK_WORDS, in_bricks
 from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
 from clocher_kernels.cuda.gemv_bits import gemv_bits
@@ -138,10 +138,10 @@ _MOST_TURNS = 9
 """Bricks of a warp that may all be on their way before the first is needed."""
 
 
-def _brick_tile(n: int, k: int, m: int, device: Device) -> FewTile:
-    """Choose the tile for bricks, as measured on an H200."""
+def _brick_tile(n: int, chunks: int, m: int, device: Device) -> FewTile:
+    """Choose the tile for rows of some bricks, as measured on an H200."""
     wide, busy = triton.cdiv(n, 32), _BUSY * device.sms
-    chunks, warps, parts = k // BRICK_COLUMNS, _WARPS, 1
+    warps, parts = _WARPS, 1
     if 2 * wide >= busy:
         warps = 1 if wide >= 3 * busy and chunks <= 32 else 2
     while warps == _WARPS and parts * warps * _MOST_TURNS < chunks and wide * warps * parts < busy:
@@ -154,13 +154,13 @@ def _brick_tile(n: int, k: int, m: int, device: Device) -> FewTile:
         rows, turns = (64, 2) if warps < _WARPS else (32, 1 if parts > 1 else 4)
     else:
         rows, turns = (64, 1) if 8 * all_warps >= 5 * busy else (32, 2)
-    return FewTile(rows, min(turns, each), warps, parts, BRICK_COLUMNS // 32)
+    return FewTile(rows, min(turns, each), warps, parts, BRICK_WORDS // 4)
 
 
 def few_tile(held: Stored, n: int, k: int, m: int, device: Device) -> FewTile | None:
     """Choose the tile for `n` rows, `k` columns and `m` tokens; None if W does not fit any."""
     if held.bricks:
-        return _brick_tile(n, k, m, device)
+        return _brick_tile(n, k // (BRICK_WORDS * held.per), m, device)
     # A chunk of four vectors lies in one group of columns, and a vector in one row.
     words = 4
     while words > 1 and (held.span % (4 * words * held.per) or held.data.shape[-1] % words):

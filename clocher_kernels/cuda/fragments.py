@@ -148,7 +148,7 @@ def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
     lane = tl.arange(0, 32 * C.WARPS)
     chunk = turn * C.WARPS + lane // 32
     # Beyond the last vector, where x is 0, it is repeated: loads need no mask.
-    if C.BRICKS:
+    if C.BRICK > 0:
         chunk = tl.minimum(chunk, (end + (4 * C.OWN - 1)) // (4 * C.OWN) - 1)
         at = ((chunk * 32 + lane % 4) * C.E)[:, None] + tl.arange(0, C.E)[None, :]
     else:
@@ -158,7 +158,7 @@ def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
     held, scale, zero = (), (), ()
     for g in tl.static_range(C.BN // 8):
         row = _row(n0.to(tl.int64), lane, C, g)  # one address for all
-        if C.BRICKS:
+        if C.BRICK > 0:
             eight, own = _eight(n0.to(tl.int64), lane, row, C, g)
             to = w + (eight * (C.STRIDE * 8) + own * (4 * C.E))[:, None] + at
         else:
@@ -166,7 +166,7 @@ def load_weights(w, scales, zeros, n0, turn, end, C: tl.constexpr):
         held = held + (tl.load(to, eviction_policy="evict_first"),)
         if C.SPAN > 0:
             group = tl.minimum(chunk * 4 * C.OWN // C.SPAN, GROUPS - 1)
-            if C.BRICKS:
+            if C.BRICK > 0:
                 group = (eight * GROUPS + group) * 8 + own
             else:
                 group = row // C.SCALE_ROWS * GROUPS + group

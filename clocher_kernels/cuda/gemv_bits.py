@@ -302,7 +302,7 @@ def _linear_ternary(
     less = tl.zeros((C.L, C.BM, 1), tl.int32)
     w += row * (V * 4)
     ahead = load_vectors(w, lane, V)
-    start(C.PDL)
+    start(C.PDL, C.M == 1)
     for turn in range(0, V, C.BV):
         v = turn + lane
         words = split4(ahead)

@@ -84,7 +84,7 @@ class Launch:
     attributes of its last parameter C. `pdl`: the kernel waits for its predecessor itself
     (`gdc_wait`). `weights` read per thread and turn of the main loop bound instruction budgets; 0:
     not a weight-streaming kernel. `stages`: turns of the main loop whose loads are in flight,
-    through shared memory if more than one.
+    through shared memory if more than one. `registers`: the most of a thread; 0: what it needs.
     """
 
     kernel: Any
@@ -95,6 +95,7 @@ class Launch:
     pdl: bool = False
     weights: int = 0
     stages: int = 1
+    registers: int = 0
 
     @property
     def given(self) -> dict[str, Any]:
@@ -152,6 +153,8 @@ def options(launch: Launch) -> dict[str, Any]:
     }
     if launch.pdl:
         chosen["launch_pdl"] = True
+    if launch.registers:
+        chosen["maxnreg"] = launch.registers
     return chosen
 
 

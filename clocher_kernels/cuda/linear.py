@@ -28,6 +28,7 @@ from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
 from clocher_kernels.cuda.trellis import trellis_tile
 from clocher_kernels.cuda.words import (
+    brick_column,
     brick_row,
     load_scales,
     scale_of,
@@ -122,8 +123,9 @@ def _gemm(
     begin = split * COLUMNS if C.SPLITS > 1 else 0
     stop = tl.minimum(begin + COLUMNS, C.K) if C.SPLITS > 1 else C.K
     element, k = tl.arange(0, C.BK // C.PER), tl.arange(0, C.BK)
-    if C.BRICKS:
-        w_row = w + brick_row(row.to(tl.int64), C.STRIDE, 16)[:, None] + element[None, :]
+    if C.BRICK > 0:
+        own = brick_column(element, C.BRICK) if C.PER == 1 else element
+        w_row = w + brick_row(row.to(tl.int64), C.STRIDE, C.BRICK)[:, None] + own[None, :]
     w_at = w + row.to(tl.int64)[:, None] * C.STRIDE + (begin // C.PER + element)[None, :]
     x_at = x + tl.minimum(m, C.M - 1)[None, :] * C.K + (begin + k)[:, None]
     zero = tl.full((1, 1), 8 << C.ABOVE, tl.int32)
@@ -143,8 +145,8 @@ def _gemm(
         HELD: tl.constexpr = scales.dtype.element_ty
         MINIMA: tl.constexpr = HELD == tl.int16 or HELD == tl.int32  # noqa: SIM300
         group = (row // C.SCALE_ROWS).to(tl.int64)[:, None]
-        APART: tl.constexpr = 8 if C.BRICKS else 1  # scales of a row
-        if C.BRICKS:
+        APART: tl.constexpr = 8 if C.BRICK > 0 else 1  # scales of a row
+        if C.BRICK > 0:
             group = brick_row(group, tl.cdiv(C.K, C.SPAN), 1)
             scales += group
         else:
@@ -159,9 +161,10 @@ def _gemm(
 
     total = tl.zeros((C.BN, C.BM), tl.float32 if x_scale is None else tl.int32)
     for k0 in range(begin, stop, C.BK):
-        if C.BRICKS:
-            # A step's words lie in one brick. A hint at what a function returns would be lost.
-            first = tl.multiple_of((k0 & -128) + (k0 & 127) // 8, C.BK // 8)
+        if C.BRICK > 0:
+            # A step has bricks, or words of one. A hint at what a function returns would be lost.
+            first = k0 * 8 if C.PER == 1 else (k0 & -128) + (k0 & 127) // 8
+            first = tl.multiple_of(first, C.BK // C.PER)
             held, xt = tl.load(w_row + first), tl.load(x_at)
         elif C.BITS > 0:
             held, xt = trellis_tile(w, zeros, row, k0, C), tl.load(x_at)

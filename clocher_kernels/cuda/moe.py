@@ -6,6 +6,7 @@ follows, and a token's result does not depend on the batch. More are multiplied 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -143,7 +144,13 @@ def moe_gate_up(
     settings = {"ACT": act, "LIMIT": float(limit), "ALPHA": float(alpha)}
     if _in_tiles(ids, w, device):
         return moe_gemm.tiles(x, ids, w, device, A=ids.shape[1], **given, **settings)
-    return _launch(_gate_up, x, ids, w, device, **given, **settings)
+    (made,) = _launch(_gate_up, x, ids, w, device, **given, **settings)
+    fewer = made.constants["PAIRS"] == "blocks" and device.capability >= 90
+    return [replace(made, registers=_REGISTERS) if fewer else made]
+
+
+_REGISTERS = 80
+"""Of a thread that multiplies blocks of mxfp4: a multiprocessor then has 25 warps, not 21."""
 
 
 def moe_down(

@@ -4,7 +4,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
 
     int4     codes  i32 [..., N, W], W = ceil(K / 32) * 4. Element 2p + h of a word's 8 is the
                     nibble at bit 4p + 16h, so one mask leaves the pair (2p, 2p + 1) in the two
-                    halves. Some matrices then lie in `bricks`.
+                    halves. Some matrices then lie in `bricks`, as some of bf16 do.
     mxfp4    blocks i32 [..., N, K / 8]. In half h of a word, elements h, 2 + h, 4 + h and 6 + h
                     have their three bits of magnitude from bits 9, 1, 12 and 4 up, and their signs
                     in bits 15, 7, 8 and 0. Bits 11..9 and 15 are where fp16 has the magnitude and
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clocher_kernels.cuda.bricks import BRICK_ROWS, in_bricks, to_bricks
+from clocher_kernels.cuda.bricks import BRICK_ROWS, BRICK_WORDS, in_bricks, to_bricks
 from clocher_kernels.cuda.strips import to_rows
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
@@ -143,6 +143,10 @@ def _int4(fmt: Int4, planes: Planes, shape: tuple[int, ...]) -> Planes:
     return to_bricks(packed, shape) if in_bricks(fmt, shape) else packed
 
 
+def _float(fmt: Float, planes: Planes, shape: tuple[int, ...]) -> Planes:
+    return to_bricks(planes, shape) if in_bricks(fmt, shape) else planes
+
+
 def _mxfp4(fmt: Mxfp4, planes: Planes, shape: tuple[int, ...]) -> Planes:
     words = planes["blocks"].flatten(-2).view(torch.int32)
     for piece in words.view(-1).split(_PIECE):
@@ -243,6 +247,7 @@ def _bsr(fmt: Bsr, planes: Planes, shape: tuple[int, ...]) -> Planes:
 
 
 REARRANGE: dict[type[Format], Callable[[Any, Planes, tuple[int, ...]], Planes]] = {
+    Float: _float,
     Int4: _int4,
     Mxfp4: _mxfp4,
     Ternary: _ternary,
@@ -338,7 +343,9 @@ class Stored:
         kind = {"CODE": self.code, "ABOVE": {"int5": 1, "int6": 2}.get(self.code, 0)}
         stride = self.data[0].numel() // BRICK_ROWS if self.bricks else self.data.shape[-1]
         kind["BITS"] = int(self.code[3:]) if self.code.startswith("tcq") else 0
-        sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": stride, "BRICKS": self.bricks}
+        sizes = {"PER": self.per, "WEIGHTS": self.vector, "STRIDE": stride}
+        # A row's elements of a brick, 0 without bricks.
+        sizes["BRICK"] = 4 * BRICK_WORDS // self.data.itemsize if self.bricks else 0
         return {**tensors, **kind, **sizes, "SPAN": self.span, "SCALE_ROWS": self.scale_rows}
 
 
@@ -346,7 +353,7 @@ def stored(w: DeviceTensor) -> Stored:
     """Describe prepacked weights in any dense format."""
     fmt, planes = w.format, w.planes
     if isinstance(fmt, Float):
-        return Stored("float", planes["data"], 1, None)
+        return Stored("float", planes["data"], 1, None, bricks=in_bricks(fmt, w.shape))
     if isinstance(fmt, Ternary):
         scale = planes["scale"]  # that of each row where matrices are stacked
         return Stored("ternary", planes["codes"], 16, scale, 0, int(scale.numel() > 1))
