@@ -80,6 +80,32 @@ def test_waiting_that_fewer_threads_do_not_help_is_put_up_with():
     assert 3 < len(sizes) < 30
 
 
+def test_a_trial_without_a_fast_step_ends_at_once():
+    """A virtual machine that stands still now and then makes one thread wait for the other."""
+    pace, turns = Pace(2), []
+
+    def interrupted(threads):
+        turns.append(threads)
+        stalled = len(turns) % 10 == 0
+        if threads == 1:
+            return 8 * STEP_NS // 5, 0
+        return (3 * STEP_NS, 2 * STEP_NS) if stalled else (STEP_NS, 0)
+
+    _, sizes = run(pace, interrupted, 1)
+    assert sizes[:3] == [2, 1, 2]
+    assert turns.count(1) <= 3 * sizes.count(1)
+
+
+def test_short_replies_do_not_keep_a_team_small():
+    """A reply ends before a trial with more threads does; the next one begins with them."""
+    pace = Pace(2)
+    run(pace, contended, 20)
+    for _ in range(3):
+        pace.stepped(PREFILL, 20 * STEP_NS, lambda: 0)
+        run(pace, free, 0.3)
+    assert pace.active == 2
+
+
 def test_a_step_of_another_size_ends_a_trial():
     pace = Pace(2)
     lost = WINDOW_NS // 2

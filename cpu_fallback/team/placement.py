@@ -2,8 +2,8 @@
 
 A thread whose core is taken away, by another process or by the CPU quota of a container, holds up
 all others at the next barrier. If waiting there makes up a tenth of the time, the team tries with
-fewer threads, and keeps to that unless steps become slower; later it tries with more again. A
-trial that does not pay is repeated after twice the time. A team that has its cores for itself
+fewer threads, and keeps to that unless steps become slower: a few that are all slower end a trial.
+Later it tries with more again. A trial that does not pay is repeated after twice the time. A team that has its cores for itself
 never tries anything. Results do not depend on the number of threads, so none of this shows in them.
 """
 
@@ -184,6 +184,7 @@ WINDOW_NS: Final = 100_000_000
 """Steps of one size are compared over at least this time: the period of a CPU quota."""
 
 _GLIMPSE_NS: Final = 10_000_000
+_FEW_STEPS: Final = 3
 _HOPELESS: Final = 1.5
 _GAIN: Final = 1.1  # How much faster steps must become for more threads to be worth it
 _LOSS: Final = 1.05
@@ -227,6 +228,7 @@ class Pace:
             return
         self._steps += 1
         self._ns += ns
+        self._fastest = min(self._fastest, ns)
         if self._ns >= WINDOW_NS:
             contended = lost() > _LOST * self._ns
             if self._settling:
@@ -239,7 +241,7 @@ class Pace:
             self._close(True)
 
     def _begin(self) -> None:
-        self._steps = self._ns = 0
+        self._steps, self._ns, self._fastest = 0, 0, WINDOW_NS
 
     def _end_trial(self) -> None:
         self._before, self._left, self._settling = 0, self._patience, False
@@ -247,15 +249,20 @@ class Pace:
     def _abandon(self, size: tuple[int, int], lost: Callable[[], int]) -> None:
         self._size = size
         if self._before:
-            self.active = self._before
+            self.active = max(self._before, self.active)
             self._end_trial()
         lost()
         self._begin()
 
     def _hopeless(self) -> bool:
-        """Return whether a trial can end early: steps take much longer with it."""
-        fair = self.active > self._before or not self._settling
-        return self._before > 0 and fair and self._ns >= _GLIMPSE_NS and self._slower_by(_HOPELESS)
+        """Return whether a trial can end early.
+
+        With fewer threads no step is as fast as those before were on average; with more, steps take
+        much longer.
+        """
+        if self.active < self._before:
+            return self._steps >= _FEW_STEPS and self._fastest > _LOSS * self._mean
+        return self._before > 0 and self._ns >= _GLIMPSE_NS and self._slower_by(_HOPELESS)
 
     def _slower_by(self, factor: float) -> bool:
         return self._ns > factor * self._mean * self._steps
