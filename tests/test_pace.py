@@ -99,10 +99,11 @@ def test_a_trial_without_a_fast_step_ends_at_once():
 def test_short_replies_do_not_keep_a_team_small():
     """A reply ends before a trial with more threads does; the next one begins with them."""
     pace = Pace(2)
-    run(pace, contended, 20)
+    run(pace, contended, 0.5)
+    assert pace.active == 1
     for _ in range(3):
         pace.stepped(PREFILL, 20 * STEP_NS, lambda: 0)
-        run(pace, free, 0.3)
+        run(pace, free, 0.15)
     assert pace.active == 2
 
 

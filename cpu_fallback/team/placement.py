@@ -3,8 +3,9 @@
 A thread whose core is taken away, by another process or by the CPU quota of a container, holds up
 all others at the next barrier. If waiting there makes up a tenth of the time, the team tries with
 fewer threads, and keeps to that unless steps become slower: a few that are all slower end a trial.
-Later it tries with more again. A trial that does not pay is repeated after twice the time. A team that has its cores for itself
-never tries anything. Results do not depend on the number of threads, so none of this shows in them.
+Later it tries with more again. A trial that does not pay is repeated after twice the time. A team
+that has its cores for itself never tries anything. Results do not depend on the number of threads,
+so none of this shows in them.
 """
 
 import logging
