@@ -26,9 +26,10 @@ The control block is an int64 array of 64-byte lines, one for each thing that th
           5  nanoseconds of the last step       word 40  of rank 0: ns lost at barriers
                                                 word 48  of rank 1, and so on
 
-Waiting is bounded at every stage: about 20 us of spinning with pauses, then yielding the processor,
-then sleeping, 50 us at first and 1 ms after some 40 ms. A team that has lost a core to another
-process slows down and does not collapse; what its threads lose is counted, for `Pace`.
+Waiting is bounded at every stage: about 20 us of spinning with pauses, then about a millisecond of
+yielding the processor, then sleeping, 50 us at first and 1 ms after some 40 ms. A team that has
+lost a core to another process slows down and does not collapse; what its threads lose is counted,
+for `Pace`.
 """
 
 import sys
@@ -50,7 +51,9 @@ EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
 LINE = 8  # Words of a line; rank r has word LOST + LINE * r
 
 _SPINS = 600
-_YIELDS = 200
+# Longer than a nap takes to end: who waits for a thread that naps must not begin to nap itself.
+# They would take turns at it, at every barrier.
+_YIELDS = 4000
 _NAPS = 400
 _NAP_NS = 50_000
 _LONG_NAP_NS = 1_000_000
