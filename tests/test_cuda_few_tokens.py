@@ -176,7 +176,7 @@ def test_few_rows_are_shared_by_programs() -> None:
 def test_machine_code_keeps_its_budgets() -> None:
     limits = {"int4_sym_g128_f16": 1.75, "bf16": 2.2, "ternary": 1.4, "int8_row_f32": 2.0}
     # Instructions of a whole kernel that reads its rows at once are counted, not of a loop.
-    limits |= {"4096x4096": 2.4, "6144x4096": 2.15, "4096x14336": 1.95}
+    limits |= {"4096x4096": 2.4, "6144x4096": 2.15, "4096x14336": 1.95, "128256x4096": 2.6}
     for name, got in aot_report("cuda_aot_few.py").items():
         fmt, m, shape, _ = name.split("-")
         # 64 rows by two warps are fastest on an H200, though they take every register.
