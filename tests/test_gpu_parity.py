@@ -71,6 +71,23 @@ def test_parity_of_heads_in_bricks(
     test_parity(spec, case, gpu)
 
 
+_KINDS = ("bf16", "int4_sym_g128_f16", "int4_asym_g64_f16", "int8_row_f32", "mxfp4", "q4_k", "tcq3")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [*_KINDS, "a head of bf16"])
+def test_32_tokens_have_the_bits_of_one(
+    fmt: str, gpu: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "head" in fmt:
+        monkeypatch.setattr(bricks, "LEAST_FLOAT_ROWS", 8)
+    sizes = {"M": 32, "N": 64, "K": 1024}
+    case = Case(f"{fmt}-m32", sizes, formats={"w": fmt.rpartition(" ")[2]})
+    gpu.random.manual_seed(1)
+    row = parity.Trial(gpu, OPS["linear"], case, "f16").check()
+    assert row["status"] == "ok" and row["alone"], row
+
+
 MISSING = {
     (s.name, c.formats.get("w")): (s, c) for s, c in ALL if "cuda" in c.missing and s.name in LOWER
 }

@@ -1,7 +1,7 @@
 """One case of an op on a device against its reference: for `pytest -m gpu`, smoke and timing.
 
 Outputs are NaN before each run. A second run and a graph's replays must give the same bits; so must
-a token alone and in a batch of up to eight.
+a token alone and in a batch of up to 32.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Value
 from clocher_kernels.quant_tensor import QuantTensor
 
 ACTIVATIONS = ("f32", "f16", "bf16")
-_MOST_ALONE = 8
+_MOST_ALONE = 32
 _REPLAYS = 20
 """A missing barrier shows only now and then."""
 
