@@ -186,7 +186,8 @@ def strip_product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
     """Return the kernel that multiplies a strip by a panel: `call_strip` but for its address.
 
     `tile` is where the strip begins in it, `start` its first unit; `fresh` says whether the strip
-    is to be decoded, for which the panel has to have four tokens. Others are as of `product_of`.
+    is to be decoded, for which the panel has to have four tokens, or any number with AVX-512.
+    Others are as of `product_of`.
     """
     name = f"strip_product.{layout.name}_x{group}"
     if CURRENT.avx512:
@@ -214,8 +215,8 @@ def strip_product_of(layout: Layout | BlockLayout, group: int) -> Kernel:
 def _dots(layout: Layout | BlockLayout, group: int) -> Any:
     """Return the sums of a strip and a panel by AMX."""
     first, skip, parts, signed = 0, UNITS * OPERANDS * LINE, 1, True
-    periods = [p // UNIT for p in (getattr(layout, "block", BLOCK // 2), group) if p]
-    block = min(periods, default=STRIP)
+    columns = layout.block if isinstance(layout, Layout) else BLOCK // 2
+    block = min((p // UNIT for p in (columns, group) if p), default=STRIP)
     if isinstance(layout, BlockLayout):
         kind = kind_of(layout)
         first, skip, signed = LINE * kind.first, kind.half_bytes, kind.signed
