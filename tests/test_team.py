@@ -2,7 +2,9 @@
 
 import gc
 import os
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -62,6 +64,13 @@ def dawdle(rec, ctl, rank, size, scratch):
         me = 0
         sleep_ns(2_000_000)
     fetch_add(read_i64(rec) + 8 * me, 1)
+
+
+@Kernel
+def linger(rec, ctl, rank, size, scratch):
+    """Let all but the first thread sleep for less time than a waiting thread yields."""
+    if rank:
+        sleep_ns(100_000)
 
 
 SLOTS = frozenset({"slots"})
@@ -134,6 +143,22 @@ def test_others_take_over_the_shares_of_a_slow_thread(
     team.close()
     # Each has 6 of its own. Thread 0 sleeps for 12 ms in these; the other 4 are gone by then.
     assert slots[:2].tolist() == [6, 10]
+
+
+@pytest.mark.skipif("linux" not in sys.platform, reason="counts switches of threads as Linux does")
+def test_a_short_wait_puts_no_thread_to_sleep() -> None:
+    """A waiting thread that sleeps makes the others wait for it, and sleep in turn."""
+    warm([linger, tape.lead, tape.serve])
+    launches = 100
+    words = tape.encode([Launch(linger, (), SLOTS, SLOTS)] * launches)
+    team = Team(2, words, 64, Hints(adaptive=False))
+    with team.running():
+        team.step(1, 1)
+        before = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+        team.step(1, 1)
+        slept = resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw - before
+    team.close()
+    assert slept < launches // 2
 
 
 def test_a_team_shrinks_while_threads_wait_for_each_other(
