@@ -109,7 +109,7 @@ def test_products_of_tiles_are_compiled_on_any_host() -> None:
     assert re.search(r"\btilestored\b", code)
 
 
-def test_amx_needs_the_leave_of_linux(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_needs_permission_from_linux(monkeypatch: pytest.MonkeyPatch) -> None:
     features = dict.fromkeys(("avx2", *isa.ISAS["amx"].needs), True)
     monkeypatch.setattr(isa.llvm, "get_host_cpu_features", lambda: features)
     monkeypatch.setattr(isa.os, "uname", lambda: SimpleNamespace(machine="x86_64"))

@@ -18,7 +18,8 @@ BRICK_ROWS = 8
 BRICK_WORDS = 16
 """32-bit words of a row of a brick."""
 LEAST_FLOAT_ROWS = 1 << 15
-"""Rows from which bf16 in bricks is as fast for one token as by GEMV, on an H200."""
+"""Rows from which bf16 lies in bricks, an estimate: on an H200 201 088 rows take 3 % longer for one
+token than by GEMV, but less than half as long for 32; of matrices of 5120 a step lost 8 %."""
 _PIECE = 1 << 18  # words that are moved at a time
 
 

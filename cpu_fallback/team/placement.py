@@ -249,7 +249,7 @@ class Pace:
 
     def _abandon(self, size: tuple[int, int], lost: Callable[[], int]) -> None:
         self._size = size
-        if self._before:
+        if self._before:  # no verdict: the larger team, or short replies would keep it small
             self.active = max(self._before, self.active)
             self._end_trial()
         lost()

@@ -26,7 +26,7 @@ The control block is an int64 array of 64-byte lines, one for each thing that th
           5  nanoseconds of the last step       word 40  of rank 0: ns lost at barriers
                                                 word 48  of rank 1, and so on
 
-Waiting is bounded at every stage: about 20 us of spinning with pauses, then about a millisecond of
+Waiting is bounded at every stage: about 20 us of spinning with pauses, then some 600 us of
 yielding the processor, then sleeping, 50 us at first and 1 ms after some 40 ms. A team that has
 lost a core to another process slows down and does not collapse; what its threads lose is counted,
 for `Pace`.
@@ -51,8 +51,8 @@ EPOCH, STOP, ARRIVED, PASSED, LOST = 8, 16, 24, 32, 40
 LINE = 8  # Words of a line; rank r has word LOST + LINE * r
 
 _SPINS = 600
-# Longer than a nap takes to end: who waits for a thread that naps must not begin to nap itself.
-# They would take turns at it, at every barrier.
+# Longer than a nap lasts: a thread that waits for a napping one must not nap, too. Both would then
+# nap at every barrier.
 _YIELDS = 4000
 _NAPS = 400
 _NAP_NS = 50_000

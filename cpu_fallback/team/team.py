@@ -227,7 +227,7 @@ class _Worker:
 
     def wake(self) -> None:
         """Let the thread look for a step, now or when it next would sleep."""
-        with suppress(RuntimeError):  # it was told already
+        with suppress(RuntimeError):  # it is awake
             self._asleep.release()
 
     def _loop(self) -> None:
