@@ -75,14 +75,15 @@ _KINDS = ("bf16", "int4_sym_g128_f16", "int4_asym_g64_f16", "int8_row_f32", "mxf
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fmt", [*_KINDS, "a head of bf16"])
+@pytest.mark.parametrize(
+    ("fmt", "least"), [*((fmt, bricks.LEAST_FLOAT_ROWS) for fmt in _KINDS), ("bf16", 8)]
+)
 def test_32_tokens_have_the_bits_of_one(
-    fmt: str, gpu: Setting, monkeypatch: pytest.MonkeyPatch
+    fmt: str, least: int, gpu: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if "head" in fmt:
-        monkeypatch.setattr(bricks, "LEAST_FLOAT_ROWS", 8)
-    sizes = {"M": 32, "N": 64, "K": 1024}
-    case = Case(f"{fmt}-m32", sizes, formats={"w": fmt.rpartition(" ")[2]})
+    """With a least of 8 rows bf16 lies in bricks, as heads do."""
+    monkeypatch.setattr(bricks, "LEAST_FLOAT_ROWS", least)
+    case = Case(f"{fmt}-m32", {"M": 32, "N": 64, "K": 1024}, formats={"w": fmt})
     gpu.random.manual_seed(1)
     row = parity.Trial(gpu, OPS["linear"], case, "f16").check()
     assert row["status"] == "ok" and row["alone"], row
