@@ -1,5 +1,6 @@
 """Attention and KV cache kernels of the CPU beyond the op table's cases."""
 
+import ctypes
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,8 @@ from clocher_kernels.ops.cases import case_plan
 from clocher_kernels.ops.contract import Case
 from clocher_kernels.plan import Attr
 from cpu_fallback.executor import CpuExecutor
-from cpu_fallback.ops.attention_block import LONGEST
+from cpu_fallback.lanes.jit import Kernel
+from cpu_fallback.ops.attention_block import LONGEST, clear_around
 
 DRAWN = settings(max_examples=40)
 TALL_TILES = [
@@ -390,6 +392,23 @@ def test_a_cap_makes_no_number_of_what_is_not_finite(key: float, threads: int) -
     rows = tokens((0, 18, 19, 0), (0, 19, 20, 0))
     y = attend(cache, 1, 0, {**rows, "q": queries(rng, 2, cache, 1)}, threads, softcap=30.0)
     assert np.isfinite(y[0]).all() and np.isnan(y[1]).all()
+
+
+def cleared(panel, pitch, begin, end):
+    clear_around(panel, pitch, begin, end)
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 8), (3, 33), (20, 21), (16, 32)])
+def test_what_is_scored_beside_the_cells_of_a_block_is_zero(begin: int, end: int) -> None:
+    """Scratch memory may hold denormal numbers: eight tokens took eight times as long."""
+    memory = np.full(64 * 32 + 16, np.float32(1e-40))
+    panel = memory[-memory.ctypes.data % 64 // 4 :][: 64 * 32].reshape(64, 32)
+    function = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(Kernel(cleared).address)
+    function(panel.ctypes.data, 4 * 32, begin, end)
+    cell = np.arange(64)
+    scored = (cell >= begin // 16 * 16) & (cell < -(-end // 16) * 16)
+    around = scored & ((cell < begin) | (cell >= end))
+    assert (panel[around] == 0).all() and (panel[~around] == np.float32(1e-40)).all()
 
 
 @pytest.mark.parametrize(

@@ -129,6 +129,18 @@ def turn(panel, size, begin, end, columns):
             _turn(panel + pitch * c + _VECTOR * step, pitch, target, steps)
 
 
+@device
+def clear_around(panel, pitch, begin, end):
+    """Write zeros around cells begin .. end - 1 of a panel to whole 16, which are scored as well.
+
+    What lay there may be denormal, of which each product takes a hundred cycles and more.
+    """
+    for at in range(pitch * (begin & -16), pitch * begin, _VECTOR):
+        v.store_f32(panel + at, v.zero())
+    for at in range(pitch * end, pitch * (end + 15 & -16), _VECTOR):
+        v.store_f32(panel + at, v.zero())
+
+
 TURNED_ROWS = 32  # Rows from which on keys are turned
 _ASKING = 16  # Rows that are scored between requests for what will be read
 
@@ -210,6 +222,8 @@ def _part(a, t, stop, low, high, whole, seen, where, memory):
             _gather(k_scale, lines, begin, end, scales)
             _gather(v_scale, lines, begin, end, scales + SCORES)
             k_scale, v_scale = scales, scales + SCORES
+        else:
+            clear_around(panel, a.pitch, begin, end)
         first, out = lines + 8 * begin, panel + a.pitch * begin
         read_lines(a.reader, a.k_cache, first, end - begin, a.D, out)
     own, weights = state + STATE * offset, scores + SCORES * offset
