@@ -42,13 +42,15 @@ PANELS = TILE_SUMS + 4 * 16 * 16  # In the scratch of a product: the panels
 SHARES = 4  # Shares per thread of a product whose weights are worth it
 _LONGEST = 1 << 17
 
-AHEAD = 4096 if CURRENT.in_shorts else 8192
+_AHEAD = 4096
 """Bytes of weights to ask for ahead of use: what a core's own prefetcher does not keep up with."""
+_AHEAD_OF_FEW_BITS = _AHEAD if CURRENT.in_shorts else 8192
+"""The same of tiles of five bits and less that have heads: they are multiplied faster."""
 TWOS = int(CURRENT.amx)  # Whether panels that strips are multiplied by are those of AMX
 _FEW = 2
-_AHEAD_OF_FEW = 0 if CURRENT.in_shorts and is_zen() else AHEAD
-"""The same of `_FEW` tokens. Where they wait for memory alone, Zen's own prefetcher draws up to a
-fifth faster unless lines are asked for before it does; Intel's takes almost twice the time without.
+_NONE_OF_FEW = CURRENT.in_shorts and is_zen()
+"""Whether it is 0 for `_FEW` tokens. Where they wait for memory alone, Zen's own prefetcher draws
+up to a fifth faster unless lines are asked for before it does; Intel's takes twice the time.
 With 0 those of a unit are asked for as it begins."""
 
 
@@ -127,6 +129,8 @@ def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
     least = strip_tokens(tiles.layout, group)
     strips = 0 < least <= most
     block, kept, per_token = panel_sizes(tiles.layout, group, k, most, strips)
+    few_bits = isinstance(tiles.layout, Layout) and tiles.layout.code != "int8"
+    ahead = _AHEAD_OF_FEW_BITS if few_bits else _AHEAD
     return Tiled(
         product=product_of(tiles.layout, group),
         tiles=int(tiles.data.ctypes.data),
@@ -135,8 +139,8 @@ def tiled(call: BoundCall, columns: str, most: int) -> tuple[Tiled, Tiles]:
         per_block=block,
         kept=kept,
         per_token=per_token,
-        ahead=call.hints.prefetch_distance(AHEAD),
-        ahead_of_few=call.hints.prefetch_distance(_AHEAD_OF_FEW),
+        ahead=call.hints.prefetch_distance(ahead),
+        ahead_of_few=call.hints.prefetch_distance(0 if _NONE_OF_FEW else ahead),
         form=panels.form_of(tiles.layout, group, tiles.factor),
         activate=activation_of(call) if "times" in params else 0,  # type: ignore[arg-type]
         from_tokens=least,

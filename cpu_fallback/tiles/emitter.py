@@ -15,7 +15,7 @@ from llvmlite import ir
 from cpu_fallback.lanes import language as v
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.lanes.jit import cgutils
-from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, Strip, dots_of, is_number
+from cpu_fallback.tiles.byte_dots import NUMBER, NUMBER_F32, Strip, ask, dots_of, is_number
 from cpu_fallback.tiles.layout import BIAS, LINE, OPERANDS, ROWS, UNIT, Layout
 from cpu_fallback.tiles.multiply import SUMS_BYTES, TILE_TOKENS
 
@@ -285,13 +285,25 @@ class Emitter:
         """Emit the step to the scales of a block; return their address."""
         b, layout = self.b, self.layout
         if layout.per_head == 1:
-            return self.weights.take(layout.head)
+            return self._head(layout.head)
         index = b.load(self.index)
         b.store(b.add(index, v.number(1)), self.index)
         fresh = b.icmp_signed("==", b.and_(index, v.number(layout.per_head - 1)), v.number(0))
-        here = self.weights.take(b.select(fresh, v.number(layout.head), v.number(0)))
+        here = self._head(b.select(fresh, v.number(layout.head), v.number(0)))
         at = b.select(fresh, here, b.add(b.load(self.head), v.number(layout.record)))
         b.store(at, self.head)
+        return at
+
+    def _head(self, nbytes: Any) -> Any:
+        """Emit the step over a head, or none; ask for its lines ahead, as for those of codes.
+
+        Where products add in int16 these have no time for more requests.
+        """
+        at = self.weights.take(nbytes)
+        if not (CURRENT.in_shorts or (self.strip and self.strip.decoded)):
+            for line in range(0, self.layout.head, LINE):
+                further = self.b.add(v.behind(self.b, at, line), self.ahead)
+                ask(self.b, further, self.tokens or TILE_TOKENS)
         return at
 
     def _weight_scales(self, at: Any = None) -> tuple[Any, Any]:
