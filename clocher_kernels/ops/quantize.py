@@ -6,12 +6,12 @@ of them. One `quantize` serves every product that reads the same activations, an
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, from_f32, to_f32
-from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value
+from clocher_kernels.ops.contract import EXACT, Case, In, OpSpec, Out, Real, Value
 
 Array = np.ndarray
 
@@ -45,7 +45,15 @@ def dequantize(q: Array, scale: Array, group: int) -> Array:
     return np.asarray(q * wide)
 
 
-def quantize(*, x: Array, q: Array, scale: Array, group: int, floor: float, lowest: int) -> None:
+def quantize(
+    *,
+    x: Annotated[Array, In("M A* K")],
+    q: Annotated[Array, Out("M A* K", "i8")],
+    scale: Annotated[Array, Out("M A* B")],
+    group: int,
+    floor: float,
+    lowest: int,
+) -> None:
     """Quantise each group of columns to int8: q = clamp(rint(x * 127 / absmax), lowest, 127).
 
     Args:
@@ -73,7 +81,14 @@ def quantize(*, x: Array, q: Array, scale: Array, group: int, floor: float, lowe
     scale[...] = np.where(finite.all(axis=-1), absmax / np.float32(127), np.float32(np.nan))
 
 
-def fake_quantize(*, x: Array, y: Array, dtype: str, group: int = 0, floor: float = 0.0) -> None:
+def fake_quantize(
+    *,
+    x: Annotated[Array, In("M A* K", narrow=True)],
+    y: Annotated[Array, Out("M A* K")],
+    dtype: str,
+    group: int = 0,
+    floor: float = 0.0,
+) -> None:
     """Round activations to what a narrower type can hold; the values stay fp32.
 
     "bf16" and "f16" round to nearest, ties to even, and saturate; `group` and `floor` mean nothing.
@@ -139,13 +154,6 @@ def _case(name: str, group: int, law: Mapping[str, Any], zeros: int = 0, **sizes
 
 SPECS = (
     OpSpec(
-        "quantize",
-        "int8 codes of activations, and a scale per group of columns",
-        (
-            Param("x", "in", "M A* K"),
-            Param("q", "out", "M A* K", "i8"),
-            Param("scale", "out", "M A* B"),
-        ),
         quantize,
         (
             *(_case("bitnet", 0, BITNET, M=m, K=k) for m, k in ((1, 256), (5, 100), (2, 37))),
@@ -170,12 +178,6 @@ SPECS = (
         flops=3,
     ),
     OpSpec(
-        "fake_quantize",
-        "activations rounded to the values of bf16, fp16, fp8 or int8",
-        (
-            Param("x", "in", "M A* K", narrow=True),
-            Param("y", "out", "M A* K"),
-        ),
         fake_quantize,
         (
             *(
