@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import rounded_product, ternary_digit, to_scale
+from clocher_kernels.cuda.codes import one_word, rounded_product, ternary_digit, to_scale
 from clocher_kernels.cuda.dots import load_each, split4, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
@@ -274,11 +274,8 @@ def _load16(q, m, k, inside, K: tl.constexpr):
 def _add_word(total, less, word, xs, ASM: tl.constexpr):
     """Add a word's 16 products to `total`; `less` is the part common to all rows."""
     if ASM:
-        registers: tl.constexpr = "=r,r,r,r,r,r,r"
-        operands = [word, xs[0], xs[1], xs[2], xs[3], total]
-        total = tl.inline_asm_elementwise(_DOT16, registers, operands, tl.int32, True, 1)
-        operands = [xs[0], xs[1], xs[2], xs[3], less]
-        less = tl.inline_asm_elementwise(_LESS16, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
+        total = one_word(_DOT16, (word,) + xs + (total,))
+        less = one_word(_LESS16, xs + (less,))
     else:
         for j in tl.static_range(16):
             total += (xs[j // 4] << (24 - j % 4 * 8) >> 24) * ternary_digit(word, j)
