@@ -253,16 +253,10 @@ def attention(
 ) -> list[Launch]:
     """Lower `ops.attention.attention`; `pages` may be cut to the blocks that the step can reach."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
-    group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]
     parts = unit(cache_dtype, "pairs")
     constants: dict[str, Any] = {
-        **sizes,
-        "Q_ROW": q.stride(0),
+        **cache_sizes(tensors["pages"], tensors["k_cache"], q),
         "Y_ROW": y.stride(0),
-        "GROUP": group,
-        "LANES": triton.next_power_of_2(group),
-        "WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16),
         "WINDOW": window,
         "CHUNK": chunk,
         "SCALE": scale * _LOG2_E * parts,

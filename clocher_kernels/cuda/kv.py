@@ -123,23 +123,23 @@ def _heads(
         tl.store(to, query, (row < C.GROUP) & (dim < C.DIM))
 
 
-def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
-    """Return the constexprs of a paged cache [pool, heads, page, dim] and its page table."""
+def cache_sizes(pages: Tensor, cache: Tensor, q: Tensor | None = None) -> dict[str, int]:
+    """Return the constexprs of a paged cache [pool, heads, page, dim], its page table, queries."""
     pool, heads, page, dim = cache.shape
+    group = 0 if q is None else q.shape[1] // (heads * dim)
     sizes = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": pool}
     sizes |= {"CELLS": pages.shape[1] * page, "HEADS": heads, "PAGE": page, "DIM": dim}
-    return sizes
+    sizes |= {"GROUP": group, "LANES": triton.next_power_of_2(max(group, 1))}
+    sizes |= {"WIDTH": max(triton.next_power_of_2(dim), 16)}
+    return sizes | {"Q_ROW": 0 if q is None else q.stride(0)}
 
 
 def heads_given(
     k: Tensor, v: Tensor, cells: Mapping[str, Tensor], cache_dtype: str, q: Tensor | None = None
 ) -> dict[str, Any]:
     """Return the arguments of `enter_heads` without norms and rotation."""
-    sizes = cache_sizes(cells["pages"], cells["k_cache"])
-    group = 0 if q is None else q.shape[1] // (sizes["HEADS"] * sizes["DIM"])
-    sizes |= {"GROUP": group, "LANES": triton.next_power_of_2(max(group, 1))}
-    sizes |= {"WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16), "K_ROW": k.stride(0)}
-    sizes |= {"V_ROW": v.stride(0), "Q_ROW": 0 if q is None else q.stride(0)}
+    sizes = cache_sizes(cells["pages"], cells["k_cache"], q)
+    sizes |= {"K_ROW": k.stride(0), "V_ROW": v.stride(0)}
     kind = {"KV": cache_dtype, "LARGEST": LARGEST.get(cache_dtype, 0.0)}
     return {"q": q, "k": k, "v": v, **cells, **sizes, **kind}
 
@@ -201,11 +201,10 @@ def page_bounds(
 ) -> list[Launch]:
     """Lower `ops.selection.page_bounds`; a program whose token completes no page does nothing."""
     sizes = cache_sizes(pages, k_cache)
-    width = triton.next_power_of_2(sizes["DIM"])
     kind = {"UNIT": unit(cache_dtype, "fp32"), "KV": cache_dtype}
     given = {"pages": pages, "k_cache": k_cache, **cells, **sizes, **kind}
-    grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // width, 1)
-    return [launch(_page_bounds, grid, device, **given, WIDTH=width, ROWS=rows)]
+    grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // sizes["WIDTH"], 1)
+    return [launch(_page_bounds, grid, device, **given, ROWS=rows)]
 
 
 @triton.jit

@@ -304,14 +304,11 @@ def tokens(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     kind = case.options.get("tokens", "decode")
     slots = np.arange(m, dtype=np.int32) % s
     ancestors = np.zeros(m, np.uint64)
-    if kind == "prefill":  # the tokens of slot 0 are consecutive
+    if kind in ("prefill", "block"):  # the tokens of slot 0 are consecutive
         slots[:] = 0
         positions = np.arange(capacity - m, capacity, dtype=np.int32)
-        ends = positions + 1
-    elif kind == "block":  # block diffusion: all see the whole block
-        slots[:] = 0
-        positions = np.arange(capacity - m, capacity, dtype=np.int32)
-        ends = np.full(m, capacity, np.int32)
+        # In block diffusion all see the whole block.
+        ends = positions + 1 if kind == "prefill" else np.full(m, capacity, np.int32)
     elif kind == "tree":  # node i hangs from node (i - 1) // 2
         slots[:] = 0
         committed = capacity - m

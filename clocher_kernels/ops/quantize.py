@@ -45,6 +45,23 @@ def dequantize(q: Array, scale: Array, group: int) -> Array:
     return np.asarray(q * wide)
 
 
+def _divided(x: Array, group: int, floor: float, most: np.float32) -> tuple[Array, Array]:
+    """Return x over the scale of its group, not rounded, and the scales: absmax / most.
+
+    What is not finite becomes 0, and the scale of its group NaN.
+    """
+    *lead, k = x.shape
+    cells = np.zeros((*lead, groups_of(k, group) * (group or k)), np.float32)
+    cells[..., :k] = x
+    cells = cells.reshape(*lead, -1, group or k)
+    finite = np.isfinite(cells)
+    cells[~finite] = 0
+    absmax = np.maximum(np.abs(cells).max(axis=-1), np.float32(floor))
+    cells *= (most / absmax)[..., None]
+    scale = np.where(finite.all(axis=-1), absmax / most, np.float32(np.nan))
+    return cells.reshape(*lead, -1)[..., :k], scale
+
+
 def quantize(
     *,
     x: Annotated[Array, In("M A* K")],
@@ -67,18 +84,8 @@ def quantize(
     Source: with group 0, floor 1e-5 and lowest -128: BitNet b1.58 (arXiv 2402.17764) as in
     transformers' ActQuant.
     """
-    *lead, k = x.shape
-    size = group or k
-    cells = np.zeros((*lead, groups_of(k, group) * size), np.float32)
-    cells[..., :k] = x
-    cells = cells.reshape(*lead, -1, size)
-    finite = np.isfinite(cells)
-    cells[~finite] = 0
-    absmax = np.maximum(np.abs(cells).max(axis=-1), np.float32(floor))
-    inverse = np.float32(127) / absmax
-    codes = np.clip(np.rint(cells * inverse[..., None]), lowest, 127)
-    q[...] = codes.reshape(*lead, -1)[..., :k]
-    scale[...] = np.where(finite.all(axis=-1), absmax / np.float32(127), np.float32(np.nan))
+    steps, scale[...] = _divided(x, group, floor, np.float32(127))
+    q[...] = np.clip(np.rint(steps), lowest, 127)
 
 
 def fake_quantize(
@@ -104,32 +111,15 @@ def fake_quantize(
 
     Source: Jacob et al. 2018 (arXiv 1712.05877), section 3: quantisation simulated in floats.
     """
-    finite = np.isfinite(x)
+    most = np.float32(LARGEST.get(dtype, 127))
     if dtype in ("bf16", "f16"):
-        most = np.float32(LARGEST[dtype])
-        bounded = np.clip(np.where(finite, x, np.float32(0)), -most, most)
-        y[...] = np.where(finite, to_f32(from_f32(bounded, dtype), dtype), np.float32(np.nan))
+        bounded = np.clip(np.where(np.isfinite(x), x, np.float32(np.nan)), -most, most)
+        y[...] = to_f32(from_f32(bounded, dtype), dtype)
         return
-    *lead, k = x.shape
-    scale = np.empty((*lead, groups_of(k, group)), np.float32)
-    if dtype == "i8":
-        q = np.empty(x.shape, np.int8)
-        quantize(x=x, q=q, scale=scale, group=group, floor=floor, lowest=-127)
-        codes = q.astype(np.float32)
-    else:
-        size = group or k
-        cells = np.zeros((*lead, scale.shape[-1] * size), np.float32)
-        cells[..., :k] = np.where(finite, x, np.float32(0))
-        absmax = np.abs(cells.reshape(*lead, -1, size)).max(axis=-1)
-        absmax = np.maximum(absmax, np.float32(floor))
-        most = np.float32(LARGEST[dtype])
-        wide = np.repeat(most / absmax, size, axis=-1)[..., :k]
-        codes = to_f32(from_f32(cells[..., :k] * wide, dtype), dtype)
-        good = np.ones(cells.shape, bool)
-        good[..., :k] = finite
-        whole = good.reshape(*lead, -1, size).all(axis=-1)
-        scale[...] = np.where(whole, absmax / most, np.float32(np.nan))
-    y[...] = codes * np.repeat(scale, group or k, axis=-1)[..., :k]
+    k = x.shape[-1]
+    steps, scale = _divided(x, group, floor, most)
+    rounded = np.rint(steps).astype(np.int8) if dtype == "i8" else from_f32(steps, dtype)
+    y[...] = to_f32(rounded, dtype) * np.repeat(scale, group or k, axis=-1)[..., :k]
 
 
 def _make(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
