@@ -101,7 +101,8 @@ def _largest_code(scales, row, BLOCKS: tl.constexpr, BN: tl.constexpr, TURN: tl.
 def _pair(word, adjust, P: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
     """Return elements 2P and 2P + 1 of words [BN, W], fp16 [BN, W, 2]; `adjust`: see _MXFP4."""
     if ASM:
-        both = one_word(_MXFP4[P] if CODE == "mxfp4" else _INT4[P], (word, adjust))
+        ASSEMBLY: tl.constexpr = _MXFP4[P] if CODE == "mxfp4" else _INT4[P]
+        both = one_word(ASSEMBLY, (word, adjust))
         low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
         return tl.join(low, high).to(tl.float16, bitcast=True)
     else:
