@@ -13,9 +13,11 @@ import triton.language as tl
 from cuda_cases import aot_report, meta, meta_device, meta_weight
 from op_cases import error
 from test_cuda_linear import Product
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import min_dot_size
 
 from clocher_kernels.cuda.elementwise import quantize
-from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens
+from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens, tokens_of
 from clocher_kernels.cuda.fragments import decoded
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.prepack import DeviceTensor, prepack
@@ -191,3 +193,9 @@ def test_machine_code_keeps_its_budgets() -> None:
         if m in ("m1", "m8"):
             limit = limits.get(shape, limits.get(fmt, 3.4))
             assert 0 < got["per_weight"] <= limit, (name, got)
+
+
+def test_a_tile_has_as_many_tokens_as_triton_multiplies() -> None:
+    """Triton 3.4 wants 16, later releases one."""
+    least = min_dot_size(GPUTarget("cuda", 90, 32))(tl.float16, tl.float16)[1]
+    assert tokens_of(1) >= least

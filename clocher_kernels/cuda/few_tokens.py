@@ -20,7 +20,7 @@ from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import gemv_bytes
-from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.launch import LEAST_TOKENS, TL_TYPES, VERSION, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import Linear, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float, Fp8
@@ -189,7 +189,7 @@ _FEWEST = 8
 
 def tokens_of(m: int) -> int:
     """Return the tokens of a tile for m tokens: 8, 16 or 32."""
-    return max(8, triton.next_power_of_2(m))
+    return max(LEAST_TOKENS, triton.next_power_of_2(m))
 
 
 def as_words(w: DeviceTensor) -> Stored | None:
@@ -222,7 +222,7 @@ _UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
 """Codes -> what weights that inline assembly decodes to fp16 must be multiplied by."""
 
 
-_NARROW = 2 if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6) else 4
+_NARROW = 2 if VERSION > (3, 6) else 4
 _SEEN = 8  # zero points are bytes
 
 

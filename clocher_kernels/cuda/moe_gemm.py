@@ -20,7 +20,7 @@ from torch import Tensor
 
 from clocher_kernels.cuda.codes import int4_code, mxfp4_value, one_word, to_scale, unit
 from clocher_kernels.cuda.dots import await_products
-from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.launch import LEAST_TOKENS, TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.linear import decoded, operand_type, repeated
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
@@ -305,7 +305,7 @@ def _tile(held: Stored, paired: bool, operand: torch.dtype, pairs: int, device: 
     bk = 128 if paired else 64
     scaled = paired and held.code == "mxfp4"
     if scaled and pairs < 8:  # so few that weights are all that is read, as measured on an H200
-        return _Tile(8, 64, 256, 4, 3)
+        return _Tile(LEAST_TOKENS, 64, 256, 4, 3)
     while held.span % bk and not scaled:
         bk //= 2
     # Where sums are scaled, a program holds two of them.
