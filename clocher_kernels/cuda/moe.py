@@ -314,6 +314,6 @@ def _choice(
     given: dict[str, Any] = {"choice_bias": bias, "ids": ids, "weights": weights}
     given |= {"GROUPS": groups, "TOP": group_top, "BEST": group_best, "FACTOR": float(factor)}
     given |= {"SCORE": score, "NORMAL": normalise or score == "chosen"}
-    sizes = {"E": experts, "A": ids.shape[1], "G": max(groups, 1)}
-    given |= {f"B{name}": triton.next_power_of_2(size) for name, size in sizes.items()}
-    return given | {"E": experts, "A": ids.shape[1]}
+    chosen, power = ids.shape[1], triton.next_power_of_2
+    given |= {"E": experts, "BE": power(experts), "A": chosen, "BA": power(chosen)}
+    return given | {"BG": power(max(groups, 1))}
