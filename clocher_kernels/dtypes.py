@@ -121,8 +121,11 @@ SMALLEST: dict[str, float] = {
 def to_f32(array: np.ndarray, dtype: str) -> np.ndarray:
     """Convert stored values to fp32, f32 without a copy; FormatError if the storage is wrong."""
     array = np.asarray(array)
-    if dtype not in STORAGE or array.dtype != STORAGE[dtype]:
-        raise _not_stored(array.dtype, dtype)
+    if dtype not in STORAGE:
+        known = ", ".join(STORAGE)
+        raise FormatError(f"unknown element type {dtype!r}; expected one of {known}")
+    if array.dtype != STORAGE[dtype]:
+        raise FormatError(f"a {dtype} array is held as {STORAGE[dtype]}, got {array.dtype}")
     if dtype == "bf16":
         bits = array.astype(np.uint32)
         bits <<= 16
@@ -194,9 +197,3 @@ def _pieces(source: np.ndarray, target: np.ndarray) -> Iterator[tuple[np.ndarray
     for start in range(0, source.size, _PIECE):
         piece = slice(start, start + _PIECE)
         yield source[piece], target[piece]
-
-
-def _not_stored(got: np.dtype, dtype: str) -> FormatError:
-    if dtype not in STORAGE:
-        return FormatError(f"unknown element type {dtype!r}; expected one of {', '.join(STORAGE)}")
-    return FormatError(f"a {dtype} array is held as {STORAGE[dtype]}, got {got}")

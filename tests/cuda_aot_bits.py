@@ -20,7 +20,7 @@ from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.launch import Launch
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.prepack import TORCH_DTYPES
-from clocher_kernels.cuda.scalar import Tail
+from clocher_kernels.cuda.scalar import Linear, Tail
 from clocher_kernels.ops import OPS
 
 FP16, FP32, BF16 = torch.float16, torch.float32, torch.bfloat16
@@ -33,11 +33,13 @@ def product(
 ) -> Launch:
     """Return the launch of `linear`."""
     (launch,) = gemv_bits(
-        x=meta((m, k), x_type),
-        w=meta_weight(fmt, n, k),
-        y=meta((m, n), x_type),
-        tail=Tail(meta((n,), FP32), residual=meta((m, n), FP32)),
-        device=meta_device(capability),
+        Linear(
+            meta((m, k), x_type),
+            meta_weight(fmt, n, k),
+            meta((m, n), x_type),
+            meta_device(capability),
+            tail=Tail(meta((n,), FP32), residual=meta((m, n), FP32)),
+        )
     )
     return launch
 

@@ -14,6 +14,7 @@ from cuda_cases import meta, meta_device, meta_weight
 
 from clocher_kernels.cuda.few_tokens import few_tokens
 from clocher_kernels.cuda.launch import Launch
+from clocher_kernels.cuda.scalar import Linear
 
 FORMATS = ("int4_sym_g128_f16", "int4_asym_g64_f16", "bf16", "int8_row_f32", "fp8_e4m3_row_f32")
 FORMATS += ("mxfp4", "ternary")
@@ -29,11 +30,13 @@ def product(
     codes = fmt == "ternary" if codes is None else codes
     given = {"x_scale": meta((m,), torch.float32)} if codes else {}
     (launch,) = few_tokens(
-        x=meta((m, k), torch.int8 if codes else torch.float16),
-        w=meta_weight(fmt, n, k),
-        y=meta((m, n), torch.float16),
-        device=meta_device(capability),
-        **given,
+        Linear(
+            meta((m, k), torch.int8 if codes else torch.float16),
+            meta_weight(fmt, n, k),
+            meta((m, n), torch.float16),
+            meta_device(capability),
+            **given,
+        )
     )
     return launch
 

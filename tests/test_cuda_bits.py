@@ -22,6 +22,7 @@ from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.linear import linear
 from clocher_kernels.cuda.moe import moe_down
 from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
+from clocher_kernels.cuda.scalar import Linear
 from clocher_kernels.cuda.words import (
     _INT4_BF16,
     _INT4_PAIRS,
@@ -176,7 +177,7 @@ def _multiply(weight: QuantTensor, x: torch.Tensor) -> np.ndarray:
     # The interpreter cannot round to bf16.
     y_type = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
     y = amid_nan(torch.full((len(x), weight.shape[0]), float("nan"), dtype=y_type))
-    execute(gemv_bits(x=amid_nan(x), w=packed, y=y, device=INTERPRETER))
+    execute(gemv_bits(Linear(amid_nan(x), packed, y, INTERPRETER)))
     require_nan_around(y)
     return y.float().numpy()
 

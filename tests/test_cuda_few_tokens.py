@@ -13,13 +13,15 @@ import triton.language as tl
 from cuda_cases import aot_report, meta, meta_device, meta_weight
 from op_cases import error
 from test_cuda_linear import Product
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import min_dot_size
 
 from clocher_kernels.cuda.elementwise import quantize
-from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens
+from clocher_kernels.cuda.few_tokens import as_words, few_tile, few_tokens, tokens_of
 from clocher_kernels.cuda.fragments import decoded
 from clocher_kernels.cuda.launch import INTERPRETER, Device, execute
 from clocher_kernels.cuda.prepack import DeviceTensor, prepack
-from clocher_kernels.cuda.scalar import Tail
+from clocher_kernels.cuda.scalar import Linear, Tail
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import encode
 
@@ -44,7 +46,7 @@ def _run(product: Product, **change: int) -> np.ndarray:
     assert tile is not None
     tail, device = Tail(bias=product.bias), INTERPRETER
     given: dict[str, Any] = {"x": product.x, "w": product.w, "y": product.y, "tail": tail}
-    execute(few_tokens(**given, device=device, tile=replace(tile, **change)))
+    execute(few_tokens(Linear(**given, device=device), replace(tile, **change)))
     return product.y.float().numpy()
 
 
@@ -54,7 +56,7 @@ def test_products(fmt: str, x_type: str) -> None:
     if fmt == "f16" and x_type != "f16":
         product = Product(fmt, 2, 5, 64, x_type)
         given: dict[str, Any] = {"x": product.x, "w": product.w, "y": product.y}
-        assert few_tokens(**given, device=INTERPRETER) == []
+        assert few_tokens(Linear(**given, device=INTERPRETER)) == []
         return
     rows = 40 if fmt.startswith("int4") else 35
     product = Product(fmt, 3, rows, 1152 if fmt == "int8_row_f32" else 640, x_type)
@@ -86,7 +88,7 @@ def test_nothing_that_orders_a_sum_follows_the_tokens(fmt: str) -> None:
             x = meta((m, k), torch.int8 if codes else torch.float16)
             given: dict[str, Any] = {"x_scale": meta((m,), torch.float32)} if codes else {}
             y, device = meta((m, n), torch.float16), meta_device(90)
-            (launch,) = few_tokens(x=x, w=w, y=y, device=device, **given)
+            (launch,) = few_tokens(Linear(x, w, y, device, **given))
             tokens = ("M", "BM", "BN", "TURNS", "NEAR", "EARLY")
             constants = {c: v for c, v in launch.constants.items() if c not in tokens}
             found.add((str(sorted(constants.items())), launch.num_warps, launch.grid[1]))
@@ -116,7 +118,7 @@ def test_ternary_sums_are_exact() -> None:
         tile = few_tile(held, n, k, 3, INTERPRETER)
         assert tile is not None
         tile = replace(tile, parts=parts)
-        execute(few_tokens(x=x, x_scale=scale, w=w, y=y, tile=tile, device=INTERPRETER))
+        execute(few_tokens(Linear(x, w, y, INTERPRETER, scale), tile))
         torch.testing.assert_close(y, want, rtol=0, atol=0)
 
 
@@ -157,7 +159,7 @@ def test_weights_that_fit_no_tile_are_left_to_others(x_type: torch.dtype) -> Non
     for fmt, k in (("f32", 64), ("int8_g40_f16", 80), ("int4_asym_g34_f32", 68), ("bf16", 101)):
         w = prepack(encode(np.ones((4, k), np.float32), parse_format(fmt)), INTERPRETER)
         x, y = torch.zeros((1, k), dtype=x_type), torch.zeros((1, 4))
-        assert few_tokens(x=x, w=w, y=y, device=INTERPRETER) == []
+        assert few_tokens(Linear(x, w, y, INTERPRETER)) == []
 
 
 def test_few_rows_are_shared_by_programs() -> None:
@@ -166,7 +168,7 @@ def test_few_rows_are_shared_by_programs() -> None:
     for fmt, n, k in (("int4_sym_g128_f16", 4096, 4096), ("bf16", 2880, 4096)):
         w = meta_weight(fmt, n, k)
         x, y = meta((1, k), torch.float16), meta((1, n), torch.float16)
-        (launch,) = few_tokens(x=x, w=w, y=y, device=device)
+        (launch,) = few_tokens(Linear(x, w, y, device))
         lanes = launch.grid[0] * launch.grid[1] * 32 * launch.num_warps
         vectors = launch.constants["BN"] // 8 * launch.constants["TURNS"]
         assert lanes * vectors * 16 >= (40 << 10) * device.sms, launch.constants
@@ -191,3 +193,9 @@ def test_machine_code_keeps_its_budgets() -> None:
         if m in ("m1", "m8"):
             limit = limits.get(shape, limits.get(fmt, 3.4))
             assert 0 < got["per_weight"] <= limit, (name, got)
+
+
+def test_a_tile_has_as_many_tokens_as_triton_multiplies() -> None:
+    """Triton 3.4 wants 16, later releases one."""
+    least = min_dot_size(GPUTarget("cuda", 90, 32))(tl.float16, tl.float16)[1]
+    assert tokens_of(1) >= least

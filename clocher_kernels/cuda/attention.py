@@ -101,6 +101,7 @@ def _decode(
     live = row < C.GROUP
     mine = live[:, None]
     branch = tl.where(tree != 0, end, NEVER)
+    sight, cache = (first, last, end, nearest, tree, length), (k_cache, v_cache, k_scale, v_scale)
     slot_pages = pages + within(tl.load(slots + token), C.SLOTS) * C.PAGES_ROW
     if listed is not None:
         STEP: tl.constexpr = 1
@@ -122,54 +123,44 @@ def _decode(
     if k is None:
         if listed is None:
             if C.ASM:
-                at, _ = block_at(
-                    begin, first, last, end, nearest, NEVER, tree, length, slot_pages, head, C
-                )
+                at, _ = block_at(begin, NEVER, sight, slot_pages, head, C)
                 fetch_cells(k_cache, at, C)
                 fetch_cells(v_cache, at, C)
             start(C.PDL)
         heads_at = token * C.Q_ROW + (head * C.GROUP + row) * C.DIM
-        query, rest = in_two(load_query(q, heads_at, live, C), C.WORK)
+        query = in_two(load_query(q, heads_at, live, C), C.WORK)
     else:
         # Earlier tokens' cells are older than the predecessor: only the own one is read again.
         cell0 = begin
         if listed is not None:
             cell0, current, left = listed_cell(words, current, left, begin, C)
-        at, seen = block_at(
-            cell0, first, last, end, nearest, branch, tree, length, slot_pages, head, C
-        )
+        at, seen = block_at(cell0, branch, sight, slot_pages, head, C)
         k_stored = load_cells(k_cache, at, seen, C)
         if C.ASM:
             fetch_cells(v_cache, at, C)
-        turns, own_at = own_turns(
-            slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token, C
-        )
+        tokens, tables = (slots, positions, ends, ancestors, pages), (q_cos, q_sin, k_cos, k_sin)
+        turns, own_at = own_turns(tokens, tables, head, token, C)
         if listed is None:
             start(C.PDL)
-        query = enter_heads(
-            q, k, v, q_gain, k_gain, q_cos, k_cos, turns, own_at, k_cache, v_cache, k_scale,
-            v_scale, head, token, C,
-        )  # fmt: skip
+        gains = q_gain, k_gain
+        heads = enter_heads((q, k, v), gains, tables, turns, own_at, cache, head, token, C)
         tl.debug_barrier()
         k_stored = load_cells(k_cache, at, at == own_at.to(tl.int32), C, k_stored)
         # Rows beyond the group repeat it and are not stored.
-        query = tl.broadcast_to(query[None, :, :], C.ROWS // C.LANES, C.LANES, C.WIDTH)
-        query, rest = in_two(query.reshape(C.ROWS, C.WIDTH), C.WORK)
+        heads = tl.broadcast_to(heads[None, :, :], C.ROWS // C.LANES, C.LANES, C.WIDTH)
+        query = in_two(heads.reshape(C.ROWS, C.WIDTH), C.WORK)
         top, total, acc = attend_block(
-            top, total, acc, query, rest, k_stored, at, seen, mine & seen[None, :], v_cache,
-            k_scale, v_scale, C,
-        )  # fmt: skip
+            (top, total, acc), query, k_stored, at, seen, mine & seen[None, :], cache, C
+        )
     for place in range(begin if k is None else begin + STEP, stop, STEP):
         cell0 = place
         if listed is not None:
             cell0, current, left = listed_cell(words, current, left, place, C)
-        at, seen = block_at(
-            cell0, first, last, end, nearest, branch, tree, length, slot_pages, head, C
-        )
+        at, seen = block_at(cell0, branch, sight, slot_pages, head, C)
+        block = load_cells(k_cache, at, seen, C)
         top, total, acc = attend_block(
-            top, total, acc, query, rest, load_cells(k_cache, at, seen, C), at, seen,
-            mine & seen[None, :], v_cache, k_scale, v_scale, C,
-        )  # fmt: skip
+            (top, total, acc), query, block, at, seen, mine & seen[None, :], cache, C
+        )
 
     dim = tl.arange(0, C.WIDTH)
     out = y + token * C.Y_ROW + head * C.GROUP * C.DIM
@@ -262,16 +253,10 @@ def attention(
 ) -> list[Launch]:
     """Lower `ops.attention.attention`; `pages` may be cut to the blocks that the step can reach."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    sizes = cache_sizes(tensors["pages"], tensors["k_cache"])
-    group = q.shape[1] // sizes["DIM"] // sizes["HEADS"]
     parts = unit(cache_dtype, "pairs")
     constants: dict[str, Any] = {
-        **sizes,
-        "Q_ROW": q.stride(0),
+        **cache_sizes(tensors["pages"], tensors["k_cache"], q),
         "Y_ROW": y.stride(0),
-        "GROUP": group,
-        "LANES": triton.next_power_of_2(group),
-        "WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16),
         "WINDOW": window,
         "CHUNK": chunk,
         "SCALE": scale * _LOG2_E * parts,
@@ -320,11 +305,8 @@ def _prefill(
         first = tl.maximum(first, position - position % C.CHUNK)
 
     heads_at = token * C.Q_ROW + (head * C.GROUP + lane) * C.DIM
-    given = load_query(q, heads_at, live, C)
-    if C.TWO:
-        query, rest = in_two(given, C.WORK)
-    else:
-        query, rest = given.to(C.WORK), None
+    given, cache = load_query(q, heads_at, live, C), (k_cache, v_cache, k_scale, v_scale)
+    query = in_two(given, C.WORK) if C.TWO else (given.to(C.WORK), None)
     top = tl.full((C.ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((C.ROWS,), tl.float32)
     acc = tl.zeros((C.ROWS, C.WIDTH), tl.float32)
@@ -356,10 +338,10 @@ def _prefill(
                 page = tl.load(slot_pages + tl.minimum(cell0 + C.BLOCK, C.CELLS - 1) // C.PAGE)
             else:
                 at = cells_at(slot_pages, cell0, cell, seen, head, C, False)
+            block = load_cells(k_cache, at, seen, C)
             top, total, acc = attend_block(
-                top, total, acc, query, rest, load_cells(k_cache, at, seen, C), at, seen, visible,
-                v_cache, k_scale, v_scale, C,
-            )  # fmt: skip
+                (top, total, acc), query, block, at, seen, visible, cache, C
+            )
         # Draft trees come behind the committed cells. Loads of later turns are issued early:
         # without a tree, too, their cells must not overflow.
         branch = tl.min(tl.where(mine & (tree != 0), end, NEVER // 2))
@@ -370,10 +352,10 @@ def _prefill(
             )
             seen = tl.max(visible.to(tl.int32), 0) > 0
             at = cells_at(slot_pages, cell0, cell, seen, head, C, C.PAGE % FEW == 0)
+            block = load_cells(k_cache, at, seen, C)
             top, total, acc = attend_block(
-                top, total, acc, query, rest, load_cells(k_cache, at, seen, C), at, seen, visible,
-                v_cache, k_scale, v_scale, C,
-            )  # fmt: skip
+                (top, total, acc), query, block, at, seen, visible, cache, C
+            )
         slot = tl.where(mine, NEVER, slot)
         current = tl.min(slot)
 

@@ -139,17 +139,15 @@ def _widen(stored, C: tl.constexpr):
 
 
 @triton.jit
-def attend_block(
-    top, total, acc, query, rest, k_stored, at, seen, visible, v_cache, k_scale, v_scale,
-    C: tl.constexpr,
-):  # fmt: skip
+def attend_block(state, query, k_stored, at, seen, visible, cache, C: tl.constexpr):
     """Update a tile's online softmax with a block of keys and values.
 
     State: the largest logit in units of log 2 (top) and the sum of weights (total), both [ROWS],
-    and the weighted sum of values (acc) [ROWS, WIDTH]. `at` are cache cells [B], and `k_stored`
-    their keys; `visible` [ROWS, B] implies `seen`. A row that sees none of the block keeps its
-    state, bit for bit.
+    and the weighted sum of values (acc) [ROWS, WIDTH]. `query` is in two. `at` are cells of the
+    cache (keys, values and the scales of both) [B], and `k_stored` their keys; `visible` [ROWS, B]
+    implies `seen`. A row that sees none of the block keeps its state, bit for bit.
     """
+    (top, total, acc), (query, rest), (_, v_cache, k_scale, v_scale) = state, query, cache
     v_stored = load_cells(v_cache, at, seen, C)
     keys = _widen(k_stored, C)
     logits = tl.zeros((acc.shape[0], at.shape[0]), tl.float32)
@@ -300,8 +298,12 @@ def listed_cell(words, current, left, place, C: tl.constexpr):
 
 
 @triton.jit
-def block_at(cell0, first, last, end, nearest, branch, tree, length, pages, head, C: tl.constexpr):
-    """Return the cache cells of a block of places, int32, and which of them the token sees."""
+def block_at(cell0, branch, sight, pages, head, C: tl.constexpr):
+    """Return the cache cells of a block of places, int32, and which of them the token sees.
+
+    `sight`: its first and last place and its end, the nearest place that a window has, its tree.
+    """
+    first, last, end, nearest, tree, length = sight
     ONE_PAGE: tl.constexpr = C.PAGE % C.BLOCK == 0
     place = cell0 + tl.arange(0, C.BLOCK)
     seen = (place >= first) & (place < last)

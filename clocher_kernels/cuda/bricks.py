@@ -1,8 +1,13 @@
-"""Bricks: matrices as warps load them, 8 rows and 64 bytes of each at once (`fragments`).
+"""Matrices in the order in which kernels read them: bricks, and rows of trellises.
 
-Codes of int4, as words of `prepack`, are i32 [N / 8, K / 128, 128]: 16 words of each of 8 rows.
-Scales and zero points of groups are [N / 8, G, 8]; those of rows stay as they are. Large matrices
-of bf16, as heads are, are [N / 8, K / 32, 256].
+Bricks are what warps load, 8 rows and 64 bytes of each at once (`fragments`). Codes of int4, as
+words of `prepack`, are i32 [N / 8, K / 128, 128]: 16 words of each of 8 rows. Scales and zero
+points of groups are [N / 8, G, 8]; those of rows stay as they are. Large matrices of bf16, as heads
+are, are [N / 8, K / 32, 256].
+
+Trellises (`tcq`) come in strips of 16 rows on disk, here in rows of their own. Codes are i32
+[..., N, W], N a multiple of 16 and W = K / 32 bits: of each 64 columns of a row the two words of
+line after line. Of rows and scales there are only as many as a matrix has.
 """
 
 from collections.abc import Mapping
@@ -10,9 +15,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.floats import Float
 from clocher_kernels.formats.integers import Int4
+from clocher_kernels.formats.tcq import STRIP, Tcq
 
 BRICK_ROWS = 8
 BRICK_WORDS = 16
@@ -54,3 +61,16 @@ def _together(rows: Tensor, width: int) -> Tensor:
     """Return eights of rows [N / 8, 8, W] as [N / 8, W / width, 8 width]."""
     parts = rows.unflatten(2, (-1, width)).transpose(1, 2)
     return parts.reshape(len(rows), -1, BRICK_ROWS * width).contiguous()
+
+
+def to_rows(fmt: Tcq, planes: Mapping[str, Tensor], shape: tuple[int, ...]) -> dict[str, Tensor]:
+    """Rearrange planes; ShapeError for experts with odd strips, whose rows would be elsewhere."""
+    if len(shape) > 2 and shape[-2] % STRIP:
+        raise ShapeError(
+            f"experts of shape {list(shape)} in {fmt.name}: {shape[-2]} rows; expected a multiple "
+            f"of {STRIP}; convert them to int4"
+        )
+    # [..., strips, groups, 2 units, bits, 16 rows]
+    lines = planes["codes"].view(torch.int32).unflatten(-3, (-1, 2))
+    words = lines.movedim(-1, -4).transpose(-1, -2).flatten(-3).flatten(-3, -2)
+    return {**planes, "codes": words.contiguous()}

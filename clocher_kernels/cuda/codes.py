@@ -49,6 +49,28 @@ def unit(code: str, math: str) -> float:
 
 
 @triton.jit
+def one_word(ASSEMBLY: tl.constexpr, operands):
+    """Return the int32 $0 that assembly makes of the registers $1, $2, ..., a tuple."""
+    return tl.inline_asm_elementwise(
+        ASSEMBLY, "=r" + ",r" * len(operands), operands, tl.int32, True, 1
+    )
+
+
+@triton.jit
+def four_words(ASSEMBLY: tl.constexpr, operands):
+    """Return the int32 $0 to $3 that assembly makes of the registers $4, ..., a tuple."""
+    # The tuple of types stays inline: Triton 3.9 wraps the elements of a named one.
+    return tl.inline_asm_elementwise(
+        ASSEMBLY,
+        "=&r,=&r,=&r,=&r" + ",r" * len(operands),
+        operands,
+        (tl.int32, tl.int32, tl.int32, tl.int32),
+        True,
+        1,
+    )
+
+
+@triton.jit
 def _f16_bits(code, CODE: tl.constexpr):
     """Turn fp8 codes (0..255, int32) into fp16 bits, int32."""
     if CODE == "e4m3":
@@ -162,9 +184,7 @@ def pairs(word, CODE: tl.constexpr, ASM: tl.constexpr):
 def fma_pairs(a, b, c, ASM: tl.constexpr):
     """Return a * b + c on pairs, rounded once."""
     if ASM:
-        return tl.inline_asm_elementwise(
-            "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], tl.int32, True, 1
-        )
+        return one_word("fma.rn.f16x2 $0, $1, $2, $3;", (a, b, c))
     else:
         a0, a1 = halves(a)
         b0, b1 = halves(b)

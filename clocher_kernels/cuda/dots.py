@@ -16,7 +16,7 @@ activations above about 1000 need fp32 or bf16; mxfp4 experts take any. All else
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import int4_code, mxfp4_value, ternary_digit
+from clocher_kernels.cuda.codes import int4_code, mxfp4_value, one_word, ternary_digit
 from clocher_kernels.cuda.words import (
     above_of,
     scale_of,
@@ -117,14 +117,7 @@ def _fma_word(xs, words, C: tl.constexpr, zero, sums, FORMAT: tl.constexpr, HALF
 @triton.jit
 def fma_four(ps, xs, sums):
     """Add the products of four pairs of weights and four of activations to a pair of sums."""
-    return tl.inline_asm_elementwise(
-        _FMA_PAIRS,
-        "=r,r,r,r,r,r,r,r,r,r",
-        [ps[0], ps[1], ps[2], ps[3], xs[0], xs[1], xs[2], xs[3], sums],
-        tl.int32,
-        True,
-        1,
-    )
+    return one_word(_FMA_PAIRS, ps + xs + (sums,))
 
 
 @triton.jit
@@ -159,7 +152,7 @@ def _mxfp4_block(x, tokens, k, words, zero, K: tl.constexpr):
 
 @triton.jit
 def _add_pairs(a, b):
-    return tl.inline_asm_elementwise("add.f16x2 $0, $1, $2;", "=r,r,r", [a, b], tl.int32, True, 1)
+    return one_word("add.f16x2 $0, $1, $2;", (a, b))
 
 
 @triton.jit

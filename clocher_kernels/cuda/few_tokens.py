@@ -9,7 +9,6 @@ whatever its neighbours.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -21,9 +20,9 @@ from clocher_kernels.cuda.codes import rounded_product
 from clocher_kernels.cuda.fragments import fixed_zeros, load_tokens, load_weights, multiply
 from clocher_kernels.cuda.gemv_bits import gemv_bits
 from clocher_kernels.cuda.gemv_bytes import gemv_bytes
-from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.launch import LEAST_TOKENS, TL_TYPES, VERSION, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, is_last, paired, start
+from clocher_kernels.cuda.scalar import Linear, finish, finish_gated, is_last, paired, start
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.ggml import Ggml
 from clocher_kernels.formats.integers import Int8
@@ -190,7 +189,7 @@ _FEWEST = 8
 
 def tokens_of(m: int) -> int:
     """Return the tokens of a tile for m tokens: 8, 16 or 32."""
-    return max(8, triton.next_power_of_2(m))
+    return max(LEAST_TOKENS, triton.next_power_of_2(m))
 
 
 def as_words(w: DeviceTensor) -> Stored | None:
@@ -223,7 +222,7 @@ _UNITS = {"int8": 128.0, "e4m3": 256.0, "mxfp4": 16384.0}
 """Codes -> what weights that inline assembly decodes to fp16 must be multiplied by."""
 
 
-_NARROW = 2 if tuple(map(int, triton.__version__.split(".")[:2])) > (3, 6) else 4
+_NARROW = 2 if VERSION > (3, 6) else 4
 _SEEN = 8  # zero points are bytes
 
 
@@ -242,19 +241,10 @@ _EARLY = 8
 """Tokens up to which the successor is released first (`scalar.start`)."""
 
 
-def few_tokens(
-    *,
-    x: Tensor,
-    w: DeviceTensor,
-    y: Tensor,
-    x_scale: Tensor | None = None,
-    tail: Tail = PLAIN,
-    tile: FewTile | None = None,
-    device: Device,
-) -> list[Launch]:
+def few_tokens(p: Linear, tile: FewTile | None = None) -> list[Launch]:
     """Lower `ops.linear.linear` for up to 32 tokens; no launch if the weight fits no tile."""
-    (m, k), n = x.shape, w.shape[0]
-    held = as_words(w)
+    x, device, (m, k), n = p.x, p.device, p.x.shape, p.w.shape[0]
+    held = as_words(p.w)
     operand = None if held is None else operand_of(held, x, device)
     if held is None or operand is None:
         return []
@@ -268,10 +258,10 @@ def few_tokens(
     sizes |= {"TURNS": tile.turns, "PARTS": tile.parts, "NEAR": near_columns(held, x, tile)}
     sizes |= {"E": tile.words, "OWN": tile.words * held.per, "EARLY": m <= _EARLY}
     packed = device.asm and operand[0] == torch.float16
-    given = {"x": x, "x_scale": x_scale, **held.given, **sizes}
+    given = {"x": x, "x_scale": p.x_scale, **held.given, **sizes}
     given |= {"UNIT": _UNITS.get(held.code, 1.0) if packed else 1.0}
     given |= {"OPERAND": TL_TYPES[operand[0]], "TERMS": operand[1]}
-    given |= tail.given("linear", y, n)
+    given |= p.tail.given("linear", p.y, n)
     tiles = triton.cdiv(n, tile.rows)
     if tile.parts > 1:
         size = (tiles * tile.parts * tile.rows * tokens_of(m),)
@@ -285,15 +275,15 @@ _SEVERAL, _SEVERAL_CODES = 5, 3
 """Tokens from which tensor cores are faster, as measured on an H200; of int8 codes."""
 
 
-def few(*, w: DeviceTensor, **given: Any) -> list[Launch]:
+def few(p: Linear) -> list[Launch]:
     """Lower a product for up to 32 tokens.
 
     Bricks meet tensor cores, always. Other weights do if a token's sum may have another order than
     alone, or is exact.
     """
-    exact = "x_scale" in given
-    several = len(given["x"]) >= (_SEVERAL_CODES if exact else _SEVERAL)
-    fits = in_bricks(w.format, w.shape) or (several and (exact or given["device"].fast_batch))
-    if fits and (launches := few_tokens(w=w, **given)):
+    exact = p.x_scale is not None
+    several = len(p.x) >= (_SEVERAL_CODES if exact else _SEVERAL)
+    fits = in_bricks(p.w.format, p.w.shape) or (several and (exact or p.device.fast_batch))
+    if fits and (launches := few_tokens(p)):
         return launches
-    return (gemv_bytes if isinstance(w.format, Float | Int8 | Fp8) else gemv_bits)(w=w, **given)
+    return (gemv_bytes if isinstance(p.w.format, Float | Int8 | Fp8) else gemv_bits)(p)

@@ -16,7 +16,7 @@ matter if both operands agree (`operand`). So nothing passes through shared memo
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import joined, pairs, to_scale
+from clocher_kernels.cuda.codes import four_words, joined, pairs, to_scale
 from clocher_kernels.cuda.dots import element
 from clocher_kernels.cuda.scalar import paired
 from clocher_kernels.cuda.words import bf16_pairs, pair_of, word_pairs, zero_pairs
@@ -70,9 +70,7 @@ def decoded(
             even, odd = pair_of(parts[p], OPERAND)
             v = v + (even, odd)
     elif ASM and CODE == "ternary":
-        four = tl.inline_asm_elementwise(
-            _TERNARY, "=&r,=&r,=&r,=&r,r", [word], (tl.int32, tl.int32, tl.int32, tl.int32), True, 1
-        )
+        four = four_words(_TERNARY, (word,))
         for j in tl.static_range(16):
             v = v + ((four[j // 4] >> j % 4 * 8).to(tl.int8).to(OPERAND),)
     else:

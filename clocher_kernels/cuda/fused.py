@@ -20,7 +20,7 @@ from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import Device, Launch
 from clocher_kernels.cuda.moe import router
 from clocher_kernels.cuda.prepack import DeviceTensor
-from clocher_kernels.cuda.scalar import Tail
+from clocher_kernels.cuda.scalar import Linear, Tail
 from clocher_kernels.formats.floats import Float, Fp8
 from clocher_kernels.formats.integers import Int8
 from clocher_kernels.formats.ternary import Ternary
@@ -108,9 +108,8 @@ def _products(
     if gated:
         del after["times"]
     tail = Tail(bias, **after, gated=gated, more=() if gated else tuple(more))
-    given = {n: last[n] for n in ("x", "x_scale") if n in last}
-    given |= {"w": w, "y": y, "tail": tail, "device": device}
-    return _rows(calls, device) + few(**given)
+    product = Linear(last["x"], w, y, device, last.get("x_scale"), tail)
+    return _rows(calls, device) + few(product)
 
 
 def _routers(

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from clocher_kernels.cuda.codes import rounded_product, ternary_digit, to_scale
+from clocher_kernels.cuda.codes import one_word, rounded_product, ternary_digit, to_scale
 from clocher_kernels.cuda.dots import load_each, split4, vector_dot
 from clocher_kernels.cuda.launch import Device, Launch, launch
-from clocher_kernels.cuda.prepack import DeviceTensor, vectors_of
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
+from clocher_kernels.cuda.prepack import vectors_of
+from clocher_kernels.cuda.scalar import Linear, finish, finish_gated, paired, part_of, start
 from clocher_kernels.cuda.trellis import trellis_rows
 from clocher_kernels.cuda.words import scales_of_row
 
@@ -274,11 +273,8 @@ def _load16(q, m, k, inside, K: tl.constexpr):
 def _add_word(total, less, word, xs, ASM: tl.constexpr):
     """Add a word's 16 products to `total`; `less` is the part common to all rows."""
     if ASM:
-        registers: tl.constexpr = "=r,r,r,r,r,r,r"
-        operands = [word, xs[0], xs[1], xs[2], xs[3], total]
-        total = tl.inline_asm_elementwise(_DOT16, registers, operands, tl.int32, True, 1)
-        operands = [xs[0], xs[1], xs[2], xs[3], less]
-        less = tl.inline_asm_elementwise(_LESS16, "=r,r,r,r,r,r", operands, tl.int32, True, 1)
+        total = one_word(_DOT16, (word,) + xs + (total,))
+        less = one_word(_LESS16, xs + (less,))
     else:
         for j in tl.static_range(16):
             total += (xs[j // 4] << (24 - j % 4 * 8) >> 24) * ternary_digit(word, j)
@@ -330,25 +326,17 @@ _MINIMA = (torch.int16, torch.int32)
 """Types of scales with minima, see `prepack`."""
 
 
-def gemv_bits(
-    *,
-    x: Tensor,
-    w: DeviceTensor,
-    y: Tensor,
-    x_scale: Tensor | None = None,
-    tail: Tail = PLAIN,
-    device: Device,
-) -> list[Launch]:
+def gemv_bits(p: Linear) -> list[Launch]:
     """Lower `ops.linear.linear` for few tokens and weights of less than a byte.
 
     int8 activations, with a scale per token, are for ternary weights.
     """
-    (m, k), n = x.shape, w.shape[0]
-    held = vectors_of(w)
-    pairs = held.pairs(x, device)
+    device, (m, k), n = p.device, p.x.shape, p.w.shape[0]
+    held = vectors_of(p.w)
+    pairs = held.pairs(p.x, device)
     # One token with eight rows of int4 took a seventh longer on an H200.
     most, tokens = 4 if m == 1 else 8, min(m, 2)
-    if x_scale is not None:
+    if p.x_scale is not None:
         most, tokens = 8 if m <= 2 else 2, min(m, 8)
     elif held.code.startswith("tcq"):
         most, tokens = 4 if m <= 2 else 2, min(m, 4)  # what fits registers
@@ -364,10 +352,10 @@ def gemv_bits(
         looked_up=held.code.startswith("tcq"),
     )
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, **tile.constants}
-    given = {"x": x, **held.given, "PAIRS": pairs}
-    given |= tail.given("linear", y, n)
+    given = {"x": p.x, **held.given, "PAIRS": pairs}
+    given |= p.tail.given("linear", p.y, n)
     kernel = _gemv_bits
-    if x_scale is not None:
-        kernel, given["x_scale"] = _linear_ternary, x_scale
+    if p.x_scale is not None:
+        kernel, given["x_scale"] = _linear_ternary, p.x_scale
     weights = tile.rows_of_lane * held.vector
     return [launch(kernel, tile.grid(n, m), device, tile.warps, weights, **sizes, **given)]

@@ -14,7 +14,7 @@ from torch import Tensor
 from clocher_kernels.cuda.codes import dot, joined, token_factors, unit, weight_factors
 from clocher_kernels.cuda.launch import Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, finish_gated, paired, part_of, start
+from clocher_kernels.cuda.scalar import Linear, finish, finish_gated, paired, part_of, start
 
 MAX_TOKENS = 8
 """Tokens of a program."""
@@ -204,15 +204,8 @@ def bytes_tile(
     return given, (triton.cdiv(n, rows) * triton.cdiv(m, few),), warps, rows * lane
 
 
-def gemv_bytes(
-    *,
-    x: Tensor,
-    w: DeviceTensor,
-    y: Tensor,
-    tail: Tail = PLAIN,
-    device: Device,
-) -> list[Launch]:
+def gemv_bytes(p: Linear) -> list[Launch]:
     """Lower `ops.linear.linear` for few tokens and weights of whole bytes."""
-    given, grid, warps, weights = bytes_tile(x, w, device)
-    given |= tail.given("linear", y, w.shape[0])
-    return [launch(_gemv, grid, device, warps, weights, **given)]
+    given, grid, warps, weights = bytes_tile(p.x, p.w, p.device)
+    given |= p.tail.given("linear", p.y, p.w.shape[0])
+    return [launch(_gemv, grid, p.device, warps, weights, **given)]

@@ -33,8 +33,12 @@ def tree_length(ancestors):
 
 
 @triton.jit
-def own_cell(slots, positions, ends, ancestors, pages, token, C: tl.constexpr):
-    """Return the page of a token's own cell, int64, -1 if there is none, the cell, the position."""
+def own_cell(tokens, token, C: tl.constexpr):
+    """Return the page of a token's own cell, int64, -1 if there is none, the cell, the position.
+
+    `tokens` are slots, positions, ends, ancestors and pages.
+    """
+    slots, positions, ends, ancestors, pages = tokens
     # A tree node's own bit is its highest.
     length = tree_length(tl.load(ancestors + token))
     node = tl.load(ends + token) + length - 1
@@ -68,20 +72,19 @@ def _append(value, cache, scale, cell, C: tl.constexpr):
 
 
 @triton.jit
-def enter_heads(
-    q, k, v, q_gain, k_gain, q_cos, k_cos, turns, at, k_cache, v_cache, k_scale, v_scale, head,
-    token, C: tl.constexpr,
-):  # fmt: skip
+def enter_heads(heads, gains, tables, turns, at, cache, head, token, C: tl.constexpr):
     """Norm, rotate and append one key/value head of a token; return its query heads [LANES, WIDTH].
 
-    Without `q` there are none. `turns` and `at` are those of `own_turns`.
+    `heads` are q, k and v; without q there are none. `gains` are those of q and k, `turns` and `at`
+    those of `own_turns`, `cache` keys, values and the scales of both.
     """
-    q_turn, k_turn = turns
+    (q, k, v), (q_gain, k_gain), (q_turn, k_turn) = heads, gains, turns
+    (q_cos, _, k_cos, _), (k_cache, v_cache, k_scale, v_scale) = tables, cache
     one = tl.zeros((1,), tl.int32)
     query = one
     if q is not None:
-        row, heads = tl.arange(0, C.LANES), q + token * C.Q_ROW + head * C.GROUP * C.DIM
-        query = turned(heads, row * C.DIM, row < C.GROUP, q_gain, q_cos, q_turn, C)
+        row, first = tl.arange(0, C.LANES), q + token * C.Q_ROW + head * C.GROUP * C.DIM
+        query = turned(first, row * C.DIM, row < C.GROUP, q_gain, q_cos, q_turn, C)
     key = turned(k + token * C.K_ROW + head * C.DIM, one, one == 0, k_gain, k_cos, k_turn, C)
     value = turned(v + token * C.V_ROW + head * C.DIM, one, one == 0, None, None, None, C)
     _append(key, k_cache, k_scale, at, C)
@@ -90,15 +93,13 @@ def enter_heads(
 
 
 @triton.jit
-def own_turns(
-    slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token,
-    C: tl.constexpr,
-):  # fmt: skip
+def own_turns(tokens, tables, head, token, C: tl.constexpr):
     """Return the rotations of a token's query and key, and the index of its cell, -1 if none.
 
-    Inputs and tables are older than the predecessor.
+    Inputs and tables, cosines and sines of q and of k, are older than the predecessor.
     """
-    page, cell, position = own_cell(slots, positions, ends, ancestors, pages, token, C)
+    q_cos, q_sin, k_cos, k_sin = tables
+    page, cell, position = own_cell(tokens, token, C)
     turns = angles_of(position, q_cos, q_sin, C), angles_of(position, k_cos, k_sin, C)
     at = (page * C.HEADS + head) * C.PAGE + cell % C.PAGE
     return turns, tl.where((page >= 0) & (page < C.POOL), at, -1)
@@ -110,14 +111,11 @@ def _heads(
     k_cache, v_cache, k_scale, v_scale, C: tl.constexpr,
 ):  # fmt: skip
     head, token = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    turns, at = own_turns(
-        slots, positions, ends, ancestors, pages, q_cos, q_sin, k_cos, k_sin, head, token, C
-    )
+    tokens, tables = (slots, positions, ends, ancestors, pages), (q_cos, q_sin, k_cos, k_sin)
+    turns, at = own_turns(tokens, tables, head, token, C)
     start(C.PDL)
-    query = enter_heads(
-        q, k, v, q_gain, k_gain, q_cos, k_cos, turns, at, k_cache, v_cache, k_scale, v_scale, head,
-        token, C,
-    )  # fmt: skip
+    gains, cache = (q_gain, k_gain), (k_cache, v_cache, k_scale, v_scale)
+    query = enter_heads((q, k, v), gains, tables, turns, at, cache, head, token, C)
     if q is not None:
         row, dim = tl.arange(0, C.LANES)[:, None], tl.arange(0, C.WIDTH)[None, :]
         to = q + token * C.Q_ROW + (head * C.GROUP + row) * C.DIM + dim
@@ -125,23 +123,23 @@ def _heads(
         tl.store(to, query, (row < C.GROUP) & (dim < C.DIM))
 
 
-def cache_sizes(pages: Tensor, cache: Tensor) -> dict[str, int]:
-    """Return the constexprs of a paged cache [pool, heads, page, dim] and its page table."""
+def cache_sizes(pages: Tensor, cache: Tensor, q: Tensor | None = None) -> dict[str, int]:
+    """Return the constexprs of a paged cache [pool, heads, page, dim], its page table, queries."""
     pool, heads, page, dim = cache.shape
+    group = 0 if q is None else q.shape[1] // (heads * dim)
     sizes = {"PAGES_ROW": pages.stride(0), "SLOTS": pages.shape[0], "POOL": pool}
     sizes |= {"CELLS": pages.shape[1] * page, "HEADS": heads, "PAGE": page, "DIM": dim}
-    return sizes
+    sizes |= {"GROUP": group, "LANES": triton.next_power_of_2(max(group, 1))}
+    sizes |= {"WIDTH": max(triton.next_power_of_2(dim), 16)}
+    return sizes | {"Q_ROW": 0 if q is None else q.stride(0)}
 
 
 def heads_given(
     k: Tensor, v: Tensor, cells: Mapping[str, Tensor], cache_dtype: str, q: Tensor | None = None
 ) -> dict[str, Any]:
     """Return the arguments of `enter_heads` without norms and rotation."""
-    sizes = cache_sizes(cells["pages"], cells["k_cache"])
-    group = 0 if q is None else q.shape[1] // (sizes["HEADS"] * sizes["DIM"])
-    sizes |= {"GROUP": group, "LANES": triton.next_power_of_2(max(group, 1))}
-    sizes |= {"WIDTH": max(triton.next_power_of_2(sizes["DIM"]), 16), "K_ROW": k.stride(0)}
-    sizes |= {"V_ROW": v.stride(0), "Q_ROW": 0 if q is None else q.stride(0)}
+    sizes = cache_sizes(cells["pages"], cells["k_cache"], q)
+    sizes |= {"K_ROW": k.stride(0), "V_ROW": v.stride(0)}
     kind = {"KV": cache_dtype, "LARGEST": LARGEST.get(cache_dtype, 0.0)}
     return {"q": q, "k": k, "v": v, **cells, **sizes, **kind}
 
@@ -169,7 +167,7 @@ def _page_bounds(
 ):
     start(C.PDL)
     head, token = tl.program_id(0), tl.program_id(1)
-    page, cell, _ = own_cell(slots, positions, ends, ancestors, pages, token, C)
+    page, cell, _ = own_cell((slots, positions, ends, ancestors, pages), token, C)
     if (cell % C.PAGE != C.PAGE - 1) | (page < 0) | (page >= C.POOL):
         return
     line, dim = (page * C.HEADS + head) * C.PAGE, tl.arange(0, C.WIDTH)
@@ -203,11 +201,10 @@ def page_bounds(
 ) -> list[Launch]:
     """Lower `ops.selection.page_bounds`; a program whose token completes no page does nothing."""
     sizes = cache_sizes(pages, k_cache)
-    width = triton.next_power_of_2(sizes["DIM"])
     kind = {"UNIT": unit(cache_dtype, "fp32"), "KV": cache_dtype}
     given = {"pages": pages, "k_cache": k_cache, **cells, **sizes, **kind}
-    grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // width, 1)
-    return [launch(_page_bounds, grid, device, **given, WIDTH=width, ROWS=rows)]
+    grid, rows = (sizes["HEADS"], len(cells["slots"])), max(_TILE // sizes["WIDTH"], 1)
+    return [launch(_page_bounds, grid, device, **given, ROWS=rows)]
 
 
 @triton.jit

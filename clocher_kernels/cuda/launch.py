@@ -23,8 +23,10 @@ TL_TYPES = {
 }
 """Types of matmul operands."""
 
-# gdc_wait of Triton 3.4 does not compile.
-_HAS_PDL = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 5)
+VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+"""That of Triton. With 3.4 gdc_wait does not compile, nor a product of fewer than 16 columns."""
+LEAST_TOKENS = 8 if VERSION >= (3, 5) else 16
+"""Tokens of a matmul on tensor cores."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +54,7 @@ class Device:
     @property
     def pdl(self) -> bool:
         """Whether programmatic dependent launch is available."""
-        return self.capability >= 90 and _HAS_PDL
+        return self.capability >= 90 and VERSION >= (3, 5)
 
     def scratch(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return a zeroed array that lives as long as the device object.

@@ -25,7 +25,7 @@ from clocher_kernels.cuda.few_tokens import few
 from clocher_kernels.cuda.gemv_bytes import MOST_SLICED
 from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
-from clocher_kernels.cuda.scalar import PLAIN, Tail, finish, is_last, start
+from clocher_kernels.cuda.scalar import Linear, Tail, finish, is_last, start
 from clocher_kernels.cuda.trellis import trellis_tile
 from clocher_kernels.cuda.words import (
     brick_column,
@@ -300,23 +300,16 @@ def _units(held: Stored, operand: torch.dtype, device: Device) -> dict[str, floa
     return {"FACTOR": own * 2.0**6, "UNIT": 2.0**-6}
 
 
-def gemm(
-    *,
-    x: Tensor,
-    w: DeviceTensor,
-    y: Tensor,
-    x_scale: Tensor | None = None,
-    tail: Tail = PLAIN,
-    device: Device,
-) -> list[Launch]:
+def gemm(p: Linear) -> list[Launch]:
     """Lower `ops.linear.linear` for any number of tokens; int8 ones meet ternary weights."""
-    (m, k), n = x.shape, w.shape[0]
-    held = stored(w)
+    x, x_scale, device, (m, k), n = p.x, p.x_scale, p.device, p.x.shape, p.w.shape[0]
+    held = stored(p.w)
     operand = operand_type(x.dtype, device)
     tile = _tile(operand, m, n, k, device)
     sizes = {"M": m, "N": n, "K": k, "BM": tile.tokens, "BN": tile.rows, "BK": tile.step}
     sizes |= {"SPLITS": tile.splits}
-    given = {"x": x, "x_scale": x_scale, **held.given, **sizes, **tail.given("linear", y, n)}
+    given = {"x": x, "x_scale": x_scale, **held.given, **sizes}
+    given |= p.tail.given("linear", p.y, n)
     if x_scale is not None:
         given["CODE"] = "digits"
     elif held.code.startswith("tcq"):
@@ -347,12 +340,10 @@ def linear(
     Up to `MOST_SLICED` tokens a result is bit-identical in any batch. UnsupportedOp for int8
     activations with group scales or non-ternary weights, and for unknown activation functions.
     """
-    given = {"x": x, "w": w, "y": y, "tail": Tail(**after), "device": device}
-    if x_scale is not None:
-        if not sums_exactly(w.format, group):
-            raise no_codes("linear", w)
-        given["x_scale"] = x_scale
-    return (few if len(x) <= MOST_SLICED else gemm)(**given)
+    if x_scale is not None and not sums_exactly(w.format, group):
+        raise no_codes("linear", w)
+    call = Linear(x, w, y, device, x_scale, Tail(**after))
+    return (few if len(x) <= MOST_SLICED else gemm)(call)
 
 
 def no_codes(op: str, w: DeviceTensor) -> UnsupportedOp:

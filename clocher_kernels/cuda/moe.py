@@ -278,33 +278,29 @@ def _choose(logits, bias, ids, weights, m, C: tl.constexpr):
     tl.store(weights + at, values * C.FACTOR, choice < C.A)
 
 
-def route(
-    *, logits: Tensor, ids: Tensor, bias: Tensor | None = None, device: Device, **given: Any
-) -> list[Launch]:
+def route(*, logits: Tensor, device: Device, **given: Any) -> list[Launch]:
     """Lower `ops.moe.route`, a program per token; UnsupportedOp for an unknown score."""
-    weights, settings = given.pop("weights"), route_settings(logits.shape[1], ids.shape[1], **given)
-    tensors = {"logits": logits, "ids": ids, "weights": weights, "choice_bias": bias}
-    return [launch(_route, (len(logits),), device, 1, **tensors, **settings)]
+    choice = _choice(experts=logits.shape[1], **given)
+    return [launch(_route, (len(logits),), device, 1, logits=logits, **choice)]
 
 
 def router(product: Mapping[str, Any], choice: Mapping[str, Any], device: Device) -> list[Launch]:
     """Lower a linear, with weights of whole bytes, and the `route` that reads its result."""
-    choice = dict(choice)
-    logits, ids, weights = (choice.pop(name) for name in ("logits", "ids", "weights"))
     x, w = product["x"], product["w"]
     # So few weights are read again for each token.
     given, grid, warps, streamed = bytes_tile(x, w, device, 1)
-    given |= Tail(product.get("bias")).given("linear", logits, w.shape[0])
-    given |= {"choice_bias": choice.pop("bias", None), "ids": ids, "weights": weights}
-    given |= route_settings(logits.shape[1], ids.shape[1], **choice)
+    given |= Tail(product.get("bias")).given("linear", choice["logits"], w.shape[0])
+    given |= _choice(experts=w.shape[0], **{n: v for n, v in choice.items() if n != "logits"})
     given["arrivals"] = device.scratch("router_arrivals", (MOST_SLICED,), torch.int32)
     return [launch(_router, grid, device, warps, streamed, **given)]
 
 
-def route_settings(
-    experts: int,
-    chosen: int,
+def _choice(
     *,
+    experts: int,
+    ids: Tensor,
+    weights: Tensor,
+    bias: Tensor | None = None,
     score: str = "chosen",
     normalise: bool = False,
     factor: float = 1.0,
@@ -312,13 +308,12 @@ def route_settings(
     group_top: int = 0,
     group_best: int = 1,
 ) -> dict[str, Any]:
-    """Return the constants of `_choose`; UnsupportedOp for an unknown score."""
+    """Return the arguments of `_choose` but the scores; UnsupportedOp for an unknown score."""
     if score not in _SCORES:
         raise UnsupportedOp(f"route: no scores {score!r}; there are {', '.join(_SCORES)}")
-    given = {"GROUPS": groups, "TOP": group_top, "BEST": group_best, "FACTOR": float(factor)}
+    given: dict[str, Any] = {"choice_bias": bias, "ids": ids, "weights": weights}
+    given |= {"GROUPS": groups, "TOP": group_top, "BEST": group_best, "FACTOR": float(factor)}
     given |= {"SCORE": score, "NORMAL": normalise or score == "chosen"}
-    given |= {"E": experts, "BE": triton.next_power_of_2(experts), "A": chosen}
-    return given | {
-        "BA": triton.next_power_of_2(chosen),
-        "BG": triton.next_power_of_2(max(groups, 1)),
-    }
+    chosen, power = ids.shape[1], triton.next_power_of_2
+    given |= {"E": experts, "BE": power(experts), "A": chosen, "BA": power(chosen)}
+    return given | {"BG": power(max(groups, 1))}

@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from clocher_kernels.cuda.codes import int4_code, mxfp4_value, to_scale, unit
+from clocher_kernels.cuda.codes import int4_code, mxfp4_value, one_word, to_scale, unit
 from clocher_kernels.cuda.dots import await_products
-from clocher_kernels.cuda.launch import TL_TYPES, Device, Launch, launch
+from clocher_kernels.cuda.launch import LEAST_TOKENS, TL_TYPES, Device, Launch, launch
 from clocher_kernels.cuda.linear import decoded, operand_type, repeated
 from clocher_kernels.cuda.prepack import DeviceTensor, Stored, stored
 from clocher_kernels.cuda.scalar import as_activation, gated, or_nan, start
@@ -31,16 +31,18 @@ from clocher_kernels.formats.tcq import Tcq
 # the magnitude and the sign, times the pair of factors $2.
 _BITS = "and.b32 t, t, 0x8e008e00; mul.f16x2 $0, t, $2; }"
 _LOWER = "shr.u32 t, $1, 3; shl.b32 u, $1, 7; lop3.b32 t, t, u, 0x0e0e0e0e, 0xe4; "
-_MXFP4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _BITS)
-_MXFP4_1 = tl.constexpr("{ .reg .b32 t; shl.b32 t, $1, 8; " + _BITS)
-_MXFP4_2 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + _BITS)
-_MXFP4_3 = tl.constexpr("{ .reg .b32 t, u; " + _LOWER + "shl.b32 t, t, 8; " + _BITS)
+_MXFP4 = tl.constexpr(
+    (
+        "{ .reg .b32 t; mov.b32 t, $1; " + _BITS,
+        "{ .reg .b32 t; shl.b32 t, $1, 8; " + _BITS,
+        "{ .reg .b32 t, u; " + _LOWER + _BITS,
+        "{ .reg .b32 t, u; " + _LOWER + "shl.b32 t, t, 8; " + _BITS,
+    )
+)
 # int4: 1024 + code, less the pair $2 of 1024 + zero point.
 _CODES = "lop3.b32 t, t, 0x000f000f, 0x64006400, 0xea; sub.f16x2 $0, t, $2; }"
-_INT4_0 = tl.constexpr("{ .reg .b32 t; mov.b32 t, $1; " + _CODES)
-_INT4_1 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 4; " + _CODES)
-_INT4_2 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 8; " + _CODES)
-_INT4_3 = tl.constexpr("{ .reg .b32 t; shr.u32 t, $1, 12; " + _CODES)
+_SHIFTS = ("mov.b32 t, $1; ", *(f"shr.u32 t, $1, {bits}; " for bits in (4, 8, 12)))
+_INT4 = tl.constexpr(tuple("{ .reg .b32 t; " + shift + _CODES for shift in _SHIFTS))
 
 
 @triton.jit
@@ -97,13 +99,10 @@ def _largest_code(scales, row, BLOCKS: tl.constexpr, BN: tl.constexpr, TURN: tl.
 
 @triton.jit
 def _pair(word, adjust, P: tl.constexpr, CODE: tl.constexpr, ASM: tl.constexpr):
-    """Return elements 2P and 2P + 1 of words [BN, W], fp16 [BN, W, 2]; `adjust`: see _MXFP4_0."""
+    """Return elements 2P and 2P + 1 of words [BN, W], fp16 [BN, W, 2]; `adjust`: see _MXFP4."""
     if ASM:
-        if CODE == "mxfp4":
-            ASSEMBLY: tl.constexpr = (_MXFP4_0, _MXFP4_1, _MXFP4_2, _MXFP4_3)[P]
-        else:
-            ASSEMBLY: tl.constexpr = (_INT4_0, _INT4_1, _INT4_2, _INT4_3)[P]
-        both = tl.inline_asm_elementwise(ASSEMBLY, "=r,r,r", [word, adjust], tl.int32, True, 1)
+        ASSEMBLY: tl.constexpr = _MXFP4[P] if CODE == "mxfp4" else _INT4[P]
+        both = one_word(ASSEMBLY, (word, adjust))
         low, high = both.to(tl.int16), (both >> 16).to(tl.int16)
         return tl.join(low, high).to(tl.float16, bitcast=True)
     else:
@@ -306,7 +305,7 @@ def _tile(held: Stored, paired: bool, operand: torch.dtype, pairs: int, device: 
     bk = 128 if paired else 64
     scaled = paired and held.code == "mxfp4"
     if scaled and pairs < 8:  # so few that weights are all that is read, as measured on an H200
-        return _Tile(8, 64, 256, 4, 3)
+        return _Tile(LEAST_TOKENS, 64, 256, 4, 3)
     while held.span % bk and not scaled:
         bk //= 2
     # Where sums are scaled, a program holds two of them.

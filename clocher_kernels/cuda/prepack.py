@@ -20,7 +20,7 @@ Kernels read rows of whole 16-byte vectors, K contiguous, as 32-bit words:
                     minimum; of a block of 256 columns i8, d in two and a factor for each run, or
                     i16, d, dmin and both factors of each run. A value is scale * code - minimum,
                     without minima scale * (code - 8, 16 or 32).
-    tcq      codes  i32 [..., N, W], see `strips`.
+    tcq      codes  i32 [..., N, W], see `bricks`.
     bsr      codes  i32 [nnzb, R, W] if the blocks are int4, words as those of int4. Up to 16
                     columns are two words; W is a multiple of four beyond.
 
@@ -38,8 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clocher_kernels.cuda.bricks import BRICK_ROWS, BRICK_WORDS, in_bricks, to_bricks
-from clocher_kernels.cuda.strips import to_rows
+from clocher_kernels.cuda.bricks import BRICK_ROWS, BRICK_WORDS, in_bricks, to_bricks, to_rows
 from clocher_kernels.errors import ShapeError, UnsupportedOp
 from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.bsr import Bsr

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from clocher_kernels.cuda.launch import Device
+from clocher_kernels.cuda.prepack import DeviceTensor
 from clocher_kernels.errors import ShapeError
 from clocher_kernels.ops.elementwise import check_activation
 
@@ -262,3 +264,15 @@ class Tail:
 
 
 PLAIN = Tail()
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """A call of `ops.linear.linear`: int8 activations have their scales beside them."""
+
+    x: Tensor
+    w: DeviceTensor
+    y: Tensor
+    device: Device
+    x_scale: Tensor | None = None
+    tail: Tail = PLAIN

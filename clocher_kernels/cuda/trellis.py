@@ -9,7 +9,7 @@ import numpy as np
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import joined
+from clocher_kernels.cuda.codes import four_words, joined
 from clocher_kernels.cuda.dots import add_halves, fma_four, load8, load_each, load_pairs, unpack
 from clocher_kernels.cuda.scalar import start
 from clocher_kernels.cuda.words import pair_of
@@ -58,15 +58,7 @@ _LOOKUP2, _LOOKUP3, _LOOKUP4, _LOOKUP5 = map(_lookup, LEVELS)
 def _pairs(index, above, BITS: tl.constexpr):
     """Return four pairs of levels, see `_lookup`."""
     ASSEMBLY: tl.constexpr = (_LOOKUP2, _LOOKUP3, _LOOKUP4, _LOOKUP5)[BITS - 2]
-    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
-    return tl.inline_asm_elementwise(
-        ASSEMBLY,
-        "=&r,=&r,=&r,=&r,r,r",
-        [index, above],
-        (tl.int32, tl.int32, tl.int32, tl.int32),
-        True,
-        1,
-    )
+    return four_words(ASSEMBLY, (index, above))
 
 
 @triton.jit

@@ -5,7 +5,15 @@ import struct
 import triton
 import triton.language as tl
 
-from clocher_kernels.cuda.codes import fma_pairs, halves, in_order, int4_code, to_scale
+from clocher_kernels.cuda.codes import (
+    fma_pairs,
+    four_words,
+    halves,
+    in_order,
+    int4_code,
+    one_word,
+    to_scale,
+)
 
 # A word of int4 -> four pairs of code - zero. A nibble becomes the last bits of an fp16 number
 # between 1024 and 2048: 1024 + code in bits 3..0, 1024 + 16 code in bits 7..4.
@@ -105,34 +113,14 @@ def word_pairs(w, above, low, high, FORMAT: tl.constexpr):
 
     `above` has the bits above four of int5 and int6, see `above_of`.
     """
-    # The tuples of types stay inline: Triton 3.9 wraps the elements of a named one.
     if FORMAT == "int4":
-        return tl.inline_asm_elementwise(
-            _INT4_PAIRS,
-            "=&r,=&r,=&r,=&r,r,r,r",
-            [w, low, high],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
-    elif FORMAT == "int5" or FORMAT == "int6":
-        return tl.inline_asm_elementwise(
-            _INT5_PAIRS if FORMAT == "int5" else _INT6_PAIRS,
-            "=&r,=&r,=&r,=&r,r,r",
-            [w, above],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
+        return four_words(_INT4_PAIRS, (w, low, high))
+    elif FORMAT == "int5":
+        return four_words(_INT5_PAIRS, (w, above))
+    elif FORMAT == "int6":
+        return four_words(_INT6_PAIRS, (w, above))
     else:
-        return tl.inline_asm_elementwise(
-            _MXFP4_PAIRS,
-            "=&r,=&r,=&r,=&r,r",
-            [w],
-            (tl.int32, tl.int32, tl.int32, tl.int32),
-            True,
-            1,
-        )
+        return four_words(_MXFP4_PAIRS, (w,))
 
 
 @triton.jit
@@ -144,9 +132,7 @@ def zero_pairs(zero):
 @triton.jit
 def times_pair(pair, factor):
     """Multiply pairs of fp16."""
-    return tl.inline_asm_elementwise(
-        "mul.f16x2 $0, $1, $2;", "=r,r,r", [pair, factor], tl.int32, True, 1
-    )
+    return one_word("mul.f16x2 $0, $1, $2;", (pair, factor))
 
 
 @triton.jit
@@ -173,14 +159,7 @@ def pair_of(word, DTYPE: tl.constexpr):
 @triton.jit
 def bf16_pairs(w, zero, scale):
     """Return words of int4 as four pairs of (code - zero) * scale in bf16."""
-    return tl.inline_asm_elementwise(
-        _INT4_BF16,
-        "=&r,=&r,=&r,=&r,r,r,r",
-        [w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)],
-        (tl.int32, tl.int32, tl.int32, tl.int32),
-        True,
-        1,
-    )
+    return four_words(_INT4_BF16, (w, _twice((-128 - zero).to(tl.bfloat16)), _twice(scale)))
 
 
 @triton.jit

@@ -124,6 +124,17 @@ def matrix_shape(name: str, shape: Shape) -> tuple[Shape, int, int]:
     return shape[:-2], shape[-2], shape[-1]
 
 
+def blocked_shape(name: str, shape: Shape, block: int) -> tuple[Shape, int, int]:
+    """Split a shape as `matrix_shape` does; ShapeError unless K is a multiple of a block."""
+    lead, n, k = matrix_shape(name, shape)
+    if k % block:
+        raise ShapeError(
+            f"{name}: K = {k} of shape {list(shape)}; expected a multiple of {block}; "
+            "keep this tensor in another format"
+        )
+    return lead, n, k
+
+
 def scales_shape(group: Group, shape: Shape) -> Shape:
     """Return the shape of the scales plane: [*lead, 1], [*lead, N] or [*lead, N, ceil(K/G)]."""
     *lead, n, k = shape

@@ -193,12 +193,7 @@ class Mxfp4(Format):
         return "mxfp4"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = base.matrix_shape(self.name, shape)
-        if k % MXFP4_BLOCK:
-            raise ShapeError(
-                f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of "
-                f"{MXFP4_BLOCK}; keep this tensor in another format"
-            )
+        lead, n, k = base.blocked_shape(self.name, shape, MXFP4_BLOCK)
         return {
             "blocks": Plane("u8", (*lead, n, k // MXFP4_BLOCK, MXFP4_BLOCK // 2)),
             "scales": Plane("e8m0", (*lead, n, k // MXFP4_BLOCK)),

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, ShapeError
+from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 from clocher_kernels.formats.ggml_blocks import KINDS
@@ -76,12 +76,7 @@ class Ggml(Format):
         return KINDS[self.kind].fields.itemsize
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = base.matrix_shape(self.name, shape)
-        if k % self.block:
-            raise ShapeError(
-                f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of "
-                f"{self.block}; keep this tensor in another format"
-            )
+        lead, n, k = base.blocked_shape(self.name, shape, self.block)
         return {"blocks": Plane("u8", (*lead, n, k // self.block * self.block_bytes))}
 
     def encode(self, values: np.ndarray) -> dict[str, np.ndarray]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, from_f32, to_f32
-from clocher_kernels.errors import FormatError, ShapeError
+from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import base
 from clocher_kernels.formats.base import Format, Plane, Planes, Shape
 
@@ -92,12 +92,7 @@ class Tcq(Format):
         return f"tcq{self.bits}"
 
     def planes(self, shape: Shape) -> dict[str, Plane]:
-        lead, n, k = base.matrix_shape(self.name, shape)
-        if k % GROUP:
-            raise ShapeError(
-                f"{self.name}: K = {k} of shape {list(shape)}; expected a multiple of {GROUP}; "
-                "keep this tensor in another format"
-            )
+        lead, n, k = base.blocked_shape(self.name, shape, GROUP)
         return {
             "codes": Plane("u8", (*lead, -(-n // STRIP), k // UNIT, self.bits, 4 * STRIP)),
             "scales": Plane("u8", (*lead, n, k // GROUP)),

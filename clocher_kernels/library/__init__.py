@@ -62,6 +62,13 @@ def quantize(values: np.ndarray, fmt: str | Format) -> QuantTensor:
     return encode(values, fmt)
 
 
+def matrix_sizes(w: QuantTensor) -> tuple[int, int]:
+    """Return N and K of a matrix; UsageError for what is none."""
+    if not isinstance(w, QuantTensor) or len(w.shape) != 2:
+        raise UsageError("w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize")
+    return w.shape[0], w.shape[1]
+
+
 def linear(
     x: np.ndarray,
     w: QuantTensor,
@@ -80,14 +87,10 @@ def linear(
     are serialised. ShapeError if arrays do not fit together, UnsupportedOp without a kernel for the
     format.
     """
-    if not isinstance(w, QuantTensor) or len(w.shape) != 2:
-        raise UsageError("w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize")
+    n, k = matrix_sizes(w)
     x = np.asarray(x)
-    if x.dtype.kind != "f" or not x.ndim or x.shape[-1] != w.shape[1]:
-        raise ShapeError(
-            f"linear: x: got {x.dtype}{list(x.shape)}, expected {_FLOATS}, [..., {w.shape[1]}]"
-        )
-    n, k = w.shape
+    if x.dtype.kind != "f" or not x.ndim or x.shape[-1] != k:
+        raise ShapeError(f"linear: x: got {x.dtype}{list(x.shape)}, expected {_FLOATS}, [..., {k}]")
     values: dict[str, np.ndarray | QuantTensor] = {
         "x": np.asarray(x, np.float32).reshape(-1, k),
         "w": w,

@@ -9,7 +9,7 @@ seen.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -18,11 +18,14 @@ from clocher_kernels.ops.contract import (
     EXACT,
     Case,
     Cost,
+    In,
+    InOut,
     OpSpec,
-    Param,
+    Out,
     Real,
     Tolerance,
     Value,
+    Vector,
     nearest,
     paged_case,
     planes,
@@ -31,6 +34,12 @@ from clocher_kernels.ops.contract import (
 from clocher_kernels.plan import Attr
 
 Array = np.ndarray
+
+# What ops are told of each token, and the page table.
+Slots = Annotated[Array, In("M", "i32", below="S")]
+Positions = Annotated[Array, In("M", "i32")]
+Ancestors = Annotated[Array, In("M", "u64")]
+Pages = Annotated[Array, In("S B", "i32", below="P")]
 
 KV_DTYPES = ("f32", "bf16", "f16", "e4m3", "e5m2", "i8")
 
@@ -88,18 +97,18 @@ def within_table(position: int, end: int, ancestors: int, cells: int) -> tuple[i
 
 def kv_append(
     *,
-    k: Array,
-    v: Array,
-    slots: Array,
-    positions: Array,
-    ends: Array,
-    ancestors: Array,
-    pages: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k: Annotated[Array, In("M F")],
+    v: Annotated[Array, In("M F")],
+    slots: Slots,
+    positions: Positions,
+    ends: Positions,
+    ancestors: Ancestors,
+    pages: Pages,
+    k_cache: Annotated[Array, InOut("P H T D", "")],
+    v_cache: Annotated[Array, InOut("P H T D", "")],
+    k_scale: Annotated[Array | None, InOut("P H T")] = None,
+    v_scale: Annotated[Array | None, InOut("P H T")] = None,
     cache_dtype: str,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
 ) -> None:
     """Write the keys and values of this step's tokens into the cache.
 
@@ -135,24 +144,24 @@ def _saturated(values: Array, dtype: str) -> Array:
 
 def attention(
     *,
-    q: Array,
-    slots: Array,
-    positions: Array,
-    ends: Array,
-    ancestors: Array,
-    pages: Array,
-    k_cache: Array,
-    v_cache: Array,
-    y: Array,
+    q: Annotated[Array, In("M F", std=2.0)],
+    slots: Slots,
+    positions: Positions,
+    ends: Positions,
+    ancestors: Ancestors,
+    pages: Pages,
+    k_cache: Annotated[Array, In("P H T D", "")],
+    v_cache: Annotated[Array, In("P H T D", "")],
+    k_scale: Annotated[Array | None, In("P H T")] = None,
+    v_scale: Annotated[Array | None, In("P H T")] = None,
+    sinks: Annotated[Array | None, Vector("N")] = None,
+    listed: Annotated[Array | None, In("M H W", "u64")] = None,
+    y: Annotated[Array, Out("M F", narrow=True)],
     cache_dtype: str,
     scale: float,
     window: int,
     chunk: int = 0,
     softcap: float = 0.0,
-    k_scale: Array | None = None,
-    v_scale: Array | None = None,
-    sinks: Array | None = None,
-    listed: Array | None = None,
 ) -> None:
     """Attend from each token to the visible cells of its slot.
 
@@ -282,28 +291,8 @@ _APPEND_CASES = (
 
 _CACHE = {"H": 8, "D": 64, "S": 1, "B": 128}
 
-TOKEN = (
-    Param("slots", "in", "M", "i32", below="S"),
-    Param("positions", "in", "M", "i32"),
-    Param("ends", "in", "M", "i32"),
-    Param("ancestors", "in", "M", "u64"),
-    Param("pages", "in", "S B", "i32", below="P"),
-)
-"""What ops are told of each token, and the page table."""
-
 SPECS = (
     OpSpec(
-        "kv_append",
-        "write keys and values into the paged cache, quantising",
-        (
-            Param("k", "in", "M F"),
-            Param("v", "in", "M F"),
-            *TOKEN,
-            Param("k_cache", "inout", "P H T D", ""),
-            Param("v_cache", "inout", "P H T D", ""),
-            Param("k_scale", "inout", "P H T", optional=True),
-            Param("v_scale", "inout", "P H T", optional=True),
-        ),
         kv_append,
         _APPEND_CASES,
         EXACT,
@@ -315,19 +304,6 @@ SPECS = (
         cost=_append_cost,
     ),
     OpSpec(
-        "attention",
-        "softmax attention over a paged cache: GQA, sinks, window, trees",
-        (
-            Param("q", "in", "M F", std=2.0),
-            *TOKEN,
-            Param("k_cache", "in", "P H T D", ""),
-            Param("v_cache", "in", "P H T D", ""),
-            Param("k_scale", "in", "P H T", optional=True),
-            Param("v_scale", "in", "P H T", optional=True),
-            Param("sinks", "vector", "N", optional=True),
-            Param("listed", "in", "M H W", "u64", optional=True),
-            Param("y", "out", "M F", narrow=True),
-        ),
         attention,
         _ATTENTION_CASES,
         Tolerance(5e-6, 5e-5),

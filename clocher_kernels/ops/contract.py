@@ -16,8 +16,8 @@ index out of range is read with the nearest one in range, and what is written wi
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +33,7 @@ Value = np.ndarray | QuantTensor
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """A formal parameter of an op.
+    """A formal parameter of an op, as the annotation of an argument of its reference.
 
     Attributes:
         kind: "in", "out", "inout" are buffers; "matrix" is a QuantTensor used as stored; "vector"
@@ -46,16 +46,17 @@ class Param:
         below: of integers that select, the letter of what they number: they are in 0 .. size - 1.
         narrow: a GPU may store it in 16 bits.
         std: standard deviation of random inputs.
+        name: that of the argument, filled in by `OpSpec.params`; `optional` if its default is None.
     """
 
-    name: str
     kind: Kind
     dims: str
     dtype: str = "f32"
-    optional: bool = False
     below: str = ""
     narrow: bool = False
     std: float = 1.0
+    name: str = ""
+    optional: bool = False
 
     @property
     def dtypes(self) -> tuple[str, ...]:
@@ -86,6 +87,10 @@ class Param:
                 return None
             rest = rest[count:]
         return None if rest else found
+
+
+In, Out, InOut = partial(Param, "in"), partial(Param, "out"), partial(Param, "inout")
+Matrix, Vector = partial(Param, "matrix", dtype=""), partial(Param, "vector")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +178,10 @@ class OpSpec:
     """The contract of an op.
 
     Attributes:
-        reference: takes the arrays by parameter name, the attributes by name, writes the outputs.
-            Buffers are sliced to the step's tokens or rows. Arithmetic is fp32 or fp64. Its
-            docstring says of arguments what `params` do not.
+        reference: takes the arrays by parameter name, the attributes by name, writes the outputs;
+            its name is the op's, its annotations are the parameters. Buffers are sliced to the
+            step's tokens or rows. Arithmetic is fp32 or fp64. Its docstring says of arguments what
+            `params` do not.
         real: sizes to time it on; none: the cases' own.
         rounds: a GPU may round on the way, whatever the activations are stored as.
         make: case, random generator -> inputs that `cases.inputs` would not make as they have to
@@ -185,9 +191,6 @@ class OpSpec:
         flops: operations for each element of the largest argument, if nothing is multiplied.
     """
 
-    name: str
-    summary: str
-    params: tuple[Param, ...]
     reference: Callable[..., None]
     cases: tuple[Case, ...]
     tolerance: Tolerance
@@ -196,6 +199,20 @@ class OpSpec:
     make: Callable[[Case, "np.random.Generator"], dict[str, Value]] | None = None
     cost: Callable[[Mapping[str, Any], Mapping[str, Attr]], Cost] | None = None
     flops: int = 4
+
+    @property
+    def name(self) -> str:
+        """Name of the op."""
+        return self.reference.__name__
+
+    @cached_property
+    def params(self) -> tuple[Param, ...]:
+        """The formal parameters, in the reference's order."""
+        return tuple(
+            replace(param, name=name, optional=each.default is None)
+            for name, each in inspect.signature(self.reference).parameters.items()
+            for param in getattr(each.annotation, "__metadata__", ())
+        )
 
     def param(self, name: str) -> Param:
         """Return the parameter with this name."""
@@ -287,14 +304,11 @@ def tokens(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
     kind = case.options.get("tokens", "decode")
     slots = np.arange(m, dtype=np.int32) % s
     ancestors = np.zeros(m, np.uint64)
-    if kind == "prefill":  # the tokens of slot 0 are consecutive
+    if kind in ("prefill", "block"):  # the tokens of slot 0 are consecutive
         slots[:] = 0
         positions = np.arange(capacity - m, capacity, dtype=np.int32)
-        ends = positions + 1
-    elif kind == "block":  # block diffusion: all see the whole block
-        slots[:] = 0
-        positions = np.arange(capacity - m, capacity, dtype=np.int32)
-        ends = np.full(m, capacity, np.int32)
+        # In block diffusion all see the whole block.
+        ends = positions + 1 if kind == "prefill" else np.full(m, capacity, np.int32)
     elif kind == "tree":  # node i hangs from node (i - 1) // 2
         slots[:] = 0
         committed = capacity - m

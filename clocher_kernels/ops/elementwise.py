@@ -1,6 +1,7 @@
 """Activations, norms, rotary embedding, embeddings, heads of other sizes, row gathers."""
 
 import math
+from typing import Annotated
 
 import numpy as np
 
@@ -8,7 +9,20 @@ from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.errors import UnsupportedOp
 from clocher_kernels.formats.base import turn
 from clocher_kernels.formats.ggml import TRIED_KINDS
-from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, nearest, no_blocks
+from clocher_kernels.ops.contract import (
+    EXACT,
+    FP32,
+    Case,
+    In,
+    InOut,
+    Matrix,
+    OpSpec,
+    Out,
+    Real,
+    Vector,
+    nearest,
+    no_blocks,
+)
 from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
@@ -55,7 +69,12 @@ _erf = np.vectorize(math.erf, otypes=[np.float64])
 
 
 def rms_norm(
-    *, x: Array, weight: Array, y: Array, eps: float, residual: Array | None = None
+    *,
+    x: Annotated[Array, In("M F", std=3.0)],
+    weight: Annotated[Array, Vector("D")],
+    residual: Annotated[Array | None, In("M F")] = None,
+    y: Annotated[Array, Out("M F", narrow=True)],
+    eps: float,
 ) -> None:
     """Normalise groups of D values: y = x / sqrt(mean(x^2) + eps) * weight + residual.
 
@@ -77,7 +96,14 @@ def rms_norm(
     y[...] = normal if residual is None else normal + residual
 
 
-def rope(*, x: Array, positions: Array, cos: Array, sin: Array, head: int = 0) -> None:
+def rope(
+    *,
+    x: Annotated[Array, InOut("M F")],
+    positions: Annotated[Array, In("M", "i32", below="C")],
+    cos: Annotated[Array, Vector("C P")],
+    sin: Annotated[Array, Vector("C P")],
+    head: int = 0,
+) -> None:
     """Rotate the first 2P values of each head in place, as halves ("NeoX" pairing).
 
     Infinity becomes NaN: a score of minus infinity would hide a key.
@@ -101,7 +127,13 @@ def rope(*, x: Array, positions: Array, cos: Array, sin: Array, head: int = 0) -
     whole[:, :, half : 2 * half] = second * c + first * s
 
 
-def join_heads(*, first: Array, y: Array, heads: int, second: Array | None = None) -> None:
+def join_heads(
+    *,
+    first: Annotated[Array, In("M F")],
+    second: Annotated[Array | None, In("M G")] = None,
+    y: Annotated[Array, Out("M Y")],
+    heads: int,
+) -> None:
     """Join the halves of heads: head h of y is head h of `first`, then head h of `second`.
 
     Without a second, zeros follow heads that grow, and others are cut.
@@ -126,7 +158,13 @@ def join_heads(*, first: Array, y: Array, heads: int, second: Array | None = Non
     out[:, :, : left.shape[2]] = left
 
 
-def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> None:
+def embed(
+    *,
+    ids: Annotated[Array, In("M", "i32", below="V")],
+    table: Annotated[QuantTensor, Matrix("V K")],
+    y: Annotated[Array, Out("M K", narrow=True)],
+    scale: float = 1.0,
+) -> None:
     """Look up token embeddings: y[m] = decode(table)[ids[m]] * scale.
 
     Args:
@@ -137,7 +175,12 @@ def embed(*, ids: Array, table: QuantTensor, y: Array, scale: float = 1.0) -> No
     y[...] = table.stored()[nearest(ids, table.shape[0])] * np.float32(scale)
 
 
-def hadamard(*, x: Array, y: Array, size: int) -> None:
+def hadamard(
+    *,
+    x: Annotated[Array, In("M A* K", narrow=True)],
+    y: Annotated[Array, Out("M A* K", narrow=True)],
+    size: int,
+) -> None:
     """Rotate blocks of columns: y = x H / sqrt(size), with Sylvester's Hadamard matrix H.
 
     It is symmetric, so twice gives x. Stages are added in fp32 from neighbours outwards.
@@ -152,21 +195,18 @@ def hadamard(*, x: Array, y: Array, size: int) -> None:
     y[...] = turn(x, size)
 
 
-def gather_rows(*, x: Array, rows: Array, y: Array) -> None:
+def gather_rows(
+    *,
+    x: Annotated[Array, In("M K")],
+    rows: Annotated[Array, In("R", "i32", below="M")],
+    y: Annotated[Array, Out("R K", narrow=True)],
+) -> None:
     """Copy the rows whose logits are wanted: y[r] = x[rows[r]]."""
     y[...] = x[nearest(rows, len(x))]
 
 
 SPECS = (
     OpSpec(
-        "rms_norm",
-        "y = x / rms(x) * weight over groups of D",
-        (
-            Param("x", "in", "M F", std=3.0),
-            Param("weight", "vector", "D"),
-            Param("residual", "in", "M F", optional=True),
-            Param("y", "out", "M F", narrow=True),
-        ),
         rms_norm,
         (
             Case("m1-d256", {"M": 1, "F": 256, "D": 256}, {"eps": 1e-5}),
@@ -191,14 +231,6 @@ SPECS = (
         ),
     ),
     OpSpec(
-        "rope",
-        "rotate the halves of each head by its position",
-        (
-            Param("x", "inout", "M F"),
-            Param("positions", "in", "M", "i32", below="C"),
-            Param("cos", "vector", "C P"),
-            Param("sin", "vector", "C P"),
-        ),
         rope,
         (
             Case("m1-h4-d32", {"M": 1, "F": 128, "P": 16, "C": 64}),
@@ -212,13 +244,6 @@ SPECS = (
         flops=3,
     ),
     OpSpec(
-        "embed",
-        "rows of the embedding table",
-        (
-            Param("ids", "in", "M", "i32", below="V"),
-            Param("table", "matrix", "V K", ""),
-            Param("y", "out", "M K", narrow=True),
-        ),
         embed,
         tuple(
             Case(
@@ -243,13 +268,6 @@ SPECS = (
         (Real("*", {"M": 1, "V": 4096, "K": 2880}),),
     ),
     OpSpec(
-        "join_heads",
-        "heads of two parts each, the first of which may be shared; or heads of another size",
-        (
-            Param("first", "in", "M F"),
-            Param("second", "in", "M G", optional=True),
-            Param("y", "out", "M Y"),
-        ),
         join_heads,
         (
             *(
@@ -271,9 +289,6 @@ SPECS = (
         flops=0,
     ),
     OpSpec(
-        "hadamard",
-        "blocks of columns rotated by a Hadamard matrix",
-        (Param("x", "in", "M A* K", narrow=True), Param("y", "out", "M A* K", narrow=True)),
         hadamard,
         (
             Case("m1-k256", {"M": 1, "K": 256}, {"size": 64}),
@@ -285,13 +300,6 @@ SPECS = (
         flops=6,
     ),
     OpSpec(
-        "gather_rows",
-        "copy the rows whose logits are wanted",
-        (
-            Param("x", "in", "M K"),
-            Param("rows", "in", "R", "i32", below="M"),
-            Param("y", "out", "R K", narrow=True),
-        ),
         gather_rows,
         (
             Case("r1-k256", {"M": 4, "R": 1, "K": 256}),

@@ -1,7 +1,7 @@
 """Matrix products: y = x W^T with W in any format, and block-sparse rows."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
@@ -16,10 +16,13 @@ from clocher_kernels.ops.contract import (
     NO_CODES,
     Case,
     Cost,
+    In,
+    Matrix,
     OpSpec,
-    Param,
+    Out,
     Real,
     Value,
+    Vector,
     no_blocks,
 )
 from clocher_kernels.ops.elementwise import ACTIVATIONS, activate
@@ -28,6 +31,12 @@ from clocher_kernels.plan import Attr
 from clocher_kernels.quant_tensor import QuantTensor, encode
 
 Array = np.ndarray
+
+Weight = Annotated[QuantTensor, Matrix("N K")]
+Bias = Annotated[Array | None, Vector("N")]
+Times = Annotated[Array | None, In("M F", narrow=True)]
+Residual = Annotated[Array | None, In("M N")]
+Sums = Annotated[Array, Out("M N", narrow=True)]
 
 _COVERED = {
     "int4_sym_g32_f16": (32, 128),
@@ -74,13 +83,13 @@ def sums_exactly(fmt: Format, group: int) -> bool:
 
 def linear(
     *,
-    x: Array,
-    w: QuantTensor,
-    y: Array,
-    x_scale: Array | None = None,
-    bias: Array | None = None,
-    times: Array | None = None,
-    residual: Array | None = None,
+    x: Annotated[Array, In("M K", "f32 i8", narrow=True)],
+    x_scale: Annotated[Array | None, In("M B")] = None,
+    w: Weight,
+    bias: Bias = None,
+    times: Times = None,
+    residual: Residual = None,
+    y: Sums,
     activation: str = "none",
     cap: float = 1.0,
     group: int = 0,
@@ -141,12 +150,12 @@ def finish(
 
 def bsr_linear(
     *,
-    x: Array,
-    w: QuantTensor,
-    y: Array,
-    bias: Array | None = None,
-    times: Array | None = None,
-    residual: Array | None = None,
+    x: Annotated[Array, In("M K", narrow=True)],
+    w: Weight,
+    bias: Bias = None,
+    times: Times = None,
+    residual: Residual = None,
+    y: Sums,
     activation: str = "none",
     cap: float = 1.0,
 ) -> None:
@@ -335,24 +344,8 @@ _ONE = {"M": 1, "N": 4096, "K": 2880}
 _MANY = {"M": 32, "N": 4096, "K": 2880}
 _BITNET = {"N": 2560, "K": 6912}
 
-_W = Param("w", "matrix", "N K", "")
-TAIL = (
-    Param("bias", "vector", "N", optional=True),
-    Param("times", "in", "M F", optional=True, narrow=True),
-    Param("residual", "in", "M N", optional=True),
-    Param("y", "out", "M N", narrow=True),
-)
-
 SPECS = (
     OpSpec(
-        "linear",
-        "y = activation(x W^T + bias) * times + residual; exact sums within blocks of int8 x",
-        (
-            Param("x", "in", "M K", "f32 i8", narrow=True),
-            Param("x_scale", "in", "M B", optional=True),
-            _W,
-            *TAIL,
-        ),
         linear,
         tuple(_cases()),
         FP32,
@@ -369,9 +362,6 @@ SPECS = (
         rounds=True,
     ),
     OpSpec(
-        "bsr_linear",
-        "y = x W^T over the stored blocks of block-sparse rows",
-        (Param("x", "in", "M K", narrow=True), _W, *TAIL),
         bsr_linear,
         tuple(
             Case(name, {"M": m, "N": n, "K": k, **wide(options, n)}, bent(options), {}, options)

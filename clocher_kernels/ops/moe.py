@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Annotated
 
 import numpy as np
 
@@ -9,11 +10,14 @@ from clocher_kernels.dtypes import LARGEST
 from clocher_kernels.ops.contract import (
     NO_CODES,
     Case,
+    In,
+    Matrix,
     OpSpec,
-    Param,
+    Out,
     Real,
     Tolerance,
     Value,
+    Vector,
     nearest,
     no_blocks,
 )
@@ -24,13 +28,15 @@ from clocher_kernels.quant_tensor import QuantTensor
 
 Array = np.ndarray
 
+Experts = Annotated[Array, In("M A", "i32", below="E")]
+
 
 def route(
     *,
-    logits: Array,
-    ids: Array,
-    weights: Array,
-    bias: Array | None = None,
+    logits: Annotated[Array, In("M E")],
+    bias: Annotated[Array | None, Vector("E")] = None,
+    ids: Annotated[Array, Out("M A", "i32")],
+    weights: Annotated[Array, Out("M A")],
     score: str = "chosen",
     normalise: bool = False,
     factor: float = 1.0,
@@ -92,16 +98,16 @@ def route(
 
 def moe_gate_up(
     *,
-    x: Array,
-    ids: Array,
-    w: QuantTensor,
-    y: Array,
+    x: Annotated[Array, In("M K", "f32 i8", narrow=True, std=6.0)],
+    x_scale: Annotated[Array | None, In("M B")] = None,
+    ids: Experts,
+    factors: Annotated[Array | None, In("M A")] = None,
+    w: Annotated[QuantTensor, Matrix("E J K")],
+    bias: Annotated[Array | None, Vector("E J")] = None,
+    y: Annotated[Array, Out("M A I", narrow=True)],
     act: str = "clamped",
     limit: float = 0.0,
     alpha: float = 0.0,
-    x_scale: Array | None = None,
-    factors: Array | None = None,
-    bias: Array | None = None,
     group: int = 0,
 ) -> None:
     """Compute the gated hidden layer of the chosen experts.
@@ -142,14 +148,14 @@ def moe_gate_up(
 
 def moe_down(
     *,
-    x: Array,
-    ids: Array,
-    w: QuantTensor,
-    y: Array,
-    weights: Array | None = None,
-    x_scale: Array | None = None,
-    bias: Array | None = None,
-    residual: Array | None = None,
+    x: Annotated[Array, In("M A I", "f32 i8", narrow=True)],
+    x_scale: Annotated[Array | None, In("M A B")] = None,
+    ids: Experts,
+    weights: Annotated[Array | None, In("M A")] = None,
+    w: Annotated[QuantTensor, Matrix("E N I")],
+    bias: Annotated[Array | None, Vector("E N")] = None,
+    residual: Annotated[Array | None, In("M N")] = None,
+    y: Annotated[Array, Out("M N", narrow=True)],
     group: int = 0,
 ) -> None:
     """Project the chosen experts' hidden layers down and sum them by router weight.
@@ -261,18 +267,8 @@ _V2: dict[str, Attr] = {"score": "softmax", "factor": 16.0, "groups": 4, "group_
 _V3: dict[str, Attr] = {"score": "sigmoid", "normalise": True, "factor": 2.5, "groups": 8}
 _V3 |= {"group_top": 4, "group_best": 2}
 
-_IDS = Param("ids", "in", "M A", "i32", below="E")
-
 SPECS = (
     OpSpec(
-        "route",
-        "route: choose experts for each token, and weigh them",
-        (
-            Param("logits", "in", "M E"),
-            Param("bias", "vector", "E", optional=True),
-            Param("ids", "out", "M A", "i32"),
-            Param("weights", "out", "M A"),
-        ),
         route,
         (
             Case("m1-e8-a2", {"M": 1, "E": 8, "A": 2}),
@@ -292,17 +288,6 @@ SPECS = (
         flops=1,
     ),
     OpSpec(
-        "moe_gate_up",
-        "gated hidden layer of the chosen experts",
-        (
-            Param("x", "in", "M K", "f32 i8", narrow=True, std=6.0),
-            Param("x_scale", "in", "M B", optional=True),
-            _IDS,
-            Param("factors", "in", "M A", optional=True),
-            Param("w", "matrix", "E J K", ""),
-            Param("bias", "vector", "E J", optional=True),
-            Param("y", "out", "M A I", narrow=True),
-        ),
         moe_gate_up,
         (
             *_UP_CASES,
@@ -318,18 +303,6 @@ SPECS = (
         rounds=True,
     ),
     OpSpec(
-        "moe_down",
-        "weighted sum of the chosen experts' projections",
-        (
-            Param("x", "in", "M A I", "f32 i8", narrow=True),
-            Param("x_scale", "in", "M A B", optional=True),
-            _IDS,
-            Param("weights", "in", "M A", optional=True),
-            Param("w", "matrix", "E N I", ""),
-            Param("bias", "vector", "E N", optional=True),
-            Param("residual", "in", "M N", optional=True),
-            Param("y", "out", "M N", narrow=True),
-        ),
         moe_down,
         (*_DOWN_CASES, *_other_cases(_DOWN_CASES[:6], "plain", {}, weights=False)),
         Tolerance(5e-6, 5e-5),

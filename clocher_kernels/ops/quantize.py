@@ -6,12 +6,12 @@ of them. One `quantize` serves every product that reads the same activations, an
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from clocher_kernels.dtypes import LARGEST, from_f32, to_f32
-from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value
+from clocher_kernels.ops.contract import EXACT, Case, In, OpSpec, Out, Real, Value
 
 Array = np.ndarray
 
@@ -45,7 +45,32 @@ def dequantize(q: Array, scale: Array, group: int) -> Array:
     return np.asarray(q * wide)
 
 
-def quantize(*, x: Array, q: Array, scale: Array, group: int, floor: float, lowest: int) -> None:
+def _divided(x: Array, group: int, floor: float, most: np.float32) -> tuple[Array, Array]:
+    """Return x over the scale of its group, not rounded, and the scales: absmax / most.
+
+    What is not finite becomes 0, and the scale of its group NaN.
+    """
+    *lead, k = x.shape
+    cells = np.zeros((*lead, groups_of(k, group) * (group or k)), np.float32)
+    cells[..., :k] = x
+    cells = cells.reshape(*lead, -1, group or k)
+    finite = np.isfinite(cells)
+    cells[~finite] = 0
+    absmax = np.maximum(np.abs(cells).max(axis=-1), np.float32(floor))
+    cells *= (most / absmax)[..., None]
+    scale = np.where(finite.all(axis=-1), absmax / most, np.float32(np.nan))
+    return cells.reshape(*lead, -1)[..., :k], scale
+
+
+def quantize(
+    *,
+    x: Annotated[Array, In("M A* K")],
+    q: Annotated[Array, Out("M A* K", "i8")],
+    scale: Annotated[Array, Out("M A* B")],
+    group: int,
+    floor: float,
+    lowest: int,
+) -> None:
     """Quantise each group of columns to int8: q = clamp(rint(x * 127 / absmax), lowest, 127).
 
     Args:
@@ -59,21 +84,18 @@ def quantize(*, x: Array, q: Array, scale: Array, group: int, floor: float, lowe
     Source: with group 0, floor 1e-5 and lowest -128: BitNet b1.58 (arXiv 2402.17764) as in
     transformers' ActQuant.
     """
-    *lead, k = x.shape
-    size = group or k
-    cells = np.zeros((*lead, groups_of(k, group) * size), np.float32)
-    cells[..., :k] = x
-    cells = cells.reshape(*lead, -1, size)
-    finite = np.isfinite(cells)
-    cells[~finite] = 0
-    absmax = np.maximum(np.abs(cells).max(axis=-1), np.float32(floor))
-    inverse = np.float32(127) / absmax
-    codes = np.clip(np.rint(cells * inverse[..., None]), lowest, 127)
-    q[...] = codes.reshape(*lead, -1)[..., :k]
-    scale[...] = np.where(finite.all(axis=-1), absmax / np.float32(127), np.float32(np.nan))
+    steps, scale[...] = _divided(x, group, floor, np.float32(127))
+    q[...] = np.clip(np.rint(steps), lowest, 127)
 
 
-def fake_quantize(*, x: Array, y: Array, dtype: str, group: int = 0, floor: float = 0.0) -> None:
+def fake_quantize(
+    *,
+    x: Annotated[Array, In("M A* K", narrow=True)],
+    y: Annotated[Array, Out("M A* K")],
+    dtype: str,
+    group: int = 0,
+    floor: float = 0.0,
+) -> None:
     """Round activations to what a narrower type can hold; the values stay fp32.
 
     "bf16" and "f16" round to nearest, ties to even, and saturate; `group` and `floor` mean nothing.
@@ -89,32 +111,15 @@ def fake_quantize(*, x: Array, y: Array, dtype: str, group: int = 0, floor: floa
 
     Source: Jacob et al. 2018 (arXiv 1712.05877), section 3: quantisation simulated in floats.
     """
-    finite = np.isfinite(x)
+    most = np.float32(LARGEST.get(dtype, 127))
     if dtype in ("bf16", "f16"):
-        most = np.float32(LARGEST[dtype])
-        bounded = np.clip(np.where(finite, x, np.float32(0)), -most, most)
-        y[...] = np.where(finite, to_f32(from_f32(bounded, dtype), dtype), np.float32(np.nan))
+        bounded = np.clip(np.where(np.isfinite(x), x, np.float32(np.nan)), -most, most)
+        y[...] = to_f32(from_f32(bounded, dtype), dtype)
         return
-    *lead, k = x.shape
-    scale = np.empty((*lead, groups_of(k, group)), np.float32)
-    if dtype == "i8":
-        q = np.empty(x.shape, np.int8)
-        quantize(x=x, q=q, scale=scale, group=group, floor=floor, lowest=-127)
-        codes = q.astype(np.float32)
-    else:
-        size = group or k
-        cells = np.zeros((*lead, scale.shape[-1] * size), np.float32)
-        cells[..., :k] = np.where(finite, x, np.float32(0))
-        absmax = np.abs(cells.reshape(*lead, -1, size)).max(axis=-1)
-        absmax = np.maximum(absmax, np.float32(floor))
-        most = np.float32(LARGEST[dtype])
-        wide = np.repeat(most / absmax, size, axis=-1)[..., :k]
-        codes = to_f32(from_f32(cells[..., :k] * wide, dtype), dtype)
-        good = np.ones(cells.shape, bool)
-        good[..., :k] = finite
-        whole = good.reshape(*lead, -1, size).all(axis=-1)
-        scale[...] = np.where(whole, absmax / most, np.float32(np.nan))
-    y[...] = codes * np.repeat(scale, group or k, axis=-1)[..., :k]
+    k = x.shape[-1]
+    steps, scale = _divided(x, group, floor, most)
+    rounded = np.rint(steps).astype(np.int8) if dtype == "i8" else from_f32(steps, dtype)
+    y[...] = to_f32(rounded, dtype) * np.repeat(scale, group or k, axis=-1)[..., :k]
 
 
 def _make(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
@@ -139,13 +144,6 @@ def _case(name: str, group: int, law: Mapping[str, Any], zeros: int = 0, **sizes
 
 SPECS = (
     OpSpec(
-        "quantize",
-        "int8 codes of activations, and a scale per group of columns",
-        (
-            Param("x", "in", "M A* K"),
-            Param("q", "out", "M A* K", "i8"),
-            Param("scale", "out", "M A* B"),
-        ),
         quantize,
         (
             *(_case("bitnet", 0, BITNET, M=m, K=k) for m, k in ((1, 256), (5, 100), (2, 37))),
@@ -170,12 +168,6 @@ SPECS = (
         flops=3,
     ),
     OpSpec(
-        "fake_quantize",
-        "activations rounded to the values of bf16, fp16, fp8 or int8",
-        (
-            Param("x", "in", "M A* K", narrow=True),
-            Param("y", "out", "M A* K"),
-        ),
         fake_quantize,
         (
             *(

@@ -1,8 +1,10 @@
 """Choose the next tokens, and step the token inputs on, so that a decode step needs no host."""
 
+from typing import Annotated
+
 import numpy as np
 
-from clocher_kernels.ops.contract import EXACT, Case, OpSpec, Param, Real, Value, nearest
+from clocher_kernels.ops.contract import EXACT, Case, In, InOut, OpSpec, Out, Real, Value, nearest
 
 Array = np.ndarray
 
@@ -65,20 +67,20 @@ def edited(row: Array, ids: Array, edits: Array) -> Array:
 
 def sample(
     *,
-    logits: Array,
-    allowed: Array,
-    masked: Array,
-    edit_ids: Array,
-    edits: Array,
-    edit_begin: Array,
-    edit_end: Array,
-    temperature: Array,
-    top_k: Array,
-    top_p: Array,
-    min_p: Array,
-    seeds: Array,
-    draws: Array,
-    ids: Array,
+    logits: Annotated[Array, InOut("R V")],
+    allowed: Annotated[Array, In("C W", "u32")],
+    masked: Annotated[Array, In("R", "i32")],
+    edit_ids: Annotated[Array, In("E", "i32", below="V")],
+    edits: Annotated[Array, In("E 3")],
+    edit_begin: Annotated[Array, In("R", "i32", below="E")],
+    edit_end: Annotated[Array, In("R", "i32")],
+    temperature: Annotated[Array, In("R")],
+    top_k: Annotated[Array, In("R", "i32")],
+    top_p: Annotated[Array, In("R")],
+    min_p: Annotated[Array, In("R")],
+    seeds: Annotated[Array, In("R", "u64")],
+    draws: Annotated[Array, In("R", "i32")],
+    ids: Annotated[Array, Out("R", "i32")],
 ) -> None:
     """Draw one token per row; greedy where temperature is 0.
 
@@ -149,7 +151,13 @@ def choose(
 
 
 def advance(
-    *, sampled: Array, rows: Array, ids: Array, positions: Array, ends: Array, draws: Array
+    *,
+    sampled: Annotated[Array, In("R", "i32")],
+    rows: Annotated[Array, In("R", "i32", below="M")],
+    ids: Annotated[Array, InOut("M", "i32")],
+    positions: Annotated[Array, InOut("M", "i32")],
+    ends: Annotated[Array, InOut("M", "i32")],
+    draws: Annotated[Array, InOut("R", "i32")],
 ) -> None:
     """Make the sampled tokens the next step's tokens, one position on.
 
@@ -211,24 +219,6 @@ def _make_advance(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
 
 SPECS = (
     OpSpec(
-        "sample",
-        "penalties, biases, allowed tokens, greedy, temperature, min-p, top-k, top-p",
-        (
-            Param("logits", "inout", "R V"),
-            Param("allowed", "in", "C W", "u32"),
-            Param("masked", "in", "R", "i32"),
-            Param("edit_ids", "in", "E", "i32", below="V"),
-            Param("edits", "in", "E 3"),
-            Param("edit_begin", "in", "R", "i32", below="E"),
-            Param("edit_end", "in", "R", "i32"),
-            Param("temperature", "in", "R"),
-            Param("top_k", "in", "R", "i32"),
-            Param("top_p", "in", "R"),
-            Param("min_p", "in", "R"),
-            Param("seeds", "in", "R", "u64"),
-            Param("draws", "in", "R", "i32"),
-            Param("ids", "out", "R", "i32"),
-        ),
         sample,
         tuple(
             Case(
@@ -250,16 +240,6 @@ SPECS = (
         make=_make_sample,
     ),
     OpSpec(
-        "advance",
-        "feed the sampled tokens back",
-        (
-            Param("sampled", "in", "R", "i32"),
-            Param("rows", "in", "R", "i32", below="M"),
-            Param("ids", "inout", "M", "i32"),
-            Param("positions", "inout", "M", "i32"),
-            Param("ends", "inout", "M", "i32"),
-            Param("draws", "inout", "R", "i32"),
-        ),
         advance,
         (Case("r1-m1", {"M": 1, "R": 1}), Case("r3-m7", {"M": 7, "R": 3})),
         EXACT,

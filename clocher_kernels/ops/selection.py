@@ -12,18 +12,27 @@ Source: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.ops.attention import TOKEN, own_cells, within_table
+from clocher_kernels.ops.attention import (
+    Ancestors,
+    Pages,
+    Positions,
+    Slots,
+    own_cells,
+    within_table,
+)
 from clocher_kernels.ops.contract import (
     EXACT,
     Case,
     Cost,
+    In,
+    InOut,
     OpSpec,
-    Param,
+    Out,
     Real,
     Value,
     nearest,
@@ -44,15 +53,15 @@ _LARGEST = np.finfo(np.float32).max
 
 def page_bounds(
     *,
-    slots: Array,
-    positions: Array,
-    ends: Array,
-    ancestors: Array,
-    pages: Array,
-    k_cache: Array,
-    bounds: Array,
+    slots: Slots,
+    positions: Positions,
+    ends: Positions,
+    ancestors: Ancestors,
+    pages: Pages,
+    k_cache: Annotated[Array, In("P H T D", "")],
+    k_scale: Annotated[Array | None, In("P H T")] = None,
+    bounds: Annotated[Array, InOut("P H 2 D")],
     cache_dtype: str,
-    k_scale: Array | None = None,
 ) -> None:
     """Write the bounds of the keys of each page that a token of the step is the last cell of.
 
@@ -78,14 +87,15 @@ def page_bounds(
 
 def select_pages(
     *,
-    q: Array,
-    slots: Array,
-    positions: Array,
-    ends: Array,
-    ancestors: Array,
-    pages: Array,
-    listed: Array,
-    counts: Array,
+    q: Annotated[Array, In("M F", std=2.0)],
+    slots: Slots,
+    positions: Positions,
+    ends: Positions,
+    ancestors: Ancestors,
+    pages: Pages,
+    bounds: Annotated[Array | None, In("P H 2 D")] = None,
+    listed: Annotated[Array, Out("M H W", "u64")],
+    counts: Annotated[Array, InOut("M H 2", "i64")],
     cells: int,
     scale: float,
     first: int = 1,
@@ -93,7 +103,6 @@ def select_pages(
     budget: int = 0,
     margin: float = 0.0,
     mass: float = 0.0,
-    bounds: Array | None = None,
 ) -> None:
     """List the pages that each token reads for each key/value head.
 
@@ -226,14 +235,6 @@ _REAL = {"M": 1, "F": 2048, "H": 8, "D": 64, "S": 1, "B": 512, "P": 512, "T": 64
 
 SPECS = (
     OpSpec(
-        "page_bounds",
-        "largest and least values of the keys of each page that became full",
-        (
-            *TOKEN,
-            Param("k_cache", "in", "P H T D", ""),
-            Param("k_scale", "in", "P H T", optional=True),
-            Param("bounds", "inout", "P H 2 D"),
-        ),
         page_bounds,
         (
             *(_bounds_case(kv, 3, "decode", 20) for kv in ("f32", "bf16", "f16", "e4m3", "e5m2")),
@@ -246,15 +247,6 @@ SPECS = (
         cost=_bounds_cost,
     ),
     OpSpec(
-        "select_pages",
-        "list the pages that attention reads: first, last, and those of the highest bounds",
-        (
-            Param("q", "in", "M F", std=2.0),
-            *TOKEN,
-            Param("bounds", "in", "P H 2 D", optional=True),
-            Param("listed", "out", "M H W", "u64"),
-            Param("counts", "inout", "M H 2", "i64"),
-        ),
         select_pages,
         (
             _selection_case("topk", 3, "decode", 6, 2, 20, 70, budget=9),

@@ -6,15 +6,14 @@ what is left out would have been multiplied by zero.
 """
 
 from collections.abc import Mapping
-from functools import wraps
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
 from clocher_kernels.formats import Int4, Ternary
 from clocher_kernels.formats.base import Format
-from clocher_kernels.ops.contract import EXACT, FP32, Case, OpSpec, Param, Real, Value
-from clocher_kernels.ops.linear import TAIL, bent, linear, wide
+from clocher_kernels.ops.contract import EXACT, FP32, Case, In, OpSpec, Out, Real, Value, Vector
+from clocher_kernels.ops.linear import Bias, Residual, Sums, Times, Weight, bent, linear, wide
 from clocher_kernels.ops.quantize import BITNET, groups_of, quantize
 
 Array = np.ndarray
@@ -34,8 +33,19 @@ def skips_columns(fmt: Format) -> bool:
     return isinstance(fmt, Ternary)
 
 
-@wraps(linear, assigned=())
-def skip_linear(**given: Any) -> None:
+def skip_linear(
+    *,
+    x: Annotated[Array, In("M K", "i8")],
+    x_scale: Annotated[Array, In("M B")],
+    w: Weight,
+    bias: Bias = None,
+    times: Times = None,
+    residual: Residual = None,
+    y: Sums,
+    activation: str = "none",
+    cap: float = 1.0,
+    group: int = 0,
+) -> None:
     """Multiply what has many zeros: y = activation(x decode(w)^T + bias) * times + residual.
 
     It is `linear` with int8 activations, to the bit. Columns of W that zeros multiply need not be
@@ -50,7 +60,9 @@ def skip_linear(**given: Any) -> None:
 
     Source: that zeros of a ReLU need not be computed is of "Deja Vu" (arXiv 2310.17157).
     """
-    linear(**given)
+    after: dict[str, Any] = {"bias": bias, "times": times, "residual": residual}
+    after |= {"activation": activation, "cap": cap, "group": group}
+    linear(x=x, x_scale=x_scale, w=w, y=y, **after)
 
 
 def _make_codes(case: Case, rng: "np.random.Generator") -> dict[str, Value]:
@@ -102,7 +114,12 @@ _LANES = 16
 
 
 def drop_small(
-    *, x: Array, y: Array, threshold: Array | None = None, most: float = 1.0, least: float = 1.0
+    *,
+    x: Annotated[Array, In("M K")],
+    threshold: Annotated[Array | None, Vector("T")] = None,
+    y: Annotated[Array, Out("M K")],
+    most: float = 1.0,
+    least: float = 1.0,
 ) -> None:
     """Set the activations of a token to zero that are small.
 
@@ -182,14 +199,6 @@ def _dropping(name: str, m: int, k: int) -> Case:
 
 SPECS = (
     OpSpec(
-        "skip_linear",
-        "`linear` of int8 x with many zeros; columns of W that they multiply are not read",
-        (
-            Param("x", "in", "M K", "i8"),
-            Param("x_scale", "in", "M B"),
-            Param("w", "matrix", "N K", ""),
-            *TAIL,
-        ),
         skip_linear,
         _CASES,
         EXACT,
@@ -200,13 +209,6 @@ SPECS = (
         make=_make_codes,
     ),
     OpSpec(
-        "drop_small",
-        "activations with the small ones set to zero, by a threshold or by the token's own",
-        (
-            Param("x", "in", "M K"),
-            Param("threshold", "vector", "T", optional=True),
-            Param("y", "out", "M K"),
-        ),
         drop_small,
         tuple(
             _dropping(name, m, k)

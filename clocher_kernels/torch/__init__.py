@@ -9,7 +9,7 @@ from clocher_kernels.cuda.prepack import TORCH_DTYPES, as_torch
 from clocher_kernels.errors import ShapeError, UsageError
 from clocher_kernels.formats import Format
 from clocher_kernels.formats.bsr import Bsr
-from clocher_kernels.library import format_of, quantize
+from clocher_kernels.library import format_of, matrix_sizes, quantize
 from clocher_kernels.library.host import one_of_act_prec
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_kernels.torch.custom_ops import OPS, awake
@@ -57,11 +57,7 @@ class QuantLinear(torch.nn.Module):
         cls, w: QuantTensor, bias: torch.Tensor | None = None, *, act_prec: str = ""
     ) -> Self:
         """Return a layer for a quantised matrix, logical [N, K], and a float bias [N]."""
-        if not isinstance(w, QuantTensor) or len(w.shape) != 2:
-            raise UsageError(
-                "w: expected a QuantTensor [N, K]; make one with clocher_kernels.quantize"
-            )
-        n, k = w.shape
+        n, k = matrix_sizes(w)
         if bias is not None and tuple(bias.shape) != (n,):
             raise ShapeError(f"bias has shape {list(bias.shape)}; expected {[n]}")
         layer = cls(k, n, w.format, bias is not None, act_prec=act_prec, device="meta")

@@ -209,7 +209,7 @@ def _register(spec: OpSpec) -> Any:
     shapes = "\n".join(
         f"    {p.name}: {p.kind}, {p.dtype or 'stored'} [{p.dims}]" for p in spec.params
     )
-    said = f"{spec.summary}\n\n{inspect.getdoc(spec.reference)}\n\nShapes:\n{shapes}"
+    said = f"{inspect.getdoc(spec.reference)}\n\nShapes:\n{shapes}"
     packet.__doc__ = packet.default.__doc__ = said
     return packet.default
 
