@@ -21,7 +21,7 @@ from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
-from clocher_runtime.checkpoints.iebin import Progress
+from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.models.build import inverse_frequencies
@@ -80,7 +80,7 @@ class GgufExport:
         self,
         checkpoint: Checkpoint,
         path: Path,
-        progress: Progress | None = None,
+        progress: Progress = quiet,
         check: Callable[[Path], None] | None = None,
     ) -> None:
         """Write the file, which `check` may refuse before its rename.
@@ -103,8 +103,7 @@ class GgufExport:
                 checkpoint.release()
                 if entry.source:
                     done += entry.nbytes
-                    if progress:
-                        progress(done, entry.name)
+                    progress(done, entry.name)
             checkpoint.check_unchanged()
             if check:
                 file.flush()

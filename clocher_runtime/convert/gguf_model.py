@@ -25,7 +25,7 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
     UNUSED,
     USER,
 )
-from clocher_runtime.checkpoints.iebin import Progress
+from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
 from clocher_runtime.convert.to_iebin import refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
@@ -50,7 +50,7 @@ class GgufConversion:
         """Bytes of the file."""
         return self.export.nbytes
 
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Write, check and rename the file. Raises ModelError, UnsupportedModel, OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.export.write(self.source, self.path, progress, self._check)

@@ -99,30 +99,18 @@ class PlaneFile(PlaneWriter):
     def __init__(self, manifest: Path, job: str) -> None:
         """Open it over what a run of the same job has left. Raises UsageError, OSError."""
         self.manifest, self.path = manifest, planes_path(manifest)
-        self.records: dict[str, Mapping[str, Any]] = {}
         self._tensors: dict[str, QuantTensor] = {}
         super().__init__({"planes": self.path}, job, in_place=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
-        if not self.records:
+        if not self.entries:
             remove_planes(self.manifest)
-
-    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[dict[str, Any]]:
-        """Take over the tensors, in this order, that an earlier run has finished."""
-        taken = super().resume(tensors)
-        self.records |= {line["name"]: line["record"] for line in taken}
-        return taken
-
-    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any] | None = None) -> None:
-        """Append a tensor with its record. Raises OSError."""
-        super().add(name, tensor, record)
-        self.records[name] = record or ROUNDED
 
     def finish(self) -> Planes | None:
         """Flush the file, and make its tensors readable; None if it has none."""
         facts = self.sync()["planes"]
-        if not self.records:
+        if not self.entries:
             return None
         self._file = MappedFile(self.path)
         self._tensors = tensors_of(self.entries, {"planes": self._file})

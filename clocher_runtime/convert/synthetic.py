@@ -22,7 +22,7 @@ from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
-from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin
+from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin, quiet
 from clocher_runtime.convert import PRESETS
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
@@ -100,7 +100,7 @@ class Synthesis:
     source: Mapping[str, Any]
     nbytes: int
 
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
         spec = spec_from_config(self.config)
         needs = inventory(spec)
@@ -112,8 +112,8 @@ class Synthesis:
             done = writer.nbytes
             writer.commit(self.config, {}, {}, byte_tokenizer(spec.vocab_size), self.source)
         if self.gguf is not None:
-            tell = progress and (lambda nbytes, name: progress(done + nbytes, name))
-            self.gguf.write(open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME, tell)
+            source, path = open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME
+            self.gguf.write(source, path, lambda nbytes, name: progress(done + nbytes, name))
 
 
 def plan_synthesis(
