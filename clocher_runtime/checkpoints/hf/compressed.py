@@ -207,10 +207,8 @@ def _codes(
     zeros: packed_words.Make | None,
     columns: np.ndarray | None,
 ) -> Stored:
-    dtype, scale = DTYPES[linear.scale.dtype], linear.scale.array
-    symmetric, scope = scheme.symmetric, scheme.scope
-    args = (linear.weight.where, shape, scheme.bits, symmetric, scope, dtype, codes, zeros)
-    return packed_words.PackedLinear(*args, lambda: scale, columns).tensor()
+    args = scheme.bits, scheme.symmetric, scheme.scope, linear.scale, codes, zeros, columns
+    return packed_words.packed_linear(linear.weight.where, shape, *args)
 
 
 def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> packed_words.Make:
