@@ -57,30 +57,27 @@ class GgufConversion:
 
     def _check(self, path: Path) -> None:
         written = open_gguf(path)
-        try:
-            own = spec_from_config(self.source.config)
-            # A Mistral without a window is a Llama in GGUF, and computes the same.
-            found = replace(spec_from_config(written.config), family=own.family)
-            if replace(found, eos_ids=()) != replace(own, eos_ids=()):
+        own = spec_from_config(self.source.config)
+        # A Mistral without a window is a Llama in GGUF, and computes the same.
+        found = replace(spec_from_config(written.config), family=own.family)
+        if replace(found, eos_ids=()) != replace(own, eos_ids=()):
+            raise UnsupportedModel(
+                f"GGUF cannot say all that this {own.family} model is: read back, it has other "
+                "settings; --to iebin keeps them"
+            )
+        ends = set(model_spec(self.source).eos_ids) - set(model_spec(written).eos_ids)
+        if ends:
+            raise UnsupportedModel(
+                f"GGUF has places for three ids that end a turn; it would not know {min(ends)}"
+            )
+        if tokenizer := vocabulary(self.source):
+            texts = tokenizer, vocabulary(written) or b""
+            merges = [map(_pair, json.loads(text)["model"]["merges"]) for text in texts]
+            if list(merges[0]) != list(merges[1]):
                 raise UnsupportedModel(
-                    f"GGUF cannot say all that this {own.family} model is: read back, it has other "
-                    "settings; --to iebin keeps them"
+                    "the merges of this tokenizer do not follow from scores, which is all that "
+                    "GGUF has for its kind; --to iebin keeps them"
                 )
-            ends = set(model_spec(self.source).eos_ids) - set(model_spec(written).eos_ids)
-            if ends:
-                raise UnsupportedModel(
-                    f"GGUF has places for three ids that end a turn; it would not know {min(ends)}"
-                )
-            if tokenizer := vocabulary(self.source):
-                texts = tokenizer, vocabulary(written) or b""
-                merges = [map(_pair, json.loads(text)["model"]["merges"]) for text in texts]
-                if list(merges[0]) != list(merges[1]):
-                    raise UnsupportedModel(
-                        "the merges of this tokenizer do not follow from scores, which is all that "
-                        "GGUF has for its kind; --to iebin keeps them"
-                    )
-        finally:
-            written.release()
 
 
 def plan_gguf_model(

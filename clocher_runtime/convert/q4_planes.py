@@ -112,8 +112,7 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
                 f"matrix in {q4.Q4_0.name}; give a manifest of gen_q4_bytes_stream.py"
             )
         tensor = base.tensors.get(name)
-        done = tensor is not None and (tensor.shape, tensor.format) == (item.shape, q4.Q4_0)
-        if not done:
+        if tensor is None or (tensor.shape, tensor.format) != (item.shape, q4.Q4_0):
             _check_float(tensor, item.shape, f"{manifest}: tensor {name!r}: {JSON_NAME} has")
         entries.append(
             Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.sha256)

@@ -4,6 +4,7 @@ Source: https://github.com/huggingface/safetensors#format. Stricter: duplicate k
 names, shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,36 @@ DTYPES: dict[str, str] = {
 _LENGTH_BYTES = 8
 
 
-def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, tuple[str, np.ndarray]]]:
-    """Map and validate a file; return it, and the dtype and read-only view of each tensor.
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredArray:
+    """An array of a shard: safetensors `dtype`, a view of the mapped file, `where` for messages."""
+
+    dtype: str
+    array: np.ndarray
+    where: str
+
+    def expect(self, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
+        """Raise FormatError unless the array has one of these dtypes and shapes (if any given)."""
+        if self.dtype not in dtypes:
+            raise FormatError(f"{self.where}: dtype {self.dtype}, expected {' or '.join(dtypes)}")
+        if shapes and self.array.shape not in shapes:
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise FormatError(f"{self.where}: shape {list(self.array.shape)}, expected {expected}")
+
+    def matrix(self) -> tuple[int, int]:
+        """Return the two dimensions; raise FormatError if there are others, or an empty one."""
+        if self.array.ndim != 2 or 0 in self.array.shape:
+            raise FormatError(
+                f"{self.where}: shape {list(self.array.shape)}, expected 2 dimensions of at least 1"
+            )
+        return self.array.shape
+
+
+Arrays = dict[str, StoredArray]
+
+
+def open_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
+    """Map and validate a file; return its arrays, and the file.
 
     Raises FormatError, ModelError, WindowError.
     """
@@ -68,7 +97,11 @@ def open_safetensors(path: Path) -> tuple[MappedFile, dict[str, tuple[str, np.nd
             f"{where}: the header describes {end} bytes, the file has {file.nbytes}: "
             "truncated download, or trailing data"
         )
-    return file, {name: (dtype, file.plane(plane, at)) for name, dtype, plane, at in entries}
+    arrays = {
+        name: StoredArray(dtype, file.plane(plane, at), f"{where}: tensor {name!r}")
+        for name, dtype, plane, at in entries
+    }
+    return arrays, file
 
 
 def _entry(name: str, value: object, start: int, where: str) -> tuple[str, str, Plane, int]:

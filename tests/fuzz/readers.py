@@ -126,9 +126,9 @@ def _use(checkpoint: Checkpoint) -> None:
 
 
 def _read_safetensors(folder: Path) -> None:
-    _, found = open_safetensors(folder / "model.safetensors")
-    for _, view in found.values():
-        view.tobytes()
+    found, _ = open_safetensors(folder / "model.safetensors")
+    for each in found.values():
+        each.array.tobytes()
 
 
 def _read_model(folder: Path) -> None:

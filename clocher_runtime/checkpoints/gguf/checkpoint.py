@@ -16,7 +16,7 @@ from clocher_runtime.checkpoints.gguf import architectures, tokenizer
 from clocher_runtime.checkpoints.gguf.blocks import I2_S
 from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata
 from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family, logical_tensor
-from clocher_runtime.checkpoints.locate import SUFFIX, some
+from clocher_runtime.checkpoints.locate import SUFFIX, listed, some
 from clocher_runtime.models.families import names_of, spec_from_config
 from clocher_runtime.models.inventory import inventory
 
@@ -49,10 +49,7 @@ def find_gguf(path: Path) -> Path | None:
     """Return the path of a GGUF file (its first part), or of the only model in a directory."""
     if not os.path.isdir(path):
         return path if path.suffix.lower() == SUFFIX else None
-    try:
-        found = models_among(os.listdir(path))
-    except OSError as error:
-        raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
+    found = models_among(listed(path))
     if len(found) > 1:
         raise ModelNotFound(f"{path}: {len(found)} GGUF files ({some(found)}); name one of them")
     return path / found[0] if found else None

@@ -21,7 +21,7 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
 from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.checkpoints.locate import CONFIG, refuse_foreign_quantisation
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray, open_safetensors
 from clocher_runtime.disk.strict_json import read_as, unknown
 from clocher_runtime.models.families import family_of, text_config
 
@@ -35,7 +35,7 @@ _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory."""
-    return read_folder(directory, "hf", "model", ".safetensors", shards.read_safetensors)
+    return read_folder(directory, "hf", "model", ".safetensors", open_safetensors)
 
 
 def read_folder(
@@ -112,7 +112,7 @@ def _pooling(config: Mapping[str, Any]) -> str:
 
 
 def logical_tensors(
-    arrays: Mapping[str, shards.StoredArray], settings: Mapping[str, Any] | None
+    arrays: Mapping[str, StoredArray], settings: Mapping[str, Any] | None
 ) -> tuple[shards.Tensors, tuple[str, ...]]:
     """Return the logical tensors of a checkpoint, and notes on what was left out.
 

@@ -28,7 +28,7 @@ from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.checkpoints.hf import packed_words, shards
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray
 from clocher_runtime.disk.strict_json import given, one_of, read_as, unknown
 
 _PACKED, _INT, _FLOAT, _NAIVE = (f"{kind}-quantized" for kind in ("pack", "int", "float", "naive"))
@@ -77,11 +77,11 @@ class _Scheme:
 class _Linear:
     """The arrays of one linear X; shape, zero and g_idx are optional."""
 
-    weight: shards.StoredArray
-    scale: shards.StoredArray
-    shape: shards.StoredArray | None
-    zero: shards.StoredArray | None
-    g_idx: shards.StoredArray | None
+    weight: StoredArray
+    scale: StoredArray
+    shape: StoredArray | None
+    zero: StoredArray | None
+    g_idx: StoredArray | None
 
     def refuse_zeros(self) -> None:
         """Refuse nonzero zero points of symmetric codes, which old writers store as well."""

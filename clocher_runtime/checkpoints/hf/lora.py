@@ -34,9 +34,10 @@ from clocher_kernels.ops.rewrite import LORA, Adapted
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.arranged import text_name
-from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors
+from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder
 from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.files import MappedFile
+from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray, open_safetensors
 from clocher_runtime.disk.strict_json import given, one_of, read_as
 from clocher_runtime.models.families import family_of, names_of, text_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
@@ -160,8 +161,7 @@ def side_by_side(
 def _of_linears(
     base: checkpoint.Checkpoint, spec: ModelSpec, directory: Path
 ) -> Mapping[str, _Delta]:
-    arrays, _ = read_safetensors(HfFolder(directory).member(WEIGHTS))
-    deltas, whole = _recognised(arrays, _read_config(directory))
+    deltas, whole, _ = _recognised(directory)
     for name, delta in deltas.items():
         _fits(base, name, delta)
     # Linears of BitNet may have norms of their own, which an adapter would have to come before.
@@ -179,11 +179,9 @@ def _of_linears(
 def _joined(halves: Sequence[StoredArray], axis: int) -> QuantTensor:
     """Return matrices one after the other, in their own type if they share one."""
     types = {DTYPES[half.dtype] for half in halves}
-    values = [to_f32(half.array, DTYPES[half.dtype]) for half in halves]
-    for half in values:
-        require_finite("a LoRA adapter", half)
-    fmt = parse_format(types.pop() if len(types) == 1 else "f32")
-    return encode(np.concatenate(values, axis=axis), fmt)
+    values = np.concatenate([to_f32(half.array, DTYPES[half.dtype]) for half in halves], axis=axis)
+    require_finite("a LoRA adapter", values)
+    return encode(values, parse_format(types.pop() if len(types) == 1 else "f32"))
 
 
 def _identity(size: int) -> QuantTensor:
@@ -197,9 +195,7 @@ def _identity(size: int) -> QuantTensor:
 
 def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkpoint:
     """Return a model with an adapter added to its float weights at load. Raises ModelError."""
-    config = _read_config(directory)
-    arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
-    deltas, whole = _recognised(arrays, config)
+    deltas, whole, file = _recognised(directory)
     tensors = dict(base.tensors)
     changed = deltas.keys() | whole.keys()
     tied = base.config.get("tie_word_embeddings") is True and HEAD not in base.tensors
@@ -257,9 +253,11 @@ def _read_config(directory: Path) -> _Config:
 
 
 def _recognised(
-    arrays: Mapping[str, StoredArray], config: _Config
-) -> tuple[dict[str, _Delta], dict[str, StoredArray]]:
-    """Return the deltas and the replaced tensors, by name."""
+    directory: Path,
+) -> tuple[dict[str, _Delta], dict[str, StoredArray], MappedFile]:
+    """Return the deltas and the replaced tensors, by name, and the file that has them."""
+    config = _read_config(directory)
+    arrays, file = open_safetensors(HfFolder(directory).member(WEIGHTS))
     rest, deltas = dict(arrays), dict[str, _Delta]()
     for name in arrays:
         first = next((part for part in _PARTS if name.endswith(part)), None)
@@ -285,7 +283,7 @@ def _recognised(
         whole[_base_name(name, array).replace(".base_layer.", ".")] = array
     if not deltas and not whole:
         raise FormatError("the adapter has no tensors")
-    return deltas, whole
+    return deltas, whole, file
 
 
 def _base_name(name: str, stored: StoredArray) -> str:

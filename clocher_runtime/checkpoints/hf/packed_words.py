@@ -24,7 +24,7 @@ from clocher_kernels.formats import Float, Int4, Int8
 from clocher_kernels.formats.base import Group, check_scales, unpacked
 from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
 from clocher_runtime.checkpoints.hf import shards
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray
 from clocher_runtime.disk.strict_json import one_of, read_as
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -40,7 +40,7 @@ def packed_linear(
     bits: int,
     symmetric: bool,
     group: Group,
-    scales: shards.StoredArray,
+    scales: StoredArray,
     codes: Make,
     zeros: Make | None = None,
     columns: np.ndarray | None = None,
@@ -106,9 +106,7 @@ def note_floats(source: shards.Source, tensors: shards.Tensors) -> None:
         )
 
 
-def activation_order(
-    g_idx: shards.StoredArray, columns: int, group: int | None
-) -> np.ndarray | None:
+def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.ndarray | None:
     """Return the group of each column, [K]; None if column k is in group k // group.
 
     `g_idx`: stored groups, i32 or i64 [K]; `group`: columns of a group; None: the whole row.
@@ -153,9 +151,9 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
 class _Arrays(NamedTuple):
     """`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
 
-    words: shards.StoredArray
-    zeros: shards.StoredArray
-    scales: shards.StoredArray
+    words: StoredArray
+    zeros: StoredArray
+    scales: StoredArray
 
 
 def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
@@ -208,7 +206,7 @@ def read_gptq(source: shards.Source) -> shards.Tensors:
 def _gptq(
     bits: int,
     version_1: bool,
-    order: shards.StoredArray | None,
+    order: StoredArray | None,
     symmetric: bool,
     group: int | None,
     arrays: _Arrays,

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelNotFound
@@ -23,7 +22,7 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
 from clocher_runtime.checkpoints.locate import listed, no_weights, unfinished
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.safetensors_file import DTYPES, open_safetensors
+from clocher_runtime.disk.safetensors_file import DTYPES, Arrays, StoredArray
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, one_of, parse_object, read_as, shown
 
 FLOATS = ("F32", "F16", "BF16")
@@ -43,32 +42,6 @@ _ACTIVATION_SCALES = (
 )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StoredArray:
-    """An array of a shard: safetensors `dtype`, a view of the mapped file, `where` for messages."""
-
-    dtype: str
-    array: np.ndarray
-    where: str
-
-    def expect(self, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> None:
-        """Raise FormatError unless the array has one of these dtypes and shapes (if any given)."""
-        if self.dtype not in dtypes:
-            raise FormatError(f"{self.where}: dtype {self.dtype}, expected {' or '.join(dtypes)}")
-        if shapes and self.array.shape not in shapes:
-            expected = " or ".join(str(list(shape)) for shape in shapes)
-            raise FormatError(f"{self.where}: shape {list(self.array.shape)}, expected {expected}")
-
-    def matrix(self) -> tuple[int, int]:
-        """Return the two dimensions; raise FormatError if there are others, or an empty one."""
-        if self.array.ndim != 2 or 0 in self.array.shape:
-            raise FormatError(
-                f"{self.where}: shape {list(self.array.shape)}, expected 2 dimensions of at least 1"
-            )
-        return self.array.shape
-
-
-Arrays = dict[str, StoredArray]
 Tensors = dict[str, Stored]
 ReadFile = Callable[[Path], tuple[Arrays, MappedFile]]
 
@@ -182,16 +155,6 @@ class HfFolder:
         return self.json(name) if self.has(name) else {}
 
 
-def read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
-    """Return the arrays of a safetensors file, and the file."""
-    file, found = open_safetensors(path)
-    arrays = {
-        name: StoredArray(dtype, view, f"{path}: tensor {name!r}")
-        for name, (dtype, view) in found.items()
-    }
-    return arrays, file
-
-
 def read_shards(
     folder: HfFolder, stem: str, suffix: str, read: ReadFile
 ) -> tuple[Arrays, tuple[MappedFile, ...]]:
@@ -252,12 +215,8 @@ def _numbered(directory: Path, stem: str, suffix: str) -> list[str]:
     totals = {int(match[2]) for match in found.values()}
     numbers = sorted(int(match[1]) for match in found.values())
     last = max(totals)
-    if (
-        len(totals) > 1
-        or len(set(numbers)) < len(numbers)
-        or last > _MOST_SHARDS
-        or numbers[-1] > last
-    ):
+    twice = len(set(numbers)) < len(numbers)
+    if len(totals) > 1 or twice or last > _MOST_SHARDS or numbers[-1] > last:
         raise FormatError(
             f"{directory}: shards without an index that do not belong together: "
             f"{', '.join(sorted(found)[:3])}, ...; keep those of one model"

@@ -15,10 +15,9 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import read_folder
-from clocher_runtime.checkpoints.hf.shards import Arrays, StoredArray
 from clocher_runtime.checkpoints.locate import find_hf, no_model
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.safetensors_file import DTYPES, Arrays, StoredArray
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
 
 MAX_RECORDS = 100_000
@@ -117,7 +116,8 @@ def _check_records(file: MappedFile) -> None:
             if record.header_offset < end:
                 raise _refused(file, "records overlap")
             end = record.header_offset + record.compress_size
-            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+            whole = record.file_size == record.compress_size
+            if record.compress_type != zipfile.ZIP_STORED or not whole:
                 raise _refused(file, f"{record.filename!r:.80} is compressed")
         if len({record.filename.casefold() for record in records}) < len(records):
             raise _refused(file, "two records have one name")
