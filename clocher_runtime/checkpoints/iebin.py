@@ -15,13 +15,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import (
-    BIN_NAME,
-    JSON_NAME,
-    Checkpoint,
-    Stored,
-    stored_tensor,
-)
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint, stored_tensor
 from clocher_runtime.disk import output_file
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.plane_index import (
@@ -82,7 +76,7 @@ class IebinIndex:
     bin: FileFacts
 
     def checkpoint(
-        self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
+        self, tensors: Mapping[str, QuantTensor], files: tuple[MappedFile, ...]
     ) -> Checkpoint:
         """Return a checkpoint of these tensors with the file's settings."""
         return Checkpoint(

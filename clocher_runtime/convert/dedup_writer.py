@@ -249,11 +249,6 @@ class Gain(NamedTuple):
     stored: int  # bytes that it takes, without padding
     how: str  # how it is stored
 
-    @property
-    def percent(self) -> float:
-        """Part of the size that is saved, in per cent."""
-        return 100 * (1 - self.stored / self.nbytes)
-
 
 def gain_of(plane: dedup_index.StoredPlane) -> Gain:
     """Return a plane's gain, its storage in a few words."""

@@ -19,7 +19,7 @@ from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family
+from clocher_runtime.checkpoints.gguf.checkpoint import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
 from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.disk.output_file import PARTIAL, replacing

@@ -44,11 +44,7 @@ class GgufConversion:
     path: Path
     export: GgufExport
     floats: tuple[str, ...]  # names of the tensors that become floats
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return self.export.nbytes
+    nbytes: int  # of the file
 
     def run(self, progress: Progress = quiet) -> None:
         """Write, check and rename the file. Raises ModelError, UnsupportedModel, OSError."""
@@ -116,8 +112,9 @@ def plan_gguf_model(
     folder = source.path.resolve()
     title = folder.parent.name if folder.name in ("hf", "original") else folder.stem
     export = plan_gguf(source.config, formats, title, vocab=fields, floats=floats)
-    check_free(path, export.nbytes)
-    return GgufConversion(source, path, export, tuple(floats))
+    nbytes = export.nbytes
+    check_free(path, nbytes)
+    return GgufConversion(source, path, export, tuple(floats), nbytes)
 
 
 def begins_with_bos(source: Checkpoint) -> bool:

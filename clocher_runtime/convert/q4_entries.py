@@ -10,8 +10,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Format, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
@@ -136,10 +134,8 @@ def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor
     if not path.is_file():
         raise ModelNotFound(f"{path}: missing; the manifest needs it beside it")
     file, where = MappedFile(path, nbytes), f"{path}: tensor {name!r}"
-    planes = {
-        key: np.require(file.plane(plane, entry.offsets[key]), requirements=["C", "A"])
-        for key, plane in entry.format.planes(entry.shape).items()
-    }
+    listed = entry.format.planes(entry.shape).items()
+    planes = {key: file.plane(plane, entry.offsets[key]) for key, plane in listed}
     tensor = stored_tensor(entry.shape, entry.format, planes, where)
     check_hashes(planes, entry.sha256, f"{where}: ", OTHER_WEIGHTS)
     tensor.check()

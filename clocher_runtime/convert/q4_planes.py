@@ -10,7 +10,7 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
-from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, quiet, tensors_of
 from clocher_runtime.convert import q4_map
 from clocher_runtime.convert.q4_entries import OTHER_WEIGHTS, entry_document
@@ -127,7 +127,9 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
     return list(listed)
 
 
-def _check_float(tensor: Stored | None, shape: tuple[int, ...], where: str, more: str = "") -> None:
+def _check_float(
+    tensor: QuantTensor | None, shape: tuple[int, ...], where: str, more: str = ""
+) -> None:
     if tensor is None or tensor.shape != shape or not isinstance(tensor.format, Float):
         got = f"{tensor.format.name}{list(tensor.shape)}" if tensor else "no such tensor"
         raise UsageError(f"{where} {got}, expected floats {list(shape)}{more}")

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import FormatError
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
@@ -161,9 +162,7 @@ def open_deduplicated(
     return index.checkpoint(dict(_tensors(dedup, index, keep)), dedup.files)
 
 
-def _tensors(
-    dedup: DedupFile, index: IebinIndex, keep: Keep
-) -> Iterator[tuple[str, checkpoint.Stored]]:
+def _tensors(dedup: DedupFile, index: IebinIndex, keep: Keep) -> Iterator[tuple[str, QuantTensor]]:
     number = 0
     for entry in index.entries:
         numbers = {key: number + i for i, key in enumerate(entry.regions)}

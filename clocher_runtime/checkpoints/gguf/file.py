@@ -122,17 +122,6 @@ class GgufFile:
         self.tensors = header.tensors(alignment)
         self.files: tuple[MappedFile, ...] = (self.file,)
 
-    def attach(self, part: "GgufFile") -> None:
-        """Add another part's tensors; raises FormatError for one in both."""
-        for name in part.tensors:
-            if name in self.tensors:
-                raise FormatError(
-                    f"{part.file.path}: tensor {name!r} is in {self.tensors[name].file.path.name}, "
-                    "too"
-                )
-        self.tensors |= part.tensors
-        self.files += (part.file,)
-
     def data(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor, u8 [nbytes], as a read-only view of its file."""
         info = self.tensors[name]

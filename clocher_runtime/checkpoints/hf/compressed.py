@@ -26,7 +26,8 @@ from clocher_kernels.formats import Int8, Mxfp4
 from clocher_kernels.formats.base import Group, unpacked
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
-from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.hf import packed_words, shards
 from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray
 from clocher_runtime.disk.strict_json import given, one_of, read_as, unknown
@@ -161,7 +162,7 @@ def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
     return _Scheme(label, form, bits, symmetric, strategy, group)
 
 
-def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
+def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:
     """Return a linear's tensor, read by the first scheme that describes its arrays."""
     misfits = []
     for scheme in schemes:
@@ -177,7 +178,7 @@ def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
     raise FormatError(f"{linear.weight.where}: fits no config group; {'; '.join(misfits[:4])}")
 
 
-def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
+def _packed(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     words, bits = linear.weight, scheme.bits
     words.expect(("I32",))
     n, width = words.matrix()
@@ -206,7 +207,7 @@ def _codes(
     codes: packed_words.Make,
     zeros: packed_words.Make | None,
     columns: np.ndarray | None,
-) -> Stored:
+) -> QuantTensor:
     args = scheme.bits, scheme.symmetric, scheme.scope, linear.scale, codes, zeros, columns
     return packed_words.packed_linear(linear.weight.where, shape, *args)
 
@@ -224,7 +225,7 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> pack
     return lambda: unpacked(zero.array.T, 4).T[:n]
 
 
-def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
+def _integers(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.weight.expect(("I8",))
     n, k = linear.weight.matrix()
     _, columns = _check_groups(scheme, linear, n, k)
@@ -239,7 +240,7 @@ def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
     return stored_tensor((n, k), fmt, planes, linear.weight.where)
 
 
-def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
+def _mxfp4(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.weight.expect(("U8",))
     n, width = linear.weight.matrix()
     if 2 * width % MXFP4_BLOCK:

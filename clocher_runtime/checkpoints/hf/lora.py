@@ -96,7 +96,7 @@ class _Delta:
         shape = self.b.array.shape[0], self.a.array.shape[1]
         return shape[::-1] if self.is_embedding else shape
 
-    def planes_of(self, stored: checkpoint.Stored) -> Mapping[str, np.ndarray]:
+    def planes_of(self, stored: QuantTensor) -> Mapping[str, np.ndarray]:
         """Return a float tensor's planes with the delta added, in its dtype."""
         data, dtype = checkpoint.planes_of(stored)["data"], stored.format.name
         left, right = (to_f32(each.array, DTYPES[each.dtype]) for each in (self.b, self.a))
@@ -292,7 +292,7 @@ def _base_name(name: str, stored: StoredArray) -> str:
     return text_name(name.removeprefix(_PREFIX))
 
 
-def _merged(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.LazyTensor:
+def _merged(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> QuantTensor:
     found = _fits(base, name, delta)
     if not isinstance(found.format, Float):
         raise UnsupportedModel(
@@ -304,7 +304,7 @@ def _merged(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint
     )
 
 
-def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.Stored:
+def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> QuantTensor:
     """Return the tensor that an adapter changes. Raises FormatError if it has another shape."""
     found = _of_base(base, name, delta.a)
     if delta.shape != found.shape:
@@ -315,7 +315,7 @@ def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.S
     return found
 
 
-def _of_base(base: checkpoint.Checkpoint, name: str, stored: StoredArray) -> checkpoint.Stored:
+def _of_base(base: checkpoint.Checkpoint, name: str, stored: StoredArray) -> QuantTensor:
     """Return a tensor of the base; a tied head becomes a tensor of its own."""
     found = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
     named = names_of(family_of(text_config(base.config)), name, Need("linear", (1, 1)))

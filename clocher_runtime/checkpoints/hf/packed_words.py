@@ -22,7 +22,8 @@ from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Int4, Int8
 from clocher_kernels.formats.base import Group, check_scales, unpacked
-from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import lazy_tensor
 from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray
 from clocher_runtime.disk.strict_json import one_of, read_as
@@ -44,7 +45,7 @@ def packed_linear(
     codes: Make,
     zeros: Make | None = None,
     columns: np.ndarray | None = None,
-) -> LazyTensor:
+) -> QuantTensor:
     """Return a linear of packed codes, f32 if its columns are in another order.
 
     `scales`: [N, G]; `codes` makes the codes of each row, u8 [N, >= K*bits/8], low bits first;
@@ -210,7 +211,7 @@ def _gptq(
     symmetric: bool,
     group: int | None,
     arrays: _Arrays,
-) -> LazyTensor:
+) -> QuantTensor:
     """Return a GPTQ linear's tensor; in version 1 zero points are stored less one."""
     words, zeros, scales = arrays
     rows, n = words.matrix()
@@ -260,7 +261,7 @@ def read_awq(source: shards.Source) -> shards.Tensors:
     return tensors
 
 
-def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> LazyTensor:
+def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> QuantTensor:
     words, zeros, scales = arrays
     n, k = words.matrix() if gemv else words.matrix()[::-1]
     n, k = (n, 8 * k) if gemv else (8 * n, k)

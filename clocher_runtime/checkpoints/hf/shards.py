@@ -19,7 +19,7 @@ from clocher_kernels.formats import Fp8
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import Scope
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.locate import listed, no_weights, unfinished
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.safetensors_file import DTYPES, Arrays, StoredArray
@@ -42,7 +42,7 @@ _ACTIVATION_SCALES = (
 )
 
 
-Tensors = dict[str, Stored]
+Tensors = dict[str, QuantTensor]
 ReadFile = Callable[[Path], tuple[Arrays, MappedFile]]
 
 
