@@ -23,7 +23,7 @@ from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import Sealed, check_hashes, check_padding
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, fields
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, fields
 
 _DOCUMENT = Sealed(
     "iebin.certificate",
@@ -146,7 +146,7 @@ def read_certificate(model_dir: Path) -> dict[str, Any]:
         item = fields(value, where, _TENSOR)
         for side in ("source", "stored"):
             fields(item[side], f"{where}: {side}", {"format": str, "planes": dict})
-        tensors.append(item)
+        tensors.append(item | {"name": checked_name(item["name"], where)})
     return document | {"tensors": tensors}
 
 
