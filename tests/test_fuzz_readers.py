@@ -26,9 +26,9 @@ from fuzz.readers import READERS, Mutator
 from weight_files import ROOT
 
 from clocher_kernels.errors import FormatError, ModelError
+from clocher_runtime.checkpoints.hf.shards import open_safetensors
 from clocher_runtime.disk import strict_json
 from clocher_runtime.disk.plane_index import unsealed
-from clocher_runtime.disk.safetensors_file import open_safetensors
 from clocher_runtime.disk.strict_json import parse_json
 from clocher_runtime.engine.topology import usable_cpus
 

@@ -17,7 +17,7 @@ from weight_files import (
 
 from clocher_kernels import guards
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, WindowError
-from clocher_runtime.disk.safetensors_file import DTYPES, open_safetensors
+from clocher_runtime.checkpoints.hf.shards import DTYPES, open_safetensors
 
 ARRAYS: dict[str, Array] = {"a": array("F32", 2, 3), "b": array("BF16", 4), "c": array("U8", 5)}
 DATA = b"".join(stored[2] for stored in ARRAYS.values())

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clocher_kernels.errors import UnsupportedModel
+from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
@@ -94,8 +94,9 @@ class GgufExport:
                 start = file.tell()
                 for piece in self._pieces(entry, checkpoint):
                     file.write(np.ascontiguousarray(piece).data)
-                assert file.tell() - start == entry.nbytes, entry.name
-                file.write(bytes(-entry.nbytes % ALIGNMENT))
+                if (got := file.tell() - start) != (expected := entry.nbytes):
+                    raise FormatError(f"{path}: {got} bytes of {entry.name}, expected {expected}")
+                file.write(bytes(-got % ALIGNMENT))
                 checkpoint.release()
                 if entry.source:
                     done += entry.nbytes

@@ -11,12 +11,12 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+from clocher_runtime.checkpoints.hf.shards import open_safetensors
 from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, open_index
 from clocher_runtime.convert.q4_entries import read_planes
 from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.safetensors_file import open_safetensors
 from clocher_runtime.disk.strict_json import given, parse_object, read_as
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.config import Ends

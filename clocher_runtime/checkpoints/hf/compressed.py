@@ -29,7 +29,6 @@ from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.hf import packed_words, shards
-from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray
 from clocher_runtime.disk.strict_json import given, one_of, read_as, unknown
 
 _PACKED, _INT, _FLOAT, _NAIVE = (f"{kind}-quantized" for kind in ("pack", "int", "float", "naive"))
@@ -78,11 +77,11 @@ class _Scheme:
 class _Linear:
     """The arrays of one linear X; shape, zero and g_idx are optional."""
 
-    weight: StoredArray
-    scale: StoredArray
-    shape: StoredArray | None
-    zero: StoredArray | None
-    g_idx: StoredArray | None
+    weight: shards.StoredArray
+    scale: shards.StoredArray
+    shape: shards.StoredArray | None
+    zero: shards.StoredArray | None
+    g_idx: shards.StoredArray | None
 
     def refuse_zeros(self) -> None:
         """Refuse nonzero zero points of symmetric codes, which old writers store as well."""
@@ -234,7 +233,7 @@ def _integers(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     if columns is not None:
         flip = np.uint8(0x80)
         return _codes(scheme, linear, (n, k), lambda: codes.view(np.uint8) ^ flip, None, columns)
-    fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
+    fmt = Int8(scheme.scope, shards.DTYPES[linear.scale.dtype])
     shape = fmt.planes((n, k))["scales"].shape
     planes = {"codes": codes, "scales": linear.scale.array.reshape(shape)}
     return stored_tensor((n, k), fmt, planes, linear.weight.where)

@@ -25,7 +25,6 @@ from clocher_kernels.formats.base import Group, check_scales, unpacked
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import lazy_tensor
 from clocher_runtime.checkpoints.hf import shards
-from clocher_runtime.disk.safetensors_file import DTYPES, StoredArray
 from clocher_runtime.disk.strict_json import one_of, read_as
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -41,7 +40,7 @@ def packed_linear(
     bits: int,
     symmetric: bool,
     group: Group,
-    scales: StoredArray,
+    scales: shards.StoredArray,
     codes: Make,
     zeros: Make | None = None,
     columns: np.ndarray | None = None,
@@ -52,7 +51,7 @@ def packed_linear(
     `zeros` makes u8 [N, G], None: the middle; `columns`: the group of each column if not
     k // group_size, see `activation_order`.
     """
-    (n, k), middle, dtype = shape, 1 << (bits - 1), DTYPES[scales.dtype]
+    (n, k), middle, dtype = shape, 1 << (bits - 1), shards.DTYPES[scales.dtype]
 
     def zero_points() -> np.ndarray:
         return zeros() if zeros else np.full((n, 1), middle, np.uint8)
@@ -107,7 +106,9 @@ def note_floats(source: shards.Source, tensors: shards.Tensors) -> None:
         )
 
 
-def activation_order(g_idx: StoredArray, columns: int, group: int | None) -> np.ndarray | None:
+def activation_order(
+    g_idx: shards.StoredArray, columns: int, group: int | None
+) -> np.ndarray | None:
     """Return the group of each column, [K]; None if column k is in group k // group.
 
     `g_idx`: stored groups, i32 or i64 [K]; `group`: columns of a group; None: the whole row.
@@ -152,9 +153,9 @@ def _awq_codes(words: np.ndarray) -> np.ndarray:
 class _Arrays(NamedTuple):
     """`X.qweight`, `X.qzeros` and `X.scales` of a linear X."""
 
-    words: StoredArray
-    zeros: StoredArray
-    scales: StoredArray
+    words: shards.StoredArray
+    zeros: shards.StoredArray
+    scales: shards.StoredArray
 
 
 def _linears(source: shards.Source) -> Iterator[tuple[str, _Arrays]]:
@@ -207,7 +208,7 @@ def read_gptq(source: shards.Source) -> shards.Tensors:
 def _gptq(
     bits: int,
     version_1: bool,
-    order: StoredArray | None,
+    order: shards.StoredArray | None,
     symmetric: bool,
     group: int | None,
     arrays: _Arrays,

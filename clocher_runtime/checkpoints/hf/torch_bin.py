@@ -15,9 +15,9 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import read_folder
+from clocher_runtime.checkpoints.hf.shards import DTYPES, Arrays, StoredArray
 from clocher_runtime.checkpoints.locate import find_hf, no_model
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.safetensors_file import DTYPES, Arrays, StoredArray
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
 
 MAX_RECORDS = 100_000
