@@ -57,7 +57,7 @@ from clocher_runtime.convert.dedup_writer import (
     plan_dedup,
     restore,
 )
-from clocher_runtime.disk.plane_index import seal
+from clocher_runtime.disk.plane_index import Region, seal
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.subcommands import compress as dedup_command
 
@@ -88,7 +88,12 @@ def written(directory: Path, dtype: str, data: np.ndarray) -> DedupFile:
     plane = choose(stored(dtype, data), data)
     ((regions,), _) = place_parts([plane])
     files = {kind: Memory() for kind in KINDS}
-    encoder.encode(plane, data, files, regions)
+
+    def put(region: Region, array: np.ndarray) -> None:
+        files[region.file].pad(region.offset)
+        files[region.file].write(array)
+
+    encoder.encode(plane, data, put, regions)
     facts = {}
     for kind in KINDS:
         content = bytes(files[kind].data)

@@ -5,7 +5,7 @@ Each plane is stored in the smallest way, and written piece by piece.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
 from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, quiet, read_index
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
+from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import DAMAGED, Region, check_hashes
 
 KEEP_RAW = 0.95
@@ -99,16 +99,10 @@ def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
 def encode(
     plane: dedup_index.StoredPlane,
     data: np.ndarray,
-    files: Mapping[str, OutputFile],
+    put: Callable[[Region, np.ndarray], object],
     regions: tuple[Region, ...],
 ) -> None:
-    """Append the parts of a plane to the files, each padded up to its region."""
-
-    def put(region: Region, array: np.ndarray) -> None:
-        if len(array):
-            files[region.file].pad(region.offset)
-            files[region.file].write(array)
-
+    """Append the parts of a plane to files by `PlaneWriter.put`."""
     if plane.mode == "raw":
         put(regions[0], data)
     for number, stream in enumerate(plane.streams):
@@ -122,7 +116,7 @@ def _write_stream(
     stream: codec.Stream,
     pieces: Iterator[np.ndarray],
     regions: tuple[Region, ...],
-    put: Callable[[Region, np.ndarray], None],
+    put: Callable[[Region, np.ndarray], object],
 ) -> None:
     table, codes, rank, exceptions = regions
     assert stream.symbols is not None, "choose_stream gives it"
@@ -170,7 +164,7 @@ class Deduplication:
         with PlaneWriter(paths) as writer:
             planes = _planes(self.directory, self.index)
             for plane, regions, (_, data) in zip(self.planes, places, planes, strict=True):
-                encode(plane, data, writer.files, regions)
+                encode(plane, data, writer.put, regions)
                 done += plane.plane.nbytes
                 progress(done, plane.tensor)
             index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes)

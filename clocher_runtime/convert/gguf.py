@@ -207,18 +207,14 @@ def _fields(
             "expert_count": spec.moe.experts,
             "expert_used_count": spec.moe.active,
             "expert_feed_forward_length": spec.intermediate_size,
-            "attention.sliding_window": max(spec.windows),
         }
-    if spec.family == "mistral" and max(spec.windows):
+    if spec.moe is not None or (spec.family == "mistral" and max(spec.windows)):
         values["attention.sliding_window"] = max(spec.windows)
-    if spec.rope.kind == "linear":
-        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": spec.rope.factor}
-    if spec.rope.kind == "yarn":
-        values |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": spec.rope.factor,
-            "rope.scaling.original_context_length": spec.rope.original_positions,
-        }
+    rope = spec.rope
+    if rope.kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
+    if rope.kind == "yarn":
+        values["rope.scaling.original_context_length"] = rope.original_positions
     activation: dict[str, Field] = {ACTIVATION: spec.act} if arch == "bitnet" else {}
     return {
         "general.architecture": arch,

@@ -136,11 +136,11 @@ class Q4Map:
             assert rule.format is not None, "choose names no tensor for a rule that keeps"
             return round_tensor(source, rule.format, rule.clip, threads)
         entry = self.entries[name]
-        if entry.offsets and self.planes:
+        if entry.regions and self.planes:
             path = self.path.with_name(self.planes.file)
-            return q4_entries.read_planes(path, self.planes.nbytes, name, entry)
+            return q4_entries.read_planes(path, self.planes.nbytes, entry)
         encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
-        check_hashes(encoded.planes, entry.sha256, f"{self.path}: ", q4_entries.OTHER_WEIGHTS)
+        check_hashes(encoded.planes, entry.hashes, f"{self.path}: ", q4_entries.OTHER_WEIGHTS)
         return encoded
 
     def _check_model(

@@ -115,14 +115,14 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
         if tensor is None or (tensor.shape, tensor.format) != (item.shape, q4.Q4_0):
             _check_float(tensor, item.shape, f"{manifest}: tensor {name!r}: {JSON_NAME} has")
         entries.append(
-            Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.sha256)
+            Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.hashes)
         )
         ends |= entries[-1].ends
     if not entries:
         raise UsageError(f"{manifest}: no tensors; give a manifest of gen_q4_bytes_stream.py")
     for name, matrix in tensors_of(entries, q4.map_planes(model_dir, entries)).items():
         where = f"{manifest}: tensor {name!r} in {model_dir}: "
-        check_hashes(matrix.planes, listed[name].sha256, where, OTHER_WEIGHTS)
+        check_hashes(matrix.planes, listed[name].hashes, where, OTHER_WEIGHTS)
     q4.write_overlay(model_dir / q4.COMPAT_NAME, entries)
     return list(listed)
 

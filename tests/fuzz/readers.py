@@ -176,10 +176,10 @@ def _read_q4_map(folder: Path) -> None:
 
 def _read_q4_manifest(folder: Path) -> None:
     q4_map = load_q4_map(folder / "q4.json")
-    for name, entry in (q4_map.entries or {}).items():
-        if entry.offsets and q4_map.planes:
+    for entry in (q4_map.entries or {}).values():
+        if entry.regions and q4_map.planes:
             path = folder / q4_map.planes.file
-            read_planes(path, q4_map.planes.nbytes, name, entry)
+            read_planes(path, q4_map.planes.nbytes, entry)
 
 
 def _read_q4_overlay(folder: Path) -> None:

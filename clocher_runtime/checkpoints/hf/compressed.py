@@ -194,21 +194,10 @@ def _packed(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
     if zeros is None:
         linear.refuse_zeros()
-    return _codes(
-        scheme, linear, (n, k), lambda: packed_words.row_bytes(words.array), zeros, columns
+    own = (n, k), bits, scheme.symmetric, scheme.scope, linear.scale
+    return packed_words.packed_linear(
+        words.where, *own, lambda: packed_words.row_bytes(words.array), zeros, columns
     )
-
-
-def _codes(
-    scheme: _Scheme,
-    linear: _Linear,
-    shape: tuple[int, int],
-    codes: packed_words.Make,
-    zeros: packed_words.Make | None,
-    columns: np.ndarray | None,
-) -> QuantTensor:
-    args = scheme.bits, scheme.symmetric, scheme.scope, linear.scale, codes, zeros, columns
-    return packed_words.packed_linear(linear.weight.where, shape, *args)
 
 
 def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> packed_words.Make:
@@ -231,8 +220,10 @@ def _integers(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.refuse_zeros()
     codes = linear.weight.array
     if columns is not None:
-        flip = np.uint8(0x80)
-        return _codes(scheme, linear, (n, k), lambda: codes.view(np.uint8) ^ flip, None, columns)
+        own = (n, k), scheme.bits, True, scheme.scope, linear.scale
+        return packed_words.packed_linear(
+            linear.weight.where, *own, lambda: codes.view(np.uint8) ^ np.uint8(0x80), None, columns
+        )
     fmt = Int8(scheme.scope, shards.DTYPES[linear.scale.dtype])
     shape = fmt.planes((n, k))["scales"].shape
     planes = {"codes": codes, "scales": linear.scale.array.reshape(shape)}
