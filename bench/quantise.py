@@ -31,8 +31,8 @@ import numpy as np
 from bench import real
 from bench.experiment import TEAM, NotMeasured, experiment, output_of
 from bench.record import Row
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.checkpoints.gguf.file import GgufFile
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, PATH
@@ -135,16 +135,16 @@ def _theirs(asked: Any, name: str, method: str, folder: Path) -> Path:
     return out
 
 
-def _matrices(model: Path) -> tuple[list[Stored], list[Stored]]:
+def _matrices(model: Path) -> tuple[list[QuantTensor], list[QuantTensor]]:
     """Return the matrices of a model's layers, and its embeddings and head."""
-    found: tuple[list[Stored], list[Stored]] = [], []
+    found: tuple[list[QuantTensor], list[QuantTensor]] = [], []
     for name, stored in open_checkpoint(model).tensors.items():
         if len(stored.shape) > 1:
             found[re.fullmatch(_ENDS, name) is not None].append(stored)
     return found
 
 
-def _params(matrices: Sequence[Stored]) -> int:
+def _params(matrices: Sequence[QuantTensor]) -> int:
     return sum(prod(stored.shape) for stored in matrices)
 
 

@@ -31,13 +31,13 @@ class BlockRows(NamedTuple):
 class LatePlanes(Mapping[str, np.ndarray]):
     """Planes that `make` computes when one of `names` is first asked for.
 
-    `rows` tells where the file has the tensor, for those who can do without the planes; `are_new`:
-    the planes take memory, they are no views of the file.
+    `rows`, if a file has the rows as blocks, tells where, for those who can do without the planes;
+    `are_new`: the planes take memory, they are no views of the file.
     """
 
     names: tuple[str, ...]
     make: Callable[[], Mapping[str, np.ndarray]]
-    rows: Callable[[], BlockRows]
+    rows: Callable[[], BlockRows] | None = None
     are_new: bool = True
 
     @cached_property

@@ -11,7 +11,7 @@ from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Ternary, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.arranged import arranged
-from clocher_runtime.checkpoints.checkpoint import LazyTensor, Stored
+from clocher_runtime.checkpoints.checkpoint import planes_of
 
 HIDDEN, INNER, EXPERTS = 256, 192, 3
 FORMATS = (
@@ -66,12 +66,12 @@ def drawn(name: str, shape: tuple[int, ...], fmt: str) -> QuantTensor:
     return encode(rng(name).standard_normal(shape, dtype=np.float32), parse_format(fmt))
 
 
-def values(stored: Stored) -> np.ndarray:
-    planes = stored.make() if isinstance(stored, LazyTensor) else stored.planes
+def values(stored: QuantTensor) -> np.ndarray:
+    planes = planes_of(stored)
     return QuantTensor(stored.shape, stored.format, dict(planes)).decode()
 
 
-def experts(fmt: str) -> dict[str, Stored]:
+def experts(fmt: str) -> dict[str, QuantTensor]:
     shapes = {"gate": (INNER, HIDDEN), "up": (INNER, HIDDEN), "down": (HIDDEN, INNER)}
     if fmt in ("q4_k", "q6_k"):
         shapes["down"] = (HIDDEN, 256)

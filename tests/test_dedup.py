@@ -44,7 +44,7 @@ from clocher_runtime.checkpoints.dedup.index import (
     parse_index,
     place_parts,
 )
-from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_dedup, open_deduplicated
+from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_deduplicated, open_pair
 from clocher_runtime.checkpoints.iebin import IebinWriter
 from clocher_runtime.command.dedup_weights import CACHE_NAME, open_weights
 from clocher_runtime.config.commands import RunConfig
@@ -57,7 +57,7 @@ from clocher_runtime.convert.dedup_writer import (
     plan_dedup,
     restore,
 )
-from clocher_runtime.disk.plane_index import seal
+from clocher_runtime.disk.plane_index import Region, seal
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.subcommands import compress as dedup_command
 
@@ -88,16 +88,27 @@ def written(directory: Path, dtype: str, data: np.ndarray) -> DedupFile:
     plane = choose(stored(dtype, data), data)
     ((regions,), _) = place_parts([plane])
     files = {kind: Memory() for kind in KINDS}
-    encoder.encode(plane, data, files, regions)
+
+    def put(region: Region, array: np.ndarray) -> None:
+        files[region.file].pad(region.offset)
+        files[region.file].write(array)
+
+    encoder.encode(plane, data, put, regions)
     facts = {}
     for kind in KINDS:
         content = bytes(files[kind].data)
         (directory / FILE_NAMES[kind]).write_bytes(content)
         facts[kind] = FileFacts(len(content), hashlib.sha256(content).hexdigest())
     whole = FileFacts(len(data), hashlib.sha256(data.tobytes()).hexdigest())
-    index = DedupIndex(whole, facts, (plane,), (regions,))
-    (directory / INDEX_NAME).write_bytes(index.text())
-    return open_dedup(directory)
+    text = DedupIndex(whole, facts, (plane,)).text()
+    index = parse_index(text, INDEX_NAME, whole, [stored(dtype, data)])
+    names = {kind: directory / name for kind, name in FILE_NAMES.items()}
+    return DedupFile(directory / INDEX_NAME, index, names)
+
+
+def open_dedup(directory: Path) -> DedupFile:
+    """Open the deduplicated weights beside a model."""
+    return open_pair(directory)[1]
 
 
 def there_and_back(directory: Path, dtype: str, data: np.ndarray) -> StoredPlane:
@@ -302,7 +313,7 @@ def test_what_each_kind_of_weights_gains(models: dict[str, Path]) -> None:
     ]
     mxfp4 = sum(gain.stored for gain in experts) / sum(gain.nbytes for gain in experts)
     assert 0.94 <= mxfp4 <= 0.96  # its scales only
-    assert all(gain.percent == 0 for gain in experts if gain.dtype == "u8")
+    assert all(gain.stored == gain.nbytes for gain in experts if gain.dtype == "u8")
     ternary = list(map(gain_of, open_dedup(models[BITNET.name]).index.planes))
     codes = [gain for gain in ternary if gain.dtype == "u8"]
     assert sum(gain.stored for gain in codes) <= 0.801 * sum(gain.nbytes for gain in codes)
@@ -732,8 +743,7 @@ def test_clocher_run_makes_the_same_tokens(gptoss: Path) -> None:
 
 def test_index_text_is_what_is_parsed(models: dict[str, Path]) -> None:
     for directory in models.values():
-        data = (directory / INDEX_NAME).read_bytes()
-        assert parse_index(data, "x").text() == data
+        assert open_dedup(directory).index.text() == (directory / INDEX_NAME).read_bytes()
 
 
 def test_reading_stays_within_bounds_of_memory(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from clocher_runtime.convert import imx, rounding
 from clocher_runtime.convert.q4_entries import PlaneFile, part_of, plane_hashes, read_planes
 from clocher_runtime.convert.q4_map import assign, load_q4_map, name_pattern, parse_q4_map
 from clocher_runtime.convert.rounding import parse_clip, round_tensor
+from clocher_runtime.disk.plane_index import Region
 
 SCHEMA = json.loads((ROOT / "docs" / "q4-manifest.schema.json").read_text())
 SEED = ROOT / "quant" / "q4_manifest.json"
@@ -423,19 +424,21 @@ def test_planes_are_written_found_again_and_checked(tmp_path: Path) -> None:
     name, tensor = next(iter(tensors.items()))
     entry = parse_q4_map(expanded("w")[0], Path("q4.json")).entries["w"]
     hashes = plane_hashes(tensor)
-    entry = type(entry)(tensor.shape, tensor.format, "imx", 0, hashes, offsets[name])
-    assert equal(read_planes(path, listed.nbytes, name, entry), tensor)
+    planes = tensor.format.planes(tensor.shape)
+    regions = {key: Region("planes", at, planes[key].nbytes) for key, at in offsets[name].items()}
+    entry = type(entry)(name, tensor.shape, tensor.format, regions, hashes, "imx", 0, {})
+    assert equal(read_planes(path, listed.nbytes, entry), tensor)
     data = path.read_bytes()
     at = offsets[name]["scales"]
     path.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
     with pytest.raises(FormatError, match="SHA-256"):
-        read_planes(path, listed.nbytes, name, entry)
+        read_planes(path, listed.nbytes, entry)
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     assert list(resumed()) == [name]
     path.write_bytes(data)
     assert resumed("another job") == {}
     with pytest.raises(ModelNotFound, match=r"q4\.planes\.bin: missing"):
-        read_planes(path, listed.nbytes, name, entry)
+        read_planes(path, listed.nbytes, entry)
 
 
 @pytest.mark.parametrize(

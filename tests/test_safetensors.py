@@ -17,7 +17,7 @@ from weight_files import (
 
 from clocher_kernels import guards
 from clocher_kernels.errors import FormatError, ModelError, ModelNotFound, WindowError
-from clocher_runtime.disk.safetensors_file import DTYPES, open_safetensors
+from clocher_runtime.checkpoints.hf.shards import DTYPES, open_safetensors
 
 ARRAYS: dict[str, Array] = {"a": array("F32", 2, 3), "b": array("BF16", 4), "c": array("U8", 5)}
 DATA = b"".join(stored[2] for stored in ARRAYS.values())
@@ -32,13 +32,12 @@ def write(path: Path, header: object, data: bytes = DATA) -> Path:
 @pytest.mark.parametrize("model", TINY, ids=lambda path: path.name)
 def test_reads_the_bytes_that_the_safetensors_library_reads(model: Path) -> None:
     path = model / "model.safetensors"
-    _, ours = open_safetensors(path)
+    ours, _ = open_safetensors(path)
     theirs = read_with_the_library(path)
     assert set(ours) == set(theirs)
     for name, other in theirs.items():
-        dtype, view = ours[name]
-        assert (dtype, list(view.shape)) == (other["dtype"], other["shape"])
-        assert view.tobytes() == bytes(other["data"])
+        assert (ours[name].dtype, list(ours[name].array.shape)) == (other["dtype"], other["shape"])
+        assert ours[name].array.tobytes() == bytes(other["data"])
 
 
 def test_reads_every_known_dtype_as_the_library_wrote_it(tmp_path: Path) -> None:
@@ -47,13 +46,13 @@ def test_reads_every_known_dtype_as_the_library_wrote_it(tmp_path: Path) -> None
         _, shape, data = array(dtype, 3, 8, fill=1)
         write_safetensors(path, {"x": (dtype, shape, data)})
         assert read_with_the_library(path)["x"]["dtype"] == dtype
-        _, view = open_safetensors(path)[1]["x"]
+        view = open_safetensors(path)[0]["x"].array
         assert view.shape == shape and view.tobytes() == data, storage
 
 
 def test_views_are_read_only_and_outlive_the_file_object(tmp_path: Path) -> None:
-    file, found = open_safetensors(write(tmp_path / "x", header_of(ARRAYS)))
-    _, view = found["a"]
+    found, file = open_safetensors(write(tmp_path / "x", header_of(ARRAYS)))
+    view = found["a"].array
     assert not view.flags.writeable
     file.release()
     del file, found
@@ -64,8 +63,8 @@ def test_scalars_empty_tensors_metadata_and_padding_are_sound(tmp_path: Path) ->
     arrays: dict[str, Array] = {"s": array("F32"), "e": array("F32", 0, 4)}
     header = header_of(arrays) | {"__metadata__": {"format": "pt"}}
     text = json.dumps(header).encode() + b"   "
-    _, found = open_safetensors(write(tmp_path / "x", text, arrays["s"][2]))
-    assert found["s"][1].shape == () and found["e"][1].shape == (0, 4)
+    found, _ = open_safetensors(write(tmp_path / "x", text, arrays["s"][2]))
+    assert found["s"].array.shape == () and found["e"].array.shape == (0, 4)
 
 
 def entry(**changes: object) -> dict[str, object]:

@@ -15,10 +15,10 @@ import safetensors
 from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.formats import parse_format
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.checkpoints.iebin import IebinWriter, Progress
+from clocher_runtime.checkpoints.hf.shards import DTYPES
+from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, quiet
 from clocher_runtime.convert.to_iebin import Conversion, plan_conversion
 from clocher_runtime.disk.plane_index import seal
-from clocher_runtime.disk.safetensors_file import DTYPES
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT / "tests" / "data"
@@ -32,7 +32,7 @@ Array = tuple[str, tuple[int, ...], bytes]
 
 
 def convert(
-    source: Path, out: Path, q4_map: Path | None = None, progress: Progress | None = None
+    source: Path, out: Path, q4_map: Path | None = None, progress: Progress = quiet
 ) -> Conversion:
     """Convert a checkpoint to IEBIN."""
     conversion = plan_conversion(source, out, q4_map)

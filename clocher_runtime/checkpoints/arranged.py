@@ -12,10 +12,9 @@ from clocher_kernels.errors import FormatError, ModelError, UnsupportedModel
 from clocher_kernels.formats import Format, Fp8, Int8, Ternary
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.ternary import pack
-from clocher_kernels.quant_tensor import BlockRows
+from clocher_kernels.quant_tensor import BlockRows, QuantTensor
 from clocher_runtime.checkpoints.checkpoint import (
-    LazyTensor,
-    Stored,
+    is_lazy,
     lazy_tensor,
     planes_of,
     rows_of,
@@ -49,8 +48,8 @@ _NOT_TEXT = (
 
 
 def arranged(
-    tensors: Mapping[str, Stored], config: Mapping[str, Any], where: str
-) -> tuple[dict[str, Stored], tuple[str, ...]]:
+    tensors: Mapping[str, QuantTensor], config: Mapping[str, Any], where: str
+) -> tuple[dict[str, QuantTensor], tuple[str, ...]]:
     """Return the tensors under the names of `inventory` (others keep theirs), and notes."""
     named, notes = _of_text(tensors)
     try:
@@ -58,7 +57,7 @@ def arranged(
         spec = family.read(text_config(config))
     except ModelError:
         return named, notes  # the loader raises this
-    found: dict[str, Stored] = {}
+    found: dict[str, QuantTensor] = {}
     used: set[str] = set()
     for source, need in inventory(spec).items():
         # Ends at the first that is not there: a config may promise more experts than fit anywhere.
@@ -72,9 +71,9 @@ def arranged(
     return {**found, **rest}, notes
 
 
-def _of_text(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], tuple[str, ...]]:
+def _of_text(tensors: Mapping[str, QuantTensor]) -> tuple[dict[str, QuantTensor], tuple[str, ...]]:
     """Return the text model's tensors, under the names of a text-only checkpoint."""
-    named: dict[str, Stored] = {}
+    named: dict[str, QuantTensor] = {}
     left_out = 0
     # A model that was saved without its head has no "model." before its names.
     bare = "embed_tokens.weight" in tensors and EMBED not in tensors
@@ -96,12 +95,12 @@ def text_name(name: str) -> str:
 def taken(
     family: Family,
     spec: ModelSpec,
-    named: Mapping[str, Stored],
+    named: Mapping[str, QuantTensor],
     source: str,
     need: Need,
     where: str,
     asked: str = "config.json asks for",
-) -> Stored:
+) -> QuantTensor:
     """Return a model's tensor from those of a family's file; `asked` is for messages on shapes."""
     names = dict(names_of(family, source, need))
     # No more rows than are there, as their order is an array; less is reported below.
@@ -139,7 +138,7 @@ def taken(
         _check_rows(part, one, need, f"{where}: {part.name}", asked)
     only = parts[0]
     axis = len(need.shape) - (1 if need.kind == "vector" else 2)
-    if len(parts) == 1 and isinstance(only.rows, slice) and not isinstance(first, LazyTensor):
+    if len(parts) == 1 and isinstance(only.rows, slice) and not is_lazy(first):
         planes = _picked(first.format, first.planes, first.shape, axis, only.rows, fmt)
         return stored_tensor(need.shape, fmt, planes, where)
     pairs = list(zip(parts, stored, strict=True))
@@ -165,7 +164,7 @@ def _whole_blocks(parts: Sequence[Piece]) -> bool:
     return all(part.rows is None and part.places is None for part in parts)
 
 
-def _check_rows(part: Piece, source: Stored, need: Need, where: str, asked: str) -> None:
+def _check_rows(part: Piece, source: QuantTensor, need: Need, where: str, asked: str) -> None:
     axis = -1 if need.kind == "vector" else -2
     shape = source.shape
     stack = need.shape[:axis] if part.expert is None else need.shape[1:axis]
@@ -187,7 +186,7 @@ def _check_rows(part: Piece, source: Stored, need: Need, where: str, asked: str)
 
 
 def _gathered(
-    pairs: Sequence[tuple[Piece, Stored]], fmt: Format, shape: tuple[int, ...], axis: int
+    pairs: Sequence[tuple[Piece, QuantTensor]], fmt: Format, shape: tuple[int, ...], axis: int
 ) -> Planes:
     if isinstance(fmt, Ternary):
         part, stored = pairs[0]
@@ -198,7 +197,7 @@ def _gathered(
 
 
 def _gather(
-    pairs: Sequence[tuple[Piece, Stored]],
+    pairs: Sequence[tuple[Piece, QuantTensor]],
     sources: Iterable[Planes],
     fmt: Format,
     to: Planes,

@@ -24,27 +24,6 @@ Make = Callable[[], Mapping[str, np.ndarray]]
 Find = Callable[[], BlockRows]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class LazyTensor:
-    """A tensor of logical `shape` whose planes `make` computes at every call, from mapped files.
-
-    `rows`, if the files have its rows as blocks, tells where.
-    """
-
-    shape: tuple[int, ...]
-    format: Format
-    make: Make
-    rows: Find | None = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the planes."""
-        return self.format.nbytes(self.shape)
-
-
-Stored = QuantTensor | LazyTensor
-
-
 @dataclass(frozen=True, slots=True)
 class MadeTokenizer:
     """A tokenizer.json of BPE, made of a vocabulary: keys are unique, and merges are pairs.
@@ -75,7 +54,7 @@ class Checkpoint:
     path: Path
     kind: Literal["hf", "bin", "iebin", "gguf", "callable"]
     config: Mapping[str, Any]
-    tensors: Mapping[str, Stored]
+    tensors: Mapping[str, QuantTensor]
     files: tuple[MappedFile, ...]
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     tokenizer_config: Mapping[str, Any] = field(default_factory=dict)
@@ -121,16 +100,18 @@ class Checkpoint:
             tuple(stored.format.planes(stored.shape)),
             partial(self._planes, name, stored),
             lambda: find()._replace(where=f"{self.path}: tensor {name!r}"),
-            isinstance(stored, LazyTensor),
+            is_lazy(stored),
         )
         return QuantTensor(stored.shape, stored.format, planes)
 
-    def _planes(self, name: str, stored: Stored, verify: bool = False) -> Mapping[str, np.ndarray]:
+    def _planes(
+        self, name: str, stored: QuantTensor, verify: bool = False
+    ) -> Mapping[str, np.ndarray]:
         sparse = stored.format.is_sparse
         with prefixed(f"{self.path}: tensor {name!r}"):
             found = planes_of(stored).items()
             planes = {key: np.require(plane, requirements=["C", "A"]) for key, plane in found}
-            if isinstance(stored, LazyTensor):
+            if is_lazy(stored):
                 self.release()
             if sparse:
                 planes |= {key: planes[key].copy() for key in _INDICES}
@@ -156,7 +137,7 @@ class Checkpoint:
     def read_ahead(self, name: str) -> None:
         """Prefetch a tensor whose planes lie in the files as they are."""
         stored = self._stored(name)
-        if not isinstance(stored, LazyTensor):
+        if not is_lazy(stored):
             for plane in stored.planes.values():
                 for file in self.files:
                     file.read_ahead(plane)
@@ -166,7 +147,7 @@ class Checkpoint:
         for file in self.files:
             file.release()
 
-    def _stored(self, name: str) -> Stored:
+    def _stored(self, name: str) -> QuantTensor:
         if name not in self.tensors:
             raise ModelError(
                 f"{self.path}: the model has no tensor {name!r}; it has {len(self.tensors)} "
@@ -175,15 +156,20 @@ class Checkpoint:
         return self.tensors[name]
 
 
-def planes_of(stored: Stored) -> Mapping[str, np.ndarray]:
-    """Return the planes of a tensor, computed if it is lazy."""
-    return stored.make() if isinstance(stored, LazyTensor) else stored.planes
+def is_lazy(stored: QuantTensor) -> bool:
+    """Return whether the planes of a tensor are made, not views of a file."""
+    return isinstance(stored.planes, LatePlanes)
 
 
-def rows_of(stored: Stored) -> Find | None:
+def planes_of(stored: QuantTensor) -> Mapping[str, np.ndarray]:
+    """Return the planes of a tensor; those of a lazy one are made, and not kept."""
+    return stored.planes.make() if isinstance(stored.planes, LatePlanes) else stored.planes
+
+
+def rows_of(stored: QuantTensor) -> Find | None:
     """Return what tells where a file has the rows of a tensor, None if they are no blocks there."""
-    if isinstance(stored, LazyTensor):
-        return stored.rows
+    if isinstance(stored.planes, LatePlanes):
+        return stored.planes.rows
     if isinstance(stored.format, Ggml) and stored.planes["blocks"].flags.c_contiguous:
         return partial(BlockRows.of, stored.planes["blocks"], stored.shape[:-1])
     return None
@@ -199,11 +185,10 @@ def stored_tensor(
 
 def lazy_tensor(
     shape: tuple[int, ...], fmt: Format, make: Make, where: str, rows: Find | None = None
-) -> LazyTensor:
-    """Return a lazy tensor that `make` computes from already checked arrays."""
+) -> QuantTensor:
+    """Return a tensor whose planes `make` computes at every call, from already checked arrays."""
     with prefixed(where):
-        fmt.planes(shape)
-    return LazyTensor(shape, fmt, make, rows)
+        return QuantTensor(shape, fmt, LatePlanes(tuple(fmt.planes(shape)), make, rows))
 
 
 def open_arrays(arrays: object, where: str) -> Checkpoint:
@@ -218,7 +203,7 @@ def open_arrays(arrays: object, where: str) -> Checkpoint:
             f"{where} gave {type(arrays).__name__}; expected a dict of arrays, or (name, array) "
             "pairs"
         )
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, QuantTensor] = {}
     for pair in arrays:
         if not (isinstance(pair, tuple) and len(pair) == 2):
             raise UsageError(f"{where} gave {type(pair).__name__}; expected (name, array) pairs")
@@ -234,7 +219,7 @@ def open_arrays(arrays: object, where: str) -> Checkpoint:
     return Checkpoint(Path(), "callable", {}, tensors, ())
 
 
-def _from_value(value: object, where: str) -> Stored:
+def _from_value(value: object, where: str) -> QuantTensor:
     if isinstance(value, QuantTensor):
         return value
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or value.dtype.itemsize > 8:

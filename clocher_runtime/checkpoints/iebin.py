@@ -15,13 +15,7 @@ import numpy as np
 from clocher_kernels.errors import FormatError
 from clocher_kernels.formats import Format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import (
-    BIN_NAME,
-    JSON_NAME,
-    Checkpoint,
-    Stored,
-    stored_tensor,
-)
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint, stored_tensor
 from clocher_runtime.disk import output_file
 from clocher_runtime.disk.files import MappedFile, read_bytes
 from clocher_runtime.disk.plane_index import (
@@ -82,7 +76,7 @@ class IebinIndex:
     bin: FileFacts
 
     def checkpoint(
-        self, tensors: Mapping[str, Stored], files: tuple[MappedFile, ...]
+        self, tensors: Mapping[str, QuantTensor], files: tuple[MappedFile, ...]
     ) -> Checkpoint:
         """Return a checkpoint of these tensors with the file's settings."""
         return Checkpoint(
@@ -143,6 +137,11 @@ def facts_of(data: bytes) -> FileFacts:
 
 
 Progress = Callable[[int, str], None]
+"""Gets the bytes that are done, and what was done last."""
+
+
+def quiet(nbytes: int, name: str) -> None:
+    """Show no progress."""
 
 
 class PlaneWriter:
@@ -156,7 +155,7 @@ class PlaneWriter:
         paths: Mapping[str, Path],
         job: str = "",
         in_place: bool = False,
-        progress: Progress | None = None,
+        progress: Progress = quiet,
     ) -> None:
         """Open the files, over what a killed writer left there. Raises UsageError, OSError.
 
@@ -165,6 +164,7 @@ class PlaneWriter:
         """
         self.files: dict[str, output_file.OutputFile] = {}
         self.entries: list[Entry] = []
+        self.records: dict[str, Mapping[str, Any]] = {}  # that the journal has of tensors
         self._paths, self._resumable = dict(paths), bool(job)
         self._temporary, self._progress = not in_place, progress
         try:
@@ -197,17 +197,16 @@ class PlaneWriter:
     def _ends(self) -> dict[str, int]:
         return {name: file.nbytes for name, file in self.files.items()}
 
-    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[dict[str, Any]]:
-        """Take over a killed writer's verified tensors; return their lines in the journal."""
-        for found, (name, (fmt, shape)) in zip(
-            self._journal.entries, tensors.items(), strict=False
-        ):
-            entry = self._journalled(found, name, fmt, shape)
+    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> int:
+        """Take over a killed writer's verified tensors; return how many."""
+        for found, (name, stored) in zip(self._journal.entries, tensors.items(), strict=False):
+            entry = self._journalled(found, name, *stored)
             if entry is None or not self.keep(entry):
                 break
-            self._tell(name)
+            self.records[name] = found.get("record", {})
+            self._progress(self.nbytes, name)
         self._journal.kept = len(self.entries)
-        return self._journal.entries[: len(self.entries)]
+        return len(self.entries)
 
     def keep(self, entry: Entry) -> bool:
         """Skip a tensor if the files hold it next; return whether they do."""
@@ -220,15 +219,15 @@ class PlaneWriter:
             file.nbytes, file.digest = nbytes, digest
         return False
 
-    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any] | None = None) -> None:
+    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any] = {}) -> None:
         """Append a tensor; `record` is for the journal alone. Raises FormatError, OSError."""
         regions = place(tensor.format, tensor.shape, self._ends)
         hashes = {key: self.put(region, tensor.planes[key]) for key, region in regions.items()}
         self.entries.append(Entry(name, tensor.shape, tensor.format, regions, hashes))
         if self._resumable:
-            line = self.entries[-1].document()
-            self._journal.add(line if record is None else line | {"record": record})
-        self._tell(name)
+            self._journal.add(self.entries[-1].document() | {"record": record})
+        self.records[name] = record
+        self._progress(self.nbytes, name)
 
     def put(self, region: Region, plane: np.ndarray) -> str:
         """Append a plane at its place, zero-padded; return its SHA-256."""
@@ -262,10 +261,6 @@ class PlaneWriter:
         except (KeyError, TypeError, AttributeError):
             return None
 
-    def _tell(self, name: str) -> None:
-        if self._progress:
-            self._progress(self.nbytes, name)
-
     def _close(self) -> None:
         for file in self.files.values():
             file.close()
@@ -274,7 +269,7 @@ class PlaneWriter:
 class IebinWriter(PlaneWriter):
     """Writes one model: `add` every tensor, then `commit`, without which all is undone."""
 
-    def __init__(self, directory: Path, job: str = "", progress: Progress | None = None) -> None:
+    def __init__(self, directory: Path, job: str = "", progress: Progress = quiet) -> None:
         """Start a model in an existing directory; `job` and `progress` as in `PlaneWriter`."""
         super().__init__({"bin": directory / BIN_NAME}, job, progress=progress)
         self.directory = directory

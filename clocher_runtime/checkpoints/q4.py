@@ -43,14 +43,11 @@ def open_index(json_path: Path | str, bin_path: Path | str | None = None) -> Che
     if not entries:
         return base
     files = map_planes(json_path.parent, entries)
-    tensors = tensors_of(entries, files)
-    hashes = {entry.name: entry.hashes for entry in entries}
-    both = {name: tensors.get(name, tensor) for name, tensor in base.tensors.items()}
     return replace(
         base,
-        tensors=both,
+        tensors={**base.tensors, **tensors_of(entries, files)},
         files=(*base.files, *files.values()),
-        hashes={**base.hashes, **hashes},
+        hashes={**base.hashes, **{entry.name: entry.hashes for entry in entries}},
     )
 
 

@@ -16,14 +16,14 @@ from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.hf.torch_bin import open_torch_bin
-from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, Progress, read_index
+from clocher_runtime.checkpoints.iebin import CERTIFICATE_NAME, Progress, quiet, read_index
 from clocher_runtime.convert.q4_entries import plane_hashes
 from clocher_runtime.convert.rounding import row_pieces
 from clocher_runtime.convert.to_iebin import open_source
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
 from clocher_runtime.disk.plane_index import Sealed, check_hashes, check_padding
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, checked_shape, fields
+from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, checked_name, fields
 
 _DOCUMENT = Sealed(
     "iebin.certificate",
@@ -42,7 +42,7 @@ _DECODED_AT_ONCE = 16 << 20
 
 
 def write_certificate(
-    source: Checkpoint, model_dir: Path, progress: Progress | None = None
+    source: Checkpoint, model_dir: Path, progress: Progress = quiet
 ) -> tuple[int, int]:
     """Write the certificate of a model whose hashes were checked; return (identical, all) tensors.
 
@@ -55,8 +55,7 @@ def write_certificate(
         done += source.tensors[name].nbytes
         source.release()
         model.release()
-        if progress:
-            progress(done, name)
+        progress(done, name)
     source.check_unchanged()
     model.check_unchanged()
     identical = sum(each["identical"] for each in found)
@@ -87,7 +86,7 @@ class Checked(NamedTuple):
 
 
 def check_certificate(
-    model_dir: Path, source: Path | None = None, progress: Progress | None = None
+    model_dir: Path, source: Path | None = None, progress: Progress = quiet
 ) -> Checked:
     """Recompute a certificate's hashes, of the model and, if there, `source` (default: its own)."""
     document = read_certificate(model_dir)
@@ -113,8 +112,7 @@ def check_certificate(
         if was:
             problems += _difference(was, each, "source")
         done += model.tensors[name].nbytes if name in model.tensors else 0
-        if progress:
-            progress(done, name)
+        progress(done, name)
     regions = [region for entry in index.entries for region in entry.regions.values()]
     checks = [checkpoint.check_unchanged for checkpoint in (model, was) if checkpoint]
     checks += [
@@ -148,8 +146,7 @@ def read_certificate(model_dir: Path) -> dict[str, Any]:
         item = fields(value, where, _TENSOR)
         for side in ("source", "stored"):
             fields(item[side], f"{where}: {side}", {"format": str, "planes": dict})
-        shape = checked_shape(item["shape"], where)
-        tensors.append(item | {"name": checked_name(item["name"], where), "shape": shape})
+        tensors.append(item | {"name": checked_name(item["name"], where)})
     return document | {"tensors": tensors}
 
 
@@ -185,11 +182,11 @@ def _difference(checkpoint: Checkpoint, line: Mapping[str, Any], side: str) -> l
     name, shape, listed = line["name"], line["shape"], line[side]
     try:
         tensor = checkpoint.tensor(name)
-        found = (tensor.shape, tensor.format.name, set(tensor.planes))
+        found = (list(tensor.shape), tensor.format.name, set(tensor.planes))
         if found != (shape, listed["format"], set(listed["planes"])):
             raise FormatError(
                 f"{tensor.format.name} {list(tensor.shape)}, certified {listed['format']!r:.40} "
-                f"{list(shape)}"
+                f"{shape!r:.80}"
             )
         check_hashes(tensor.planes, listed["planes"], "", "not what was certified")
     except ModelError as error:

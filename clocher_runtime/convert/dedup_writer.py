@@ -5,7 +5,7 @@ Each plane is stored in the smallest way, and written piece by piece.
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -17,9 +17,9 @@ from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
 from clocher_runtime.checkpoints.dedup.reader import DedupFile, open_pair
-from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, read_index
+from clocher_runtime.checkpoints.iebin import IebinIndex, PlaneWriter, Progress, quiet, read_index
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.output_file import OutputFile, check_free, sync_directory, write_file
+from clocher_runtime.disk.output_file import check_free, sync_directory, write_file
 from clocher_runtime.disk.plane_index import DAMAGED, Region, check_hashes
 
 KEEP_RAW = 0.95
@@ -99,16 +99,10 @@ def pieces(data: np.ndarray, step: int) -> Iterator[np.ndarray]:
 def encode(
     plane: dedup_index.StoredPlane,
     data: np.ndarray,
-    files: Mapping[str, OutputFile],
+    put: Callable[[Region, np.ndarray], object],
     regions: tuple[Region, ...],
 ) -> None:
-    """Append the parts of a plane to the files, each padded up to its region."""
-
-    def put(region: Region, array: np.ndarray) -> None:
-        if len(array):
-            files[region.file].pad(region.offset)
-            files[region.file].write(array)
-
+    """Append the parts of a plane to files by `PlaneWriter.put`."""
     if plane.mode == "raw":
         put(regions[0], data)
     for number, stream in enumerate(plane.streams):
@@ -122,7 +116,7 @@ def _write_stream(
     stream: codec.Stream,
     pieces: Iterator[np.ndarray],
     regions: tuple[Region, ...],
-    put: Callable[[Region, np.ndarray], None],
+    put: Callable[[Region, np.ndarray], object],
 ) -> None:
     table, codes, rank, exceptions = regions
     assert stream.symbols is not None, "choose_stream gives it"
@@ -159,23 +153,21 @@ class Deduplication:
     directory: Path  # where the model is, and where the output goes
     index: IebinIndex
     planes: tuple[dedup_index.StoredPlane, ...]  # how each will be stored
-    regions: tuple[tuple[Region, ...], ...]  # where the parts of each plane will be
     nbytes: int  # of the output
 
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Write the output, worth it or not. Raises FormatError, UsageError, OSError."""
         check_free(self.directory / dedup_index.INDEX_NAME, self.nbytes)
         path = self.directory / dedup_index.INDEX_NAME
         paths = {kind: self.directory / dedup_index.FILE_NAMES[kind] for kind in dedup_index.KINDS}
-        done = 0
+        done, places = 0, dedup_index.place_parts(self.planes)[0]
         with PlaneWriter(paths) as writer:
             planes = _planes(self.directory, self.index)
-            for plane, regions, (_, data) in zip(self.planes, self.regions, planes, strict=True):
-                encode(plane, data, writer.files, regions)
+            for plane, regions, (_, data) in zip(self.planes, places, planes, strict=True):
+                encode(plane, data, writer.put, regions)
                 done += plane.plane.nbytes
-                if progress:
-                    progress(done, plane.tensor)
-            index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes, self.regions)
+                progress(done, plane.tensor)
+            index = dedup_index.DedupIndex(self.index.bin, writer.sync(), self.planes)
             written = {kind: file.path for kind, file in writer.files.items()}
             DedupFile(path, index, written).verify()
             try:
@@ -186,7 +178,7 @@ class Deduplication:
                 raise
 
 
-def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplication:
+def plan_dedup(directory: Path, progress: Progress = quiet) -> Deduplication:
     """Read a model and decide how each plane is stored."""
     index = read_index(directory / JSON_NAME)
     if not os.path.isfile(directory / BIN_NAME):
@@ -203,13 +195,11 @@ def plan_dedup(directory: Path, progress: Progress | None = None) -> Deduplicati
             check_hashes({raw.key: data}, {raw.key: raw.sha256}, where, DAMAGED)
             planes.append(choose(raw, data))
         done += raw.plane.nbytes
-        if progress:
-            progress(done, raw.tensor)
-    regions, ends = dedup_index.place_parts(planes)
-    stored = sum(ends.values())
+        progress(done, raw.tensor)
+    stored = sum(dedup_index.place_parts(planes)[1].values())
     dedup_index.check_expansion(planes, stored, str(directory))
     nbytes = stored + sum(len(json.dumps(plane.document())) + 2 for plane in planes)
-    return Deduplication(directory, index, tuple(planes), regions, nbytes)
+    return Deduplication(directory, index, tuple(planes), nbytes)
 
 
 def remove_dedup(directory: Path) -> None:
@@ -220,7 +210,7 @@ def remove_dedup(directory: Path) -> None:
         (directory / name).unlink(missing_ok=True)
 
 
-def restore(directory: Path, progress: Progress | None = None) -> int:
+def restore(directory: Path, progress: Progress = quiet) -> int:
     """Write model.ie.bin back, byte for byte; return its size. Raises ModelError, OSError."""
     index, dedup = open_pair(directory)
     check_free(directory / BIN_NAME, index.bin.nbytes)
@@ -228,8 +218,7 @@ def restore(directory: Path, progress: Progress | None = None) -> int:
         for number, (plane, region) in enumerate(dedup_index.raw_planes(index)):
             writer.put(region, dedup.plane(number, verify=True))
             dedup.release()
-            if progress:
-                progress(writer.nbytes, plane.tensor)
+            progress(writer.nbytes, plane.tensor)
         if writer.sync()["bin"] != index.bin:
             raise FormatError(f"{directory}: what was restored does not match bin.sha256")
         writer.publish()
@@ -253,11 +242,6 @@ class Gain(NamedTuple):
     nbytes: int
     stored: int  # bytes that it takes, without padding
     how: str  # how it is stored
-
-    @property
-    def percent(self) -> float:
-        """Part of the size that is saved, in per cent."""
-        return 100 * (1 - self.stored / self.nbytes)
 
 
 def gain_of(plane: dedup_index.StoredPlane) -> Gain:

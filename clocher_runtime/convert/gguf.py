@@ -19,9 +19,9 @@ from clocher_kernels.formats import Format
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.gguf.architectures import ROPE_FACTORS
 from clocher_runtime.checkpoints.gguf.blocks import F32, FLOATS, GgmlType, row_blocks, same_type
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family
+from clocher_runtime.checkpoints.gguf.checkpoint import ACTIVATION, file_family
 from clocher_runtime.checkpoints.gguf.tokenizer import NORMAL
-from clocher_runtime.checkpoints.iebin import Progress
+from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.disk.output_file import PARTIAL, replacing
 from clocher_runtime.disk.plane_index import aligned
 from clocher_runtime.models.build import inverse_frequencies
@@ -80,7 +80,7 @@ class GgufExport:
         self,
         checkpoint: Checkpoint,
         path: Path,
-        progress: Progress | None = None,
+        progress: Progress = quiet,
         check: Callable[[Path], None] | None = None,
     ) -> None:
         """Write the file, which `check` may refuse before its rename.
@@ -94,17 +94,13 @@ class GgufExport:
                 start = file.tell()
                 for piece in self._pieces(entry, checkpoint):
                     file.write(np.ascontiguousarray(piece).data)
-                got = file.tell() - start
-                if got != entry.nbytes:
-                    raise FormatError(
-                        f"{path}: {got} bytes of {entry.name}, expected {entry.nbytes}"
-                    )
+                if (got := file.tell() - start) != (expected := entry.nbytes):
+                    raise FormatError(f"{path}: {got} bytes of {entry.name}, expected {expected}")
                 file.write(bytes(-got % ALIGNMENT))
                 checkpoint.release()
                 if entry.source:
                     done += entry.nbytes
-                    if progress:
-                        progress(done, entry.name)
+                    progress(done, entry.name)
             checkpoint.check_unchanged()
             if check:
                 file.flush()
@@ -211,18 +207,14 @@ def _fields(
             "expert_count": spec.moe.experts,
             "expert_used_count": spec.moe.active,
             "expert_feed_forward_length": spec.intermediate_size,
-            "attention.sliding_window": max(spec.windows),
         }
-    if spec.family == "mistral" and max(spec.windows):
+    if spec.moe is not None or (spec.family == "mistral" and max(spec.windows)):
         values["attention.sliding_window"] = max(spec.windows)
-    if spec.rope.kind == "linear":
-        values |= {"rope.scaling.type": "linear", "rope.scaling.factor": spec.rope.factor}
-    if spec.rope.kind == "yarn":
-        values |= {
-            "rope.scaling.type": "yarn",
-            "rope.scaling.factor": spec.rope.factor,
-            "rope.scaling.original_context_length": spec.rope.original_positions,
-        }
+    rope = spec.rope
+    if rope.kind in ("linear", "yarn"):
+        values |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
+    if rope.kind == "yarn":
+        values["rope.scaling.original_context_length"] = rope.original_positions
     activation: dict[str, Field] = {ACTIVATION: spec.act} if arch == "bitnet" else {}
     return {
         "general.architecture": arch,

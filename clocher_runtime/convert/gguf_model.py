@@ -25,7 +25,7 @@ from clocher_runtime.checkpoints.gguf.tokenizer import (
     UNUSED,
     USER,
 )
-from clocher_runtime.checkpoints.iebin import Progress
+from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.convert.gguf import Field, GgufExport, plan_gguf
 from clocher_runtime.convert.to_iebin import refuse_input, vocabulary
 from clocher_runtime.disk.output_file import check_free
@@ -44,43 +44,36 @@ class GgufConversion:
     path: Path
     export: GgufExport
     floats: tuple[str, ...]  # names of the tensors that become floats
+    nbytes: int  # of the file
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the file."""
-        return self.export.nbytes
-
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Write, check and rename the file. Raises ModelError, UnsupportedModel, OSError."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.export.write(self.source, self.path, progress, self._check)
 
     def _check(self, path: Path) -> None:
         written = open_gguf(path)
-        try:
-            own = spec_from_config(self.source.config)
-            # A Mistral without a window is a Llama in GGUF, and computes the same.
-            found = replace(spec_from_config(written.config), family=own.family)
-            if replace(found, eos_ids=()) != replace(own, eos_ids=()):
+        own = spec_from_config(self.source.config)
+        # A Mistral without a window is a Llama in GGUF, and computes the same.
+        found = replace(spec_from_config(written.config), family=own.family)
+        if replace(found, eos_ids=()) != replace(own, eos_ids=()):
+            raise UnsupportedModel(
+                f"GGUF cannot say all that this {own.family} model is: read back, it has other "
+                "settings; --to iebin keeps them"
+            )
+        ends = set(model_spec(self.source).eos_ids) - set(model_spec(written).eos_ids)
+        if ends:
+            raise UnsupportedModel(
+                f"GGUF has places for three ids that end a turn; it would not know {min(ends)}"
+            )
+        if tokenizer := vocabulary(self.source):
+            texts = tokenizer, vocabulary(written) or b""
+            merges = [map(_pair, json.loads(text)["model"]["merges"]) for text in texts]
+            if list(merges[0]) != list(merges[1]):
                 raise UnsupportedModel(
-                    f"GGUF cannot say all that this {own.family} model is: read back, it has other "
-                    "settings; --to iebin keeps them"
+                    "the merges of this tokenizer do not follow from scores, which is all that "
+                    "GGUF has for its kind; --to iebin keeps them"
                 )
-            ends = set(model_spec(self.source).eos_ids) - set(model_spec(written).eos_ids)
-            if ends:
-                raise UnsupportedModel(
-                    f"GGUF has places for three ids that end a turn; it would not know {min(ends)}"
-                )
-            if tokenizer := vocabulary(self.source):
-                texts = tokenizer, vocabulary(written) or b""
-                merges = [map(_pair, json.loads(text)["model"]["merges"]) for text in texts]
-                if list(merges[0]) != list(merges[1]):
-                    raise UnsupportedModel(
-                        "the merges of this tokenizer do not follow from scores, which is all that "
-                        "GGUF has for its kind; --to iebin keeps them"
-                    )
-        finally:
-            written.release()
 
 
 def plan_gguf_model(
@@ -119,8 +112,9 @@ def plan_gguf_model(
     folder = source.path.resolve()
     title = folder.parent.name if folder.name in ("hf", "original") else folder.stem
     export = plan_gguf(source.config, formats, title, vocab=fields, floats=floats)
-    check_free(path, export.nbytes)
-    return GgufConversion(source, path, export, tuple(floats))
+    nbytes = export.nbytes
+    check_free(path, nbytes)
+    return GgufConversion(source, path, export, tuple(floats), nbytes)
 
 
 def begins_with_bos(source: Checkpoint) -> bool:

@@ -6,19 +6,18 @@ of each tensor, so that a killed job resumes after the last one.
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Format, parse_format
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.iebin import PlaneWriter, tensors_of
+from clocher_runtime.disk import plane_index
 from clocher_runtime.disk.files import MappedFile, sha256_of
-from clocher_runtime.disk.plane_index import ALIGNMENT, Shape, check_hashes, checked_hash
+from clocher_runtime.disk.plane_index import ALIGNMENT, Region, Shape, check_hashes, checked_hash
 from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields, prefixed
 
 METHODS = ("rtn", "imx", "gptq")
@@ -36,16 +35,13 @@ _ENTRY: dict[str, type] = {
 _ENTRY_MORE = {"offsets": dict, "fallback": str, "tokens_seen": list}
 
 
-class Entry(NamedTuple):
-    """What a manifest says of one quantised tensor."""
+@dataclass(frozen=True, slots=True)
+class Entry(plane_index.Entry):
+    """What a manifest says of a quantised tensor; without `regions` rounding gives its planes."""
 
-    shape: Shape  # logical shape
-    format: Format  # of the result
     method: str  # how the codes were chosen
     rule: int  # index of the rule that asked for it
-    sha256: Mapping[str, str]  # of each plane
-    offsets: Mapping[str, int] = {}  # of each plane in the plane file; none: rounding gives them
-    err: Mapping[str, Any] = {}  # what the PTQ script measured
+    err: Mapping[str, Any]  # what the PTQ script measured
 
 
 ROUNDED: Mapping[str, Any] = {"method": "rtn", "err": {}}
@@ -99,30 +95,18 @@ class PlaneFile(PlaneWriter):
     def __init__(self, manifest: Path, job: str) -> None:
         """Open it over what a run of the same job has left. Raises UsageError, OSError."""
         self.manifest, self.path = manifest, planes_path(manifest)
-        self.records: dict[str, Mapping[str, Any]] = {}
         self._tensors: dict[str, QuantTensor] = {}
         super().__init__({"planes": self.path}, job, in_place=True)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         super().__exit__(kind, error, trace)
-        if not self.records:
+        if not self.entries:
             remove_planes(self.manifest)
-
-    def resume(self, tensors: Mapping[str, tuple[Format, Shape]]) -> list[dict[str, Any]]:
-        """Take over the tensors, in this order, that an earlier run has finished."""
-        taken = super().resume(tensors)
-        self.records |= {line["name"]: line["record"] for line in taken}
-        return taken
-
-    def add(self, name: str, tensor: QuantTensor, record: Mapping[str, Any] | None = None) -> None:
-        """Append a tensor with its record. Raises OSError."""
-        super().add(name, tensor, record)
-        self.records[name] = record or ROUNDED
 
     def finish(self) -> Planes | None:
         """Flush the file, and make its tensors readable; None if it has none."""
         facts = self.sync()["planes"]
-        if not self.records:
+        if not self.entries:
             return None
         self._file = MappedFile(self.path)
         self._tensors = tensors_of(self.entries, {"planes": self._file})
@@ -143,17 +127,13 @@ class PlaneFile(PlaneWriter):
         return {key: region.offset for key, region in next(found, {}).items()}
 
 
-def read_planes(path: Path, nbytes: int, name: str, entry: Entry) -> QuantTensor:
+def read_planes(path: Path, nbytes: int, entry: Entry) -> QuantTensor:
     """Return a tensor of a plane file, hashes checked. Raises FormatError, ModelNotFound."""
     if not path.is_file():
         raise ModelNotFound(f"{path}: missing; the manifest needs it beside it")
-    file, where = MappedFile(path, nbytes), f"{path}: tensor {name!r}"
-    planes = {
-        key: np.require(file.plane(plane, entry.offsets[key]), requirements=["C", "A"])
-        for key, plane in entry.format.planes(entry.shape).items()
-    }
-    tensor = stored_tensor(entry.shape, entry.format, planes, where)
-    check_hashes(planes, entry.sha256, f"{where}: ", OTHER_WEIGHTS)
+    tensor = tensors_of([entry], {"planes": MappedFile(path, nbytes)})[entry.name]
+    where = f"{path}: tensor {entry.name!r}: "
+    check_hashes(tensor.planes, entry.hashes, where, OTHER_WEIGHTS)
     tensor.check()
     return tensor
 
@@ -190,7 +170,7 @@ def read_tensors(
         name = checked_name(item["name"], here)
         if name in entries:
             raise FormatError(f"{here}: tensor {name!r} is there twice")
-        entries[name] = _entry(item, f"{here} {name!r}", rules, size)
+        entries[name] = _entry(name, item, f"{here} {name!r}", rules, size)
     kept: dict[str, str] = {}
     for index, value in enumerate(document.get("kept", [])):
         here = f"{where}: kept[{index}]"
@@ -201,7 +181,7 @@ def read_tensors(
     return entries, kept, planes
 
 
-def _entry(item: Mapping[str, Any], where: str, rules: int, size: int) -> Entry:
+def _entry(name: str, item: Mapping[str, Any], where: str, rules: int, size: int) -> Entry:
     shape, method = checked_shape(item["shape"], where), item["method"]
     with prefixed(where):
         fmt = parse_format(item["format"])
@@ -229,4 +209,5 @@ def _entry(item: Mapping[str, Any], where: str, rules: int, size: int) -> Entry:
                 )
     elif method != "rtn":
         raise FormatError(f"{where}: planes of {method} need offsets in the plane file")
-    return Entry(shape, fmt, method, item["rule"], hashes, offsets, item["err"])
+    regions = {key: Region("planes", at, planes[key].nbytes) for key, at in offsets.items()}
+    return Entry(name, shape, fmt, regions, hashes, method, item["rule"], item["err"])

@@ -22,7 +22,6 @@ from clocher_kernels.formats import Float, Format, Fp8, Int4, Int8, Mxfp4, Tcq, 
 from clocher_kernels.formats.bsr import Bsr
 from clocher_kernels.formats.tcq import GROUP, TCQ
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Stored
 from clocher_runtime.convert import q4_entries
 from clocher_runtime.convert.rounding import NO_CLIP, Clip, parse_clip, round_tensor
 from clocher_runtime.disk.files import read_bytes
@@ -114,7 +113,7 @@ class Q4Map:
     kept: Mapping[str, str] = field(default_factory=dict)  # the other tensors, with the reason
     planes: q4_entries.Planes | None = None  # the file with planes that rounding does not give
 
-    def choose(self, tensors: Mapping[str, Stored]) -> tuple[dict[str, Format], list[str]]:
+    def choose(self, tensors: Mapping[str, QuantTensor]) -> tuple[dict[str, Format], list[str]]:
         """Return the new format of each tensor to quantise, and notes. Raises UsageError."""
         if self.entries is not None:
             self._check_model(self.entries, tensors)
@@ -137,15 +136,15 @@ class Q4Map:
             assert rule.format is not None, "choose names no tensor for a rule that keeps"
             return round_tensor(source, rule.format, rule.clip, threads)
         entry = self.entries[name]
-        if entry.offsets and self.planes:
+        if entry.regions and self.planes:
             path = self.path.with_name(self.planes.file)
-            return q4_entries.read_planes(path, self.planes.nbytes, name, entry)
+            return q4_entries.read_planes(path, self.planes.nbytes, entry)
         encoded = round_tensor(source, entry.format, self.rules[entry.rule].clip, threads)
-        check_hashes(encoded.planes, entry.sha256, f"{self.path}: ", q4_entries.OTHER_WEIGHTS)
+        check_hashes(encoded.planes, entry.hashes, f"{self.path}: ", q4_entries.OTHER_WEIGHTS)
         return encoded
 
     def _check_model(
-        self, entries: Mapping[str, q4_entries.Entry], tensors: Mapping[str, Stored]
+        self, entries: Mapping[str, q4_entries.Entry], tensors: Mapping[str, QuantTensor]
     ) -> None:
         made_for = "; the manifest was made for another model: run the PTQ script on this one"
         known = set(entries) | set(self.kept)
@@ -165,7 +164,7 @@ class Q4Map:
 
 
 def assign(
-    rules: tuple[Rule, ...], tensors: Mapping[str, Stored], requantize: bool, where: str
+    rules: tuple[Rule, ...], tensors: Mapping[str, QuantTensor], requantize: bool, where: str
 ) -> Assignment:
     """Apply rules to a checkpoint's tensors; UsageError if one applies to none."""
     chosen: dict[str, int] = {}
@@ -207,7 +206,7 @@ def assign(
     return Assignment(chosen, kept, tuple(notes))
 
 
-def reason_to_keep(name: str, tensor: Stored, requantize: bool) -> str | None:
+def reason_to_keep(name: str, tensor: QuantTensor, requantize: bool) -> str | None:
     """Return why a tensor is never quantised, None if a rule may quantise it."""
     for end in ("sinks", "bias"):
         if name.endswith(end):

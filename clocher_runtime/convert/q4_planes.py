@@ -10,8 +10,8 @@ from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Float
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import q4
-from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, Stored
-from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, tensors_of
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
+from clocher_runtime.checkpoints.iebin import PlaneWriter, Progress, open_iebin, quiet, tensors_of
 from clocher_runtime.convert import q4_map
 from clocher_runtime.convert.q4_entries import OTHER_WEIGHTS, entry_document
 from clocher_runtime.convert.rounding import round_tensor
@@ -40,14 +40,14 @@ class Q4Job:
     chunk_rows: int  # rows that are encoded at a time; the bytes do not depend on it
     nbytes: int  # of the output
 
-    def run(self, progress: Progress | None = None) -> int:
+    def run(self, progress: Progress = quiet) -> int:
         """Write the files, resuming a killed run; return how many matrices it had finished."""
         for path in (*self.files.values(), self.rules.path):
             path.parent.mkdir(parents=True, exist_ok=True)
         planned = {name: (q4.Q4_0, self.source.shape(name)) for name in self.names}
         job = job_name(self.source, [(name, shape) for name, (_, shape) in planned.items()])
         with PlaneWriter(self.files, job, progress=progress) as pair:
-            done = len(pair.resume(planned))
+            done = pair.resume(planned)
             for name, matrix in encoded(self.source, self.names[done:], self.chunk_rows):
                 pair.add(name, matrix)
             pair.sync()
@@ -112,23 +112,24 @@ def make_index(model_dir: Path, manifest: Path) -> list[str]:
                 f"matrix in {q4.Q4_0.name}; give a manifest of gen_q4_bytes_stream.py"
             )
         tensor = base.tensors.get(name)
-        done = tensor is not None and (tensor.shape, tensor.format) == (item.shape, q4.Q4_0)
-        if not done:
+        if tensor is None or (tensor.shape, tensor.format) != (item.shape, q4.Q4_0):
             _check_float(tensor, item.shape, f"{manifest}: tensor {name!r}: {JSON_NAME} has")
         entries.append(
-            Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.sha256)
+            Entry(name, item.shape, item.format, place(item.format, item.shape, ends), item.hashes)
         )
         ends |= entries[-1].ends
     if not entries:
         raise UsageError(f"{manifest}: no tensors; give a manifest of gen_q4_bytes_stream.py")
     for name, matrix in tensors_of(entries, q4.map_planes(model_dir, entries)).items():
         where = f"{manifest}: tensor {name!r} in {model_dir}: "
-        check_hashes(matrix.planes, listed[name].sha256, where, OTHER_WEIGHTS)
+        check_hashes(matrix.planes, listed[name].hashes, where, OTHER_WEIGHTS)
     q4.write_overlay(model_dir / q4.COMPAT_NAME, entries)
     return list(listed)
 
 
-def _check_float(tensor: Stored | None, shape: tuple[int, ...], where: str, more: str = "") -> None:
+def _check_float(
+    tensor: QuantTensor | None, shape: tuple[int, ...], where: str, more: str = ""
+) -> None:
     if tensor is None or tensor.shape != shape or not isinstance(tensor.format, Float):
         got = f"{tensor.format.name}{list(tensor.shape)}" if tensor else "no such tensor"
         raise UsageError(f"{where} {got}, expected floats {list(shape)}{more}")
@@ -145,7 +146,7 @@ class AppendJob:
     present: tuple[str, ...]  # those that it has
     nbytes: int  # bytes that the new ones will take
 
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Append the matrices, rewriting the index after each. Raises UsageError, ModelError."""
         paths = {key: self.index.with_name(name) for key, name in q4.Q4_NAMES.items()}
         with PlaneWriter(paths, in_place=True) as pair:
@@ -162,8 +163,7 @@ class AppendJob:
                 pair.add(name, matrix)
                 pair.sync()
                 q4.write_overlay(self.index, pair.entries)
-                if progress:
-                    progress(pair.nbytes - start, name)
+                progress(pair.nbytes - start, name)
 
 
 def plan_append(hf_dir: Path, index: Path, q4_bin: Path) -> AppendJob:

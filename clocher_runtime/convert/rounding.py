@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from clocher_kernels.errors import FormatError, UsageError
+from clocher_kernels.errors import UsageError
 from clocher_kernels.formats import Float, Format, Int4, Int8, Tcq, Ternary, base
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.tcq import STRIP
@@ -66,8 +66,6 @@ def round_tensor(
 
     The result does not depend on `rows`.
     """
-    if not isinstance(fmt, Int4 | Int8) and (isinstance(fmt, Float) or clip != NO_CLIP):
-        raise FormatError(f"rounding with clip {clip} gives int4 or int8, not {fmt.name}")
     planes = {k: np.empty(p.shape, p.storage) for k, p in fmt.planes(tensor.shape).items()}
     count = tensor.shape[-2]
     step = rows or max(1, _BLOCK_ELEMENTS // tensor.shape[-1])
@@ -79,7 +77,7 @@ def round_tensor(
             matrix = QuantTensor(
                 tensor.shape[-2:], tensor.format, {k: p[index] for k, p in tensor.planes.items()}
             )
-            if not _has_rows(matrix, 1):
+            if not _has_rows(matrix):
                 matrix = encode(matrix.decode(), Float("f32"))
 
             def one(
@@ -114,7 +112,7 @@ def _together(fmt: Format, key: str) -> int:
 
 def look_up(tensor: QuantTensor, index: int | slice | np.ndarray) -> np.ndarray:
     """Decode one expert of a stack, or some rows of a matrix, fp32."""
-    if not _has_rows(tensor, 1):
+    if not _has_rows(tensor):
         return tensor.decode()[index]
     planes = {key: plane[index] for key, plane in tensor.planes.items()}
     count = () if isinstance(index, int) else (len(next(iter(planes.values()))),)
@@ -145,9 +143,9 @@ def row_pieces(*tensors: QuantTensor, elements: int) -> Iterator[tuple[QuantTens
         )
 
 
-def _has_rows(tensor: QuantTensor, lead: int) -> bool:
-    """Return whether each index of the first dimensions has its own part of each plane."""
-    return all(plane.shape[:lead] == tensor.shape[:lead] for plane in tensor.planes.values())
+def _has_rows(tensor: QuantTensor) -> bool:
+    """Return whether each index of the first dimension has its own part of each plane."""
+    return all(plane.shape[:1] == tensor.shape[:1] for plane in tensor.planes.values())
 
 
 def _has_steps(tensor: QuantTensor) -> bool:

@@ -16,13 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from clocher_kernels.dtypes import from_f32, to_f32
 from clocher_kernels.errors import FormatError, ShapeError, UsageError
 from clocher_kernels.formats import Float, Format, Int4, Int8, Mxfp4, Ternary
 from clocher_kernels.formats.base import Shape
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
-from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin
+from clocher_runtime.checkpoints.iebin import IebinWriter, Progress, model_bytes, open_iebin, quiet
 from clocher_runtime.convert import PRESETS
 from clocher_runtime.convert.gguf import GgufExport, plan_gguf, spelled_vocabulary
 from clocher_runtime.convert.to_iebin import refuse_hf_folder
@@ -44,7 +43,6 @@ GGUF_NAME = "model.gguf"
 _BYTES = 256
 _CELLS = 1 << 16
 _PIECE = 1 << 20
-_ROW_CELL = 32
 
 
 def preset_config(name: str, layers: int | None = None) -> dict[str, Any]:
@@ -100,7 +98,7 @@ class Synthesis:
     source: Mapping[str, Any]
     nbytes: int
 
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Write the model, removing another model's model.gguf. Raises UsageError, OSError."""
         spec = spec_from_config(self.config)
         needs = inventory(spec)
@@ -112,8 +110,8 @@ class Synthesis:
             done = writer.nbytes
             writer.commit(self.config, {}, {}, byte_tokenizer(spec.vocab_size), self.source)
         if self.gguf is not None:
-            tell = progress and (lambda nbytes, name: progress(done + nbytes, name))
-            self.gguf.write(open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME, tell)
+            source, path = open_iebin(self.out_dir / JSON_NAME), self.out_dir / GGUF_NAME
+            self.gguf.write(source, path, lambda nbytes, name: progress(done + nbytes, name))
 
 
 def plan_synthesis(
@@ -149,7 +147,7 @@ def _native(spec: ModelSpec) -> str:
 
 
 def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
-    """Return a random tensor; FormatError for a format that cannot be drawn."""
+    """Return a random tensor; FormatError for a format that cannot hold it."""
     if need.kind != "vector":
         return normal_matrix(name, need.shape, seed, need.shape[-1] ** -0.5, fmt)
     mean, std = (1.0, 0.05) if "norm" in name else (0.0, 1.0 if "sinks" in name else 0.02)
@@ -159,64 +157,40 @@ def random_tensor(name: str, need: Need, fmt: Format, seed: int) -> QuantTensor:
 
 def normal_matrix(name: str, shape: Shape, seed: int, std: float, fmt: Format) -> QuantTensor:
     """Return a matrix [N, K] or stack [E, N, K] of values with mean 0; FormatError, ShapeError."""
-    planes = fmt.planes(shape)
-    cells, shared, elements = _pool(fmt, std, seed)
+    planes, stream = fmt.planes(shape), _stream(name, seed)
+    group = getattr(fmt, "group", 32)
+    if not (isinstance(fmt, Float | Int4 | Int8 | Mxfp4 | Ternary) and isinstance(group, int)):
+        values = np.float32(std) * _normal(stream, prod(shape))
+        return encode(values.reshape(shape), fmt)
+    cells, shared = _pool(fmt, std, seed)
     rows = prod(shape[:-1]) // (4 if isinstance(fmt, Ternary) else 1)
-    count = rows * -(-shape[-1] // elements)
+    count = rows * (shape[-1] if isinstance(fmt, Float | Ternary) else -(-shape[-1] // group))
     drawn = {key: np.empty((count, *cell.shape[1:]), cell.dtype) for key, cell in cells.items()}
-    stream = _stream(name, seed)
     for start in range(0, count, _PIECE):
         index = _draws(stream, min(_PIECE, count - start))
         for key, cell in cells.items():
             np.take(cell, index, axis=0, out=drawn[key][start : start + len(index)], mode="clip")
-    whole = {}
-    for key, plane in planes.items():
-        if key in shared:
-            whole[key] = _spread(shared[key], plane.dtype, plane.shape, stream)
-            continue
+    whole = {key: plane.copy() for key, plane in shared.items()}
+    for key in drawn:
         # Where K is no multiple of the cell, a row ends inside one.
-        width = prod(plane.shape[len(shape) - 1 :])
+        width = prod(planes[key].shape[len(shape) - 1 :])
         full = drawn[key].reshape(rows, -1)
-        whole[key] = np.ascontiguousarray(full[:, :width]).reshape(plane.shape)
+        whole[key] = np.ascontiguousarray(full[:, :width]).reshape(planes[key].shape)
     return QuantTensor(shape, fmt, whole)
 
 
 @lru_cache(maxsize=4)
 def _pool(
     fmt: Format, std: float, seed: int
-) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], int]:
-    """Return 65536 encoded cells by plane, the constant planes, and the cell width."""
-    elements, rows, columns = 1, 1, _CELLS
-    group = getattr(fmt, "group", 32)
-    if isinstance(fmt, Mxfp4 | Int4 | Int8) and isinstance(group, int):
-        elements = columns = group
-        rows = _CELLS
-    elif isinstance(fmt, Int4 | Int8):
-        elements, columns = _ROW_CELL, _CELLS * _ROW_CELL
-    elif isinstance(fmt, Ternary):
-        rows = 4
-    elif not isinstance(fmt, Float):
-        raise FormatError(
-            f"{fmt.name}: no random weights of this format; choose float, int8, int4, ternary or "
-            "mxfp4"
-        )
-    values = np.float32(std) * _normal(_stream(f"{fmt.name} {std}", seed), rows * columns)
-    cells, shared = {}, {}
-    for key, plane in fmt.encode(values.reshape(rows, columns)).items():
-        if plane.size < _CELLS:
-            shared[key] = plane.reshape(-1)[:1]
-        else:
-            cells[key] = plane.reshape(_CELLS, -1)
-    return cells, shared, elements
-
-
-def _spread(value: np.ndarray, dtype: str, shape: Shape, stream: np.random.SFC64) -> np.ndarray:
-    """Return scales: one as it is, several within 10 % of it."""
-    count = prod(shape)
-    if count == 1:
-        return value.reshape(shape).copy()
-    factor = 0.9 + 0.2 * _draws(stream, count).astype(np.float32) / 65536
-    return from_f32(to_f32(value, dtype) * factor.astype(np.float32), dtype).reshape(shape)
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Return 65536 encoded cells by plane, and the planes that all share."""
+    shape = (_CELLS, 1 if isinstance(fmt, Float) else getattr(fmt, "group", 32))
+    if isinstance(fmt, Ternary):
+        shape = 4, _CELLS
+    values = np.float32(std) * _normal(_stream(f"{fmt.name} {std}", seed), prod(shape))
+    planes = fmt.encode(values.reshape(shape))
+    cells = {key: p.reshape(_CELLS, -1) for key, p in planes.items() if p.size >= _CELLS}
+    return cells, {key: plane for key, plane in planes.items() if key not in cells}
 
 
 def _stream(name: str, seed: int) -> np.random.SFC64:

@@ -15,7 +15,7 @@ from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import open_hf
-from clocher_runtime.checkpoints.iebin import Progress
+from clocher_runtime.checkpoints.iebin import Progress, quiet
 from clocher_runtime.checkpoints.locate import CONFIG
 from clocher_runtime.convert.to_iebin import natural, vocabulary
 from clocher_runtime.disk.output_file import PARTIAL, check_free, sync_directory, write_file
@@ -102,7 +102,7 @@ class CompressedConversion:
         stored = self.source.tensors
         return tuple(n for n, fmt in self.formats.items() if fmt.name != stored[n].format.name)
 
-    def run(self, progress: Progress | None = None) -> None:
+    def run(self, progress: Progress = quiet) -> None:
         """Write the directory. Raises ModelError, UnsupportedModel, OSError."""
         partial = self.out_dir.with_name(self.out_dir.name + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
@@ -119,7 +119,7 @@ class CompressedConversion:
             raise
         sync_directory(self.out_dir.parent)
 
-    def _write(self, folder: Path, progress: Progress | None) -> None:
+    def _write(self, folder: Path, progress: Progress) -> None:
         from safetensors.torch import save
 
         sizes = {name: fmt.nbytes(self.source.shape(name)) for name, fmt in self.formats.items()}
@@ -142,8 +142,7 @@ class CompressedConversion:
                     arrays |= {f"{_module(name)}.{key}": array for key, array in made.items()}
                 self.source.release()
                 done += sizes[name]
-                if progress:
-                    progress(done, name)
+                progress(done, name)
             write_file(folder / file, save(arrays, {"format": "pt"}))
             where |= dict.fromkeys(arrays, file)
         if len(shards) > 1:

@@ -49,7 +49,7 @@ class Conversion:
             if fmt.name != self.source.tensors[name].format.name
         }
 
-    def run(self, progress: iebin.Progress | None = None) -> int:
+    def run(self, progress: iebin.Progress = iebin.quiet) -> int:
         """Write the output, resuming a killed run; return how many tensors it had finished."""
         self.out_dir.mkdir(parents=True, exist_ok=True)
         vocab = vocabulary(self.source)
@@ -58,7 +58,7 @@ class Conversion:
         planned = [(name, fmt.name, shape) for name, (fmt, shape) in tensors.items()]
         job = job_name(self.source, planned, manifest)
         with iebin.IebinWriter(self.out_dir, job, progress) as writer:
-            done = len(writer.resume(tensors))
+            done = writer.resume(tensors)
             names = list(self.formats)[done:]
             for name, tensor in prepared(self.source, names, self._stored):
                 writer.add(name, tensor)

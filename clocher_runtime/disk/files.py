@@ -16,9 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from weakref import WeakKeyDictionary
+from typing import Self
+from weakref import WeakSet
 
 import numpy as np
 
@@ -41,42 +41,13 @@ _ENDS, _SAMPLES = 16, 256
 _LEAVE = "leave the files of a model alone while it is in use, and load it again"
 
 
-@dataclass(slots=True)
-class _Mapped:
-    path: Path
-    absolute: str
-    address: int
-    nbytes: int
-    inode: tuple[int, int]
-    mtime_ns: int
-
-    def change(self) -> str | None:
-        try:
-            found = os.stat(self.absolute)
-        except OSError as error:
-            return f"it is gone: {error.strerror}"
-        if (found.st_dev, found.st_ino) != self.inode:
-            return "another file has taken its place"
-        if found.st_size != self.nbytes:
-            return f"it has {found.st_size} bytes, it had {self.nbytes}"
-        return None if found.st_mtime_ns == self.mtime_ns else _WRITTEN
-
-    def check(self) -> None:
-        if change := self.change():
-            raise ModelChanged(f"{self.path}: changed since it was loaded: {change}; {_LEAVE}")
-
-    def holds(self, address: int) -> bool:
-        end = self.address + self.nbytes + -self.nbytes % mmap.PAGESIZE
-        return self.address <= address < end
-
-
-_MAPPED: WeakKeyDictionary[mmap.mmap, _Mapped] = WeakKeyDictionary()
-"""Live mappings; one outlives its `MappedFile` while there are views of it."""
+_MAPPED: WeakSet["MappedFile"] = WeakSet()
+"""Live mappings."""
 
 
 def _lost_page(address: int) -> str | None:
     """Return the message for an unreadable page, None if it is not in a model file."""
-    for mapped in list(_MAPPED.values()):
+    for mapped in list(_MAPPED):
         if mapped.holds(address):
             reason = mapped.change() or "the disk failed"
             return f"{mapped.path}: cannot be read any more: {reason}; {_LEAVE}"
@@ -85,8 +56,8 @@ def _lost_page(address: int) -> str | None:
 
 def check_all_mapped() -> None:
     """Check every mapped model file; see `MappedFile.check_unchanged`."""
-    for mapped in list(_MAPPED.values()):
-        mapped.check()
+    for mapped in list(_MAPPED):
+        mapped.check_unchanged()
 
 
 @contextmanager
@@ -137,45 +108,63 @@ def _refuse_pointer(head: bytes, path: Path) -> None:
         )
 
 
-class MappedFile:
-    """A file mapped read-only; the mapping lives as long as its views."""
+class MappedFile(mmap.mmap):
+    """A file mapped read-only, which lives as long as views of it."""
 
-    def __init__(self, path: Path, nbytes: int | None = None) -> None:
+    path: Path
+    nbytes: int
+    _absolute: str
+    _opened: os.stat_result
+    _address: int
+    _digest = ""
+
+    def __new__(cls, path: Path, nbytes: int | None = None) -> Self:
         """Map a file of `nbytes`, if given. Raises ModelError, ModelNotFound, FormatError."""
         with open_regular(path) as descriptor:
             found = os.fstat(descriptor)
-            self.path = path
-            self.nbytes = found.st_size
-            if self.nbytes == 0 or nbytes not in (None, self.nbytes):
+            size = found.st_size
+            if size == 0 or nbytes not in (None, size):
                 raise FormatError(
-                    f"{path}: {self.nbytes} bytes, expected {nbytes or 'some'}; the file is "
-                    "truncated or belongs to another model"
+                    f"{path}: {size} bytes, expected {nbytes or 'some'}; the file is truncated or "
+                    "belongs to another model"
                 )
             try:
-                self._map = mmap.mmap(descriptor, self.nbytes, access=mmap.ACCESS_READ)
+                self = super().__new__(cls, descriptor, size, access=mmap.ACCESS_READ)
             except OSError as error:
                 raise ModelError(f"{path}: cannot be mapped: {error}") from None
-        self._bytes = np.frombuffer(self._map, np.uint8)
-        self._digest = ""
-        if self.nbytes <= _MAX_POINTER_BYTES:
-            _refuse_pointer(self._bytes.tobytes(), path)
-        self._mapped = _MAPPED[self._map] = _Mapped(
-            path,
-            os.path.abspath(path),
-            _address(self._bytes),
-            self.nbytes,
-            (found.st_dev, found.st_ino),
-            found.st_mtime_ns,
-        )
+        self.path, self.nbytes = path, size
+        self._absolute, self._opened = os.path.abspath(path), found
+        self._address = _address(self.bytes(0, size))
+        if size <= _MAX_POINTER_BYTES:
+            _refuse_pointer(self[:], path)
+        _MAPPED.add(self)
+        return self
 
     def bytes(self, start: int, stop: int) -> np.ndarray:
         """Return a read-only view of a range of bytes, u8."""
-        return self._bytes[start:stop]
+        return np.frombuffer(self, np.uint8)[start:stop]
 
     def plane(self, plane: Plane, offset: int) -> np.ndarray:
         """Return a read-only view of a stored array whose range was checked."""
-        data = self._bytes[offset : offset + plane.nbytes]
+        data = self.bytes(offset, offset + plane.nbytes)
         return data.view(plane.storage).reshape(plane.shape)
+
+    def holds(self, address: int) -> bool:
+        """Return whether an address is in the mapping's pages."""
+        end = self._address + self.nbytes + -self.nbytes % mmap.PAGESIZE
+        return self._address <= address < end
+
+    def change(self) -> str | None:
+        """Return how the file at the path differs from the mapped one, or None."""
+        try:
+            found = os.stat(self._absolute)
+        except OSError as error:
+            return f"it is gone: {error.strerror}"
+        if not os.path.samestat(found, self._opened):
+            return "another file has taken its place"
+        if found.st_size != self.nbytes:
+            return f"it has {found.st_size} bytes, it had {self.nbytes}"
+        return None if found.st_mtime_ns == self._opened.st_mtime_ns else _WRITTEN
 
     def remember(self) -> None:
         """Sample some pages, so that new times alone are no change from now on."""
@@ -186,9 +175,11 @@ class MappedFile:
 
         Compares size, time and inode; if only the time differs, sampled pages: 1 MiB and both ends.
         """
-        if self._digest and self._mapped.change() == _WRITTEN and self._sample() == self._digest:
-            self._mapped.mtime_ns = os.stat(self._mapped.absolute).st_mtime_ns
-        self._mapped.check()
+        change = self.change()
+        if change == _WRITTEN and self._digest and self._sample() == self._digest:
+            self._opened = os.stat(self._absolute)
+        elif change:
+            raise ModelChanged(f"{self.path}: changed since it was loaded: {change}; {_LEAVE}")
 
     def _sample(self) -> str:
         pages = -(-self.nbytes // mmap.PAGESIZE)
@@ -196,29 +187,29 @@ class MappedFile:
         places = ends | {pages * i // _SAMPLES for i in range(_SAMPLES)}
         digest = hashlib.blake2b(digest_size=16)
         # Read, not mapped: a touched page maps its neighbours, which count as resident memory.
-        with suppress(OSError), open(self._mapped.absolute, "rb", buffering=0) as file:
+        with suppress(OSError), open(self._absolute, "rb", buffering=0) as file:
             for place in sorted(places):
                 digest.update(os.pread(file.fileno(), mmap.PAGESIZE, place * mmap.PAGESIZE))
         return digest.hexdigest()
 
     def read_ahead(self, view: np.ndarray) -> None:
         """Ask the kernel to prefetch a view's pages; views of other memory are ignored."""
-        start = _address(view) - _address(self._bytes)
+        start = _address(view) - self._address
         if view.nbytes and 0 <= start < self.nbytes:
             first = start - start % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
+            self.madvise(mmap.MADV_WILLNEED, first, start + view.nbytes - first)
 
     def sha256(self) -> str:
         """Return the SHA-256 of the file, dropping pages on the way."""
         digest = hashlib.sha256()
-        for piece in byte_pieces(self._bytes):
+        for piece in byte_pieces(self.bytes(0, self.nbytes)):
             digest.update(piece)
             self.release()
         return digest.hexdigest()
 
     def release(self) -> None:
         """Let the kernel drop the resident pages; views stay valid."""
-        self._map.madvise(mmap.MADV_DONTNEED)
+        self.madvise(mmap.MADV_DONTNEED)
 
 
 def byte_pieces(array: np.ndarray) -> Iterator[memoryview]:

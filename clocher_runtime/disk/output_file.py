@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 import stat
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -21,7 +20,6 @@ from clocher_runtime.disk.files import byte_pieces, check_all_mapped, read_bytes
 from clocher_runtime.disk.strict_json import parse_object
 
 _STEP = 1 << 22
-_IN_FLIGHT = 8
 _FLUSH_BYTES = 1 << 26
 _MAX_JOURNAL_BYTES = 1 << 30
 PARTIAL = ".partial"
@@ -36,8 +34,7 @@ class OutputFile:
         self.nbytes = 0
         self._descriptor = open_locked(path)
         self.digest = hashlib.sha256()  # of the bytes so far
-        self._hashers = tuple(ThreadPoolExecutor(1) for _ in range(2))
-        self._flusher = ThreadPoolExecutor(1)
+        self._threads = ThreadPoolExecutor(3)
         self._flush: Future[None] | None = None
         self._dirty = 0
         self._cut = False
@@ -70,8 +67,7 @@ class OutputFile:
 
     def close(self) -> None:
         """Close the file and let other writers in."""
-        for executor in (*self._hashers, self._flusher):
-            executor.shutdown()
+        self._threads.shutdown()
         os.close(self._descriptor)
 
     def _cut_off(self) -> None:
@@ -84,17 +80,11 @@ class OutputFile:
 
     def _hashed(self, pieces: Iterable[memoryview]) -> str:
         one = hashlib.sha256()
-        digests = (one, self.digest)
-        waiting: deque[Future[None]] = deque()
-        try:
-            for piece in pieces:
-                for hasher, digest in zip(self._hashers, digests, strict=True):
-                    waiting.append(hasher.submit(digest.update, piece))
-                while len(waiting) > _IN_FLIGHT:
-                    waiting.popleft().result()
-        finally:
-            for future in waiting:
-                future.result()
+        last: list[Future[None]] = []
+        for piece in pieces:  # which is read or written while the last one is hashed
+            wait(last)
+            last = [self._threads.submit(each.update, piece) for each in (one, self.digest)]
+        wait(last)
         return one.hexdigest()
 
     def _written(self, piece: memoryview) -> memoryview:
@@ -105,7 +95,7 @@ class OutputFile:
             if self._flush:
                 self._flush.result()
             # Else the disk idles until the end, and the last flush waits for everything.
-            self._flush = self._flusher.submit(os.fdatasync, self._descriptor)
+            self._flush = self._threads.submit(os.fdatasync, self._descriptor)
             self._dirty = 0
         return piece
 

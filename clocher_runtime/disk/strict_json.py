@@ -26,6 +26,8 @@ MAX_RANK = 8
 MAX_ELEMENTS = 1 << 48
 
 _T = TypeVar("_T")
+_HALF = re.compile(rb"\\u[dD]")
+"""An escape of half a surrogate pair, whose other half may be gone."""
 _PLACE = re.compile(r"\.(\w+)|\[(\d+)\]")
 _WORDS = {
     "int": "an integer",
@@ -61,20 +63,12 @@ def parse_json(data: bytes, where: str, rest: int = 0) -> Any:
             parse_constant=_finite,
             parse_float=_finite,
         )
-        if _has_surrogates(data):
+        # In vocabularies the backslash of such text is escaped.
+        if _HALF.search(data) and _HALF.search(data.replace(rb"\\", b"")):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
     except ValueError as error:
         raise FormatError(f"{where}: not valid JSON: {error}") from None
     return value
-
-
-def _has_surrogates(data: bytes) -> bool:
-    """Return whether text has an escape of half a surrogate pair, whose other half may be gone."""
-    if b"\\ud" in data or b"\\uD" in data:
-        # Vocabularies have such text, whose backslash is escaped.
-        data = data.replace(b"\\\\", b"")
-        return b"\\ud" in data or b"\\uD" in data
-    return False
 
 
 def parse_object(data: bytes, where: str, rest: int = 0) -> dict[str, Any]:

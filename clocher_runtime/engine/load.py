@@ -13,7 +13,7 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.floats import Float
 from clocher_kernels.guards import refuse_in_window, require
 from clocher_kernels.quant_tensor import QuantTensor, encode
-from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, is_lazy, rows_of
 from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
 from clocher_runtime.disk.strict_json import given, read_as
 from clocher_runtime.engine.arguments import one_of
@@ -142,14 +142,12 @@ def destined(
     for name, need in needs.items():
         stored = checkpoint.tensors[name]
         if need.kind == "vector":
-            is_same = stored.format.name == "f32" and not isinstance(stored, LazyTensor)
+            is_same = stored.format.name == "f32" and not is_lazy(stored)
             is_same = is_same and not need.offset and need.scale == 1
             found[name] = Destined(None, 4 * prod(need.shape), not is_same)
             continue
         fmt = _target(need, stored.format, precision, spec.ternarize)
-        is_late = isinstance(stored, LazyTensor) and (
-            stored.rows is None or need.kind == "embedding"
-        )
+        is_late = is_lazy(stored) and (rows_of(stored) is None or need.kind == "embedding")
         made = fmt is not stored.format or is_late
         found[name] = Destined(fmt, fmt.nbytes(need.shape), made)
     return found

@@ -12,8 +12,9 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_kernels.formats import Int4, Int8
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import open_checkpoint
-from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, LazyTensor, Stored
+from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint, lazy_tensor
 from clocher_runtime.config.engine import WEIGHTS_ALONE
 from clocher_runtime.convert.q4_entries import ROUNDED, PlaneFile
 from clocher_runtime.convert.q4_map import Q4Map, load_q4_map, parse_q4_map, write_manifest
@@ -162,9 +163,9 @@ def quantised_checkpoint(checkpoint: Checkpoint, q4_map: Q4Map, threads: int = 1
     def make(name: str) -> Mapping[str, np.ndarray]:
         return q4_map.stored(name, checkpoint.tensor(name), threads).planes
 
-    tensors: dict[str, Stored] = dict(checkpoint.tensors)
+    tensors: dict[str, QuantTensor] = dict(checkpoint.tensors)
     for name, fmt in formats.items():
-        tensors[name] = LazyTensor(checkpoint.shape(name), fmt, partial(make, name))
+        tensors[name] = lazy_tensor(checkpoint.shape(name), fmt, partial(make, name), name)
     hashes = {name: known for name, known in checkpoint.hashes.items() if name not in formats}
     return replace(checkpoint, tensors=tensors, hashes=hashes)
 

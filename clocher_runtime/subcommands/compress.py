@@ -96,8 +96,9 @@ def _deduplicate(console: Console, model_dir: Path, keep_anyway: bool) -> bool:
         plan = plan_dedup(model_dir, progress)
     rows = [("bytes", "stored", "saved", "plane")]
     for gain in map(gain_of, plan.planes):
+        saved = f"{1 - gain.stored / gain.nbytes:.1%}"
         plane = f"{gain.name} ({gain.dtype}): {gain.how}"
-        rows.append((str(gain.nbytes), str(gain.stored), f"{gain.percent:.1f}%", plane))
+        rows.append((str(gain.nbytes), str(gain.stored), saved, plane))
     click.echo(columns(rows, right=(0, 1, 2)))
     less = 100 * (1 - plan.nbytes / total)
     saved = f"{size(total)} -> {size(plan.nbytes)}, {less:.1f} % less"

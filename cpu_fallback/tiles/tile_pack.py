@@ -104,7 +104,8 @@ def _queue(
 
 def _give_back(tensor: QuantTensor) -> None:
     planes = tensor.planes
-    for array in planes.rows().arrays if isinstance(planes, LatePlanes) else planes.values():
+    late = planes.rows if isinstance(planes, LatePlanes) else None
+    for array in late().arrays if late else planes.values():
         give_back(array)
 
 
@@ -217,7 +218,7 @@ def _stored_rows(layout: Layout | BlockLayout, tensor: QuantTensor) -> tuple[Blo
     """Return where the rows of codes are, and the bytes of one."""
     planes, fmt = tensor.planes, tensor.format
     is_recoded = isinstance(layout, BlockLayout) and layout.kind in RECODED
-    if isinstance(planes, LatePlanes) and not is_recoded:
+    if isinstance(planes, LatePlanes) and planes.rows and not is_recoded:
         found = planes.rows()
         return found, tensor.nbytes // found.at.size
     codes = planes["codes" if "codes" in planes else "blocks"]

@@ -8,7 +8,7 @@ from zipfile import ZipFile, ZipInfo
 import numpy as np
 from weight_files import Array, array, safetensors_of
 
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.checkpoints.hf.shards import DTYPES
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import inventory
 from fuzz import text_seeds

@@ -11,12 +11,12 @@ from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.checkpoints.checkpoint import JSON_NAME, Checkpoint
 from clocher_runtime.checkpoints.dedup.reader import open_deduplicated
 from clocher_runtime.checkpoints.gguf.checkpoint import open_gguf
+from clocher_runtime.checkpoints.hf.shards import open_safetensors
 from clocher_runtime.checkpoints.iebin import open_iebin
 from clocher_runtime.checkpoints.q4 import COMPAT_NAME, open_index
 from clocher_runtime.convert.q4_entries import read_planes
 from clocher_runtime.convert.q4_map import load_q4_map
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.safetensors_file import open_safetensors
 from clocher_runtime.disk.strict_json import given, parse_object, read_as
 from clocher_runtime.engine.load import load_model
 from clocher_runtime.models.config import Ends
@@ -126,9 +126,9 @@ def _use(checkpoint: Checkpoint) -> None:
 
 
 def _read_safetensors(folder: Path) -> None:
-    _, found = open_safetensors(folder / "model.safetensors")
-    for _, view in found.values():
-        view.tobytes()
+    found, _ = open_safetensors(folder / "model.safetensors")
+    for each in found.values():
+        each.array.tobytes()
 
 
 def _read_model(folder: Path) -> None:
@@ -176,10 +176,10 @@ def _read_q4_map(folder: Path) -> None:
 
 def _read_q4_manifest(folder: Path) -> None:
     q4_map = load_q4_map(folder / "q4.json")
-    for name, entry in (q4_map.entries or {}).items():
-        if entry.offsets and q4_map.planes:
+    for entry in (q4_map.entries or {}).values():
+        if entry.regions and q4_map.planes:
             path = folder / q4_map.planes.file
-            read_planes(path, q4_map.planes.nbytes, name, entry)
+            read_planes(path, q4_map.planes.nbytes, entry)
 
 
 def _read_q4_overlay(folder: Path) -> None:

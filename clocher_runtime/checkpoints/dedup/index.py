@@ -1,16 +1,17 @@
 """model.dedup.json: how each plane is stored; places follow from the order of the parts."""
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats.base import Plane
+from clocher_runtime.checkpoints.checkpoint import BIN_NAME, JSON_NAME
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.iebin import IebinIndex
-from clocher_runtime.disk.plane_index import FileFacts, Region, Sealed, aligned, checked_hash
-from clocher_runtime.disk.strict_json import checked_name, checked_shape, fields
+from clocher_runtime.disk.plane_index import FileFacts, Region, Sealed, aligned
+from clocher_runtime.disk.strict_json import fields
 
 INDEX_NAME = "model.dedup.json"
 KINDS = ("defaults", "masks", "exceptions")
@@ -27,9 +28,10 @@ _DOCUMENT = Sealed(
     "planes",
     {"base": object, **dict.fromkeys(("source", "files", "totals"), dict)},
 )
-_PLANE: dict[str, type] = {
+_HEAD: dict[str, type] = {
+    **dict.fromkeys(("tensor", "plane", "dtype"), str),
     "shape": list,
-    **dict.fromkeys(("tensor", "plane", "dtype", "sha256", "mode"), str),
+    "sha256": str,
 }
 _EXTRA: dict[str, dict[str, type]] = {
     "raw": {},
@@ -61,6 +63,12 @@ class StoredPlane:
     streams: tuple[codec.Stream, ...] = ()
     of: int = 0
 
+    @property
+    def head(self) -> dict[str, Any]:
+        """What the JSON object says of the plane itself."""
+        plane = {"dtype": self.plane.dtype, "shape": list(self.plane.shape)}
+        return {"tensor": self.tensor, "plane": self.key, **plane, "sha256": self.sha256}
+
     def parts(self) -> Iterator[tuple[str, int]]:
         """Yield file and bytes of every part, in the order in which they are stored."""
         if self.mode == "raw":
@@ -83,15 +91,7 @@ class StoredPlane:
             for s in self.streams
         ]
         extra = {"xor": False, "split": self.split, "streams": streams, "of": self.of}
-        return {
-            "tensor": self.tensor,
-            "plane": self.key,
-            "dtype": self.plane.dtype,
-            "shape": list(self.plane.shape),
-            "sha256": self.sha256,
-            "mode": self.mode,
-            **{key: extra[key] for key in _EXTRA[self.mode]},
-        }
+        return {**self.head, "mode": self.mode, **{key: extra[key] for key in _EXTRA[self.mode]}}
 
 
 def place_parts(
@@ -110,22 +110,18 @@ def place_parts(
     return tuple(placed), ends
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DedupIndex:
-    """model.dedup.json, validated in full.
-
-    `source` is the model.ie.bin it stands for; `planes` are in its order, their parts in `regions`.
-    """
+    """model.dedup.json: `source` is the model.ie.bin it stands for, whose `planes` are in order."""
 
     source: FileFacts
     files: Mapping[str, FileFacts]
     planes: tuple[StoredPlane, ...]
-    regions: tuple[tuple[Region, ...], ...]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the three files."""
-        return sum(facts.nbytes for facts in self.files.values())
+    @cached_property
+    def regions(self) -> tuple[tuple[Region, ...], ...]:
+        """The places of each plane's parts."""
+        return place_parts(self.planes)[0]
 
     def text(self) -> bytes:
         """Return the file."""
@@ -139,28 +135,43 @@ class DedupIndex:
 
     @property
     def _totals(self) -> dict[str, int]:
-        return {"in": self.source.nbytes, "out": self.nbytes}
+        stored = sum(facts.nbytes for facts in self.files.values())
+        return {"in": self.source.nbytes, "out": stored}
 
 
-def parse_index(data: bytes, where: str) -> DedupIndex:
-    """Parse and check model.dedup.json; raises FormatError, UnsupportedModel."""
+def parse_index(
+    data: bytes, where: str, source: FileFacts, raw: Sequence[StoredPlane]
+) -> DedupIndex:
+    """Parse and check model.dedup.json of a model.ie.bin with these planes, see `raw_planes`.
+
+    Raises FormatError, UnsupportedModel.
+    """
     document = _DOCUMENT.read(data, where)
     if document["base"] is not None:
         raise UnsupportedModel(
             f"{where}: builds on another model; make it again from its own model.ie.bin"
         )
-    source = FileFacts.read(document["source"], f"{where}: source")
+    stated = FileFacts.read(document["source"], f"{where}: source")
+    values = [value if isinstance(value, dict) else {} for value in document["planes"]]
+    heads = [{key: value.get(key) for key in _HEAD} for value in values]
+    if (stated, heads) != (source, [plane.head for plane in raw]):
+        raise FormatError(
+            f"{where}: stands for another {BIN_NAME} than the {JSON_NAME} beside it describes; "
+            "deduplicate the model again"
+        )
     kinds = fields(document["files"], f"{where}: files", dict.fromkeys(KINDS, dict))
     files = {kind: FileFacts.read(kinds[kind], f"{where}: files: {kind}") for kind in KINDS}
-    planes = _read_planes(document["planes"], where)
-    regions, ends = place_parts(planes)
+    planes: list[StoredPlane] = []
+    for number, (value, plane) in enumerate(zip(values, raw, strict=True)):
+        planes.append(_read_plane(value, plane, planes, f"{where}: planes[{number}]"))
+    _, ends = place_parts(planes)
     for kind, end in ends.items():
         if files[kind].nbytes != end:
             raise FormatError(
                 f"{where}: files.{kind}.nbytes is {files[kind].nbytes}, its parts end at {end}"
             )
     check_expansion(planes, sum(ends.values()), where)
-    index = DedupIndex(source, files, planes, regions)
+    index = DedupIndex(source, files, tuple(planes))
     if document["totals"] != (totals := index._totals):
         raise FormatError(f"{where}: totals are {document['totals']!r:.80}, expected {totals}")
     return index
@@ -183,29 +194,6 @@ def check_expansion(planes: Iterable[StoredPlane], stored: int, where: str) -> N
         )
 
 
-def _read_planes(values: list[object], where: str) -> tuple[StoredPlane, ...]:
-    planes: list[StoredPlane] = []
-    seen: set[tuple[str, str]] = set()
-    for number, value in enumerate(values):
-        at = f"{where}: planes[{number}]"
-        plane = _read_plane(value, at)
-        if (plane.tensor, plane.key) in seen:
-            raise FormatError(f"{at}: plane {plane.key!r} of {plane.tensor!r} is listed twice")
-        seen.add((plane.tensor, plane.key))
-        if plane.mode == "same":
-            if not 0 <= plane.of < number:
-                raise FormatError(
-                    f"{at}: the same as plane {plane.of}, which is not an earlier one"
-                )
-            other = planes[plane.of]
-            if other.mode == "same" or (other.plane, other.sha256) != (plane.plane, plane.sha256):
-                raise FormatError(f"{at}: not the same as plane {plane.of}")
-        planes.append(plane)
-    if not planes:
-        raise FormatError(f"{where}: no planes; expected at least 1")
-    return tuple(planes)
-
-
 def _mode(value: object, known: Mapping[str, Any], at: str) -> str:
     mode = value.get("mode") if isinstance(value, dict) else None
     if not isinstance(mode, str) or mode not in known:
@@ -213,21 +201,25 @@ def _mode(value: object, known: Mapping[str, Any], at: str) -> str:
     return mode
 
 
-def _read_plane(value: object, at: str) -> StoredPlane:
+def _read_plane(
+    value: object, raw: StoredPlane, earlier: Sequence[StoredPlane], at: str
+) -> StoredPlane:
     mode = _mode(value, _EXTRA, at)
-    found = fields(value, at, _PLANE | _EXTRA[mode])
-    if found["dtype"] not in STORAGE:
-        raise FormatError(f"{at}: dtype is {found['dtype']!r:.40}; known: {', '.join(STORAGE)}")
-    plane = Plane(found["dtype"], checked_shape(found["shape"], at))
-    if not plane.nbytes:
-        raise FormatError(f"{at}: a plane without elements")
-    stored: dict[str, Any] = {key: found[key] for key in _EXTRA[mode]}
+    found = fields(value, at, _HEAD | {"mode": str} | _EXTRA[mode])
     if mode == "streams":
-        if stored.pop("xor"):
+        if found["xor"]:
             raise FormatError(f"{at}: builds on a base, but there is none")
-        stored["streams"] = _read_streams(found, plane, at)
-    tensor, key = (checked_name(found[name], at) for name in ("tensor", "plane"))
-    return StoredPlane(tensor, key, plane, checked_hash(found["sha256"], at), mode, **stored)
+        streams = _read_streams(found, raw.plane, at)
+        return replace(raw, mode=mode, split=found["split"], streams=streams)
+    if mode == "same":
+        of = found["of"]
+        if not 0 <= of < len(earlier):
+            raise FormatError(f"{at}: the same as plane {of}, which is not an earlier one")
+        other = earlier[of]
+        if other.mode == "same" or (other.plane, other.sha256) != (raw.plane, raw.sha256):
+            raise FormatError(f"{at}: not the same as plane {of}")
+        return replace(raw, mode=mode, of=of)
+    return raw
 
 
 def _read_streams(found: Mapping[str, Any], plane: Plane, at: str) -> tuple[codec.Stream, ...]:

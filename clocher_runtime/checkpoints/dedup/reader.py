@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from clocher_kernels.errors import FormatError
+from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.dedup import codec
 from clocher_runtime.checkpoints.dedup import index as dedup_index
@@ -18,14 +19,6 @@ from clocher_runtime.disk.plane_index import Region, check_padding
 from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, prefixed
 
 PIECE_ITEMS = 4 * codec.UNIT
-
-
-def open_dedup(directory: Path) -> "DedupFile":
-    """Open the deduplicated weights of a directory."""
-    path = directory / dedup_index.INDEX_NAME
-    index = dedup_index.parse_index(read_bytes(path, MAX_JSON_BYTES), str(path))
-    names = {kind: directory / name for kind, name in dedup_index.FILE_NAMES.items()}
-    return DedupFile(path, index, names)
 
 
 class DedupFile:
@@ -148,17 +141,12 @@ def has_dedup(directory: Path) -> bool:
 
 def open_pair(directory: Path) -> tuple[IebinIndex, DedupFile]:
     """Open a model's document and its deduplicated weights, which must belong to it."""
-    index, dedup = read_index(directory / checkpoint.JSON_NAME), open_dedup(directory)
-    listed = [plane for plane, _ in dedup_index.raw_planes(index)]
-    stated = [
-        dedup_index.StoredPlane(p.tensor, p.key, p.plane, p.sha256) for p in dedup.index.planes
-    ]
-    if dedup.index.source != index.bin or stated != listed:
-        raise FormatError(
-            f"{dedup.path}: stands for another {checkpoint.BIN_NAME} than {index.path} describes; "
-            "deduplicate the model again"
-        )
-    return index, dedup
+    index, path = read_index(directory / checkpoint.JSON_NAME), directory / dedup_index.INDEX_NAME
+    raw = [plane for plane, _ in dedup_index.raw_planes(index)]
+    data = read_bytes(path, MAX_JSON_BYTES)
+    stored = dedup_index.parse_index(data, str(path), index.bin, raw)
+    names = {kind: directory / name for kind, name in dedup_index.FILE_NAMES.items()}
+    return index, DedupFile(path, stored, names)
 
 
 def open_deduplicated(
@@ -174,9 +162,7 @@ def open_deduplicated(
     return index.checkpoint(dict(_tensors(dedup, index, keep)), dedup.files)
 
 
-def _tensors(
-    dedup: DedupFile, index: IebinIndex, keep: Keep
-) -> Iterator[tuple[str, checkpoint.Stored]]:
+def _tensors(dedup: DedupFile, index: IebinIndex, keep: Keep) -> Iterator[tuple[str, QuantTensor]]:
     number = 0
     for entry in index.entries:
         numbers = {key: number + i for i, key in enumerate(entry.regions)}

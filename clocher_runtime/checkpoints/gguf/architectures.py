@@ -33,15 +33,15 @@ def rope_parameters(meta: Metadata) -> dict[str, Any]:
     kind = meta.file.get(f"{meta.arch}.rope.scaling.type", str, "linear")
     if LONG in meta.file.tensors:
         original = meta.get("rope.scaling.original_context_length", int)
-        longrope = {
+        if meta.value("rope.scaling.attn_factor") is not None:
+            base["attention_factor"] = meta.get("rope.scaling.attn_factor", float)
+        return {
+            **base,
             "rope_type": "longrope",
             "long_factor": _table(meta, LONG, rotated // 2).tolist(),
             "short_factor": _table(meta, SHORT, rotated // 2).tolist(),
             "original_max_position_embeddings": original,
         }
-        if meta.value("rope.scaling.attn_factor") is not None:
-            longrope["attention_factor"] = meta.get("rope.scaling.attn_factor", float)
-        return {**base, **longrope}
     factor = 1.0
     if kind != "none":
         older = meta.get("rope.scale_linear", float, 1.0) or 1.0
@@ -143,13 +143,10 @@ def _routed(meta: Metadata, experts: str) -> Config:
 
 
 def _llama(meta: Metadata, config: Config) -> Config:
-    if experts := meta.get("expert_count", int, 0):
-        return {
-            "architectures": ["MixtralForCausalLM"],
-            "num_local_experts": experts,
-            "num_experts_per_tok": meta.get("expert_used_count", int),
-            "sliding_window": meta.window or None,
-        }
+    if meta.get("expert_count", int, 0):
+        experts = _routed(meta, "num_local_experts")
+        window = {"sliding_window": meta.window or None}
+        return {"architectures": ["MixtralForCausalLM"], **experts, **window}
     if meta.window:
         return {"architectures": ["MistralForCausalLM"], "sliding_window": meta.window}
     return {"mlp_bias": "blk.0.ffn_gate.bias" in meta.file.tensors}

@@ -24,7 +24,7 @@ from clocher_kernels.formats import Float, Format, Ggml, Int4, Int8, Mxfp4, Tern
 from clocher_kernels.formats.ggml_blocks import KINDS
 from clocher_kernels.formats.ternary import pack
 from clocher_kernels.quant_tensor import BlockRows, QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Stored, lazy_tensor, stored_tensor
+from clocher_runtime.checkpoints.checkpoint import lazy_tensor, stored_tensor
 
 _PIECE_BYTES = 1 << 19
 _QUARTERS = np.arange(4, dtype=np.uint8)[:, None] * 2
@@ -168,7 +168,9 @@ def _ternary_blocks(
     return np.concatenate([packed, scales], axis=-1)
 
 
-def stored_blocks(data: np.ndarray, kind: GgmlType, shape: tuple[int, ...], where: str) -> Stored:
+def stored_blocks(
+    data: np.ndarray, kind: GgmlType, shape: tuple[int, ...], where: str
+) -> QuantTensor:
     """Return a tensor of a file's bytes, u8: a view where the format has them as they are."""
     if kind.is_same:
         planes = {
@@ -263,14 +265,9 @@ _DIGITS: Mapping[GgmlType, Callable[[np.ndarray], np.ndarray]] = {
 
 def _scales_agree(rows: np.ndarray, kind: GgmlType) -> bool:
     """Return whether all nonzero block scales are the same."""
-    scales = rows.reshape(-1, kind.nbytes)[:, -2:]
-    found: set[int] = set()
-    for start in range(0, len(scales), _PIECE_BYTES):
-        bits = np.ascontiguousarray(scales[start : start + _PIECE_BYTES]).view(np.uint16)
-        found |= set(np.unique(bits[bits & 0x7FFF != 0]).tolist())
-        if len(found) > 1:
-            return False
-    return True
+    bits = np.ascontiguousarray(rows.reshape(-1, kind.nbytes)[:, -2:]).view(np.uint16)
+    bits = bits[bits & 0x7FFF != 0]
+    return not bits.size or bool(bits.min() == bits.max())
 
 
 def _ternary_planes(rows: np.ndarray, tail: np.ndarray, kind: GgmlType) -> dict[str, np.ndarray]:

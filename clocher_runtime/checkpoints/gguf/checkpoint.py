@@ -1,24 +1,33 @@
 """A GGUF file, or its parts, as a checkpoint; the configs follow from its metadata.
 
-llama-gguf-split makes parts `NAME-00001-of-00003.gguf`. Source: llama.cpp's gguf-split.cpp and
-llama-model-loader.cpp.
+llama-gguf-split makes parts `NAME-00001-of-00003.gguf`. Source: llama.cpp's gguf-split.cpp,
+llama-model-loader.cpp, convert_hf_to_gguf.py (LlamaModel.permute, DeepseekV2Model.modify_tensors);
+gguf-py's constants.py and tensor_mapping.py.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from clocher_kernels.errors import FormatError, ModelNotFound, UnsupportedModel
-from clocher_runtime.checkpoints.checkpoint import Checkpoint
+from clocher_kernels.formats import Float
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.arranged import taken
+from clocher_runtime.checkpoints.checkpoint import Checkpoint, lazy_tensor, planes_of
 from clocher_runtime.checkpoints.gguf import architectures, tokenizer
-from clocher_runtime.checkpoints.gguf.blocks import I2_S
+from clocher_runtime.checkpoints.gguf.blocks import FLOATS, I2_S, stored_blocks
 from clocher_runtime.checkpoints.gguf.file import MAX_TENSORS, GgufFile, Metadata
-from clocher_runtime.checkpoints.gguf.tensors import ACTIVATION, file_family, logical_tensor
-from clocher_runtime.checkpoints.locate import SUFFIX, some
-from clocher_runtime.models.families import names_of, spec_from_config
-from clocher_runtime.models.inventory import inventory
+from clocher_runtime.checkpoints.locate import SUFFIX, listed, some
+from clocher_runtime.models.config import Decoder
+from clocher_runtime.models.families import Family, From, fused_mlp, names_of, spec_from_config
+from clocher_runtime.models.inventory import Need, inventory
+from clocher_runtime.models.spec import ModelSpec
 
 MAX_PARTS = 1024
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE | re.DOTALL)
@@ -43,16 +52,56 @@ _ON_ARM = (
 _SIZES = ("attention.value_length", "rope.dimension_count")
 _OTHER_SIZES = {"phi3": _SIZES[1:], "deepseek2": _SIZES}
 """Sizes that are the head's, and the architectures where they need not be."""
+ASKED = "the metadata asks for"
+
+ACTIVATION = "clocher.hidden_act"
+"""Metadata key for the activation; llama.cpp fixes it by architecture."""
+
+# llama.cpp's names, as those of a family: query and key rows of Llama are paired for its RoPE, gate
+# and up of experts are two tensors, and some projections are rows of a larger one.
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{part}_norm": f"attn_{part}_norm" for part in "qk"},
+    "self_attn.sinks": "attn_sinks.weight",
+    "self_attn.attn_sub_norm": "attn_sub_norm",
+    "mlp.ffn_sub_norm": "ffn_sub_norm",
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    "mlp.router": "ffn_gate_inp",
+    "mlp.router.choice_bias": "exp_probs_b.bias",
+    "mlp.experts.down_proj": "ffn_down_exps.weight",
+    "mlp.experts.down_proj_bias": "ffn_down_exps.bias",
+    **{f"mlp.shared_expert.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.k_rope_proj": "attn_kv_a_mqa",
+    "self_attn.k_b_proj": "attn_k_b",
+    "self_attn.v_b_proj": "attn_v_b",
+}
+_GATE_UP = {"mlp.experts.gate_up_proj": "weight", "mlp.experts.gate_up_proj_bias": "bias"}
+_PAIRED_FAMILIES = ("llama", "mistral", "mixtral", "smollm3", "llama4", "granite", "granite_hybrid")
+_LATENT = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.q_b_proj"), "mla_q"),
+    **{"self_attn.kv_a_proj": "mla_latent", "self_attn.k_rope_proj": "mla_rope"},
+}
 
 
 def find_gguf(path: Path) -> Path | None:
     """Return the path of a GGUF file (its first part), or of the only model in a directory."""
     if not os.path.isdir(path):
         return path if path.suffix.lower() == SUFFIX else None
-    try:
-        found = models_among(os.listdir(path))
-    except OSError as error:
-        raise ModelNotFound(f"{path}: cannot be listed: {error.strerror}") from None
+    found = models_among(listed(path))
     if len(found) > 1:
         raise ModelNotFound(f"{path}: {len(found)} GGUF files ({some(found)}); name one of them")
     return path / found[0] if found else None
@@ -105,8 +154,12 @@ def _joined(parts: list[GgufFile]) -> GgufFile:
                     f"{part.file.path}: metadata {key!r} is {theirs!r:.60}, in "
                     f"{first.file.path.name} {ours!r:.60}: parts of two models?"
                 )
-        if no:
-            first.attach(part)
+        if no and (both := first.tensors.keys() & part.tensors.keys()):
+            name = min(both)
+            there = first.tensors[name].file.path.name
+            raise FormatError(f"{part.file.path}: tensor {name!r} is in {there}, too")
+        first.tensors |= part.tensors
+    first.files = tuple(part.file for part in parts)
     if len(first.tensors) != total or total > MAX_TENSORS:
         raise FormatError(
             f"{first.file.path}: {len(first.tensors)} tensors in {len(parts)} parts; {_TENSORS} "
@@ -179,6 +232,70 @@ def _common(meta: Metadata, name: str) -> dict[str, Any]:
     return config
 
 
+def file_family(spec: ModelSpec, names: Iterable[str] = ()) -> Family:
+    """Return llama.cpp's names of a model's tensors; `names` are a file's, which may fuse some."""
+    within = {name.split(".", 2)[-1] for name in names}
+    tensors: dict[str, tuple[From, ...]] = {key: (From(name),) for key, name in _NAMES.items()}
+    for key, tail in _GATE_UP.items():
+        tensors[key] = From(f"ffn_gate_exps.{tail}"), From(f"ffn_up_exps.{tail}")
+        if f"ffn_gate_up_exps.{tail}" in within:
+            tensors[key] = (From(f"ffn_gate_up_exps.{tail}", "halves"),)
+    if spec.family == "gpt_oss" or spec.post_norms:  # the norm after attention, or before the MLP
+        tensors["post_attention_layernorm"] = (From("post_attention_norm"),)
+    fused, paired = "attn_qkv.weight" in within, spec.family in _PAIRED_FAMILIES
+    for part in "qkv":
+        order = [part] * fused + ["paired"] * (paired and part != "v")
+        origin = From("attn_qkv" if fused else f"attn_{part}", "_".join(order) or "all")
+        tensors[f"self_attn.{part}_proj"] = (origin,)
+    if spec.mla is not None:
+        tensors |= {key: (From(_NAMES[key], order),) for key, order in _LATENT.items()}
+    if "ffn_up.weight" in within and "ffn_gate.weight" not in within:
+        tensors |= fused_mlp("ffn_up")
+    return Family("gguf", Decoder, tensors, "blk.{}.")
+
+
+def logical_tensor(
+    file: GgufFile, family: Family, spec: ModelSpec, source: str, need: Need, where: str
+) -> QuantTensor:
+    """Return a tensor of the model from those of the file."""
+    names = [name for name, _ in names_of(family, source, need)]
+    named = {name: _stored(file, spec, name, need, where) for name in names}
+    found = taken(family, spec, named, source, need, where, ASKED)
+    if found.shape != need.shape:
+        raise FormatError(
+            f"{where}: {names[0]} has shape {list(file.tensors[names[0]].shape)}; {ASKED} "
+            f"{list(need.shape)}"
+        )
+    return found
+
+
+def _stored(file: GgufFile, spec: ModelSpec, name: str, need: Need, where: str) -> QuantTensor:
+    """Return a tensor as the file has it, in as many dimensions as the model's."""
+    info, rank = file.tensors[name], len(need.shape)
+    if need.kind == "vector" and info.kind.name not in FLOATS:
+        raise UnsupportedModel(
+            f"{where}: a vector of {info.kind.name}; expected {', '.join(FLOATS)}"
+        )
+    # A matrix of one row has one dimension in a file, and a stack may be one matrix here.
+    shape = (1,) * (rank - len(info.shape)) + info.shape
+    shape = (math.prod(shape[: len(shape) - rank + 1]), *shape[len(shape) - rank + 1 :])
+    found = stored_blocks(file.data(name), info.kind, shape, where)
+    file.release()  # the scales show which format some types have
+    if not name.endswith(".attn_k_b.weight"):
+        return found
+    # A stack of matrices, each transposed.
+    heads, columns = spec.num_heads, shape[-1]
+    if len(info.shape) != 3 or info.shape[0] != heads:
+        raise FormatError(f"{where}: {name} has shape {list(info.shape)}; {ASKED} {heads} matrices")
+
+    def make() -> dict[str, np.ndarray]:
+        values = QuantTensor(shape, found.format, planes_of(found)).decode()
+        turned = values.reshape(heads, -1, columns).swapaxes(1, 2)
+        return {"data": np.ascontiguousarray(turned).reshape(heads * columns, -1)}
+
+    return lazy_tensor((heads * columns, shape[0] // heads), Float("f32"), make, where)
+
+
 def open_gguf(path: Path) -> Checkpoint:
     """Open a GGUF checkpoint; data is repacked tensor by tensor on demand.
 
@@ -204,12 +321,13 @@ def open_gguf(path: Path) -> Checkpoint:
             f"{path}: {len(extra)} tensors have no place in a {spec.family} model, the first is "
             f"{extra[0]!r}"
         )
+    has_text = tokenizer.has_vocabulary(file)
     return Checkpoint(
         path=path,
         kind="gguf",
         config=config,
         generation_config={"eos_token_id": ids} if (ids := tokenizer.stop_ids(file)) else {},
-        tokenizer_config=tokenizer.tokenizer_config(file) if tokenizer.has_vocabulary(file) else {},
+        tokenizer_config=tokenizer.tokenizer_config(file) if has_text else {},
         tokenizer_json=path / "tokenizer.json",
         tensors={
             source: logical_tensor(file, family, spec, source, need, f"{path}: tensor {source!r}")
@@ -217,8 +335,6 @@ def open_gguf(path: Path) -> Checkpoint:
         },
         files=file.files,
         notes=(_ON_ARM,) if any(t.kind == I2_S for t in file.tensors.values()) else (),
-        make_tokenizer=(lambda: tokenizer.tokenizer_json(file))
-        if tokenizer.has_vocabulary(file)
-        else None,
+        make_tokenizer=partial(tokenizer.tokenizer_json, file) if has_text else None,
         pooling=_POOLINGS.get(Metadata(file).value("pooling_type"), ""),
     )

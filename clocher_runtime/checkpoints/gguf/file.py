@@ -122,17 +122,6 @@ class GgufFile:
         self.tensors = header.tensors(alignment)
         self.files: tuple[MappedFile, ...] = (self.file,)
 
-    def attach(self, part: "GgufFile") -> None:
-        """Add another part's tensors; raises FormatError for one in both."""
-        for name in part.tensors:
-            if name in self.tensors:
-                raise FormatError(
-                    f"{part.file.path}: tensor {name!r} is in {self.tensors[name].file.path.name}, "
-                    "too"
-                )
-        self.tensors |= part.tensors
-        self.files += (part.file,)
-
     def data(self, name: str) -> np.ndarray:
         """Return the bytes of a tensor, u8 [nbytes], as a read-only view of its file."""
         info = self.tensors[name]
@@ -194,10 +183,10 @@ class Metadata:
         """Return the layer types: all but every n-th have a window, unless a list says which."""
         key = "attention.sliding_window_pattern"
         value = self.value(key)
-        value = every if value is None else value
         if isinstance(value, np.ndarray) and len(value) == self.layers:
             return [SLIDING if slides else FULL for slides in value]
-        if isinstance(value, np.ndarray) or not isinstance(value, int) or value < 1:
+        value = every if value is None else value
+        if not isinstance(value, int) or value < 1:
             raise UnsupportedModel(
                 f"{self.where}: {key} is {value!r:.60}; Clocher knows a number of layers and "
                 f"a list of {self.layers}"

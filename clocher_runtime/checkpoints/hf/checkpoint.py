@@ -21,7 +21,6 @@ from clocher_runtime.checkpoints.checkpoint import Checkpoint, stored_tensor
 from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.checkpoints.locate import CONFIG, refuse_foreign_quantisation
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import read_as, unknown
 from clocher_runtime.models.families import family_of, text_config
 
@@ -35,7 +34,7 @@ _TRANSPOSED = (".experts.gate_up_proj", ".experts.down_proj")
 
 def open_hf(directory: Path) -> Checkpoint:
     """Open the checkpoint of a Hugging Face directory."""
-    return read_folder(directory, "hf", "model", ".safetensors", shards.read_safetensors)
+    return read_folder(directory, "hf", "model", ".safetensors", shards.open_safetensors)
 
 
 def read_folder(
@@ -135,7 +134,7 @@ def logical_tensors(
                 f"{stored.where}: dtype {stored.dtype} has no meaning here; known without "
                 f"quantization_config: {', '.join(shards.FLOATS)}"
             )
-        fmt = Float(DTYPES[stored.dtype])
+        fmt = Float(shards.DTYPES[stored.dtype])
         array = stored.array
         if array.ndim == 3 and name.endswith(_TRANSPOSED):
             array = array.transpose(0, 2, 1)
@@ -179,7 +178,7 @@ def _bitnet(source: shards.Source) -> shards.Tensors:
             raise FormatError(f"{codes.where}: {codes.array.ndim} dimensions, expected 2")
         rows, columns = codes.array.shape
         planes = {"codes": codes.array, "scale": scale.array}
-        fmt = Ternary(linear_class == "bitlinear", DTYPES[scale.dtype])
+        fmt = Ternary(linear_class == "bitlinear", shards.DTYPES[scale.dtype])
         tensors[name] = stored_tensor((4 * rows, columns), fmt, planes, codes.where)
     source.refuse_orphans(".weight_scale")
     return tensors

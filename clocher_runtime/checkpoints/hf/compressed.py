@@ -26,9 +26,9 @@ from clocher_kernels.formats import Int8, Mxfp4
 from clocher_kernels.formats.base import Group, unpacked
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import MXFP4_BLOCK, Scope
-from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.hf import packed_words, shards
-from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import given, one_of, read_as, unknown
 
 _PACKED, _INT, _FLOAT, _NAIVE = (f"{kind}-quantized" for kind in ("pack", "int", "float", "naive"))
@@ -161,7 +161,7 @@ def _scheme(label: str, form: str, weights: Mapping[str, Any]) -> _Scheme:
     return _Scheme(label, form, bits, symmetric, strategy, group)
 
 
-def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
+def _tensor(schemes: list[_Scheme], linear: _Linear) -> QuantTensor:
     """Return a linear's tensor, read by the first scheme that describes its arrays."""
     misfits = []
     for scheme in schemes:
@@ -177,7 +177,7 @@ def _tensor(schemes: list[_Scheme], linear: _Linear) -> Stored:
     raise FormatError(f"{linear.weight.where}: fits no config group; {'; '.join(misfits[:4])}")
 
 
-def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
+def _packed(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     words, bits = linear.weight, scheme.bits
     words.expect(("I32",))
     n, width = words.matrix()
@@ -194,23 +194,10 @@ def _packed(scheme: _Scheme, linear: _Linear) -> Stored:
     zeros = None if scheme.symmetric else _packed_zeros(scheme, linear, n, groups)
     if zeros is None:
         linear.refuse_zeros()
-    return _codes(
-        scheme, linear, (n, k), lambda: packed_words.row_bytes(words.array), zeros, columns
+    own = (n, k), bits, scheme.symmetric, scheme.scope, linear.scale
+    return packed_words.packed_linear(
+        words.where, *own, lambda: packed_words.row_bytes(words.array), zeros, columns
     )
-
-
-def _codes(
-    scheme: _Scheme,
-    linear: _Linear,
-    shape: tuple[int, int],
-    codes: packed_words.Make,
-    zeros: packed_words.Make | None,
-    columns: np.ndarray | None,
-) -> Stored:
-    dtype, scale = DTYPES[linear.scale.dtype], linear.scale.array
-    symmetric, scope = scheme.symmetric, scheme.scope
-    args = (linear.weight.where, shape, scheme.bits, symmetric, scope, dtype, codes, zeros)
-    return packed_words.PackedLinear(*args, lambda: scale, columns).tensor()
 
 
 def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> packed_words.Make:
@@ -226,22 +213,24 @@ def _packed_zeros(scheme: _Scheme, linear: _Linear, n: int, groups: int) -> pack
     return lambda: unpacked(zero.array.T, 4).T[:n]
 
 
-def _integers(scheme: _Scheme, linear: _Linear) -> Stored:
+def _integers(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.weight.expect(("I8",))
     n, k = linear.weight.matrix()
     _, columns = _check_groups(scheme, linear, n, k)
     linear.refuse_zeros()
     codes = linear.weight.array
     if columns is not None:
-        flip = np.uint8(0x80)
-        return _codes(scheme, linear, (n, k), lambda: codes.view(np.uint8) ^ flip, None, columns)
-    fmt = Int8(scheme.scope, DTYPES[linear.scale.dtype])
+        own = (n, k), scheme.bits, True, scheme.scope, linear.scale
+        return packed_words.packed_linear(
+            linear.weight.where, *own, lambda: codes.view(np.uint8) ^ np.uint8(0x80), None, columns
+        )
+    fmt = Int8(scheme.scope, shards.DTYPES[linear.scale.dtype])
     shape = fmt.planes((n, k))["scales"].shape
     planes = {"codes": codes, "scales": linear.scale.array.reshape(shape)}
     return stored_tensor((n, k), fmt, planes, linear.weight.where)
 
 
-def _mxfp4(scheme: _Scheme, linear: _Linear) -> Stored:
+def _mxfp4(scheme: _Scheme, linear: _Linear) -> QuantTensor:
     linear.weight.expect(("U8",))
     n, width = linear.weight.matrix()
     if 2 * width % MXFP4_BLOCK:

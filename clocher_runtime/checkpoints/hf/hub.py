@@ -151,10 +151,9 @@ class HubFile:
         """Return whether a file on disk has this size and hash."""
         if not self.has_size(path):
             return False
-        of_git = len(self.digest) == 40
-        hasher = hashlib.sha1(usedforsecurity=False) if of_git else hashlib.sha256()
-        if of_git:
-            hasher.update(f"blob {self.nbytes}\0".encode())
+        hasher = hashlib.sha256()
+        if len(self.digest) == 40:
+            hasher = hashlib.sha1(f"blob {self.nbytes}\0".encode(), usedforsecurity=False)
         with path.open("rb") as stream:
             return hashlib.file_digest(stream, lambda: hasher).hexdigest() == self.digest
 
@@ -223,9 +222,9 @@ def plan_download(
 
     with _explained(subject or repo):
         info = huggingface_hub.HfApi().model_info(repo, revision=revision, files_metadata=True)
-        if not re.fullmatch("[0-9a-f]{40}", str(info.sha)) or info.siblings is None:
-            raise ModelError(f"{repo}: the hub's answer lists no files; is HF_ENDPOINT a hub?")
         commit = str(info.sha)
+        if not _COMMIT.fullmatch(commit) or info.siblings is None:
+            raise ModelError(f"{repo}: the hub's answer lists no files; is HF_ENDPOINT a hub?")
         files = [_hub_file(i, repo) for i in info.siblings if _wanted(i.rfilename, patterns)]
         if not files:
             raise UsageError(_nothing_matches(repo, patterns, info.siblings))

@@ -34,9 +34,9 @@ from clocher_kernels.ops.rewrite import LORA, Adapted
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints import checkpoint
 from clocher_runtime.checkpoints.arranged import text_name
-from clocher_runtime.checkpoints.hf.shards import FLOATS, HfFolder, StoredArray, read_safetensors
+from clocher_runtime.checkpoints.hf import shards
 from clocher_runtime.checkpoints.locate import ADAPTER_CONFIG
-from clocher_runtime.disk.safetensors_file import DTYPES
+from clocher_runtime.disk.files import MappedFile
 from clocher_runtime.disk.strict_json import given, one_of, read_as
 from clocher_runtime.models.families import family_of, names_of, text_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, inventory
@@ -84,8 +84,8 @@ class _Config(Struct):
 class _Delta:
     """scale * (B @ A), added to a tensor: A [r, K], B [N, r]; transposed for an embedding."""
 
-    a: StoredArray
-    b: StoredArray
+    a: shards.StoredArray
+    b: shards.StoredArray
     scale: float
     is_embedding: bool
 
@@ -95,10 +95,10 @@ class _Delta:
         shape = self.b.array.shape[0], self.a.array.shape[1]
         return shape[::-1] if self.is_embedding else shape
 
-    def planes_of(self, stored: checkpoint.Stored) -> Mapping[str, np.ndarray]:
+    def planes_of(self, stored: QuantTensor) -> Mapping[str, np.ndarray]:
         """Return a float tensor's planes with the delta added, in its dtype."""
         data, dtype = checkpoint.planes_of(stored)["data"], stored.format.name
-        left, right = (to_f32(each.array, DTYPES[each.dtype]) for each in (self.b, self.a))
+        left, right = (to_f32(each.array, shards.DTYPES[each.dtype]) for each in (self.b, self.a))
         for half in (left, right):
             require_finite("a LoRA adapter", half)
         if self.is_embedding:
@@ -160,8 +160,7 @@ def side_by_side(
 def _of_linears(
     base: checkpoint.Checkpoint, spec: ModelSpec, directory: Path
 ) -> Mapping[str, _Delta]:
-    arrays, _ = read_safetensors(HfFolder(directory).member(WEIGHTS))
-    deltas, whole = _recognised(arrays, _read_config(directory))
+    deltas, whole, _ = _recognised(directory)
     for name, delta in deltas.items():
         _fits(base, name, delta)
     # Linears of BitNet may have norms of their own, which an adapter would have to come before.
@@ -176,14 +175,14 @@ def _of_linears(
     return deltas
 
 
-def _joined(halves: Sequence[StoredArray], axis: int) -> QuantTensor:
+def _joined(halves: Sequence[shards.StoredArray], axis: int) -> QuantTensor:
     """Return matrices one after the other, in their own type if they share one."""
-    types = {DTYPES[half.dtype] for half in halves}
-    values = [to_f32(half.array, DTYPES[half.dtype]) for half in halves]
-    for half in values:
-        require_finite("a LoRA adapter", half)
-    fmt = parse_format(types.pop() if len(types) == 1 else "f32")
-    return encode(np.concatenate(values, axis=axis), fmt)
+    types = {shards.DTYPES[half.dtype] for half in halves}
+    values = np.concatenate(
+        [to_f32(half.array, shards.DTYPES[half.dtype]) for half in halves], axis=axis
+    )
+    require_finite("a LoRA adapter", values)
+    return encode(values, parse_format(types.pop() if len(types) == 1 else "f32"))
 
 
 def _identity(size: int) -> QuantTensor:
@@ -197,9 +196,7 @@ def _identity(size: int) -> QuantTensor:
 
 def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkpoint:
     """Return a model with an adapter added to its float weights at load. Raises ModelError."""
-    config = _read_config(directory)
-    arrays, file = read_safetensors(HfFolder(directory).member(WEIGHTS))
-    deltas, whole = _recognised(arrays, config)
+    deltas, whole, file = _recognised(directory)
     tensors = dict(base.tensors)
     changed = deltas.keys() | whole.keys()
     tied = base.config.get("tie_word_embeddings") is True and HEAD not in base.tensors
@@ -210,13 +207,20 @@ def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkp
         )
     for name, array in whole.items():  # modules_to_save
         known = _of_base(base, name, array)
-        array.expect(FLOATS, known.shape)
-        fmt = Float(DTYPES[array.dtype])
+        array.expect(shards.FLOATS, known.shape)
+        fmt = Float(shards.DTYPES[array.dtype])
         tensors[name] = checkpoint.stored_tensor(
             known.shape, fmt, {"data": array.array}, array.where
         )
     for name, delta in deltas.items():
-        tensors[name] = _merged(base, name, delta)
+        found = _fits(base, name, delta)
+        if not isinstance(found.format, Float):
+            raise UnsupportedModel(
+                f"{base.path}: {name} is {found.format.name}; a LoRA adapter is added to floats: "
+                "give its float base, with --precision int8w or int4w to quantise the sum at load"
+            )
+        make = partial(delta.planes_of, found)
+        tensors[name] = checkpoint.lazy_tensor(found.shape, found.format, make, delta.a.where)
     note = f"{directory}: LoRA, added to {len(deltas)} tensors as they are loaded"
     return replace(
         base,
@@ -228,7 +232,7 @@ def with_lora(base: checkpoint.Checkpoint, directory: Path) -> checkpoint.Checkp
 
 
 def _read_config(directory: Path) -> _Config:
-    folder = HfFolder(directory)
+    folder = shards.HfFolder(directory)
     if not os.path.isdir(directory) or not folder.has(ADAPTER_CONFIG):
         raise ModelNotFound(
             f"{directory}: no {ADAPTER_CONFIG}; --lora takes the directory of a LoRA adapter as "
@@ -257,9 +261,11 @@ def _read_config(directory: Path) -> _Config:
 
 
 def _recognised(
-    arrays: Mapping[str, StoredArray], config: _Config
-) -> tuple[dict[str, _Delta], dict[str, StoredArray]]:
-    """Return the deltas and the replaced tensors, by name."""
+    directory: Path,
+) -> tuple[dict[str, _Delta], dict[str, shards.StoredArray], MappedFile]:
+    """Return the deltas and the replaced tensors, by name, and the file that has them."""
+    config = _read_config(directory)
+    arrays, file = shards.open_safetensors(shards.HfFolder(directory).member(WEIGHTS))
     rest, deltas = dict(arrays), dict[str, _Delta]()
     for name in arrays:
         first = next((part for part in _PARTS if name.endswith(part)), None)
@@ -271,7 +277,7 @@ def _recognised(
         if b is None:
             raise FormatError(f"{a.where}: its other half is missing")
         for half in (a, b):
-            half.expect(FLOATS)
+            half.expect(shards.FLOATS)
         (rank, _), (_, inner) = a.matrix(), b.matrix()
         if rank != inner:
             raise FormatError(f"{a.where}: rank {rank}, but its other half has {inner}")
@@ -281,32 +287,20 @@ def _recognised(
     for name, array in rest.items():
         if ".lora_" in name:
             raise UnsupportedModel(f"{array.where}: not known in a LoRA adapter; {_MERGE}")
-        array.expect(FLOATS)
+        array.expect(shards.FLOATS)
         whole[_base_name(name, array).replace(".base_layer.", ".")] = array
     if not deltas and not whole:
         raise FormatError("the adapter has no tensors")
-    return deltas, whole
+    return deltas, whole, file
 
 
-def _base_name(name: str, stored: StoredArray) -> str:
+def _base_name(name: str, stored: shards.StoredArray) -> str:
     if not name.startswith(_PREFIX):
         raise FormatError(f"{stored.where}: expected a name that begins with {_PREFIX}")
     return text_name(name.removeprefix(_PREFIX))
 
 
-def _merged(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.LazyTensor:
-    found = _fits(base, name, delta)
-    if not isinstance(found.format, Float):
-        raise UnsupportedModel(
-            f"{base.path}: {name} is {found.format.name}; a LoRA adapter is added to floats: give "
-            "its float base, with --precision int8w or int4w to quantise the sum at load"
-        )
-    return checkpoint.lazy_tensor(
-        found.shape, found.format, partial(delta.planes_of, found), delta.a.where
-    )
-
-
-def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.Stored:
+def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> QuantTensor:
     """Return the tensor that an adapter changes. Raises FormatError if it has another shape."""
     found = _of_base(base, name, delta.a)
     if delta.shape != found.shape:
@@ -317,7 +311,7 @@ def _fits(base: checkpoint.Checkpoint, name: str, delta: _Delta) -> checkpoint.S
     return found
 
 
-def _of_base(base: checkpoint.Checkpoint, name: str, stored: StoredArray) -> checkpoint.Stored:
+def _of_base(base: checkpoint.Checkpoint, name: str, stored: shards.StoredArray) -> QuantTensor:
     """Return a tensor of the base; a tied head becomes a tensor of its own."""
     found = base.tensors.get(name) or (base.tensors.get(EMBED) if name == HEAD else None)
     named = names_of(family_of(text_config(base.config)), name, Need("linear", (1, 1)))

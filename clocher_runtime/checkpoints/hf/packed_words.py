@@ -12,7 +12,8 @@ awq/modules/linear/gemm.py and gemv.py, awq/utils/packing_utils.py.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -21,9 +22,9 @@ from clocher_kernels.dtypes import to_f32
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_kernels.formats import Float, Int4, Int8
 from clocher_kernels.formats.base import Group, check_scales, unpacked
-from clocher_runtime.checkpoints.checkpoint import LazyTensor, lazy_tensor
+from clocher_kernels.quant_tensor import QuantTensor
+from clocher_runtime.checkpoints.checkpoint import lazy_tensor
 from clocher_runtime.checkpoints.hf import shards
-from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import one_of, read_as
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -33,72 +34,65 @@ _TILE = 64
 Make = Callable[[], np.ndarray]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedLinear:
-    """A linear of codes, with functions that compute its parts from checked arrays.
+def packed_linear(
+    where: str,
+    shape: tuple[int, int],
+    bits: int,
+    symmetric: bool,
+    group: Group,
+    scales: shards.StoredArray,
+    codes: Make,
+    zeros: Make | None = None,
+    columns: np.ndarray | None = None,
+) -> QuantTensor:
+    """Return a linear of packed codes, f32 if its columns are in another order.
 
-    `codes`: the packed codes of each row, u8 [N, >= K*bits/8], low bits first; `zeros`: u8 [N, G],
-    None or unused if symmetric; `scales`: of `dtype` [N, G]; `columns`: the group of each column if
-    not k // group_size, see `activation_order`.
+    `scales`: [N, G]; `codes` makes the codes of each row, u8 [N, >= K*bits/8], low bits first;
+    `zeros` makes u8 [N, G], None: the middle; `columns`: the group of each column if not
+    k // group_size, see `activation_order`.
     """
+    (n, k), middle, dtype = shape, 1 << (bits - 1), shards.DTYPES[scales.dtype]
 
-    where: str
-    shape: tuple[int, int]
-    bits: int
-    symmetric: bool
-    group: Group
-    dtype: str
-    codes: Make
-    zeros: Make | None
-    scales: Make
-    columns: np.ndarray | None = None
+    def zero_points() -> np.ndarray:
+        return zeros() if zeros else np.full((n, 1), middle, np.uint8)
 
-    def tensor(self) -> LazyTensor:
-        """Return the tensor; columns in any other order make it f32, as no format holds them."""
-        (n, k), bits, middle = self.shape, self.bits, 1 << (self.bits - 1)
-        if self.columns is not None:
-            return lazy_tensor(self.shape, Float("f32"), self._floats, self.where)
-        if bits < 8 and k % 2:
-            raise UnsupportedModel(f"{self.where}: {k} columns, expected an even number")
-        fmt: Int4 | Int8 = Int8(self.group, self.dtype)
-        if bits < 8:  # which has no scale for a whole matrix: every row repeats it
-            group = "row" if self.group == "tensor" else self.group
-            fmt = Int4(self.symmetric, group, self.dtype)
-
-        def planes() -> dict[str, np.ndarray]:
-            shape = fmt.planes(self.shape)["scales"].shape
-            codes, zeros, scales = self.codes(), self._zeros(), self.scales()
-            if self.group == "tensor" and bits < 8:
-                scales = np.broadcast_to(scales.reshape(1, 1), (n, 1))
-            scales = scales.reshape(shape)
-            if isinstance(fmt, Int8):
-                return {"codes": (codes[:, :k] ^ np.uint8(0x80)).view(np.int8), "scales": scales}
-            if bits < 4:
-                steps = unpacked(codes, bits)
-                if self.symmetric:  # whose middle is 8
-                    steps += np.uint8(8 - middle)
-                codes = fmt.pack(steps, scales)["codes"]
-            found = {"codes": codes[:, : k // 2], "scales": scales}
-            return found if self.symmetric else {**found, "zeros": zeros.reshape(shape)}
-
-        return lazy_tensor(self.shape, fmt, planes, self.where)
-
-    def _zeros(self) -> np.ndarray:
-        rows = np.full((self.shape[0], 1), 1 << (self.bits - 1), np.uint8)
-        return rows if self.zeros is None else self.zeros()
-
-    def _floats(self) -> dict[str, np.ndarray]:
-        codes = unpacked(self.codes(), self.bits)[:, : self.shape[1]]
-        scales, groups = to_f32(self.scales(), self.dtype), self.columns
-        assert groups is not None
-        zeros = np.broadcast_to(self._zeros(), scales.shape)
-        check_scales("f32", scales, "f32")
-        values = codes.astype(np.float32)  # exact: scales have at most 11 significant bits
-        for start in range(0, len(groups), _TILE):  # in tiles, so that what is spread stays small
-            part, each = values[:, start : start + _TILE], groups[start : start + _TILE]
-            part -= zeros[:, each]
-            part *= scales[:, each]
+    def floats(columns: np.ndarray) -> dict[str, np.ndarray]:
+        spread = to_f32(scales.array, dtype)
+        offsets = np.broadcast_to(zero_points(), spread.shape)
+        check_scales("f32", spread, "f32")
+        # Exact: scales have at most 11 significant bits.
+        values = unpacked(codes(), bits)[:, :k].astype(np.float32)
+        for start in range(0, k, _TILE):  # in tiles, so that what is spread stays small
+            part, each = values[:, start : start + _TILE], columns[start : start + _TILE]
+            part -= offsets[:, each]
+            part *= spread[:, each]
         return {"data": values}
+
+    if columns is not None:  # which no format holds
+        return lazy_tensor(shape, Float("f32"), partial(floats, columns), where)
+    if bits < 8 and k % 2:
+        raise UnsupportedModel(f"{where}: {k} columns, expected an even number")
+    fmt: Int4 | Int8 = Int8(group, dtype)
+    if bits < 8:  # which has no scale for a whole matrix: every row repeats it
+        fmt = Int4(symmetric, "row" if group == "tensor" else group, dtype)
+
+    def planes() -> dict[str, np.ndarray]:
+        size = fmt.planes(shape)["scales"].shape
+        found, offsets, own = codes(), zero_points(), scales.array
+        if group == "tensor" and bits < 8:
+            own = np.broadcast_to(own.reshape(1, 1), (n, 1))
+        own = own.reshape(size)
+        if isinstance(fmt, Int8):
+            return {"codes": (found[:, :k] ^ np.uint8(0x80)).view(np.int8), "scales": own}
+        if bits < 4:
+            steps = unpacked(found, bits)
+            if symmetric:  # whose middle is 8
+                steps += np.uint8(8 - middle)
+            found = fmt.pack(steps, own)["codes"]
+        known = {"codes": found[:, : k // 2], "scales": own}
+        return known if symmetric else {**known, "zeros": offsets.reshape(size)}
+
+    return lazy_tensor(shape, fmt, planes, where)
 
 
 def note_floats(source: shards.Source, tensors: shards.Tensors) -> None:
@@ -218,7 +212,7 @@ def _gptq(
     symmetric: bool,
     group: int | None,
     arrays: _Arrays,
-) -> LazyTensor:
+) -> QuantTensor:
     """Return a GPTQ linear's tensor; in version 1 zero points are stored less one."""
     words, zeros, scales = arrays
     rows, n = words.matrix()
@@ -242,18 +236,15 @@ def _gptq(
             _check_middle(found, 1 << (bits - 1), "sym true; correct sym or checkpoint_format")
         return found.T
 
-    return PackedLinear(
-        words.where,
-        (n, k),
-        bits,
-        symmetric,
-        group or "row",
-        DTYPES[scales.dtype],
-        codes=lambda: row_bytes(words.array.T),
-        zeros=zero_points,
-        scales=lambda: scales.array.T,
-        columns=None if order is None else activation_order(order, k, group),
-    ).tensor()
+    columns = None if order is None else activation_order(order, k, group)
+    scales = replace(scales, array=scales.array.T)
+
+    def codes() -> np.ndarray:
+        return row_bytes(words.array.T)
+
+    return packed_linear(
+        words.where, (n, k), bits, symmetric, group or "row", scales, codes, zero_points, columns
+    )
 
 
 def read_awq(source: shards.Source) -> shards.Tensors:
@@ -271,7 +262,7 @@ def read_awq(source: shards.Source) -> shards.Tensors:
     return tensors
 
 
-def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> LazyTensor:
+def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> QuantTensor:
     words, zeros, scales = arrays
     n, k = words.matrix() if gemv else words.matrix()[::-1]
     n, k = (n, 8 * k) if gemv else (8 * n, k)
@@ -295,17 +286,12 @@ def _awq(gemv: bool, symmetric: bool, group: int | None, arrays: _Arrays) -> Laz
             _check_middle(found, 8, "zero_point false; correct it")
         return found
 
-    return PackedLinear(
-        words.where,
-        (n, k),
-        4,
-        symmetric,
-        group or "row",
-        DTYPES[scales.dtype],
-        codes=lambda: row_bytes(words.array) if gemv else _awq_codes(words.array),
-        zeros=zero_points,
-        scales=lambda: scales.array[:, :groups] if gemv else scales.array.T,
-    ).tensor()
+    def codes() -> np.ndarray:
+        return row_bytes(words.array) if gemv else _awq_codes(words.array)
+
+    scales = replace(scales, array=scales.array[:, :groups] if gemv else scales.array.T)
+    shared: Group = group or "row"
+    return packed_linear(words.where, (n, k), 4, symmetric, shared, scales, codes, zero_points)
 
 
 def _check_middle(zeros: np.ndarray, middle: int, says: str) -> None:

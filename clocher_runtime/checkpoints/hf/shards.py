@@ -3,6 +3,10 @@
 Shard names must be plain, and links may not leave the model's directory (or the cache directory
 with its blobs). Index and shards must agree on every tensor. Without an index, shard names count
 from 1 to m (transformers) or 0 to m (gpt-oss).
+
+A safetensors file is validated in full before its data is used. Source:
+https://github.com/huggingface/safetensors#format. Stricter: duplicate keys, unprintable names,
+shapes beyond 2^48 elements and unknown dtypes are refused.
 """
 
 import os
@@ -17,14 +21,14 @@ from msgspec import Meta, Struct
 
 from clocher_kernels.errors import FormatError, ModelNotFound
 from clocher_kernels.formats import Fp8
+from clocher_kernels.formats.base import Plane
 from clocher_kernels.formats.floats import FP8_BLOCK as BLOCK
 from clocher_kernels.formats.floats import Scope
 from clocher_kernels.quant_tensor import QuantTensor
-from clocher_runtime.checkpoints.checkpoint import Stored, stored_tensor
+from clocher_runtime.checkpoints.checkpoint import stored_tensor
 from clocher_runtime.checkpoints.locate import listed, no_weights, unfinished
+from clocher_runtime.disk import strict_json
 from clocher_runtime.disk.files import MappedFile, read_bytes
-from clocher_runtime.disk.safetensors_file import DTYPES, open_safetensors
-from clocher_runtime.disk.strict_json import MAX_JSON_BYTES, one_of, parse_object, read_as, shown
 
 FLOATS = ("F32", "F16", "BF16")
 REQUANTISE = "quantise the float checkpoint again"
@@ -41,6 +45,21 @@ _ACTIVATION_SCALES = (
     *(".input_scale", ".input_zero_point", ".output_scale", ".output_zero_point"),
     *(".activation_scale", ".q_scale", ".k_scale", ".v_scale"),
 )
+
+DTYPES: dict[str, str] = {
+    "F32": "f32",
+    "F16": "f16",
+    "BF16": "bf16",
+    "F8_E4M3": "e4m3",
+    "F8_E5M2": "e5m2",
+    "I64": "i64",
+    "I32": "i32",
+    "I8": "i8",
+    "U8": "u8",
+    "BOOL": "u8",
+}
+"""safetensors dtype -> name in `clocher_kernels.dtypes.STORAGE`."""
+_LENGTH_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,7 +88,7 @@ class StoredArray:
 
 
 Arrays = dict[str, StoredArray]
-Tensors = dict[str, Stored]
+Tensors = dict[str, QuantTensor]
 ReadFile = Callable[[Path], tuple[Arrays, MappedFile]]
 
 
@@ -110,7 +129,7 @@ class Source:
 
     def choice(self, key: str, default: Any, known: Iterable[Any], way_out: str = "") -> Any:
         """Return a setting limited to known values; null counts as absent."""
-        return one_of(self.settings, key, default, known, SETTINGS, way_out)
+        return strict_json.one_of(self.settings, key, default, known, SETTINGS, way_out)
 
     def group_size(self) -> int | None:
         """Return the setting `group_size`, None for -1: a scale per row."""
@@ -120,9 +139,8 @@ class Source:
 def columns_per_group(value: object) -> int | None:
     """Return a setting `group_size`, None for -1: a scale per row; raises FormatError."""
     if type(value) is not int or not (value == -1 or 1 <= value <= _MAX_GROUP):
-        raise FormatError(
-            f"{SETTINGS}: group_size is {shown(value)}; expected -1 or 1 to {_MAX_GROUP}"
-        )
+        got = strict_json.shown(value)
+        raise FormatError(f"{SETTINGS}: group_size is {got}; expected -1 or 1 to {_MAX_GROUP}")
     return None if value == -1 else value
 
 
@@ -175,21 +193,75 @@ class HfFolder:
     def json(self, name: str, limit: int = _MAX_CONFIG_BYTES) -> dict[str, Any]:
         """Return the object in a JSON file."""
         path = self.member(name)
-        return parse_object(read_bytes(path, limit), str(path))
+        return strict_json.parse_object(read_bytes(path, limit), str(path))
 
     def optional_json(self, name: str) -> dict[str, Any]:
         """Return the object in a JSON file, {} without the file."""
         return self.json(name) if self.has(name) else {}
 
 
-def read_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
-    """Return the arrays of a safetensors file, and the file."""
-    file, found = open_safetensors(path)
+def open_safetensors(path: Path) -> tuple[Arrays, MappedFile]:
+    """Map and validate a file; return its arrays, and the file.
+
+    Raises FormatError, ModelError, WindowError.
+    """
+    file, where = MappedFile(path), str(path)
+    if file.nbytes < _LENGTH_BYTES:
+        raise FormatError(f"{where}: {file.nbytes} bytes is too short for a safetensors file")
+    length = int.from_bytes(file.bytes(0, _LENGTH_BYTES).tobytes(), "little")
+    start = _LENGTH_BYTES + length
+    if length > strict_json.MAX_JSON_BYTES or start > file.nbytes:
+        raise FormatError(
+            f"{where}: header of {length} bytes in a file of {file.nbytes} (limit "
+            f"{strict_json.MAX_JSON_BYTES}); the file is truncated or not safetensors"
+        )
+    text = file.bytes(_LENGTH_BYTES, start).tobytes()
+    if not text.startswith(b"{"):
+        raise FormatError(f"{where}: the header does not begin with '{{': not safetensors")
+    header = strict_json.parse_object(text, f"{where} (header)", file.nbytes - length)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise FormatError(f"{where}: __metadata__ must map strings to strings")
+    entries = [_entry(name, entry, start, where) for name, entry in header.items()]
+    entries.sort(key=lambda entry: (entry[3], entry[2].nbytes))
+    end = start
+    for name, _, plane, offset in entries:
+        if offset != end:
+            raise FormatError(
+                f"{where}: tensor {name!r} starts at byte {offset}, expected {end}: "
+                "tensors must neither overlap nor leave holes"
+            )
+        end += plane.nbytes
+    if end != file.nbytes:
+        raise FormatError(
+            f"{where}: the header describes {end} bytes, the file has {file.nbytes}: "
+            "truncated download, or trailing data"
+        )
     arrays = {
-        name: StoredArray(dtype, view, f"{path}: tensor {name!r}")
-        for name, (dtype, view) in found.items()
+        name: StoredArray(dtype, file.plane(plane, at), f"{where}: tensor {name!r}")
+        for name, dtype, plane, at in entries
     }
     return arrays, file
+
+
+def _entry(name: str, value: object, start: int, where: str) -> tuple[str, str, Plane, int]:
+    where = f"{where}: tensor {strict_json.checked_name(name, where)!r}"
+    entry = strict_json.fields(value, where, {"dtype": str, "shape": list, "data_offsets": list})
+    if entry["dtype"] not in DTYPES:
+        raise FormatError(
+            f"{where}: dtype {entry['dtype']!r:.40} is not read; known: {', '.join(DTYPES)}"
+        )
+    plane = Plane(DTYPES[entry["dtype"]], strict_json.checked_shape(entry["shape"], where))
+    offsets = entry["data_offsets"]
+    if len(offsets) != 2 or any(type(offset) is not int for offset in offsets):
+        raise FormatError(f"{where}: data_offsets must be two integers")
+    begin, end = offsets
+    if begin < 0 or end - begin != plane.nbytes:
+        raise FormatError(
+            f"{where}: data_offsets [{begin}, {end}] do not span the {plane.nbytes} bytes of "
+            f"{entry['dtype']}{list(plane.shape)}"
+        )
+    return name, entry["dtype"], plane, start + begin
 
 
 def read_shards(
@@ -227,7 +299,9 @@ def read_shards(
 
 def _weight_map(folder: HfFolder, index: str, suffix: str) -> Mapping[str, Any]:
     where = str(folder.directory / index)
-    weight_map = read_as(folder.json(index, MAX_JSON_BYTES), _Index, where).weight_map
+    weight_map = strict_json.read_as(
+        folder.json(index, strict_json.MAX_JSON_BYTES), _Index, where
+    ).weight_map
     plain = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,240}}{re.escape(suffix)}")
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not plain.fullmatch(shard):
@@ -252,12 +326,8 @@ def _numbered(directory: Path, stem: str, suffix: str) -> list[str]:
     totals = {int(match[2]) for match in found.values()}
     numbers = sorted(int(match[1]) for match in found.values())
     last = max(totals)
-    if (
-        len(totals) > 1
-        or len(set(numbers)) < len(numbers)
-        or last > _MOST_SHARDS
-        or numbers[-1] > last
-    ):
+    twice = len(set(numbers)) < len(numbers)
+    if len(totals) > 1 or twice or last > _MOST_SHARDS or numbers[-1] > last:
         raise FormatError(
             f"{directory}: shards without an index that do not belong together: "
             f"{', '.join(sorted(found)[:3])}, ...; keep those of one model"

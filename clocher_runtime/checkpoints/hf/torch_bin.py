@@ -15,10 +15,9 @@ from clocher_kernels.dtypes import STORAGE
 from clocher_kernels.errors import FormatError, UnsupportedModel
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.checkpoints.hf.checkpoint import read_folder
-from clocher_runtime.checkpoints.hf.shards import Arrays, StoredArray
+from clocher_runtime.checkpoints.hf.shards import DTYPES, Arrays, StoredArray
 from clocher_runtime.checkpoints.locate import find_hf, no_model
 from clocher_runtime.disk.files import MappedFile
-from clocher_runtime.disk.safetensors_file import DTYPES
 from clocher_runtime.disk.strict_json import checked_name, checked_shape
 
 MAX_RECORDS = 100_000
@@ -76,26 +75,6 @@ def _read_file(path: Path) -> tuple[Arrays, MappedFile]:
         ) from None
 
 
-def _records_of(file: MappedFile) -> list[zipfile.ZipInfo]:
-    """Return the records; FormatError for damage, overlaps, or names that differ in case alone."""
-    _check_directory(file)
-    try:
-        with zipfile.ZipFile(file.path) as archive:
-            records = archive.infolist()
-    except (zipfile.BadZipFile, ValueError, OSError, RuntimeError) as error:
-        raise _refused(file, str(error)) from None
-    end = 0
-    for record in sorted(records, key=lambda record: record.header_offset):
-        if record.header_offset < end:
-            raise _refused(file, "records overlap")
-        end = record.header_offset + record.compress_size
-    if len({record.filename.casefold() for record in records}) < len(records):
-        raise _refused(file, "two records have one name")
-    if end > file.nbytes:
-        raise _refused(file, "a record reaches beyond the file")
-    return records
-
-
 def _check_directory(file: MappedFile) -> None:
     at = file.nbytes - _END.size
     if at < 0 or file.bytes(0, 4).tobytes() != b"PK\3\4":
@@ -125,20 +104,35 @@ def _refused(file: MappedFile, reason: str) -> FormatError:
 
 
 def _check_records(file: MappedFile) -> None:
-    """Refuse what torch would inflate, or a pickle far larger than its tensors need."""
-    records = _records_of(file)
-    limit = _PICKLE_BYTES + _PICKLE_BYTES_PER_RECORD * len(records)
-    for record in records:
-        if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
-            raise _refused(file, f"{record.filename!r:.80} is compressed")
-        if record.filename.endswith("data.pkl"):
+    """Refuse damage, what torch would inflate, or a pickle far larger than its tensors need."""
+    _check_directory(file)
+    try:
+        archive = zipfile.ZipFile(file.path)
+    except (zipfile.BadZipFile, ValueError, OSError, RuntimeError) as error:
+        raise _refused(file, str(error)) from None
+    with archive:
+        records, end = archive.infolist(), 0
+        for record in sorted(records, key=lambda record: record.header_offset):
+            if record.header_offset < end:
+                raise _refused(file, "records overlap")
+            end = record.header_offset + record.compress_size
+            whole = record.file_size == record.compress_size
+            if record.compress_type != zipfile.ZIP_STORED or not whole:
+                raise _refused(file, f"{record.filename!r:.80} is compressed")
+        if len({record.filename.casefold() for record in records}) < len(records):
+            raise _refused(file, "two records have one name")
+        if end > file.nbytes:
+            raise _refused(file, "a record reaches beyond the file")
+        limit = _PICKLE_BYTES + _PICKLE_BYTES_PER_RECORD * len(records)
+        for record in records:
+            if not record.filename.endswith("data.pkl"):
+                continue
             if record.file_size > limit:
                 raise FormatError(
                     f"{file.path}: a pickle of {record.file_size} bytes; the limit is {limit}"
                 )
-            with zipfile.ZipFile(file.path) as archive:
-                if b"bytearray" in archive.read(record):  # torch would make one of any size
-                    raise FormatError(f"{file.path}: the pickle asks for a bytearray")
+            if b"bytearray" in archive.read(record):  # torch would make one of any size
+                raise FormatError(f"{file.path}: the pickle asks for a bytearray")
 
 
 def _view(torch: ModuleType, name: object, tensor: Any, path: Path) -> StoredArray:
