@@ -247,8 +247,7 @@ def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
 def bytes_per_token(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
     """Return the weight bytes read per token, from the bytes of each tensor."""
     total = 0
-    for name in inventory(spec):
-        nbytes = sizes[name]
+    for name, nbytes in sizes.items():
         if name == EMBED:
             nbytes //= spec.vocab_size
         elif spec.moe is not None and ".mlp.experts." in name:
