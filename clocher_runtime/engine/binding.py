@@ -98,8 +98,8 @@ def _pages(
     if sizes.selection is not None:  # keys of all but the first layer depend on what was read
         salt += f" {sizes.selection}"
     return KvPages(
-        executor.array("pages") if spec.windows else None,
-        sizes.pages,
+        executor.array("pages"),
+        sizes.pages if spec.windows else 0,
         window_table=executor.array("window_pages") if sizes.window_pages else None,
         window_pages=sizes.window_pages,
         window=max(spec.windows, default=0),

@@ -150,7 +150,7 @@ class Diffusing:
         """Return the longest sequence for a context of `cells`; whole blocks under a rule."""
         return cells if self.rule is None else cells // self.blocks.block * self.blocks.block
 
-    def request(self, longest: int, fields: dict[str, Any]) -> Request:
+    def request(self, longest: int, **fields: Any) -> Request:
         """Return a request with the fields of `Request`. Raises UsageError."""
         constraint, ids = fields["constraint"], fields["ids"]
         if self.rule is None:

@@ -38,9 +38,8 @@ class DraftModel:
         self._executor, self.pages = bound.executor, bound.pages
         self._inputs, self._now = StepInputs(bound.executor), StepTimes().now
         self._vocabulary, self.known_ids = vocabulary, bound.model.spec.vocab_size
-        self._count, self.longest = bound.sizes.slots, bound.sizes.longest
+        self.longest = bound.sizes.longest
         self._on_host = BACK_ENDS[bound.config.backend].on_host
-        self.slots = list(range(self._count))[::-1]
         self.costs = ForwardCosts(bound.executor.plan.tokens)
 
     def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "SequenceReader":
@@ -123,18 +122,6 @@ class DraftModel:
         chance = 1 / np.exp(scaled - scaled[token]).sum()
         return UNSEEN + 1 + bisect_right(CONFIDENCE, float(chance))
 
-    def admit(self, request: Request) -> bool:
-        """Give a sequence a slot and its cached prefix; return whether there is room."""
-        if not self.slots or not self.pages.admit(request, self.slots[-1]):
-            return False
-        self.slots.pop()
-        return True
-
-    def reset(self) -> None:
-        """Forget all sequences."""
-        self.slots = list(range(self._count))[::-1]
-        self.pages.reset()
-
     def warm(self) -> None:
         """Compile everything, and measure what steps cost."""
         self._executor.warm()
@@ -187,7 +174,7 @@ class SequenceReader:
             self.leave()
             return 0
         if request.slot < 0:
-            return request.waiting_tokens if model.admit(request) else 0
+            return request.waiting_tokens if model.pages.admit(request) else 0
         if right:
             model.pages.commit(request, min(cells, len(request.ids) - 1))
         return request.waiting_tokens
@@ -203,11 +190,8 @@ class SequenceReader:
 
     def leave(self) -> None:
         """Give slot and pages back; if the sequence continues, it is read again."""
-        request = self.request
         self.drafted = []
-        if request.slot >= 0:
-            self._model.slots.append(request.slot)
-            self._model.pages.release(request)
+        self._model.pages.release(self.request)
 
 
 def check_draft(draft: Model | None, mode: str) -> None:

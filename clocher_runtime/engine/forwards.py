@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -142,20 +142,21 @@ class Done(NamedTuple):
     made: dict[Request, list[Token]]
     logits: np.ndarray | None
     hidden: np.ndarray | None
-    is_faulty: bool
 
 
 class Forwards:
     """Executes the steps of a scheduler.
 
-    `decoded` counts decoding forwards per sequence; `costs`: times without block drafts.
+    `counts`: forwards after a sequence's first, and tokens; `denoising`: all of block models;
+    `costs`: times without block drafts.
     """
 
     def __init__(
         self, executor: Executor, pages: KvPages, speculator: Speculator | None = None
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
-        self.decoded, self.denoising = 0, Counts()
+        self.counts = Counts() if speculator is None else speculator.counts
+        self.denoising = Counts()
         self.costs, self._trial = ForwardCosts(executor.plan.rows), Trial()
         self._ahead = 0  # forwards that could draft blocks
         self._measures_later = False
@@ -164,11 +165,6 @@ class Forwards:
         self._staged: list[Request] = []  # requests whose inputs the device advances by itself
         self._launched: list[Rows] = []  # of the step that was launched before its turn
         self._ended = 0
-
-    @property
-    def counts(self) -> Counts:
-        """Counts of forwards and tokens outside speculation."""
-        return Counts(forwards=self.decoded, tokens=self.sums.decode_tokens)
 
     @property
     def launched(self) -> list[Part]:
@@ -215,7 +211,10 @@ class Forwards:
             self._measures_later = False
             speculator.costs.measure(self.blank)
         launched, self._launched = self._launched, []
-        with self._span(parts, prompt, decodes, bool(launched)) as tally:
+        window = parts[0][0].queue.window  # that of all: see `Scheduler.submit`
+        kind: SpanKind = "prefill" if prompt else "decode"
+        span = window.span(kind, prompt or decodes, bool(launched)) if window else None
+        with span or nullcontext(Tally(0)) as tally:
             began = drafted = self._ended if launched else self.times.now()
             if launched:
                 tokens, rows = len(parts), launched[-1][1].stop
@@ -247,10 +246,13 @@ class Forwards:
                     counts = speculator.costs.note(tokens, ended - drafted)
                     speculator.judge(decodes, decoded, drafted - began + counts)
                 elif not prompt and any(request.looks_ahead for request, _ in parts):
-                    self._judge(decodes, decoded, ended - began)
+                    if self._is_bare or not self._trial.is_on:
+                        self.costs.note(decodes, ended - began)
+                    if not self._is_bare or not self._trial.is_on:
+                        self._trial.note(ended - began, decoded / decodes, self.costs.ns[decodes])
             if not prompt:
                 tally.tokens, tally.sequences = decoded, decodes
-        return Done(tokens, wanted, made, logits, hidden, NO_TOKEN in sampled)
+        return Done(tokens, wanted, made, logits, hidden)
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
         """Return the tokens of a step without drafts, and how many draft tokens fit."""
@@ -290,13 +292,6 @@ class Forwards:
     def _is_bare(self) -> bool:
         return self._ahead % _BARE_EVERY == 2
 
-    def _judge(self, sequences: int, made: int, ns: int) -> None:
-        if self._is_bare or not self._trial.is_on:
-            self.costs.note(sequences, ns)
-        if not self._is_bare or not self._trial.is_on:
-            known = self.costs.known and sequences < len(self.costs.ns)
-            self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
-
     def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
         """Write the inputs of a step, unless the device continues by itself; return its size."""
         requests = [request for request, _ in parts]
@@ -330,15 +325,6 @@ class Forwards:
             and self._pages.reserve(request, request.cells + 2)
         )
 
-    def _span(
-        self, parts: list[Part], prompt: int, decodes: int, launched: bool
-    ) -> AbstractContextManager[Tally]:
-        for request, _ in parts:
-            if request.queue.window is not None:
-                kind: SpanKind = "prefill" if prompt else "decode"
-                return request.queue.window.span(kind, prompt or decodes, launched)
-        return nullcontext(Tally(0))
-
     def _verify(
         self, wanted: list[Rows], sampled: list[int], logits: np.ndarray | None, drafts: bool
     ) -> dict[Request, list[Token]]:
@@ -348,11 +334,10 @@ class Forwards:
             if isinstance(request, Score) or queue.is_over:
                 request.is_faulty = NO_TOKEN in drawn
                 continue
-            self.decoded += request.forwards > 0
+            began = request.forwards > 0
             request.forwards += 1
             if request.on_host:
                 self._staged = []  # the device went on with its own token
-            began = request.made > 0
             tokens = request.advance(drawn, None if logits is None else logits[rows])
             made[request] = tokens
             queue.tokens.extend(tokens)
@@ -360,14 +345,13 @@ class Forwards:
                 queue.snapshots[request.index] = snapshot
                 self.denoising.forwards += 1
                 self.denoising.tokens += len(tokens)
-            if began and tokens and self.speculator is not None:
-                if drafts and request.track is not None:
-                    request.track.sent = request.draft  # without what had no room, or was forbidden
-                    ids = [token.id for token in tokens]
-                    self.speculator.learn(request.track, ids, len(ids) - 1)
-                else:  # nothing can be drafted for it, or drafts pause
-                    self.speculator.counts.forwards += 1
-                    self.speculator.counts.tokens += len(tokens)
+            if began and tokens and drafts and self.speculator and request.track is not None:
+                request.track.sent = request.draft  # without what had no room, or was forbidden
+                ids = [token.id for token in tokens]
+                self.speculator.learn(request.track, ids, len(ids) - 1)
+            elif began:  # nothing can be drafted for it, or drafts pause
+                self.counts.forwards += 1
+                self.counts.tokens += len(tokens) if request.made > len(tokens) else 0
         return made
 
 

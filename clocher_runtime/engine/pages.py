@@ -127,14 +127,15 @@ class _Group(NamedTuple):
 class KvPages:
     """The page tables of a Plan, and the sequences that own the pages in them.
 
-    `table` [S, B] i32 and `pages` belong to full-attention layers (None: no KV cache), the others
+    `table` [S, B] i32 and `pages` belong to full-attention layers (0: no KV cache), the others
     to layers with a window; `salt`: what contents depend on besides ids; `reuse`: prefix caching;
-    `changed`: a table was written to since it was sent to the device.
+    `slots`: free rows of the tables; `changed`: a table was written to since it was sent to the
+    device.
     """
 
     def __init__(
         self,
-        table: np.ndarray | None,
+        table: np.ndarray,
         pages: int,
         *,
         window_table: np.ndarray | None = None,
@@ -143,10 +144,10 @@ class KvPages:
         salt: bytes = b"",
         reuse: bool = True,
     ) -> None:
-        self._groups = [] if table is None else [_Group(table, PagePool(pages), 0)]
+        self._groups = [_Group(table, PagePool(pages), 0)] if pages else []
         if window_table is not None:
             self._groups.append(_Group(window_table, PagePool(window_pages), window))
-        self._salt, self._reuse = salt, reuse
+        self._count, self._salt, self._reuse = len(table), salt, reuse
         self.reset()
 
     @property
@@ -174,10 +175,13 @@ class KvPages:
         self._groups = [group._replace(pool=PagePool(group.pool.count)) for group in self._groups]
         for group in self._groups:
             group.table[...] = NO_PAGE
+        self.slots = list(range(self._count))[::-1]
         self.changed = True
 
-    def admit(self, sequence: Sequence, slot: int, reuse: bool = True) -> bool:
+    def admit(self, sequence: Sequence, reuse: bool = True) -> bool:
         """Give a sequence a slot and its cached prefix; return whether the rest has room too."""
+        if not self.slots:
+            return False
         blocks = self._known(sequence) if reuse and self._reuse and self._groups else 0
         found = []
         for group in self._groups:
@@ -192,11 +196,12 @@ class KvPages:
             revived = sum(group.pool.is_unused(page) for page in pages.values())
             if needed > group.pool.available - revived:
                 return False
+        sequence.slot = self.slots.pop()
         for group, pages in zip(self._groups, found, strict=True):
             for block, page in pages.items():
                 group.pool.share(page)
-                group.table[slot, block] = page
-        sequence.slot, sequence.cells, sequence.held = slot, blocks * PAGE_CELLS, tuple(found)
+                group.table[sequence.slot, block] = page
+        sequence.cells, sequence.held = blocks * PAGE_CELLS, tuple(found)
         self.changed = True
         return True
 
@@ -236,6 +241,8 @@ class KvPages:
 
     def release(self, sequence: Sequence, forget: bool = False) -> None:
         """Take slot and pages from a sequence; full pages stay findable unless `forget`."""
+        if sequence.slot < 0:
+            return
         for group, held in zip(self._groups, sequence.held, strict=True):
             # The end first: a prefix serves more sequences, and is kept longer.
             for block in sorted(held, reverse=True):
@@ -244,6 +251,7 @@ class KvPages:
                 group.pool.release(held[block])
                 group.table[sequence.slot, block] = NO_PAGE
                 self.changed = True
+        self.slots.append(sequence.slot)
         sequence.held, sequence.slot, sequence.cells = (), -1, 0
 
     def _known(self, sequence: Sequence) -> int:

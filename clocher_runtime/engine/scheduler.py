@@ -32,7 +32,6 @@ class Scheduler:
         self.itl_ms, self.pages = bound.config.itl_ms, bound.pages
         self.kv_hits = self.kv_misses = self.reused = self.preempted = 0
         self._bound, self._executor = bound, bound.executor
-        self._slots = list(range(bound.sizes.slots))[::-1]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
         self._awake, self._is_awake = ExitStack(), False
@@ -106,7 +105,6 @@ class Scheduler:
             request.queue.error = error
         self._running, self._waiting = [], deque()
         self.forwards.forget()
-        self._slots = list(range(self._bound.sizes.slots))[::-1]
         self.pages.reset()
         if self.forwards.speculator is not None:
             self.forwards.speculator.reset()
@@ -132,12 +130,11 @@ class Scheduler:
             parts.append((request, count))
             room -= 0 if decodes else request.taken(count)
             rows -= request.least_rows(count)
-        while self._waiting and self._slots and room and rows and self.preempted == preempted:
+        while self._waiting and room and rows and self.preempted == preempted:
             request = self._waiting[0]
-            if not self.pages.admit(request, self._slots[-1], request.reuses_cache):
+            if not self.pages.admit(request, request.reuses_cache):
                 break
             self._waiting.popleft()
-            self._slots.pop()
             self._running.append(request)
             self.reused += request.cells
             if request.found is None:  # what it finds once it was preempted is its own
@@ -163,13 +160,12 @@ class Scheduler:
 
     def _retire(self, request: Request, forget: bool = False) -> None:
         self._running.remove(request)
-        self._slots.append(request.slot)
         self.pages.release(request, forget)
         request.leave()
         self.forwards.forget(request)
 
     def _serve(self, parts: list[Part]) -> None:
-        joins = len(parts) < len(self._running) or (self._waiting and self._slots)
+        joins = len(parts) < len(self._running) or (self._waiting and self.pages.slots)
         done = self.forwards.run(parts, stays=not joins)
         if self.pages.keeps:
             self.kv_misses += done.tokens
@@ -181,8 +177,8 @@ class Scheduler:
                 self.pages.commit(request, request.cells + count + request.kept)
                 request.committed()
         self._deliver(done)
-        if done.is_faulty:  # last, for it does steps of its own
-            self._fail([request for request, _ in parts if request.is_faulty])
+        if faulty := [request for request, _ in parts if request.is_faulty]:
+            self._fail(faulty)  # last, for it does steps of its own
 
     def _deliver(self, done: Done) -> None:
         for request, rows in done.rows:
@@ -214,10 +210,9 @@ class Scheduler:
 
     def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
         """Stage all tokens of a request again, step by step; yield counts of tokens and rows."""
-        slot, plan = request.slot, self._executor.plan
+        plan = self._executor.plan
         self.pages.release(request, forget=True)
-        if not self.pages.admit(request, slot, reuse=False):
-            request.slot = slot
+        if not self.pages.admit(request, reuse=False):
             return
         while request.waiting_tokens:
             count = min(request.waiting_tokens, plan.tokens)

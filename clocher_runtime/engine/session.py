@@ -1,7 +1,7 @@
 """A session: one Plan bound to one back end, shared by all callers. Token ids only."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -106,9 +106,9 @@ class Session:
 
     def speculation(self, before: Counts | None = None) -> Account:
         """Return speculation figures, since an earlier state of its counts."""
-        speculator = self.scheduler.forwards.speculator
+        forwards, speculator = self.scheduler.forwards, self.scheduler.forwards.speculator
         if speculator is None:
-            return Account(self.scheduler.forwards.counts.since(before or Counts()))
+            return Account(forwards.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
 
     def warm(self) -> None:
@@ -143,53 +143,55 @@ class Session:
         stop_ids: frozenset[int] | None = None,
         window: TimedWindow | None = None,
         after_token: Callable[[int], None] | None = None,
-        **more: Any,
+        *,
+        logits: bool = False,
+        salt: str = "",
+        constraints: Sequence[Constraint | None] | None = None,
+        diffusion: str | None = None,
+        adapter: str = "",
     ) -> Generation:
         """Generate tokens for prompts, given as token ids; yields them in step order.
 
         It joins the steps at its first token. `stop_ids` None takes the model's. Each step is one
         span of `window`, "prefill" if it has prompt tokens, else "decode", inside which
-        `after_token` gets the number of tokens made. `more`: logits (bool); salt (str), within
-        which cached pages are shared; constraints, one or None per prompt; diffusion (str);
-        adapter (str), the name of a LoRA adapter.
+        `after_token` gets the number of tokens made. `salt`: cached pages are shared within it;
+        `constraints`: one or None per prompt; `adapter`: the name of a LoRA adapter.
 
         Raises SessionBusy (beside a measured generation or within a step), UsageError, NonFinite,
         ModelChanged (checked before the first step and after the last).
         """
-        call = _Call(**more)
 
         def begin() -> OutputQueue:
             usable, most = self._usable(prompts), arguments.whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
-            chosen, salt = sampling or Sampling(), call.salt.encode()
-            adapter = self._adapter(call.adapter)
+            chosen, number = sampling or Sampling(), self._adapter(adapter)
             arguments.check_biases(chosen.logit_bias, self.model.spec.vocab_size)
             allowed = self.executor.array("allowed")
-            bound = arguments.one_for_each(call.constraints, len(usable), allowed)
-            queue = OutputQueue(len(usable), window, after_token, call.logits)
+            bound = arguments.one_for_each(constraints, len(usable), allowed)
+            queue = OutputQueue(len(usable), window, after_token, logits)
             blocks = self._blocks
-            if call.diffusion is not None:
+            if diffusion is not None:
                 from clocher_runtime.engine.diffusing import of_call
 
-                blocks = of_call(blocks, call.diffusion)
-            requests: list[Request] = []
-            for index, (ids, constraint) in enumerate(zip(usable, bound, strict=True)):
-                fields: dict[str, Any] = {
-                    "ids": ids,
-                    "salt": salt,
-                    "adapter": adapter,
-                    "queue": queue,
-                    "index": index,
-                    "budget": max(1, min(most, self.longest - len(ids))),
-                    "sampling": chosen,
-                    "stop": stop,
-                    "constraint": constraint,
-                    "track": self._track(ids, chosen, salt, constraint),
-                }
-                if blocks is None:
-                    requests.append(Request(**fields))
-                else:
-                    requests.append(blocks.request(self.longest, fields))
+                blocks = of_call(blocks, diffusion)
+            make: Callable[..., Request] = Request
+            if blocks is not None:
+                make = partial(blocks.request, self.longest)
+            requests = [
+                make(
+                    ids=ids,
+                    salt=salt.encode(),
+                    adapter=number,
+                    queue=queue,
+                    index=index,
+                    budget=max(1, min(most, self.longest - len(ids))),
+                    sampling=chosen,
+                    stop=stop,
+                    constraint=constraint,
+                    track=self._track(ids, chosen, salt.encode(), constraint),
+                )
+                for index, (ids, constraint) in enumerate(zip(usable, bound, strict=True))
+            ]
             self._submit("generate", requests)
             return queue
 
@@ -200,15 +202,11 @@ class Session:
         self._usable_ids(prompt)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the logits after each token of a sequence, [T, V] fp32; see `score`."""
+        """Return the logits after each token of a sequence, [T, V] fp32; see `scoring`."""
         out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
-        self.score(ids, out.__setitem__)
-        return out
-
-    def score(self, ids: Sequence[int], take: Take) -> None:
-        """Deliver the logits after each token of a sequence; see `scoring`."""
-        for _ in self.scoring(ids, take):
+        for _ in self.scoring(ids, out.__setitem__):
             pass
+        return out
 
     def scoring(self, ids: Sequence[int], take: Take, adapter: str = "") -> Generation:
         """Call `take` with each position and its logits [V] fp32, valid during the call.
@@ -292,15 +290,6 @@ class Session:
         what = "context" if self.longest == self.context else "KV cache (kv_pages)"
         spec = self.model.spec
         return arguments.prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    logits: bool = False
-    salt: str = ""
-    constraints: Sequence[Constraint | None] | None = None
-    diffusion: str | None = None
-    adapter: str = ""
 
 
 def _blocks(spec: ModelSpec, config: EngineConfig) -> "Diffusing | None":

@@ -205,9 +205,7 @@ def calibrate(
             "multiply by it; give it the method rtn"
         )
 
-    def quantise(part: str, show: Callable[[LayerJob], None]) -> None:
-        job = LayerJob(walk, left.pop(part), threads, seed)
-        show(job)
+    def finish(job: LayerJob) -> None:
         for name, tensor in job.finish().items():
             planes.add(name, tensor, job.records[name])
 
@@ -217,12 +215,14 @@ def calibrate(
         if not left:
             break
         part = part_of(layer_name(index, ""))
-        if part in left:
-            quantise(part, lambda job, index=index: walk.layer(index, job))  # type: ignore[misc]
-        else:
-            walk.layer(index)
+        job = LayerJob(walk, left.pop(part), threads, seed) if part in left else None
+        walk.layer(index, job)
+        if job:
+            finish(job)
         walk.advance()
         tell(index + 1, total, part)
     if left:
-        quantise("rest", walk.head_inputs)
+        job = LayerJob(walk, left.pop("rest"), threads, seed)
+        walk.head_inputs(job)
+        finish(job)
         tell(total, total, "rest")

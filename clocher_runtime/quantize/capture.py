@@ -8,7 +8,7 @@ hidden states live in an unnamed temporary file.
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -236,6 +236,12 @@ class Walk:
     def advance(self) -> None:
         """Make the last `layer` result the state."""
         self.state, self._next = self._next, self.state
+
+    def layers(self, indices: Iterable[int], observer: Observer | None = None) -> None:
+        """Advance through layers, showing inputs."""
+        for index in indices:
+            self.layer(index, observer)
+            self.advance()
 
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (rows, logits [m, V]) after the last layer; the next rows overwrite them."""

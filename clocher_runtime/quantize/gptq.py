@@ -2,7 +2,7 @@
 
 GPTQ rounds column by column and corrects later columns, on the grids of `imx.search` ("static
 groups"), from the largest diagonal element of the Hessian to the smallest. With H^-1 = U^T U, the
-error of column i is e_i = (w_i - value_i) / U_ii and sum e_i^2 = tr((W - Q) H (W - Q)^T).
+error of column i is e_i = (w_i - value_i) / U_ii.
 
 GPTQ is taken where it beats the search on held-out inputs, either only where its output error is at
 most 1.02 times that of rounding; `Outcome.fallback` names what was not taken.
@@ -42,13 +42,6 @@ class Factor(NamedTuple):
     order: np.ndarray  # column visited at each step, [K]
     upper: np.ndarray  # U, [K, K], of the permuted Hessian
     damp: float  # what was added to the diagonal, relative to its mean
-
-
-class Solution(NamedTuple):
-    """A matrix after GPTQ."""
-
-    tensor: QuantTensor  # the quantised matrix
-    loss: float  # tr((W - Q) H (W - Q)^T) for the damped Hessian, as the recursion sums it
 
 
 def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
@@ -105,7 +98,7 @@ def _invert_lower(matrix: np.ndarray) -> None:
     matrix[half:, :half] = -(bottom @ (matrix[half:, :half] @ top))
 
 
-def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
+def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> QuantTensor:
     """GPTQ of values [N, K] fp32 or fp64 on the grid of an int4 or int8 tensor, rows or groups."""
     rows, columns = values.shape
     fmt, dtype = grid.format, values.dtype.type
@@ -135,12 +128,11 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
             q *= step[group]
             np.subtract(column, q, out=error[i])
             error[i] /= upper[i, i]
-    loss = float(np.einsum("ij,ij->", error, error, dtype=np.float64))
     stored = np.ascontiguousarray(codes.T)
     planes = {**grid.planes, "codes": stored}
     if isinstance(fmt, Int4):
         planes = fmt.pack(stored, grid.planes["scales"], grid.planes.get("zeros"))
-    return Solution(QuantTensor(values.shape, fmt, planes), loss)
+    return QuantTensor(values.shape, fmt, planes)
 
 
 class InputStats:
@@ -268,7 +260,7 @@ def solve_matrix(
             order, upper, _ = inputs.factor
             corrected = trellis.solve(values, best, order, upper, threads=threads)
         else:
-            corrected = solve(values, best, inputs.factor).tensor
+            corrected = solve(values, best, inputs.factor)
         if (lower := judge(corrected)) < error:
             best, error = corrected, lower
         else:
