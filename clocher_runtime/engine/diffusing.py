@@ -68,10 +68,6 @@ class Denoise(Request):
     canvas: Canvas
 
     @property
-    def block(self) -> int:
-        return self.canvas.size
-
-    @property
     def text_end(self) -> int:
         """Tokens before the active block."""
         return len(self.ids) // self.canvas.size * self.canvas.size
@@ -91,10 +87,6 @@ class Denoise(Request):
     @property
     def snapshot(self) -> Snapshot:
         return Snapshot(self.forwards, self.canvas.ids[self.canvas.fixed :])
-
-    @property
-    def whole_blocks(self) -> bool:
-        return self.canvas.whole_blocks
 
     def rows(self, count: int) -> int:
         return (len(self.masks) or 1) if count == self.waiting_tokens else 0
@@ -168,9 +160,11 @@ class Diffusing:
                 f"{longest}; shorten the prompt or raise --context"
             )
         fields["budget"] = min(fields["budget"], room)
-        if self.blocks.context == "block":  # a sequence that is scored has other keys
+        whole, size = self.blocks.context == "block", self.blocks.block
+        if whole:  # a sequence that is scored has other keys
             fields["salt"] = _WHOLE_BLOCKS + fields["salt"]
-        made = Denoise(canvas=Canvas(self.blocks, self.rule), **fields)
+        canvas = Canvas(self.blocks, self.rule)
+        made = Denoise(canvas=canvas, block=size, whole_blocks=whole, **fields)
         made.begin_block()
         return made
 

@@ -11,18 +11,14 @@ from functools import partial
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
-from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import BACK_ENDS
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Part, StepInputs
-from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.timing import StepTimes
 from clocher_runtime.speculation.draft import CONFIDENCE, NO_DRAFT, UNSEEN, Draft
 from clocher_runtime.speculation.gate import ForwardCosts
-from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 
 _READ = 32
 """Tokens of a text that are read before its first draft: further ones win less than they cost."""
@@ -192,18 +188,3 @@ class SequenceReader:
         """Give slot and pages back; if the sequence continues, it is read again."""
         self.drafted = []
         self._model.pages.release(self.request)
-
-
-def check_draft(draft: Model | None, mode: str) -> None:
-    """Raise UsageError for an unused draft model, or a missing one."""
-    if draft is None:
-        if mode == "draft":
-            raise UsageError(
-                "speculate is 'draft' without a draft model; give draft_model to load, or "
-                "--draft-model, or use 'auto'"
-            )
-        return
-    if not isinstance(draft, Model):
-        raise UsageError(f"draft is {shown(draft)}; expected a Model of engine.load, or None")
-    if mode not in WITH_DRAFT_MODEL:
-        raise UsageError(f"a draft model with speculate {mode!r}; expected 'auto' or 'draft'")

@@ -36,7 +36,6 @@ class StepInputs:
         """Write the inputs of a step; return its tokens and output rows."""
         start = row = masks = edits = 0
         columns: dict[str, list[float]] = {name: [] for name in self._arrays if name not in _LISTS}
-        shown = []
         for number, (request, count) in enumerate(parts, 1):
             written = size = lists = 0
             if request.constraint is not None and request.rows(count):
@@ -48,11 +47,15 @@ class StepInputs:
             drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
             total, first = count + drafted, request.made + drafted + 1 - rows
             begin = [edits + size * min(i, lists - 1) for i in range(rows)]
+            ends: Sequence[int] = range(cells + 1, cells + total + 1)
+            if request.whole_blocks:
+                ends = [(end + request.block - 1) // request.block * request.block for end in ends]
+            draws = range(first, first + rows) if drafted else [request.made] * rows
             added: dict[str, Sequence[float]] = {
                 "ids": (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
                 "slots": [request.slot] * total,
                 "positions": range(cells, cells + total),
-                "ends": range(cells + 1, cells + total + 1),
+                "ends": (*ends[: total - len(masks_behind)], *[cells + total] * len(masks_behind)),
                 "ancestors": [0] * total,
                 "adapters": [request.adapter] * total,
                 "rows": range(start + total - rows, start + total),
@@ -64,18 +67,14 @@ class StepInputs:
                 "top_p": [sampling.top_p] * rows,
                 "min_p": [sampling.min_p] * rows,
                 "seeds": [sampling.seed] * rows,
-                "draws": range(first, first + rows) if drafted else [request.made] * rows,
+                "draws": [0] * rows if request.denoises else draws,  # where the host draws
             }
             for name, column in columns.items():
                 column += added[name]
-            if masks_behind or request.denoises:
-                shown.append((request, start, count, drafted, row))
             start, row, masks = start + total, row + rows, masks + written
             edits += size * lists
         for name, column in columns.items():
             self._arrays[name][: len(column)] = column
-        for each in shown:
-            self._show(*each)
         self._executor.upload(masks, edits)
         return start, row
 
@@ -110,18 +109,6 @@ class StepInputs:
             request.draft = draft.first(len(drafted))
         size = edits.write(self._arrays["edit_ids"], self._arrays["edits"], at, drafted)
         return size, 1 + len(drafted)
-
-    def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
-        """Let the masks of a request, and the tokens of its block where needed, see each other."""
-        ends, total = self._arrays["ends"], count + drafted
-        if request.whole_blocks:
-            places = request.cells + np.arange(count)
-            ends[start : start + count] = (places // request.block + 1) * request.block
-        if request.denoises:
-            self._arrays["draws"][row : row + request.rows(count)] = 0  # the host draws
-        if drafted:
-            behind = len(request.masks)
-            ends[start + total - behind : start + total] = request.cells + total
 
 
 Rows = tuple[Request, slice]

@@ -16,7 +16,6 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, LazyTensor
 from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
 from clocher_runtime.disk.strict_json import given, read_as
-from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
@@ -71,8 +70,6 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     `WEIGHT_ONLY` quantise the float linears of the blocks. Quantised tensors never change.
     """
     refuse_in_window("load weights")
-    if precision is not None:
-        one_of("precision", precision, PRECISIONS)
     spec, needs = describe(checkpoint)
     becomes = destined(spec, needs, checkpoint, precision)
     require(

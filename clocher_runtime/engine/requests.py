@@ -82,7 +82,8 @@ class Request(Cached):
     `index`: of its prompt; `budget`: tokens to generate, of which the `made` last of `ids` exist;
     `track`: its speculation; `found`: cached tokens, None before it first ran; `draft`: tokens to
     verify, of which `kept` were accepted; `masks`: after the draft, see each other; `is_faulty`:
-    its logits were not finite; `on_host`: the host draws.
+    its logits were not finite; `on_host`: the host draws; `block`: tokens that have to be computed
+    together, and see each other in `whole_blocks`.
     """
 
     reuses_cache: ClassVar[bool] = True
@@ -107,6 +108,8 @@ class Request(Cached):
     is_faulty: bool = False
     edits: Edits | None = None
     on_host: bool = False
+    block: int = 1
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         sampling = self.sampling
@@ -114,16 +117,6 @@ class Request(Cached):
             self.edits = Edits(sampling, self.ids, len(self.ids) - self.made)
         # What edits would change is wanted as it is.
         self.on_host = sampling.on_host or (self.edits is not None and self.queue.logits)
-
-    @property
-    def block(self) -> int:
-        """Tokens that have to be computed together."""
-        return 1
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether the tokens of a block see each other."""
-        return False
 
     @property
     def waiting_tokens(self) -> int:

@@ -16,7 +16,7 @@ from clocher_runtime.engine import arguments
 from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.backends import Progress
 from clocher_runtime.engine.binding import AttentionReads, bind
-from clocher_runtime.engine.footprint import draft_config, sizes_of
+from clocher_runtime.engine.footprint import draft_config, sizes_of, state_bytes
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
@@ -26,7 +26,13 @@ from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.draft import SuffixDrafter, Track
 from clocher_runtime.speculation.gate import DraftModelGate
-from clocher_runtime.speculation.speculator import Account, Counts, Speculator, account
+from clocher_runtime.speculation.speculator import (
+    WITH_DRAFT_MODEL,
+    Account,
+    Counts,
+    Speculator,
+    account,
+)
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.diffusing import Diffusing
@@ -58,15 +64,19 @@ class Session:
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        arguments.check_functions(progress=progress, packing=packing)
         self.model, self.config = model, config
         self._blocks = _blocks(model.spec, config)
         drafts = self._blocks is None and _speculates(config)
-        if draft is not None or config.speculate == "draft":
-            from clocher_runtime.engine.draft_model import check_draft
-
-            check_draft(draft, config.speculate if self._blocks is None else "off")
         self.speculate = config.speculate if drafts else "off"
+        if draft is None and self.speculate == "draft":
+            raise UsageError(
+                "speculate is 'draft' without a draft model; give draft_model to load, or "
+                "--draft-model, or use 'auto'"
+            )
+        if draft is not None and self.speculate not in WITH_DRAFT_MODEL:
+            raise UsageError(
+                f"a draft model with speculate {self.speculate!r}; expected 'auto' or 'draft'"
+            )
         width = 0 if self._blocks is None else 2 * self._blocks.blocks.block
         self.sizes = sizes = sizes_of(model.spec, config, speculates=drafts, width=width)
         functions: dict[str, Any] = {"progress": progress, "packing": packing}
@@ -78,8 +88,7 @@ class Session:
         if self._blocks is not None:
             self.longest = self._blocks.longest(sizes.longest)
         self._scope_is_kept = bound.scope_is_kept
-        buffers = self.executor.plan.buffers.values()
-        self.kv_cache_bytes = sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
+        self.kv_cache_bytes = state_bytes(self.executor.plan)
         self._draft_model: DraftModel | None = None
         if drafts and draft is not None:
             from clocher_runtime.engine import draft_model
@@ -162,7 +171,8 @@ class Session:
         """
 
         def begin() -> OutputQueue:
-            usable, most = self._usable(prompts), arguments.whole("max_new", max_new, 1)
+            usable = arguments.for_each_prompt(prompts, self.check)
+            most = arguments.whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
             chosen, number = sampling or Sampling(), self._adapter(adapter)
             arguments.check_biases(chosen.logit_bias, self.model.spec.vocab_size)
@@ -197,9 +207,11 @@ class Session:
 
         return Generation(begin, self._lock, self._check_files)
 
-    def check(self, prompt: Sequence[int]) -> None:
-        """Check that a prompt can be generated from. Raises UsageError."""
-        self._usable_ids(prompt)
+    def check(self, prompt: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt that can be generated from. Raises UsageError."""
+        what = "context" if self.longest == self.context else "KV cache (kv_pages)"
+        spec = self.model.spec
+        return arguments.prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Return the logits after each token of a sequence, [T, V] fp32; see `scoring`."""
@@ -237,7 +249,8 @@ class Session:
     def _delivering(
         self, ids: Sequence[int], take: Take, adapter: str, **options: Any
     ) -> Generation:
-        (usable,), options["adapter"] = self._usable([ids]), self._adapter(adapter)
+        (usable,) = arguments.for_each_prompt([ids], self.check)
+        options["adapter"] = self._adapter(adapter)
 
         def begin() -> OutputQueue:
             request = Score(ids=usable, queue=OutputQueue(1), scored=take, **options)
@@ -282,14 +295,6 @@ class Session:
         self._check_files()
         with self._lock.taken(purpose):
             self.scheduler.submit(requests)
-
-    def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
-        return arguments.for_each_prompt(given, self._usable_ids)
-
-    def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
-        what = "context" if self.longest == self.context else "KV cache (kv_pages)"
-        spec = self.model.spec
-        return arguments.prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
 
 
 def _blocks(spec: ModelSpec, config: EngineConfig) -> "Diffusing | None":

@@ -13,7 +13,7 @@ from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, Sizes, tables_of
 from clocher_runtime.models.spec import PAGE_CELLS, ModelSpec, QueryGrowth, RopeSpec
 
-__all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "page_table", "table_bytes"]
+__all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "table_bytes"]
 
 _NONE: Mapping[str, Adapted] = MappingProxyType({})
 
@@ -65,11 +65,6 @@ def table_bytes(spec: ModelSpec, context: int) -> int:
     """Return the bytes of the rotary tables for a context."""
     halves = (rope.rotated if rope else 0 for rope, _ in _tables(spec).values())
     return sum(4 * context * (size or spec.head_dim) for size in halves)
-
-
-def page_table(slots: int, blocks: int) -> np.ndarray:
-    """Return the identity page table [S, B] i32: slot s owns pages s*B .. s*B + B - 1."""
-    return np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.ndarray:
