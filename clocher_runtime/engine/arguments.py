@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import FORBIDDEN
@@ -293,9 +294,6 @@ def one_for_each(
 # override single fields; a temperature of 0 overrides all. As in vLLM, absent fields have no hidden
 # defaults.
 FILE = "generation_config.json"
-NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-_NOT_SAID: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 
 
 class _Sampling(Struct):
@@ -304,6 +302,9 @@ class _Sampling(Struct):
     top_p: Annotated[float, Meta(ge=1e-6, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+
+
+NAMES = _Sampling.__struct_fields__
 
 
 class _Settings(Struct):
@@ -318,9 +319,9 @@ def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
     wanted = read_as(settings, _Sampling, FILE)
     if wanted.temperature == 0:
         return {}
-    values: dict[str, float] = {name: getattr(wanted, name) for name in NAMES}
-    values["top_k"] = max(wanted.top_k, 0)
-    return {name: value for name, value in values.items() if value != _NOT_SAID.get(name)}
+    said: dict[str, float] = asdict(wanted) | {"top_k": max(wanted.top_k, 0)}
+    usual = asdict(_Sampling())
+    return {n: value for n, value in said.items() if n == "temperature" or value != usual[n]}
 
 
 def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:

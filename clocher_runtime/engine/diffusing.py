@@ -10,7 +10,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_runtime.diffusion.canvas import Canvas, Draw, Rule, rule_of
 from clocher_runtime.engine.requests import Request, Snapshot, Token, sample_on_host
-from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
+from clocher_runtime.models.spec import BlockDiffusion
 from clocher_runtime.speculation.draft import Draft
 
 _USUAL_RULE = "threshold:0.9"
@@ -180,25 +180,13 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
     return among(session.blocks, asked)
 
 
-def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
-    """Return how a session decodes blocks; None: autoregressively. Raises UsageError."""
-    blocks = spec.diffusion
+def among(blocks: BlockDiffusion | None, asked: str) -> Diffusing | None:
+    """Return the decoding that `--diffusion` names; None: autoregressively. Raises UsageError."""
     if blocks is None:
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
         )
-    found = among(blocks, asked)
-    if found is not None and speculate not in ("auto", "off"):
-        raise UsageError(
-            f"speculate {speculate} with diffusion {asked}: blocks are drafted by the model "
-            "itself; use diffusion=off, or speculate=auto"
-        )
-    return found
-
-
-def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
-    """Return the decoding that `--diffusion` names; None for none. Raises UsageError."""
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(

@@ -267,17 +267,10 @@ class KvPages:
         while len(keys) <= block:
             start = len(keys) * PAGE_CELLS
             ids = np.array(sequence.ids[start : start + PAGE_CELLS], np.int32).tobytes()
-            first = self._salt, sequence.salt, sequence.adapter.to_bytes(4, "little")
-            before = keys[-1][0] if keys else _digest(*first)
-            keys.append((_digest(before, ids), ids))
+            first = repr((self._salt, sequence.salt, sequence.adapter)).encode()
+            before = keys[-1][0] if keys else blake2b(first, digest_size=_KEY_BYTES).digest()
+            keys.append((blake2b(ids, digest_size=_KEY_BYTES, key=before).digest(), ids))
         return keys[block]
-
-
-def _digest(*parts: bytes) -> bytes:
-    digest = blake2b(digest_size=_KEY_BYTES)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
 
 
 def window_pages(window: int, chunk: int, slots: int, context: int, others: int) -> int:

@@ -15,13 +15,14 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.engine import arguments
 from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.backends import Progress
-from clocher_runtime.engine.binding import AttentionReads, bind
+from clocher_runtime.engine.binding import PagesRead, bind
 from clocher_runtime.engine.footprint import draft_config, sizes_of, state_bytes
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.models.build import COUNTS
 from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.draft import SuffixDrafter, Track
@@ -103,7 +104,6 @@ class Session:
             alone = self.speculate in ("auto", "suffix")
             speculator = Speculator(SuffixDrafter if alone else lambda: None, sizes.rows, gate)
         self.scheduler = Scheduler(bound, speculator)
-        self.reading = AttentionReads(bound)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
 
@@ -112,6 +112,14 @@ class Session:
         """Settings that have an effect; "pretranspose" if it was obeyed."""
         hints: frozenset[str] = getattr(self.executor, "acted_on", frozenset())
         return hints | ({"pretranspose"} if self._scope_is_kept else set())
+
+    @property
+    def pages_read(self) -> PagesRead:
+        """Pages that attention has read; (0, 0) where it reads all."""
+        if self.sizes.selection is None:
+            return PagesRead(0, 0)
+        counts = self.executor.fetch(COUNTS, self.sizes.tokens)
+        return PagesRead(*counts.sum(axis=(0, 1)).tolist())
 
     def speculation(self, before: Counts | None = None) -> Account:
         """Return speculation figures, since an earlier state of its counts."""
@@ -300,9 +308,15 @@ class Session:
 def _blocks(spec: ModelSpec, config: EngineConfig) -> "Diffusing | None":
     if spec.diffusion is None and config.diffusion in ("auto", "off"):
         return None
-    from clocher_runtime.engine.diffusing import diffusing
+    from clocher_runtime.engine.diffusing import among
 
-    return diffusing(spec, config.diffusion, config.speculate)
+    found = among(spec.diffusion, config.diffusion)
+    if found is not None and config.speculate not in ("auto", "off"):
+        raise UsageError(
+            f"speculate {config.speculate} with diffusion {config.diffusion}: blocks are drafted "
+            "by the model itself; use diffusion=off, or speculate=auto"
+        )
+    return found
 
 
 def _speculates(config: EngineConfig) -> bool:

@@ -144,14 +144,12 @@ class Builder:
     def _attention(self, layer: int, window: int) -> None:
         spec, dim = self.spec, self.spec.head_dim
         prefix = layer_name(layer, "self_attn.")
-        self._scratch("q", spec.num_heads * dim)
-        self._scratch("k", spec.num_kv_heads * dim)
-        self._scratch("v", spec.num_kv_heads * dim)
         self._scratch("attended", spec.num_heads * dim)
         x = self._entering(layer_name(layer, "input_layernorm.weight"))
         if spec.mla is None:
             for name in "qkv":
-                self._linear(x, f"{prefix}{name}_proj.weight", name, bias=spec.qkv_bias)
+                size = (spec.num_heads if name == "q" else spec.num_kv_heads) * dim
+                self._linear(x, f"{prefix}{name}_proj.weight", name, size, bias=spec.qkv_bias)
             self._turn_heads(layer, prefix)
         else:
             self._latent(x, layer, prefix, spec.mla)
@@ -195,22 +193,18 @@ class Builder:
         spec, heads, bias = self.spec, self.spec.num_heads, self.spec.qkv_bias
         source, query = x, f"{prefix}q_proj.weight"
         if mla.query_rank:
-            self._scratch("query_latent", mla.query_rank)
-            self._linear(x, f"{prefix}q_a_proj.weight", "query_latent", bias=bias)
-            norm = f"{prefix}q_a_layernorm.weight"
-            self._norm("query_latent", norm, "query_latent", mla.norm_eps)
             source, query = "query_latent", f"{prefix}q_b_proj.weight"
-        self._linear(source, query, "q")
-        self._scratch("latent", mla.rank)
-        self._scratch("k_rope", mla.rotated)
-        self._scratch("k_plain", heads * mla.plain)
-        self._linear(x, f"{prefix}kv_a_proj.weight", "latent", bias=bias)
-        self._linear(x, f"{prefix}k_rope_proj.weight", "k_rope", bias=bias)
+            self._linear(x, f"{prefix}q_a_proj.weight", source, mla.query_rank, bias=bias)
+            self._norm(source, f"{prefix}q_a_layernorm.weight", source, mla.norm_eps)
+        self._linear(source, query, "q", heads * spec.head_dim)
+        self._linear(x, f"{prefix}kv_a_proj.weight", "latent", mla.rank, bias=bias)
+        self._linear(x, f"{prefix}k_rope_proj.weight", "k_rope", mla.rotated, bias=bias)
         self._norm("latent", f"{prefix}kv_a_layernorm.weight", "latent", mla.norm_eps)
-        self._linear("latent", f"{prefix}k_b_proj.weight", "k_plain")
+        self._linear("latent", f"{prefix}k_b_proj.weight", "k_plain", heads * mla.plain)
         values = "v" if mla.value == spec.head_dim else "v_latent"
-        self._scratch(values, heads * mla.value)
-        self._linear("latent", f"{prefix}v_b_proj.weight", values)
+        self._linear("latent", f"{prefix}v_b_proj.weight", values, heads * mla.value)
+        self._scratch("k", heads * spec.head_dim)
+        self._scratch("v", heads * spec.head_dim)
         turned = tables_of(spec, layer)
         self._rope("q", turned["q"][0])
         self._rope("k_rope", turned["k"][0], 0)
@@ -229,8 +223,7 @@ class Builder:
         if not self.spec.post_norms:
             self._linear(x, weight, "h", bias=bias, residual="h")
             return
-        self._scratch("added", self.spec.hidden_size)
-        self._linear(x, weight, "added", bias=bias)
+        self._linear(x, weight, "added", self.spec.hidden_size, bias=bias)
         norm = layer_name(layer, f"post_{place}_layernorm.weight")
         self._norm("added", norm, "h", residual="h")
 
@@ -296,23 +289,19 @@ class Builder:
 
     def _gated(self, x: str, prefix: str, inner: int, y: str, scored: bool = False) -> None:
         """Compute the hidden layer of a gated MLP, times the sigmoid of the token's score."""
-        spec, times = self.spec, ""
-        self._scratch(y, inner)
+        spec, times = self.spec, "shared_score" if scored else ""
         if scored:
-            times = "shared_score"
-            self._scratch(times, 1)
             gate = f"{prefix.removesuffix('.')}_gate.weight"
-            self._linear(x, gate, times, activation="sigmoid")
-        self._linear(x, f"{prefix}up_proj.weight", y, bias=spec.mlp_bias, times=times)
+            self._linear(x, gate, times, 1, activation="sigmoid")
+        self._linear(x, f"{prefix}up_proj.weight", y, inner, bias=spec.mlp_bias, times=times)
         gate = f"{prefix}gate_proj.weight"
         self._linear(x, gate, y, bias=spec.mlp_bias, times=y, activation=spec.act)
 
     def _experts(self, x: str, prefix: str, moe: MoeSpec) -> None:
-        self._scratch("router", moe.experts)
         self._buffer("experts", (self.tokens, moe.active), "i32", "M")
         self._scratch("expert_weights", moe.active)
         self._buffer("gated", (self.tokens, moe.active, moe.inner), "f32", "M")
-        self._linear(x, f"{prefix}router.weight", "router", bias=moe.router_bias)
+        self._linear(x, f"{prefix}router.weight", "router", moe.experts, bias=moe.router_bias)
         route = {"logits": "router", "ids": "experts", "weights": "expert_weights"}
         if moe.choice_bias:
             route["bias"] = self._vector(f"{prefix}router.choice_bias", moe.experts)
@@ -341,17 +330,21 @@ class Builder:
         x: str,
         weight: str,
         y: str,
+        size: int = 0,
         *,
         bias: bool = False,
         times: str = "",
         residual: str = "",
         **attrs: Attr,
     ) -> None:
+        """Multiply into a buffer, or into a new one of `size` columns."""
+        if size:
+            self._scratch(y, size)
         tail = {"y": y}
         stem = weight.removesuffix(".weight")
         rows, columns = self.buffers[y].shape[-1], self.buffers[x].shape[-1]
-        is_head = weight == head_name(self.spec)
-        kind: Kind = "head" if is_head else "router" if stem.endswith(_ROUTERS) else "linear"
+        kind: Kind = "router" if stem.endswith(_ROUTERS) else "linear"
+        kind = "head" if weight == head_name(self.spec) else kind
         self.needs.setdefault(weight, Need(kind, (rows, columns)))  # an embedding may be the head
         if bias:
             tail["bias"] = self._vector(f"{stem}.bias", rows)

@@ -223,7 +223,7 @@ def measure_units(
             first.append(sequence)
     walk = Walk(checkpoint, make_text(first, seed, held_out=2), threads)
     collector = _Importance()
-    walk.layers(range(walk.num_layers), collector)
+    walk.layers(range(walk.spec.num_layers), collector)
     importance = {name: stats.importance for name, stats in collector.stats.items()}
     missing = [t.name for unit in units.values() for t in unit if t.name not in importance]
     if missing:
@@ -238,14 +238,14 @@ def measure_units(
     before = walk.store()
     walk.restart()
     kld: dict[str, float] = {}
-    for layer in range(walk.num_layers):
+    for layer in range(walk.spec.num_layers):
         before.take(walk.state)
         for name, unit in units.items():
             if name.partition(".")[0] != str(layer):
                 continue
             walk.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
             walk.advance()
-            walk.layers(range(layer + 1, walk.num_layers))
+            walk.layers(range(layer + 1, walk.spec.num_layers))
             kld[name] = _divergence(walk, reference)
             walk.state.take(before)
             if progress is not None:

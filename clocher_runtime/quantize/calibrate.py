@@ -197,7 +197,7 @@ def calibrate(
         if name not in planes.records:
             left.setdefault(part_of(name), {})[name] = tensor
     walk = Walk(checkpoint, make_text(text_ids, seed), threads)
-    known = {name for i in range(walk.num_layers) for name in walk.matrices(i)}
+    known = {name for i in range(walk.spec.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
     if strange := sorted(set(wanted) - known):
         raise UsageError(
@@ -210,8 +210,8 @@ def calibrate(
             planes.add(name, tensor, job.records[name])
 
     tell = progress or (lambda done, total, part: None)
-    total = walk.num_layers + ("rest" in left)
-    for index in range(walk.num_layers):
+    total = walk.spec.num_layers + ("rest" in left)
+    for index in range(walk.spec.num_layers):
         if not left:
             break
         part = part_of(layer_name(index, ""))

@@ -175,11 +175,6 @@ class Walk:
         self._overlay: Mapping[str, QuantTensor] = {}
         self.restart()
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self._layers)
-
     def store(self, columns: int = 0) -> RowStore:
         """Return room for a row of each token; by default for hidden states."""
         return RowStore(len(self.text.ids), columns or self.spec.hidden_size)

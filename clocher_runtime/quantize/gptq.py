@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import Format, Int4, Int8, Tcq
 from clocher_kernels.formats.base import turn
 from clocher_kernels.quant_tensor import QuantTensor, encode
@@ -146,11 +145,6 @@ class InputStats:
 
     def add(self, x: np.ndarray, held: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Sum inputs x [m, K] fp32 with weights p [m]; `held` [m] are only kept for judging."""
-        if x.shape[1] != len(self._second) or held.shape != x.shape[:1]:
-            raise ShapeError(
-                f"inputs {list(x.shape)} and mask {list(held.shape)}; expected "
-                f"[m, {len(self._second)}] and [m]"
-            )
         if weights is not None:
             x = x * weights[:, None]
         fit = x if not held.any() else x[~held]

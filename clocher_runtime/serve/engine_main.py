@@ -275,7 +275,7 @@ def ready_of(engine: Engine) -> Ready:
         "speculate": session.speculate,
         "diffusion": session.diffusion,
         "act_sparsity": session.config.act_sparsity,
-        "attn": session.reading.mode,
+        "attn": session.config.attn,
         "read_gbps": read_gbps(working_set(session.model), threads, config.backend),
         "hints_ignored": list(engine.hints_ignored),
     }
