@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
@@ -139,24 +140,22 @@ class Sampling:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        checked: dict[str, object] = {}
+        adopt = partial(object.__setattr__, self)
         for name, expected, low, high in _REAL:
             value = getattr(self, name)
             number = as_number(value)
             above = name == "top_p"  # its bound is none of its values
             if number is None or not low <= number <= high or (above and number == low):
                 raise UsageError(f"{name}: got {shown(value)}, expected {expected}")
-            checked[name] = number
-        checked["top_k"] = whole("top_k", self.top_k, 0, (1 << 31) - 1)
-        checked["seed"] = whole("seed", self.seed, 0, (1 << 64) - 1)
-        checked["logit_bias"] = _biases(self.logit_bias)
+            adopt(name, number)
+        adopt("top_k", whole("top_k", self.top_k, 0, (1 << 31) - 1))
+        adopt("seed", whole("seed", self.seed, 0, (1 << 64) - 1))
+        adopt("logit_bias", _biases(self.logit_bias))
         processors = tuple(listed(self.processors, "processors as a list of functions"))
         for process in processors:
             if not callable(process):
                 raise UsageError(f"a logits processor is {shown(process)}; expected a function")
-        checked["processors"] = processors
-        for name, found in checked.items():
-            object.__setattr__(self, name, found)
+        adopt("processors", processors)
 
     @property
     def on_host(self) -> bool:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
-from clocher_kernels.plan import Executor, Plan
+from clocher_kernels.plan import Executor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, make_executor
@@ -83,7 +83,10 @@ def bind(
     )
     if share is not None:
         calibrate(executor, calibration, share, sizes.longest)
-    stored = _act_prec(plan, act_prec)
+    stored = act_prec
+    if not any(call.op == "fake_quantize" for call in plan.calls):
+        integer = any(has_codes(call) for call in plan.calls)
+        stored = "int8" if integer else "fp32" if act_prec == "int8" else act_prec
     salt = f"{spec} {sorted(formats.items())} {sizes.cache_dtype} {stored} {config.act_sparsity}"
     if sizes.selection is not None:  # keys of all but the first layer depend on what was read
         salt += f" {sizes.selection}"
@@ -98,13 +101,6 @@ def bind(
     )
     is_kept = backend == "cpu" and packed_names(plan) <= scope
     return Bound(model, config, sizes, executor, pages, stored, is_kept)
-
-
-def _act_prec(plan: Plan, stored: str) -> str:
-    if any(call.op == "fake_quantize" for call in plan.calls):
-        return stored
-    integer = any(has_codes(call) for call in plan.calls)
-    return "int8" if integer else "fp32" if stored == "int8" else stored
 
 
 class PagesRead(NamedTuple):

@@ -132,8 +132,6 @@ class DraftModel:
 class SequenceReader:
     """What a draft model has read and drafted; all drafted tokens but the last have keys."""
 
-    __slots__ = ("_is_lost", "_model", "_skipped", "drafted", "request")
-
     def __init__(
         self, model: DraftModel, ids: Sequence[int], sampling: Sampling, salt: bytes
     ) -> None:

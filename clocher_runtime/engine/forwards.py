@@ -4,7 +4,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -117,20 +116,6 @@ _BARE_EVERY = 32
 """One in so many forwards drafts no blocks, for comparison."""
 
 
-class Done(NamedTuple):
-    """Result of a forward.
-
-    `logits` [R, V] and `hidden` [R, D] (before the final norm), fp32, are valid until the next one;
-    None where no request wants them.
-    """
-
-    tokens: int
-    rows: list[Rows]
-    made: dict[Request, list[Token]]
-    logits: np.ndarray | None
-    hidden: np.ndarray | None
-
-
 class Forwards:
     """Executes the steps of a scheduler.
 
@@ -185,8 +170,8 @@ class Forwards:
         self._pages.changed = False
         return self._inputs.stage(parts)
 
-    def run(self, parts: list[Part], stays: bool = False) -> Done:
-        """Execute a forward and put its tokens into the output queues.
+    def run(self, parts: list[Part], stays: bool = False) -> int:
+        """Execute a forward and put its tokens into the output queues; return those computed.
 
         `stays`: no other request can be in the next one, which may then be launched ahead.
         """
@@ -222,7 +207,8 @@ class Forwards:
                 logits = self._executor.fetch("logits", rows)
             made = self._verify(wanted, sampled, logits, drafts)
             _notify(made)
-            tally.ahead = any(_goes_on(request, made) for request, _ in self._launched)
+            ahead = [request for request, _ in self._launched]
+            tally.ahead = any(not (each.is_done or each.queue.is_over) for each in ahead)
             self._ended = ended = self.times.now()
             decoded = sum(len(of) for request, of in made.items() if request.made > len(of))
             self.sums.add(prompt, decoded, ended - began)
@@ -239,7 +225,12 @@ class Forwards:
                         self._trial.note(ended - began, decoded / decodes, self.costs.ns[decodes])
             if not prompt:
                 tally.tokens, tally.sequences = decoded, decodes
-        return Done(tokens, wanted, made, logits, hidden)
+        for request, each in wanted:  # what callers do with rows takes no time of the step's
+            if isinstance(request, Score) and not (request.queue.is_over or request.is_faulty):
+                found = hidden if request.hidden else logits
+                assert found is not None
+                request.score(found[each])
+        return tokens
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
         """Return the tokens of a step without drafts, and how many draft tokens fit."""
@@ -348,11 +339,6 @@ def _rows(parts: list[Part]) -> Iterator[Rows]:
         if rows := request.rows(count):
             yield request, slice(start, start + rows)
             start += rows
-
-
-def _goes_on(request: Request, made: dict[Request, list[Token]]) -> bool:
-    tokens = made.get(request)
-    return not (request.queue.is_over or (tokens and tokens[-1].last))
 
 
 def _notify(made: dict[Request, list[Token]]) -> None:

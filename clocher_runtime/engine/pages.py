@@ -144,18 +144,13 @@ class KvPages:
         self.reset()
 
     @property
-    def keeps(self) -> bool:
-        """Whether the Plan has a KV cache."""
-        return bool(self._pools)
-
-    @property
     def used(self) -> int:
         """Pages held by sequences."""
         return sum(pool.used for pool in self._pools)
 
     @property
     def total(self) -> int:
-        """Pages of all pools."""
+        """Pages of all pools; 0: the Plan has no KV cache."""
         return sum(pool.count for pool in self._pools)
 
     @property

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
 from clocher_runtime.engine.binding import Bound
-from clocher_runtime.engine.forwards import Done, Forwards, Part
+from clocher_runtime.engine.forwards import Forwards, Part
 from clocher_runtime.engine.requests import Request, Score
 from clocher_runtime.speculation.speculator import Speculator
 
@@ -129,7 +129,7 @@ class Scheduler:
                 continue
             parts.append((request, count))
             room -= 0 if decodes else request.taken(count)
-            rows -= request.least_rows(count)
+            rows -= max(1, request.rows(count))
         while self._waiting and room and rows and self.preempted == preempted:
             request = self._waiting[0]
             if not self.pages.admit(request, request.reuses_cache):
@@ -145,7 +145,7 @@ class Scheduler:
             if self._reserve(request, count):
                 parts.append((request, count))
                 room -= request.taken(count)
-                rows -= request.least_rows(count)
+                rows -= max(1, request.rows(count))
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
@@ -166,9 +166,9 @@ class Scheduler:
 
     def _serve(self, parts: list[Part]) -> None:
         joins = len(parts) < len(self._running) or (self._waiting and self.pages.slots)
-        done = self.forwards.run(parts, stays=not joins)
-        if self.pages.keeps:
-            self.kv_misses += done.tokens
+        tokens = self.forwards.run(parts, stays=not joins)
+        if self.pages.total:
+            self.kv_misses += tokens
             for request, count in parts:
                 count += len(request.draft.tokens)
                 self.kv_hits += count * request.cells + count * (count - 1) // 2
@@ -176,23 +176,12 @@ class Scheduler:
             if request.slot >= 0:
                 self.pages.commit(request, request.cells + count + request.kept)
                 request.committed()
-        self._deliver(done)
-        if faulty := [request for request, _ in parts if request.is_faulty]:
-            self._fail(faulty)  # last, for it does steps of its own
-
-    def _deliver(self, done: Done) -> None:
-        for request, rows in done.rows:
-            if request.queue.is_over or request.is_faulty:
-                continue
-            if isinstance(request, Score):
-                found = done.hidden if request.hidden else done.logits
-                assert found is not None
-                ended = request.score(found[rows])
-            else:
-                ended = bool(made := done.made[request]) and made[-1].last
-            if ended:
+        for request, _ in parts:
+            if request.is_done and not request.queue.is_over:
                 request.queue.open -= 1
                 self._retire(request)
+        if faulty := [request for request, _ in parts if request.is_faulty]:
+            self._fail(faulty)  # last, for it does steps of its own
 
     def _fail(self, requests: list[Request]) -> None:
         for request in requests:

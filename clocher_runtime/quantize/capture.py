@@ -47,7 +47,6 @@ class Text(NamedTuple):
     """Concatenated token sequences."""
 
     ids: np.ndarray  # all tokens, [T] i32
-    positions: np.ndarray  # of each token in its sequence, [T] i32
     lengths: tuple[int, ...]  # tokens of each sequence
     held: np.ndarray  # whether a token's sequence is held out from fitting, [T] bool
 
@@ -76,7 +75,6 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
     chosen[np.random.default_rng(seed).choice(len(lengths), count, replace=False)] = True
     return Text(
         np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences]),
-        np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
         lengths,
         np.repeat(chosen, lengths),
     )
@@ -262,7 +260,7 @@ class Walk:
         """Yield each chunk's rows and the inputs of its tokens: a slot is a sequence."""
         blocks = self.plan.buffers["pages"].shape[1]
         for rows, lengths in self.text.chunks(CHUNK_TOKENS):
-            counts, positions = _pages(lengths), self.text.positions[rows]
+            counts, positions = _pages(lengths), np.concatenate([*map(np.arange, lengths)])
             inputs = {
                 "ids": self.text.ids[rows],
                 "slots": np.repeat(np.arange(len(lengths)), lengths),
