@@ -36,7 +36,7 @@ def pool_stats(pool: PagePool) -> PageStats:
 
 def page_stats(pages: KvPages) -> list[PageStats]:
     """Count the pages of each pool."""
-    return [pool_stats(group.pool) for group in pages._groups]
+    return [pool_stats(pool) for pool in pages._pools]
 
 
 def pages_used(session: Session) -> int:

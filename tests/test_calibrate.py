@@ -73,7 +73,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def logits_of(walk: Walk, weights: dict[str, QuantTensor] | None = None) -> np.ndarray:
     walk.restart()
-    for layer in range(walk.num_layers):
+    for layer in range(walk.spec.num_layers):
         walk.layer(layer, None, weights)
         walk.advance()
     pieces = [(rows, logits.copy()) for rows, logits in walk.logits()]
@@ -143,7 +143,7 @@ class Adding(Observer):
 def test_the_inputs_shown_of_experts_are_those_that_make_their_outputs(family, tmp_path):
     checkpoint = write_random(family, 3, tmp_path / "model")
     walk = Walk(checkpoint, make_text([[1, 2, 3] * 20, [4, 5, 6] * 15]))
-    layer = next(i for i in range(walk.num_layers) if walk.spec.has_experts(i))
+    layer = next(i for i in range(walk.spec.num_layers) if walk.spec.has_experts(i))
     for i in range(layer):
         walk.layer(i)
         walk.advance()

@@ -147,7 +147,7 @@ def test_lists_and_reads_the_pages_that_the_cpu_does(
         )
         try:
             ids = [token.id for token in session.generate([LONG], 2, stop_ids=frozenset())]
-            found.append((ids, session.reading.mode, session.reading.pages))
+            found.append((ids, session.config.attn, session.pages_read))
         finally:
             session.close()
     assert found[0] == found[1]

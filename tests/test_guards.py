@@ -112,14 +112,12 @@ def test_a_session_asks_before_its_tables_are_made(little, monkeypatch):
 def test_tables_are_counted(monkeypatch):
     model = load_model(open_checkpoint(embedded_model()))
     asked = []
-    build.build_plan(
-        model.spec,
-        model.formats,
-        build.Sizes(tokens=1, rows=1, slots=1, context=512),
-        room=lambda buffers, tables: asked.append((buffers, tables)),
-    )
+    monkeypatch.setattr(build, "require", lambda nbytes, *told: asked.append(nbytes))
+    sizes = build.Sizes(tokens=1, rows=1, slots=1, context=512)
+    plan = build.build_plan(model.spec, model.formats, sizes)
+    build.build_plan(model.spec, model.formats, sizes, buffers=True)
     cos, sin = build.rope_tables(model.spec.rope, model.spec.head_dim, 512)
-    assert asked[0][1] == cos.nbytes + sin.nbytes
+    assert asked == [cos.nbytes + sin.nbytes, asked[0] + plan.scratch_bytes()]
     assert cos.dtype == sin.dtype == np.float32
 
 

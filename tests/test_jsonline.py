@@ -137,8 +137,8 @@ class ScriptedSession:
     def __init__(self, clock):
         self.clock, self.calls = clock, []
         self.scheduler = SimpleNamespace(kv_hits=1000, kv_misses=1000)  # left by a warm-up
-        self.reading = SimpleNamespace(mode="topk:256", pages=PagesRead(100, 400))
-        self.config = SimpleNamespace(act_sparsity=None)
+        self.pages_read = PagesRead(100, 400)
+        self.config = SimpleNamespace(act_sparsity=None, attn="topk:256")
         self.model, self.sizes = MODEL, SimpleNamespace(cache_dtype="f32")
         self.diffusion = "off"
         self.speculate, self.costs, self.counts = "off", ForwardCosts(9), Counts(forwards=7, sent=3)
@@ -159,7 +159,7 @@ class ScriptedSession:
                 self.clock.now += 10 * MS * len(prompt)
                 self.touch(after_token, 1)
             self.scheduler.kv_misses += len(prompt)
-            self.reading.pages = PagesRead(*(n + 8 for n in self.reading.pages))
+            self.pages_read = PagesRead(*(n + 8 for n in self.pages_read))
             self.clock.now += 500 * MS  # what happens between spans does not count
             yield Token(sequence, 1)
         for step in range(1, max_new):
@@ -167,8 +167,8 @@ class ScriptedSession:
                 self.clock.now += step * MS
                 self.touch(after_token, len(prompts))
             self.scheduler.kv_hits += 1
-            listed, seen = self.reading.pages
-            self.reading.pages = PagesRead(listed + 4, seen + 8)
+            listed, seen = self.pages_read
+            self.pages_read = PagesRead(listed + 4, seen + 8)
             for sequence in range(len(prompts)):
                 yield Token(sequence, step + 1, "length" if step == max_new - 1 else "")
 

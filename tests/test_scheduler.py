@@ -395,7 +395,7 @@ def test_the_error_of_a_step_is_everyones(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_pool_takes_what_was_used_longest_ago() -> None:
-    pool = PagePool(3)
+    pool = PagePool(3, np.zeros((1, 3), np.int32))
     a, b, c = (pool.take() for _ in range(3))
     for page, key in ((a, b"a"), (b, b"b")):
         pool.name(page, key, b"ids")

@@ -119,7 +119,7 @@ def test_each_token_has_the_score_that_the_session_gives(both: Both) -> None:
             top = row.max()
             wanted.append(float(row[ids[position + 1]] - top - np.log(np.exp(row - top).sum())))
 
-    both.offline.model.session.score(ids, take)
+    assert not list(both.offline.model.session.scoring(ids, take))
     body = {"prompt": ids, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
     answer = both.server.ask("/v1/completions", **body).json()
     first, *told = answer["choices"][0]["logprobs"]["token_logprobs"][:-1]

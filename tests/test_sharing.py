@@ -240,7 +240,7 @@ def test_ctrl_c_in_a_step_loses_no_page(
     next(stream)
 
     def cut(*_: object) -> bool:
-        pages._groups[0].pool.take()  # and before it is noted:
+        pages._pools[0].take()  # and before it is noted:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

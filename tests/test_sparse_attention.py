@@ -178,7 +178,7 @@ def alone(name: str, attn: str) -> list[list[int]]:
 
 def logits_of(attn: str, name: str = "llama", **more: object) -> tuple[np.ndarray, float]:
     with closing(session_of(name, attn, all_logits=True, **more)) as session:
-        return session.logits(PROMPTS[0]), session.reading.pages.share(NOTHING)
+        return session.logits(PROMPTS[0]), session.pages_read.share(NOTHING)
 
 
 @pytest.mark.parametrize("attn", SELECTORS)
@@ -237,7 +237,7 @@ def test_the_reference_selects_the_same(attn: str) -> None:
         )
     ) as session:
         expected = session.logits(PROMPTS[0])
-        assert session.reading.pages.share(NOTHING) == share
+        assert session.pages_read.share(NOTHING) == share
     close = np.abs(got - expected).max(axis=1) < 0.05 * expected.std()
     assert close.mean() > 0.97
 
@@ -301,7 +301,7 @@ def answers(folder: Path, attn: str, length: int) -> tuple[list[bool], float]:
         made = [
             next(iter(session.generate([[*ids, key]], 1, stop_ids=frozenset()))).id for key in keys
         ]
-        share = session.reading.pages.share(NOTHING)
+        share = session.pages_read.share(NOTHING)
     return [token == value for token, value in zip(made, keys.values(), strict=True)], share
 
 

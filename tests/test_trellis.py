@@ -177,7 +177,7 @@ def test_from_a_checkpoint_to_a_model_that_runs(
     found = open_checkpoint(out, verify=True)
     walks = [Walk(open_checkpoint(path), make_text([range(64)] * 2)) for path in (source, out)]
     for walk in walks:
-        for layer in range(walk.num_layers):
+        for layer in range(walk.spec.num_layers):
             walk.layer(layer)
             walk.advance()
     states = [walk.state[slice(0, 64)] for walk in walks]

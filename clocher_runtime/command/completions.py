@@ -192,7 +192,7 @@ def run_line(
         "kv_misses": measured.kv_misses,
         "bytes_per_token": bytes_per_token,
         "forward_passes": steps.forwards,
-        "attention": {"mode": session.reading.mode, "selected": measured.pages_read},
+        "attention": {"mode": session.config.attn, "selected": measured.pages_read},
         "diffusion": {
             "mode": session.diffusion,
             "nfe": speculation.counts.forwards,

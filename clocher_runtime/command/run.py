@@ -154,7 +154,7 @@ def measure(
         touch = WorkTouch(engine.files, config.bytes_per_token, config.stride_bytes)
     sampling = sampling_of(config, engine)
     hits, misses = session.scheduler.kv_hits, session.scheduler.kv_misses
-    drafted, pages_read = session.speculation().counts, session.reading.pages
+    drafted, pages_read = session.speculation().counts, session.pages_read
     steps, first_token_ns = StepTotals(), Reservoir[int]()
     tokenizer, stop_ids = engine.loaded.tokenizer, engine.loaded.stop_ids
     tokens, cut, traced = 0, 0, bool(config.trace_topk)
@@ -222,7 +222,7 @@ def measure(
         tokens=tokens,
         touch=touch,
         speculation=session.speculation(drafted),
-        pages_read=session.reading.pages.share(pages_read),
+        pages_read=session.pages_read.share(pages_read),
         kv_hits=session.scheduler.kv_hits - hits,
         kv_misses=session.scheduler.kv_misses - misses,
         rss_peak_mib=rss_peak_mib(),

@@ -136,11 +136,6 @@ class Canvas:
         self.settled = False
         self.logits: dict[int, Array] = {}
 
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether tokens of finished blocks see their whole block."""
-        return self._blocks.context == "block"
-
     def begin(self, known: Sequence[int]) -> None:
         """Begin a block with its known ids, if none is active."""
         if not self.ids:

@@ -19,7 +19,7 @@ from clocher_kernels.plan import Attr, Call, Executor, Plan
 from clocher_runtime.config.values import shown
 from clocher_runtime.engine.forwards import StepInputs
 from clocher_runtime.engine.requests import OutputQueue, Request
-from clocher_runtime.models.build import PAGE_CELLS, page_table
+from clocher_runtime.models.build import PAGE_CELLS
 from clocher_runtime.models.spec import ModelSpec
 
 THRESHOLD = "act.threshold."
@@ -118,7 +118,7 @@ def calibrate(executor: Executor, ids: Sequence[int] | None, drop: float, longes
     counts: dict[str, np.ndarray] = {}
     inputs, blocks = StepInputs(executor), -(-longest // PAGE_CELLS)
     for name in {"pages", "window_pages"} & set(executor.plan.buffers):
-        executor.array(name)[0, :blocks] = page_table(1, blocks)[0]
+        executor.array(name)[0, :blocks] = np.arange(blocks)
     for start in range(0, len(text), longest):
         request = Request(ids=text[start : start + longest], slot=0, queue=OutputQueue(1))
         while count := min(request.waiting_tokens, executor.plan.tokens):

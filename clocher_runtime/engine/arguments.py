@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import numpy as np
 from msgspec import Meta, Struct
+from msgspec.structs import asdict
 
 from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import FORBIDDEN
@@ -138,24 +140,22 @@ class Sampling:
     processors: Sequence[Processor] = ()
 
     def __post_init__(self) -> None:
-        checked: dict[str, object] = {}
+        adopt = partial(object.__setattr__, self)
         for name, expected, low, high in _REAL:
             value = getattr(self, name)
             number = as_number(value)
             above = name == "top_p"  # its bound is none of its values
             if number is None or not low <= number <= high or (above and number == low):
                 raise UsageError(f"{name}: got {shown(value)}, expected {expected}")
-            checked[name] = number
-        checked["top_k"] = whole("top_k", self.top_k, 0, (1 << 31) - 1)
-        checked["seed"] = whole("seed", self.seed, 0, (1 << 64) - 1)
-        checked["logit_bias"] = _biases(self.logit_bias)
+            adopt(name, number)
+        adopt("top_k", whole("top_k", self.top_k, 0, (1 << 31) - 1))
+        adopt("seed", whole("seed", self.seed, 0, (1 << 64) - 1))
+        adopt("logit_bias", _biases(self.logit_bias))
         processors = tuple(listed(self.processors, "processors as a list of functions"))
         for process in processors:
             if not callable(process):
                 raise UsageError(f"a logits processor is {shown(process)}; expected a function")
-        checked["processors"] = processors
-        for name, found in checked.items():
-            object.__setattr__(self, name, found)
+        adopt("processors", processors)
 
     @property
     def on_host(self) -> bool:
@@ -293,9 +293,6 @@ def one_for_each(
 # override single fields; a temperature of 0 overrides all. As in vLLM, absent fields have no hidden
 # defaults.
 FILE = "generation_config.json"
-NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-
-_NOT_SAID: Mapping[str, float] = {"top_k": 0, "top_p": 1, "min_p": 0, "repetition_penalty": 1}
 
 
 class _Sampling(Struct):
@@ -304,6 +301,9 @@ class _Sampling(Struct):
     top_p: Annotated[float, Meta(ge=1e-6, le=1)] = 1.0
     min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
     repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
+
+
+NAMES = _Sampling.__struct_fields__
 
 
 class _Settings(Struct):
@@ -318,9 +318,9 @@ def sampling_defaults(checkpoint: "Checkpoint") -> dict[str, float]:
     wanted = read_as(settings, _Sampling, FILE)
     if wanted.temperature == 0:
         return {}
-    values: dict[str, float] = {name: getattr(wanted, name) for name in NAMES}
-    values["top_k"] = max(wanted.top_k, 0)
-    return {name: value for name, value in values.items() if value != _NOT_SAID.get(name)}
+    said: dict[str, float] = asdict(wanted) | {"top_k": max(wanted.top_k, 0)}
+    usual = asdict(_Sampling())
+    return {n: value for n, value in said.items() if n == "temperature" or value != usual[n]}
 
 
 def taken(defaults: Mapping[str, float], said: Mapping[str, Any]) -> dict[str, float]:

@@ -2,21 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from clocher_kernels.errors import UsageError
-from clocher_kernels.guards import require
 from clocher_kernels.ops.contract import has_codes
 from clocher_kernels.ops.rewrite import round_activations, skip_zeros
-from clocher_kernels.plan import Executor, Plan
+from clocher_kernels.plan import Executor
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.engine.backends import BACK_ENDS, Progress, make_executor
 from clocher_runtime.engine.footprint import packed_names, with_codes
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.pages import KvPages
-from clocher_runtime.models.build import COUNTS, Sizes, build_plan
+from clocher_runtime.models.build import Sizes, build_plan
 from clocher_runtime.models.inventory import in_scope
 
 
@@ -54,7 +52,8 @@ def bind(
     scope = in_scope(spec, scoped or "all")
     adapters = model.adapters
     adapted = adapters.linears if adapters else {}
-    plan = build_plan(spec, formats, sizes, partial(_check_room, known.on_host), adapted)
+    # The GPU's memory is checked where it is known.
+    plan = build_plan(spec, formats, sizes, adapted, buffers=known.on_host)
     share = None
     if config.act_sparsity is not None:
         from clocher_runtime.engine.act_sparsity import act_sparsity, calibrate, drop_inputs
@@ -84,44 +83,24 @@ def bind(
     )
     if share is not None:
         calibrate(executor, calibration, share, sizes.longest)
-    stored = _act_prec(plan, act_prec)
-    pages = _pages(model, config, sizes, executor, stored)
-    is_kept = backend == "cpu" and packed_names(plan) <= scope
-    return Bound(model, config, sizes, executor, pages, stored, is_kept)
-
-
-def _pages(
-    model: Model, config: EngineConfig, sizes: Sizes, executor: Executor, act_prec: str
-) -> KvPages:
-    spec, formats = model.spec, sorted(model.formats.items())
-    salt = f"{spec} {formats} {sizes.cache_dtype} {act_prec} {config.act_sparsity}"
+    stored = act_prec
+    if not any(call.op == "fake_quantize" for call in plan.calls):
+        integer = any(has_codes(call) for call in plan.calls)
+        stored = "int8" if integer else "fp32" if act_prec == "int8" else act_prec
+    salt = f"{spec} {sorted(formats.items())} {sizes.cache_dtype} {stored} {config.act_sparsity}"
     if sizes.selection is not None:  # keys of all but the first layer depend on what was read
         salt += f" {sizes.selection}"
-    return KvPages(
-        executor.array("pages") if spec.windows else None,
-        sizes.pages,
+    pages = KvPages(
+        executor.array("pages"),
+        sizes.pages if spec.windows else 0,
         window_table=executor.array("window_pages") if sizes.window_pages else None,
         window_pages=sizes.window_pages,
         window=max(spec.windows, default=0),
         salt=salt.encode(),
         reuse=config.prefix_cache,
     )
-
-
-def _act_prec(plan: Plan, stored: str) -> str:
-    if any(call.op == "fake_quantize" for call in plan.calls):
-        return stored
-    integer = any(has_codes(call) for call in plan.calls)
-    return "int8" if integer else "fp32" if stored == "int8" else stored
-
-
-def _check_room(on_host: bool, buffers: int, tables: int) -> None:
-    # The GPU's memory is checked where it is known.
-    require(
-        buffers + tables if on_host else tables,
-        "KV cache and buffers need",
-        "lower --context or --batch, or choose a smaller --kv-dtype",
-    )
+    is_kept = backend == "cpu" and packed_names(plan) <= scope
+    return Bound(model, config, sizes, executor, pages, stored, is_kept)
 
 
 class PagesRead(NamedTuple):
@@ -134,20 +113,3 @@ class PagesRead(NamedTuple):
         """Return the share read since an earlier state; 1 if there was nothing to read."""
         seen = self.seen - before.seen
         return (self.listed - before.listed) / seen if seen else 1.0
-
-
-class AttentionReads:
-    """What attention reads of a KV cache."""
-
-    def __init__(self, bound: Bound) -> None:
-        sizes = bound.sizes
-        self.mode = "dense" if sizes.selection is None else sizes.selection.name
-        self._executor, self._tokens = bound.executor, sizes.tokens
-
-    @property
-    def pages(self) -> PagesRead:
-        """Pages read since the session began; (0, 0) where all are read."""
-        if self.mode == "dense":
-            return PagesRead(0, 0)
-        listed, seen = self._executor.fetch(COUNTS, self._tokens).sum(axis=(0, 1)).tolist()
-        return PagesRead(listed, seen)

@@ -10,7 +10,7 @@ from clocher_kernels.errors import UsageError
 from clocher_kernels.ops.sampling import NO_TOKEN
 from clocher_runtime.diffusion.canvas import Canvas, Draw, Rule, rule_of
 from clocher_runtime.engine.requests import Request, Snapshot, Token, sample_on_host
-from clocher_runtime.models.spec import BlockDiffusion, ModelSpec
+from clocher_runtime.models.spec import BlockDiffusion
 from clocher_runtime.speculation.draft import Draft
 
 _USUAL_RULE = "threshold:0.9"
@@ -68,10 +68,6 @@ class Denoise(Request):
     canvas: Canvas
 
     @property
-    def block(self) -> int:
-        return self.canvas.size
-
-    @property
     def text_end(self) -> int:
         """Tokens before the active block."""
         return len(self.ids) // self.canvas.size * self.canvas.size
@@ -91,10 +87,6 @@ class Denoise(Request):
     @property
     def snapshot(self) -> Snapshot:
         return Snapshot(self.forwards, self.canvas.ids[self.canvas.fixed :])
-
-    @property
-    def whole_blocks(self) -> bool:
-        return self.canvas.whole_blocks
 
     def rows(self, count: int) -> int:
         return (len(self.masks) or 1) if count == self.waiting_tokens else 0
@@ -150,7 +142,7 @@ class Diffusing:
         """Return the longest sequence for a context of `cells`; whole blocks under a rule."""
         return cells if self.rule is None else cells // self.blocks.block * self.blocks.block
 
-    def request(self, longest: int, fields: dict[str, Any]) -> Request:
+    def request(self, longest: int, **fields: Any) -> Request:
         """Return a request with the fields of `Request`. Raises UsageError."""
         constraint, ids = fields["constraint"], fields["ids"]
         if self.rule is None:
@@ -168,9 +160,11 @@ class Diffusing:
                 f"{longest}; shorten the prompt or raise --context"
             )
         fields["budget"] = min(fields["budget"], room)
-        if self.blocks.context == "block":  # a sequence that is scored has other keys
+        whole, size = self.blocks.context == "block", self.blocks.block
+        if whole:  # a sequence that is scored has other keys
             fields["salt"] = _WHOLE_BLOCKS + fields["salt"]
-        made = Denoise(canvas=Canvas(self.blocks, self.rule), **fields)
+        canvas = Canvas(self.blocks, self.rule)
+        made = Denoise(canvas=canvas, block=size, whole_blocks=whole, **fields)
         made.begin_block()
         return made
 
@@ -186,25 +180,13 @@ def of_call(session: Diffusing | None, asked: str | None) -> Diffusing | None:
     return among(session.blocks, asked)
 
 
-def diffusing(spec: ModelSpec, asked: str, speculate: str) -> Diffusing | None:
-    """Return how a session decodes blocks; None: autoregressively. Raises UsageError."""
-    blocks = spec.diffusion
+def among(blocks: BlockDiffusion | None, asked: str) -> Diffusing | None:
+    """Return the decoding that `--diffusion` names; None: autoregressively. Raises UsageError."""
     if blocks is None:
         raise UsageError(
             f"diffusion {asked}: this model does not denoise blocks (its config.json has no "
             "block_diffusion); use auto"
         )
-    found = among(blocks, asked)
-    if found is not None and speculate not in ("auto", "off"):
-        raise UsageError(
-            f"speculate {speculate} with diffusion {asked}: blocks are drafted by the model "
-            "itself; use diffusion=off, or speculate=auto"
-        )
-    return found
-
-
-def among(blocks: BlockDiffusion, asked: str) -> Diffusing | None:
-    """Return the decoding that `--diffusion` names; None for none. Raises UsageError."""
     causal = blocks.context == "causal"
     if asked in ("off", "lossless") and not causal:
         raise UsageError(

@@ -11,18 +11,14 @@ from functools import partial
 
 import numpy as np
 
-from clocher_kernels.errors import UsageError
-from clocher_runtime.config.values import shown
 from clocher_runtime.engine.arguments import Sampling
 from clocher_runtime.engine.backends import BACK_ENDS
 from clocher_runtime.engine.binding import Bound
 from clocher_runtime.engine.forwards import Part, StepInputs
-from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request
 from clocher_runtime.engine.timing import StepTimes
 from clocher_runtime.speculation.draft import CONFIDENCE, NO_DRAFT, UNSEEN, Draft
 from clocher_runtime.speculation.gate import ForwardCosts
-from clocher_runtime.speculation.speculator import WITH_DRAFT_MODEL
 
 _READ = 32
 """Tokens of a text that are read before its first draft: further ones win less than they cost."""
@@ -38,9 +34,8 @@ class DraftModel:
         self._executor, self.pages = bound.executor, bound.pages
         self._inputs, self._now = StepInputs(bound.executor), StepTimes().now
         self._vocabulary, self.known_ids = vocabulary, bound.model.spec.vocab_size
-        self._count, self.longest = bound.sizes.slots, bound.sizes.longest
+        self.longest = bound.sizes.longest
         self._on_host = BACK_ENDS[bound.config.backend].on_host
-        self.slots = list(range(self._count))[::-1]
         self.costs = ForwardCosts(bound.executor.plan.tokens)
 
     def reader(self, ids: Sequence[int], sampling: Sampling, salt: bytes) -> "SequenceReader":
@@ -123,18 +118,6 @@ class DraftModel:
         chance = 1 / np.exp(scaled - scaled[token]).sum()
         return UNSEEN + 1 + bisect_right(CONFIDENCE, float(chance))
 
-    def admit(self, request: Request) -> bool:
-        """Give a sequence a slot and its cached prefix; return whether there is room."""
-        if not self.slots or not self.pages.admit(request, self.slots[-1]):
-            return False
-        self.slots.pop()
-        return True
-
-    def reset(self) -> None:
-        """Forget all sequences."""
-        self.slots = list(range(self._count))[::-1]
-        self.pages.reset()
-
     def warm(self) -> None:
         """Compile everything, and measure what steps cost."""
         self._executor.warm()
@@ -148,8 +131,6 @@ class DraftModel:
 
 class SequenceReader:
     """What a draft model has read and drafted; all drafted tokens but the last have keys."""
-
-    __slots__ = ("_is_lost", "_model", "_skipped", "drafted", "request")
 
     def __init__(
         self, model: DraftModel, ids: Sequence[int], sampling: Sampling, salt: bytes
@@ -187,7 +168,7 @@ class SequenceReader:
             self.leave()
             return 0
         if request.slot < 0:
-            return request.waiting_tokens if model.admit(request) else 0
+            return request.waiting_tokens if model.pages.admit(request) else 0
         if right:
             model.pages.commit(request, min(cells, len(request.ids) - 1))
         return request.waiting_tokens
@@ -203,23 +184,5 @@ class SequenceReader:
 
     def leave(self) -> None:
         """Give slot and pages back; if the sequence continues, it is read again."""
-        request = self.request
         self.drafted = []
-        if request.slot >= 0:
-            self._model.slots.append(request.slot)
-            self._model.pages.release(request)
-
-
-def check_draft(draft: Model | None, mode: str) -> None:
-    """Raise UsageError for an unused draft model, or a missing one."""
-    if draft is None:
-        if mode == "draft":
-            raise UsageError(
-                "speculate is 'draft' without a draft model; give draft_model to load, or "
-                "--draft-model, or use 'auto'"
-            )
-        return
-    if not isinstance(draft, Model):
-        raise UsageError(f"draft is {shown(draft)}; expected a Model of engine.load, or None")
-    if mode not in WITH_DRAFT_MODEL:
-        raise UsageError(f"a draft model with speculate {mode!r}; expected 'auto' or 'draft'")
+        self._model.pages.release(self.request)

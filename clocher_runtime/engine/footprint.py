@@ -141,7 +141,7 @@ def footprint(
     sizes = sizes_of(spec, EngineConfig(context=context), speculates=not width, width=width)
     scope = in_scope(spec, "all")
     plan = skip_zeros(with_codes(lay_out(spec, formats, sizes), formats, scope), formats, scope)
-    packed, kv = packed_names(plan), _state_bytes(plan)
+    packed, kv = packed_names(plan), state_bytes(plan)
     return Footprint(
         mapped=sum(w.nbytes for n, w in weights.items() if not w.made and n not in packed),
         made=sum(w.nbytes for w in weights.values() if w.made),
@@ -159,10 +159,11 @@ def kv_bytes_per_token(spec: ModelSpec) -> int:
 
 def kv_cache_bytes(spec: ModelSpec, sizes: Sizes) -> int:
     """Return the bytes of a session's KV cache, tables and scales included."""
-    return _state_bytes(lay_out(spec, _plain(spec), sizes))
+    return state_bytes(lay_out(spec, _plain(spec), sizes))
 
 
-def _state_bytes(plan: Plan) -> int:
+def state_bytes(plan: Plan) -> int:
+    """Return the bytes that survive steps: the KV cache, tables and scales included."""
     return sum(buffer.nbytes for buffer in plan.buffers.values() if buffer.role == "state")
 
 

@@ -2,9 +2,8 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +35,6 @@ class StepInputs:
         """Write the inputs of a step; return its tokens and output rows."""
         start = row = masks = edits = 0
         columns: dict[str, list[float]] = {name: [] for name in self._arrays if name not in _LISTS}
-        shown = []
         for number, (request, count) in enumerate(parts, 1):
             written = size = lists = 0
             if request.constraint is not None and request.rows(count):
@@ -48,11 +46,15 @@ class StepInputs:
             drafted, rows = len(draft.tokens) + len(masks_behind), request.rows(count)
             total, first = count + drafted, request.made + drafted + 1 - rows
             begin = [edits + size * min(i, lists - 1) for i in range(rows)]
+            ends: Sequence[int] = range(cells + 1, cells + total + 1)
+            if request.whole_blocks:
+                ends = [(end + request.block - 1) // request.block * request.block for end in ends]
+            draws = range(first, first + rows) if drafted else [request.made] * rows
             added: dict[str, Sequence[float]] = {
                 "ids": (*request.ids[cells : cells + count], *draft.tokens, *masks_behind),
                 "slots": [request.slot] * total,
                 "positions": range(cells, cells + total),
-                "ends": range(cells + 1, cells + total + 1),
+                "ends": (*ends[: total - len(masks_behind)], *[cells + total] * len(masks_behind)),
                 "ancestors": [0] * total,
                 "adapters": [request.adapter] * total,
                 "rows": range(start + total - rows, start + total),
@@ -64,18 +66,14 @@ class StepInputs:
                 "top_p": [sampling.top_p] * rows,
                 "min_p": [sampling.min_p] * rows,
                 "seeds": [sampling.seed] * rows,
-                "draws": range(first, first + rows) if drafted else [request.made] * rows,
+                "draws": [0] * rows if request.denoises else draws,  # where the host draws
             }
             for name, column in columns.items():
                 column += added[name]
-            if masks_behind or request.denoises:
-                shown.append((request, start, count, drafted, row))
             start, row, masks = start + total, row + rows, masks + written
             edits += size * lists
         for name, column in columns.items():
             self._arrays[name][: len(column)] = column
-        for each in shown:
-            self._show(*each)
         self._executor.upload(masks, edits)
         return start, row
 
@@ -111,18 +109,6 @@ class StepInputs:
         size = edits.write(self._arrays["edit_ids"], self._arrays["edits"], at, drafted)
         return size, 1 + len(drafted)
 
-    def _show(self, request: Request, start: int, count: int, drafted: int, row: int) -> None:
-        """Let the masks of a request, and the tokens of its block where needed, see each other."""
-        ends, total = self._arrays["ends"], count + drafted
-        if request.whole_blocks:
-            places = request.cells + np.arange(count)
-            ends[start : start + count] = (places // request.block + 1) * request.block
-        if request.denoises:
-            self._arrays["draws"][row : row + request.rows(count)] = 0  # the host draws
-        if drafted:
-            behind = len(request.masks)
-            ends[start + total - behind : start + total] = request.cells + total
-
 
 Rows = tuple[Request, slice]
 """A request, and its output rows in a forward."""
@@ -130,32 +116,19 @@ _BARE_EVERY = 32
 """One in so many forwards drafts no blocks, for comparison."""
 
 
-class Done(NamedTuple):
-    """Result of a forward.
-
-    `logits` [R, V] and `hidden` [R, D] (before the final norm), fp32, are valid until the next one;
-    None where no request wants them.
-    """
-
-    tokens: int
-    rows: list[Rows]
-    made: dict[Request, list[Token]]
-    logits: np.ndarray | None
-    hidden: np.ndarray | None
-    is_faulty: bool
-
-
 class Forwards:
     """Executes the steps of a scheduler.
 
-    `decoded` counts decoding forwards per sequence; `costs`: times without block drafts.
+    `counts`: forwards after a sequence's first, and tokens; `denoising`: all of block models;
+    `costs`: times without block drafts.
     """
 
     def __init__(
         self, executor: Executor, pages: KvPages, speculator: Speculator | None = None
     ) -> None:
         self.times, self.sums, self.speculator = StepTimes(), StepSums(), speculator
-        self.decoded, self.denoising = 0, Counts()
+        self.counts = Counts() if speculator is None else speculator.counts
+        self.denoising = Counts()
         self.costs, self._trial = ForwardCosts(executor.plan.rows), Trial()
         self._ahead = 0  # forwards that could draft blocks
         self._measures_later = False
@@ -164,11 +137,6 @@ class Forwards:
         self._staged: list[Request] = []  # requests whose inputs the device advances by itself
         self._launched: list[Rows] = []  # of the step that was launched before its turn
         self._ended = 0
-
-    @property
-    def counts(self) -> Counts:
-        """Counts of forwards and tokens outside speculation."""
-        return Counts(forwards=self.decoded, tokens=self.sums.decode_tokens)
 
     @property
     def launched(self) -> list[Part]:
@@ -202,8 +170,8 @@ class Forwards:
         self._pages.changed = False
         return self._inputs.stage(parts)
 
-    def run(self, parts: list[Part], stays: bool = False) -> Done:
-        """Execute a forward and put its tokens into the output queues.
+    def run(self, parts: list[Part], stays: bool = False) -> int:
+        """Execute a forward and put its tokens into the output queues; return those computed.
 
         `stays`: no other request can be in the next one, which may then be launched ahead.
         """
@@ -215,7 +183,10 @@ class Forwards:
             self._measures_later = False
             speculator.costs.measure(self.blank)
         launched, self._launched = self._launched, []
-        with self._span(parts, prompt, decodes, bool(launched)) as tally:
+        window = parts[0][0].queue.window  # that of all: see `Scheduler.submit`
+        kind: SpanKind = "prefill" if prompt else "decode"
+        span = window.span(kind, prompt or decodes, bool(launched)) if window else None
+        with span or nullcontext(Tally(0)) as tally:
             began = drafted = self._ended if launched else self.times.now()
             if launched:
                 tokens, rows = len(parts), launched[-1][1].stop
@@ -236,7 +207,8 @@ class Forwards:
                 logits = self._executor.fetch("logits", rows)
             made = self._verify(wanted, sampled, logits, drafts)
             _notify(made)
-            tally.ahead = any(_goes_on(request, made) for request, _ in self._launched)
+            ahead = [request for request, _ in self._launched]
+            tally.ahead = any(not (each.is_done or each.queue.is_over) for each in ahead)
             self._ended = ended = self.times.now()
             decoded = sum(len(of) for request, of in made.items() if request.made > len(of))
             self.sums.add(prompt, decoded, ended - began)
@@ -247,10 +219,18 @@ class Forwards:
                     counts = speculator.costs.note(tokens, ended - drafted)
                     speculator.judge(decodes, decoded, drafted - began + counts)
                 elif not prompt and any(request.looks_ahead for request, _ in parts):
-                    self._judge(decodes, decoded, ended - began)
+                    if self._is_bare or not self._trial.is_on:
+                        self.costs.note(decodes, ended - began)
+                    if not self._is_bare or not self._trial.is_on:
+                        self._trial.note(ended - began, decoded / decodes, self.costs.ns[decodes])
             if not prompt:
                 tally.tokens, tally.sequences = decoded, decodes
-        return Done(tokens, wanted, made, logits, hidden, NO_TOKEN in sampled)
+        for request, each in wanted:  # what callers do with rows takes no time of the step's
+            if isinstance(request, Score) and not (request.queue.is_over or request.is_faulty):
+                found = hidden if request.hidden else logits
+                assert found is not None
+                request.score(found[each])
+        return tokens
 
     def _room(self, parts: list[Part]) -> tuple[int, int]:
         """Return the tokens of a step without drafts, and how many draft tokens fit."""
@@ -290,13 +270,6 @@ class Forwards:
     def _is_bare(self) -> bool:
         return self._ahead % _BARE_EVERY == 2
 
-    def _judge(self, sequences: int, made: int, ns: int) -> None:
-        if self._is_bare or not self._trial.is_on:
-            self.costs.note(sequences, ns)
-        if not self._is_bare or not self._trial.is_on:
-            known = self.costs.known and sequences < len(self.costs.ns)
-            self._trial.note(ns, made / sequences, self.costs.ns[sequences] if known else 0.0)
-
     def _begin(self, parts: list[Part], only_decodes: bool) -> tuple[int, int]:
         """Write the inputs of a step, unless the device continues by itself; return its size."""
         requests = [request for request, _ in parts]
@@ -330,15 +303,6 @@ class Forwards:
             and self._pages.reserve(request, request.cells + 2)
         )
 
-    def _span(
-        self, parts: list[Part], prompt: int, decodes: int, launched: bool
-    ) -> AbstractContextManager[Tally]:
-        for request, _ in parts:
-            if request.queue.window is not None:
-                kind: SpanKind = "prefill" if prompt else "decode"
-                return request.queue.window.span(kind, prompt or decodes, launched)
-        return nullcontext(Tally(0))
-
     def _verify(
         self, wanted: list[Rows], sampled: list[int], logits: np.ndarray | None, drafts: bool
     ) -> dict[Request, list[Token]]:
@@ -348,11 +312,10 @@ class Forwards:
             if isinstance(request, Score) or queue.is_over:
                 request.is_faulty = NO_TOKEN in drawn
                 continue
-            self.decoded += request.forwards > 0
+            began = request.forwards > 0
             request.forwards += 1
             if request.on_host:
                 self._staged = []  # the device went on with its own token
-            began = request.made > 0
             tokens = request.advance(drawn, None if logits is None else logits[rows])
             made[request] = tokens
             queue.tokens.extend(tokens)
@@ -360,14 +323,13 @@ class Forwards:
                 queue.snapshots[request.index] = snapshot
                 self.denoising.forwards += 1
                 self.denoising.tokens += len(tokens)
-            if began and tokens and self.speculator is not None:
-                if drafts and request.track is not None:
-                    request.track.sent = request.draft  # without what had no room, or was forbidden
-                    ids = [token.id for token in tokens]
-                    self.speculator.learn(request.track, ids, len(ids) - 1)
-                else:  # nothing can be drafted for it, or drafts pause
-                    self.speculator.counts.forwards += 1
-                    self.speculator.counts.tokens += len(tokens)
+            if began and tokens and drafts and self.speculator and request.track is not None:
+                request.track.sent = request.draft  # without what had no room, or was forbidden
+                ids = [token.id for token in tokens]
+                self.speculator.learn(request.track, ids, len(ids) - 1)
+            elif began:  # nothing can be drafted for it, or drafts pause
+                self.counts.forwards += 1
+                self.counts.tokens += len(tokens) if request.made > len(tokens) else 0
         return made
 
 
@@ -377,11 +339,6 @@ def _rows(parts: list[Part]) -> Iterator[Rows]:
         if rows := request.rows(count):
             yield request, slice(start, start + rows)
             start += rows
-
-
-def _goes_on(request: Request, made: dict[Request, list[Token]]) -> bool:
-    tokens = made.get(request)
-    return not (request.queue.is_over or (tokens and tokens[-1].last))
 
 
 def _notify(made: dict[Request, list[Token]]) -> None:

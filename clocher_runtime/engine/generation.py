@@ -142,8 +142,7 @@ def _after_fork() -> None:
         lock.forked()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Generation(Iterator[Token]):
@@ -164,21 +163,14 @@ class Generation(Iterator[Token]):
         if self._is_over:
             raise StopIteration
         queue = self.begin()
-        if self._is_over:
-            raise StopIteration
         while True:
             self._lock.serve(queue)
             try:
                 return queue.tokens.popleft()
             except IndexError:  # it ended, or another thread took the token
                 if queue.is_over:
-                    break
-        if queue.error is not None and not queue.left:
-            raise queue.error
-        self._is_over = True
-        if not queue.left:
-            self._end()
-        raise StopIteration
+                    self._finish(queue)
+                    raise StopIteration from None
 
     def poll(self) -> list[Token] | None:
         """Return available tokens without a step; None after the last. Raises ClocherError."""
@@ -186,13 +178,16 @@ class Generation(Iterator[Token]):
         tokens = [queue.tokens.popleft() for _ in range(len(queue.tokens))]
         if tokens or not queue.is_over:
             return tokens
-        if self._is_over:
-            return None
-        self._is_over = True
-        if queue.error is not None and not queue.left:
-            raise queue.error
-        self._end()
+        self._finish(queue)
         return None
+
+    def _finish(self, queue: OutputQueue) -> None:
+        if queue.left or self._is_over:
+            return
+        if queue.error is not None:
+            raise queue.error
+        self._is_over = True
+        self._end()
 
     def snapshot(self, sequence: int = 0) -> Snapshot | None:
         """Return the state of a sequence whose blocks are denoised; None for others."""

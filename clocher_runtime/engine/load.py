@@ -16,7 +16,6 @@ from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.checkpoints.checkpoint import Checkpoint, is_lazy, rows_of
 from clocher_runtime.config.engine import PRECISIONS as PRECISIONS
 from clocher_runtime.disk.strict_json import given, read_as
-from clocher_runtime.engine.arguments import one_of
 from clocher_runtime.models.config import Ends
 from clocher_runtime.models.families import spec_from_config
 from clocher_runtime.models.inventory import EMBED, HEAD, Need, head_name, inventory
@@ -71,8 +70,6 @@ def load_model(checkpoint: Checkpoint, precision: str | None = None) -> Model:
     `WEIGHT_ONLY` quantise the float linears of the blocks. Quantised tensors never change.
     """
     refuse_in_window("load weights")
-    if precision is not None:
-        one_of("precision", precision, PRECISIONS)
     spec, needs = describe(checkpoint)
     becomes = destined(spec, needs, checkpoint, precision)
     require(
@@ -245,8 +242,7 @@ def label(matrices: Mapping[str, tuple[Format, int]]) -> str:
 def bytes_per_token(spec: ModelSpec, sizes: Mapping[str, int]) -> int:
     """Return the weight bytes read per token, from the bytes of each tensor."""
     total = 0
-    for name in inventory(spec):
-        nbytes = sizes[name]
+    for name, nbytes in sizes.items():
         if name == EMBED:
             nbytes //= spec.vocab_size
         elif spec.moe is not None and ".mlp.experts." in name:

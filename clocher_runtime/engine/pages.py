@@ -10,7 +10,6 @@ diverged are kept longer.
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,10 +21,11 @@ NO_PAGE = -1
 
 
 class PagePool:
-    """The pages of one group of layers."""
+    """The pages of one group of layers, and their page table [S, B]; `window` 0: full attention."""
 
-    def __init__(self, count: int) -> None:
-        self.count = count
+    def __init__(self, count: int, table: np.ndarray, window: int = 0) -> None:
+        self.count, self.table, self.window = count, table, window
+        table[...] = NO_PAGE
         self._touched = 0  # pages that were ever taken
         self._users: list[int] = []  # of each of them
         self._unused: OrderedDict[int, None] = OrderedDict()  # of them
@@ -68,6 +68,10 @@ class PagePool:
     def is_unused(self, page: int) -> bool:
         """Return whether no sequence uses a page."""
         return self._users[page] == 0
+
+    def first_block(self, cell: int) -> int:
+        """Return the first block that a token at a cell sees."""
+        return max(0, cell - self.window + 1) // PAGE_CELLS if self.window else 0
 
     def share(self, page: int) -> None:
         """Add a user to a page."""
@@ -113,28 +117,18 @@ class Sequence:
     keys: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
-class _Group(NamedTuple):
-    """Layers that share a page table [S, B] and a pool; `window` 0: full attention."""
-
-    table: np.ndarray
-    pool: PagePool
-    window: int
-
-    def first_block(self, cell: int) -> int:
-        return max(0, cell - self.window + 1) // PAGE_CELLS if self.window else 0
-
-
 class KvPages:
     """The page tables of a Plan, and the sequences that own the pages in them.
 
-    `table` [S, B] i32 and `pages` belong to full-attention layers (None: no KV cache), the others
+    `table` [S, B] i32 and `pages` belong to full-attention layers (0: no KV cache), the others
     to layers with a window; `salt`: what contents depend on besides ids; `reuse`: prefix caching;
-    `changed`: a table was written to since it was sent to the device.
+    `slots`: free rows of the tables; `changed`: a table was written to since it was sent to the
+    device.
     """
 
     def __init__(
         self,
-        table: np.ndarray | None,
+        table: np.ndarray,
         pages: int,
         *,
         window_table: np.ndarray | None = None,
@@ -143,76 +137,73 @@ class KvPages:
         salt: bytes = b"",
         reuse: bool = True,
     ) -> None:
-        self._groups = [] if table is None else [_Group(table, PagePool(pages), 0)]
+        self._pools = [PagePool(pages, table)] if pages else []
         if window_table is not None:
-            self._groups.append(_Group(window_table, PagePool(window_pages), window))
-        self._salt, self._reuse = salt, reuse
+            self._pools.append(PagePool(window_pages, window_table, window))
+        self._count, self._salt, self._reuse = len(table), salt, reuse
         self.reset()
-
-    @property
-    def keeps(self) -> bool:
-        """Whether the Plan has a KV cache."""
-        return bool(self._groups)
 
     @property
     def used(self) -> int:
         """Pages held by sequences."""
-        return sum(group.pool.used for group in self._groups)
+        return sum(pool.used for pool in self._pools)
 
     @property
     def total(self) -> int:
-        """Pages of all pools."""
-        return sum(group.pool.count for group in self._groups)
+        """Pages of all pools; 0: the Plan has no KV cache."""
+        return sum(pool.count for pool in self._pools)
 
     @property
     def named(self) -> int:
         """Pages that can be found, in use or not."""
-        return sum(group.pool.named for group in self._groups)
+        return sum(pool.named for pool in self._pools)
 
     def reset(self) -> None:
         """Forget everything, once no sequence is left: state may be half-written."""
-        self._groups = [group._replace(pool=PagePool(group.pool.count)) for group in self._groups]
-        for group in self._groups:
-            group.table[...] = NO_PAGE
+        self._pools = [PagePool(pool.count, pool.table, pool.window) for pool in self._pools]
+        self.slots = list(range(self._count))[::-1]
         self.changed = True
 
-    def admit(self, sequence: Sequence, slot: int, reuse: bool = True) -> bool:
+    def admit(self, sequence: Sequence, reuse: bool = True) -> bool:
         """Give a sequence a slot and its cached prefix; return whether the rest has room too."""
-        blocks = self._known(sequence) if reuse and self._reuse and self._groups else 0
+        if not self.slots:
+            return False
+        blocks = self._known(sequence) if reuse and self._reuse and self._pools else 0
         found = []
-        for group in self._groups:
+        for pool in self._pools:
             pages = {}
-            for block in range(group.first_block(blocks * PAGE_CELLS), blocks):
-                page = group.pool.find(*sequence.keys[block])
+            for block in range(pool.first_block(blocks * PAGE_CELLS), blocks):
+                page = pool.find(*sequence.keys[block])
                 assert page is not None
                 pages[block] = page
             found.append(pages)
         needed = -(-len(sequence.ids) // PAGE_CELLS) - blocks
-        for group, pages in zip(self._groups[:1], found, strict=False):
-            revived = sum(group.pool.is_unused(page) for page in pages.values())
-            if needed > group.pool.available - revived:
+        for pool, pages in zip(self._pools[:1], found, strict=False):
+            revived = sum(pool.is_unused(page) for page in pages.values())
+            if needed > pool.available - revived:
                 return False
-        for group, pages in zip(self._groups, found, strict=True):
+        sequence.slot = self.slots.pop()
+        for pool, pages in zip(self._pools, found, strict=True):
             for block, page in pages.items():
-                group.pool.share(page)
-                group.table[slot, block] = page
-        sequence.slot, sequence.cells, sequence.held = slot, blocks * PAGE_CELLS, tuple(found)
+                pool.share(page)
+                pool.table[sequence.slot, block] = page
+        sequence.cells, sequence.held = blocks * PAGE_CELLS, tuple(found)
         self.changed = True
         return True
 
     def reserve(self, sequence: Sequence, cells: int) -> bool:
         """Give a sequence pages for its first `cells` cells; return whether there were enough."""
         last = (cells - 1) // PAGE_CELLS
-        for group, held in zip(self._groups, sequence.held, strict=True):
+        for pool, held in zip(self._pools, sequence.held, strict=True):
             if last in held:
                 continue
-            for block in range(group.first_block(sequence.cells), last + 1):
+            for block in range(pool.first_block(sequence.cells), last + 1):
                 if block in held:
                     continue
-                if not group.pool.available:
+                if not pool.available:
                     return False
-                held[block] = page = group.pool.take()
-                group.table[sequence.slot, block] = page
+                held[block] = page = pool.take()
+                pool.table[sequence.slot, block] = page
                 self.changed = True
         return True
 
@@ -223,41 +214,44 @@ class KvPages:
         if full == before:
             return
         for block in range(before, full):
-            for group, held in zip(self._groups, sequence.held, strict=True):
+            for pool, held in zip(self._pools, sequence.held, strict=True):
                 if self._reuse and block in held:
-                    group.pool.name(held[block], *self._key(sequence, block))
-        for group, held in zip(self._groups, sequence.held, strict=True):
-            first = group.first_block(cells)
-            kept = range(group.first_block(sequence.parts * PAGE_CELLS), sequence.parts)
+                    pool.name(held[block], *self._key(sequence, block))
+        for pool, held in zip(self._pools, sequence.held, strict=True):
+            first = pool.first_block(cells)
+            kept = range(pool.first_block(sequence.parts * PAGE_CELLS), sequence.parts)
             for block in [each for each in held if each < first]:
-                group.pool.release(held.pop(block), soon=block not in kept)
-                group.table[sequence.slot, block] = NO_PAGE
+                pool.release(held.pop(block), soon=block not in kept)
+                pool.table[sequence.slot, block] = NO_PAGE
                 self.changed = True
 
     def release(self, sequence: Sequence, forget: bool = False) -> None:
         """Take slot and pages from a sequence; full pages stay findable unless `forget`."""
-        for group, held in zip(self._groups, sequence.held, strict=True):
+        if sequence.slot < 0:
+            return
+        for pool, held in zip(self._pools, sequence.held, strict=True):
             # The end first: a prefix serves more sequences, and is kept longer.
             for block in sorted(held, reverse=True):
                 if forget:
-                    group.pool.forget(held[block])
-                group.pool.release(held[block])
-                group.table[sequence.slot, block] = NO_PAGE
+                    pool.forget(held[block])
+                pool.release(held[block])
+                pool.table[sequence.slot, block] = NO_PAGE
                 self.changed = True
+        self.slots.append(sequence.slot)
         sequence.held, sequence.slot, sequence.cells = (), -1, 0
 
     def _known(self, sequence: Sequence) -> int:
         """Return how many leading blocks of a sequence are cached."""
         blocks = 0
         for block in range((len(sequence.ids) - 1) // PAGE_CELLS):
-            if self._groups[0].pool.find(*self._key(sequence, block)) is None:
+            if self._pools[0].find(*self._key(sequence, block)) is None:
                 break
             blocks += 1
         sequence.parts = blocks
-        for group in self._groups[1:]:
+        for pool in self._pools[1:]:
             while blocks and not all(
-                group.pool.find(*sequence.keys[block]) is not None
-                for block in range(group.first_block(blocks * PAGE_CELLS), blocks)
+                pool.find(*sequence.keys[block]) is not None
+                for block in range(pool.first_block(blocks * PAGE_CELLS), blocks)
             ):
                 blocks -= 1
         return blocks
@@ -268,17 +262,10 @@ class KvPages:
         while len(keys) <= block:
             start = len(keys) * PAGE_CELLS
             ids = np.array(sequence.ids[start : start + PAGE_CELLS], np.int32).tobytes()
-            first = self._salt, sequence.salt, sequence.adapter.to_bytes(4, "little")
-            before = keys[-1][0] if keys else _digest(*first)
-            keys.append((_digest(before, ids), ids))
+            first = repr((self._salt, sequence.salt, sequence.adapter)).encode()
+            before = keys[-1][0] if keys else blake2b(first, digest_size=_KEY_BYTES).digest()
+            keys.append((blake2b(ids, digest_size=_KEY_BYTES, key=before).digest(), ids))
         return keys[block]
-
-
-def _digest(*parts: bytes) -> bytes:
-    digest = blake2b(digest_size=_KEY_BYTES)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.digest()
 
 
 def window_pages(window: int, chunk: int, slots: int, context: int, others: int) -> int:

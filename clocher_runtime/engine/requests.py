@@ -82,7 +82,8 @@ class Request(Cached):
     `index`: of its prompt; `budget`: tokens to generate, of which the `made` last of `ids` exist;
     `track`: its speculation; `found`: cached tokens, None before it first ran; `draft`: tokens to
     verify, of which `kept` were accepted; `masks`: after the draft, see each other; `is_faulty`:
-    its logits were not finite; `on_host`: the host draws.
+    its logits were not finite; `is_done`: nothing is left; `on_host`: the host draws; `block`:
+    tokens that have to be computed together, and see each other in `whole_blocks`.
     """
 
     reuses_cache: ClassVar[bool] = True
@@ -105,8 +106,11 @@ class Request(Cached):
     kept: int = 0
     masks: Sequence[int] = ()
     is_faulty: bool = False
+    is_done: bool = False
     edits: Edits | None = None
     on_host: bool = False
+    block: int = 1
+    whole_blocks: bool = False
 
     def __post_init__(self) -> None:
         sampling = self.sampling
@@ -114,16 +118,6 @@ class Request(Cached):
             self.edits = Edits(sampling, self.ids, len(self.ids) - self.made)
         # What edits would change is wanted as it is.
         self.on_host = sampling.on_host or (self.edits is not None and self.queue.logits)
-
-    @property
-    def block(self) -> int:
-        """Tokens that have to be computed together."""
-        return 1
-
-    @property
-    def whole_blocks(self) -> bool:
-        """Whether the tokens of a block see each other."""
-        return False
 
     @property
     def waiting_tokens(self) -> int:
@@ -154,10 +148,6 @@ class Request(Cached):
     def rows(self, count: int) -> int:
         """Output rows of a step that computes `count` of its tokens."""
         return 1 + self.behind if count == self.waiting_tokens else 0
-
-    def least_rows(self, count: int) -> int:
-        """Output rows such a step needs at least, without drafts."""
-        return max(1, len(self.masks))
 
     def taken(self, count: int) -> int:
         """Tokens of such a step, without drafts."""
@@ -253,6 +243,7 @@ class Request(Cached):
             finish = "stop"
         elif self.made >= self.budget:
             finish = "length"
+        self.is_done = bool(finish)
         cached = (self.found or 0) if self.made == 1 else 0
         return Token(self.index, token, finish, logits, cached, self.forwards if finish else 0)
 
@@ -291,21 +282,18 @@ class Score(Request):
     def rows(self, count: int) -> int:
         return int(count == self.waiting_tokens) if self.last_only else count
 
-    def least_rows(self, count: int) -> int:
-        return 1 if self.last_only else count
-
     def piece(self, room: int, rows: int) -> int | None:
         return min(self.waiting_tokens, room, room if self.last_only else rows) or None
 
-    def score(self, found: np.ndarray) -> bool:
-        """Deliver the rows [T, V] of the last tokens computed; return whether all are done."""
+    def score(self, found: np.ndarray) -> None:
+        """Deliver the rows [T, V] of the tokens just computed."""
+        first = len(self.ids) - 1 if self.last_only else self.cells
         try:
-            for position, row in enumerate(found, self.cells - len(found)):
+            for position, row in enumerate(found, first):
                 self.scored(position, row)
         except Exception as error:
             self.queue.error = error
-            return False
-        return self.cells == len(self.ids)
+        self.is_done = first + len(found) == len(self.ids)
 
 
 def sample_on_host(

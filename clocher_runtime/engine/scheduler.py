@@ -11,7 +11,7 @@ from contextlib import ExitStack
 
 from clocher_kernels.errors import DeviceError, NonFinite, OutOfMemory, SessionBusy
 from clocher_runtime.engine.binding import Bound
-from clocher_runtime.engine.forwards import Done, Forwards, Part
+from clocher_runtime.engine.forwards import Forwards, Part
 from clocher_runtime.engine.requests import Request, Score
 from clocher_runtime.speculation.speculator import Speculator
 
@@ -32,7 +32,6 @@ class Scheduler:
         self.itl_ms, self.pages = bound.config.itl_ms, bound.pages
         self.kv_hits = self.kv_misses = self.reused = self.preempted = 0
         self._bound, self._executor = bound, bound.executor
-        self._slots = list(range(bound.sizes.slots))[::-1]
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []  # oldest first
         self._awake, self._is_awake = ExitStack(), False
@@ -106,7 +105,6 @@ class Scheduler:
             request.queue.error = error
         self._running, self._waiting = [], deque()
         self.forwards.forget()
-        self._slots = list(range(self._bound.sizes.slots))[::-1]
         self.pages.reset()
         if self.forwards.speculator is not None:
             self.forwards.speculator.reset()
@@ -131,13 +129,12 @@ class Scheduler:
                 continue
             parts.append((request, count))
             room -= 0 if decodes else request.taken(count)
-            rows -= request.least_rows(count)
-        while self._waiting and self._slots and room and rows and self.preempted == preempted:
+            rows -= max(1, request.rows(count))
+        while self._waiting and room and rows and self.preempted == preempted:
             request = self._waiting[0]
-            if not self.pages.admit(request, self._slots[-1], request.reuses_cache):
+            if not self.pages.admit(request, request.reuses_cache):
                 break
             self._waiting.popleft()
-            self._slots.pop()
             self._running.append(request)
             self.reused += request.cells
             if request.found is None:  # what it finds once it was preempted is its own
@@ -148,7 +145,7 @@ class Scheduler:
             if self._reserve(request, count):
                 parts.append((request, count))
                 room -= request.taken(count)
-                rows -= request.least_rows(count)
+                rows -= max(1, request.rows(count))
         return parts
 
     def _reserve(self, request: Request, count: int) -> bool:
@@ -163,16 +160,15 @@ class Scheduler:
 
     def _retire(self, request: Request, forget: bool = False) -> None:
         self._running.remove(request)
-        self._slots.append(request.slot)
         self.pages.release(request, forget)
         request.leave()
         self.forwards.forget(request)
 
     def _serve(self, parts: list[Part]) -> None:
-        joins = len(parts) < len(self._running) or (self._waiting and self._slots)
-        done = self.forwards.run(parts, stays=not joins)
-        if self.pages.keeps:
-            self.kv_misses += done.tokens
+        joins = len(parts) < len(self._running) or (self._waiting and self.pages.slots)
+        tokens = self.forwards.run(parts, stays=not joins)
+        if self.pages.total:
+            self.kv_misses += tokens
             for request, count in parts:
                 count += len(request.draft.tokens)
                 self.kv_hits += count * request.cells + count * (count - 1) // 2
@@ -180,23 +176,12 @@ class Scheduler:
             if request.slot >= 0:
                 self.pages.commit(request, request.cells + count + request.kept)
                 request.committed()
-        self._deliver(done)
-        if done.is_faulty:  # last, for it does steps of its own
-            self._fail([request for request, _ in parts if request.is_faulty])
-
-    def _deliver(self, done: Done) -> None:
-        for request, rows in done.rows:
-            if request.queue.is_over or request.is_faulty:
-                continue
-            if isinstance(request, Score):
-                found = done.hidden if request.hidden else done.logits
-                assert found is not None
-                ended = request.score(found[rows])
-            else:
-                ended = bool(made := done.made[request]) and made[-1].last
-            if ended:
+        for request, _ in parts:
+            if request.is_done and not request.queue.is_over:
                 request.queue.open -= 1
                 self._retire(request)
+        if faulty := [request for request, _ in parts if request.is_faulty]:
+            self._fail(faulty)  # last, for it does steps of its own
 
     def _fail(self, requests: list[Request]) -> None:
         for request in requests:
@@ -214,10 +199,9 @@ class Scheduler:
 
     def _again(self, request: Request) -> Generator[tuple[int, int], None, None]:
         """Stage all tokens of a request again, step by step; yield counts of tokens and rows."""
-        slot, plan = request.slot, self._executor.plan
+        plan = self._executor.plan
         self.pages.release(request, forget=True)
-        if not self.pages.admit(request, slot, reuse=False):
-            request.slot = slot
+        if not self.pages.admit(request, reuse=False):
             return
         while request.waiting_tokens:
             count = min(request.waiting_tokens, plan.tokens)

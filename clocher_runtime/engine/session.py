@@ -1,7 +1,7 @@
 """A session: one Plan bound to one back end, shared by all callers. Token ids only."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -15,18 +15,25 @@ from clocher_runtime.config.values import shown
 from clocher_runtime.engine import arguments
 from clocher_runtime.engine.arguments import Constraint, Sampling
 from clocher_runtime.engine.backends import Progress
-from clocher_runtime.engine.binding import AttentionReads, bind
-from clocher_runtime.engine.footprint import draft_config, sizes_of
+from clocher_runtime.engine.binding import PagesRead, bind
+from clocher_runtime.engine.footprint import draft_config, sizes_of, state_bytes
 from clocher_runtime.engine.generation import Generation, StepLock
 from clocher_runtime.engine.load import Model
 from clocher_runtime.engine.requests import OutputQueue, Request, Score, Take
 from clocher_runtime.engine.scheduler import Scheduler
 from clocher_runtime.engine.timing import TimedWindow
+from clocher_runtime.models.build import COUNTS
 from clocher_runtime.models.inventory import NORM
 from clocher_runtime.models.spec import ModelSpec
 from clocher_runtime.speculation.draft import SuffixDrafter, Track
 from clocher_runtime.speculation.gate import DraftModelGate
-from clocher_runtime.speculation.speculator import Account, Counts, Speculator, account
+from clocher_runtime.speculation.speculator import (
+    WITH_DRAFT_MODEL,
+    Account,
+    Counts,
+    Speculator,
+    account,
+)
 
 if TYPE_CHECKING:
     from clocher_runtime.engine.diffusing import Diffusing
@@ -58,15 +65,19 @@ class Session:
         progress: Progress | None = None,
         packing: Progress | None = None,
     ) -> None:
-        arguments.check_functions(progress=progress, packing=packing)
         self.model, self.config = model, config
         self._blocks = _blocks(model.spec, config)
         drafts = self._blocks is None and _speculates(config)
-        if draft is not None or config.speculate == "draft":
-            from clocher_runtime.engine.draft_model import check_draft
-
-            check_draft(draft, config.speculate if self._blocks is None else "off")
         self.speculate = config.speculate if drafts else "off"
+        if draft is None and self.speculate == "draft":
+            raise UsageError(
+                "speculate is 'draft' without a draft model; give draft_model to load, or "
+                "--draft-model, or use 'auto'"
+            )
+        if draft is not None and self.speculate not in WITH_DRAFT_MODEL:
+            raise UsageError(
+                f"a draft model with speculate {self.speculate!r}; expected 'auto' or 'draft'"
+            )
         width = 0 if self._blocks is None else 2 * self._blocks.blocks.block
         self.sizes = sizes = sizes_of(model.spec, config, speculates=drafts, width=width)
         functions: dict[str, Any] = {"progress": progress, "packing": packing}
@@ -78,8 +89,7 @@ class Session:
         if self._blocks is not None:
             self.longest = self._blocks.longest(sizes.longest)
         self._scope_is_kept = bound.scope_is_kept
-        buffers = self.executor.plan.buffers.values()
-        self.kv_cache_bytes = sum(buffer.nbytes for buffer in buffers if buffer.role == "state")
+        self.kv_cache_bytes = state_bytes(self.executor.plan)
         self._draft_model: DraftModel | None = None
         if drafts and draft is not None:
             from clocher_runtime.engine import draft_model
@@ -94,7 +104,6 @@ class Session:
             alone = self.speculate in ("auto", "suffix")
             speculator = Speculator(SuffixDrafter if alone else lambda: None, sizes.rows, gate)
         self.scheduler = Scheduler(bound, speculator)
-        self.reading = AttentionReads(bound)
         self.changed = ""
         self._lock = StepLock(self.scheduler)
 
@@ -104,11 +113,19 @@ class Session:
         hints: frozenset[str] = getattr(self.executor, "acted_on", frozenset())
         return hints | ({"pretranspose"} if self._scope_is_kept else set())
 
+    @property
+    def pages_read(self) -> PagesRead:
+        """Pages that attention has read; (0, 0) where it reads all."""
+        if self.sizes.selection is None:
+            return PagesRead(0, 0)
+        counts = self.executor.fetch(COUNTS, self.sizes.tokens)
+        return PagesRead(*counts.sum(axis=(0, 1)).tolist())
+
     def speculation(self, before: Counts | None = None) -> Account:
         """Return speculation figures, since an earlier state of its counts."""
-        speculator = self.scheduler.forwards.speculator
+        forwards, speculator = self.scheduler.forwards, self.scheduler.forwards.speculator
         if speculator is None:
-            return Account(self.scheduler.forwards.counts.since(before or Counts()))
+            return Account(forwards.counts.since(before or Counts()))
         return account(speculator.costs, speculator.counts, before, speculator.draft_ns)
 
     def warm(self) -> None:
@@ -143,72 +160,73 @@ class Session:
         stop_ids: frozenset[int] | None = None,
         window: TimedWindow | None = None,
         after_token: Callable[[int], None] | None = None,
-        **more: Any,
+        *,
+        logits: bool = False,
+        salt: str = "",
+        constraints: Sequence[Constraint | None] | None = None,
+        diffusion: str | None = None,
+        adapter: str = "",
     ) -> Generation:
         """Generate tokens for prompts, given as token ids; yields them in step order.
 
         It joins the steps at its first token. `stop_ids` None takes the model's. Each step is one
         span of `window`, "prefill" if it has prompt tokens, else "decode", inside which
-        `after_token` gets the number of tokens made. `more`: logits (bool); salt (str), within
-        which cached pages are shared; constraints, one or None per prompt; diffusion (str);
-        adapter (str), the name of a LoRA adapter.
+        `after_token` gets the number of tokens made. `salt`: cached pages are shared within it;
+        `constraints`: one or None per prompt; `adapter`: the name of a LoRA adapter.
 
         Raises SessionBusy (beside a measured generation or within a step), UsageError, NonFinite,
         ModelChanged (checked before the first step and after the last).
         """
-        call = _Call(**more)
 
         def begin() -> OutputQueue:
-            usable, most = self._usable(prompts), arguments.whole("max_new", max_new, 1)
+            usable = arguments.for_each_prompt(prompts, self.check)
+            most = arguments.whole("max_new", max_new, 1)
             stop = frozenset(self.model.spec.eos_ids) if stop_ids is None else stop_ids
-            chosen, salt = sampling or Sampling(), call.salt.encode()
-            adapter = self._adapter(call.adapter)
+            chosen, number = sampling or Sampling(), self._adapter(adapter)
             arguments.check_biases(chosen.logit_bias, self.model.spec.vocab_size)
             allowed = self.executor.array("allowed")
-            bound = arguments.one_for_each(call.constraints, len(usable), allowed)
-            queue = OutputQueue(len(usable), window, after_token, call.logits)
+            bound = arguments.one_for_each(constraints, len(usable), allowed)
+            queue = OutputQueue(len(usable), window, after_token, logits)
             blocks = self._blocks
-            if call.diffusion is not None:
+            if diffusion is not None:
                 from clocher_runtime.engine.diffusing import of_call
 
-                blocks = of_call(blocks, call.diffusion)
-            requests: list[Request] = []
-            for index, (ids, constraint) in enumerate(zip(usable, bound, strict=True)):
-                fields: dict[str, Any] = {
-                    "ids": ids,
-                    "salt": salt,
-                    "adapter": adapter,
-                    "queue": queue,
-                    "index": index,
-                    "budget": max(1, min(most, self.longest - len(ids))),
-                    "sampling": chosen,
-                    "stop": stop,
-                    "constraint": constraint,
-                    "track": self._track(ids, chosen, salt, constraint),
-                }
-                if blocks is None:
-                    requests.append(Request(**fields))
-                else:
-                    requests.append(blocks.request(self.longest, fields))
+                blocks = of_call(blocks, diffusion)
+            make: Callable[..., Request] = Request
+            if blocks is not None:
+                make = partial(blocks.request, self.longest)
+            requests = [
+                make(
+                    ids=ids,
+                    salt=salt.encode(),
+                    adapter=number,
+                    queue=queue,
+                    index=index,
+                    budget=max(1, min(most, self.longest - len(ids))),
+                    sampling=chosen,
+                    stop=stop,
+                    constraint=constraint,
+                    track=self._track(ids, chosen, salt.encode(), constraint),
+                )
+                for index, (ids, constraint) in enumerate(zip(usable, bound, strict=True))
+            ]
             self._submit("generate", requests)
             return queue
 
         return Generation(begin, self._lock, self._check_files)
 
-    def check(self, prompt: Sequence[int]) -> None:
-        """Check that a prompt can be generated from. Raises UsageError."""
-        self._usable_ids(prompt)
+    def check(self, prompt: Sequence[int]) -> list[int]:
+        """Return the ids of a prompt that can be generated from. Raises UsageError."""
+        what = "context" if self.longest == self.context else "KV cache (kv_pages)"
+        spec = self.model.spec
+        return arguments.prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Return the logits after each token of a sequence, [T, V] fp32; see `score`."""
+        """Return the logits after each token of a sequence, [T, V] fp32; see `scoring`."""
         out = np.empty((len(ids), self.model.spec.vocab_size), np.float32)
-        self.score(ids, out.__setitem__)
-        return out
-
-    def score(self, ids: Sequence[int], take: Take) -> None:
-        """Deliver the logits after each token of a sequence; see `scoring`."""
-        for _ in self.scoring(ids, take):
+        for _ in self.scoring(ids, out.__setitem__):
             pass
+        return out
 
     def scoring(self, ids: Sequence[int], take: Take, adapter: str = "") -> Generation:
         """Call `take` with each position and its logits [V] fp32, valid during the call.
@@ -239,7 +257,8 @@ class Session:
     def _delivering(
         self, ids: Sequence[int], take: Take, adapter: str, **options: Any
     ) -> Generation:
-        (usable,), options["adapter"] = self._usable([ids]), self._adapter(adapter)
+        (usable,) = arguments.for_each_prompt([ids], self.check)
+        options["adapter"] = self._adapter(adapter)
 
         def begin() -> OutputQueue:
             request = Score(ids=usable, queue=OutputQueue(1), scored=take, **options)
@@ -285,30 +304,19 @@ class Session:
         with self._lock.taken(purpose):
             self.scheduler.submit(requests)
 
-    def _usable(self, given: Sequence[Sequence[int]]) -> list[list[int]]:
-        return arguments.for_each_prompt(given, self._usable_ids)
-
-    def _usable_ids(self, prompt: Sequence[int]) -> list[int]:
-        what = "context" if self.longest == self.context else "KV cache (kv_pages)"
-        spec = self.model.spec
-        return arguments.prompt_ids(prompt, spec.vocab_size, self.longest, what, spec.max_positions)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    logits: bool = False
-    salt: str = ""
-    constraints: Sequence[Constraint | None] | None = None
-    diffusion: str | None = None
-    adapter: str = ""
-
 
 def _blocks(spec: ModelSpec, config: EngineConfig) -> "Diffusing | None":
     if spec.diffusion is None and config.diffusion in ("auto", "off"):
         return None
-    from clocher_runtime.engine.diffusing import diffusing
+    from clocher_runtime.engine.diffusing import among
 
-    return diffusing(spec, config.diffusion, config.speculate)
+    found = among(spec.diffusion, config.diffusion)
+    if found is not None and config.speculate not in ("auto", "off"):
+        raise UsageError(
+            f"speculate {config.speculate} with diffusion {config.diffusion}: blocks are drafted "
+            "by the model itself; use diffusion=off, or speculate=auto"
+        )
+    return found
 
 
 def _speculates(config: EngineConfig) -> bool:

@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
+import numpy as np
+
 from clocher_kernels.guards import close_window, open_window
 
 SpanKind = Literal["prefill", "decode"]
@@ -183,11 +185,8 @@ class StepTimes:
 
     def expected_ms(self, tokens: int) -> float:
         """Return the expected time of a step of so many tokens, 0 while unknown."""
-        known = [(0.0, 0.0), *sorted(self._known.values())]
-        for (low, low_ns), (high, high_ns) in itertools.pairwise(known):
-            if tokens <= high:
-                return (low_ns + (high_ns - low_ns) * (tokens - low) / (high - low)) / NS_PER_MS
-        return known[-1][1] / NS_PER_MS
+        sizes, times = zip((0.0, 0.0), *sorted(self._known.values()), strict=True)
+        return float(np.interp(tokens, sizes, times)) / NS_PER_MS
 
     def most(self, limit_ms: float) -> int:
         """Return the most tokens that a step is expected to compute within a time."""

@@ -1,19 +1,20 @@
 """Turn a ModelSpec into a Plan with its rotary tables. One builder serves every family."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
 import numpy as np
 
 from clocher_kernels.formats.base import Format
+from clocher_kernels.guards import require
 from clocher_kernels.ops.rewrite import Adapted, adapt, quantize_for_ternary, rotate
 from clocher_kernels.plan import Plan
 from clocher_runtime.models.builder import COUNTS, ONES, Builder, Sizes, tables_of
 from clocher_runtime.models.spec import PAGE_CELLS, ModelSpec, QueryGrowth, RopeSpec
 
-__all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "page_table", "table_bytes"]
+__all__ = ["COUNTS", "PAGE_CELLS", "Sizes", "build_plan", "lay_out", "table_bytes"]
 
 _NONE: Mapping[str, Adapted] = MappingProxyType({})
 
@@ -22,17 +23,20 @@ def build_plan(
     spec: ModelSpec,
     formats: Mapping[str, Format],
     sizes: Sizes,
-    room: Callable[[int, int], None] = lambda buffers, tables: None,
     adapted: Mapping[str, Adapted] = _NONE,
+    buffers: bool = False,
 ) -> Plan:
     """Build the forward pass of a model. Outputs: logits [R, V], sampled [R].
 
-    `formats`: by tensor name; ternary matrices get int8 activations. `room(buffers, tables)` gets
-    bytes before the rotary tables are made, and raises if memory is short. `adapted`: by weight,
-    what LoRA adapters change.
+    `formats`: by tensor name; ternary matrices get int8 activations; `adapted`: by weight, what
+    LoRA adapters change; `buffers`: they are in the host's memory. Raises OutOfMemory.
     """
     plan = lay_out(spec, formats, sizes, adapted)
-    room(plan.scratch_bytes(), table_bytes(spec, sizes.context))
+    require(
+        table_bytes(spec, sizes.context) + (plan.scratch_bytes() if buffers else 0),
+        "KV cache and buffers need",
+        "lower --context or --batch, or choose a smaller --kv-dtype",
+    )
     consts: dict[str, np.ndarray] = {}
     for name, (rope, growth) in _tables(spec).items():
         cos, sin = rope_tables(rope, spec.head_dim, sizes.context, growth)
@@ -65,11 +69,6 @@ def table_bytes(spec: ModelSpec, context: int) -> int:
     """Return the bytes of the rotary tables for a context."""
     halves = (rope.rotated if rope else 0 for rope, _ in _tables(spec).values())
     return sum(4 * context * (size or spec.head_dim) for size in halves)
-
-
-def page_table(slots: int, blocks: int) -> np.ndarray:
-    """Return the identity page table [S, B] i32: slot s owns pages s*B .. s*B + B - 1."""
-    return np.arange(slots * blocks, dtype=np.int32).reshape(slots, blocks)
 
 
 def inverse_frequencies(spec: RopeSpec, head_dim: int, context: int = 0) -> np.ndarray:

@@ -7,14 +7,19 @@ from clocher_kernels.formats.base import Format
 from clocher_kernels.formats.ternary import Ternary
 from clocher_kernels.ops.sampling import words_for
 from clocher_kernels.plan import DRAW_INPUTS, TOKEN_INPUTS, Attr, Buffer, Call, Plan, Role, Rows
-from clocher_runtime.models.inventory import EMBED, NORM, head_name, layer_name, mlp_norm_name
 from clocher_runtime.models.spec import (
+    EMBED,
+    NORM,
     PAGE_CELLS,
+    Kind,
     MlaSpec,
     ModelSpec,
     MoeSpec,
+    Need,
     QueryGrowth,
     Selection,
+    head_name,
+    layer_name,
 )
 
 DRAWN = 8
@@ -25,7 +30,7 @@ COUNTS = "selected"
 """Counters of pages read and pages available, where attention is sparse."""
 ONES = "norm.ones"
 """Weights of a norm that has none."""
-_CONSTS = ("rope", ONES)
+_ROUTERS = (".router", ".shared_expert_gate")
 
 _TOKEN_ARGS = {n: n for n in TOKEN_INPUTS if n != "ids"}
 
@@ -77,13 +82,17 @@ class Sizes:
 
 
 class Builder:
-    """Builds a Plan in fp32, without the rotary tables."""
+    """Builds a Plan in fp32, without the rotary tables.
+
+    `formats`: of each matrix; one that is missing may have any, and `needs` has all that it may
+    read then. `needs`: the tensors that the calls read.
+    """
 
     def __init__(self, spec: ModelSpec, formats: Mapping[str, Format], sizes: Sizes) -> None:
         self.spec, self.formats, self.sizes = spec, formats, sizes
         self.tokens, self.rows = sizes.tokens, sizes.rows
         self.buffers: dict[str, Buffer] = {}
-        self.weights: dict[str, None] = {}
+        self.needs: dict[str, Need] = {}
         self.calls: list[Call] = []
 
     def build(self) -> Plan:
@@ -93,6 +102,7 @@ class Builder:
         self._scratch("h", hidden)
         # The residual stream is stored divided by the residual factor.
         scale = spec.embedding_scale / spec.residual_scale
+        self.needs[EMBED] = Need("embedding", (spec.vocab_size, hidden))
         self._call("embed", {"ids": "ids", "table": EMBED, "y": "h"}, scale=scale)
         for layer, window in enumerate(spec.windows):
             self._attention(layer, window)
@@ -113,7 +123,7 @@ class Builder:
         self._call("sample", {**draw, "ids": "sampled"})
         step = {n: n for n in ("sampled", "rows", "ids", "positions", "ends", "draws")}
         self._call("advance", step)
-        weights, calls = tuple(self.weights), tuple(self.calls)
+        weights, calls = tuple(self.needs), tuple(self.calls)
         return Plan(self.tokens, self.rows, self.buffers, {}, weights, calls)
 
     def _inputs(self) -> None:
@@ -134,14 +144,12 @@ class Builder:
     def _attention(self, layer: int, window: int) -> None:
         spec, dim = self.spec, self.spec.head_dim
         prefix = layer_name(layer, "self_attn.")
-        self._scratch("q", spec.num_heads * dim)
-        self._scratch("k", spec.num_kv_heads * dim)
-        self._scratch("v", spec.num_kv_heads * dim)
         self._scratch("attended", spec.num_heads * dim)
         x = self._entering(layer_name(layer, "input_layernorm.weight"))
         if spec.mla is None:
             for name in "qkv":
-                self._linear(x, f"{prefix}{name}_proj.weight", name, bias=spec.qkv_bias)
+                size = (spec.num_heads if name == "q" else spec.num_kv_heads) * dim
+                self._linear(x, f"{prefix}{name}_proj.weight", name, size, bias=spec.qkv_bias)
             self._turn_heads(layer, prefix)
         else:
             self._latent(x, layer, prefix, spec.mla)
@@ -150,7 +158,7 @@ class Builder:
         self._call("kv_append", {"k": "k", "v": "v", **cache}, **kv)
         args = {"q": "q", **cache, "y": "attended"}
         if spec.sinks:
-            args["sinks"] = f"{prefix}sinks"
+            args["sinks"] = self._vector(f"{prefix}sinks", spec.num_heads)
         chunk = spec.chunks[layer] if spec.chunks else 0
         seen: dict[str, Attr] = {"window": window, "chunk": chunk}
         scale = spec.attention_scale or dim**-0.5
@@ -170,7 +178,8 @@ class Builder:
         spec, turned = self.spec, tables_of(self.spec, layer)
         for name in "qk":
             if spec.qk_norm in ("heads", "rows"):
-                self._norm(name, f"{prefix}{name}_norm.weight", name)
+                size = spec.head_dim if spec.qk_norm == "heads" else 0
+                self._norm(name, f"{prefix}{name}_norm.weight", name, size=size)
             if name in turned:
                 self._rope(name, turned[name][0])
             if spec.qk_norm == "after" and layer not in spec.unrotated:
@@ -184,22 +193,18 @@ class Builder:
         spec, heads, bias = self.spec, self.spec.num_heads, self.spec.qkv_bias
         source, query = x, f"{prefix}q_proj.weight"
         if mla.query_rank:
-            self._scratch("query_latent", mla.query_rank)
-            self._linear(x, f"{prefix}q_a_proj.weight", "query_latent", bias=bias)
-            norm = f"{prefix}q_a_layernorm.weight"
-            self._norm("query_latent", norm, "query_latent", mla.norm_eps)
             source, query = "query_latent", f"{prefix}q_b_proj.weight"
-        self._linear(source, query, "q")
-        self._scratch("latent", mla.rank)
-        self._scratch("k_rope", mla.rotated)
-        self._scratch("k_plain", heads * mla.plain)
-        self._linear(x, f"{prefix}kv_a_proj.weight", "latent", bias=bias)
-        self._linear(x, f"{prefix}k_rope_proj.weight", "k_rope", bias=bias)
+            self._linear(x, f"{prefix}q_a_proj.weight", source, mla.query_rank, bias=bias)
+            self._norm(source, f"{prefix}q_a_layernorm.weight", source, mla.norm_eps)
+        self._linear(source, query, "q", heads * spec.head_dim)
+        self._linear(x, f"{prefix}kv_a_proj.weight", "latent", mla.rank, bias=bias)
+        self._linear(x, f"{prefix}k_rope_proj.weight", "k_rope", mla.rotated, bias=bias)
         self._norm("latent", f"{prefix}kv_a_layernorm.weight", "latent", mla.norm_eps)
-        self._linear("latent", f"{prefix}k_b_proj.weight", "k_plain")
+        self._linear("latent", f"{prefix}k_b_proj.weight", "k_plain", heads * mla.plain)
         values = "v" if mla.value == spec.head_dim else "v_latent"
-        self._scratch(values, heads * mla.value)
-        self._linear("latent", f"{prefix}v_b_proj.weight", values)
+        self._linear("latent", f"{prefix}v_b_proj.weight", values, heads * mla.value)
+        self._scratch("k", heads * spec.head_dim)
+        self._scratch("v", heads * spec.head_dim)
         turned = tables_of(spec, layer)
         self._rope("q", turned["q"][0])
         self._rope("k_rope", turned["k"][0], 0)
@@ -218,8 +223,7 @@ class Builder:
         if not self.spec.post_norms:
             self._linear(x, weight, "h", bias=bias, residual="h")
             return
-        self._scratch("added", self.spec.hidden_size)
-        self._linear(x, weight, "added", bias=bias)
+        self._linear(x, weight, "added", self.spec.hidden_size, bias=bias)
         norm = layer_name(layer, f"post_{place}_layernorm.weight")
         self._norm("added", norm, "h", residual="h")
 
@@ -266,7 +270,9 @@ class Builder:
 
     def _mlp(self, layer: int) -> None:
         spec, prefix = self.spec, layer_name(layer, "mlp.")
-        x = self._entering(layer_name(layer, mlp_norm_name(spec)))
+        # Llama names it after the attention that precedes it.
+        norm = f"{'pre_feedforward' if spec.post_norms else 'post_attention'}_layernorm.weight"
+        x = self._entering(layer_name(layer, norm))
         if not spec.has_experts(layer):
             self._gated(x, prefix, spec.intermediate_size, "inner")
             if spec.sub_norms:
@@ -283,30 +289,29 @@ class Builder:
 
     def _gated(self, x: str, prefix: str, inner: int, y: str, scored: bool = False) -> None:
         """Compute the hidden layer of a gated MLP, times the sigmoid of the token's score."""
-        spec, times = self.spec, ""
-        self._scratch(y, inner)
+        spec, times = self.spec, "shared_score" if scored else ""
         if scored:
-            times = "shared_score"
-            self._scratch(times, 1)
             gate = f"{prefix.removesuffix('.')}_gate.weight"
-            self._linear(x, gate, times, activation="sigmoid")
-        self._linear(x, f"{prefix}up_proj.weight", y, bias=spec.mlp_bias, times=times)
+            self._linear(x, gate, times, 1, activation="sigmoid")
+        self._linear(x, f"{prefix}up_proj.weight", y, inner, bias=spec.mlp_bias, times=times)
         gate = f"{prefix}gate_proj.weight"
         self._linear(x, gate, y, bias=spec.mlp_bias, times=y, activation=spec.act)
 
     def _experts(self, x: str, prefix: str, moe: MoeSpec) -> None:
-        self._scratch("router", moe.experts)
         self._buffer("experts", (self.tokens, moe.active), "i32", "M")
         self._scratch("expert_weights", moe.active)
         self._buffer("gated", (self.tokens, moe.active, moe.inner), "f32", "M")
-        self._linear(x, f"{prefix}router.weight", "router", bias=moe.router_bias)
+        self._linear(x, f"{prefix}router.weight", "router", moe.experts, bias=moe.router_bias)
         route = {"logits": "router", "ids": "experts", "weights": "expert_weights"}
         if moe.choice_bias:
-            route["bias"] = f"{prefix}router.choice_bias"
+            route["bias"] = self._vector(f"{prefix}router.choice_bias", moe.experts)
         groups = {"groups": moe.groups, "group_top": moe.group_top, "group_best": moe.group_best}
         scores: dict[str, Attr] = {"score": moe.score, "normalise": moe.normalise}
         self._call("route", route, **scores, factor=moe.factor, **groups)
         up, down = f"{prefix}experts.gate_up_proj", f"{prefix}experts.down_proj"
+        hidden = self.spec.hidden_size
+        self.needs[up] = Need("linear", (moe.experts, 2 * moe.inner, hidden))
+        self.needs[down] = Need("linear", (moe.experts, hidden, moe.inner))
         first = {"x": x, "ids": "experts", "w": up, "y": "gated"}
         second = {"x": "gated", "ids": "experts", "w": down, "residual": "h", "y": "h"}
         if moe.scale_inputs:
@@ -314,7 +319,8 @@ class Builder:
         else:
             second["weights"] = "expert_weights"
         if moe.expert_bias:
-            first["bias"], second["bias"] = f"{up}_bias", f"{down}_bias"
+            first["bias"] = self._vector(f"{up}_bias", moe.experts, 2 * moe.inner)
+            second["bias"] = self._vector(f"{down}_bias", moe.experts, hidden)
         limits: dict[str, Attr] = {"limit": moe.limit, "alpha": moe.alpha}
         self._call("moe_gate_up", first, act=moe.act, **limits)
         self._call("moe_down", second)
@@ -324,31 +330,51 @@ class Builder:
         x: str,
         weight: str,
         y: str,
+        size: int = 0,
         *,
         bias: bool = False,
         times: str = "",
         residual: str = "",
         **attrs: Attr,
     ) -> None:
+        """Multiply into a buffer, or into a new one of `size` columns."""
+        if size:
+            self._scratch(y, size)
         tail = {"y": y}
         stem = weight.removesuffix(".weight")
+        rows, columns = self.buffers[y].shape[-1], self.buffers[x].shape[-1]
+        kind: Kind = "router" if stem.endswith(_ROUTERS) else "linear"
+        kind = "head" if weight == head_name(self.spec) else kind
+        self.needs.setdefault(weight, Need(kind, (rows, columns)))  # an embedding may be the head
         if bias:
-            tail["bias"] = f"{stem}.bias"
+            tail["bias"] = self._vector(f"{stem}.bias", rows)
         if times:
             tail["times"] = times
         if residual:
             tail["residual"] = residual
-        fmt, source = self.formats[weight], x
-        if self.spec.input_norm_eps and isinstance(fmt, Ternary):  # each has a norm of its own
+        fmt, source = self.formats.get(weight), x
+        is_ternary = kind == "linear" if fmt is None else isinstance(fmt, Ternary)
+        if self.spec.input_norm_eps and is_ternary:  # each has a norm of its own
             source = f"{x}.normed"
             self.buffers[source] = self.buffers[x]
             self._norm(x, f"{stem}.rms_norm.weight", source, self.spec.input_norm_eps)
-        op = "bsr_linear" if fmt.is_sparse else "linear"
+        op = "bsr_linear" if fmt is not None and fmt.is_sparse else "linear"
         self._call(op, {"x": source, "w": weight, **tail}, **attrs)
 
     def _norm(
-        self, x: str, weight: str, y: str, eps: float | None = None, residual: str = ""
+        self,
+        x: str,
+        weight: str,
+        y: str,
+        eps: float | None = None,
+        residual: str = "",
+        size: int = 0,
     ) -> None:
+        if weight != ONES:
+            shape = (size or self.buffers[x].shape[-1],)
+            # The factor of the logits is applied before the head.
+            scale = self.spec.logit_scale if weight == NORM else 1.0
+            self.needs[weight] = Need("vector", shape, self.spec.norm_offset, scale)
         args = {"x": x, "weight": weight, "y": y}
         if residual:
             args["residual"] = residual
@@ -362,8 +388,9 @@ class Builder:
     ) -> None:
         self.buffers[name] = Buffer(shape, dtype, rows, role)
 
+    def _vector(self, name: str, *shape: int) -> str:
+        self.needs[name] = Need("vector", shape)
+        return name
+
     def _call(self, op: str, args: Mapping[str, str], **attrs: Attr) -> None:
-        for name in args.values():
-            if name not in self.buffers and not name.startswith(_CONSTS):
-                self.weights[name] = None
         self.calls.append(Call(op, dict(args), attrs))

@@ -5,6 +5,7 @@ Also `--attn` as data: which KV pages attention reads.
 
 import re
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from clocher_kernels.errors import UsageError
@@ -189,6 +190,35 @@ class ModelSpec:
         if layer in self.unrotated:
             return None
         return self.window_rope if self.window_rope and self.windows[layer] else self.rope
+
+
+Kind = Literal["linear", "embedding", "head", "router", "vector"]
+EMBED, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """One tensor that a model reads; a "vector" becomes fp32, (stored + offset) * scale."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    offset: float = 0.0
+    scale: float = 1.0
+
+    @property
+    def elements(self) -> int:
+        """Number of its values."""
+        return prod(self.shape)
+
+
+def head_name(spec: ModelSpec) -> str:
+    """Return the name of the head's matrix."""
+    return EMBED if spec.tied else HEAD
+
+
+def layer_name(layer: int, name: str) -> str:
+    """Return the full name of a tensor of a layer."""
+    return f"model.layers.{layer}.{name}"
 
 
 PAGE_CELLS = 64

@@ -65,21 +65,6 @@ class Option(NamedTuple):
     harm: float
 
 
-class Choice(NamedTuple):
-    """Each unit's option, and the harm per byte of the best upgrade left; 0 if all were taken."""
-
-    taken: tuple[int, ...]
-    price: float
-
-
-class Measured(NamedTuple):
-    """A text's measurements of units."""
-
-    kld: Mapping[str, float]  # mean KL divergence in nats with one unit quantised
-    importance: Mapping[str, np.ndarray]  # E[x^2] of each matrix's inputs, [K]; experts together
-    tokens: int  # tokens that were measured on
-
-
 def allocate(
     checkpoint: Checkpoint,
     plan: QuantPlan,
@@ -125,14 +110,16 @@ def allocate(
             f"{8 * (least + fixed) / params:.3f}; {len(pinned)} tensors keep the formats of their "
             "rules; raise --target-bpw or --bits, or give those a smaller format"
         )
-    measured = measure_units(checkpoint, units, candidates[0], text_ids, threads, seed, progress)
+    kld, importance, tokens = measure_units(
+        checkpoint, units, candidates[0], text_ids, threads, seed, progress
+    )
     options = []
     for (name, unit), row in zip(units.items(), sizes, strict=True):
-        error = candidate_errors(checkpoint, unit, candidates, measured.importance, seed, threads)
-        harms = [measured.kld[name] * e / max(error[0], 1e-30) for e in error]
+        error = candidate_errors(checkpoint, unit, candidates, importance, seed, threads)
+        harms = [kld[name] * e / max(error[0], 1e-30) for e in error]
         options.append([Option(*each) for each in zip(candidates, row, harms, strict=True)])
-    choice = choose(options, budget)
-    chosen = [row[taken].format for row, taken in zip(options, choice.taken, strict=True)]
+    taken, price = choose(options, budget)
+    chosen = [row[place].format for row, place in zip(options, taken, strict=True)]
     result = plan.with_formats(
         checkpoint,
         {
@@ -146,8 +133,8 @@ def allocate(
         "bpw": result.size["quantised_bpw"],
         "largest_bpw": 8 * (most + fixed) / params,
         "signal": "kld",
-        "tokens": measured.tokens,
-        "price": choice.price,
+        "tokens": tokens,
+        "price": price,
         "units": [
             {
                 "unit": name,
@@ -163,10 +150,11 @@ def allocate(
     return result, record
 
 
-def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
+def choose(options: Sequence[Sequence[Option]], budget: int) -> tuple[list[int], float]:
     """Choose an option per unit, at most `budget` bytes together, from the smallest upwards.
 
     The upgrade that saves most harm per byte comes first, so each unit follows its convex hull.
+    Returns also the harm per byte of the best upgrade left; 0 if all were taken.
     """
     taken = [min(range(len(row)), key=lambda i: row[i][1:]) for row in options]
     left = budget - sum(row[i].nbytes for row, i in zip(options, taken, strict=True))
@@ -182,7 +170,7 @@ def choose(options: Sequence[Sequence[Option]], budget: int) -> Choice:
                 elif slope > best[0]:
                     best = slope, u, i
         if best[0] <= 0:
-            return Choice(tuple(taken), too_large)
+            return taken, too_large
         _, u, i = best
         left -= options[u][i].nbytes - options[u][taken[u]].nbytes
         taken[u] = i
@@ -222,8 +210,12 @@ def measure_units(
     threads: int = 1,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Measured:
-    """Measure each unit's harm alone in a format; half of the sequences fit, half measure."""
+) -> tuple[dict[str, float], dict[str, np.ndarray], int]:
+    """Measure each unit's harm alone in a format; half of the sequences fit, half measure.
+
+    Returns by unit the mean KL divergence in nats with it quantised; by matrix E[x^2] of its
+    inputs, [K], experts together; and the tokens that were measured on.
+    """
     first: list[Sequence[int]] = []
     enough = FEW_TOKENS if isinstance(fmt, Tcq) else TOKENS
     for sequence in text_ids:
@@ -231,9 +223,7 @@ def measure_units(
             first.append(sequence)
     walk = Walk(checkpoint, make_text(first, seed, held_out=2), threads)
     collector = _Importance()
-    for layer in range(walk.num_layers):
-        walk.layer(layer, collector)
-        walk.advance()
+    walk.layers(range(walk.spec.num_layers), collector)
     importance = {name: stats.importance for name, stats in collector.stats.items()}
     missing = [t.name for unit in units.values() for t in unit if t.name not in importance]
     if missing:
@@ -248,23 +238,20 @@ def measure_units(
     before = walk.store()
     walk.restart()
     kld: dict[str, float] = {}
-    for layer in range(walk.num_layers):
+    for layer in range(walk.spec.num_layers):
         before.take(walk.state)
         for name, unit in units.items():
             if name.partition(".")[0] != str(layer):
                 continue
             walk.layer(layer, None, _quantise_unit(walk, layer, unit, fmt, threads, seed))
             walk.advance()
-            for later in range(layer + 1, walk.num_layers):
-                walk.layer(later)
-                walk.advance()
+            walk.layers(range(layer + 1, walk.spec.num_layers))
             kld[name] = _divergence(walk, reference)
             walk.state.take(before)
             if progress is not None:
                 progress(len(kld), len(units), name)
-        walk.layer(layer)
-        walk.advance()
-    return Measured(kld, importance, int(walk.text.held.sum()))
+        walk.layers([layer])
+    return kld, importance, int(walk.text.held.sum())
 
 
 def _quantise_unit(

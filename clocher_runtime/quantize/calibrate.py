@@ -197,7 +197,7 @@ def calibrate(
         if name not in planes.records:
             left.setdefault(part_of(name), {})[name] = tensor
     walk = Walk(checkpoint, make_text(text_ids, seed), threads)
-    known = {name for i in range(walk.num_layers) for name in walk.matrices(i)}
+    known = {name for i in range(walk.spec.num_layers) for name in walk.matrices(i)}
     known |= {name for name in wanted if part_of(name) == "rest"}
     if strange := sorted(set(wanted) - known):
         raise UsageError(
@@ -205,24 +205,24 @@ def calibrate(
             "multiply by it; give it the method rtn"
         )
 
-    def quantise(part: str, show: Callable[[LayerJob], None]) -> None:
-        job = LayerJob(walk, left.pop(part), threads, seed)
-        show(job)
+    def finish(job: LayerJob) -> None:
         for name, tensor in job.finish().items():
             planes.add(name, tensor, job.records[name])
 
     tell = progress or (lambda done, total, part: None)
-    total = walk.num_layers + ("rest" in left)
-    for index in range(walk.num_layers):
+    total = walk.spec.num_layers + ("rest" in left)
+    for index in range(walk.spec.num_layers):
         if not left:
             break
         part = part_of(layer_name(index, ""))
-        if part in left:
-            quantise(part, lambda job, index=index: walk.layer(index, job))  # type: ignore[misc]
-        else:
-            walk.layer(index)
+        job = LayerJob(walk, left.pop(part), threads, seed) if part in left else None
+        walk.layer(index, job)
+        if job:
+            finish(job)
         walk.advance()
         tell(index + 1, total, part)
     if left:
-        quantise("rest", walk.head_inputs)
+        job = LayerJob(walk, left.pop("rest"), threads, seed)
+        walk.head_inputs(job)
+        finish(job)
         tell(total, total, "rest")

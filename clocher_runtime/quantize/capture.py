@@ -8,7 +8,7 @@ hidden states live in an unnamed temporary file.
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
@@ -47,7 +47,6 @@ class Text(NamedTuple):
     """Concatenated token sequences."""
 
     ids: np.ndarray  # all tokens, [T] i32
-    positions: np.ndarray  # of each token in its sequence, [T] i32
     lengths: tuple[int, ...]  # tokens of each sequence
     held: np.ndarray  # whether a token's sequence is held out from fitting, [T] bool
 
@@ -76,7 +75,6 @@ def make_text(sequences: Sequence[Sequence[int]], seed: int = 0, held_out: int =
     chosen[np.random.default_rng(seed).choice(len(lengths), count, replace=False)] = True
     return Text(
         np.concatenate([np.asarray(sequence, np.int32) for sequence in sequences]),
-        np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
         lengths,
         np.repeat(chosen, lengths),
     )
@@ -175,11 +173,6 @@ class Walk:
         self._overlay: Mapping[str, QuantTensor] = {}
         self.restart()
 
-    @property
-    def num_layers(self) -> int:
-        """Number of layers."""
-        return len(self._layers)
-
     def store(self, columns: int = 0) -> RowStore:
         """Return room for a row of each token; by default for hidden states."""
         return RowStore(len(self.text.ids), columns or self.spec.hidden_size)
@@ -237,6 +230,12 @@ class Walk:
         """Make the last `layer` result the state."""
         self.state, self._next = self._next, self.state
 
+    def layers(self, indices: Iterable[int], observer: Observer | None = None) -> None:
+        """Advance through layers, showing inputs."""
+        for index in indices:
+            self.layer(index, observer)
+            self.advance()
+
     def logits(self) -> Iterator[tuple[slice, np.ndarray]]:
         """Yield (rows, logits [m, V]) after the last layer; the next rows overwrite them."""
         for rows, buffers in self._after(self._head):
@@ -261,7 +260,7 @@ class Walk:
         """Yield each chunk's rows and the inputs of its tokens: a slot is a sequence."""
         blocks = self.plan.buffers["pages"].shape[1]
         for rows, lengths in self.text.chunks(CHUNK_TOKENS):
-            counts, positions = _pages(lengths), self.text.positions[rows]
+            counts, positions = _pages(lengths), np.concatenate([*map(np.arange, lengths)])
             inputs = {
                 "ids": self.text.ids[rows],
                 "slots": np.repeat(np.arange(len(lengths)), lengths),

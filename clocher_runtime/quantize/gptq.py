@@ -2,7 +2,7 @@
 
 GPTQ rounds column by column and corrects later columns, on the grids of `imx.search` ("static
 groups"), from the largest diagonal element of the Hessian to the smallest. With H^-1 = U^T U, the
-error of column i is e_i = (w_i - value_i) / U_ii and sum e_i^2 = tr((W - Q) H (W - Q)^T).
+error of column i is e_i = (w_i - value_i) / U_ii.
 
 GPTQ is taken where it beats the search on held-out inputs, either only where its output error is at
 most 1.02 times that of rounding; `Outcome.fallback` names what was not taken.
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 
 from clocher_kernels.dtypes import to_f32
-from clocher_kernels.errors import ShapeError
 from clocher_kernels.formats import Format, Int4, Int8, Tcq
 from clocher_kernels.formats.base import turn
 from clocher_kernels.quant_tensor import QuantTensor, encode
@@ -42,13 +41,6 @@ class Factor(NamedTuple):
     order: np.ndarray  # column visited at each step, [K]
     upper: np.ndarray  # U, [K, K], of the permuted Hessian
     damp: float  # what was added to the diagonal, relative to its mean
-
-
-class Solution(NamedTuple):
-    """A matrix after GPTQ."""
-
-    tensor: QuantTensor  # the quantised matrix
-    loss: float  # tr((W - Q) H (W - Q)^T) for the damped Hessian, as the recursion sums it
 
 
 def shrink(hessian: np.ndarray, tokens: int, pooled: np.ndarray) -> np.ndarray:
@@ -105,7 +97,7 @@ def _invert_lower(matrix: np.ndarray) -> None:
     matrix[half:, :half] = -(bottom @ (matrix[half:, :half] @ top))
 
 
-def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
+def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> QuantTensor:
     """GPTQ of values [N, K] fp32 or fp64 on the grid of an int4 or int8 tensor, rows or groups."""
     rows, columns = values.shape
     fmt, dtype = grid.format, values.dtype.type
@@ -135,12 +127,11 @@ def solve(values: np.ndarray, grid: QuantTensor, factor: Factor) -> Solution:
             q *= step[group]
             np.subtract(column, q, out=error[i])
             error[i] /= upper[i, i]
-    loss = float(np.einsum("ij,ij->", error, error, dtype=np.float64))
     stored = np.ascontiguousarray(codes.T)
     planes = {**grid.planes, "codes": stored}
     if isinstance(fmt, Int4):
         planes = fmt.pack(stored, grid.planes["scales"], grid.planes.get("zeros"))
-    return Solution(QuantTensor(values.shape, fmt, planes), loss)
+    return QuantTensor(values.shape, fmt, planes)
 
 
 class InputStats:
@@ -154,11 +145,6 @@ class InputStats:
 
     def add(self, x: np.ndarray, held: np.ndarray, weights: np.ndarray | None = None) -> None:
         """Sum inputs x [m, K] fp32 with weights p [m]; `held` [m] are only kept for judging."""
-        if x.shape[1] != len(self._second) or held.shape != x.shape[:1]:
-            raise ShapeError(
-                f"inputs {list(x.shape)} and mask {list(held.shape)}; expected "
-                f"[m, {len(self._second)}] and [m]"
-            )
         if weights is not None:
             x = x * weights[:, None]
         fit = x if not held.any() else x[~held]
@@ -268,7 +254,7 @@ def solve_matrix(
             order, upper, _ = inputs.factor
             corrected = trellis.solve(values, best, order, upper, threads=threads)
         else:
-            corrected = solve(values, best, inputs.factor).tensor
+            corrected = solve(values, best, inputs.factor)
         if (lower := judge(corrected)) < error:
             best, error = corrected, lower
         else:

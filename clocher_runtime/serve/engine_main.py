@@ -42,7 +42,6 @@ from clocher_runtime.serve.messages import (
     Unsure,
     encode,
 )
-from clocher_runtime.speculation.speculator import Counts
 from clocher_runtime.text.completion import logprob_of
 from clocher_runtime.text.grammar import Grammars
 
@@ -235,9 +234,8 @@ def _made(work: _Work, tokens: Sequence[Token]) -> Iterator[Made]:
 def state_of(session: Session) -> State:
     """Return the gauges and counters of a session."""
     scheduler = session.scheduler
-    sums, forwards, speculator = scheduler.sums, scheduler.forwards, scheduler.forwards.speculator
-    denoising = forwards.denoising
-    counts = speculator.counts if speculator else Counts(forwards=forwards.decoded)
+    sums, forwards = scheduler.sums, scheduler.forwards
+    denoising, counts = forwards.denoising, forwards.counts
     return State(
         running=scheduler.counts[0],
         pages_used=scheduler.pages.used,
@@ -277,7 +275,7 @@ def ready_of(engine: Engine) -> Ready:
         "speculate": session.speculate,
         "diffusion": session.diffusion,
         "act_sparsity": session.config.act_sparsity,
-        "attn": session.reading.mode,
+        "attn": session.config.attn,
         "read_gbps": read_gbps(working_set(session.model), threads, config.backend),
         "hints_ignored": list(engine.hints_ignored),
     }

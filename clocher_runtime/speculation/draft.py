@@ -159,8 +159,6 @@ class Track:
         reader: `engine.draft_model.SequenceReader` of the sequence; None without one.
     """
 
-    __slots__ = ("asides", "drafter", "offer", "rates", "reader", "sent", "tried")
-
     def __init__(self, drafter: SuffixDrafter | None, rates: AcceptanceRates) -> None:
         self.drafter, self.rates = drafter, rates
         self.offer = self.sent = NO_DRAFT

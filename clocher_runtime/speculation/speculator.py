@@ -167,13 +167,13 @@ class Speculator:
         """Record the time that counts of a decode-only forward and its drafts."""
         if not self.trial.is_on:
             self.counts.not_worth += sequences
-        known = self.costs.known and sequences < len(self.costs.ns)
-        self.trial.note(ns, tokens / sequences, self.costs.ns[sequences] if known else 0.0)
+        bare_ns = self.costs.ns[sequences] if self.costs.known else 0.0
+        self.trial.note(ns, tokens / sequences, bare_ns)
 
     def reset(self) -> None:
         """Forget all sequences, as their state may be half-written."""
         if self._gate is not None:
-            self._gate.model.reset()
+            self._gate.model.pages.reset()
 
     def learn(self, track: Track, tokens: Sequence[int], verified: int) -> None:
         """Compare drafts with the tokens that came, of which `verified` were sent."""

@@ -174,7 +174,7 @@ def _rows(
             "n_threads": threads,
             "in_cache": in_cache,
             "speculate": bound.config.speculate,
-            "attn": runner.session.reading.mode,
+            "attn": runner.session.config.attn,
             "act_sparsity": runner.session.config.act_sparsity,
             "tokens_per_pass": runner.tokens_per_pass(case) if case.tokens else None,
         }

@@ -121,7 +121,7 @@ class Preparation:
 
     source: PromptSource
     encode: Callable[..., list[int]] | None  # of a tokenizer; None: only token ids are accepted
-    check: Callable[[Sequence[int]], None]  # raises UsageError for invalid ids
+    check: Callable[[Sequence[int]], object]  # raises UsageError for invalid ids
     room: int | None = None  # maximum tokens of a prompt
 
     def __call__(self, line: Line) -> Prompt:

@@ -1,5 +1,6 @@
 """Families with experts in every model: gpt-oss, DeepSeek V2 and V3, LLaDA2."""
 
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
@@ -133,11 +134,10 @@ class _DeepSeek2(_Grouped, kw_only=True):
         if active is None:
             raise missing("num_experts_per_tok")
         inner, rope = self.moe_intermediate_size, self.rope()
-        fields = {name: getattr(rope, name) for name in RopeSpec.__slots__}
         return {
             "head_dim": size,
             "num_kv_heads": self.num_attention_heads,
-            "rope": RopeSpec(**{**fields, "rotated": self.qk_rope_head_dim}),
+            "rope": replace(rope, rotated=self.qk_rope_head_dim),
             "attention_scale": size**-0.5 * self._stretched(rope) ** 2,
             "mla": MlaSpec(
                 self.q_lora_rank or 0,
