@@ -1,6 +1,7 @@
 """The skeleton of a case: options, subjects run in turns, rows, table, JSON file, exit code."""
 
 import ctypes
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import click
 import numpy as np
@@ -40,7 +43,7 @@ Key = TypeVar("Key")
 REST_S = 0.05
 """Pause between two subjects: thread pools spin for a while after their work."""
 
-_ABOVE_LIMIT, _TIMEOUT_S = 105.0, 4 * 3600
+_ABOVE_LIMIT, _TIMEOUT_S, _ANSWER_S = 105.0, 4 * 3600, 3600
 _TURNS = 1 << 17
 
 
@@ -59,6 +62,24 @@ def output_of(command: Sequence[object]) -> str:
         said = run.stderr.strip().splitlines() or [f"{words[0]}: exit code {run.returncode}"]
         raise NotMeasured(said[-1].removeprefix("Error: "))
     return run.stdout
+
+
+class Refused(NotMeasured):
+    """A server answered with an HTTP error."""
+
+
+def answer_of(url: str, wish: Mapping[str, Any] | None = None) -> Any:
+    """Return the JSON that a server answers to a wish, without one to GET; NotMeasured."""
+    body = None if wish is None else json.dumps(wish).encode()
+    request = Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=_ANSWER_S) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        error.close()
+        raise Refused(f"{url}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise NotMeasured(f"{url}: {error}") from None
 
 
 class _New(click.Path):
