@@ -43,16 +43,17 @@ from bench.experiment import (
     ratio,
     turns,
 )
-from clocher_kernels.formats import Float, Fp8, Ggml, Tcq, Ternary, parse_format
+from clocher_kernels.formats import Float, Ternary, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.formats.ggml_blocks import KINDS
-from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.cases import inputs
+from clocher_kernels.ops.contract import Case, has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, Listed
-from clocher_runtime.convert.synthetic import normal_matrix
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
@@ -101,16 +102,11 @@ class Problem:
         return self.copies * parse_format(self.format).nbytes((self.n, self.k))
 
     def weights(self) -> list[QuantTensor]:
-        """Return the matrices."""
-        fmt, std = parse_format(self.format), self.k**-0.5
-        shape = (self.n, self.k)
-        if isinstance(fmt, Ggml | Tcq):
-            drawn = fmt.drawn(shape, np.random.default_rng(0), std)
-            return copies_of(QuantTensor(shape, fmt, drawn), self.copies)
-        if not isinstance(fmt, Fp8):
-            return [normal_matrix(f"w{i}", shape, 0, std, fmt) for i in range(self.copies)]
-        values = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(std)
-        return copies_of(encode(values, fmt), self.copies)
+        """Return the matrices, each in memory of its own."""
+        case = Case("", {"M": self.m, "N": self.n, "K": self.k}, {}, {"w": self.format})
+        made = inputs(OPS["linear"], case, np.random.default_rng(0))["w"]
+        assert isinstance(made, QuantTensor)
+        return copies_of(made, self.copies)
 
     def x(self) -> np.ndarray:
         """Return X, fp32."""
