@@ -142,11 +142,9 @@ class Subject:
             return seconds(self.run, at_least) / self.calls
 
 
-def turns(
-    runs: Mapping[Key, Callable[[], float]], rounds: int, rest_s: float = REST_S
-) -> dict[Key, list[float]]:
+def turns(runs: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
     """Return each subject's measurements by round, after a discarded warm-up round."""
-    return in_turns(runs, rounds, lambda done, name: time.sleep(rest_s))
+    return in_turns(runs, rounds, lambda done, name: time.sleep(REST_S))
 
 
 def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:

@@ -59,7 +59,7 @@ def test_rounds_interleave_and_turn() -> None:
         return float(len(calls))
 
     runs = {name: (lambda name=name: contestant(name)) for name in "abc"}
-    found = turns(runs, 3, rest_s=0)
+    found = turns(runs, 3)
     # The first round, in the order of turn -1, is thrown away.
     assert "".join(calls) == "cab" + "abc" + "bca" + "cab"
     assert found == {"a": [4, 9, 11], "b": [5, 7, 12], "c": [6, 8, 10]}
