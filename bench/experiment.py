@@ -31,8 +31,7 @@ from clocher_runtime.command.flags import Codes, Command, option, text_of
 from clocher_runtime.command.parameters import COUNT, PATH, Listed
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.statistics import in_turns
-from clocher_runtime.quality.statistics import ratio as ratio
+from clocher_runtime.quality.statistics import in_turns, ratio
 from cpu_fallback.tiles.multiply import OUT, dots
 
 if TYPE_CHECKING:

@@ -40,7 +40,6 @@ from bench.experiment import (
     limit_note,
     of_read,
     over,
-    ratio,
     turns,
 )
 from clocher_kernels.formats import Float, Ternary, parse_format
@@ -54,6 +53,7 @@ from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, Listed
+from clocher_runtime.quality.statistics import ratio
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader

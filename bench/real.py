@@ -40,6 +40,7 @@ from clocher_runtime.command.loading import load
 from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
+from clocher_runtime.disk.output_file import replacing
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quality.speed import Case
 from clocher_runtime.quality.tasks import TASKS, Kept, Prompted, read_task, run_task
@@ -85,8 +86,7 @@ def windows_of(
 def write_base(path: Path, windows: Windows, logits: Logits) -> Sums:
     """Write logits as llama-perplexity's --kl-divergence-base; return their sums."""
     sums: Sums = {}
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with replacing(path) as file:
         for number, ids in enumerate(windows):
             given = logits(ids)[FIRST : WINDOW - 1]
             if not number:
@@ -101,7 +101,6 @@ def write_base(path: Path, windows: Windows, logits: Logits) -> Sums:
             rows[:, :4] = np.concatenate(ends, axis=1).astype(np.float32).view(np.uint16)
             file.write(rows.tobytes())
             _add(sums, judge(rows, given, np.array(ids[FIRST + 1 :])))
-    part.rename(path)
     return sums
 
 

@@ -16,12 +16,13 @@ from click.testing import CliRunner, Result
 
 from bench import __main__ as bench
 from bench import linear, peers, schemas, speculation, tools
-from bench.experiment import experiment, limit_note, ratio, seconds, turns
+from bench.experiment import experiment, limit_note, seconds, turns
 from bench.linear import ENGINES, Problem, clocher, exact_product
 from bench.record import KINDS, Kind, Row, write_json
 from clocher_runtime.checkpoints.locate import embedded_model
 from clocher_runtime.command.flags import option
 from clocher_runtime.convert.synthetic import plan_synthesis
+from clocher_runtime.quality.statistics import ratio
 from cpu_fallback.team.bandwidth import Reader
 
 FAST = ["--rounds", "2", "--mib", "2"]

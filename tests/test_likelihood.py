@@ -177,7 +177,7 @@ WRONG = {
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text('{"text": "import os"}\n' + line, encoding="utf-8")
-    with pytest.raises(FormatError, match=r"task\.jsonl:2: ") as caught:
+    with pytest.raises(FormatError, match=r"task\.jsonl, line 2: ") as caught:
         read_task(path)
     assert message in str(caught.value)
     path.write_text(" \n")

@@ -22,7 +22,7 @@ import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import parse_object, read_as
+from clocher_runtime.disk.strict_json import parse_lines, read_as
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.completion import logprob_of
@@ -204,18 +204,13 @@ Scores = Sequence[Likelihood]
 
 def read_task(path: Path) -> list[Item]:
     """Return the items of a task file without blank lines. Raises ModelError."""
-    items = [
-        _item(line, f"{path}:{number}")
-        for number, line in enumerate(read_bytes(path, MOST_BYTES).splitlines(), start=1)
-        if line.strip()
-    ]
+    items = [_item(*line) for line in parse_lines(read_bytes(path, MOST_BYTES), path)]
     if not items:
         raise FormatError(f"{path}: it has no lines; {_KINDS}, an object a line")
     return items
 
 
-def _item(line: bytes, where: str) -> Item:
-    value = parse_object(line, where)
+def _item(value: dict[str, Any], where: str) -> Item:
     kinds: dict[str, type[Item]] = {"choices": Question, "continuation": Target, "text": Text}
     kind = next((kind for name, kind in kinds.items() if name in value), None)
     if kind is None:
