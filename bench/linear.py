@@ -42,6 +42,7 @@ from bench.experiment import (
     over,
     turns,
 )
+from bench.ops import error
 from clocher_kernels.formats import Float, Ternary, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.formats.ggml_blocks import KINDS
@@ -125,8 +126,7 @@ class Engine(Subject):
     def correct(self, exact: np.ndarray) -> bool:
         """Multiply once and compare."""
         self.run()
-        error = self.first().astype(np.float64) - exact
-        return bool(np.sqrt((error**2).mean()) <= self.tolerance * np.sqrt((exact**2).mean()))
+        return error(self.first(), exact)[0] <= self.tolerance
 
 
 def copies_of(weight: QuantTensor, count: int) -> list[QuantTensor]:
