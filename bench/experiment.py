@@ -68,7 +68,7 @@ class Refused(NotMeasured):
 
 
 def answer_of(url: str, wish: Mapping[str, Any] | None = None) -> Any:
-    """Return the JSON that a server answers to a wish, without one to GET; NotMeasured."""
+    """Return the JSON of the answer to a POST of `wish`, or to a GET; raises NotMeasured."""
     body = None if wish is None else json.dumps(wish).encode()
     request = Request(url, body, {"Content-Type": "application/json"})
     try:
