@@ -1,6 +1,7 @@
 """The skeleton of a case: options, subjects run in turns, rows, table, JSON file, exit code."""
 
 import ctypes
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,8 @@ from pathlib import Path
 from statistics import median
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import click
 import numpy as np
@@ -28,8 +31,7 @@ from clocher_runtime.command.flags import Codes, Command, option, text_of
 from clocher_runtime.command.parameters import COUNT, PATH, Listed
 from clocher_runtime.engine.topology import cpu_name, default_threads, usable_cpus
 from clocher_runtime.exit_codes import ExitCode
-from clocher_runtime.quality.statistics import in_turns
-from clocher_runtime.quality.statistics import ratio as ratio
+from clocher_runtime.quality.statistics import in_turns, ratio
 from cpu_fallback.tiles.multiply import OUT, dots
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ Key = TypeVar("Key")
 REST_S = 0.05
 """Pause between two subjects: thread pools spin for a while after their work."""
 
-_ABOVE_LIMIT, _TIMEOUT_S = 105.0, 4 * 3600
+_ABOVE_LIMIT, _TIMEOUT_S, _ANSWER_S = 105.0, 4 * 3600, 3600
 _TURNS = 1 << 17
 
 
@@ -59,6 +61,24 @@ def output_of(command: Sequence[object]) -> str:
         said = run.stderr.strip().splitlines() or [f"{words[0]}: exit code {run.returncode}"]
         raise NotMeasured(said[-1].removeprefix("Error: "))
     return run.stdout
+
+
+class Refused(NotMeasured):
+    """A server answered with an HTTP error."""
+
+
+def answer_of(url: str, wish: Mapping[str, Any] | None = None) -> Any:
+    """Return the JSON of the answer to a POST of `wish`, or to a GET; raises NotMeasured."""
+    body = None if wish is None else json.dumps(wish).encode()
+    request = Request(url, body, {"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=_ANSWER_S) as answer:
+            return json.load(answer)
+    except HTTPError as error:
+        error.close()
+        raise Refused(f"{url}: {error}") from None
+    except (OSError, ValueError) as error:
+        raise NotMeasured(f"{url}: {error}") from None
 
 
 class _New(click.Path):
@@ -121,11 +141,9 @@ class Subject:
             return seconds(self.run, at_least) / self.calls
 
 
-def turns(
-    runs: Mapping[Key, Callable[[], float]], rounds: int, rest_s: float = REST_S
-) -> dict[Key, list[float]]:
+def turns(runs: Mapping[Key, Callable[[], float]], rounds: int) -> dict[Key, list[float]]:
     """Return each subject's measurements by round, after a discarded warm-up round."""
-    return in_turns(runs, rounds, lambda done, name: time.sleep(rest_s))
+    return in_turns(runs, rounds, lambda done, name: time.sleep(REST_S))
 
 
 def seconds(call: Callable[[], object], at_least: float = 0.0) -> float:

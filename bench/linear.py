@@ -40,19 +40,21 @@ from bench.experiment import (
     limit_note,
     of_read,
     over,
-    ratio,
     turns,
 )
-from clocher_kernels.formats import Float, Fp8, Ggml, Tcq, Ternary, parse_format
+from bench.ops import error
+from clocher_kernels.formats import Float, Ternary, parse_format
 from clocher_kernels.formats.bsr import INNERS, Bsr
 from clocher_kernels.formats.ggml_blocks import KINDS
-from clocher_kernels.ops.contract import has_codes
+from clocher_kernels.ops import OPS
+from clocher_kernels.ops.cases import inputs
+from clocher_kernels.ops.contract import Case, has_codes
 from clocher_kernels.ops.rewrite import quantize_activations, quantize_for_ternary
 from clocher_kernels.plan import Buffer, Call, Plan
 from clocher_kernels.quant_tensor import QuantTensor, encode
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, Listed
-from clocher_runtime.convert.synthetic import normal_matrix
+from clocher_runtime.quality.statistics import ratio
 from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.lanes.isa import CURRENT
 from cpu_fallback.team.bandwidth import Reader
@@ -101,16 +103,11 @@ class Problem:
         return self.copies * parse_format(self.format).nbytes((self.n, self.k))
 
     def weights(self) -> list[QuantTensor]:
-        """Return the matrices."""
-        fmt, std = parse_format(self.format), self.k**-0.5
-        shape = (self.n, self.k)
-        if isinstance(fmt, Ggml | Tcq):
-            drawn = fmt.drawn(shape, np.random.default_rng(0), std)
-            return copies_of(QuantTensor(shape, fmt, drawn), self.copies)
-        if not isinstance(fmt, Fp8):
-            return [normal_matrix(f"w{i}", shape, 0, std, fmt) for i in range(self.copies)]
-        values = np.random.default_rng(0).standard_normal(shape, np.float32) * np.float32(std)
-        return copies_of(encode(values, fmt), self.copies)
+        """Return the matrices, each in memory of its own."""
+        case = Case("", {"M": self.m, "N": self.n, "K": self.k}, {}, {"w": self.format})
+        made = inputs(OPS["linear"], case, np.random.default_rng(0))["w"]
+        assert isinstance(made, QuantTensor)
+        return copies_of(made, self.copies)
 
     def x(self) -> np.ndarray:
         """Return X, fp32."""
@@ -123,15 +120,13 @@ class Engine(Subject):
 
     first: Callable[[], np.ndarray]
     tolerance: float
-    products: int
-    nbytes: int
+    nbytes: int  # of a matrix
     note: str = ""
 
     def correct(self, exact: np.ndarray) -> bool:
         """Multiply once and compare."""
         self.run()
-        error = self.first().astype(np.float64) - exact
-        return bool(np.sqrt((error**2).mean()) <= self.tolerance * np.sqrt((exact**2).mean()))
+        return error(self.first(), exact)[0] <= self.tolerance
 
 
 def copies_of(weight: QuantTensor, count: int) -> list[QuantTensor]:
@@ -177,8 +172,8 @@ def clocher(
         close=executor.close,
         first=partial(executor.array, "y0"),
         tolerance=tolerance,
-        products=len(weights),
-        nbytes=sum(weight.nbytes for weight in weights),
+        calls=len(weights),
+        nbytes=weights[0].nbytes,
         note=note,
     )
 
@@ -213,8 +208,8 @@ def torch_cpu(problem: Problem, weights: list[QuantTensor], threads: int) -> Eng
         run=run,
         first=lambda: torch.nn.functional.linear(x, values[0]).float().numpy(),
         tolerance=1e-3 if fmt.dtype == "f32" else 0.03,
-        products=len(values),
-        nbytes=sum(weight.nbytes for weight in weights),
+        calls=len(values),
+        nbytes=weights[0].nbytes,
         note="" if fmt.dtype == "f32" else "activations and results bf16",
     )
 
@@ -268,23 +263,23 @@ def _compared(
         runs = {name: partial(engine.seconds, _SECONDS) for name, engine in made.items()}
         if problem.m > 1:
             runs["dots"] = partial(dot_seconds, threads, _SECONDS)
-        took = turns({**runs, "read": lambda: 1 / reader.gbps(threads, _SECONDS)}, rounds)
-    reads = [1 / value for value in took["read"]]
+        took = turns({**runs, "read": partial(reader.gbps, threads, _SECONDS)}, rounds)
     for name, engine in made.items():
-        share = of_read([engine.nbytes / s / 1e9 for s in took[name]], reads)
-        notes = filter(None, (engine.note, limit_note(share["pct_of_limit"])))
-        rows[name] |= {**share, "us": median(took[name]) / engine.products * 1e6}
-        rows[name] |= {"samples": took[name], "note": "; ".join(notes)}
+        rows[name] |= shares(engine, took[name], took["read"])
         if problem.m > 1 and "int8" in engine.note:
-            count = engine.products * problem.m * problem.n * problem.k / 1e9
-            rows[name]["pct_of_dots"] = (
-                100 * ratio([count * s for s in took["dots"]], took[name]).value
-            )
+            count = problem.m * problem.n * problem.k / 1e9
+            share = ratio([count * s for s in took["dots"]], took[name])
+            rows[name]["pct_of_dots"] = 100 * share.value
         if name != names[0] and names[0] in made:
-            # In matmuls per second: cached weights may have fewer copies of the matrix.
-            speeds = {each: [made[each].products / s for s in took[each]] for each in made}
-            rows[name] |= over(speeds[names[0]], speeds[name])
+            rows[name] |= over(took[name], took[names[0]])
     return rows
+
+
+def shares(engine: Engine, took: list[float], reads: list[float]) -> Row:
+    """Return the fields of an engine beside the read loop."""
+    row = of_read([engine.nbytes / s / 1e9 for s in took], reads)
+    notes = filter(None, (engine.note, limit_note(row["pct_of_limit"])))
+    return {**row, "us": median(took) * 1e6, "samples": took, "note": "; ".join(notes)}
 
 
 def sparse_weight(
@@ -340,34 +335,31 @@ def sparse(asked: Any) -> Iterator[Row]:
     size, inner, tokens, threads = asked.shape[0], asked.inner, asked.tokens, asked.threads
     values = np.random.default_rng(2).standard_normal(size, dtype=np.float32)
     dense = encode(values, parse_format(_DENSE[inner]))
+    reader, problem = Reader("2m", _BYTES), Problem("f32", *size, tokens, 1)
     for block in asked.blocks:
         weights = {part: sparse_weight(size, block, inner, part) for part in asked.sparsity}
-        read = partial(Reader("2m", _BYTES).gbps, threads)
         with ExitStack() as stack:
             made = {
-                name: stack.enter_context(closing(_engine(weight, tokens, threads)))
-                for name, weight in {None: dense, **weights}.items()
+                part: stack.enter_context(closing(_engine(weight, tokens, threads)))
+                for part, weight in {None: dense, **weights}.items()
             }
-            problem = Problem("f32", *size, tokens, 1)
             right = {
-                name: name is None or made[name].correct(exact_product(problem, [weights[name]]))
-                for name in made
+                part: made[part].correct(exact_product(problem, [weight]))
+                for part, weight in weights.items()
             }
-            runs = {name: engine.seconds for name, engine in made.items()}
-            found = turns({**runs, "read": read}, asked.rounds, rest_s=0.01)
-        took = {name: [s / made[name].products for s in found[name]] for name in made}
-        times = {name: median(each) for name, each in took.items()}
+            runs = {part: engine.seconds for part, engine in made.items()}
+            took = turns({**runs, "read": partial(reader.gbps, threads)}, asked.rounds)
+        times = {part: median(took[part]) for part in made}
         even = break_even([1 - part for part in weights], [times[p] for p in weights], times[None])
-        for name, engine in made.items():
+        for part, engine in made.items():
             yield {
-                "op": "linear" if name is None else "bsr_linear",
+                "op": "linear" if part is None else "bsr_linear",
                 "block": f"{block[0]}x{block[1]}",
-                "sparsity": name or 0.0,
-                "seconds": times[name],
-                "us": times[name] * 1e6,
-                **of_read([engine.nbytes / s / 1e9 for s in found[name]], found["read"]),
-                "speedup": ratio(took[None], took[name]).value,
-                "correct": right[name],
+                "sparsity": part or 0.0,
+                "seconds": times[part],
+                **shares(engine, took[part], took["read"]),
+                "speedup": ratio(took[None], took[part]).value,
+                "correct": right.get(part, True),
                 **{"n": size[0], "k": size[1], "inner": inner, "m": tokens, "threads": threads},
                 "isa": CURRENT.name,
                 "break_even": even,

@@ -1,6 +1,5 @@
 """llama-perplexity beside a reference, and the answers of it and llama-server to tasks."""
 
-import json
 import math
 import re
 import socket
@@ -13,14 +12,14 @@ from functools import partial
 from http.client import OK
 from pathlib import Path
 from subprocess import DEVNULL
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import numpy as np
 
-from bench.experiment import NotMeasured, output_of
+from bench.experiment import NotMeasured, answer_of, output_of
 from clocher_runtime.quality.tasks import Asked
 
-_TIMEOUT_S, _START_S = 3600, 60
+_START_S = 60
 _SLOTS, _CONTEXT = 4, 2048
 WINDOW = 512
 """Tokens of a window of llama-perplexity."""
@@ -107,12 +106,9 @@ def _answers(address: str) -> bool:
 
 def _complete(address: str, item: Asked) -> str:
     asked = {"prompt": item.context, "n_predict": item.max_new, "stop": item.stop, "top_k": 1}
-    head = {"Content-Type": "application/json"}
-    request = Request(f"{address}/completion", json.dumps(asked).encode(), head)
     try:
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return str(json.load(answer)["content"])
-    except OSError as error:
+        return str(answer_of(f"{address}/completion", asked)["content"])
+    except NotMeasured as error:
         raise NotMeasured(f"llama-server: {error}") from None
 
 

@@ -4,42 +4,90 @@ r"""Two to five bits a weight: what `Tcq` loses at equal bytes of the whole mode
     python -m bench low_bits --model-dir F16.gguf --calib-text CALIB --text TEXT --turns JSONL \
         --recipe "3 blind damp0.01" --peer IQ3_S.gguf=F16_OF_IT.gguf --keep PARTS --json OUT
 
-Matrices are rounded and put back as floats (torch), activations are fp32, so only the loss of the
-weights is seen. A recipe is bits and switches: dampD, the Hessian's damping (0: rounded without
-correction); `blind`: tokens weigh alike, else half by their squared gradients; mixN spreads N bits
-over the tensors by the Fisher information of their outputs. A peer is a file whose size counts, and
-a copy of it in f16. Before llama-quantize channels were permuted, so that none meets the grid that
-the floats came from, and rows laid end to end for blocks of 256.
+Matrices are rounded as `clocher quantize` does, and put back as floats (torch); activations are
+fp32, so only the loss of the weights is seen. A recipe is bits and switches: dampD, the Hessian's
+damping (0: rounded without correction); `blind`: tokens weigh alike, else half by their squared
+gradients; mixN spreads N bits over the tensors by the Fisher information of their outputs. A peer
+is a file whose size counts, and a copy of it in f16. Before llama-quantize channels were permuted,
+so that none meets the grid that the floats came from, and rows laid end to end for blocks of 256.
 """
 
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import transformers
 from torch import nn
 
 from bench import real
 from bench.experiment import TEAM, experiment
-from bench.low_bits_rounding import DISTORTION, Recipe, format_of, parse, prepare, quantise
 from bench.record import Row
+from clocher_kernels.formats import Format, Int8, Tcq
+from clocher_kernels.formats.base import turn
+from clocher_kernels.formats.tcq import GROUP, LEVELS
+from clocher_kernels.quant_tensor import encode
 from clocher_runtime.checkpoints import open_checkpoint
 from clocher_runtime.command.flags import option
 from clocher_runtime.command.parameters import COUNT, PATH
+from clocher_runtime.convert import trellis
+from clocher_runtime.quantize.alloc import Option, choose
+from clocher_runtime.quantize.gptq import factorise
 
-_AT_ONCE = 128
-_HEAD = "lm_head"
-Matrices = dict[str, torch.Tensor]
+DISTORTION = {2: 0.0873, 3: 0.0239, 4: 0.00684, 5: 0.00233, 8: 1e-4}
+"""Mean squared error of a normal distribution by bits of a weight."""
+
+
+class Recipe(NamedTuple):
+    """How a matrix is rounded."""
+
+    bits: int
+    damp: float = 0.05  # of the Hessian; 0: later columns are not corrected
+    blind: bool = False  # the Hessian does not see which tokens matter
+    mix: float = 0.0  # bits of a weight in all
+
+
+def parse(text: str) -> Recipe:
+    """Return the recipe that a text spells."""
+    first, *words = text.split()
+    own: dict[str, Any] = {}
+    for word in words:
+        name = word.rstrip("0123456789.")
+        own[name] = float(word[len(name) :]) if word != name else True
+    return Recipe(int(first), **own)
+
+
+def format_of(bits: int) -> Format:
+    """Return the format of a matrix with so many bits a weight."""
+    return Tcq(bits) if bits in LEVELS else Int8("row", "f16")
+
+
+def quantise(
+    w: np.ndarray, hessian: np.ndarray, recipe: Recipe, threads: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return w [N, K] rounded, and its loss tr(E H E^T) by row, [N], of a Hessian [K, K]."""
+    own, fmt = turn(w, GROUP), format_of(recipe.bits)
+    hessian = turn(np.ascontiguousarray(turn(hessian, GROUP).T), GROUP)
+    if isinstance(fmt, Tcq):
+        made = trellis.search(own, fmt, threads=threads)
+        order = trellis.order_of(np.diagonal(hessian))
+        if recipe.damp and (factor := factorise(hessian, recipe.damp, order=order)):
+            made = trellis.solve(own, made, factor.order, factor.upper, threads=threads)
+        out = made.stored()
+    else:
+        out = turn(encode(w, fmt).decode(), GROUP)
+    wrong = own - out
+    return turn(out, GROUP), np.einsum("nk,nk->n", wrong @ hessian, wrong)
 
 
 class Study:
-    """A model, what its matrices read in one text, and its hidden states on others."""
+    """A model, and what its matrices read in one text."""
 
-    def __init__(self, asked: Any) -> None:
-        self.model, self.threads = loaded(asked.source), asked.threads
+    def __init__(self, asked: Any, texts: real.Texts) -> None:
+        self.model, self.threads, self.texts = loaded(asked.source), asked.threads, texts
         self.linears = {n: m for n, m in self.model.named_modules() if isinstance(m, nn.Linear)}
         self.floats = {n: m.weight.detach() for n, m in self.linears.items()}
         self.hessians: dict[str, torch.Tensor] = {}
@@ -49,8 +97,6 @@ class Study:
         tokenizer = real.tokenizer_of(asked.source)
         (calib,) = real.windows_of(tokenizer, asked.calib, None, 1 << 16).values()
         self.windows = calib[:: max(1, len(calib) // asked.samples)][: asked.samples]
-        self.kinds = real.windows_of(tokenizer, asked.text, asked.turns, asked.windows)
-        self.base = {kind: hidden(self.model, of) for kind, of in self.kinds.items()}
 
     def collect(self, blind: bool) -> None:
         """Sum x x^T of inputs and the squared gradients of outputs, for drawn tokens."""
@@ -84,84 +130,50 @@ class Study:
             hook.remove()
         self.blind = blind
 
-    def put(self, matrices: Matrices) -> None:
+    def put(self, matrices: Mapping[str, torch.Tensor]) -> None:
         """Replace weights; those that are not named become the model's own."""
         for name, module in self.linears.items():
             module.weight.data = matrices.get(name, self.floats[name])
         self.model.get_input_embeddings().weight = self.model.lm_head.weight
 
-    def round(self, recipe: Recipe, bits: Mapping[str, int]) -> tuple[Matrices, dict[str, float]]:
+    def round(
+        self, recipe: Recipe, bits: Mapping[str, int]
+    ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
         """Return the matrices of a recipe, and half the Fisher-weighted loss of each."""
         if self.blind is not recipe.blind:
             self.collect(recipe.blind)
-        found, losses = Matrices(), {}
+        found, losses = {}, {}
         tokens = real.WINDOW * len(self.windows)
         for name, w in self.floats.items():
-            given = prepare(self.hessians[name].numpy() / tokens, recipe)
-            out, loss = quantise(w.numpy(), given, recipe._replace(bits=bits[name]), self.threads)
+            hessian, own = self.hessians[name].numpy() / tokens, recipe._replace(bits=bits[name])
+            out, loss = quantise(w.numpy(), hessian, own, self.threads)
             found[name] = torch.from_numpy(out)
             losses[name] = float(self.fisher[name].numpy() @ loss) / tokens / 2
         return found, losses
 
     def allocate(self, recipe: Recipe) -> dict[str, int]:
         """Return bits of each matrix, `mix` a weight in all."""
-        even = dict.fromkeys(self.floats, recipe.bits)
         if not recipe.mix:
-            return even
+            return dict.fromkeys(self.floats, recipe.bits)
         key = recipe._replace(mix=0.0)
         if key not in self.losses:
-            self.losses[key] = self.round(key, even)[1]
-        loss, most = self.losses[key], max(DISTORTION)
-        chosen = dict.fromkeys(self.floats, min(DISTORTION))
-        more = dict(zip(DISTORTION, [*DISTORTION][1:], strict=False))
-
-        def cost(name: str, bits: int) -> int:
-            return format_of(bits).nbytes(tuple(self.floats[name].shape))
-
-        def gain(name: str) -> float:
-            now, then = chosen[name], more[chosen[name]]
-            return (
-                loss[name]
-                * (DISTORTION[now] - DISTORTION[then])
-                / (cost(name, then) - cost(name, now))
-            )
-
-        total = sum(w.numel() for w in self.floats.values())
-        room = recipe.mix * total / 8 - sum(cost(*each) for each in chosen.items())
-        while fits := [
-            name
-            for name, now in chosen.items()
-            if now < most and cost(name, more[now]) - cost(name, now) <= room
-        ]:
-            best = max(fits, key=gain)
-            room -= cost(best, more[chosen[best]]) - cost(best, chosen[best])
-            chosen[best] = more[chosen[best]]
-        return chosen
+            self.losses[key] = self.round(key, self.allocate(key))[1]
+        options = [
+            [
+                Option(fmt, fmt.nbytes(tuple(w.shape)), self.losses[key][name] * wrong)
+                for fmt, wrong in ((format_of(bits), wrong) for bits, wrong in DISTORTION.items())
+            ]
+            for name, w in self.floats.items()
+        ]
+        budget = int(recipe.mix * sum(w.numel() for w in self.floats.values()) / 8)
+        each = zip(self.floats, choose(options, budget).taken, strict=True)
+        return {name: [*DISTORTION][taken] for name, taken in each}
 
     def nbytes(self, bits: Mapping[str, int]) -> int:
         """Return the bytes; vectors are fp32."""
         vectors = sum(4 * p.numel() for p in self.model.parameters() if p.ndim == 1)
         shapes = {name: tuple(w.shape) for name, w in self.floats.items()}
         return vectors + sum(format_of(bits[n]).nbytes(shape) for n, shape in shapes.items())
-
-    @torch.no_grad()
-    def score(self, model: Any) -> real.Sums:
-        """Return the sums of `real.judge` over the windows, by kind, beside the floats."""
-        found: real.Sums = {}
-        for kind, windows in self.kinds.items():
-            x, own = hidden(model, windows), self.base[kind]
-            ids = torch.tensor([each[real.FIRST + 1 :] for each in windows]).flatten()
-            for at in range(0, len(ids), _AT_ONCE):
-                here = slice(at, at + _AT_ONCE)
-                log = (x[here] @ model.lm_head.weight.T).log_softmax(-1)
-                ref = (own[here] @ self.floats[_HEAD].T).log_softmax(-1)
-                kld = (ref.exp() * (ref - log)).sum(-1).double()
-                sums = {"tokens": len(kld), "kld": kld.sum(), "kld2": kld.square().sum()}
-                sums["same"] = (log.argmax(-1) == ref.argmax(-1)).sum()
-                sums["nll"] = -log.gather(1, ids[here, None]).double().sum()
-                for key, value in sums.items():
-                    found[f"{kind} {key}"] = found.get(f"{kind} {key}", 0.0) + float(value)
-        return found
 
     def ours(self, text: str) -> real.Sums:
         """Return the bytes and the sums of a recipe."""
@@ -170,14 +182,7 @@ class Study:
         made, losses = self.round(recipe, bits)
         self.put(made)
         found = {"bytes": self.nbytes(bits), "fisher": sum(losses.values())}
-        return found | self.score(self.model)
-
-    def theirs(self, text: str) -> real.Sums:
-        """Return the bytes and the sums of a peer's file."""
-        file, floats = map(Path, text.split("="))
-        # Beside the tensors there are names and the vocabulary, as in the copy of f16.
-        more = file.stat().st_size - floats.stat().st_size
-        return {"bytes": more + open_checkpoint(floats).nbytes} | self.score(loaded(floats))
+        return found | self.texts.sums(logits_of(self.model))
 
 
 def loaded(path: Path) -> Any:
@@ -187,11 +192,18 @@ def loaded(path: Path) -> Any:
     return model.requires_grad_(False).eval()
 
 
-@torch.no_grad()
-def hidden(model: Any, windows: real.Windows) -> torch.Tensor:
-    """Return the head's inputs for the scored tokens of windows, [T, K]."""
-    found = [model.model(torch.tensor([ids])).last_hidden_state[0] for ids in windows]
-    return torch.cat([x[real.FIRST : real.WINDOW - 1] for x in found])
+def logits_of(model: Any) -> real.Logits:
+    """Return the logits of a model of torch."""
+    return torch.no_grad()(lambda ids: model(torch.tensor([ids])).logits[0].numpy())
+
+
+def theirs(text: str, texts: real.Texts) -> real.Sums:
+    """Return the bytes and the sums of a peer's file."""
+    file, floats = map(Path, text.split("="))
+    # Beside the tensors there are names and the vocabulary, as in the copy of f16.
+    more = file.stat().st_size - floats.stat().st_size
+    nbytes = more + open_checkpoint(floats).nbytes
+    return {"bytes": nbytes} | texts.sums(logits_of(loaded(floats)))
 
 
 @experiment(
@@ -212,33 +224,29 @@ def hidden(model: Any, windows: real.Windows) -> torch.Tensor:
 def main(asked: Any) -> Iterator[Row]:
     """Measure what is missing; yield the row of each recipe and peer."""
     torch.set_num_threads(asked.threads)
-    parts, study = real.Parts(asked.keep, None), cache(lambda: Study(asked))
-    stored = open_checkpoint(asked.source).tensors.values()
-    params = sum(prod(tensor.shape) for tensor in stored)
-    parts.do("floats", lambda: study().score(study().model))
+    parts, source = real.Parts(asked.keep, None), asked.source
+    texts = real.Texts(asked, parts, asked.windows, lambda: logits_of(loaded(source)))
+    study = cache(lambda: Study(asked, texts))
+    params = sum(prod(tensor.shape) for tensor in open_checkpoint(source).tensors.values())
 
     def measure(text: str) -> real.Sums:
-        return study().theirs(text) if "=" in text else study().ours(text)
+        return theirs(text, texts) if "=" in text else study().ours(text)
 
     about = {
-        "model": asked.source.stem,
+        "model": source.stem,
         "calibration": f"{asked.samples} x {real.WINDOW} tokens of {asked.calib.name}",
         "evaluation": f"{asked.text.name}, {asked.turns.name}",
     }
     for text in (*asked.recipes, *asked.peers):
-        name = Path(text.split("=")[0]).stem if "=" in text else text
+        peer = "=" in text
+        name = Path(text.split("=")[0]).stem if peer else text
         parts.do(name, partial(measure, text))
         found = parts.get(name)
         row: Row = about | {"name": name, "bytes": int(found["bytes"])}
-        if "=" in text:
+        if peer:
             row["calibration"] = f"importance matrix, {asked.calib.name}"
         row |= {"bits": 8 * found["bytes"] / params, "mib": found["bytes"] / (1 << 20)}
-        for kind in ("text", "turns"):
-            own, exact = (
-                {k.split()[1]: v for k, v in of.items() if k.startswith(f"{kind} ")}
-                for of in (found, parts.get("floats"))
-            )
-            row |= {f"{k}_{kind}": v for k, v in real.summary(own, exact).items()}
+        row |= texts.fields(found)
         yield row | {"fisher": found.get("fisher"), "seconds": found["seconds"]}
 
 

@@ -23,23 +23,21 @@ from cpu_fallback.executor import CpuExecutor
 from cpu_fallback.team.placement import Hints
 
 DEVICES = ("cpu", "cuda")
-ROWS = pytest.StashKey[list[dict[str, Any]]]()
+ROWS = pytest.StashKey[list[Row]]()
 
 _MOST_S = 0.1
 _LEAST_ROUNDS = 5
 _ENOUGH_BYTES = 4 << 20
 _MOST_CALLS = 32
 
-Facts = dict[str, Any]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Subject):
     """An op on a back end, and facts: device, cost of a call, `correct`."""
 
-    facts: Facts
+    facts: Row
 
-    def rates(self, seconds: float) -> Facts:
+    def rates(self, seconds: float) -> Row:
         """Return time, bandwidth and arithmetic of one call, from the seconds of a run."""
         call = seconds / self.calls
         return {
@@ -55,24 +53,23 @@ def timed(spec: OpSpec, case: Case, device: str, threads: int) -> Timed:
     cost = op.cost()
     # A very short call would measure waking the team.
     calls = max(1, min(_MOST_CALLS, _ENOUGH_BYTES // max(cost.bytes, 1)))
-    facts: Facts = {"op": spec.name, "case": case.id, "device": device, "calls": calls}
+    facts: Row = {"op": spec.name, "case": case.id, "device": device, "calls": calls}
     facts |= {"bytes": cost.bytes, "flops": cost.flops}
     return _on_gpu(spec, case, facts) if device == "cuda" else _on_cpu(op, threads, facts)
 
 
-def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Facts:
+def compare(op: OpRun, got: Mapping[str, np.ndarray]) -> Row:
     """Return whether outputs are `correct`, and their errors."""
     expected = op.run(ReferenceExecutor)
-    limit = op.spec.allowed(op.case)
-    return _verdict(judge(limit, {name: (got[name], expected[name]) for name in op.written}))
+    pairs = {name: (got[name], expected[name]) for name in op.written}
+    return _verdict(judge(op.spec.allowed(op.case), pairs))
 
 
-def _verdict(row: Row) -> Facts:
-    errors = {"rms_error": row["rms"], "max_error": row["max"], "reason": row.get("reason", "")}
-    return {"correct": row["status"] == "ok", **errors}
+def _verdict(judged: Row) -> Row:
+    return {"correct": judged.pop("status") == "ok", **judged}
 
 
-def _on_cpu(op: OpRun, threads: int, facts: Facts) -> Timed:
+def _on_cpu(op: OpRun, threads: int, facts: Row) -> Timed:
     # A dynamic team could use fewer threads than the result says.
     bind = partial(CpuExecutor, threads=threads, hints=Hints(adaptive=False))
     facts |= compare(op, op.run(bind))
@@ -88,7 +85,7 @@ def _on_cpu(op: OpRun, threads: int, facts: Facts) -> Timed:
     )
 
 
-def _on_gpu(spec: OpSpec, case: Case, facts: Facts) -> Timed:
+def _on_gpu(spec: OpSpec, case: Case, facts: Row) -> Timed:
     from bench.gpu.parity import Trial
     from bench.gpu.setting import make_setting
     from clocher_kernels.cuda.launch import execute

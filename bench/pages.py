@@ -5,8 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
-from xml.sax.saxutils import escape
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -20,8 +19,6 @@ _CONTROL = dict.fromkeys(
     {*range(32), *range(127, 160), *range(0xD800, 0xE000), 0xFFFE, 0xFFFF} - {10},
     "\N{REPLACEMENT CHARACTER}",
 )
-_COLOUR, _GREY = "#0072b2", "#777777"
-_WIDTH, _LEFT, _RIGHT, _TOP, _STEP = 800, 340, 60, 40, 28
 _TICKS = (0.5, 1, 1.5, 2, 3, 4, 6, 8, 10)
 
 PAGE, PLOT = "PERFORMANCE.md", "plots/beside-peers.svg"
@@ -85,6 +82,21 @@ def markdown(title: str, intro: Sequence[str], sections: Sequence[Section]) -> s
 
 def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
     """Return a report as one self-contained HTML file, also well-formed XML."""
+    return filled("report.html", title=title, intro=intro, sections=sections)
+
+
+def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
+    """Return ratios and their intervals as an SVG picture with a logarithmic axis."""
+
+    def share(ratio: float) -> float:
+        place = math.log(ratio / _TICKS[0]) / math.log(_TICKS[-1] / _TICKS[0])
+        return min(max(place, 0.0), 1.0)
+
+    return filled("chart.svg", title=title, label=label, bars=bars, ticks=_TICKS, share=share)
+
+
+def filled(template: str, **values: Any) -> str:
+    """Return a template of this folder with values in it, which are escaped."""
     jinja = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -92,41 +104,7 @@ def html(title: str, intro: Sequence[str], sections: Sequence[Section]) -> str:
         keep_trailing_newline=True,
     )
     jinja.globals |= {"clean": _clean, "kind": _kind}
-    return jinja.get_template("report.html").render(title=title, intro=intro, sections=sections)
-
-
-def chart(title: str, label: str, bars: Sequence[Bar]) -> str:
-    """Return ratios and their intervals as an SVG picture with a logarithmic axis."""
-
-    def place(ratio: float) -> float:
-        share = math.log(ratio / _TICKS[0]) / math.log(_TICKS[-1] / _TICKS[0])
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * min(max(share, 0.0), 1.0)
-
-    def line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float) -> str:
-        ends = f'x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"'
-        return f'<line {ends} stroke="{colour}" stroke-width="{width}"/>'
-
-    def words(x: float, y: float, said: str, anchor: str = "middle", size: int = 13) -> str:
-        about = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
-        return f"<text {about}>{escape(_clean(said))}</text>"
-
-    bottom = _TOP + _STEP * len(bars)
-    drawn = [words(_LEFT, 24, title, "start", 16), words(place(2), bottom + 42, label)]
-    drawn += [line(_LEFT, bottom, _WIDTH - _RIGHT, bottom, _GREY, 1)]
-    drawn += [line(place(1), _TOP, place(1), bottom, _GREY, 2)]
-    for tick in _TICKS:
-        drawn += [line(place(tick), bottom, place(tick), bottom + 5, _GREY, 1)]
-        drawn += [words(place(tick), bottom + 20, f"{tick:g}")]
-    for index, (name, value, low, high) in enumerate(bars):
-        y = _TOP + _STEP * (index + 0.5)
-        drawn += [words(_LEFT - 10, y + 4, name, "end")]
-        drawn += [words(_WIDTH - _RIGHT + 8, y + 4, f"{value:.2f}x", "start")]
-        drawn += [line(place(low), y, place(high), y, _COLOUR, 2.5)]
-        drawn += [f'<circle cx="{place(value):.1f}" cy="{y:.1f}" r="4" fill="{_COLOUR}"/>']
-    size = f'viewBox="0 0 {_WIDTH} {bottom + 54}" width="{_WIDTH}" height="{bottom + 54}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">'
-    paper = '<rect width="100%" height="100%" fill="#ffffff"/>'
-    return "\n".join([head, paper, *drawn, "</svg>", ""])
+    return jinja.get_template(template).render(values)
 
 
 def _clean(text: str) -> str:

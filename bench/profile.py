@@ -18,12 +18,12 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any, NamedTuple
-from xml.sax.saxutils import escape
 
 import click
 import numpy as np
 
 from bench.experiment import MIB, MODEL_DIR, TEAM, Row, experiment, limit_note, opened
+from bench.pages import filled
 from clocher_kernels.ops import OPS
 from clocher_kernels.ops.cases import cost
 from clocher_kernels.plan import Call
@@ -40,13 +40,6 @@ _LAYER = re.compile(r"model\.layers\.([0-9]+)\.(.*)")
 _WARM_STEPS = 4
 _BEYOND_CACHES = 8 << 20
 _OUTSIDE = ("embed", "gather_rows", "sample", "advance")
-
-# Of the picture.
-_WIDTH, _ROW, _MARGIN, _TITLE = 1600, 22, 10, 34
-_CHAR = 6.6
-_LEAST = 0.4  # narrower ones, in pixels, are not drawn
-_COLOURS = {"waiting": "#c9ced6", "Python": "#8fa3bf", "kernel": "#f2b880"}
-_SHADES = ("#e4572e", "#e8703a", "#ec8a48", "#efa158", "#f0b56b", "#dd6b3d", "#d98848", "#e59a5c")
 
 
 class CallTime(NamedTuple):
@@ -226,30 +219,7 @@ def flame(step: Step, title: str) -> list[Frame]:
 
 def svg(frames: Sequence[Frame], title: str) -> str:
     """Return the picture of frames, of which the first is the whole; level 0 is at the top."""
-    whole = max(frames[0].ns, 1e-9)
-    scale = (_WIDTH - 2 * _MARGIN) / whole
-    height = _TITLE + _ROW * (1 + max(frame.level for frame in frames)) + _MARGIN
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height}" '
-        f'viewBox="0 0 {_WIDTH} {height}" font-family="monospace" font-size="11">',
-        f'<rect width="{_WIDTH}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{_MARGIN}" y="22" font-size="14">{escape(title)}</text>',
-    ]
-    for number, (level, start, ns, name, note) in enumerate(frames):
-        x, y, width = _MARGIN + start * scale, _TITLE + level * _ROW, ns * scale
-        if width < _LEAST:
-            continue
-        colour = _COLOURS.get(name, _SHADES[number % len(_SHADES)])
-        about = ", ".join(filter(None, (name, f"{ns / 1e3:.1f} us, {ns / whole:.2%}", note)))
-        lines.append(
-            f'<g><title>{escape(about)}</title><rect x="{x:.2f}" y="{y}" width="{width:.2f}" '
-            f'height="{_ROW - 1}" fill="{colour}" rx="1"/>'
-        )
-        if (room := int((width - 6) / _CHAR)) >= 3:
-            text = name if len(name) <= room else f"{name[: room - 1]}…"
-            lines.append(f'<text x="{x + 3:.2f}" y="{y + 15}">{escape(text)}</text>')
-        lines.append("</g>")
-    return "\n".join([*lines, "</svg>", ""])
+    return filled("flame.svg", frames=frames, title=title)
 
 
 @experiment(

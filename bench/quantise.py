@@ -19,7 +19,7 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from math import exp, log, prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -170,14 +170,10 @@ def over_theirs(row: Row, rows: Sequence[Row], key: str) -> float | None:
     return float(row[key] / exp(np.interp(row["mib"], sizes, [value for _, value in known])))
 
 
-def _score(asked: Any, name: str, method: str, bases: Mapping[Path, real.Windows]) -> real.Sums:
+def _score(asked: Any, name: str, method: str, texts: real.Texts) -> real.Sums:
     with TemporaryDirectory(dir=asked.keep.parent) as folder:
         made = make(asked, name, method, Path(folder))
-        sums, logits = sizes(made), real.logits_of(made, asked.threads)
-        for base, windows in bases.items():
-            found = real.compared(base, windows, logits)
-            sums |= {f"{base.suffix[1:]} {key}": value for key, value in found.items()}
-    return sums
+        return sizes(made) | texts.sums(real.logits_of(made, asked.threads))
 
 
 @experiment(
@@ -207,25 +203,17 @@ def main(asked: Any) -> Iterator[Row]:
             part.rename(out)
         asked.source = out
     parts, source, model = real.Parts(asked.keep, asked.seconds), asked.source, asked.source.stem
-    count = -(-asked.tokens // real.SCORED)
-    kinds = real.windows_of(real.tokenizer_of(source), asked.text, asked.turns, count)
-    bases = {asked.keep.with_name(f"{model}.{kind}"): kinds[kind] for kind in kinds}
-    logits = cache(partial(real.logits_of, source, asked.threads))
-    for base, windows in bases.items():
-        parts.do(base.name, partial(real.write_base, base, windows, lambda ids: logits()(ids)))
+    exact = partial(real.logits_of, source, asked.threads)
+    texts = real.Texts(asked, parts, -(-asked.tokens // real.SCORED), exact)
     rows: list[Row] = []
     for name, method in candidates(asked.llama is not None):
         key = f"{model} {asked.samples} {name} {method}"
         if re.search(asked.only, f"{name} {method}"):
-            parts.do(key, partial(_score, asked, name, method, bases))
+            parts.do(key, partial(_score, asked, name, method, texts))
         if found := parts.get(key):
             row: Row = {"model": model, "format": name, "method": method, "mib": found["mib"]}
             row |= {"bits": found["bits"], "samples": asked.samples}
-            for base in bases:
-                kind = base.suffix[1:]
-                sums = {k.split()[1]: v for k, v in found.items() if k.startswith(f"{kind} ")}
-                exact = parts.get(base.name)
-                row |= {f"{k}_{kind}": v for k, v in real.summary(sums, exact).items()}
-            rows.append(row)
+            rows.append(row | texts.fields(found))
     for row in sorted(rows, key=lambda row: row["mib"]):
-        yield row | {f"over_{kind}": over_theirs(row, rows, f"kld_{kind}") for kind in kinds}
+        over = {f"over_{kind}": over_theirs(row, rows, f"kld_{kind}") for kind in texts.kinds}
+        yield row | over

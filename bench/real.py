@@ -40,6 +40,7 @@ from clocher_runtime.command.loading import load
 from clocher_runtime.command.parameters import COUNT, PATH
 from clocher_runtime.config.engine import EngineConfig
 from clocher_runtime.disk.files import read_text
+from clocher_runtime.disk.output_file import replacing
 from clocher_runtime.disk.strict_json import parse_object
 from clocher_runtime.quality.speed import Case
 from clocher_runtime.quality.tasks import TASKS, Kept, Prompted, read_task, run_task
@@ -85,8 +86,7 @@ def windows_of(
 def write_base(path: Path, windows: Windows, logits: Logits) -> Sums:
     """Write logits as llama-perplexity's --kl-divergence-base; return their sums."""
     sums: Sums = {}
-    part = path.with_suffix(".part")
-    with part.open("wb") as file:
+    with replacing(path) as file:
         for number, ids in enumerate(windows):
             given = logits(ids)[FIRST : WINDOW - 1]
             if not number:
@@ -101,7 +101,6 @@ def write_base(path: Path, windows: Windows, logits: Logits) -> Sums:
             rows[:, :4] = np.concatenate(ends, axis=1).astype(np.float32).view(np.uint16)
             file.write(rows.tobytes())
             _add(sums, judge(rows, given, np.array(ids[FIRST + 1 :])))
-    part.rename(path)
     return sums
 
 
@@ -269,6 +268,42 @@ class Parts(Kept):
         return sums
 
 
+class Texts:
+    """A text and chat turns in windows, and what the exact model says of them, beside --keep."""
+
+    def __init__(self, asked: Any, parts: Parts, windows: int, exact: Callable[[], Logits]) -> None:
+        """Cut `asked.text` and `asked.turns`; write the bases that are missing."""
+        source, self._parts, exact = asked.source, parts, cache(exact)
+        found = windows_of(tokenizer_of(source), asked.text, asked.turns, windows)
+        self.kinds = {
+            kind: (asked.keep.with_name(f"{source.stem}.{kind}"), own)
+            for kind, own in found.items()
+        }
+        for base, own in self.kinds.values():
+            parts.do(base.name, partial(write_base, base, own, lambda ids: exact()(ids)))
+
+    def sums(self, logits: Logits) -> Sums:
+        """Return the sums of an engine's logits, which begin with the kind of text."""
+        return {
+            f"{kind} {key}": value
+            for kind, (base, windows) in self.kinds.items()
+            for key, value in compared(base, windows, logits).items()
+        }
+
+    def fields(self, found: Sums) -> Row:
+        """Return the fields of a row, which end with the kind of text."""
+        row: Row = {}
+        for kind, (base, _) in self.kinds.items():
+            own = summary(_of(found, kind), self._parts.get(base.name))
+            row |= {f"{key}_{kind}": value for key, value in own.items()}
+        return row
+
+
+def _of(sums: Sums, head: str) -> Sums:
+    """Return the sums whose names begin with a word, without it."""
+    return {k.removeprefix(f"{head} "): v for k, v in sums.items() if k.startswith(f"{head} ")}
+
+
 def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
     """Yield a row for each engine: fields of a text end with its name."""
     speed = parts.sums(model, "speed")
@@ -283,8 +318,7 @@ def _rows(model: str, texts: Sequence[str], parts: Parts) -> Iterator[Row]:
                 n, share = sums["items"], sums["right"] / sums["items"]
                 error = sqrt(share * (1 - share) / max(n - 1, 1))
                 row |= {f"{task}_items": int(n), task: 100 * share, f"{task}_error": 100 * error}
-        own = (key.removeprefix(f"{engine} ") for key in speed if key.startswith(f"{engine} "))
-        row |= {key: speed[f"{engine} {key}"] for key in own if " " not in key}
+        row |= {key: value for key, value in _of(speed, engine).items() if " " not in key}
         if row:
             yield {"op": "real", "model": model, "engine": engine, "isa": CURRENT.name, **row}
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from clocher_kernels.errors import ClocherError, UsageError
 from clocher_runtime.disk.files import read_bytes
 from clocher_runtime.disk.output_file import write_file
-from clocher_runtime.disk.strict_json import parse_json, parse_object, read_as
+from clocher_runtime.disk.strict_json import parse_json, parse_lines, read_as
 
 Row = dict[str, Any]
 
@@ -282,8 +282,8 @@ def _told() -> Iterator[None]:
 @_told()
 def read_rows(path: Path) -> list[Row]:
     """Return a harness file's rows, without an unterminated last line, or UsageError."""
-    lines = read_bytes(path, MAX_BYTES).split(b"\n")[:-1]
-    return [_row(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    data = read_bytes(path, MAX_BYTES)
+    return [_row(*line) for line in parse_lines(data[: data.rfind(b"\n") + 1], path)]
 
 
 @_told()
@@ -345,8 +345,8 @@ def _cell(shown: str, row: Row) -> str:
         return ""
 
 
-def _row(line: bytes, where: str) -> Row:
-    row: Row = {"why": [], "ignored": [], "line": None, **parse_object(line, where)}
+def _row(found: Row, where: str) -> Row:
+    row: Row = {"why": [], "ignored": [], "line": None, **found}
     if read_as(row, _HarnessRow, where).status == "ok" and row["line"] is None:
         raise UsageError(f"{where}: a run that is ok has no line")
     return row

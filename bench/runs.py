@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cache
@@ -188,10 +189,7 @@ def build() -> dict[str, Any]:
 
 def _line(output: str) -> dict[str, Any] | None:
     for text in reversed(output.splitlines()):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict):
-            return value
+        with suppress(ValueError, RecursionError):
+            if isinstance(value := json.loads(text), dict):
+                return value
     return None

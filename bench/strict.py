@@ -135,7 +135,7 @@ class Process:
 
         runs: dict[str, Callable[[], float]] = {name: partial(run, name) for name in tests}
         runs["read"] = partial(reader.gbps, threads_of(self.engine.loaded.config))
-        read = turns(runs, self.task["rounds"], self.task.get("rest_s", 0.05))["read"]
+        read = turns(runs, self.task["rounds"])["read"]
         every = [each for found in made.values() for each in found]
         part = {name: "prefill" if name == "pp" else "decode" for name in tests}
         return {

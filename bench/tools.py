@@ -19,12 +19,10 @@ from functools import partial
 from math import sqrt
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import click
 
-from bench.experiment import NotMeasured, experiment
+from bench.experiment import Refused, answer_of, experiment
 from bench.real import Parts
 from bench.record import Row
 from clocher_runtime.command.flags import option
@@ -32,7 +30,7 @@ from clocher_runtime.command.parameters import COUNT, PATH, Listed
 
 _CATEGORIES = {"simple": "simple_python", "multiple": "multiple", "parallel": "parallel"}
 _KINDS = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-_MOST, _TIMEOUT_S = 512, 600
+_MOST = 512  # tokens of an answer
 
 
 def _schema(given: Any) -> Any:
@@ -101,23 +99,6 @@ def _calls(message: Mapping[str, Any], tools: Sequence[str]) -> list[tuple[str, 
     return found
 
 
-class _Refused(NotMeasured):
-    """A server answered with an HTTP error."""
-
-
-def _answer(url: str, wish: Mapping[str, Any] | None = None) -> Any:
-    body = None if wish is None else json.dumps(wish).encode()
-    request = Request(url, body, {"Content-Type": "application/json"})
-    try:
-        with urlopen(request, timeout=_TIMEOUT_S) as answer:
-            return json.load(answer)
-    except HTTPError as error:
-        error.close()
-        raise _Refused(f"{url}: {error}") from None
-    except (OSError, ValueError) as error:
-        raise NotMeasured(f"{url}: {error}") from None
-
-
 def _asked(url: str, model: str, item: Mapping[str, Any], truth: Sequence[Any], choice: str) -> Row:
     tools = [
         {"type": "function", "function": {**_schema(each), "name": _named(each["name"])}}
@@ -126,8 +107,8 @@ def _asked(url: str, model: str, item: Mapping[str, Any], truth: Sequence[Any], 
     wish = {"messages": item["question"][0], "tools": tools, "tool_choice": choice}
     wish |= {"model": model, "temperature": 0, "max_tokens": _MOST}
     try:
-        message = _answer(f"{url}/v1/chat/completions", wish)["choices"][0]["message"]
-    except _Refused:
+        message = answer_of(f"{url}/v1/chat/completions", wish)["choices"][0]["message"]
+    except Refused:
         return {"parseable": False, "right": False, "refused": True}
     calls = _calls(message, [tool["function"]["name"] for tool in tools])
     return {"parseable": bool(calls), "right": calls is not None and is_right(calls, truth)}
@@ -151,7 +132,7 @@ def _lines(path: Path) -> list[Any]:
 def main(asked: Any) -> Iterator[Row]:
     """Yield a row for each category and server."""
     urls, choice = dict(each.partition("=")[::2] for each in asked.urls), asked.choice
-    models = {name: _answer(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
+    models = {name: answer_of(f"{url}/v1/models")["data"][0]["id"] for name, url in urls.items()}
     parts = Parts(asked.keep, None, choice=choice)
     for category in asked.categories:
         file = f"BFCL_v4_{_CATEGORIES[category]}.json"

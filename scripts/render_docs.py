@@ -5,39 +5,21 @@ import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import click
 
-from clocher_kernels.formats import FAMILIES, Family, parse_format
+from clocher_kernels.formats import FAMILIES, parse_format
 from clocher_kernels.ops import OPS, OpSpec
 from clocher_kernels.ops.contract import EXACT, Param
 
 Row = dict[str, Any]
 
 DOCS = Path(__file__).parents[1] / "docs"
-NOTE = "<!-- Written by scripts/render_docs.py. Edit the source that it reads, not this file. -->"
-
-OPS_INTRO = """# Ops
-
-An op is its contract in `clocher_kernels/ops`: a NumPy reference, the cases on which every back end
-is compared with it, and the allowed error, relative to the RMS of the reference's output (RMS /
-largest). The reference's docstring explains every parameter and setting.
-
-`in`, `out` and `inout` are buffers of the Plan, `matrix` a tensor in any [format](formats.md),
-`vector` decoded; `?` is optional. M and R are the tokens and output rows of a step."""
-
-FORMATS_INTRO = """# Formats
-
-A tensor has a logical shape and a format; the format says which arrays (planes) store it and what
-their bytes mean. The codecs in `clocher_kernels/formats` are the definition: kernels must use the
-numbers that `decode` gives. Arrays are little-endian and in C order. N and K are the rows and
-columns of W in y = x W^T; dimensions in front of them (experts) stay in front of every plane, and G
-is the length of a group along K. Bits per weight are those of the example at
-[256, 4096]. How values are encoded, and the error of it, is in the docstring of each codec."""
-
 LAYOUTS_OF_TESTS = "the test, in the layout"
 
 EXAMPLE_SHAPE = (256, 4096)
@@ -54,11 +36,14 @@ LEFT_OUT = ("Attributes:", "Encoding", "Symmetric encoding")
 def main(check: bool, docs: Path) -> None:
     """Render the pages."""
     rows = json.loads((DOCS / "compatibility.json").read_text(encoding="utf-8"))
-    page = (DOCS / "compatibility.md").read_text(encoding="utf-8")
+    found = {
+        "ops.md": {"ops": "\n\n".join(map(render_op, OPS.values()))},
+        "formats.md": {"formats": render_formats()},
+        "compatibility.md": render_compatibility(rows),
+    }
     pages = {
-        docs / "ops.md": render_ops(),
-        docs / "formats.md": render_formats(),
-        docs / "compatibility.md": render_compatibility(page, rows),
+        docs / name: filled((DOCS / name).read_text(encoding="utf-8"), parts)
+        for name, parts in found.items()
     }
     stale = [path for path in pages if not path.exists() or path.read_text() != pages[path]]
     if check and stale:
@@ -69,17 +54,24 @@ def main(check: bool, docs: Path) -> None:
         path.write_text(pages[path], encoding="utf-8")
 
 
-def render_ops() -> str:
-    """Return docs/ops.md."""
-    return "\n\n".join([NOTE, OPS_INTRO, *map(render_op, OPS.values())]) + "\n"
+def filled(page: str, parts: Mapping[str, str]) -> str:
+    """Return a page, written by hand, with new parts between their names and "end"."""
+    return re.sub(
+        r"(<!-- (\w+) -->\n).*?(\n<!-- end -->)",
+        lambda match: match[1] + parts[match[2]] + match[3],
+        page,
+        flags=re.S,
+    )
 
 
 def render_op(spec: OpSpec) -> str:
     """Return the section of one op: what it computes, its parameters and settings, its cases."""
-    text, settings, source = read_docstring(spec)
+    doc = inspect.cleandoc(spec.reference.__doc__ or "").split("\n\n")
+    text = [each for each in doc if not each.startswith(("Args:", "Source:"))]
     stored = ", ".join(
         f"`{p.name}`{'?' if p.optional else ''} {p.kind} {shape(p)}" for p in spec.params
     )
+    settings = ", ".join(f"`{name}`" for name in spec.attributes)
     tested = f"{stored}.{f' Settings: {settings}.' if settings else ''}"
     tested += f" Error: {error(spec)}. {len(spec.cases)} cases"
     formats = {
@@ -88,16 +80,11 @@ def render_op(spec: OpSpec) -> str:
         for param, name in case.formats.items()
         if spec.param(param).kind == "matrix"
     }
-    parts = [
-        f"## {spec.name}",
-        *text,
-        f"{tested}, {len(formats)} formats." if formats else f"{tested}.",
-    ]
+    tested += f", {len(formats)} formats." if formats else "."
     missing = Counter(why for case in spec.cases for why in case.missing.items())
-    if missing:
-        said = " ".join(f"No {b} kernel for {n}: {why}." for (b, why), n in missing.items())
-        parts.append(said)
-    return "\n\n".join([*parts, *source])
+    said = " ".join(f"No {b} kernel for {n}: {why}." for (b, why), n in missing.items())
+    source = [each for each in doc if each.startswith("Source:")]
+    return "\n\n".join([f"## {spec.name}", *text, tested, *filter(None, [said]), *source])
 
 
 def shape(param: Param) -> str:
@@ -114,35 +101,21 @@ def error(spec: OpSpec) -> str:
     return " or ".join(spelled)
 
 
-def read_docstring(spec: OpSpec) -> tuple[list[str], str, list[str]]:
-    """Return a reference's definition, its settings' names, and its source."""
-    doc = inspect.cleandoc(spec.reference.__doc__ or "").split("\n\n")
-    text = [each for each in doc if not each.startswith(("Args:", "Source:"))]
-    source = [each for each in doc if each.startswith("Source:")]
-    return text, ", ".join(f"`{name}`" for name in spec.attributes), source
-
-
 def render_formats() -> str:
-    """Return docs/formats.md."""
+    """Return the table of the families of formats, and a section for each."""
     head = ("names", "what they hold", "example", "bits per weight")
-    parts = [NOTE, FORMATS_INTRO, table(head, map(family_row, FAMILIES))]
+    rows, sections = [], []
     for family in FAMILIES:
-        codec = type(parse_format(family.examples[0]))
-        doc = inspect.cleandoc(codec.__doc__ or "").split("\n\n")
+        name = family.examples[0]
+        codec = parse_format(name)
+        dense = not name.startswith("bsr_")
+        bits = f"{8 * codec.nbytes(EXAMPLE_SHAPE) / prod(EXAMPLE_SHAPE):.3f}" if dense else ""
+        spelling = f"`{family.spelling}`".replace("|", "\\|")
+        rows.append((spelling, family.summary, f"`{name}`", bits))
+        doc = inspect.cleandoc(type(codec).__doc__ or "").split("\n\n")
         kept = "\n\n".join(each for each in doc if not each.startswith(LEFT_OUT))
-        definition = re.sub(r"^", "    ", kept, flags=re.M)
-        parts += [f"## {codec.__name__}", re.sub(r" +$", "", definition, flags=re.M)]
-    return "\n\n".join(parts) + "\n"
-
-
-def family_row(family: Family) -> tuple[str, ...]:
-    """Return the row of a family of formats."""
-    name = family.examples[0]
-    codec = parse_format(name)
-    n, k = EXAMPLE_SHAPE
-    dense = not name.startswith("bsr_")
-    bits = f"{8 * codec.nbytes(EXAMPLE_SHAPE) / (n * k):.3f}" if dense else ""
-    return f"`{family.spelling}`".replace("|", "\\|"), family.summary, f"`{name}`", bits
+        sections += [f"## {type(codec).__name__}", indent(kept, "    ")]
+    return "\n\n".join([table(head, rows), *sections])
 
 
 def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
@@ -151,8 +124,8 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
     return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
-def render_compatibility(page: str, rows: list[Row]) -> str:
-    """Return docs/compatibility.md, which is written by hand, with new tables in it."""
+def render_compatibility(rows: list[Row]) -> dict[str, str]:
+    """Return the tables of docs/compatibility.md."""
     floats = [row for row in rows if row["reader"] == "float"]
     ggml = [row for row in rows if row["reader"].startswith("gguf ")]
     pairs = [row for row in rows if row["writer"] == LAYOUTS_OF_TESTS]
@@ -162,7 +135,7 @@ def render_compatibility(page: str, rows: list[Row]) -> str:
     writers = " and ".join(sorted({row["writer"] for row in floats}))
     dates = sorted({row["date"] for row in rows})
     kinds = ", ".join(f"`{name}`" for name in sorted({row["isa"] for row in rows}))
-    found = {
+    return {
         "families": table(
             ("family", "difference", "same ids", "quantised"),
             [(family_name(row), *numbers(row), packed(row, pairs)) for row in floats],
@@ -186,12 +159,6 @@ def render_compatibility(page: str, rows: list[Row]) -> str:
         ),
         "dates": f"Made {dates[0]} to {dates[-1]}, instruction sets {kinds}; {len(rows)} rows.",
     }
-    return re.sub(
-        r"(<!-- (\w+) -->\n).*?(\n<!-- end -->)",
-        lambda match: match[1] + found[match[2]] + match[3],
-        page,
-        flags=re.S,
-    )
 
 
 def file_of(row: Row) -> Row:

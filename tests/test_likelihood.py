@@ -162,10 +162,10 @@ def test_a_task_has_the_metrics_of_its_items(
 WRONG = {
     "[1]": "expected a JSON object",
     '{"context": "a"}': "expected {",
-    '{"text": ""}': "empty",
+    '{"text": ""}': "text is ''; expected text of length >= 1",
     '{"text": 3}': "text",
-    '{"context": "a", "choices": ["b"], "answer": 0}': "two choices",
-    '{"context": "a", "choices": ["b", ""], "answer": 0}': "empty",
+    '{"context": "a", "choices": ["b"], "answer": 0}': "length >= 2",
+    '{"context": "a", "choices": ["b", ""], "answer": 0}': "choices[1] is ''; expected",
     '{"context": "a", "choices": ["b", "c"], "answer": 2}': "0 to 1",
     '{"context": "a", "choices": ["b", "c"], "answer": true}': "an integer",
     '{"context": "a", "choices": ["b", "c"], "answer": 0, "weight": 1}': "weight",
@@ -177,7 +177,7 @@ WRONG = {
 def test_a_line_that_is_none_is_named(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "task.jsonl"
     path.write_text('{"text": "import os"}\n' + line, encoding="utf-8")
-    with pytest.raises(FormatError, match=r"task\.jsonl:2: ") as caught:
+    with pytest.raises(FormatError, match=r"task\.jsonl, line 2: ") as caught:
         read_task(path)
     assert message in str(caught.value)
     path.write_text(" \n")

@@ -121,7 +121,7 @@ def test_a_wrong_kernel_is_not_correct(monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = timed(spec, spec.cases[0], "cpu", 2)
     wrong.close()
     assert wrong.facts["correct"] is False
-    assert wrong.facts["rms_error"] == pytest.approx(1e-3, rel=0.01)
+    assert wrong.facts["rms"] == pytest.approx(1e-3, rel=0.01)
 
 
 def test_kernels_of_the_gpu_are_checked_and_run(monkeypatch: pytest.MonkeyPatch) -> None:

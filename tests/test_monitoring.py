@@ -30,7 +30,7 @@ from test_jsonline import RUN_KEYS, SPECULATION_KEYS, TOUCH_KEYS
 from clocher_kernels.errors import ModelNotFound
 from clocher_runtime.command.console import error_line
 from clocher_runtime.monitoring import command, exporter
-from clocher_runtime.monitoring.command import PORT, FollowedDirectory, FollowedFile
+from clocher_runtime.monitoring.command import PORT, Followed, Place, lines_of
 from clocher_runtime.monitoring.exporter import (
     CONFIGURATION,
     COUNTERS,
@@ -339,8 +339,8 @@ def test_labels_are_harmless(model: str | None, shown: str) -> None:
 def test_blank_lines_and_long_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "MAX_LINE_BYTES", 20)
     data = b"one\n\n  \ntwo\r\n" + b"x" * 30 + b"\nthree"
-    assert list(command.Lines().of(io.BytesIO(data))) == [b"one", b"two\r", None, b"three"]
-    assert list(command.Lines().of(io.BytesIO(b"x" * 40))) == [None]
+    assert list(lines_of(io.BytesIO(data), Place())) == [b"one", b"two\r", None, b"three"]
+    assert list(lines_of(io.BytesIO(b"x" * 40), Place())) == [None]
 
 
 @pytest.mark.parametrize("size", [1, 2, 7, 19, 1000])
@@ -350,7 +350,7 @@ def test_lines_do_not_depend_on_pieces(
     monkeypatch.setattr(command, "MAX_LINE_BYTES", 20)
     data = b"one\n\n  \ntwo\r\n" + b"x" * 70 + b"\nthree"
     path = tmp_path / "runs.jsonl"
-    file = FollowedFile(path)
+    file = Followed(path)
     found: list[bytes | None] = []
     for start in range(0, len(data), size):
         with path.open("ab") as more:
@@ -361,7 +361,7 @@ def test_lines_do_not_depend_on_pieces(
 
 def test_a_file_that_grows(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
-    file = FollowedFile(path)
+    file = Followed(path)
     assert list(file.lines()) == []
     path.write_bytes(b"one\ntw")
     assert list(file.lines()) == [b"one"]
@@ -375,7 +375,7 @@ def test_a_file_that_grows(tmp_path: Path) -> None:
 def test_a_file_that_is_cut_or_replaced(tmp_path: Path) -> None:
     path = tmp_path / "runs.jsonl"
     path.write_bytes(b"one\ntwo\npart")
-    file = FollowedFile(path)
+    file = Followed(path)
     assert list(file.lines()) == [b"one", b"two"]
     path.write_bytes(b"new\n")
     assert list(file.lines()) == [b"new"]
@@ -393,7 +393,7 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "notes.txt").write_bytes(b"no\n")
     (tmp_path / "dir.json").mkdir()
     os.mkfifo(tmp_path / "pipe.json")
-    folder = FollowedDirectory(tmp_path)
+    folder = Followed(tmp_path)
     assert list(folder.lines()) == [b"one"]
     (tmp_path / "b.json").write_bytes(b"two\n")
     with (tmp_path / "a.jsonl").open("ab") as file:
@@ -407,7 +407,7 @@ def test_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_named_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="not a regular file; pipe it"):
-        list(FollowedFile(tmp_path / "pipe").lines())
+        list(Followed(tmp_path / "pipe").lines())
 
 
 def export(*arguments: str, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:

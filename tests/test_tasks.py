@@ -163,7 +163,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"mmlu_test\.jsonl"):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {**MMLU[0], "answer": 4})
-    with pytest.raises(FormatError, match=r"mmlu_test\.jsonl:2: .*the answer is none"):
+    with pytest.raises(FormatError, match=r"mmlu_test\.jsonl, line 2: .*the answer is none"):
         read("mmlu", tmp_path)
     lines(tmp_path / "mmlu_test.jsonl", MMLU[0], {"question": "?"})
     with pytest.raises(FormatError, match="choices"):

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import numpy as np
 
 from bench.gpu.setting import Item, Row, Setting
+from bench.ops import error
 from clocher_kernels.cuda import executor
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, DeviceTensor, rearrange
 from clocher_kernels.dtypes import STORAGE
@@ -101,7 +102,7 @@ def _model(setting: Setting, name: str) -> list[Row]:
     rows: list[Row] = []
     for act_prec in ("fp32",) if setting.dry else ("fp32", "fp16"):
         logits, got = run(other, act_prec, prompt)
-        rms = float(np.sqrt(np.mean((logits - want) ** 2) / np.mean(want**2)))
+        rms, _ = error(logits, want)
         rows.append({"against": other, "act_prec": act_prec, "rms": rms})
         if not rms <= _LOGIT_RMS:
             rows[-1] |= {"status": "failed", "reason": f"logits are off by {rms:.3g} of their RMS"}

@@ -13,6 +13,7 @@ import torch
 
 from bench.gpu.setting import Row, Setting
 from bench.ops import OpRun, judge
+from clocher_kernels.cuda.executor import LOWER
 from clocher_kernels.cuda.launch import Launch, execute
 from clocher_kernels.cuda.prepack import TORCH_DTYPES, as_torch, prepack
 from clocher_kernels.ops import ReferenceExecutor
@@ -47,7 +48,8 @@ class Trial(OpRun):
     def launches(self, tensors: Tensors | None = None) -> list[Launch]:
         """Return the launches, on arguments of their own if none are given."""
         arguments = (tensors or self.tensors()) | dict(self.case.attrs)
-        return self.setting.lower(self.spec.name, **arguments)
+        lower: Callable[..., list[Launch]] = LOWER[self.spec.name]
+        return lower(**arguments, device=self.setting.device)
 
     def check(self) -> Row:
         """Run the kernels; compare outputs with the reference and with a second run."""

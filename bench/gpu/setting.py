@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from clocher_kernels.cuda.executor import LOWER
-from clocher_kernels.cuda.launch import INTERPRETER, Device, Launch, current_device
+from clocher_kernels.cuda.launch import INTERPRETER, Device, current_device
 
 Row = dict[str, Any]
 """A result; status "ok", or "failed", "crashed", "timeout", "not measured" with a reason."""
@@ -65,11 +64,6 @@ class Setting:
     def copies(self, nbytes: int) -> int:
         """Return how many copies of a weight a race rotates through to miss the cache."""
         return 1 if self.dry else min(_COLD * self.l2_bytes // max(nbytes, 1) + 1, _MOST_COPIES)
-
-    def lower(self, op: str, **arguments: object) -> list[Launch]:
-        """Return the launches of an op call."""
-        launches: list[Launch] = LOWER[op](**arguments, device=self.device)
-        return launches
 
     def bandwidth(self, size: int) -> list[Row]:
         """Time copies and reads of `size` bytes."""

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from clocher_kernels.errors import UsageError
 from clocher_runtime.api import LanguageModel, load
-from clocher_runtime.quality.likelihood import Pair, Scorer
+from clocher_runtime.quality.likelihood import Scorer
 
 _MAX_NEW = 256
 _AUTO_BATCH = 8
@@ -79,18 +79,19 @@ class ClocherLM(LM):  # type: ignore[misc]
         self, requests: list[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Return log probability, and whether greedy decoding yields it, of each continuation."""
-        pairs = [self._scorer.pair(*request.args) for request in requests]
-        found = [tuple(each) for each in self._scores(pairs, "loglikelihood", disable_tqdm)]
+        pairs = [[self._scorer.pair(*request.args)] for request in requests]
+        with _progress("loglikelihood", disable_tqdm) as progress:
+            scores = self._scorer.grouped(pairs, progress)
+        found = [(each.logprob, each.is_greedy) for (each,) in scores]
         self._keep("loglikelihood", requests, found)
         return found
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log probability of whole texts, window by window."""
         windows = [self._scorer.windows(*request.args) for request in requests]
-        scores = iter(
-            self._scores([pair for of in windows for pair in of], "rolling", disable_tqdm)
-        )
-        found = [sum((next(scores).logprob for _ in of), 0.0) for of in windows]
+        with _progress("rolling", disable_tqdm) as progress:
+            scores = self._scorer.grouped(windows, progress)
+        found = [sum((each.logprob for each in of), 0.0) for of in scores]
         self._keep("loglikelihood_rolling", requests, found)
         return found
 
@@ -106,10 +107,6 @@ class ClocherLM(LM):  # type: ignore[misc]
             found = [each.text for each in self.model.complete_each(asked, progress)]
         self._keep("generate_until", requests, found)
         return found
-
-    def _scores(self, pairs: Sequence[Pair], name: str, disable: bool) -> list[Any]:
-        with _progress(name, disable) as progress:
-            return list(self._scorer.scores(pairs, progress))
 
     def _keep(self, name: str, requests: Sequence[Any], found: Sequence[Any]) -> None:
         for request, result in zip(requests, found, strict=True):

@@ -79,6 +79,14 @@ def parse_object(data: bytes, where: str, rest: int = 0) -> dict[str, Any]:
     return value
 
 
+def parse_lines(data: bytes, path: object) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the object of each line that is not blank, and where it is; see `parse_json`."""
+    for number, line in enumerate(data.splitlines(), start=1):
+        if line.strip():
+            where = f"{path}, line {number}"
+            yield parse_object(line, where), where
+
+
 def fields(
     value: object,
     where: str,

@@ -4,9 +4,10 @@ import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import click
 
@@ -16,9 +17,6 @@ from clocher_runtime.command.flags import option, script, switch
 from clocher_runtime.command.parameters import PATH
 from clocher_runtime.exit_codes import ExitCode
 
-if TYPE_CHECKING:
-    from clocher_runtime.monitoring.exporter import RunMetrics
-
 PORT = 9640
 
 MAX_LINE_BYTES = 16 << 20
@@ -27,77 +25,73 @@ SUFFIXES = (".json", ".jsonl")
 _POLL_S = 1.0
 
 
-class Lines:
-    """The lines of a growing file or a stream, without blank ones; None for one too long."""
+@dataclass(slots=True)
+class Place:
+    """Where the reading of a file or a stream is."""
 
-    def __init__(self) -> None:
-        self._too_long = False
-
-    def of(self, file: BinaryIO, last: bool = True) -> Iterator[bytes | None]:
-        """Yield the lines from here on; one without an end only if it is the `last`."""
-        while piece := file.readline(MAX_LINE_BYTES):
-            if not piece.endswith(b"\n"):
-                if len(piece) == MAX_LINE_BYTES:
-                    self._too_long = True
-                    continue
-                if not last:
-                    file.seek(-len(piece), os.SEEK_CUR)
-                    return
-            line = None if self._too_long else piece.removesuffix(b"\n")
-            self._too_long = False
-            if line is None or line.strip():
-                yield line
-        if last and self._too_long:
-            yield None
+    inode: int = -1
+    offset: int = 0
+    too_long: bool = False  # within a line that is
 
 
-class FollowedFile:
-    """A file read as it grows, anew when replaced or truncated. It may not exist yet."""
+def lines_of(file: BinaryIO, place: Place, last: bool = True) -> Iterator[bytes | None]:
+    """Yield the lines from here on, without blank ones; None for one too long.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._lines = Lines()
-        self._inode = -1
-        self._offset = 0
-
-    def lines(self, last: bool = False) -> Iterator[bytes | None]:
-        """Yield the lines that were added. Raises OSError."""
-        try:
-            found = self.path.stat()
-        except FileNotFoundError:
-            return
-        # Opening a named pipe would block until there is a writer.
-        if not stat.S_ISREG(found.st_mode):
-            raise OSError(f"{self.path}: not a regular file; pipe it to standard input instead")
-        if found.st_ino != self._inode or found.st_size < self._offset:
-            self._lines = Lines()
-            self._inode, self._offset = found.st_ino, 0
-        if last or found.st_size > self._offset:
-            with self.path.open("rb") as file:
-                file.seek(self._offset)
-                yield from self._lines.of(file, last)
-                self._offset = file.tell()
+    One without an end is only yielded if it is the `last`.
+    """
+    while piece := file.readline(MAX_LINE_BYTES):
+        if not piece.endswith(b"\n"):
+            if len(piece) == MAX_LINE_BYTES:
+                place.too_long = True
+                continue
+            if not last:
+                file.seek(-len(piece), os.SEEK_CUR)
+                return
+        line = None if place.too_long else piece.removesuffix(b"\n")
+        place.too_long = False
+        if line is None or line.strip():
+            yield line
+    if last and place.too_long:
+        yield None
 
 
-class FollowedDirectory:
-    """All files directly in a directory with a suffix in `SUFFIXES`; new ones are found."""
+class Followed:
+    """A file that grows, or all with a suffix in `SUFFIXES` directly in a directory, new ones too.
+
+    It is read anew when replaced or truncated. A file may not exist yet.
+    """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._files: dict[str, FollowedFile] = {}
+        """Raises OSError if the file could never be there."""
+        self._folder = path if path.is_dir() else None
+        if not path.parent.is_dir():
+            raise OSError(f"{path}: there is no directory {path.parent}")
+        self._places = {} if self._folder else {path: Place()}
 
     def lines(self, last: bool = False) -> Iterator[bytes | None]:
-        """Yield the lines added to the first `MAX_FILES` files. Raises OSError."""
-        for name in sorted(os.listdir(self.path)):
-            known = name in self._files or len(self._files) >= MAX_FILES
-            if not known and name.endswith(SUFFIXES) and _readable(self.path / name):
-                self._files[name] = FollowedFile(self.path / name)
-        for file in self._files.values():
-            yield from file.lines(last)
+        """Yield the lines that were added, of a directory to its first `MAX_FILES` files; OSError.
 
-
-def _readable(path: Path) -> bool:
-    return path.is_file() and os.access(path, os.R_OK)
+        One without an end is only yielded if it is the `last`.
+        """
+        for path in sorted(self._folder.iterdir()) if self._folder else ():
+            fits = path.suffix in SUFFIXES and len(self._places) < MAX_FILES
+            if fits and path not in self._places and path.is_file() and os.access(path, os.R_OK):
+                self._places[path] = Place()
+        for path, place in self._places.items():
+            try:
+                found = path.stat()
+            except FileNotFoundError:
+                continue
+            # Opening a named pipe would block until there is a writer.
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(f"{path}: not a regular file; pipe it to standard input instead")
+            if found.st_ino != place.inode or found.st_size < place.offset:
+                place.inode, place.offset, place.too_long = found.st_ino, 0, False
+            if last or found.st_size > place.offset:
+                with path.open("rb") as file:
+                    file.seek(place.offset)
+                    yield from lines_of(file, place, last)
+                    place.offset = file.tell()
 
 
 @script(
@@ -140,44 +134,30 @@ def export(console: Console, source: Path, port: int, address: str, once: bool) 
         raise UsageError("standard input is a terminal; name a SOURCE, or pipe lines in")
     if once and not stream and not source.exists():
         raise OSError(f"{source}: no such file or directory")
-    intake = _Intake(RunMetrics(), console)
+    metrics, said = RunMetrics(), set[str]()
+
+    def take(lines: Iterable[bytes | None]) -> None:
+        for line in lines:
+            why = metrics.take(line)
+            if why is not None and why.reason not in said:
+                said.add(why.reason)
+                console.note(f"note: a line does not count ({why.reason}): {why}")
+
     if once:
-        intake.take(Lines().of(sys.stdin.buffer) if stream else _open(source).lines(last=True))
-        click.echo(intake.metrics.text(), nl=False)
+        take(lines_of(sys.stdin.buffer, Place()) if stream else Followed(source).lines(last=True))
+        click.echo(metrics.text(), nl=False)
         return
     try:
-        with intake.metrics.served(address, port) as actual:
+        with metrics.served(address, port) as actual:
             host = f"[{address}]" if ":" in address else address
             console.say(f"serving http://{host}:{actual}/metrics from {source}")
             if stream:
-                intake.take(Lines().of(sys.stdin.buffer))
+                take(lines_of(sys.stdin.buffer, Place()))
                 console.say("the input ended; still serving")
                 Event().wait()
-            followed, pause = _open(source), Event()
+            followed, pause = Followed(source), Event()
             while True:
-                intake.take(followed.lines())
+                take(followed.lines())
                 pause.wait(_POLL_S)
     except KeyboardInterrupt:
         console.say("stopped")
-
-
-class _Intake:
-    def __init__(self, metrics: "RunMetrics", console: Console) -> None:
-        self.metrics = metrics
-        self._console = console
-        self._said: set[str] = set()
-
-    def take(self, lines: Iterable[bytes | None]) -> None:
-        for line in lines:
-            why = self.metrics.take(line)
-            if why is not None and why.reason not in self._said:
-                self._said.add(why.reason)
-                self._console.note(f"note: a line does not count ({why.reason}): {why}")
-
-
-def _open(source: Path) -> FollowedFile | FollowedDirectory:
-    if source.is_dir():
-        return FollowedDirectory(source)
-    if not source.parent.is_dir():
-        raise OSError(f"{source}: there is no directory {source.parent}")
-    return FollowedFile(source)

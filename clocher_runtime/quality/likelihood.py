@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping, Sequence
 from math import exp, inf, log, sqrt
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from clocher_kernels.errors import FormatError, UsageError
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import parse_object, read_as
+from clocher_runtime.disk.strict_json import parse_lines, read_as
 from clocher_runtime.engine.generation import Generation
 from clocher_runtime.engine.session import Session
 from clocher_runtime.text.completion import logprob_of
@@ -119,6 +119,13 @@ class Scorer:
                 generation.close()
         return [found[number] for number in range(len(pairs))]
 
+    def grouped(
+        self, groups: Sequence[Sequence[Pair]], progress: Progress | None = None
+    ) -> list[list[Likelihood]]:
+        """Return the scores of each group of continuations; see `scores`."""
+        found = iter(self.scores([pair for pairs in groups for pair in pairs], progress))
+        return [[next(found) for _ in pairs] for pairs in groups]
+
     def _cut(self, pair: Pair) -> tuple[tuple[int, ...], int]:
         """Return the ids to read, and the first position whose logits count."""
         longest, count = self._session.longest, len(pair.continuation)
@@ -164,6 +171,7 @@ def _of_token(logits: np.ndarray, token: int) -> Likelihood:
 
 
 MOST_BYTES = 1 << 30
+_Filled = Annotated[str, msgspec.Meta(min_length=1)]
 _KINDS = 'expected {"context", "choices", "answer"}, {"context", "continuation"} or {"text"}'
 
 
@@ -171,8 +179,8 @@ class Question(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A context and its possible continuations."""
 
     context: str  # may be empty
-    # two or more, which follow the context as they are, without a space between
-    choices: tuple[str, ...]
+    # they follow the context as they are, without a space between
+    choices: Annotated[tuple[_Filled, ...], msgspec.Meta(min_length=2)]
     answer: int  # index of the right one
     delimiter: str = ""  # before each choice, no part of its length
 
@@ -187,7 +195,7 @@ class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A text that is scored as a whole."""
 
-    text: str
+    text: _Filled
 
 
 Item = Question | Target | Text
@@ -196,41 +204,30 @@ Scores = Sequence[Likelihood]
 
 def read_task(path: Path) -> list[Item]:
     """Return the items of a task file without blank lines. Raises ModelError."""
-    items = [
-        _item(line, f"{path}:{number}")
-        for number, line in enumerate(read_bytes(path, MOST_BYTES).splitlines(), start=1)
-        if line.strip()
-    ]
+    items = [_item(*line) for line in parse_lines(read_bytes(path, MOST_BYTES), path)]
     if not items:
         raise FormatError(f"{path}: it has no lines; {_KINDS}, an object a line")
     return items
 
 
-def _item(line: bytes, where: str) -> Item:
-    value = parse_object(line, where)
+def _item(value: dict[str, Any], where: str) -> Item:
     kinds: dict[str, type[Item]] = {"choices": Question, "continuation": Target, "text": Text}
     kind = next((kind for name, kind in kinds.items() if name in value), None)
     if kind is None:
         raise FormatError(f"{where}: its keys are {sorted(value)!r:.80}; {_KINDS}")
     item = read_as(value, kind, where)
-    if isinstance(item, Text) and not item.text:
-        raise FormatError(f"{where}: the text is empty")
-    if isinstance(item, Question):
-        count = len(item.choices)
-        if count < 2 or not all(item.choices):
-            raise FormatError(f"{where}: expected two choices or more, none of them empty")
-        if not 0 <= item.answer < count:
-            raise FormatError(f"{where}: answer is {item.answer}; expected 0 to {count - 1}")
+    if isinstance(item, Question) and not 0 <= item.answer < len(item.choices):
+        most = len(item.choices) - 1
+        raise FormatError(f"{where}: answer is {item.answer}; expected 0 to {most}")
     return item
 
 
 def score_items(
     scorer: Scorer, items: Sequence[Item], progress: Progress | None = None
-) -> list[Scores]:
+) -> Sequence[Scores]:
     """Return the scores of each item: of its choices, its continuation or its windows."""
     pairs = [_pairs(scorer, item, number) for number, item in enumerate(items, start=1)]
-    found = iter(scorer.scores([pair for of in pairs for pair in of], progress))
-    return [[next(found) for _ in of] for of in pairs]
+    return scorer.grouped(pairs, progress)
 
 
 def metrics(scorer: Scorer, items: Sequence[Item], scores: Sequence[Scores]) -> dict[str, Any]:

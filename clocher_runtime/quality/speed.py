@@ -111,7 +111,7 @@ class Runner:
         """Run a case and return the nanoseconds that count."""
         window = TimedWindow(case.name, synchronize=self.session.synchronize)
         if case.prompt:
-            made = [list(self._generate([self._ids(case, 0)], case.made, window))]
+            made = [self._generate([self._ids(case, 0)], case.made, window)]
             ns = sum(_counted(window.spans, case))
         else:
             made = self._decode(case, window)
@@ -139,8 +139,7 @@ class Runner:
         known = len(made) // 2 if case.tokens else 0
         company = self._ids(Case(min(_BESIDE, self.session.longest - 1), 0), 1)
         given = self._ids(case, index) + made[:known]
-        ids = self._generate([company, given], len(made) - known, None, sequence=1)
-        return list(ids) == made[known:]
+        return self._generate([company, given], len(made) - known) == made[known:]
 
     def bytes_per_token(self, case: Case) -> int | None:
         """Return the mean bytes that a decoded token reads, None if unknown for shared experts."""
@@ -181,15 +180,11 @@ class Runner:
         )
 
     def _generate(
-        self,
-        prompts: Sequence[list[int]],
-        tokens: int,
-        window: TimedWindow | None,
-        sequence: int = 0,
-    ) -> Iterator[int]:
-        for token in self.session.generate(prompts, tokens, stop_ids=frozenset(), window=window):
-            if token.sequence == sequence:
-                yield token.id
+        self, prompts: Sequence[list[int]], tokens: int, window: TimedWindow | None = None
+    ) -> list[int]:
+        """Return what follows the last prompt."""
+        stream = self.session.generate(prompts, tokens, stop_ids=frozenset(), window=window)
+        return [token.id for token in stream if token.sequence == len(prompts) - 1]
 
     def _ids(self, case: Case, index: int) -> list[int]:
         """Return a sequence's ids before its first generated token."""

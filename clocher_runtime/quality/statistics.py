@@ -8,7 +8,8 @@ Hesterberg, What Teachers Should Know About the Bootstrap, 2015.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import exp, isfinite, log, sqrt
+from functools import cache
+from math import exp, isfinite, lgamma, log, pi, sqrt
 from statistics import NormalDist
 from typing import Literal, TypeVar
 
@@ -27,8 +28,6 @@ _DRAWS = 2000
 _DRAWS_OF_RUNS = 4000
 _COUNTS = 1 << 22
 _Z = NormalDist().inv_cdf(0.975)
-# 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom, where the series is not exact.
-_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 
 
 def in_turns(
@@ -164,15 +163,13 @@ def of_documents(value: float, resampled: np.ndarray, documents: int) -> Estimat
     return Estimate(value, float(low), float(high))
 
 
+@cache
 def student(freedom: int) -> float:
-    """Return Student's t 97.5 % quantile, within 0.1 % (Abramowitz and Stegun 26.7.5)."""
-    if freedom <= len(_T):
-        return _T[freedom - 1]
-    z = _Z
-    first = (z**3 + z) / 4
-    second = (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3
+    """Return Student's t 97.5 % quantile, within 0.1 %, from the sum of its density."""
+    t = np.arange(5e-5, 13, 1e-4)
+    scale = exp(lgamma((freedom + 1) / 2) - lgamma(freedom / 2)) / sqrt(freedom * pi)
+    density = scale * (1 + t**2 / freedom) ** (-(freedom + 1) / 2)
+    return float(np.interp(0.475, np.cumsum(density) * 1e-4, t))
 
 
 def _stretched(found: Estimate, runs: int) -> tuple[float, float]:

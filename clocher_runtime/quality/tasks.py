@@ -20,7 +20,7 @@ import msgspec
 
 from clocher_kernels.errors import FormatError, ModelNotFound, UsageError
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import parse_object
+from clocher_runtime.disk.strict_json import parse_lines
 from clocher_runtime.engine.session import Session
 from clocher_runtime.quality import likelihood
 from clocher_runtime.quality.likelihood import (
@@ -217,11 +217,7 @@ def _lines(path: Path, task: Task) -> list[tuple[str, Any]]:
         if len(data) > MOST_BYTES:
             raise FormatError(f"{path}: more than {MOST_BYTES} bytes when unpacked; give a part")
     found = []
-    for number, text in enumerate(data.splitlines(), start=1):
-        if not text.strip():
-            continue
-        where = f"{path}:{number}"
-        line = parse_object(text, where)
+    for line, where in parse_lines(data, path):
         try:
             item = task.item(line)
             if isinstance(item, Question) and not 0 <= item.answer < len(item.choices):
@@ -247,10 +243,9 @@ class Kept:
             *lines, tail = read_bytes(path, MOST_BYTES).split(b"\n")
             if not _KEPT.startswith(tail[: len(_KEPT)]):
                 lines.append(tail)
-            for number, text in enumerate(lines, start=1):
-                line = parse_object(text, f"{path}:{number}")
+            for line, where in parse_lines(b"\n".join(lines), path):
                 if line.keys() != {"item", "found"}:
-                    raise FormatError(f"{path}:{number}: not a line of --keep; give another file")
+                    raise FormatError(f"{where}: not a line of --keep; give another file")
                 self._found[line["item"]] = line["found"]
             # Not before every line is known to be one of these: it may be a file of the user's.
             if tail:

@@ -19,7 +19,7 @@ from clocher_kernels.errors import FormatError, ModelError, UsageError
 from clocher_kernels.quant_tensor import QuantTensor
 from clocher_runtime.checkpoints.checkpoint import Checkpoint
 from clocher_runtime.disk.files import read_bytes
-from clocher_runtime.disk.strict_json import finite, parse_object, read_as
+from clocher_runtime.disk.strict_json import finite, parse_lines, read_as
 
 SCHEMA = "clocher.trace/1"
 MAX_BYTES = 1 << 30
@@ -117,9 +117,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 def read_trace(path: Path) -> list[Trace]:
     """Read a trace of at most 1 GiB; UsageError names the bad line and field."""
     try:
-        data = read_bytes(path, MAX_BYTES)
-        lines = [line for line in enumerate(data.split(b"\n"), start=1) if line[1].strip()]
-        traces = [_trace(line, f"{path}, line {number}") for number, line in lines]
+        traces = [_trace(*line) for line in parse_lines(read_bytes(path, MAX_BYTES), path)]
     except ModelError as error:
         raise UsageError(f"trace: {error}") from None
     if not traces:
@@ -133,8 +131,7 @@ def document(trace: Trace) -> dict[str, Any]:
     return found
 
 
-def _trace(line: bytes, where: str) -> Trace:
-    document = parse_object(line, where)
+def _trace(document: dict[str, Any], where: str) -> Trace:
     if document.get("schema") != SCHEMA:
         raise FormatError(f"{where}: schema is {document.get('schema')!r:.60}, expected {SCHEMA!r}")
     trace = read_as(document, Trace, where)

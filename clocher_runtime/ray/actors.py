@@ -129,15 +129,14 @@ class Score(Actor):
 
     def compute(self, asked: list[Any]) -> list[dict[str, Any]]:
         """Score as a batch."""
-        scores = iter(self._scorer.scores([pair for pairs in asked for pair in pairs]))
-        mine = [[next(scores) for _ in pairs] for pairs in asked]
+        scores = self._scorer.grouped(asked)
         return [
             {
                 "logprob": sum(each.logprob for each in scored),
                 "tokens": sum(len(pair.continuation) for pair in pairs),
                 "is_greedy": all(each.is_greedy for each in scored),
             }
-            for pairs, scored in zip(asked, mine, strict=True)
+            for pairs, scored in zip(asked, scores, strict=True)
         ]
 
 
