@@ -18,6 +18,7 @@ from clocher_runtime.serve.errors import ApiError, failure, from_failure, invali
 from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
+    Failed,
     Made,
     Reader,
     Ready,
@@ -317,38 +318,37 @@ class EngineProcess:
         if message.state.changed != self.state.changed and message.state.changed:
             self._note(f"{message.state.changed}; requests go on with what is mapped")
         self._heard, self.state = now, message.state
-        left = Counter(made.request for made in message.made)
-        for made in message.made:
-            self._take(made, now, left[made.request])
-            left[made.request] -= 1
-        for unsure in message.unsure:
-            if found := self._open.get(unsure.request):
-                found.job.put(unsure.request, unsure, False)
-        for scored in message.scored:
-            if found := self._open.get(scored.request):
-                if found.only_scored:
-                    self._end(scored.request, "length")
-                found.job.put(scored.request, scored, found.only_scored)
-        for failed in message.failed:
-            if job := self._end(failed.request, "error"):
-                job.fail(from_failure(failed.kind, failed.message))
+        left = Counter(each.request for each in message.events if isinstance(each, Made))
+        for event in message.events:
+            if (found := self._open.get(event.request)) is None:
+                continue  # cancelled meanwhile
+            how = ""  # it ends with this event
+            match event:
+                case Made():
+                    self._count(found, now, left[event.request])
+                    left[event.request] -= 1
+                    how = event.finish
+                case Scored() if found.only_scored:
+                    how = "length"
+                case Failed():
+                    how = "error"
+            if how:
+                self._end(event.request, how)
+            if isinstance(event, Failed):
+                found.job.fail(from_failure(event.kind, event.message))
+            else:
+                found.job.put(event.request, event, bool(how))
 
-    def _take(self, made: Made, now: float, left: int) -> None:
-        """Deliver a token; the `left` tokens of a sequence that arrived together share a gap."""
-        found = self._open.get(made.request)
-        if found is None:
-            return  # cancelled meanwhile
-        if found.last:
-            gap = (now - found.last) / left
+    def _count(self, running: _Running, now: float, left: int) -> None:
+        """Count a token; the `left` tokens of a sequence that arrived together share a gap."""
+        if running.last:
+            gap = (now - running.last) / left
             self._metrics.next(gap)
-            found.last += gap
+            running.last += gap
         else:
-            self._metrics.first(now - found.began)
-            found.last = now
-        found.made += 1
-        if made.finish:
-            self._end(made.request, made.finish)
-        found.job.put(made.request, made, bool(made.finish))
+            self._metrics.first(now - running.began)
+            running.last = now
+        running.made += 1
 
     def _died(self, last: Broken | None) -> None:
         assert self._process is not None
