@@ -14,7 +14,6 @@ from clocher_runtime.serve import engine_process
 from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
 from clocher_runtime.serve.messages import Made, Submit
-from clocher_runtime.serve.metrics import ServerMetrics
 
 ASK = Submit(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
 
@@ -26,7 +25,7 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
     config = ServeConfig(batch=4, queue=0)
 
     async def live() -> None:
-        engine = EngineProcess(config, (), notes.append, ServerMetrics("m"))
+        engine = EngineProcess(config, (), notes.append, "m")
         running = asyncio.ensure_future(engine.run())
         try:
             await ready(engine)

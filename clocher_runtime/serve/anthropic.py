@@ -24,6 +24,7 @@ from clocher_runtime.serve.schemas import (
     Stops,
     TextPart,
     checked,
+    function_of,
     joined,
     list_of,
 )
@@ -64,10 +65,6 @@ def _of(kind: type[Any], content: str | Sequence[Schema]) -> list[Any]:
     return [block for block in blocks if isinstance(block, kind)]
 
 
-def _function(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": fields}
-
-
 class UserTurn(Schema):
     """What a user says and tools gave, or instructions within the conversation."""
 
@@ -96,7 +93,7 @@ class AssistantTurn(Schema):
         thoughts = "\n".join(block.thinking for block in _of(ThinkingBlock, self.content))
         turn = {"role": self.role, "content": joined(_of(TextPart, self.content))}
         calls = [
-            {"id": b.id, **_function(name=b.name, arguments=to_json(b.input).decode())}
+            {"id": b.id, **function_of(name=b.name, arguments=to_json(b.input).decode())}
             for b in _of(ToolUseBlock, self.content)
         ]
         return [turn | {"reasoning_content": thoughts or None, "tool_calls": calls or None}]
@@ -170,13 +167,13 @@ class CountTokensRequest(Schema):
                 messages.append(message)
         last, choice = messages[-1], self.tool_choice or ToolChoice(type="auto")
         is_open = last["role"] == "assistant" and not last["tool_calls"]
-        named = {"any": "required", "tool": _function(name=choice.name)}
+        named = {"any": "required", "tool": function_of(name=choice.name)}
         wanted = self.output_config and self.output_config.format
         form = wanted and wanted.model_dump(by_alias=True)
         return {
             "messages": messages,
             "tools": [
-                _function(name=t.name, description=t.description, parameters=t.input_schema)
+                function_of(name=t.name, description=t.description, parameters=t.input_schema)
                 for t in self.tools or ()
             ],
             "tool_choice": named.get(choice.type, choice.type),

@@ -13,6 +13,7 @@ import secrets
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,11 +69,11 @@ class Disconnected(Exception):
     """The client has disconnected."""
 
 
+@dataclass(slots=True)
 class Named:
     """Middleware: gives each response a request id; refuses bodies with two lengths."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""
@@ -85,7 +86,7 @@ class Named:
                 message["headers"] = [*message.get("headers", ()), (_NAME, name)]
             await send(message)
 
-        app = self._app
+        app = self.app
         if headers.keys() >= {b"content-length", b"transfer-encoding"}:
             wrong = "The headers Content-Length and Transfer-Encoding came together; send one"
             app = error_response(invalid(wrong), scope["path"])
@@ -93,6 +94,7 @@ class Named:
         await app(scope, receive, named)
 
 
+@dataclass(slots=True)
 class Gate:
     """Middleware: refuses requests from foreign web pages, and requests without the key.
 
@@ -101,20 +103,15 @@ class Gate:
     none; `origins` may call; `only_local`: Host must name this machine.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        key: str | None,
-        public: Collection[str],
-        origins: Collection[str],
-        only_local: bool,
-    ) -> None:
-        self._app, self._public, self._only_local = app, public, only_local
-        self._key, self._origins = None if key is None else key.encode(), frozenset(origins)
+    app: ASGIApp
+    key: str | None
+    public: Collection[str]
+    origins: Collection[str]
+    only_local: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it."""
-        app = self._app
+        app = self.app
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
             app = error_response(refusal, scope["path"])
         await app(scope, receive, send)
@@ -122,17 +119,17 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
-        if self._only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
+        if self.only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
             return failure("forbidden", header="Host", got=host)
         # A page cannot send this header without a preflight; a proxy with TLS sends it.
         own = f"{headers.get(b'x-forwarded-proto', scope['scheme'])}://{host}"
-        if origin and not {origin, "*"} & {own, *self._origins}:
+        if origin and not {origin, "*"} & {own, *self.origins}:
             return failure("forbidden", header="Origin", got=origin)
-        if self._key is None or scope["path"] in self._public:
+        if self.key is None or scope["path"] in self.public:
             return None
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
         for key in (bearer if scheme.lower() == "bearer" else "", headers.get(b"x-api-key", "")):
-            if hmac.compare_digest(key.encode("latin-1"), self._key):
+            if hmac.compare_digest(key.encode("latin-1"), self.key.encode()):
                 return None
         return failure("invalid_api_key")
 

@@ -156,18 +156,18 @@ class _Line(asyncio.Protocol):
 
 
 class EngineProcess:
-    """The engine process and all jobs."""
+    """The engine process and all jobs; `model` is its name for clients."""
 
     def __init__(
         self,
         config: ServeConfig,
         stop_ids: tuple[int, ...],
         note: Callable[[str], None],
-        metrics: ServerMetrics,
+        model: str,
     ) -> None:
         self._start = Start(of_engine(config), stop_ids)
         self._most = config.batch + config.queue  # sequences running and waiting
-        self._note, self._metrics = note, metrics
+        self._note, self.metrics = note, ServerMetrics(model, self)
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.ready: Ready | None = None  # None while it loads
         self.state = State()  # state after the last step
@@ -250,7 +250,7 @@ class EngineProcess:
         if found is None:
             return None
         took = asyncio.get_running_loop().time() - found.began
-        self._metrics.ended(how, took, found.prompt, found.made)
+        self.metrics.ended(how, took, found.prompt, found.made)
         return found.job
 
     async def run(self) -> None:
@@ -343,10 +343,10 @@ class EngineProcess:
         """Count a token; the `left` tokens of a sequence that arrived together share a gap."""
         if running.last:
             gap = (now - running.last) / left
-            self._metrics.next(gap)
+            self.metrics.next(gap)
             running.last += gap
         else:
-            self._metrics.first(now - running.began)
+            self.metrics.first(now - running.began)
             running.last = now
         running.made += 1
 

@@ -40,12 +40,11 @@ _COUNTERS = {
 
 
 class ServerMetrics(Collector):
-    """Counts requests and times of the server; `model` is the name for clients."""
+    """Counts requests and times of an engine's server; `model` is the name for clients."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, engine: "EngineProcess") -> None:
         self._registry = registry = CollectorRegistry(auto_describe=False)
-        self._model = model
-        self._engine: EngineProcess | None = None
+        self._model, self._engine = model, engine
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         registry.register(self)
@@ -71,10 +70,6 @@ class ServerMetrics(Collector):
         self._responses = counter(
             "http_responses", "Responses by route and status.", "route", "status"
         )
-
-    def watch(self, engine: "EngineProcess") -> None:
-        """Report on an engine."""
-        self._engine = engine
 
     def first(self, seconds: float) -> None:
         """Record the time to the first token of a sequence."""
@@ -104,8 +99,6 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics."""
         engine = self._engine
-        if engine is None:
-            return
         state, ready = engine.state, engine.ready
         pages = ready.pages if ready else 0
         yield from self._all(

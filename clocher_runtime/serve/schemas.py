@@ -164,6 +164,11 @@ class TextPart(Schema):
     text: str
 
 
+def function_of(**fields: Any) -> dict[str, Any]:
+    """Return a tool, a choice or a call in the format of chats."""
+    return {"type": "function", "function": fields}
+
+
 class CalledFunction(Schema):
     """What a call calls; the arguments are JSON text, as the model wrote it."""
 
@@ -262,7 +267,7 @@ class Tool(Schema):
         given = self.function.model_dump(include={"name", "description", "parameters"})
         defaults = {"description": "", "parameters": nothing}
         function = {n: defaults[n] if value is None else value for n, value in given.items()}
-        return {"type": "function", "function": function}
+        return function_of(**function)
 
 
 class FunctionNamed(Schema):
