@@ -225,11 +225,9 @@ class MessageStream:
     stopped: dict[str, str | None] = field(default_factory=dict)
 
     def start(self) -> list[Event]:
-        """Return the first event."""
         return [{"type": "message_start", "message": self.response()}]
 
     def push(self, deltas: Iterable[Delta], calls: Mapping[int, str], *_: Any) -> list[Event]:
-        """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         for delta in deltas:
             kind, grows, name = _BLOCKS[delta.kind]
@@ -248,7 +246,6 @@ class MessageStream:
         return events
 
     def finish(self, finish: str, stop: str | None) -> list[Event]:
-        """Return the last events; `finish`: "stop", "length", "tool_calls"; `stop`: its text."""
         # Clients that expect a block get an empty one.
         events = ([] if self.blocks else self._begin("text", text="")) + self._close()
         reason = _STOP_REASONS[finish] if stop is None else "stop_sequence"
@@ -257,11 +254,9 @@ class MessageStream:
         return [*events, last, {"type": "message_stop"}]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """Return the last event of a failed response."""
         return [error.body_at(MESSAGES_PATH)]
 
     def response(self) -> dict[str, Any]:
-        """Return the message so far."""
         answer = self.answer
         return {
             "id": answer.id,

@@ -270,7 +270,10 @@ Event = dict[str, Any]
 class EventAnswer:
     """The response to one request: a chat with one choice, told as another API does.
 
-    `told` makes the events (`start`, `push`, `finish`, `fail`) and their sum (`response`).
+    `told` makes events and their sum. `start()`: the first ones. `push(deltas, calls, logprobs)`:
+    those of a token, with the ids of the calls so far. `finish(why, stop)`: the last ones; `why` is
+    "stop", "length" or "tool_calls", `stop` the stop string that was found. `fail(error)`: instead
+    of these. `response()`: the object so far.
     """
 
     def __init__(self, chat: Pipeline, told: Any) -> None:

@@ -244,7 +244,7 @@ class ResponseStore:
 
 @dataclass(slots=True)
 class ResponseStream:
-    """The events of a response, and the object that they add up to."""
+    """The events of a response, and the object that they add up to; see `edge.EventAnswer`."""
 
     request: ResponsesRequest
     store: ResponseStore
@@ -262,14 +262,12 @@ class ResponseStream:
     sequence: int = 0  # sequence number of the next event
 
     def start(self) -> list[Event]:
-        """Return the first events."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self.response()) for kind in kinds]
 
     def push(
         self, deltas: Iterable[Delta], calls: Mapping[int, str], logprobs: Sequence[Any] = ()
     ) -> list[Event]:
-        """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         self.pending += logprobs
         for delta in deltas:
@@ -287,7 +285,6 @@ class ResponseStream:
         return events
 
     def finish(self, finish: str, stop: str | None = None) -> list[Event]:
-        """Return the last events; `finish` is "stop", "length" or "tool_calls"."""
         if finish == "length":
             events = self._close("incomplete")
             self.status, self.reason = "incomplete", "max_output_tokens"
@@ -303,14 +300,12 @@ class ResponseStream:
         return [*events, self._event(f"response.{self.status}", response=self.response())]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """Return the last events of a failed response."""
         events = self._close("incomplete")
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.status, self.error = "failed", {"code": code, "message": error.message}
         return [*events, self._event("response.failed", response=self.response())]
 
     def response(self) -> dict[str, Any]:
-        """Return the response object so far."""
         asked, answer = self.request, self.answer
         wanted = asked.text and asked.text.format
         effort = asked.reasoning and asked.reasoning.effort

@@ -111,11 +111,11 @@ def _load(text: str) -> None:
     _tokenizers.append(LibraryTokenizer(text))
 
 
-def _load_grammars(vocab_size: int, eos_ids: list[int]) -> None:
+def _load_grammars(**ids: Any) -> None:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
     if not _grammars:
-        _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), vocab_size, eos_ids))
+        _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), **ids))
 
 
 def _check_rules(rules: str) -> None:
