@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,7 +20,6 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.commands import CHAT_TEMPERATURE, ServeConfig, is_local
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing
 from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice
 from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest, MessageStream
 from clocher_runtime.serve.edge import (
@@ -56,7 +55,6 @@ from clocher_runtime.serve.schemas import Schema
 from clocher_runtime.text.answers import StopStrings
 
 _CLOSED = 499  # nginx's: the client disconnected before the response
-S = TypeVar("S", bound=Schema)
 
 
 @dataclass(slots=True)
@@ -72,14 +70,11 @@ class Server:
     sampling: Mapping[str, float] = field(default_factory=dict)  # the model's defaults
     adapters: Mapping[str, str] = field(default_factory=dict)  # name -> repository or folder
     stored: ResponseStore = field(default_factory=ResponseStore)
-    _bodies: Bodies = field(init=False)
+    bodies: Bodies = field(default_factory=Bodies)
 
-    def __post_init__(self) -> None:
-        self._bodies = Bodies(self.config.max_body_mb << 20)
-
-    async def parse(self, request: Request, schema: type[S]) -> S:
+    async def parse(self, request: Request, schema: type[Schema]) -> Schema:
         """Return the validated body; raises ApiError if it is too large, not JSON or invalid."""
-        async with self._bodies.read(request) as data:
+        async with self.bodies.read(request, self.config.max_body_mb << 20) as data:
             # Any web page may send other content types here without a CORS preflight.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
@@ -102,14 +97,13 @@ class Server:
 
     # Routes, as `openapi.ROUTES` describes them.
 
-    async def chat(self, request: Request) -> ASGIApp:
-        return await self._answer(request, await self.parse(request, ChatRequest), "chatcmpl-")
+    async def chat(self, request: Request, asked: ChatRequest) -> ASGIApp:
+        return await self._answer(request, asked, "chatcmpl-")
 
-    async def complete(self, request: Request) -> ASGIApp:
-        return await self._answer(request, await self.parse(request, CompletionRequest), "cmpl-")
+    async def complete(self, request: Request, asked: CompletionRequest) -> ASGIApp:
+        return await self._answer(request, asked, "cmpl-")
 
-    async def respond(self, request: Request) -> ASGIApp:
-        asked = await self.parse(request, ResponsesRequest)
+    async def respond(self, request: Request, asked: ResponsesRequest) -> ASGIApp:
         if before := asked.previous_response_id:
             found = self.stored.read(before, "previous_response_not_found")
             asked = await self.prompts.apart(partial(asked.after, found["items"]))
@@ -124,14 +118,12 @@ class Server:
         self.stored.drop(name := request.path_params["response"])
         return json_response({"id": name, "object": "response", "deleted": True})
 
-    async def message(self, request: Request) -> ASGIApp:
-        asked = await self.parse(request, MessagesRequest)
-        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
+    async def message(self, request: Request, asked: MessagesRequest) -> ASGIApp:
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.tokenizer.chat_template))
         return await self._answer(request, chat, "msg_", MessageStream)
 
-    async def count(self, request: Request) -> ASGIApp:
-        asked = await self.parse(request, CountTokensRequest)
-        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
+    async def count(self, request: Request, asked: CountTokensRequest) -> ASGIApp:
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.tokenizer.chat_template))
         ids, _ = await self.prompts.chat(chat, self.engine.serving().longest)
         return json_response({"input_tokens": len(ids)})
 
@@ -152,6 +144,7 @@ class Server:
     async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
         """Submit a request to the engine; raises ApiError if it cannot be answered now."""
         tail, prompts = "", list[list[int]]()
+        style, param = "plain", "prompt"
         with self.engine.reserve(asked.sequences):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
@@ -159,6 +152,7 @@ class Server:
             if isinstance(asked, ChatRequest):
                 ids, tail = await self.prompts.chat(asked, longest)
                 prompts.append(ids)
+                style, param = self.prompts.style, "messages"
             else:
                 prompts += [await self.prompts.ids(p, True, longest) for p in asked.prompt]
                 if asked.scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
@@ -168,7 +162,11 @@ class Server:
                         "out",
                         "echo",
                     )
-            asks = await self._asks(asked, prompts, blocks, longest, tail)
+            vocabulary = ready.vocab_size
+            budgets = [room_for(ids, asked.budget, longest, vocabulary, param) for ids in prompts]
+            if spec := grammar_of(asked, style, tail, blocks):
+                await asyncio.wrap_future(self.prompts.grammars.checked(spec))
+            asks = self._asks(asked, zip(prompts, budgets, strict=True), spec)
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
         return Pipeline(
@@ -197,23 +195,16 @@ class Server:
             only_scored=not ask.max_new,
         )
 
-    async def _asks(
+    def _asks(
         self,
         asked: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        blocks: Diffusing | None,
-        longest: int,
-        tail: str,
+        prompts: Iterable[tuple[list[int], int]],
+        constraint: dict[str, Any] | None,
     ) -> list[Submit]:
-        ready = self.engine.serving()
-        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
-        budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
-        style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
-        if spec := grammar_of(asked, style, tail, blocks):
-            await asyncio.wrap_future(self.prompts.grammars.checked(spec))
+        """Return the sequences of a request, by its prompts and the tokens that may follow each."""
         sampling = [asked.sampling(choice) for choice in range(asked.choices)]
         try:
-            check_biases(sampling[0]["logit_bias"], ready.vocab_size)
+            check_biases(sampling[0]["logit_bias"], self.engine.serving().vocab_size)
         except UsageError as error:
             raise invalid(str(error), "logit_bias") from None
         return [
@@ -226,16 +217,15 @@ class Server:
                 scores=asked.scores,
                 adapter=self.adapter(asked.model),
                 salt=asked.cache_salt or "",
-                constraint=spec,
+                constraint=constraint,
                 diffusion=asked.diffusion,
                 shows=bool(asked.options.include_canvas),
             )
-            for ids, budget in zip(prompts, budgets, strict=True)
+            for ids, budget in prompts
             for drawn in sampling
         ]
 
-    async def embed(self, request: Request) -> ASGIApp:
-        asked = await self.parse(request, EmbeddingsRequest)
+    async def embed(self, request: Request, asked: EmbeddingsRequest) -> ASGIApp:
         body = await unless_gone(request.receive, embed(self, asked))
         return await self.prompts.apart(lambda: json_response(body))
 
@@ -263,8 +253,7 @@ class Server:
         }
         return {**found, "max_model_len": ready.longest, **ready.about, "meta": meta}
 
-    async def tokenize(self, request: Request) -> ASGIApp:
-        asked = await self.parse(request, TokenizeRequest)
+    async def tokenize(self, request: Request, asked: TokenizeRequest) -> ASGIApp:
         longest = self.engine.serving().longest
         if asked.messages is not None:
             ids, _ = await self.prompts.chat(asked, longest)
@@ -273,8 +262,7 @@ class Server:
             ids = await self.prompts.ids(asked.prompt or "", special, longest)
         return json_response({"count": len(ids), "max_model_len": longest, "tokens": ids})
 
-    async def detokenize(self, request: Request) -> ASGIApp:
-        asked = await self.parse(request, DetokenizeRequest)
+    async def detokenize(self, request: Request, asked: DetokenizeRequest) -> ASGIApp:
         size, largest = self.engine.serving().vocab_size, max(asked.tokens, default=0)
         if largest >= size:
             message = f"tokens: token id {largest} out of range (vocabulary size {size})"
@@ -316,8 +304,7 @@ class Server:
     def app(self) -> Starlette:
         """Return the ASGI application."""
         page = {} if self.config.no_page else read_page()
-        origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
-        origins = list(filter(None, origins))
+        origins = list(filter(None, map(str.strip, (self.config.cors_origins or "").split(","))))
         gate = Middleware(
             Gate,
             key=self.config.api_key,
@@ -333,11 +320,11 @@ class Server:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-        routes = [Route(at, self._guarded("/", page[at].show)) for at in page if at != "/"]
+        routes = [Route(at, self._guarded("/", page[at].show, None)) for at in page if at != "/"]
         for each in ROUTES:
             path = each.path.replace("{model}", "{model:path}")
             handler = page[path].show if path in page else getattr(self, each.handler)
-            endpoint = self._guarded(path, handler)
+            endpoint = self._guarded(path, handler, each.asks)
             routes.append(Route(path, endpoint, methods=[each.method.upper()]))
         return Starlette(
             routes=routes,
@@ -346,11 +333,12 @@ class Server:
         )
 
     def _guarded(
-        self, path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]
+        self, path: str, handler: Callable[..., Awaitable[ASGIApp]], asks: type[Schema] | None
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
         async def guarded(request: Request) -> ASGIApp:
             try:
-                response = await endpoint(request)
+                asked = [] if asks is None else [await self.parse(request, asks)]
+                response = await handler(request, *asked)
             except (Disconnected, ClientDisconnect):
                 response = Response(status_code=_CLOSED)
             except Exception as error:

@@ -135,28 +135,30 @@ class Gate:
 
 
 class Bodies:
-    """The bodies being read or validated; `most` is bytes of the largest."""
+    """The bodies being read or validated."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._held = most, 0
+    _held = 0
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Read a body and hold it while the context is open; raises ApiError 413 or 503."""
+    async def read(self, request: Request, most: int) -> AsyncIterator[bytes]:
+        """Read a body of at most `most` bytes and hold it while the context is open.
+
+        Raises ApiError 413 or 503.
+        """
         length = request.headers.get("content-length", "0")
-        too_large = failure("request_too_large", most=self._most)
-        if not (length.isascii() and length.isdigit()) or int(length) > self._most:
+        too_large = failure("request_too_large", most=most)
+        if not (length.isascii() and length.isdigit()) or int(length) > most:
             raise too_large
         data, held = bytearray(), 0
         try:
             async for piece in request.stream():
                 data += piece
-                if len(data) > self._most:
+                if len(data) > most:
                     raise too_large
                 if len(data) > SMALL_BODY_BYTES:
                     self._held += len(data) - held
                     held = len(data)
-                if held and self._held > HELD_BODIES * self._most:
+                if held and self._held > HELD_BODIES * most:
                     raise failure("overloaded")
             body = bytes(data)
             data.clear()

@@ -87,9 +87,8 @@ class Job:
 
     def close(self) -> None:
         """Cancel all sequences and drop unread events."""
-        for number in list(self._open):
-            self._open.pop(number)
-            self._cancel(number)
+        for sequence in range(len(self._numbers)):
+            self.end(sequence)
         self._news.clear()
         if self._limit is not None:
             self._limit.cancel()
@@ -129,9 +128,9 @@ class _Running:
 
     job: Job
     prompt: int
-    began: float
     only_scored: bool
-    last: float = 0.0  # time of its last token; 0 before the first
+    began: float
+    last: float  # time of its last token
     made: int = 0
 
 
@@ -237,7 +236,7 @@ class EngineProcess:
         job = Job(numbers, self._cancel)
         now = asyncio.get_running_loop().time()
         for number, ask in zip(numbers, asks, strict=True):
-            self._open[number] = _Running(job, len(ask.ids), now, not ask.max_new)
+            self._open[number] = _Running(job, len(ask.ids), not ask.max_new, now, now)
             self._writer.write(encode(msgspec.structs.replace(ask, id=number)))
         return job
 
@@ -341,13 +340,9 @@ class EngineProcess:
 
     def _count(self, running: _Running, now: float, left: int) -> None:
         """Count a token; the `left` tokens of a sequence that arrived together share a gap."""
-        if running.last:
-            gap = (now - running.last) / left
-            self.metrics.next(gap)
-            running.last += gap
-        else:
-            self.metrics.first(now - running.began)
-            running.last = now
+        gap = (now - running.last) / (left if running.made else 1)
+        self.metrics.token(gap, is_first=not running.made)
+        running.last += gap
         running.made += 1
 
     def _died(self, last: Broken | None) -> None:

@@ -10,7 +10,6 @@ from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.models.spec import BlockDiffusion
 
 HEADER_BYTES = 4
-MAX_MESSAGE_BYTES = 256 << 20
 
 Top = tuple[tuple[int, float], ...]
 """Top tokens with log probabilities, most likely first."""
@@ -152,8 +151,6 @@ class Reader:
         while len(self._bytes) - start >= HEADER_BYTES:
             body = start + HEADER_BYTES
             size = int.from_bytes(self._bytes[start:body], "little")
-            if size > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {size} bytes")
             if len(self._bytes) < body + size:
                 break
             found.append(self._decoder.decode(memoryview(self._bytes)[body : body + size]))

@@ -71,14 +71,9 @@ class ServerMetrics(Collector):
             "http_responses", "Responses by route and status.", "route", "status"
         )
 
-    def first(self, seconds: float) -> None:
-        """Record the time to the first token of a sequence."""
-        self._first.observe(seconds)
-        self._tokens.inc()
-
-    def next(self, seconds: float) -> None:
-        """Record the time between two tokens."""
-        self._next.observe(seconds)
+    def token(self, seconds: float, is_first: bool) -> None:
+        """Record the time to the first token of a sequence, or between two."""
+        (self._first if is_first else self._next).observe(seconds)
         self._tokens.inc()
 
     def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:

@@ -32,12 +32,11 @@ class PromptRoom:
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
-        self.template = self.tokenizer.chat_template
         self.style = self.tokenizer.style
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
         # With the names of special tokens as text, where files may have their settings too.
-        told = {"eos_token": None, **config, "chat_template": self.template or None}
+        told = {"eos_token": None, **config, "chat_template": self.tokenizer.chat_template or None}
         self.info = {
             name: value["content"] if isinstance(value, dict) and "content" in value else value
             for name, value in told.items()
