@@ -5,11 +5,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+from pydantic import Discriminator, Field, Tag
 
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.edge import Event
-from clocher_runtime.serve.errors import ApiError, failure, from_validation, to_json
+from clocher_runtime.serve.errors import ApiError, failure, to_json
 from clocher_runtime.serve.requests import MAX_LOGPROBS, ChatRequest, SamplingFields
 from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
@@ -94,7 +94,6 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
     Discriminator(_kind),
 ]
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=ConfigDict(strict=True))
 Metadata = Annotated[
     dict[Annotated[str, text_of(0, 64)], Annotated[str, text_of(0, 512)]], Field(max_length=16)
 ]
@@ -137,13 +136,11 @@ class ResponsesRequest(SamplingFields):
             return [InputMessage(role="user", content=self.input)]
         return self.input
 
-    def after(self, before: object) -> Self:
+    def after(self, before: Sequence[Any]) -> Self:
         """Return the request with stored items before its own; raises ApiError."""
-        try:
-            items = _ITEMS.validate_python(before)
-        except ValidationError as error:  # a call with a name that requests may not have
-            raise from_validation(error, before) from None
-        return self.model_copy(update={"input": [*items, *self.items]})
+        own = [item.model_dump(exclude_none=True) for item in self.items]
+        fields = self.model_dump(by_alias=True, exclude_none=True) | {"input": [*before, *own]}
+        return checked(type(self), fields)  # a stored call may have a name that is not valid
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request; raises ApiError if there is none."""
