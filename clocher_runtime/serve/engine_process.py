@@ -6,7 +6,7 @@ import socket
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -241,16 +241,15 @@ class EngineProcess:
         return job
 
     def _cancel(self, number: int) -> None:
-        if self._end(number, "abort") is not None and self._writer is not None:
-            self._writer.write(encode(Cancel(number)))
+        if number in self._open:  # else it has ended
+            self._end(number, "abort")
+            if self._writer is not None:
+                self._writer.write(encode(Cancel(number)))
 
-    def _end(self, number: int, how: str) -> Job | None:
-        found = self._open.pop(number, None)
-        if found is None:
-            return None
+    def _end(self, number: int, how: str) -> None:
+        found = self._open.pop(number)
         took = asyncio.get_running_loop().time() - found.began
         self.metrics.ended(how, took, found.prompt, found.made)
-        return found.job
 
     async def run(self) -> None:
         """Keep an engine running until it has failed too often, or this task is cancelled."""
@@ -259,7 +258,6 @@ class EngineProcess:
                 try:
                     broken = await self._live()
                 except OSError as error:  # out of descriptors or memory, perhaps temporarily
-                    self._kill()
                     self._note(f"the engine cannot be started: {error.strerror}; trying again")
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -272,27 +270,24 @@ class EngineProcess:
     async def _live(self) -> Broken | None:
         """Start a process and read it to its end; return its last message if it failed."""
         ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as unless_started:
-            unless_started.enter_context(ours)
-            for end in (ours, theirs):
-                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "clocher_runtime.serve.engine_main",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the server
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the server, which ends the engine
-            )
-            unless_started.pop_all()
-        self.pid = self._process.pid
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         loop = asyncio.get_running_loop()
         self._writer, line = await loop.create_connection(lambda: _Line(self._hear), sock=ours)
         try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "clocher_runtime.serve.engine_main",
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # standard output belongs to the server
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,  # Ctrl-C is for the server, which ends the engine
+                )
+            self.pid = self._process.pid
             self._writer.write(encode(self._start))
             while not line.ended.done():
                 if self.ready and self.age_s > max(WEDGED_S, 20 * self.step_s):
