@@ -33,6 +33,7 @@ from clocher_runtime.serve.edge import (
     Named,
     error_response,
     json_response,
+    page_file,
     read_page,
     unless_gone,
     unrouted,
@@ -320,10 +321,11 @@ class Server:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-        routes = [Route(at, self._guarded("/", page[at].show, None)) for at in page if at != "/"]
+        shown = {at: partial(page_file, file) for at, file in page.items()}
+        routes = [Route(at, self._guarded("/", shown[at], None)) for at in shown if at != "/"]
         for each in ROUTES:
             path = each.path.replace("{model}", "{model:path}")
-            handler = page[path].show if path in page else getattr(self, each.handler)
+            handler = shown.get(path) or getattr(self, each.handler)
             endpoint = self._guarded(path, handler, each.asks)
             routes.append(Route(path, endpoint, methods=[each.method.upper()]))
         return Starlette(

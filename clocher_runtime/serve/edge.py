@@ -11,11 +11,11 @@ import os
 import re
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -316,22 +316,14 @@ def _sent(events: list[Event]) -> bytes:
     )
 
 
-class PageFile(NamedTuple):
-    """A file of the page, its media type and headers."""
-
-    body: bytes
-    media_type: str
-    headers: Mapping[str, str]
-
-    async def show(self, request: Request) -> ASGIApp:
-        """GET: the file, or 304 if the browser has it."""
-        known = request.headers.get("if-none-match", "").split(",")
-        if self.headers["etag"] in (each.strip().removeprefix("W/") for each in known):
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers, media_type=self.media_type)
+async def page_file(file: Response, request: Request) -> Response:
+    """GET: a file of the page, or 304 if the browser has it."""
+    known = request.headers.get("if-none-match", "").split(",")
+    is_known = file.headers["etag"] in (each.strip().removeprefix("W/") for each in known)
+    return Response(status_code=304, headers=file.headers) if is_known else file
 
 
-def read_page(folder: Path = FOLDER) -> dict[str, PageFile]:
+def read_page(folder: Path = FOLDER) -> dict[str, Response]:
     """Read the page's files, by the paths that they are served under.
 
     The names in `vendor` have versions, so browsers keep those files without asking again.
@@ -345,5 +337,5 @@ def read_page(folder: Path = FOLDER) -> dict[str, PageFile]:
         tag = f'"{hashlib.sha256(body).hexdigest()}"'
         headers = _PAGE_HEADERS | {"cache-control": cache, "etag": tag}
         path = "/" if name == "index.html" else f"/page/{name}"
-        files[path] = PageFile(body, _MEDIA[file.suffix], headers)
+        files[path] = Response(body, headers=headers, media_type=_MEDIA[file.suffix])
     return files
