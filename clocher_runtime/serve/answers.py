@@ -11,6 +11,7 @@ from clocher_runtime.serve.errors import ApiError, to_json
 from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
+from clocher_runtime.serve.schemas import function_of
 from clocher_runtime.text.answers import AnswerReader, Delta, StopStrings, message_of
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -158,12 +159,10 @@ class ChatChoice(_Choice):
             elif kind == "reasoning":
                 parts.append({"reasoning_content": text, "reasoning": text})
             else:
-                call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
+                call: dict[str, Any] = {"function": {"arguments": text}}
                 if kind == "tool_call":
-                    function = {"name": text, "arguments": ""}
-                    more = {"id": self.calls[index], "type": "function", "function": function}
-                    call = {"index": index, **more}
-                parts.append({"tool_calls": [call]})
+                    call = {"id": self.calls[index], **function_of(name=text, arguments="")}
+                parts.append({"tool_calls": [{"index": index, **call}]})
         return parts
 
     def chunk(self, part: dict[str, Any] | None) -> dict[str, Any]:

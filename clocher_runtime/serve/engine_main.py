@@ -120,14 +120,12 @@ class EngineLoop:
         self._events.append(Failed(number, type(error).__name__, str(error)))
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
-        scores: list[tuple[float, Top]] | None = None
-        pooled = None
+        scores: list[tuple[float, Top]] | None = [] if request.pooling or request.scores else None
+        pooled = np.zeros(self._session.model.spec.hidden_size) if request.pooling else None
         try:
-            if request.pooling:
-                scores, pooled = [], np.zeros(self._session.model.spec.hidden_size)
+            if pooled is not None:
                 generation = self._pooling(request, pooled)
-            elif request.scores:
-                scores = []
+            elif scores is not None:
                 generation = self._scoring(request, scores)
             else:
                 generation = self._generate(request, constraint)

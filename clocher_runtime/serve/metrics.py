@@ -62,8 +62,7 @@ class ServerMetrics(Collector):
         self._whole = histogram("e2e_request_latency_seconds", "Of whole sequences.", _FIRST_S)
         self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._made = histogram("request_generation_tokens", "Generated tokens.", _TOKENS)
-        tokens = counter("generation_tokens", "Generated tokens.", "model_name")
-        self._tokens = tokens.labels(model)
+        self._tokens = counter("generation_tokens", "Generated tokens.", "model_name").labels(model)
         self._ended = counter(
             "request_success", "Sequences by how they ended.", "model_name", "finished_reason"
         )
