@@ -5,7 +5,6 @@ A constraint becomes llguidance rules, one string, that a process with limits tr
 
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache, cached_property
@@ -30,7 +29,6 @@ CHECK_SECONDS, CHECK_BYTES = 2.0, 512 << 20
 """Limits of trying rules: CPU seconds, bytes."""
 _PROCESS = TextProcess()
 """Separate from the prompts' process: hostile rules must not delay prompts."""
-_turn = threading.Lock()
 MAX_CALLS = 16
 """Calls of one answer that has to call: a small model may never stop."""
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
@@ -67,9 +65,11 @@ class GrammarMaker:
             )
         added: list[dict[str, Any]] = found.document.get("added_tokens") or []
         used = (*found.document["model"]["vocab"].values(), *(t["id"] for t in added))
-        known, self._text = 1 + max(used, default=-1), found.text
-        self._ids: dict[str, Any] = {"vocab_size": vocab_size, "known": known}
-        self._ids["eos_ids"] = list(eos_ids)
+        text, eos = found.text, list(eos_ids)
+        self._source: dict[str, Any] = {"text": text, "vocab_size": vocab_size, "eos_ids": eos}
+        self._source["known"] = 1 + max(used, default=-1)
+        name = f"{vocab_size} {eos} {sha256(text.encode()).hexdigest()}"
+        self._loading = name, ("load_grammars", *loading_limits(text), self._source)
         control = {t["content"] for t in added if t.get("special") is True}
         ids = {t["content"]: f"<[{t['id']}]>" for t in added if t["content"] in control}
         bracketed = [t["content"] for t in added if _BRACKETED.fullmatch(t["content"])]
@@ -83,12 +83,8 @@ class GrammarMaker:
         rules = rules_of(spec, self._special, self._no_forcing)
         if rules == self._checked:
             return
-        name = sha256(f"{self._ids} {self._text}".encode()).hexdigest()
-        limits = loading_limits(self._text)
         try:
-            with _turn:
-                _PROCESS.ask("load_grammars", *limits, ((name, self._text), limits), **self._ids)
-                _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, rules=rules)
+            _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, self._loading, rules=rules)
         except Refused as error:
             if error.kind == "refused":
                 raise UsageError(str(error)) from None
@@ -103,7 +99,7 @@ class GrammarMaker:
     def _library(self) -> "LibraryGrammars":
         from clocher_runtime.text.grammar_library import LibraryGrammars
 
-        return LibraryGrammars(self._text, **self._ids)
+        return LibraryGrammars(**self._source)
 
 
 class Grammars:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
 _tokenizers: list[LibraryTokenizer] = []  # the last tokenizer loaded
-_grammars: list["LibraryGrammars"] = []  # grammars made with it, if requested
+_grammars: list["LibraryGrammars"] = []  # the last grammars loaded
 MAX_OUTPUT_CHARS = 16 << 20
 _STACK_BYTES = 1 << 20
 """Stack of a trial; the real work has eight times as much."""
@@ -106,15 +106,14 @@ def _stop(number: int, frame: FrameType | None) -> NoReturn:
 
 def _load(text: str) -> None:
     _tokenizers.clear()
-    _grammars.clear()
     _tokenizers.append(LibraryTokenizer(text))
 
 
-def _load_grammars(**ids: Any) -> None:
+def _load_grammars(**source: Any) -> None:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
-    if not _grammars:
-        _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), **ids))
+    _grammars.clear()
+    _grammars.append(LibraryGrammars(**source))
 
 
 def _check_rules(rules: str) -> None:
