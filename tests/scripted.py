@@ -21,10 +21,8 @@ from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
 from clocher_runtime.serve.messages import Made, Ready, Submit, Unsure
-from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
 from clocher_runtime.text.answers import Delta, DeltaKind
-from clocher_runtime.text.grammar import Grammars
 
 ABOUT = {"device": "cpu", "precision": "int4", "threads": 8, "family": "qwen3", "read_gbps": 40.0}
 
@@ -72,11 +70,10 @@ class ScriptedPrompts(PromptRoom):
         self._engine = engine
         self.style = "plain"
 
-    async def chat(
-        self, messages: Any, tools: Any, variables: Any, context: int, continues: bool = False
-    ) -> Any:
+    async def chat(self, asked: Any, context: int) -> Any:
         """Note what is asked."""
-        self._engine.script.asked.append({"messages": list(messages), "tools": list(tools)})
+        said = {"messages": asked.dialogue(), "tools": asked.functions}
+        self._engine.script.asked.append(said)
         return list(range(1, 40)), ""
 
     def reader(self, tools: bool, tail: str, ends: Any) -> Any:
@@ -100,8 +97,8 @@ class _Reader:
 class ScriptedEngine(EngineProcess):
     """Makes as many tokens as the script has."""
 
-    def __init__(self, metrics: ServerMetrics) -> None:
-        super().__init__(ServeConfig(queue=60), (), print, metrics)
+    def __init__(self, name: str) -> None:
+        super().__init__(ServeConfig(queue=60), (), print, name)
         self.script, self.status, self._next = Script(), "ready", 0
         self.ready = Ready(4096, 32768, 8, 64, 1, 1_000_000_000, ABOUT)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -156,18 +153,14 @@ def scripted_app(
     """Yield the application of a server, and its engine."""
     name = "scripted-8b"
     checkpoint = open_checkpoint(embedded_model())
-    metrics = ServerMetrics(name)
-    engine = ScriptedEngine(metrics)
+    engine = ScriptedEngine(name)
     prompts = ScriptedPrompts(checkpoint, engine)
-    grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
-    metrics.watch(engine)
-    about = (engine, prompts, grammars, metrics, name, 0, True, sampling or {})
+    about = (engine, prompts, name, 0, True, sampling or {})
     server = Server(ServeConfig(**config), *about)
     try:
         yield server.app(), engine
     finally:
         prompts.close()
-        grammars.close()
 
 
 @contextlib.contextmanager

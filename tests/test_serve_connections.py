@@ -189,10 +189,10 @@ def test_all_bodies_together_are_bounded():
         return Request({"type": "http", "headers": []}, receive)
 
     async def hold() -> None:
-        bodies = Bodies(most)
+        bodies = Bodies()
 
         async def read(asked: Request) -> int:
-            async with bodies.read(asked) as data:
+            async with bodies.read(asked, most) as data:
                 return len(data)
 
         large = [b"x" * (most // 2)] * 2

@@ -14,7 +14,6 @@ from clocher_runtime.serve import engine_process
 from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.errors import ApiError
 from clocher_runtime.serve.messages import Made, Submit
-from clocher_runtime.serve.metrics import ServerMetrics
 
 ASK = Submit(ids=[5, 6, 7], max_new=2000, sampling={"temperature": 1.0, "seed": 3})
 
@@ -26,7 +25,7 @@ def with_engine(work: Callable[[EngineProcess], Coroutine[Any, Any, None]]) -> l
     config = ServeConfig(batch=4, queue=0)
 
     async def live() -> None:
-        engine = EngineProcess(config, (), notes.append, ServerMetrics("m"))
+        engine = EngineProcess(config, (), notes.append, "m")
         running = asyncio.ensure_future(engine.run())
         try:
             await ready(engine)
@@ -78,29 +77,25 @@ def test_an_engine_that_says_nothing_is_stuck_and_then_ended(monkeypatch: pytest
     assert "restarting it" in note
 
 
-def test_a_process_that_is_half_started_is_ended(monkeypatch: pytest.MonkeyPatch):
-    started: list[asyncio.subprocess.Process] = []
-    start, connect = asyncio.create_subprocess_exec, asyncio.BaseEventLoop.create_connection
+def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    start, tries = asyncio.create_subprocess_exec, list[int]()
 
-    async def noted(*args: Any, **options: Any) -> asyncio.subprocess.Process:
-        started.append(await start(*args, **options))
-        return started[-1]
-
-    async def late(loop: asyncio.BaseEventLoop, *args: Any, **options: Any) -> Any:
-        if len(started) == 1:
+    async def late(*args: Any, **options: Any) -> asyncio.subprocess.Process:
+        tries.append(len(os.listdir("/proc/self/fd")))
+        if len(tries) < 3:
             raise OSError(errno.EMFILE, "Too many open files")
-        return await connect(loop, *args, **options)
+        return await start(*args, **options)
 
-    monkeypatch.setattr(asyncio, "create_subprocess_exec", noted)
-    monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", late)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", late)
+    monkeypatch.setattr(engine_process, "RETRY_S", 0.1)
 
     async def look(engine: EngineProcess) -> None:
-        half, whole = started
-        assert half.returncode == -signal.SIGKILL
-        assert whole.pid == engine.pid and engine.restarts == 0
+        assert engine.pid and engine.restarts == 0
+        assert len(tries) == 3 and tries[0] == tries[2], "descriptors leak"
 
-    (note,) = with_engine(look)
-    assert "cannot be started: Too many open files" in note
+    notes = with_engine(look)
+    assert len(notes) == 2
+    assert all("cannot be started: Too many open files" in note for note in notes)
 
 
 def test_who_does_not_read_for_a_time_is_cut_off(monkeypatch: pytest.MonkeyPatch):

@@ -19,10 +19,8 @@ from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.engine_process import EngineProcess, Job
 from clocher_runtime.serve.messages import Made, Ready, Scored, Submit
-from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, Described, document
 from clocher_runtime.serve.prompts import PromptRoom
-from clocher_runtime.text.grammar import Grammars
 
 CONTEXT = 512
 
@@ -30,8 +28,8 @@ CONTEXT = 512
 class FakeEngine(EngineProcess):
     """Makes up to four tokens for every sequence at once, and no process."""
 
-    def __init__(self, metrics: ServerMetrics, vocab_size: int) -> None:
-        super().__init__(ServeConfig(queue=60), (), print, metrics)
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__(ServeConfig(queue=60), (), print, "m")
         self.status = "ready"
         self.ready = Ready(vocab_size, CONTEXT, 8, 64, 1, 1, {})
 
@@ -63,15 +61,10 @@ class FakeEngine(EngineProcess):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    checkpoint = open_checkpoint(embedded_model())
-    prompts = PromptRoom(checkpoint)
-    grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
-    metrics = ServerMetrics("m")
-    engine = FakeEngine(metrics, prompts.tokenizer.vocab_size)
-    metrics.watch(engine)
-    yield Server(ServeConfig(host="testserver"), engine, prompts, grammars, metrics, "m", 0)
+    prompts = PromptRoom(open_checkpoint(embedded_model()))
+    engine = FakeEngine(prompts.tokenizer.vocab_size)
+    yield Server(ServeConfig(host="testserver"), engine, prompts, "m", 0)
     prompts.close()
-    grammars.close()
 
 
 @pytest.fixture(scope="module")

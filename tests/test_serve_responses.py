@@ -16,11 +16,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from serving import Served, model_with_template, serving, that_ends
 
 from clocher_runtime.checkpoints.locate import embedded_model
-from clocher_runtime.serve import response_store
+from clocher_runtime.serve import responses
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.errors import ApiError, failure, invalid, to_json
-from clocher_runtime.serve.response_store import ResponseStore
-from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
+from clocher_runtime.serve.responses import ResponsesRequest, ResponseStore, ResponseStream
 from clocher_runtime.text.answers import Delta
 
 CLASSES = {
@@ -350,7 +349,7 @@ def test_log_probabilities_belong_to_the_text() -> None:
 
 def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     store = ResponseStore()
-    monkeypatch.setattr(response_store, "MAX_STORED", 3)
+    monkeypatch.setattr(responses, "MAX_STORED", 3)
     for number in range(5):
         store.keep([], {"id": f"r{number}"})
     assert [store.read(f"r{number}")["response"]["id"] for number in (2, 3, 4)] == [
@@ -362,7 +361,7 @@ def test_the_store_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ApiError) as raised:
             store.read(gone)
         assert raised.value.status == 404
-    monkeypatch.setattr(response_store, "MAX_STORED_BYTES", 2000)
+    monkeypatch.setattr(responses, "MAX_STORED_BYTES", 2000)
     store.keep([{"role": "user", "content": "x" * 1500}], {"id": "big"})
     store.keep([{"role": "user", "content": "x" * 1500}], {"id": "more"})
     store.keep([{"role": "user", "content": "x" * 2500}], {"id": "huge"})

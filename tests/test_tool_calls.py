@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clocher_runtime.text.answers import PlainText, TextReader, Thinking
+from clocher_runtime.text.answers import TextReader, Thinking
 from clocher_runtime.text.call_styles import STYLES
 from clocher_runtime.text.tool_calls import LlamaCalls, MarkedCalls
 from tests.answer_texts import joined, read_pieces
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[], TextReader]] = {
     "hermes": lambda: MarkedCalls(STYLES["hermes"]),
     "hermes_xml": partial(MarkedCalls, STYLES["hermes"], FUNCTIONS),
     "llama": LlamaCalls,
-    "thinking": lambda: Thinking(PlainText(), opened=False),
+    "thinking": lambda: Thinking(TextReader(), opened=False),
     "opened": lambda: Thinking(MarkedCalls(STYLES["hermes"]), opened=True),
     "both": lambda: Thinking(MarkedCalls(STYLES["hermes"]), opened=False),
 }

@@ -48,7 +48,7 @@ class Replica:
             server.engine.drain()
             self._running.cancel()
             await asyncio.gather(self._running, return_exceptions=True)
-            server.close()
+            server.prompts.close()
 
 
 def app(args: dict[str, str]) -> serve.Application:

@@ -2,22 +2,16 @@
 
 import datetime
 import secrets
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from clocher_runtime.serve.engine_process import Job, News
 from clocher_runtime.serve.errors import ApiError, to_json
 from clocher_runtime.serve.messages import Made, Scored, Top, Unsure
-from clocher_runtime.serve.schemas import StreamOptions
+from clocher_runtime.serve.prompts import PromptRoom
+from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
+from clocher_runtime.serve.schemas import function_of
 from clocher_runtime.text.answers import AnswerReader, Delta, StopStrings, message_of
 from clocher_runtime.text.tokenizer import TextStream, Tokenizer
 
@@ -69,32 +63,10 @@ class Answer:
         return {"nfe": self.nfe, "tokens_per_nfe": self.made / self.nfe} if self.nfe else {}
 
 
-class TokenTexts:
-    """The texts of single tokens."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer = tokenizer
-
-    def text(self, token: int) -> str:
-        """Return the text of a token alone; bytes of an incomplete character become U+FFFD."""
-        return self.tokenizer.decode([token])
-
-    def named(self, token: int, logprob: float) -> dict[str, Any]:
-        """Return a token in the chat format."""
-        raw = list(self.tokenizer.token_bytes(token))
-        return {"token": self.text(token), "logprob": finite(logprob), "bytes": raw}
-
-    def unsure(self, tokens: Sequence[int | None]) -> list[str | None]:
-        """Return the texts of uncommitted tokens, spaces included; None for a mask."""
-        raw = self.tokenizer.token_bytes
-        return [None if t is None else raw(t).decode("utf-8", "replace") for t in tokens]
-
-    def table(self, top: Top) -> dict[str, float]:
-        """Return top tokens in the completions format; of equal texts the most likely counts."""
-        table: dict[str, float] = {}
-        for token, logprob in top:
-            table.setdefault(self.text(token), finite(logprob))
-        return table
+def named(tokenizer: Tokenizer, token: int, logprob: float) -> dict[str, Any]:
+    """Return a token in the chat format; bytes of an incomplete character become U+FFFD."""
+    raw = list(tokenizer.token_bytes(token))
+    return {"token": tokenizer.decode([token]), "logprob": finite(logprob), "bytes": raw}
 
 
 def finite(logprob: float) -> float:
@@ -107,7 +79,7 @@ class _Choice:
     """One answer as it is made, token by token."""
 
     stops: StopStrings
-    texts: TokenTexts | None = None  # if log probabilities are requested
+    names: Tokenizer | None = None  # of tokens, if log probabilities are requested
     prompt: list[int] = field(default_factory=list)  # its ids if they are echoed
     finish: str = ""  # why it ended
     unsure: Unsure | None = None  # uncommitted tokens, not reported yet
@@ -131,10 +103,10 @@ class ChatChoice(_Choice):
 
     def push(self, made: Made) -> list[Delta]:
         """Return what a token adds to the answer."""
-        if self.texts is not None:
+        if self.names is not None:
             assert made.logprob is not None
-            top = [self.texts.named(*token) for token in made.top]
-            told = self.texts.named(made.token, made.logprob)
+            top = [named(self.names, *token) for token in made.top]
+            told = named(self.names, made.token, made.logprob)
             self.logprobs.append(told | {"top_logprobs": top})
         deltas = self.reader.push(made.token)
         if made.finish:
@@ -174,7 +146,7 @@ class ChatChoice(_Choice):
             message["reasoning"] = reasoning
         if self.calls:
             message["content"] = message["content"] or None
-        logprobs = None if self.texts is None else {"content": self.logprobs}
+        logprobs = None if self.names is None else {"content": self.logprobs}
         return {"message": message, "logprobs": logprobs}
 
     def parts(self, added: Sequence[Delta]) -> list[dict[str, Any]]:
@@ -187,12 +159,10 @@ class ChatChoice(_Choice):
             elif kind == "reasoning":
                 parts.append({"reasoning_content": text, "reasoning": text})
             else:
-                call: dict[str, Any] = {"index": index, "function": {"arguments": text}}
+                call: dict[str, Any] = {"function": {"arguments": text}}
                 if kind == "tool_call":
-                    function = {"name": text, "arguments": ""}
-                    more = {"id": self.calls[index], "type": "function", "function": function}
-                    call = {"index": index, **more}
-                parts.append({"tool_calls": [call]})
+                    call = {"id": self.calls[index], **function_of(name=text, arguments="")}
+                parts.append({"tool_calls": [{"index": index, **call}]})
         return parts
 
     def chunk(self, part: dict[str, Any] | None) -> dict[str, Any]:
@@ -216,7 +186,7 @@ class TextChoice(_Choice):
 
     def echo(self, tokenizer: Tokenizer, scored: Scored | None) -> str:
         """Return the text of the prompt, and record the log probabilities of its tokens."""
-        if self.texts is not None and scored is not None:
+        if self.names is not None and scored is not None:
             pieces = tokenizer.stream()
             scores = [(None, ()), *scored.tokens]
             for token, (logprob, top) in zip(self.prompt, scores, strict=True):
@@ -245,9 +215,13 @@ class TextChoice(_Choice):
         return [text]
 
     def _note(self, token: int, logprob: float | None, top: Top) -> None:
-        if self.texts is not None:
-            told = (None, None) if logprob is None else (finite(logprob), self.texts.table(top))
-            self.logprobs.append((self.texts.text(token), *told, self.length))
+        if self.names is None:
+            return
+        text, table = self.names.decode([token]), dict[str, float]()
+        for other, its in top:  # of equal texts the most likely counts
+            table.setdefault(self.names.decode([other]), finite(its))
+        told = (None, None) if logprob is None else (finite(logprob), table)
+        self.logprobs.append((text, *told, self.length))
 
     def _taken(self) -> dict[str, Any]:
         noted, self.logprobs = self.logprobs, []
@@ -257,7 +231,7 @@ class TextChoice(_Choice):
 
     def whole(self, said: list[str]) -> dict[str, Any]:
         """Return the choice of a whole response."""
-        logprobs = None if self.texts is None else self._taken()
+        logprobs = None if self.names is None else self._taken()
         return {"text": "".join(said), "logprobs": logprobs}
 
     def parts(self, added: Sequence[str]) -> list[str]:
@@ -279,18 +253,15 @@ class Pipeline:
     """The response to one request, whole or in chunks."""
 
     answer: Answer
+    asked: ChatRequest | CompletionRequest
     job: Job
     choices: Sequence[Any]  # all ChatChoice or all TextChoice
-    each: int  # choices of a prompt
-    scores: bool  # whether prompts are scored, then echoed, before tokens are made
-    options: StreamOptions
-    texts: TokenTexts
-    apart: Callable[[Callable[[], str]], Awaitable[str]]
+    prompts: PromptRoom
 
     async def steps(self) -> AsyncIterator[Iterable[Piece]]:
         """Yield the pieces of each step, to be iterated once: a token counts when it is reached."""
         try:
-            if not self.scores:
+            if not self.asked.scores:
                 for index, choice in enumerate(self.choices):
                     if choice.prompt:
                         yield [await self._echo(index, None)]
@@ -302,7 +273,7 @@ class Pipeline:
 
     async def _echo(self, index: int, scored: Scored | None) -> Piece:
         choice = self.choices[index]
-        text = await self.apart(lambda: choice.echo(self.texts.tokenizer, scored))
+        text = await self.prompts.apart(lambda: choice.echo(self.prompts.tokenizer, scored))
         return index, [text], choice.finish
 
     def _step(self, news: Sequence[News], scored: Mapping[int, Piece]) -> Iterator[Piece]:
@@ -316,7 +287,7 @@ class Pipeline:
                 choice.unsure = what
                 yield index, (), ""
             else:
-                self.answer.count(what, index % self.each == 0)
+                self.answer.count(what, index % self.asked.choices == 0)
                 added = choice.push(what)
                 if choice.finish:
                     self.job.end(index)
@@ -336,7 +307,8 @@ class Pipeline:
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed response."""
-        head, options = self._head("chunk_object"), self.options
+        head, options = self._head("chunk_object"), self.asked.options
+        raw = self.prompts.tokenizer.token_bytes
         include_usage, continuous = options.include_usage, options.continuous_usage_stats
 
         def event(*choices: dict[str, Any]) -> bytes:
@@ -355,7 +327,9 @@ class Pipeline:
                 parts: list[tuple[Any, Mapping[str, Any]]]
                 parts = [(part, {}) for part in choice.parts(added)]
                 if choice.unsure is not None:
-                    parts.append((None, {"canvas": self.texts.unsure(choice.unsure.ids)}))
+                    ids = choice.unsure.ids  # None: a mask
+                    texts = [None if t is None else raw(t).decode("utf-8", "replace") for t in ids]
+                    parts.append((None, {"canvas": texts}))
                     choice.unsure = None
                 if finish:
                     parts.append((None, {"finish_reason": finish}))

@@ -24,6 +24,7 @@ from clocher_runtime.serve.schemas import (
     Stops,
     TextPart,
     checked,
+    function_of,
     joined,
     list_of,
 )
@@ -64,10 +65,6 @@ def _of(kind: type[Any], content: str | Sequence[Schema]) -> list[Any]:
     return [block for block in blocks if isinstance(block, kind)]
 
 
-def _function(**fields: Any) -> dict[str, Any]:
-    return {"type": "function", "function": fields}
-
-
 class UserTurn(Schema):
     """What a user says and tools gave, or instructions within the conversation."""
 
@@ -96,7 +93,7 @@ class AssistantTurn(Schema):
         thoughts = "\n".join(block.thinking for block in _of(ThinkingBlock, self.content))
         turn = {"role": self.role, "content": joined(_of(TextPart, self.content))}
         calls = [
-            {"id": b.id, **_function(name=b.name, arguments=to_json(b.input).decode())}
+            {"id": b.id, **function_of(name=b.name, arguments=to_json(b.input).decode())}
             for b in _of(ToolUseBlock, self.content)
         ]
         return [turn | {"reasoning_content": thoughts or None, "tool_calls": calls or None}]
@@ -170,13 +167,13 @@ class CountTokensRequest(Schema):
                 messages.append(message)
         last, choice = messages[-1], self.tool_choice or ToolChoice(type="auto")
         is_open = last["role"] == "assistant" and not last["tool_calls"]
-        named = {"any": "required", "tool": _function(name=choice.name)}
+        named = {"any": "required", "tool": function_of(name=choice.name)}
         wanted = self.output_config and self.output_config.format
         form = wanted and wanted.model_dump(by_alias=True)
         return {
             "messages": messages,
             "tools": [
-                _function(name=t.name, description=t.description, parameters=t.input_schema)
+                function_of(name=t.name, description=t.description, parameters=t.input_schema)
                 for t in self.tools or ()
             ],
             "tool_choice": named.get(choice.type, choice.type),
@@ -228,11 +225,9 @@ class MessageStream:
     stopped: dict[str, str | None] = field(default_factory=dict)
 
     def start(self) -> list[Event]:
-        """Return the first event."""
         return [{"type": "message_start", "message": self.response()}]
 
     def push(self, deltas: Iterable[Delta], calls: Mapping[int, str], *_: Any) -> list[Event]:
-        """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         for delta in deltas:
             kind, grows, name = _BLOCKS[delta.kind]
@@ -251,7 +246,6 @@ class MessageStream:
         return events
 
     def finish(self, finish: str, stop: str | None) -> list[Event]:
-        """Return the last events; `finish`: "stop", "length", "tool_calls"; `stop`: its text."""
         # Clients that expect a block get an empty one.
         events = ([] if self.blocks else self._begin("text", text="")) + self._close()
         reason = _STOP_REASONS[finish] if stop is None else "stop_sequence"
@@ -260,11 +254,9 @@ class MessageStream:
         return [*events, last, {"type": "message_stop"}]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """Return the last event of a failed response."""
         return [error.body_at(MESSAGES_PATH)]
 
     def response(self) -> dict[str, Any]:
-        """Return the message so far."""
         answer = self.answer
         return {
             "id": answer.id,

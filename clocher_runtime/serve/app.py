@@ -2,10 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,8 +20,7 @@ from clocher_kernels import __version__
 from clocher_kernels.errors import UsageError
 from clocher_runtime.config.commands import CHAT_TEMPERATURE, ServeConfig, is_local
 from clocher_runtime.engine.arguments import check_biases
-from clocher_runtime.engine.diffusing import Diffusing
-from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice, TokenTexts
+from clocher_runtime.serve.answers import Answer, ChatChoice, Pipeline, TextChoice
 from clocher_runtime.serve.anthropic import CountTokensRequest, MessagesRequest, MessageStream
 from clocher_runtime.serve.edge import (
     PUBLIC,
@@ -34,6 +33,7 @@ from clocher_runtime.serve.edge import (
     Named,
     error_response,
     json_response,
+    page_file,
     read_page,
     unless_gone,
     unrouted,
@@ -42,7 +42,6 @@ from clocher_runtime.serve.embeddings import EmbeddingsRequest, embed
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import failure, invalid
 from clocher_runtime.serve.messages import Submit
-from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.openapi import ROUTES, document
 from clocher_runtime.serve.prompts import PromptRoom, denoised, grammar_of, room_for
 from clocher_runtime.serve.requests import (
@@ -52,14 +51,11 @@ from clocher_runtime.serve.requests import (
     SamplingFields,
     TokenizeRequest,
 )
-from clocher_runtime.serve.response_store import ResponseStore
-from clocher_runtime.serve.responses import ResponsesRequest, ResponseStream
+from clocher_runtime.serve.responses import ResponsesRequest, ResponseStore, ResponseStream
 from clocher_runtime.serve.schemas import Schema
 from clocher_runtime.text.answers import StopStrings
-from clocher_runtime.text.grammar import Grammars
 
 _CLOSED = 499  # nginx's: the client disconnected before the response
-S = TypeVar("S", bound=Schema)
 
 
 @dataclass(slots=True)
@@ -69,27 +65,17 @@ class Server:
     config: ServeConfig
     engine: EngineProcess
     prompts: PromptRoom
-    grammars: Grammars
-    metrics: ServerMetrics
     name: str  # of the model, as clients call it
     created: int  # in seconds since 1970
     chats: bool = False  # whether the model was made for conversations
     sampling: Mapping[str, float] = field(default_factory=dict)  # the model's defaults
     adapters: Mapping[str, str] = field(default_factory=dict)  # name -> repository or folder
     stored: ResponseStore = field(default_factory=ResponseStore)
-    _bodies: Bodies = field(init=False)
+    bodies: Bodies = field(default_factory=Bodies)
 
-    def __post_init__(self) -> None:
-        self._bodies = Bodies(self.config.max_body_mb << 20)
-
-    def close(self) -> None:
-        """Stop the text threads."""
-        self.prompts.close()
-        self.grammars.close()
-
-    async def parse(self, request: Request, schema: type[S]) -> S:
+    async def parse(self, request: Request, schema: type[Schema]) -> Schema:
         """Return the validated body; raises ApiError if it is too large, not JSON or invalid."""
-        async with self._bodies.read(request) as data:
+        async with self.bodies.read(request, self.config.max_body_mb << 20) as data:
             # Any web page may send other content types here without a CORS preflight.
             kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
             if kind != "application/json":
@@ -98,10 +84,10 @@ class Server:
                 asked = schema.parse(data)
             else:
                 asked = await self.prompts.apart(lambda: schema.parse(data))
-        self._adapter(getattr(asked, "model", None))
+        self.adapter(getattr(asked, "model", None))
         return asked.on_top_of(self.sampling) if isinstance(asked, SamplingFields) else asked
 
-    def _adapter(self, model: str | None) -> str:
+    def adapter(self, model: str | None) -> str:
         """Return the adapter that a request's model names, "" for the base; raises ApiError."""
         if not model or model == self.name:
             return ""
@@ -110,19 +96,15 @@ class Server:
             raise failure("model_not_found", param="model", got=model, served=served)
         return model
 
-    # Routes.
+    # Routes, as `openapi.ROUTES` describes them.
 
-    async def chat(self, request: Request) -> ASGIApp:
-        """POST /v1/chat/completions."""
-        return await self._answer(request, await self.parse(request, ChatRequest), "chatcmpl-")
+    async def chat(self, request: Request, asked: ChatRequest) -> ASGIApp:
+        return await self._answer(request, asked, "chatcmpl-")
 
-    async def complete(self, request: Request) -> ASGIApp:
-        """POST /v1/completions."""
-        return await self._answer(request, await self.parse(request, CompletionRequest), "cmpl-")
+    async def complete(self, request: Request, asked: CompletionRequest) -> ASGIApp:
+        return await self._answer(request, asked, "cmpl-")
 
-    async def respond(self, request: Request) -> ASGIApp:
-        """POST /v1/responses."""
-        asked = await self.parse(request, ResponsesRequest)
+    async def respond(self, request: Request, asked: ResponsesRequest) -> ASGIApp:
         if before := asked.previous_response_id:
             found = self.stored.read(before, "previous_response_not_found")
             asked = await self.prompts.apart(partial(asked.after, found["items"]))
@@ -131,25 +113,19 @@ class Server:
         return await self._answer(request, chat, "resp_", told)
 
     async def stored_response(self, request: Request) -> ASGIApp:
-        """GET /v1/responses/{response}."""
         return json_response(self.stored.read(request.path_params["response"])["response"])
 
     async def drop_response(self, request: Request) -> ASGIApp:
-        """DELETE /v1/responses/{response}."""
         self.stored.drop(name := request.path_params["response"])
         return json_response({"id": name, "object": "response", "deleted": True})
 
-    async def message(self, request: Request) -> ASGIApp:
-        """POST /v1/messages."""
-        asked = await self.parse(request, MessagesRequest)
-        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
+    async def message(self, request: Request, asked: MessagesRequest) -> ASGIApp:
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.tokenizer.chat_template))
         return await self._answer(request, chat, "msg_", MessageStream)
 
-    async def count(self, request: Request) -> ASGIApp:
-        """POST /v1/messages/count_tokens."""
-        asked = await self.parse(request, CountTokensRequest)
-        chat = await self.prompts.apart(partial(asked.chat, self.prompts.template))
-        ids, _ = await self._conversation(chat, self.engine.serving().longest)
+    async def count(self, request: Request, asked: CountTokensRequest) -> ASGIApp:
+        chat = await self.prompts.apart(partial(asked.chat, self.prompts.tokenizer.chat_template))
+        ids, _ = await self.prompts.chat(chat, self.engine.serving().longest)
         return json_response({"input_tokens": len(ids)})
 
     async def _answer(
@@ -169,13 +145,15 @@ class Server:
     async def begin(self, asked: ChatRequest | CompletionRequest, kind: str) -> Pipeline:
         """Submit a request to the engine; raises ApiError if it cannot be answered now."""
         tail, prompts = "", list[list[int]]()
+        style, param = "plain", "prompt"
         with self.engine.reserve(asked.sequences):
             ready = self.engine.serving()
             blocks = denoised(ready, asked.diffusion)
             longest = blocks.longest(ready.longest) if blocks else ready.longest
             if isinstance(asked, ChatRequest):
-                ids, tail = await self._conversation(asked, longest)
+                ids, tail = await self.prompts.chat(asked, longest)
                 prompts.append(ids)
+                style, param = self.prompts.style, "messages"
             else:
                 prompts += [await self.prompts.ids(p, True, longest) for p in asked.prompt]
                 if asked.scores and asked.top >= 0 and blocks and blocks.blocks.context == "block":
@@ -185,62 +163,49 @@ class Server:
                         "out",
                         "echo",
                     )
-            asks = await self._asks(asked, prompts, blocks, longest, tail)
+            vocabulary = ready.vocab_size
+            budgets = [room_for(ids, asked.budget, longest, vocabulary, param) for ids in prompts]
+            if spec := grammar_of(asked, style, tail, blocks):
+                await asyncio.wrap_future(self.prompts.grammars.checked(spec))
+            asks = self._asks(asked, zip(prompts, budgets, strict=True), spec)
             job = self.engine.submit(asks)
         job.expire(self.config.timeout)
         return Pipeline(
             Answer(kind, asked.model or self.name, sum(map(len, prompts))),
+            asked,
             job,
             [self._choice(asked, ask, tail) for ask in asks],
-            asked.choices,
-            asked.scores,
-            asked.options,
-            TokenTexts(self.prompts.tokenizer),
-            self.prompts.apart,
+            self.prompts,
         )
-
-    async def _conversation(
-        self, asked: ChatRequest | TokenizeRequest, longest: int
-    ) -> tuple[list[int], str]:
-        variables, continues = asked.template_variables, bool(asked.continue_final_message)
-        messages = asked.dialogue()
-        return await self.prompts.chat(messages, asked.functions, variables, longest, continues)
 
     def _choice(
         self, asked: ChatRequest | CompletionRequest, ask: Submit, tail: str
     ) -> ChatChoice | TextChoice:
         stops, tokenizer = StopStrings(asked.stop or ()), self.prompts.tokenizer
-        texts = TokenTexts(tokenizer) if asked.top >= 0 else None
+        names = tokenizer if asked.top >= 0 else None
         if isinstance(asked, ChatRequest):
             reader = self.prompts.reader(asked.functions, tail, ask.stop_ids)
             one_call = asked.parallel_tool_calls is False
-            return ChatChoice(stops=stops, texts=texts, reader=reader, one_call=one_call)
+            return ChatChoice(stops=stops, names=names, reader=reader, one_call=one_call)
         return TextChoice(
             stops=stops,
-            texts=texts,
+            names=names,
             prompt=ask.ids if asked.echo else [],
             decoder=tokenizer.stream(),
             ends=frozenset(ask.stop_ids),
             only_scored=not ask.max_new,
         )
 
-    async def _asks(
+    def _asks(
         self,
         asked: ChatRequest | CompletionRequest,
-        prompts: list[list[int]],
-        blocks: Diffusing | None,
-        longest: int,
-        tail: str,
+        prompts: Iterable[tuple[list[int], int]],
+        constraint: dict[str, Any] | None,
     ) -> list[Submit]:
-        ready = self.engine.serving()
-        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
-        budgets = [room_for(ids, asked.budget, longest, ready.vocab_size, param) for ids in prompts]
-        style = self.prompts.style if isinstance(asked, ChatRequest) else "plain"
-        if spec := grammar_of(asked, style, tail, blocks):
-            await asyncio.wrap_future(self.grammars.checked(spec))
+        """Return the sequences of a request, by its prompts and the tokens that may follow each."""
         sampling = [asked.sampling(choice) for choice in range(asked.choices)]
         try:
-            check_biases(sampling[0]["logit_bias"], ready.vocab_size)
+            check_biases(sampling[0]["logit_bias"], self.engine.serving().vocab_size)
         except UsageError as error:
             raise invalid(str(error), "logit_bias") from None
         return [
@@ -251,32 +216,26 @@ class Server:
                 stop_ids=() if asked.ignore_eos else self.prompts.stop_ids,
                 logprobs=asked.top,
                 scores=asked.scores,
-                adapter=self._adapter(asked.model),
+                adapter=self.adapter(asked.model),
                 salt=asked.cache_salt or "",
-                constraint=spec,
+                constraint=constraint,
                 diffusion=asked.diffusion,
                 shows=bool(asked.options.include_canvas),
             )
-            for ids, budget in zip(prompts, budgets, strict=True)
+            for ids, budget in prompts
             for drawn in sampling
         ]
 
-    async def embed(self, request: Request) -> ASGIApp:
-        """POST /v1/embeddings."""
-        asked, config = await self.parse(request, EmbeddingsRequest), self.config
-        seconds, adapter = config.timeout, self._adapter(asked.model)
-        work = embed(asked, self.engine, self.prompts, config.batch, seconds, adapter)
-        body = await unless_gone(request.receive, work) | {"model": adapter or self.name}
+    async def embed(self, request: Request, asked: EmbeddingsRequest) -> ASGIApp:
+        body = await unless_gone(request.receive, embed(self, asked))
         return await self.prompts.apart(lambda: json_response(body))
 
     async def models(self, request: Request) -> ASGIApp:
-        """GET /v1/models."""
         data = [self._model(name) for name in ("", *self.adapters)]
         return json_response({"object": "list", "data": data})
 
     async def model(self, request: Request) -> ASGIApp:
-        """GET /v1/models/{model}."""
-        return json_response(self._model(self._adapter(request.path_params["model"])))
+        return json_response(self._model(self.adapter(request.path_params["model"])))
 
     def _model(self, adapter: str) -> dict[str, Any]:
         found: dict[str, Any] = {"object": "model", "created": self.created, "owned_by": "clocher"}
@@ -295,20 +254,16 @@ class Server:
         }
         return {**found, "max_model_len": ready.longest, **ready.about, "meta": meta}
 
-    async def tokenize(self, request: Request) -> ASGIApp:
-        """POST /tokenize."""
-        asked = await self.parse(request, TokenizeRequest)
+    async def tokenize(self, request: Request, asked: TokenizeRequest) -> ASGIApp:
         longest = self.engine.serving().longest
         if asked.messages is not None:
-            ids, _ = await self._conversation(asked, longest)
+            ids, _ = await self.prompts.chat(asked, longest)
         else:
             special = asked.add_special_tokens is not False
             ids = await self.prompts.ids(asked.prompt or "", special, longest)
         return json_response({"count": len(ids), "max_model_len": longest, "tokens": ids})
 
-    async def detokenize(self, request: Request) -> ASGIApp:
-        """POST /detokenize."""
-        asked = await self.parse(request, DetokenizeRequest)
+    async def detokenize(self, request: Request, asked: DetokenizeRequest) -> ASGIApp:
         size, largest = self.engine.serving().vocab_size, max(asked.tokens, default=0)
         if largest >= size:
             message = f"tokens: token id {largest} out of range (vocabulary size {size})"
@@ -317,11 +272,9 @@ class Server:
         return json_response({"prompt": text})
 
     async def tokenizer_info(self, request: Request) -> ASGIApp:
-        """GET /tokenizer_info."""
         return json_response(self.prompts.info)
 
     async def health(self, request: Request) -> ASGIApp:
-        """GET /health: 200 while requests are served, else 503."""
         engine = self.engine
         status = "stuck" if engine.is_stuck else engine.status
         body = {
@@ -339,23 +292,20 @@ class Server:
         return json_response(body, 200 if status == "ready" else 503)
 
     async def show_metrics(self, request: Request) -> ASGIApp:
-        """GET /metrics."""
-        return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        text = self.engine.metrics.text()
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def describe(self, request: Request) -> ASGIApp:
-        """GET /openapi.json."""
         return json_response(document(__version__))
 
     async def root(self, request: Request) -> ASGIApp:
-        """GET /, where there is no page: the name of the server."""
         about = {"name": "clocher-serve", "version": __version__, "model": self.name}
         return json_response(about | {"routes": sorted(r.path for r in request.app.routes)})
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
         page = {} if self.config.no_page else read_page()
-        origins = [each.strip() for each in (self.config.cors_origins or "").split(",")]
-        origins = list(filter(None, origins))
+        origins = list(filter(None, map(str.strip, (self.config.cors_origins or "").split(","))))
         gate = Middleware(
             Gate,
             key=self.config.api_key,
@@ -371,11 +321,12 @@ class Server:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
-        routes = [Route(at, self._guarded("/", page[at].show)) for at in page if at != "/"]
+        shown = {at: partial(page_file, file) for at, file in page.items()}
+        routes = [Route(at, self._guarded("/", shown[at], None)) for at in shown if at != "/"]
         for each in ROUTES:
             path = each.path.replace("{model}", "{model:path}")
-            handler = page[path].show if path in page else getattr(self, each.handler)
-            endpoint = self._guarded(path, handler)
+            handler = shown.get(path) or getattr(self, each.handler)
+            endpoint = self._guarded(path, handler, each.asks)
             routes.append(Route(path, endpoint, methods=[each.method.upper()]))
         return Starlette(
             routes=routes,
@@ -384,17 +335,18 @@ class Server:
         )
 
     def _guarded(
-        self, path: str, endpoint: Callable[[Request], Awaitable[ASGIApp]]
+        self, path: str, handler: Callable[..., Awaitable[ASGIApp]], asks: type[Schema] | None
     ) -> Callable[[Request], Awaitable[ASGIApp]]:
         async def guarded(request: Request) -> ASGIApp:
             try:
-                response = await endpoint(request)
+                asked = [] if asks is None else [await self.parse(request, asks)]
+                response = await handler(request, *asked)
             except (Disconnected, ClientDisconnect):
                 response = Response(status_code=_CLOSED)
             except Exception as error:
                 response = error_response(error, path)
             status = response.status_code if isinstance(response, Response) else 200
-            self.metrics.response(path, status)
+            self.engine.metrics.response(path, status)
             return response
 
         return guarded

@@ -11,10 +11,11 @@ import os
 import re
 import secrets
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -68,11 +69,11 @@ class Disconnected(Exception):
     """The client has disconnected."""
 
 
+@dataclass(slots=True)
 class Named:
     """Middleware: gives each response a request id; refuses bodies with two lengths."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle an ASGI request."""
@@ -85,7 +86,7 @@ class Named:
                 message["headers"] = [*message.get("headers", ()), (_NAME, name)]
             await send(message)
 
-        app = self._app
+        app = self.app
         if headers.keys() >= {b"content-length", b"transfer-encoding"}:
             wrong = "The headers Content-Length and Transfer-Encoding came together; send one"
             app = error_response(invalid(wrong), scope["path"])
@@ -93,6 +94,7 @@ class Named:
         await app(scope, receive, named)
 
 
+@dataclass(slots=True)
 class Gate:
     """Middleware: refuses requests from foreign web pages, and requests without the key.
 
@@ -101,20 +103,15 @@ class Gate:
     none; `origins` may call; `only_local`: Host must name this machine.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        key: str | None,
-        public: Collection[str],
-        origins: Collection[str],
-        only_local: bool,
-    ) -> None:
-        self._app, self._public, self._only_local = app, public, only_local
-        self._key, self._origins = None if key is None else key.encode(), frozenset(origins)
+    app: ASGIApp
+    key: str | None
+    public: Collection[str]
+    origins: Collection[str]
+    only_local: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward a request, or refuse it."""
-        app = self._app
+        app = self.app
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
             app = error_response(refusal, scope["path"])
         await app(scope, receive, send)
@@ -122,44 +119,46 @@ class Gate:
     def _refusal(self, scope: Scope) -> ApiError | None:
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, origin = headers.get(b"host", ""), headers.get(b"origin", "")
-        if self._only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
+        if self.only_local and not is_local(re.sub(r":[0-9]*$", "", host).strip("[]")):
             return failure("forbidden", header="Host", got=host)
         # A page cannot send this header without a preflight; a proxy with TLS sends it.
         own = f"{headers.get(b'x-forwarded-proto', scope['scheme'])}://{host}"
-        if origin and not {origin, "*"} & {own, *self._origins}:
+        if origin and not {origin, "*"} & {own, *self.origins}:
             return failure("forbidden", header="Origin", got=origin)
-        if self._key is None or scope["path"] in self._public:
+        if self.key is None or scope["path"] in self.public:
             return None
         scheme, _, bearer = headers.get(b"authorization", "").partition(" ")
         for key in (bearer if scheme.lower() == "bearer" else "", headers.get(b"x-api-key", "")):
-            if hmac.compare_digest(key.encode("latin-1"), self._key):
+            if hmac.compare_digest(key.encode("latin-1"), self.key.encode()):
                 return None
         return failure("invalid_api_key")
 
 
 class Bodies:
-    """The bodies being read or validated; `most` is bytes of the largest."""
+    """The bodies being read or validated."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._held = most, 0
+    _held = 0
 
     @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytes]:
-        """Read a body and hold it while the context is open; raises ApiError 413 or 503."""
+    async def read(self, request: Request, most: int) -> AsyncIterator[bytes]:
+        """Read a body of at most `most` bytes and hold it while the context is open.
+
+        Raises ApiError 413 or 503.
+        """
         length = request.headers.get("content-length", "0")
-        too_large = failure("request_too_large", most=self._most)
-        if not (length.isascii() and length.isdigit()) or int(length) > self._most:
+        too_large = failure("request_too_large", most=most)
+        if not (length.isascii() and length.isdigit()) or int(length) > most:
             raise too_large
         data, held = bytearray(), 0
         try:
             async for piece in request.stream():
                 data += piece
-                if len(data) > self._most:
+                if len(data) > most:
                     raise too_large
                 if len(data) > SMALL_BODY_BYTES:
                     self._held += len(data) - held
                     held = len(data)
-                if held and self._held > HELD_BODIES * self._most:
+                if held and self._held > HELD_BODIES * most:
                     raise failure("overloaded")
             body = bytes(data)
             data.clear()
@@ -273,7 +272,10 @@ Event = dict[str, Any]
 class EventAnswer:
     """The response to one request: a chat with one choice, told as another API does.
 
-    `told` makes the events (`start`, `push`, `finish`, `fail`) and their sum (`response`).
+    `told` makes events and their sum. `start()`: the first ones. `push(deltas, calls, logprobs)`:
+    those of a token, with the ids of the calls so far. `finish(why, stop)`: the last ones; `why` is
+    "stop", "length" or "tool_calls", `stop` the stop string that was found. `fail(error)`: instead
+    of these. `response()`: the object so far.
     """
 
     def __init__(self, chat: Pipeline, told: Any) -> None:
@@ -314,22 +316,14 @@ def _sent(events: list[Event]) -> bytes:
     )
 
 
-class PageFile(NamedTuple):
-    """A file of the page, its media type and headers."""
-
-    body: bytes
-    media_type: str
-    headers: Mapping[str, str]
-
-    async def show(self, request: Request) -> ASGIApp:
-        """GET: the file, or 304 if the browser has it."""
-        known = request.headers.get("if-none-match", "").split(",")
-        if self.headers["etag"] in (each.strip().removeprefix("W/") for each in known):
-            return Response(status_code=304, headers=self.headers)
-        return Response(self.body, headers=self.headers, media_type=self.media_type)
+async def page_file(file: Response, request: Request) -> Response:
+    """GET: a file of the page, or 304 if the browser has it."""
+    known = request.headers.get("if-none-match", "").split(",")
+    is_known = file.headers["etag"] in (each.strip().removeprefix("W/") for each in known)
+    return Response(status_code=304, headers=file.headers) if is_known else file
 
 
-def read_page(folder: Path = FOLDER) -> dict[str, PageFile]:
+def read_page(folder: Path = FOLDER) -> dict[str, Response]:
     """Read the page's files, by the paths that they are served under.
 
     The names in `vendor` have versions, so browsers keep those files without asking again.
@@ -343,5 +337,5 @@ def read_page(folder: Path = FOLDER) -> dict[str, PageFile]:
         tag = f'"{hashlib.sha256(body).hexdigest()}"'
         headers = _PAGE_HEADERS | {"cache-control": cache, "etag": tag}
         path = "/" if name == "index.html" else f"/page/{name}"
-        files[path] = PageFile(body, _MEDIA[file.suffix], headers)
+        files[path] = Response(body, headers=headers, media_type=_MEDIA[file.suffix])
     return files

@@ -3,16 +3,18 @@
 import asyncio
 import base64
 from contextlib import nullcontext
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
-from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.errors import invalid
 from clocher_runtime.serve.messages import Scored, Submit
-from clocher_runtime.serve.prompts import PromptRoom, room_for
+from clocher_runtime.serve.prompts import room_for
 from clocher_runtime.serve.schemas import MAX_TOKENS, Inputs, Schema, ShortText
+
+if TYPE_CHECKING:
+    from clocher_runtime.serve.app import Server
 
 POOLINGS = ("mean", "cls", "last")
 
@@ -28,19 +30,10 @@ class EmbeddingsRequest(Schema):
     )
 
 
-async def embed(
-    asked: EmbeddingsRequest,
-    engine: EngineProcess,
-    prompts: PromptRoom,
-    side: int,
-    seconds: float,
-    adapter: str,
-) -> dict[str, Any]:
-    """Return the response to a request, but for the model's name; raises ApiError.
-
-    `side` inputs are with the engine at a time, `seconds` are for all.
-    """
-    how: dict[str, Any] = {"pooling": prompts.pooling, "adapter": adapter}
+async def embed(server: "Server", asked: EmbeddingsRequest) -> dict[str, Any]:
+    """Return the response to a request; raises ApiError. A batch is with the engine at a time."""
+    engine, prompts, side = server.engine, server.prompts, server.config.batch
+    adapter = server.adapter(asked.model)
     if prompts.pooling not in POOLINGS:
         raise invalid(
             f"the embeddings of this model are pooled by {prompts.pooling}; only "
@@ -51,11 +44,12 @@ async def embed(
     inputs = [await prompts.ids(each, True, ready.longest) for each in asked.input]
     for ids in inputs:
         room_for(ids, 0, ready.longest, ready.vocab_size, "input")
-    end, found = loop.time() + seconds, [b""] * len(inputs)
+    end, found = loop.time() + server.config.timeout, [b""] * len(inputs)
     for begin in range(0, len(inputs), side):
         part = inputs[begin : begin + side]
         # What was let in is not refused halfway.
         with nullcontext() if begin else engine.reserve(len(part)):
+            how: dict[str, Any] = {"pooling": prompts.pooling, "adapter": adapter}
             asks = [Submit(ids=ids, max_new=0, sampling={}, **how) for ids in part]
             job = engine.submit(asks)
         job.expire(end - loop.time())
@@ -72,6 +66,7 @@ async def embed(
     count = sum(map(len, inputs))
     return {
         "object": "list",
+        "model": adapter or server.name,
         "data": data,
         "usage": {"prompt_tokens": count, "total_tokens": count},
     }

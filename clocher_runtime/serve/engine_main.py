@@ -9,7 +9,8 @@ import socket
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 import numpy as np
 
@@ -38,7 +39,6 @@ from clocher_runtime.serve.messages import (
     Submit,
     ToEngine,
     Top,
-    ToServer,
     Unsure,
     encode,
 )
@@ -66,38 +66,35 @@ class _Work:
     shown: int = 0  # the same, at the last report of uncommitted tokens
 
 
+@dataclass(slots=True)
 class EngineLoop:
-    """Steps for the requests of a server, over `sock`."""
+    """Steps for the requests of a server, over `_sock`."""
 
-    def __init__(self, session: Session, grammars: Grammars, sock: socket.socket) -> None:
-        self._session, self._grammars, self._sock = session, grammars, sock
-        self._reader = Reader(ToEngine)
-        self._work: dict[int, _Work] = {}
-        self._compiling: dict[int, tuple[Submit, Future[Constraint]]] = {}
-        self._failed: list[Failed] = []
+    _session: Session
+    _grammars: Grammars
+    _sock: socket.socket
+    _reader: Reader
+    _work: dict[int, _Work] = field(default_factory=dict)
+    _compiling: dict[int, tuple[Submit, Future[Constraint]]] = field(default_factory=dict)
+    _events: list[Made | Unsure | Scored | Failed] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Serve until the server closes the socket; raises errors that end this process."""
+    def run(self) -> NoReturn:
+        """Serve until an error ends this process, as ConnectionResetError: the server is gone."""
         while True:
             patience = 0.0 if self._work else _COMPILING_S if self._compiling else BEAT_S
             ready, _, _ = select.select([self._sock], [], [], patience)
-            cancelled = False
-            if ready:
-                messages = self._reader.receive(self._sock)
-                if messages is None:
-                    return
-                for message in messages:
-                    self._take(message)
-                cancelled = any(isinstance(message, Cancel) for message in messages)
+            messages = self._reader.receive(self._sock) if ready else []
+            for message in messages:
+                self._take(message)
             self._take_compiled()
             if self._work:
                 self._session.step()
-            if self._work or self._failed or cancelled or not ready:
-                self.send(self._collect())
-
-    def send(self, message: ToServer) -> None:
-        """Send a message to the server."""
-        self._sock.sendall(encode(message))
+            cancelled = any(isinstance(message, Cancel) for message in messages)
+            if self._work or self._events or cancelled or not ready:
+                self._collect()
+                step = Step(state_of(self._session), self._events)
+                self._sock.sendall(encode(step))
+                self._events = []
 
     def _take(self, message: Submit | Cancel) -> None:
         if isinstance(message, Cancel):
@@ -119,17 +116,15 @@ class EngineLoop:
                     self._fail(number, UsageError(f"{error!s:.200}"))
 
     def _fail(self, number: int, error: BaseException) -> None:
-        self._failed.append(Failed(number, type(error).__name__, str(error)))
+        self._events.append(Failed(number, type(error).__name__, str(error)))
 
     def _join(self, request: Submit, constraint: Constraint | None) -> None:
-        scores: list[tuple[float, Top]] | None = None
-        pooled = None
+        scores: list[tuple[float, Top]] | None = [] if request.pooling or request.scores else None
+        pooled = np.zeros(self._session.model.spec.hidden_size) if request.pooling else None
         try:
-            if request.pooling:
-                scores, pooled = [], np.zeros(self._session.model.spec.hidden_size)
+            if pooled is not None:
                 generation = self._pooling(request, pooled)
-            elif request.scores:
-                scores = []
+            elif scores is not None:
                 generation = self._scoring(request, scores)
             else:
                 generation = self._generate(request, constraint)
@@ -170,22 +165,18 @@ class EngineLoop:
             diffusion=request.diffusion,
         )
 
-    def _collect(self) -> Step:
-        step = Step(state_of(self._session))
+    def _collect(self) -> None:
         for number, work in list(self._work.items()):
             try:
                 tokens = work.generation.poll()
-                step.made.extend(_made(work, tokens or ()))
+                self._events += _made(work, tokens or ())
                 if work.request.shows and tokens is not None:
-                    step.unsure.extend(self._unsure(work, tokens))
-                if tokens is None and not self._goes_on(work, step):
+                    self._events += self._unsure(work, tokens)
+                if tokens is None and not self._goes_on(work):
                     del self._work[number]
             except _OF_REQUEST as error:
                 del self._work[number]
                 self._fail(number, error)
-        step.failed.extend(self._failed)
-        self._failed.clear()
-        return step
 
     def _unsure(self, work: _Work, tokens: Sequence[Token]) -> Iterator[Unsure]:
         snapshot, blocks = work.generation.snapshot(), self._session.model.spec.diffusion
@@ -196,12 +187,12 @@ class EngineLoop:
             ids = [None if token == blocks.mask else token for token in snapshot.open]
             yield Unsure(work.request.id, ids)
 
-    def _goes_on(self, work: _Work, step: Step) -> bool:
+    def _goes_on(self, work: _Work) -> bool:
         """Report the scores of a prompt; return whether generation follows."""
         if work.scores is None:
             return False
         pooled = b"" if work.pooled is None else work.pooled.astype("<f4").tobytes()
-        step.scored.append(Scored(work.request.id, work.scores, pooled))
+        self._events.append(Scored(work.request.id, work.scores, pooled))
         work.scores = None
         if not work.request.max_new:
             return False
@@ -297,13 +288,15 @@ def main(descriptor: int) -> int:
     sock = socket.socket(fileno=descriptor)
     with Console(name="engine") as console:
         try:
-            start = _first(sock)
+            reader = Reader(ToEngine)
+            while not (first := reader.receive(sock)):
+                pass
+            start: Start = first[0]
             engine = load_engine(start.config, console.compiling, console.packing)
             model = engine.loaded.model
             grammars = Grammars(model.checkpoint, model.spec.vocab_size, start.stop_ids)
-            loop = EngineLoop(engine.session, grammars, sock)
-            loop.send(ready_of(engine))
-            loop.run()
+            sock.sendall(encode(ready_of(engine)))
+            EngineLoop(engine.session, grammars, sock, reader).run()
         except (BrokenPipeError, ConnectionResetError):
             return 0  # the server is gone
         except Exception as raised:
@@ -313,17 +306,6 @@ def main(descriptor: int) -> int:
                 console.ended(raised)
             sock.sendall(encode(Broken(type(error).__name__, str(error), code)))
             return code
-    return 0
-
-
-def _first(sock: socket.socket) -> Start:
-    reader, messages = Reader(ToEngine), list[Start]()
-    while not messages:
-        received = reader.receive(sock)
-        if received is None:
-            raise BrokenPipeError
-        messages = received
-    return messages[0]
 
 
 if __name__ == "__main__":

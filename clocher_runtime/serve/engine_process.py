@@ -6,7 +6,7 @@ import socket
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -18,6 +18,7 @@ from clocher_runtime.serve.errors import ApiError, failure, from_failure, invali
 from clocher_runtime.serve.messages import (
     Broken,
     Cancel,
+    Failed,
     Made,
     Reader,
     Ready,
@@ -86,9 +87,8 @@ class Job:
 
     def close(self) -> None:
         """Cancel all sequences and drop unread events."""
-        for number in list(self._open):
-            self._open.pop(number)
-            self._cancel(number)
+        for sequence in range(len(self._numbers)):
+            self.end(sequence)
         self._news.clear()
         if self._limit is not None:
             self._limit.cancel()
@@ -128,9 +128,9 @@ class _Running:
 
     job: Job
     prompt: int
-    began: float
     only_scored: bool
-    last: float = 0.0  # time of its last token; 0 before the first
+    began: float
+    last: float  # time of its last token
     made: int = 0
 
 
@@ -155,18 +155,18 @@ class _Line(asyncio.Protocol):
 
 
 class EngineProcess:
-    """The engine process and all jobs."""
+    """The engine process and all jobs; `model` is its name for clients."""
 
     def __init__(
         self,
         config: ServeConfig,
         stop_ids: tuple[int, ...],
         note: Callable[[str], None],
-        metrics: ServerMetrics,
+        model: str,
     ) -> None:
         self._start = Start(of_engine(config), stop_ids)
         self._most = config.batch + config.queue  # sequences running and waiting
-        self._note, self._metrics = note, metrics
+        self._note, self.metrics = note, ServerMetrics(model, self)
         self.status: Literal["loading", "ready", "draining", "failed"] = "loading"
         self.ready: Ready | None = None  # None while it loads
         self.state = State()  # state after the last step
@@ -236,21 +236,20 @@ class EngineProcess:
         job = Job(numbers, self._cancel)
         now = asyncio.get_running_loop().time()
         for number, ask in zip(numbers, asks, strict=True):
-            self._open[number] = _Running(job, len(ask.ids), now, not ask.max_new)
+            self._open[number] = _Running(job, len(ask.ids), not ask.max_new, now, now)
             self._writer.write(encode(msgspec.structs.replace(ask, id=number)))
         return job
 
     def _cancel(self, number: int) -> None:
-        if self._end(number, "abort") is not None and self._writer is not None:
-            self._writer.write(encode(Cancel(number)))
+        if number in self._open:  # else it has ended
+            self._end(number, "abort")
+            if self._writer is not None:
+                self._writer.write(encode(Cancel(number)))
 
-    def _end(self, number: int, how: str) -> Job | None:
-        found = self._open.pop(number, None)
-        if found is None:
-            return None
+    def _end(self, number: int, how: str) -> None:
+        found = self._open.pop(number)
         took = asyncio.get_running_loop().time() - found.began
-        self._metrics.ended(how, took, found.prompt, found.made)
-        return found.job
+        self.metrics.ended(how, took, found.prompt, found.made)
 
     async def run(self) -> None:
         """Keep an engine running until it has failed too often, or this task is cancelled."""
@@ -259,7 +258,6 @@ class EngineProcess:
                 try:
                     broken = await self._live()
                 except OSError as error:  # out of descriptors or memory, perhaps temporarily
-                    self._kill()
                     self._note(f"the engine cannot be started: {error.strerror}; trying again")
                     await asyncio.sleep(RETRY_S)
                     continue
@@ -272,27 +270,24 @@ class EngineProcess:
     async def _live(self) -> Broken | None:
         """Start a process and read it to its end; return its last message if it failed."""
         ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as unless_started:
-            unless_started.enter_context(ours)
-            for end in (ours, theirs):
-                for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-                    end.setsockopt(socket.SOL_SOCKET, option, _SOCKET_BYTES)
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "clocher_runtime.serve.engine_main",
-                str(theirs.fileno()),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=2,  # standard output belongs to the server
-                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-                start_new_session=True,  # Ctrl-C is for the server, which ends the engine
-            )
-            unless_started.pop_all()
-        self.pid = self._process.pid
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         loop = asyncio.get_running_loop()
         self._writer, line = await loop.create_connection(lambda: _Line(self._hear), sock=ours)
         try:
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "clocher_runtime.serve.engine_main",
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=2,  # standard output belongs to the server
+                    env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                    start_new_session=True,  # Ctrl-C is for the server, which ends the engine
+                )
+            self.pid = self._process.pid
             self._writer.write(encode(self._start))
             while not line.ended.done():
                 if self.ready and self.age_s > max(WEDGED_S, 20 * self.step_s):
@@ -317,38 +312,33 @@ class EngineProcess:
         if message.state.changed != self.state.changed and message.state.changed:
             self._note(f"{message.state.changed}; requests go on with what is mapped")
         self._heard, self.state = now, message.state
-        left = Counter(made.request for made in message.made)
-        for made in message.made:
-            self._take(made, now, left[made.request])
-            left[made.request] -= 1
-        for unsure in message.unsure:
-            if found := self._open.get(unsure.request):
-                found.job.put(unsure.request, unsure, False)
-        for scored in message.scored:
-            if found := self._open.get(scored.request):
-                if found.only_scored:
-                    self._end(scored.request, "length")
-                found.job.put(scored.request, scored, found.only_scored)
-        for failed in message.failed:
-            if job := self._end(failed.request, "error"):
-                job.fail(from_failure(failed.kind, failed.message))
+        left = Counter(each.request for each in message.events if isinstance(each, Made))
+        for event in message.events:
+            if (found := self._open.get(event.request)) is None:
+                continue  # cancelled meanwhile
+            how = ""  # it ends with this event
+            match event:
+                case Made():
+                    self._count(found, now, left[event.request])
+                    left[event.request] -= 1
+                    how = event.finish
+                case Scored() if found.only_scored:
+                    how = "length"
+                case Failed():
+                    how = "error"
+            if how:
+                self._end(event.request, how)
+            if isinstance(event, Failed):
+                found.job.fail(from_failure(event.kind, event.message))
+            else:
+                found.job.put(event.request, event, bool(how))
 
-    def _take(self, made: Made, now: float, left: int) -> None:
-        """Deliver a token; the `left` tokens of a sequence that arrived together share a gap."""
-        found = self._open.get(made.request)
-        if found is None:
-            return  # cancelled meanwhile
-        if found.last:
-            gap = (now - found.last) / left
-            self._metrics.next(gap)
-            found.last += gap
-        else:
-            self._metrics.first(now - found.began)
-            found.last = now
-        found.made += 1
-        if made.finish:
-            self._end(made.request, made.finish)
-        found.job.put(made.request, made, bool(made.finish))
+    def _count(self, running: _Running, now: float, left: int) -> None:
+        """Count a token; the `left` tokens of a sequence that arrived together share a gap."""
+        gap = (now - running.last) / (left if running.made else 1)
+        self.metrics.token(gap, is_first=not running.made)
+        running.last += gap
+        running.made += 1
 
     def _died(self, last: Broken | None) -> None:
         assert self._process is not None

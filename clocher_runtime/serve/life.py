@@ -32,9 +32,7 @@ from clocher_runtime.serve.answers import now_s
 from clocher_runtime.serve.app import Server
 from clocher_runtime.serve.engine_process import EngineProcess
 from clocher_runtime.serve.messages import Ready
-from clocher_runtime.serve.metrics import ServerMetrics
 from clocher_runtime.serve.prompts import PromptRoom
-from clocher_runtime.text.grammar import Grammars
 
 HEADER_S = 20.0
 """Seconds for request headers, from the connection on; for later requests from the first byte."""
@@ -174,7 +172,7 @@ class Life:
         try:
             return await self._serve(server, _listen(self._config.host, self._config.port))
         finally:
-            server.close()
+            server.prompts.close()
 
     async def _serve(self, server: Server, sock: socket.socket) -> int:
         room = _descriptors() - _OWN_DESCRIPTORS
@@ -275,10 +273,7 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     adapters = {each: _name_of(path) for each, path in adapters_of(config).items() if each}
     if name in adapters:
         raise UsageError(f"--lora {name}=...: the model has that name; choose another")
-    metrics = ServerMetrics(name)
-    engine = EngineProcess(config, prompts.stop_ids, note, metrics)
-    metrics.watch(engine)
-    grammars = Grammars(checkpoint, prompts.vocab_size, prompts.stop_ids)
+    engine = EngineProcess(config, prompts.stop_ids, note, name)
     given = config.chat_template is not None
     chats = given or converses(choice.path, prompts.tokenizer.chat_template)
     sampling = defaults_of(config, checkpoint)
@@ -289,8 +284,7 @@ async def assemble(config: ServeConfig, note: Note) -> Server:
     for each, where in adapters.items():
         note(f"LoRA adapter {where}, for requests whose model is {each}")
     note(f"loading {choice.name}; /health says when it is ready")
-    about = name, now_s(), chats, sampling, adapters
-    return Server(config, engine, prompts, grammars, metrics, *about)
+    return Server(config, engine, prompts, name, now_s(), chats, sampling, adapters)
 
 
 def facts(ready: Ready, config: ServeConfig) -> list[str]:

@@ -10,7 +10,6 @@ from clocher_runtime.config.commands import ServeConfig
 from clocher_runtime.models.spec import BlockDiffusion
 
 HEADER_BYTES = 4
-MAX_MESSAGE_BYTES = 256 << 20
 
 Top = tuple[tuple[int, float], ...]
 """Top tokens with log probabilities, most likely first."""
@@ -47,7 +46,7 @@ class Cancel(msgspec.Struct, tag=True, frozen=True):
     id: int
 
 
-class Made(msgspec.Struct, array_like=True, frozen=True):
+class Made(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """A token of a request."""
 
     request: int
@@ -60,14 +59,14 @@ class Made(msgspec.Struct, array_like=True, frozen=True):
     passes: int = 0  # forwards since the previous token, if blocks are denoised
 
 
-class Unsure(msgspec.Struct, array_like=True, frozen=True):
+class Unsure(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The tokens of an uncommitted block after a forward; None is a mask."""
 
     request: int
     ids: list[int | None]
 
 
-class Scored(msgspec.Struct, array_like=True, frozen=True):
+class Scored(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """The log probability of each prompt token but the first, and the top tokens there.
 
     `pooled`: the embedding instead, [D] little-endian fp32, not normalised.
@@ -78,7 +77,7 @@ class Scored(msgspec.Struct, array_like=True, frozen=True):
     pooled: bytes = b""
 
 
-class Failed(msgspec.Struct, array_like=True, frozen=True):
+class Failed(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """A failed request; `kind` is the error class."""
 
     request: int
@@ -115,10 +114,7 @@ class Step(msgspec.Struct, tag=True, frozen=True):
     """The results of a step, sent after each step and each second without one (heartbeat)."""
 
     state: State
-    made: list[Made] = []
-    unsure: list[Unsure] = []
-    scored: list[Scored] = []
-    failed: list[Failed] = []
+    events: list[Made | Unsure | Scored | Failed]
 
 
 class Broken(msgspec.Struct, tag=True, frozen=True):
@@ -155,8 +151,6 @@ class Reader:
         while len(self._bytes) - start >= HEADER_BYTES:
             body = start + HEADER_BYTES
             size = int.from_bytes(self._bytes[start:body], "little")
-            if size > MAX_MESSAGE_BYTES:
-                raise ValueError(f"a message of {size} bytes")
             if len(self._bytes) < body + size:
                 break
             found.append(self._decoder.decode(memoryview(self._bytes)[body : body + size]))
@@ -164,7 +158,8 @@ class Reader:
         del self._bytes[:start]
         return found
 
-    def receive(self, sock: socket.socket) -> list[Any] | None:
-        """Return the messages on a readable socket; None at its end."""
-        data = sock.recv(1 << 20)
-        return self.feed(data) if data else None
+    def receive(self, sock: socket.socket) -> list[Any]:
+        """Return the messages on a readable socket; raises ConnectionResetError at its end."""
+        if not (data := sock.recv(1 << 20)):
+            raise ConnectionResetError
+        return self.feed(data)

@@ -40,12 +40,11 @@ _COUNTERS = {
 
 
 class ServerMetrics(Collector):
-    """Counts requests and times of the server; `model` is the name for clients."""
+    """Counts requests and times of an engine's server; `model` is the name for clients."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, engine: "EngineProcess") -> None:
         self._registry = registry = CollectorRegistry(auto_describe=False)
-        self._model = model
-        self._engine: EngineProcess | None = None
+        self._model, self._engine = model, engine
         ProcessCollector(registry=registry)
         PlatformCollector(registry=registry)
         registry.register(self)
@@ -63,8 +62,7 @@ class ServerMetrics(Collector):
         self._whole = histogram("e2e_request_latency_seconds", "Of whole sequences.", _FIRST_S)
         self._prompt = histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
         self._made = histogram("request_generation_tokens", "Generated tokens.", _TOKENS)
-        tokens = counter("generation_tokens", "Generated tokens.", "model_name")
-        self._tokens = tokens.labels(model)
+        self._tokens = counter("generation_tokens", "Generated tokens.", "model_name").labels(model)
         self._ended = counter(
             "request_success", "Sequences by how they ended.", "model_name", "finished_reason"
         )
@@ -72,18 +70,9 @@ class ServerMetrics(Collector):
             "http_responses", "Responses by route and status.", "route", "status"
         )
 
-    def watch(self, engine: "EngineProcess") -> None:
-        """Report on an engine."""
-        self._engine = engine
-
-    def first(self, seconds: float) -> None:
-        """Record the time to the first token of a sequence."""
-        self._first.observe(seconds)
-        self._tokens.inc()
-
-    def next(self, seconds: float) -> None:
-        """Record the time between two tokens."""
-        self._next.observe(seconds)
+    def token(self, seconds: float, is_first: bool) -> None:
+        """Record the time to the first token of a sequence, or between two."""
+        (self._first if is_first else self._next).observe(seconds)
         self._tokens.inc()
 
     def ended(self, how: str, seconds: float, prompt: int, made: int) -> None:
@@ -104,8 +93,6 @@ class ServerMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the engine's metrics."""
         engine = self._engine
-        if engine is None:
-            return
         state, ready = engine.state, engine.ready
         pages = ready.pages if ready else 0
         yield from self._all(

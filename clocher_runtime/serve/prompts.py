@@ -12,10 +12,11 @@ from clocher_runtime.engine.diffusing import Diffusing, among, of_call
 from clocher_runtime.engine.load import model_spec
 from clocher_runtime.serve.errors import invalid
 from clocher_runtime.serve.messages import Ready
-from clocher_runtime.serve.requests import ChatRequest, CompletionRequest
+from clocher_runtime.serve.requests import ChatRequest, CompletionRequest, TokenizeRequest
 from clocher_runtime.text.answers import AnswerReader, make_reader, opens_thoughts
 from clocher_runtime.text.call_styles import AnswerStyle
 from clocher_runtime.text.chat_template import conversation_of
+from clocher_runtime.text.grammar import Grammars
 from clocher_runtime.text.harmony import harmony_stop_ids
 from clocher_runtime.text.tokenizer import Tokenizer
 
@@ -26,17 +27,16 @@ T = TypeVar("T")
 
 
 class PromptRoom:
-    """A model's tokenizer and template, in a thread; raises ModelError if they cannot be used."""
+    """A model's tokenizer, template and grammars, in threads; raises ModelError: unusable."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         config = checkpoint.tokenizer_config
         self.tokenizer = Tokenizer(checkpoint.tokenizer_source, config, here=HERE_CHARS)
-        self.template = self.tokenizer.chat_template
         self.style = self.tokenizer.style
         spec = model_spec(checkpoint)
         more = harmony_stop_ids(self.tokenizer) if self.style == "harmony" else ()
         # With the names of special tokens as text, where files may have their settings too.
-        told = {"eos_token": None, **config, "chat_template": self.template or None}
+        told = {"eos_token": None, **config, "chat_template": self.tokenizer.chat_template or None}
         self.info = {
             name: value["content"] if isinstance(value, dict) and "content" in value else value
             for name, value in told.items()
@@ -44,6 +44,7 @@ class PromptRoom:
         self.pooling = checkpoint.pooling or "last"
         self.vocab_size = spec.vocab_size  # the tokenizer may have fewer
         self.stop_ids = tuple(dict.fromkeys((*spec.eos_ids, *more)))
+        self.grammars = Grammars(checkpoint, self.vocab_size, self.stop_ids)
         self._thread = ThreadPoolExecutor(1, "text")
         self._thread.submit(self._warm)
 
@@ -53,34 +54,28 @@ class PromptRoom:
             self.tokenizer.apply_chat_template([{"role": "user", "content": "Hello"}])
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the threads."""
+        self.grammars.close()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def chat(
-        self,
-        messages: Sequence[dict[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
-        context: int,
-        continues: bool = False,
+        self, asked: ChatRequest | TokenizeRequest, context: int
     ) -> tuple[list[int], str]:
-        """Return the ids of a conversation and the end of its text; raises UsageError.
-
-        `continues`: the answer continues the last message.
-        """
+        """Return the ids of a conversation and the end of its text; raises UsageError."""
         if not self.tokenizer.chat_template:
             raise UsageError("this model has no chat template; send plain text to /v1/completions")
 
         def work() -> tuple[list[int], str]:
-            conversation = conversation_of(messages, self.style)
+            conversation = conversation_of(asked.dialogue(), self.style)
+            variables, tail = asked.template_variables, _TAIL_CHARS
+            goes_on = not asked.continue_final_message
             text = self.tokenizer.apply_chat_template(
                 conversation,
-                tools=tools or None,
-                add_generation_prompt=variables.get("add_generation_prompt", not continues),
+                tools=asked.functions or None,
+                add_generation_prompt=variables.get("add_generation_prompt", goes_on),
                 variables=variables,
             )
-            tail = _TAIL_CHARS
-            if continues:
+            if asked.continue_final_message:
                 text = _until_end_of(conversation[-1]["content"], text)
                 tail += len(conversation[-1]["content"])  # with what opened the message
             return self.tokenizer.encode(text, special=False, room=context), text[-tail:]

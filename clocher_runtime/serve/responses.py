@@ -4,13 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, TypeAdapter, ValidationError
+import msgspec
+from pydantic import Discriminator, Field, Tag
 
 from clocher_runtime.serve.answers import Answer
 from clocher_runtime.serve.edge import Event
-from clocher_runtime.serve.errors import ApiError, from_validation
+from clocher_runtime.serve.errors import ApiError, failure, to_json
 from clocher_runtime.serve.requests import MAX_LOGPROBS, ChatRequest, SamplingFields
-from clocher_runtime.serve.response_store import ResponseStore
 from clocher_runtime.serve.schemas import (
     MAX_MESSAGES,
     MAX_TOKENS,
@@ -25,6 +25,7 @@ from clocher_runtime.serve.schemas import (
     Stops,
     TextSettings,
     checked,
+    function_of,
     joined,
     list_of,
     text_of,
@@ -93,14 +94,9 @@ Item = Annotated[
     | Annotated[FunctionCallOutput, Tag("function_call_output")],
     Discriminator(_kind),
 ]
-_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item], config=ConfigDict(strict=True))
 Metadata = Annotated[
     dict[Annotated[str, text_of(0, 64)], Annotated[str, text_of(0, 512)]], Field(max_length=16)
 ]
-
-
-def _wrapped(function: FunctionTool | NamedFunction) -> dict[str, Any]:
-    return {"type": "function", "function": function.model_dump()}
 
 
 class ResponsesRequest(SamplingFields):
@@ -140,13 +136,11 @@ class ResponsesRequest(SamplingFields):
             return [InputMessage(role="user", content=self.input)]
         return self.input
 
-    def after(self, before: object) -> Self:
+    def after(self, before: Sequence[Any]) -> Self:
         """Return the request with stored items before its own; raises ApiError."""
-        try:
-            items = _ITEMS.validate_python(before)
-        except ValidationError as error:  # a call with a name that requests may not have
-            raise from_validation(error, before) from None
-        return self.model_copy(update={"input": [*items, *self.items]})
+        own = [item.model_dump(exclude_none=True) for item in self.items]
+        fields = self.model_dump(by_alias=True, exclude_none=True) | {"input": [*before, *own]}
+        return checked(type(self), fields)  # a stored call may have a name that is not valid
 
     def chat(self) -> ChatRequest:
         """Return the equivalent chat request; raises ApiError if there is none."""
@@ -155,11 +149,12 @@ class ResponsesRequest(SamplingFields):
         form = wanted and wanted.model_dump(by_alias=True)
         if isinstance(wanted, FlatSchemaFormat):
             form = {"type": "json_schema", "json_schema": form}
+        named = function_of(**choice.model_dump()) if isinstance(choice, NamedFunction) else choice
         fields = {
             "messages": self._messages(),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [_wrapped(tool) for tool in self.tools or ()],
-            "tool_choice": _wrapped(choice) if isinstance(choice, NamedFunction) else choice,
+            "tools": [function_of(**tool.model_dump()) for tool in self.tools or ()],
+            "tool_choice": named,
             "reasoning_effort": self.reasoning and self.reasoning.effort,
             "response_format": form,
             "stop": self.stop,
@@ -190,8 +185,7 @@ class ResponsesRequest(SamplingFields):
                     turn = assistant("reasoning_content", "content", "tool_calls")
                     turn["reasoning_content"] = joined(item.content or item.summary or ())
                 case FunctionCallItem():
-                    function = {"name": item.name, "arguments": item.arguments}
-                    call = {"id": item.call_id, "type": "function", "function": function}
+                    call = {"id": item.call_id, **function_of(**item.model_dump())}
                     assistant().setdefault("tool_calls", []).append(call)
                 case FunctionCallOutput():
                     message = {"role": "tool", "tool_call_id": item.call_id}
@@ -206,25 +200,55 @@ _KINDS: Mapping[str, tuple[str, str, str]] = {
     "arguments": ("function_call", "fc", "response.function_call_arguments"),
 }
 """Kind of a delta -> type of its item, prefix of the item's id, prefix of its events."""
+_REPEATED: Mapping[str, Any] = {
+    **dict.fromkeys(("instructions", "max_output_tokens", "previous_response_id")),
+    **{"metadata": {}, "store": True, "temperature": 1.0, "top_p": 1.0},
+    **{"parallel_tool_calls": True, "tool_choice": "auto", "tools": []},
+}
+"""Fields of a request that its response repeats, and their defaults."""
+MAX_STORED, MAX_STORED_BYTES = 1000, 64 << 20
+"""Responses that later requests may refer to: in memory, the oldest go first."""
 
 
-def _part(kind: str, text: str, logprobs: Sequence[Any]) -> dict[str, Any]:
-    """Return the single content part of a message or of reasoning."""
-    if kind == "message":
-        told = list(logprobs)
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": told}
-    return {"type": "reasoning_text", "text": text}
+class ResponseStore:
+    """The last responses by id, each as JSON with the items of its whole conversation."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, bytes] = {}
+        self._bytes = 0
+
+    def keep(self, items: Sequence[dict[str, Any]], response: dict[str, Any]) -> None:
+        """Keep a response and the items that led to it, its own included."""
+        self._found[response["id"]] = data = to_json({"items": items, "response": response})
+        self._bytes += len(data)
+        while self._bytes > MAX_STORED_BYTES or len(self._found) > MAX_STORED:
+            self.drop(next(iter(self._found)))
+
+    def read(self, response: str, code: str = "response_not_found") -> dict[str, Any]:
+        """Return the `items` and the `response` of an id; raises ApiError of the code."""
+        if response not in self._found:
+            param = None if code == "response_not_found" else "previous_response_id"
+            raise failure(code, param=param, got=response)
+        found: dict[str, Any] = msgspec.json.decode(self._found[response])
+        return found
+
+    def drop(self, response: str) -> None:
+        """Forget a response; raises ApiError if it is not there."""
+        if response not in self._found:
+            raise failure("response_not_found", got=response)
+        self._bytes -= len(self._found.pop(response))
 
 
 @dataclass(slots=True)
 class ResponseStream:
-    """The events of a response, and the object that they add up to."""
+    """The events of a response, and the object that they add up to; see `edge.EventAnswer`."""
 
     request: ResponsesRequest
     store: ResponseStore
     answer: Answer
     output: list[dict[str, Any]] = field(default_factory=list)  # finished items
     open: dict[str, Any] | None = None  # the item that grows, as it was added
+    grows: str = ""  # prefix of its events
     text: str = ""  # of it
     logprobs: list[Any] = field(default_factory=list)  # of it
     pending: list[Any] = field(default_factory=list)  # log probabilities before the next text
@@ -235,32 +259,29 @@ class ResponseStream:
     sequence: int = 0  # sequence number of the next event
 
     def start(self) -> list[Event]:
-        """Return the first events."""
         kinds = ("response.created", "response.in_progress")
         return [self._event(kind, response=self.response()) for kind in kinds]
 
     def push(
         self, deltas: Iterable[Delta], calls: Mapping[int, str], logprobs: Sequence[Any] = ()
     ) -> list[Event]:
-        """Return the events of a token's deltas; `calls`: ids of the calls so far."""
         events: list[Event] = []
         self.pending += logprobs
         for delta in deltas:
-            kind, _, grows = _KINDS[delta.kind]
+            kind, *_ = _KINDS[delta.kind]
             if self.open is None or self.open["type"] != kind or delta.kind == "tool_call":
                 events += self._close("completed") + self._begin(delta, calls)
             if delta.kind != "tool_call" and delta.text:
                 self.text += delta.text
                 self.logprobs += self.pending
                 more = {"logprobs": self.pending} if kind == "message" else {}
-                grown = {**self._place(kind), "delta": delta.text, **more}
-                events.append(self._event(f"{grows}.delta", **grown))
+                grown = {**self._place(), "delta": delta.text, **more}
+                events.append(self._event(f"{self.grows}.delta", **grown))
             self.pending = []
         self.reasoning_tokens += self.open is not None and self.open["type"] == "reasoning"
         return events
 
     def finish(self, finish: str, stop: str | None = None) -> list[Event]:
-        """Return the last events; `finish` is "stop", "length" or "tool_calls"."""
         if finish == "length":
             events = self._close("incomplete")
             self.status, self.reason = "incomplete", "max_output_tokens"
@@ -276,17 +297,16 @@ class ResponseStream:
         return [*events, self._event(f"response.{self.status}", response=self.response())]
 
     def fail(self, error: ApiError) -> list[Event]:
-        """Return the last events of a failed response."""
         events = self._close("incomplete")
         code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self.status, self.error = "failed", {"code": code, "message": error.message}
         return [*events, self._event("response.failed", response=self.response())]
 
     def response(self) -> dict[str, Any]:
-        """Return the response object so far."""
         asked, answer = self.request, self.answer
-        choice, wanted = asked.tool_choice or "auto", asked.text and asked.text.format
+        wanted = asked.text and asked.text.format
         effort = asked.reasoning and asked.reasoning.effort
+        told = asked.model_dump(include=set(_REPEATED))
         usage = {
             "input_tokens": answer.prompt_tokens,
             "input_tokens_details": {"cached_tokens": answer.cached, "cache_write_tokens": 0},
@@ -306,32 +326,23 @@ class ResponseStream:
             "output": list(self.output),
             "usage": None if self.status == "in_progress" else usage,
             "background": False,
-            "store": asked.store is not False,
-            "previous_response_id": asked.previous_response_id,
             "truncation": "disabled",
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "reasoning": {"effort": effort, "summary": None},
-            "temperature": 1.0 if asked.temperature is None else asked.temperature,
             "text": {"format": wanted.model_dump(by_alias=True) if wanted else {"type": "text"}},
-            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
-            "tools": [tool.model_dump() for tool in asked.tools or ()],
-            "top_p": 1.0 if asked.top_p is None else asked.top_p,
+            **{name: _REPEATED[name] if value is None else value for name, value in told.items()},
         }
 
     def _id(self, prefix: str) -> str:
         return f"{prefix}_{self.answer.id.partition('_')[2]}"
 
-    def _place(self, kind: str) -> dict[str, Any]:
+    def _place(self) -> dict[str, Any]:
         """Return the id and index of the open item, as events have them."""
         assert self.open is not None
         place = {"item_id": self.open["id"], "output_index": len(self.output)}
-        return place if kind == "function_call" else place | {"content_index": 0}
+        return place if self.open["type"] == "function_call" else place | {"content_index": 0}
 
     def _begin(self, delta: Delta, calls: Mapping[int, str]) -> list[Event]:
-        kind, prefix, _ = _KINDS[delta.kind]
+        kind, prefix, self.grows = _KINDS[delta.kind]
         index = len(self.output)
         own: dict[str, Any] = {"role": "assistant"} if kind == "message" else {"summary": []}
         own |= {"content": []}
@@ -340,29 +351,35 @@ class ResponseStream:
         item = {"id": f"{self._id(prefix)}_{index}", "type": kind, "status": "in_progress", **own}
         self.open, self.text, self.logprobs = item, "", []
         added = self._event("response.output_item.added", output_index=index, item=item)
-        return [added, *self._part("added", kind)]
+        return [added, *self._parts("added")]
 
-    def _part(self, what: str, kind: str) -> list[Event]:
-        if kind == "function_call":
-            return []
-        place, part = self._place(kind), _part(kind, self.text, self.logprobs)
-        return [self._event(f"response.content_part.{what}", **place, part=part)]
+    def _content(self) -> list[dict[str, Any]]:
+        """Return the content of the open item so far: one part, none of a call."""
+        match self.open:
+            case {"type": "message"}:
+                told = {"annotations": [], "logprobs": list(self.logprobs)}
+                return [{"type": "output_text", "text": self.text, **told}]
+            case {"type": "reasoning"}:
+                return [{"type": "reasoning_text", "text": self.text}]
+        return []
+
+    def _parts(self, what: str) -> list[Event]:
+        kind, place = f"response.content_part.{what}", self._place()
+        return [self._event(kind, **place, part=part) for part in self._content()]
 
     def _close(self, status: str) -> list[Event]:
         if self.open is None:
             return []
         kind, text = self.open["type"], self.text
-        grows = next(each for of, _, each in _KINDS.values() if of == kind)
         whole: dict[str, Any] = {"text": text}
+        own: dict[str, Any] = {"content": self._content()}
         if kind == "message":
             whole |= {"logprobs": self.logprobs}
         elif kind == "function_call":
-            whole = {"arguments": text, "name": self.open["name"]}
-        grown = self._event(f"{grows}.done", **self._place(kind), **whole)
-        parts = self._part("done", kind)
-        own: dict[str, Any] = {"arguments": text}
-        if kind != "function_call":
-            own = {"content": [_part(kind, text, self.logprobs)]}
+            own = {"arguments": text}
+            whole = own | {"name": self.open["name"]}
+        grown = self._event(f"{self.grows}.done", **self._place(), **whole)
+        parts = self._parts("done")
         done = {**self.open, "status": status, **own}
         item = self._event("response.output_item.done", output_index=len(self.output), item=done)
         self.output.append(done)

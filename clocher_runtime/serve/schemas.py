@@ -164,6 +164,11 @@ class TextPart(Schema):
     text: str
 
 
+def function_of(**fields: Any) -> dict[str, Any]:
+    """Return a tool, a choice or a call in the format of chats."""
+    return {"type": "function", "function": fields}
+
+
 class CalledFunction(Schema):
     """What a call calls; the arguments are JSON text, as the model wrote it."""
 
@@ -258,11 +263,11 @@ class Tool(Schema):
 
     def plain(self) -> dict[str, Any]:
         """Return the tool as chat templates read it."""
-        nothing = {"type": "object", "properties": {}}
-        given = self.function.model_dump(include={"name", "description", "parameters"})
-        defaults = {"description": "", "parameters": nothing}
-        function = {n: defaults[n] if value is None else value for n, value in given.items()}
-        return {"type": "function", "function": function}
+        name, parameters = self.function.name, self.function.parameters
+        if parameters is None:
+            parameters = {"type": "object", "properties": {}}
+        about = self.function.description or ""
+        return function_of(name=name, description=about, parameters=parameters)
 
 
 class FunctionNamed(Schema):

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from clocher_runtime.text.call_styles import STYLES, AnswerStyle
 
@@ -24,35 +24,35 @@ class Delta(NamedTuple):
     index: int = 0  # type: ignore[assignment]  # of the call, from 0; hides tuple.index
 
 
-Piece = TypeVar("Piece", contravariant=True)
+class AnswerReader(Protocol):
+    """Reads an answer, token by token. It accepts any, and never raises."""
 
-
-class Reader(Protocol[Piece]):
-    """Reads an answer, by tokens or by pieces of text. It accepts anything, and never raises."""
-
-    def push(self, piece: Piece, /) -> list[Delta]:
-        """Return the deltas that a piece completes."""
+    def push(self, token: int, /) -> list[Delta]:
+        """Return the deltas that a token completes."""
         ...
+
+    def finish(self) -> list[Delta]:
+        """Return the text held back, after the last token."""
+        ...
+
+
+class TextReader:
+    """Reads an answer by pieces of text, and never raises: this one, text without markup."""
+
+    def __init__(self) -> None:
+        self._held = ""  # not complete, or not known to be text
+
+    def push(self, text: str) -> list[Delta]:
+        """Return the deltas that a piece completes."""
+        return self._read(self._held + text, ended=False)
 
     def finish(self) -> list[Delta]:
         """Return the text held back, after the last piece."""
-        ...
+        return self._read(self._held, ended=True)
 
-
-AnswerReader = Reader[int]
-TextReader = Reader[str]
-
-
-class PlainText:
-    """Text without markup."""
-
-    def push(self, text: str) -> list[Delta]:
-        """Return the piece as content."""
+    def _read(self, text: str, *, ended: bool) -> list[Delta]:
+        """Return the deltas of what was held and a new piece; `ended`: nothing follows."""
         return [Delta("content", text)] if text else []
-
-    def finish(self) -> list[Delta]:
-        """Return nothing."""
-        return []
 
 
 def open_length(text: str, strings: Collection[str]) -> int:
@@ -121,61 +121,42 @@ def opens_thoughts(prompt: str) -> bool:
     return prompt.rstrip().endswith(_OPENING)
 
 
-class Thinking:
+class Thinking(TextReader):
     """Reads `<think>...</think>` first (`opened`: in the prompt), then uses another reader."""
 
     def __init__(self, answer: TextReader, *, opened: bool) -> None:
+        super().__init__()
         self._answer, self._opened = answer, opened
         self._state: Literal["begin", "first", "thoughts", "gap", "answer"] = "begin"
-        self._held = ""
 
-    def push(self, text: str) -> list[Delta]:
-        """Return the deltas that a piece completes."""
+    def _read(self, text: str, *, ended: bool) -> list[Delta]:
         found: list[Delta] = []
-        while text:
-            if self._state == "answer":
-                return found + self._answer.push(text)
+        self._held = ""
+        while text and self._state != "answer":
             if self._state == "begin":
-                text = self._begin(text)
+                space = _BEGIN.match(text)
+                assert space is not None  # it matches the empty text
+                body = text[space.end() :]
+                if body.startswith(_OPENING):
+                    text, self._state = body.removeprefix(_OPENING), "first"
+                elif _OPENING.startswith(body) and not ended:
+                    text, self._held = "", text
+                elif self._opened:
+                    self._state = "thoughts" if ended else "first"
+                else:
+                    self._state = "answer"
             elif self._state == "thoughts":
-                text = self._thoughts(text, found)
-            else:
-                text = text.lstrip("\n")
-                if text:
-                    self._state = "thoughts" if self._state == "first" else "answer"
-        return found
-
-    def finish(self) -> list[Delta]:
-        """Return the text held back, after the last piece."""
-        text, self._held = self._held, ""
-        thinks = self._state == "thoughts" or (self._state == "begin" and self._opened)
-        self._state = "answer"
-        if not thinks:
-            return self._answer.push(text) + self._answer.finish()
-        return [Delta("reasoning", text)] if text else []
-
-    def _begin(self, text: str) -> str:
-        text = self._held + text
-        space = _BEGIN.match(text)
-        assert space is not None  # it matches the empty text
-        body = text[space.end() :]
-        if body.startswith(_OPENING):
-            self._held, self._state = "", "first"
-            return body.removeprefix(_OPENING)
-        if _OPENING.startswith(body):
-            self._held = text
-            return ""
-        self._held, self._state = "", "first" if self._opened else "answer"
-        return text
-
-    def _thoughts(self, text: str, found: list[Delta]) -> str:
-        thoughts, self._held, rest = split_at(self._held + text, _CLOSING)
-        if thoughts:
-            found.append(Delta("reasoning", thoughts))
-        if rest is None:
-            return ""
-        self._held, self._state = "", "gap"
-        return rest
+                thoughts, held, rest = split_at(text, _CLOSING)
+                if rest is None:
+                    text, self._held = "", "" if ended else held
+                    thoughts += held if ended else ""
+                else:
+                    text, self._state = rest, "gap"
+                found += [Delta("reasoning", thoughts)] if thoughts else []
+            elif text := text.lstrip("\n"):
+                self._state = "thoughts" if self._state == "first" else "answer"
+        found += self._answer.push(text)
+        return found + self._answer.finish() if ended else found
 
 
 def message_of(deltas: Sequence[Delta], calls: Mapping[int, str]) -> dict[str, Any]:
@@ -218,7 +199,7 @@ def make_reader(
         from clocher_runtime.text.harmony import HarmonyReader
 
         return HarmonyReader(tokenizer, tools=bool(tools), prompt_tail=prompt_tail, ends=ends)
-    answer: TextReader = PlainText()
+    answer = TextReader()
     if tools:
         from clocher_runtime.text.tool_calls import LlamaCalls, MarkedCalls
 

@@ -121,21 +121,16 @@ def _one_call_each(messages: Sequence[Message]) -> list[Message]:
         if len(calls) < 2:
             found.append(message)
             continue
-        results: dict[str, Message] = {}
-        others = []
+        results: list[Message] = []
         while pending and pending[-1]["role"] == "tool":
-            result = pending.pop()
-            key = result.get("tool_call_id")
-            if key is None or key in results:
-                others.append(result)
-            else:
-                results[key] = result
+            results.append(pending.pop())
         for call in calls:
             found.append({**message, "tool_calls": [call]})
             message = {"role": "assistant", "content": ""}
-            if call.get("id") in results:
-                found.append(results.pop(call["id"]))
-        found += [*results.values(), *others]
+            its = (n for n, each in enumerate(results) if each.get("tool_call_id") == call["id"])
+            if (at := next(its, None)) is not None:
+                found.append(results.pop(at))
+        found += sorted(results, key=lambda each: each.get("tool_call_id") is None)
     return found
 
 

@@ -5,10 +5,9 @@ A constraint becomes llguidance rules, one string, that a process with limits tr
 
 import json
 import re
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +29,6 @@ CHECK_SECONDS, CHECK_BYTES = 2.0, 512 << 20
 """Limits of trying rules: CPU seconds, bytes."""
 _PROCESS = TextProcess()
 """Separate from the prompts' process: hostile rules must not delay prompts."""
-_turn = threading.Lock()
 MAX_CALLS = 16
 """Calls of one answer that has to call: a small model may never stop."""
 MAX_SCHEMA_CHARS, MAX_GRAMMAR_CHARS, MAX_REGEX_CHARS = 1 << 17, 1 << 16, 1 << 14
@@ -65,8 +63,13 @@ class GrammarMaker:
                 "structured output needs a token that ends a text, and a tokenizer whose steps are "
                 "all known; this model has no such; leave it out"
             )
-        self._text, self._vocab_size, self._eos_ids = found.text, vocab_size, list(eos_ids)
         added: list[dict[str, Any]] = found.document.get("added_tokens") or []
+        used = (*found.document["model"]["vocab"].values(), *(t["id"] for t in added))
+        text, eos = found.text, list(eos_ids)
+        self._source: dict[str, Any] = {"text": text, "vocab_size": vocab_size, "eos_ids": eos}
+        self._source["known"] = 1 + max(used, default=-1)
+        name = f"{vocab_size} {eos} {sha256(text.encode()).hexdigest()}"
+        self._loading = name, ("load_grammars", *loading_limits(text), self._source)
         control = {t["content"] for t in added if t.get("special") is True}
         ids = {t["content"]: f"<[{t['id']}]>" for t in added if t["content"] in control}
         bracketed = [t["content"] for t in added if _BRACKETED.fullmatch(t["content"])]
@@ -80,13 +83,8 @@ class GrammarMaker:
         rules = rules_of(spec, self._special, self._no_forcing)
         if rules == self._checked:
             return
-        library: dict[str, Any] = {"vocab_size": self._vocab_size, "eos_ids": self._eos_ids}
-        name = sha256(f"{library} {self._text}".encode()).hexdigest()
-        limits = loading_limits(self._text)
         try:
-            with _turn:
-                _PROCESS.ask("load_grammars", *limits, ((name, self._text), limits), **library)
-                _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, rules=rules)
+            _PROCESS.ask("check_rules", CHECK_SECONDS, CHECK_BYTES, self._loading, rules=rules)
         except Refused as error:
             if error.kind == "refused":
                 raise UsageError(str(error)) from None
@@ -101,20 +99,15 @@ class GrammarMaker:
     def _library(self) -> "LibraryGrammars":
         from clocher_runtime.text.grammar_library import LibraryGrammars
 
-        return LibraryGrammars(self._text, self._vocab_size, self._eos_ids)
+        return LibraryGrammars(**self._source)
 
 
 class Grammars:
     """A model's grammars, made in a thread: a difficult one delays only its own request."""
 
     def __init__(self, model: Checkpoint, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._of = model, vocab_size, eos_ids
+        self._maker = cache(lambda: GrammarMaker(model.tokenizer_source, vocab_size, eos_ids))
         self._thread = ThreadPoolExecutor(1, "grammar")
-
-    @cached_property
-    def _maker(self) -> GrammarMaker:
-        model, vocab_size, eos_ids = self._of
-        return GrammarMaker(model.tokenizer_source, vocab_size, eos_ids)
 
     def close(self) -> None:
         """Stop the thread."""
@@ -122,11 +115,11 @@ class Grammars:
 
     def checked(self, spec: Mapping[str, Any]) -> Future[None]:
         """Check a constraint; the future raises UsageError if it is invalid."""
-        return self._thread.submit(lambda: self._maker.check(spec))
+        return self._thread.submit(lambda: self._maker().check(spec))
 
     def compiled(self, spec: Mapping[str, Any]) -> Future[Constraint]:
         """Return the constraint of one sequence, from a checked spec."""
-        return self._thread.submit(lambda: self._maker.compile(spec))
+        return self._thread.submit(lambda: self._maker().compile(spec))
 
 
 def rules_of(spec: Mapping[str, Any], special: Mapping[str, str], no_forcing: bool = False) -> str:

@@ -5,7 +5,6 @@ Deep schemas overflow its stack, some patterns never end; `grammar` tries rules 
 
 from collections.abc import Sequence
 
-import msgspec
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -27,35 +26,23 @@ _LIMITS = LLParserLimits(
 _MESSAGE_CHARS = 200
 
 
-class _Token(msgspec.Struct):
-    id: int
-
-
-class _Model(msgspec.Struct):
-    vocab: dict[str, int]
-
-
-class _Tokenizer(msgspec.Struct):
-    model: _Model
-    added_tokens: list[_Token] | None = None
-
-
 class LibraryGrammars:
-    """Makes constraints with a plain tokenizer.json (its text); raises UsageError."""
+    """Makes constraints with a plain tokenizer.json (its text); raises UsageError.
 
-    def __init__(self, text: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+    `known`: how many of the `vocab_size` ids it has tokens for.
+    """
+
+    def __init__(self, text: str, vocab_size: int, known: int, eos_ids: Sequence[int]) -> None:
         try:
             self._tokenizer = tried(
                 lambda: LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_ids))
             )
-            found = tried(lambda: msgspec.json.decode(text, type=_Tokenizer))
         except Refused as error:
             raise UsageError(
                 f"structured output is not possible with this tokenizer: {error}"
             ) from None
         bits = np.zeros(WORD_BITS * words_for(vocab_size), np.uint8)
-        ids = [token.id for token in found.added_tokens or ()]
-        bits[: 1 + max((*found.model.vocab.values(), *ids), default=-1)] = 1
+        bits[:known] = 1
         self._known = np.packbits(bits, bitorder="little").view("<u4")
 
     def follow(self, rules: str) -> "GrammarConstraint":

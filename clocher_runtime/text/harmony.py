@@ -99,7 +99,6 @@ class HarmonyReader:
         self._begun = self._go_on_from(prompt_tail)
 
     def push(self, token: int) -> list[Delta]:
-        """Return the deltas that a token completes."""
         mark = self._marks.get(token)
         if mark is None:
             found = self._text(self._stream.push(token))
@@ -110,7 +109,6 @@ class HarmonyReader:
         return found
 
     def finish(self) -> list[Delta]:
-        """Return the text held back, after the last token."""
         found = self._begun + self._text(self._stream.flush()) + self._give_up()
         self._begun = []
         return found

@@ -62,9 +62,9 @@ class PromptSource:
         self._file: BinaryIO | None = None
         self._name = "" if file is None else f"prompts file {file}"
         self.jsonl = file is not None and file.suffix == ".jsonl"
+        self._head = self._read()
         if file is None:
             self._single = Line(1, single if isinstance(single, tuple) else _text(single))
-            self._head: Iterator[Line] = iter([self._single])
             return
         try:
             self._file = file.open("rb")
@@ -72,7 +72,6 @@ class PromptSource:
             raise UsageError(f"{self._name}: {error.strerror}") from None
         if rounds > 1 and not self._file.seekable():
             raise UsageError(f"{self._name}: --rounds needs a file that can be read again")
-        self._head = self._read()
 
     def peek(self, count: int) -> list[Line]:
         """Return up to `count` first prompts without consuming them; raises UsageError."""
@@ -84,7 +83,7 @@ class PromptSource:
 
     def lines(self) -> Iterator[Line]:
         """Return an iterator over all prompts, from the first."""
-        head, self._head = self._head, self._again()
+        head, self._head = self._head, self._read(again=True)
         return head
 
     def where(self, line: Line) -> str:
@@ -96,16 +95,13 @@ class PromptSource:
         if self._file is not None:
             self._file.close()
 
-    def _again(self) -> Iterator[Line]:
+    def _read(self, again: bool = False) -> Iterator[Line]:
         if self._file is None:
             yield self._single
-        else:
-            self._file.seek(0)
-            yield from self._read()
-
-    def _read(self) -> Iterator[Line]:
-        assert self._file is not None
+            return
         try:
+            if again:
+                self._file.seek(0)
             for number, line in enumerate(read_lines(self._file), start=1):
                 if number == 1:
                     line = line.removeprefix(_BYTE_ORDER_MARK)

@@ -37,21 +37,20 @@ class TextProcess:
         operation: str,
         seconds: float,
         memory: int,
-        tokenizer: tuple[tuple[str, str], tuple[float, int]] | None = None,
+        loading: tuple[str, tuple[str, float, int, dict[str, Any]]] | None = None,
         **arguments: Any,
     ) -> Any:
         """Run a function of `text_process_main` and return its result; raises Refused.
 
-        `seconds` of CPU time and `memory` bytes of growth are limits. `tokenizer`: (name,
-        tokenizer.json), (seconds, bytes) for loading; sent unless the last request had the same
-        name. Arguments are JSON.
+        `seconds` of CPU time and `memory` bytes of growth are limits. `loading`: a name, and what
+        is run first unless the last request had the same name. Arguments are JSON.
         """
         with self._turn:
-            if tokenizer is not None:
-                (name, text), limits = tokenizer
+            if loading is not None:
+                name, load = loading
                 if self._loaded != name or not self._is_ours():
                     self._loaded = ""
-                    self._ask("load", *limits, {"text": text})
+                    self._ask(*load)
                     self._loaded = name
             return self._ask(operation, seconds, memory, arguments)
 

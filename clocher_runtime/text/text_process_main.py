@@ -10,8 +10,8 @@ import resource
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from math import ceil
 from multiprocessing.connection import Connection
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
 _tokenizers: list[LibraryTokenizer] = []  # the last tokenizer loaded
-_grammars: list["LibraryGrammars"] = []  # grammars made with it, if requested
+_grammars: list["LibraryGrammars"] = []  # the last grammars loaded
 MAX_OUTPUT_CHARS = 16 << 20
 _STACK_BYTES = 1 << 20
 """Stack of a trial; the real work has eight times as much."""
@@ -57,12 +57,18 @@ def main(descriptor: int) -> None:
 
 def _reply(request: list[Any]) -> dict[str, Any]:
     operation, seconds, memory, arguments = request
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    limits = {resource.RLIMIT_CPU: ceil(usage.ru_utime + usage.ru_stime + seconds) + 1}
+    if mapped := _pages(0):
+        limits[resource.RLIMIT_AS] = mapped * resource.getpagesize() + memory
     try:
-        _bound(seconds, memory)
-        try:
-            reply = {"value": _OPERATIONS[operation](**arguments)}
-        finally:
-            _unbound()
+        # Python code is interrupted; a library that continues ends the process.
+        with _at_most(limits):
+            signal.setitimer(signal.ITIMER_PROF, seconds)
+            try:
+                reply = {"value": _OPERATIONS[operation](**arguments)}
+            finally:
+                signal.setitimer(signal.ITIMER_PROF, 0)
     except (Refused, UsageError) as error:
         reply = {"error": [getattr(error, "kind", "refused"), str(error)[:1000]]}
     except _OutOfTime:
@@ -74,13 +80,18 @@ def _reply(request: list[Any]) -> dict[str, Any]:
     return {**reply, "size": _pages(1) * resource.getpagesize()}
 
 
-def _bound(seconds: float, memory: int) -> None:
-    """Set limits: Python code is interrupted; a library that continues ends the process."""
-    if mapped := _pages(0):
-        _limit(resource.RLIMIT_AS, mapped * resource.getpagesize() + memory)
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    _limit(resource.RLIMIT_CPU, ceil(usage.ru_utime + usage.ru_stime + seconds) + 1)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+@contextmanager
+def _at_most(limits: Mapping[int, int]) -> Iterator[None]:
+    """Limit resources of this process while the context is open."""
+    kept = {kind: resource.getrlimit(kind) for kind in limits}
+    for kind, (_, most) in kept.items():
+        value = limits[kind]
+        resource.setrlimit(kind, (min(value, most) if most >= 0 else value, most))
+    try:
+        yield
+    finally:
+        for kind, pair in kept.items():
+            resource.setrlimit(kind, pair)
 
 
 def _pages(field: int) -> int:
@@ -89,42 +100,25 @@ def _pages(field: int) -> int:
     return int(statm.read_text().split()[field]) if statm.exists() else 0
 
 
-def _unbound() -> None:
-    signal.setitimer(signal.ITIMER_PROF, 0)
-    for kind in (resource.RLIMIT_AS, resource.RLIMIT_CPU):
-        _limit(kind, resource.getrlimit(kind)[1])
-
-
-def _limit(kind: int, value: int) -> None:
-    most = resource.getrlimit(kind)[1]
-    soft = most if value < 0 or (most >= 0 and value > most) else value
-    resource.setrlimit(kind, (soft, most))
-
-
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
     raise _OutOfTime
 
 
 def _load(text: str) -> None:
     _tokenizers.clear()
-    _grammars.clear()
     _tokenizers.append(LibraryTokenizer(text))
 
 
-def _load_grammars(vocab_size: int, eos_ids: list[int]) -> None:
+def _load_grammars(**source: Any) -> None:
     from clocher_runtime.text.grammar_library import LibraryGrammars
 
-    if not _grammars:
-        _grammars.append(LibraryGrammars(_tokenizers[0].to_text(), vocab_size, eos_ids))
+    _grammars.clear()
+    _grammars.append(LibraryGrammars(**source))
 
 
 def _check_rules(rules: str) -> None:
-    kept = resource.getrlimit(resource.RLIMIT_STACK)[0]
-    _limit(resource.RLIMIT_STACK, _STACK_BYTES)
-    try:
+    with _at_most({resource.RLIMIT_STACK: _STACK_BYTES}):
         _grammars[0].follow(rules)
-    finally:
-        _limit(resource.RLIMIT_STACK, kept)
 
 
 def _of_tokenizer(name: str) -> Callable[..., Any]:

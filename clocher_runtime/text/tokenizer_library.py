@@ -337,8 +337,8 @@ class TokenizerApart:
     """A tokenizer in its own process, like `LibraryTokenizer`; raises Refused over its limits."""
 
     def __init__(self, text: str) -> None:
-        self._source = (sha256(text.encode()).hexdigest(), text)
-        self._load = loading_limits(text)
+        load = ("load", *loading_limits(text), {"text": text})
+        self._loading = sha256(text.encode()).hexdigest(), load
         self.vocab_size: int = self._ask("vocab_size", 0)
 
     def encode(self, text: str, special: bool) -> list[int]:
@@ -368,6 +368,6 @@ class TokenizerApart:
             operation,
             BASE_SECONDS + size / CHARS_PER_SECOND,
             BASE_BYTES + BYTES_PER_CHAR * size,
-            (self._source, self._load),
+            self._loading,
             **arguments,
         )

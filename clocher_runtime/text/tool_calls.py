@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from clocher_runtime.text.answers import Delta, split_at
+from clocher_runtime.text.answers import Delta, TextReader, split_at
 from clocher_runtime.text.call_styles import CallStyle
 
 Call = tuple[str, str]
@@ -150,28 +150,21 @@ def _takes_text(schema: Any) -> bool:
     return any("string" in (kind if isinstance(kind, list) else [kind]) for kind in kinds)
 
 
-class MarkedCalls:
+class MarkedCalls(TextReader):
     """Calls between marks, with the line breaks around the marks.
 
     `functions` say which arguments in XML are text.
     """
 
     def __init__(self, style: CallStyle, functions: Sequence[Mapping[str, Any]] = ()) -> None:
+        super().__init__()
         self._marks, self._named = style.marks, style.named
         self._schemas = {
             tool["function"]["name"]: tool["function"].get("parameters") for tool in functions
         }
-        self._held, self._calls = "", 0
+        self._calls = 0
         self._mark = ""  # the mark of the call that is open
         self._is_gap = False  # whether a call has just ended
-
-    def push(self, text: str) -> list[Delta]:
-        """Return the deltas that a piece completes."""
-        return self._read(self._held + text, ended=False)
-
-    def finish(self) -> list[Delta]:
-        """Return the text held back, after the last piece."""
-        return self._read(self._held, ended=True)
 
     def _read(self, text: str, *, ended: bool) -> list[Delta]:
         found: list[Delta] = []
@@ -237,7 +230,7 @@ class MarkedCalls:
         return [] if whole[2][at:].strip() else [(whole[1], made)]
 
 
-class LlamaCalls:
+class LlamaCalls(TextReader):
     """Llama 3's calls: JSON objects, with ";" between them and maybe `<|python_tag|>` before."""
 
     _TAG = "<|python_tag|>"
@@ -245,19 +238,12 @@ class LlamaCalls:
     _NEXT = re.compile(r"[\s;]{0,32}(<\|python_tag\|>\s{0,32})?")
 
     def __init__(self) -> None:
-        self._held, self._calls = "", 0
-        self._is_text = False
+        super().__init__()
+        self._calls, self._is_text = 0, False
 
-    def push(self, text: str) -> list[Delta]:
-        """Return the deltas that a piece completes."""
-        return self._read(self._held + text, may_close="}" in text, ended=False)
-
-    def finish(self) -> list[Delta]:
-        """Return the text held back, after the last piece."""
-        return self._read(self._held, may_close=True, ended=True)
-
-    def _read(self, text: str, *, may_close: bool, ended: bool) -> list[Delta]:
+    def _read(self, text: str, *, ended: bool) -> list[Delta]:
         found: list[Delta] = []
+        may_close = ended or "}" in text[len(self._held) :]  # else it is read when it can be whole
         self._held = ""
         while text and not self._is_text:
             begin = (self._NEXT if self._calls else self._FIRST).match(text)
