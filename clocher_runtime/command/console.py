@@ -15,13 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from clocher_kernels import __version__
-from clocher_runtime.exit_codes import ExitCode, Interrupt, exit_code, told
+from clocher_kernels.errors import ModelChanged
+from clocher_runtime.exit_codes import ExitCode, Interrupt, exit_code, ignore, told
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 Tell = Callable[[str, int, int], None]
 """Progress callback: label, done, total."""
+Line = Mapping[str, Any]
+"""A run's line: keys in order; non-finite numbers become null."""
 COMPILING = "compiling kernels (once)"
 PACKING = "packing weights, MiB"
 _FIRST_WORD_S, _LATER = 5.0, 1.5
@@ -68,34 +71,27 @@ class WordWrap:
             return text
         out: list[str] = []
         for char in text:
-            if char == "\n":
-                self._begin_line()
-            elif char in " \t":
-                cells = 1 if char == " " else 8 - self._column % 8
-                if self._column + cells > edge:
-                    char, cells = "\n", 0
-                    self._begin_line()
-                self._column, self._word = self._column + cells, ""
-            else:
-                cells = _cells(char)
-                if self._column + cells > edge:
+            cells = 8 - self._column % 8 if char == "\t" else 0 if char == "\n" else _cells(char)
+            if self._column + cells > edge:
+                if char in " \t":
+                    char = "\n"
+                else:
                     out.append(self._next_line())
+            if char == "\n":
+                self._column, self._word = 0, ""
+            else:
                 self._column += cells
                 # Wide characters may break anywhere.
-                self._word = "" if cells > 1 else self._word + char
+                self._word = "" if cells > 1 or char in " \t" else self._word + char
             out.append(char)
         return "".join(out)
 
-    def _begin_line(self) -> None:
-        self._column, self._word = 0, ""
-
     def _next_line(self) -> str:
-        word, cells = self._word, sum(map(_cells, self._word))
+        cells = sum(map(_cells, self._word))
         if cells == self._column:  # it fills the line
-            self._begin_line()
-            return "\n"
+            cells, self._word = 0, ""
         self._column = cells
-        return f"\x1b[{cells}D\x1b[K\n{word}" if cells else "\n"
+        return f"\x1b[{cells}D\x1b[K\n{self._word}" if cells else "\n"
 
     def _width(self) -> int:
         if os.environ.get("TERM", "dumb") == "dumb":
@@ -293,6 +289,37 @@ class Console:
             self._loading.stop()
 
 
+class RunConsole(Console):
+    """The console of a run, whose last word is its line of JSON, where a program reads it."""
+
+    def __init__(self, name: str, **more: Any) -> None:
+        super().__init__(name, **more)
+        self.as_json = "--json" in sys.argv or not is_terminal(sys.stdout)
+
+    def finish(self, line: Line) -> None:
+        """Write the line; raises OSError. From here on no signal changes the answer."""
+        ignore()
+        self._emit(line)
+
+    def _emit(self, line: Line) -> None:
+        if self.as_json:
+            if sys.stdout is None:
+                raise OSError(errno.EBADF, "closed")
+            sys.stdout.write(f"{to_json(line)}\n")
+            sys.stdout.flush()
+
+    def ended(self, raised: BaseException) -> tuple[BaseException, ExitCode]:
+        """Write the error to both streams."""
+        error, code = super().ended(raised)
+        self.finish(error_line(error))
+        return error, code
+
+    def lost(self, message: str) -> None:
+        """Write the error to both streams."""
+        super().lost(message)
+        self._emit(error_line(ModelChanged(message)))  # in any thread, where no signal can be set
+
+
 STDOUT = "standard output"
 
 
@@ -335,8 +362,6 @@ def size(nbytes: int) -> str:
 
 
 SCHEMA = "clocher.run/1"
-Line = Mapping[str, Any]
-"""Keys in order; non-finite numbers become null."""
 
 
 def head(status: str) -> dict[str, Any]:

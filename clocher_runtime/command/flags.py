@@ -67,6 +67,7 @@ class Command(click.Command):
         about: str,
         *,
         kind: type[EngineConfig] | None = None,
+        console: type[Console] = Console,
         inner: Mapping[str, str] = _NONE,
         examples: Examples = (),
         exit_codes: Codes = _NONE,
@@ -74,7 +75,7 @@ class Command(click.Command):
     ) -> None:
         self.table = {**declared(kind), **kind.hints} if kind else {}
         self._defaults = {each.name: each.default for each in fields(kind)} if kind else {}
-        self._kind, self.inner = kind, inner
+        self._kind, self._console, self.inner = kind, console, inner
         self.examples = examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
         params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
@@ -105,12 +106,10 @@ class Command(click.Command):
         other.examples = [(about, line.replace(old, name)) for about, line in self.examples]
         return other
 
-    def parse(
-        self, argv: Sequence[str], show: Callable[[str], object] = click.echo
-    ) -> dict[str, str] | None:
+    def parse(self, argv: Sequence[str]) -> dict[str, str] | None:
         """Return setting -> text of its flag; None after --help or --version. Raises UsageError."""
         try:
-            with self.make_context(self.name, list(argv), obj=show) as context:
+            with self.make_context(self.name, list(argv)) as context:
                 return _texts(context.params)
         except click.exceptions.Exit:
             return None
@@ -123,7 +122,7 @@ class Command(click.Command):
         if given and given[0] in self.inner:
             return load(self.inner[given[0]]).run(given[1:])
         notes = " ".join((self.epilog or "").lower().split())
-        console = Console(self.name or "", resumes="run it again to go on" in notes)
+        console = self._console(self.name or "", resumes="run it again to go on" in notes)
         before = listen()
         try:
             with console, self.make_context(self.name, given, obj=console) as context:
@@ -137,13 +136,11 @@ class Command(click.Command):
             return console.ended(self._told(error))[1]
         except (Exception, KeyboardInterrupt) as raised:
             cause = told(cause_of(raised))
-            if not isinstance(cause, OSError):
-                return console.ended(cause)[1]
-            words = in_words(cause)
-            if not words.startswith(STDOUT):
-                return console.ended(DeviceError(words))[1]
+            words = in_words(cause) if isinstance(cause, OSError) else None
+            if words is None or not words.startswith(STDOUT):
+                return console.ended(cause if words is None else DeviceError(words))[1]
             if not isinstance(cause, BrokenPipeError):  # whose reader wants no more
-                console.ended(DeviceError(words))
+                console.say(f"error: {words}")
             if sys.stdout is not None:  # Python flushes again at exit, which must not fail again
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.BUG
@@ -339,8 +336,7 @@ def _completion(metavar: str) -> Callable[..., list[CompletionItem]]:
 def _asking(flag: str, answer: Callable[[click.Context], str], *short: str) -> click.Option:
     def callback(context: click.Context, option: click.Parameter, wanted: bool) -> None:
         if wanted:
-            show = context.obj if callable(context.obj) else Screen(sys.stdout).line
-            show(answer(context))
+            Screen(sys.stdout).line(answer(context))
             context.exit()
 
     return click.Option(

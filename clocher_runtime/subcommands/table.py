@@ -43,7 +43,7 @@ MORE: Mapping[str, str] = {
 SUBCOMMANDS = {**COMMON, **MORE}
 """Name -> what it does."""
 _MODULES: Mapping[str, str] = {
-    "run": "command.clocher_run:COMMAND",
+    "run": "command.clocher_run:clocher_run",
     "serve": "serve.command:clocher_serve",
     "pull": "command.fetching:pull",
     "dedup": "subcommands.compress:dedup",
