@@ -187,7 +187,7 @@ def command(
         return verify(verified)
     # A benchmark generates the full number of tokens.
     engine = {"ignore_eos": "1"} | ({"prompts_file": prompts_file} if prompts_file else {})
-    engine |= clocher_run.parse(flags) or {}
+    engine |= clocher_run.texts(flags)
     settings = base_settings(engine, of_program(os.environ), in_file)
     cells = [
         replace(cell, key=content_key(cell, Path.cwd(), machine.describe()["host_sha256"]))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
 from clocher_kernels import __version__
 from clocher_kernels.errors import ModelChanged
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Tell = Callable[[str, int, int], None]
 """Progress callback: label, done, total."""
+T = TypeVar("T")
 Line = Mapping[str, Any]
 """A run's line: keys in order; non-finite numbers become null."""
 COMPILING = "compiling kernels (once)"
@@ -272,12 +273,12 @@ class Console:
         free = check_free(target, 0)
         self.note(f"{source} -> {target}: needs {size(nbytes)} of disk, {size(free)} free")
 
-    @contextmanager
-    def progress(self, total: int) -> Iterator[Callable[[int, str], None]]:
-        """Show progress through `total` bytes; yield a callback for (bytes done, name)."""
+    def progress(self, total: int, work: Callable[[Callable[[int, str], None]], T]) -> T:
+        """Show progress through `total` bytes; `work` gets a callback for (bytes done, name)."""
         with self.counting(in_bytes=True) as tell:
-            yield lambda nbytes, name: tell(name, nbytes, total)
+            result = work(lambda nbytes, name: tell(name, nbytes, total))
             tell("done", total, total)
+        return result
 
     @contextmanager
     def counting(self, *, in_bytes: bool = False) -> Iterator[Tell]:

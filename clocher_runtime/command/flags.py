@@ -78,26 +78,19 @@ class Command(click.Command):
         self._kind, self._console, self.inner = kind, console, inner
         self.examples = examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
-        params = [*more.pop("params", ()), *(self._setting_params() if kind else ())]
+        params = [*more.pop("params", ())]
+        if kind:
+            paths = _completion("PATH")
+            params.append(Place("MODEL", "--model-dir", "model_dir", False, shell_complete=paths))
+            if "prompt" in self.table:
+                params.append(Place("PROMPT", "--prompt", "prompt", False))
+            params += [setting_option(n, s, reads=False) for n, s in self.table.items() if s.flag]
+            params.append(_asking("--version", lambda on: f"{on.info_name} {__version__}"))
+            params.append(_asking("--help-all", _help_all))
         params.append(_asking("--help", click.Context.get_help, "-h"))
         settings = {"max_content_width": HELP_WIDTH}
-        super().__init__(
-            name,
-            params=params,
-            help=about,
-            add_help_option=False,
-            context_settings=settings,
-            **more,
-        )
-
-    def _setting_params(self) -> Sequence[click.Parameter]:
-        paths = _completion("PATH")
-        places = [Place("MODEL", "--model-dir", "model_dir", False, shell_complete=paths)]
-        if "prompt" in self.table:
-            places.append(Place("PROMPT", "--prompt", "prompt", False))
-        flags = [setting_option(n, s, reads=False) for n, s in self.table.items() if s.flag]
-        version = _asking("--version", lambda context: f"{context.info_name} {__version__}")
-        return [*places, *flags, version, _asking("--help-all", _help_all)]
+        more |= {"add_help_option": False, "context_settings": settings}
+        super().__init__(name, params=params, help=about, **more)
 
     def named(self, name: str) -> Self:
         """Return the command under another name, examples included."""
@@ -106,15 +99,9 @@ class Command(click.Command):
         other.examples = [(about, line.replace(old, name)) for about, line in self.examples]
         return other
 
-    def parse(self, argv: Sequence[str]) -> dict[str, str] | None:
-        """Return setting -> text of its flag; None after --help or --version. Raises UsageError."""
-        try:
-            with self.make_context(self.name, list(argv)) as context:
-                return _texts(context.params)
-        except click.exceptions.Exit:
-            return None
-        except click.UsageError as error:
-            raise self._told(error) from None
+    def texts(self, argv: Sequence[str]) -> dict[str, str]:
+        """Return setting -> text of its flag. Raises click.UsageError."""
+        return _texts(self.make_context(self.name, list(argv)).params)
 
     def run(self, argv: Sequence[str] | None = None) -> int:
         """Run it, or the inner one that is named; write an error; return the exit code."""
@@ -164,7 +151,9 @@ class Command(click.Command):
     def _told(self, error: click.UsageError) -> UsageError:
         message = " ".join(error.format_message().split())  # a missing choice has lines
         message += "" if message.endswith((".", "?", "?)")) else "."
-        return UsageError(f"{message} See {self.name} --help.")
+        return UsageError(
+            f"{message} See {error.ctx.info_name if error.ctx else self.name} --help."
+        )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse, and move positional values to their flags."""
@@ -237,10 +226,7 @@ def load(where: str) -> Command:
 
 
 def script(
-    name: str,
-    *params: click.Parameter,
-    help: str | None = None,
-    **more: Any,
+    name: str, *params: click.Parameter, help: str | None = None, **more: Any
 ) -> Callable[[Callable[..., int | None]], Command]:
     """Return a decorator that makes a command of a function.
 
@@ -249,13 +235,8 @@ def script(
     """
 
     def decorate(function: Callable[..., int | None]) -> Command:
-        return Command(
-            name,
-            text_of(help or function.__doc__),
-            params=params,
-            callback=click.pass_obj(function),
-            **more,
-        )
+        about = text_of(help or function.__doc__)
+        return Command(name, about, params=params, callback=click.pass_obj(function), **more)
 
     return decorate
 

@@ -93,7 +93,10 @@ def _all(directories: Sequence[Path], everywhere: bool) -> Iterator[Found]:
     if everywhere:
         yield Found(EMBEDDED, "embedded", embedded_model())
         yield from _of_the_hub()
-        yield from _below(_llama_cache(), "llama.cpp", _DEPTH, [_MOST_ENTRIES])
+        # llama.cpp's download directory. Source: its common/common.cpp.
+        base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        llama = Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
+        yield from _below(llama, "llama.cpp", _DEPTH, [_MOST_ENTRIES])
     for directory in (*([Path("models")] * everywhere), *directories):
         yield from _below(directory, "directory", _DEPTH, [_MOST_ENTRIES])
 
@@ -141,12 +144,6 @@ def _files_of(name: str, place: str, directory: Path) -> list[Found]:
     if len(files) < 2:
         return [Found(name, place, directory)]
     return [Found(f"{name}/{file}", place, directory / file) for file in files]
-
-
-def _llama_cache() -> Path:
-    """Return llama.cpp's download directory. Source: its common/common.cpp."""
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return Path(os.environ.get("LLAMA_CACHE") or os.path.join(base, "llama.cpp"))
 
 
 def _size(path: Path) -> int:
