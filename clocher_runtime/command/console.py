@@ -10,7 +10,7 @@ import sys
 import termios
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO, TypeVar
 
@@ -163,50 +163,6 @@ class Screen:
             self.write("\n")
 
 
-class _Progress:
-    """Progress of a job: a bar on a terminal, else a line after some seconds, and ever fewer."""
-
-    def __init__(self, screen: Screen, say: Callable[[str], None], *, in_bytes: bool) -> None:
-        self._screen, self._say, self._in_bytes = screen, say, in_bytes
-        self._bar: Progress | None = None
-        self._due = _FIRST_WORD_S
-
-    def tell(self, what: str, done: int, total: int) -> None:
-        """Show how much is done."""
-        bar = self._bar = self._bar or self._begun()
-        task = bar.tasks[0]
-        self._screen.guarded(
-            lambda _: bar.update(task.id, completed=done, total=total, description=what)
-        )
-        elapsed = task.elapsed or 0.0
-        if bar.disable and elapsed >= self._due:
-            amount = f"{size(done)} of {size(total)}" if self._in_bytes else ""
-            self._say(f"{what}: {amount or f'{100 * done // max(total, 1)} %'}, {elapsed:.0f} s")
-            self._due = _LATER * elapsed
-
-    def stop(self) -> None:
-        """Remove the bar."""
-        if self._bar is not None:
-            bar, self._bar = self._bar, None
-            self._screen.guarded(lambda _: bar.stop())
-
-    def _begun(self) -> "Progress":
-        from rich import console, progress
-
-        bar = progress.Progress(
-            progress.BarColumn(),
-            progress.DownloadColumn() if self._in_bytes else progress.TaskProgressColumn(),
-            progress.TimeRemainingColumn(),
-            progress.TextColumn("{task.description}", markup=False),
-            console=console.Console(file=self._screen.stream),
-            transient=True,
-            disable=not self._screen.is_terminal,
-        )
-        self._screen.guarded(lambda _: bar.start())
-        bar.add_task("", total=None)
-        return bar
-
-
 class Console:
     """Messages of a program on standard error (or `stream`); `texts` gets what a model writes.
 
@@ -220,13 +176,14 @@ class Console:
         # Python has no stream if standard error was closed at the start.
         self._notes = Screen(sys.stderr if stream is None else stream, may_be_lost=True)
         self.texts = self._notes
-        self._loading = _Progress(self._notes, self.say, in_bytes=False)
+        self._bar: Progress | None = None
+        self._due = 0.0  # seconds of a job until it is told of, where there is no terminal
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loading.stop()
+        self._stop()
         self.texts.end_line()
 
     def say(self, text: str) -> None:
@@ -259,9 +216,9 @@ class Console:
             self.say(f"error: {message}")
 
     def _load(self, what: str, done: int, total: int) -> None:
-        self._loading.tell(what, done, total)
+        self._tell(what, done, total)
         if done >= total:
-            self._loading.stop()
+            self._stop()
 
     compiling = partialmethod(_load, COMPILING)
     packing = partialmethod(_load, PACKING)
@@ -283,11 +240,46 @@ class Console:
     @contextmanager
     def counting(self, *, in_bytes: bool = False) -> Iterator[Tell]:
         """Show progress; yield a callback for (label, done, total)."""
-        self._loading = _Progress(self._notes, self.say, in_bytes=in_bytes)
         try:
-            yield self._loading.tell
+            yield partial(self._tell, in_bytes=in_bytes)
         finally:
-            self._loading.stop()
+            self._stop()
+
+    def _tell(self, what: str, done: int, total: int, *, in_bytes: bool = False) -> None:
+        """Show a bar on a terminal; else write a line after some seconds, and ever fewer."""
+        bar = self._bar = self._bar or self._begun(in_bytes)
+        task = bar.tasks[0]
+        self._notes.guarded(
+            lambda _: bar.update(task.id, completed=done, total=total, description=what)
+        )
+        elapsed = task.elapsed or 0.0
+        if bar.disable and elapsed >= self._due:
+            part = f"{100 * done // max(total, 1)} %"
+            part = f"{size(done)} of {size(total)}" if in_bytes else part
+            self.say(f"{what}: {part}, {elapsed:.0f} s")
+            self._due = _LATER * elapsed
+
+    def _begun(self, in_bytes: bool) -> "Progress":
+        from rich import console, progress
+
+        bar = progress.Progress(
+            progress.BarColumn(),
+            progress.DownloadColumn() if in_bytes else progress.TaskProgressColumn(),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.description}", markup=False),
+            console=console.Console(file=self._notes.stream),
+            transient=True,
+            disable=not self._notes.is_terminal,
+        )
+        self._notes.guarded(lambda _: bar.start())
+        bar.add_task("", total=None)
+        self._due = _FIRST_WORD_S
+        return bar
+
+    def _stop(self) -> None:
+        if bar := self._bar:
+            self._bar = None
+            self._notes.guarded(lambda _: bar.stop())
 
 
 class RunConsole(Console):
