@@ -36,9 +36,6 @@ class Completions(ExitStack):
     file cannot be written.
     """
 
-    engine: Engine
-    sampling: Sampling
-
     def __init__(self, console: Console, config: RunConfig) -> None:
         super().__init__()
         self.prompts = self.failed = 0
@@ -60,7 +57,9 @@ class Completions(ExitStack):
 
     def begin(self, engine: Engine) -> None:
         """Take the engine that generates, once it is loaded."""
-        self.engine, self.sampling = engine, sampling_of(self.config, engine)
+        self.engine, self.defaults = engine, from_model(self.config, engine)
+        values: dict[str, Any] = {name: getattr(self.config, name) for name in NAMES}
+        self.sampling = Sampling(seed=self.config.seed, **{**values, **self.defaults})
         if self._traces is not None and engine.loaded.model.checkpoint.files:
             from clocher_runtime.quality.verify import fingerprint
 
@@ -148,12 +147,6 @@ def from_model(config: SamplingConfig, engine: Engine) -> dict[str, float]:
     return taken(engine.loaded.sampling_defaults, said)
 
 
-def sampling_of(config: RunConfig, engine: Engine) -> Sampling:
-    """Return the sampling settings of a run."""
-    values: dict[str, Any] = {name: getattr(config, name) for name in NAMES}
-    return Sampling(seed=config.seed, **{**values, **from_model(config, engine)})
-
-
 def run_line(measured: Measured, completions: Completions, batch: int) -> dict[str, Any]:
     """Return the JSON line of a run."""
     config, engine = completions.config, completions.engine
@@ -215,7 +208,7 @@ def run_line(measured: Measured, completions: Completions, batch: int) -> dict[s
         "coverage": bytes_touched / file_bytes if file_bytes else nan,
         "effective_gbps": timing.per_second(bytes_touched, wall_ns) / 1e9,
         "environment": [how for how in variables if how not in ignored],
-        "generation_config": from_model(config, engine),
+        "generation_config": completions.defaults,
         "hints_ignored": ignored,
         "outputs": completions.listed,
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from clocher_kernels.errors import NonFinite, UsageError
 from clocher_runtime.checkpoints.locate import DEFAULT
-from clocher_runtime.command.completions import Completions, Measured, from_model, run_line
+from clocher_runtime.command.completions import Completions, Measured, run_line
 from clocher_runtime.command.console import Console, Line, quiet_keys
 from clocher_runtime.command.loading import load_engine
 from clocher_runtime.config.commands import RunConfig
@@ -93,9 +93,9 @@ def _run(source: PromptSource, batch: int, completions: Completions) -> Line:
                 f"{loaded.name} has a chat template, which a completion does not apply: "
                 f'`clocher chat {shlex.quote(loaded.name)} "QUESTION"` does'
             )
-        if note := told(from_model(config, engine)):
-            console.say(note)
         completions.begin(engine)
+        if note := told(completions.defaults):
+            console.say(note)
         encode = loaded.tokenizer.encode if loaded.tokenizer else None
         prepare = Preparation(source, encode, session.check, session.context)
         if not gc.isenabled():  # as `cli` starts a process
