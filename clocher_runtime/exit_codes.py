@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 _BOTH = (signal.SIGINT, signal.SIGTERM)
-_AGAIN_S = 0.01
+_AGAIN_S = 0.1  # longer than a loaded machine takes to start the thread that sends it
 _hooks: list[Any] = []
 _ours: list[tuple[int, Any]] = []
 """Signals that `listen` handles, and their handlers before."""

@@ -6,7 +6,6 @@ Cheap to import, so that help is fast.
 import copy
 import inspect
 import os
-import pkgutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -56,9 +55,8 @@ class Command(click.Command):
     """A command whose help has examples first, then flags by group, notes and exit codes.
 
     It calls a function, see `script`. With a `kind` of configuration it has the settings of that;
-    model and prompt may be given without their flags. `inner`: first word -> module:name of
-    another command. `exit_codes`: those that mean something else than in `USUAL_CODES`, or are
-    not there.
+    model and prompt may be given without their flags. `exit_codes`: those that mean something else
+    than in `USUAL_CODES`, or are not there.
     """
 
     def __init__(
@@ -68,14 +66,13 @@ class Command(click.Command):
         *,
         kind: type[EngineConfig] | None = None,
         console: type[Console] = Console,
-        inner: Mapping[str, str] = _NONE,
         examples: Examples = (),
         exit_codes: Codes = _NONE,
         **more: Any,
     ) -> None:
         self.table = {**declared(kind), **kind.hints} if kind else {}
         self._defaults = {each.name: each.default for each in fields(kind)} if kind else {}
-        self._kind, self._console, self.inner = kind, console, inner
+        self._kind, self._console = kind, console
         self.examples = examples
         self.exit_codes = sorted({**USUAL_CODES, **exit_codes}.items())
         params = [*more.pop("params", ())]
@@ -104,10 +101,8 @@ class Command(click.Command):
         return _texts(self.make_context(self.name, list(argv)).params)
 
     def run(self, argv: Sequence[str] | None = None) -> int:
-        """Run it, or the inner one that is named; write an error; return the exit code."""
+        """Run it; write an error; return the exit code."""
         given = list(sys.argv[1:] if argv is None else argv)
-        if given and given[0] in self.inner:
-            return load(self.inner[given[0]]).run(given[1:])
         notes = " ".join((self.epilog or "").lower().split())
         console = self._console(self.name or "", resumes="run it again to go on" in notes)
         before = listen()
@@ -144,9 +139,8 @@ class Command(click.Command):
         return super().invoke(ctx)
 
     def main(self, args: Sequence[str] | None = None, *_: Any, **more: Any) -> Any:
-        """Run it as a program: exit with its code, unless `standalone_mode=False`."""
-        code = self.run(args)
-        return sys.exit(code) if more.get("standalone_mode", True) else code
+        """Run it as a program: exit with its code."""
+        sys.exit(self.run(args))
 
     def _told(self, error: click.UsageError) -> UsageError:
         message = " ".join(error.format_message().split())  # a missing choice has lines
@@ -217,12 +211,6 @@ def _texts(params: Mapping[str, Any]) -> dict[str, str]:
     """Return setting -> text of its flag, of those that are given."""
     given = {name: value for name, value in params.items() if value not in (None, False)}
     return {name: "1" if value is True else value for name, value in given.items()}
-
-
-def load(where: str) -> Command:
-    """Return the command at module:name."""
-    found: Command = pkgutil.resolve_name(f"clocher_runtime.{where}")
-    return found
 
 
 def script(
